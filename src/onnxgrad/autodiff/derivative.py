@@ -1,0 +1,243 @@
+"""`onnx_derivative`: a model in, the model of its gradient out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from enum import IntFlag
+
+import onnx
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import unknown
+from onnxgrad.graph import weights as constants
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind
+from onnxgrad.graph.tidy import tidy
+
+logger = logging.getLogger("onnxgrad")
+
+
+class DerivativeOptions(IntFlag):
+    """What `onnx_derivative` puts into the gradient model; combined with `|`.
+
+    - `Zero`: inputs are those of the model, the weights, and `<output>_grad`.
+    - `KeepYieldOp`: one joint graph, with a `com.microsoft::YieldOp` from outputs to gradients.
+    - `KeepOutputs`: the original outputs too.
+    - `FillGrad`: ones in place of the inputs `<output>_grad`; asks for `KeepOutputs`.
+    - `Loss`: the model computes a loss; the gradient starts from it.
+    """
+
+    Zero = 0
+    KeepYieldOp = 1
+    KeepOutputs = 2
+    FillGrad = 4
+    Loss = 8
+
+
+def onnx_derivative(
+    onx: ModelLike,
+    weights: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
+    options: DerivativeOptions = DerivativeOptions.Zero,
+    loss: str | None = None,
+    label: str | Sequence[str] | None = None,
+    path_name: str | os.PathLike | None = None,
+    verbose: int = 0,
+) -> ModelProto:
+    """Return the model that computes the gradient of `onx`, in standard operators.
+
+    Inputs of the result: those of `onx`, the weights in the order asked, then `Y_grad` for every
+    float output Y, of Y's shape and dtype. Outputs: `X_grad` for the inputs, `W_grad` for the
+    weights, each of the shape and dtype of X or W, then the kept outputs.
+
+    Args:
+        onx: model, serialized model or path; never modified.
+        weights: names of the weights, which become inputs. None: every float constant of the model
+            (`get_train_initializer`) that the outputs depend on; `[]`: none, they stay.
+        inputs: names of the inputs. None: every float input that the outputs depend on.
+        options: see `DerivativeOptions`.
+        loss: with `Loss`, the output that holds the loss.
+        label: with `Loss`, the label input or inputs, for which no gradient is computed.
+        path_name: where to save the result too.
+        verbose: 1 reports progress through `logging`, 2 every node.
+
+    Raises:
+        TypeError: `options` is no `DerivativeOptions`.
+        ValueError: an unknown name, options that exclude each other, a missing `loss` or `label`,
+            a weight that is no float, or one that the outputs do not depend on.
+        ModelError: `onx` cannot be read.
+        NoGradientRule: an operator on the way has no rule.
+    """
+    labels = _check(options, loss, label)
+    proto = read(onx)
+    report = logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING
+    before, logger.level = logger.level, min(report, logger.getEffectiveLevel())
+    try:
+        made = _derivative(proto, weights, inputs, options, loss, labels)
+    finally:
+        logger.setLevel(before)
+    if path_name is not None:
+        onnx.save(made, os.fspath(path_name))
+    return made
+
+
+def _check(options: DerivativeOptions, loss: str | None, label: object) -> list[str]:
+    if not isinstance(options, DerivativeOptions):
+        raise TypeError(f"options must be DerivativeOptions, not {type(options).__name__}")
+    flags = DerivativeOptions
+    if options & flags.KeepYieldOp and options != flags.KeepYieldOp:
+        raise ValueError("KeepYieldOp cannot be combined with another option")
+    if options & flags.FillGrad and not options & (flags.KeepOutputs | flags.Loss):
+        raise ValueError("FillGrad needs KeepOutputs: use FillGrad | KeepOutputs")
+    if options & flags.Loss and (loss is None or label is None):
+        raise ValueError("option Loss needs the names of the loss output and of the label input")
+    if not options & flags.Loss and (loss is not None or label is not None):
+        raise ValueError("loss and label are used with options=DerivativeOptions.Loss only")
+    return [label] if isinstance(label, str) else list(label or ())  # type: ignore[call-overload]
+
+
+def _derivative(
+    proto: ModelProto,
+    weights: Sequence[str] | None,
+    inputs: Sequence[str] | None,
+    options: DerivativeOptions,
+    loss: str | None,
+    labels: list[str],
+) -> ModelProto:
+    flags = DerivativeOptions
+    model = prepare(proto)
+    graph = model.graph
+    logger.info("prepared: %d nodes", graph.num_nodes())
+    original_inputs, original_outputs = list(graph.inputs), list(graph.outputs)
+    chosen_inputs = _choose_inputs(graph, inputs, labels)
+    chosen_weights = as_inputs(proto, graph, weights)
+    wanted = [*chosen_inputs, *chosen_weights]
+
+    op = Emit(graph)
+    if loss is not None:
+        differentiated = [_by_name("output", loss, original_outputs)]
+    else:
+        differentiated = [y for y in original_outputs if y.dtype and y.dtype.is_floating_point()]
+    seeds = _seeds(op, graph, differentiated, original_outputs, options)
+    gradients = sweep(op, seeds, wanted)
+    explicit = [x for x, asked in ((chosen_inputs, inputs), (chosen_weights, weights)) if asked]
+    require_path((x for group in explicit for x in group), gradients, differentiated)
+
+    others = [y for y in original_outputs if loss is None or y is not differentiated[0]]
+    kept = ([] if loss is None else differentiated) + (others if options & flags.KeepOutputs else [])
+    protected = {*graph.inputs, *kept}
+    found = [x for x in wanted if x in gradients]
+    if not found:
+        raise ValueError(_nothing_to_do(proto, differentiated, wanted))
+    made = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in found]
+    graph.outputs[:] = [*kept[:1], *made, *kept[1:]] if loss is not None else [*made, *kept]
+    tidy(model)
+    logger.info("gradient: %d nodes", graph.num_nodes())
+    return to_proto(model)
+
+
+def _nothing_to_do(proto: ModelProto, outputs: list[ir.Value], wanted: list[ir.Value]) -> str:
+    if outputs:
+        return f"no differentiable path from any of {[x.name for x in wanted]} to an output"
+    hints = [
+        f"{o.name!r} is no tensor: select {tensor_behind(proto, o.name)!r} instead"
+        for o in proto.graph.output
+        if non_tensor(o)
+    ]
+    return f"the model has no float tensor among its outputs. {'; '.join(hints)}"
+
+
+def as_inputs(
+    proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None
+) -> list[ir.Value]:
+    """Turn the named constants of the prepared `graph` into inputs, and return them in order.
+
+    None: all those that are trained by default.
+
+    Raises:
+        ValueError: an unknown name, or a constant that is no float.
+    """
+    known = {site.name: site for site in constants.sites(proto)}
+    if names is None:
+        names = [name for name, site in known.items() if site.default]
+    made = []
+    for name in names:
+        if name not in known or name not in graph.initializers:
+            floats = [n for n, s in known.items() if s.read().data_type in constants.FLOATS]
+            raise unknown("weight", name, floats)
+        value = graph.initializers[name]
+        if not value.dtype or not value.dtype.is_floating_point():
+            raise ValueError(f"weight {name!r} holds {value.dtype}: only floats have a gradient")
+        del graph.initializers[name]
+        value.const_value = None
+        graph.inputs.append(value)
+        made.append(value)
+    return made
+
+
+def require_path(asked, gradients, outputs) -> None:
+    """Raise for those of `asked` that no differentiable path leads to `outputs`."""
+    lost = [repr(x.name) for x in asked if x not in gradients]
+    if lost:
+        raise ValueError(
+            f"no differentiable path from {', '.join(lost)} to "
+            f"{', '.join(repr(y.name) for y in outputs)}: the gradient is zero everywhere; "
+            "leave it out of `weights` or `inputs`"
+        )
+
+
+def _choose_inputs(
+    graph: ir.Graph, names: Sequence[str] | None, labels: list[str]
+) -> list[ir.Value]:
+    floats = [x for x in graph.inputs if x.dtype and x.dtype.is_floating_point()]
+    for name in labels:
+        _by_name("input", name, graph.inputs)
+    if names is None:
+        return [x for x in floats if x.name not in labels]
+    made = [_by_name("input", name, graph.inputs) for name in names]
+    for x in made:
+        if x not in floats:
+            raise ValueError(f"input {x.name!r} holds {x.dtype}: only floats have a gradient")
+    return made
+
+
+def _by_name(kind: str, name: str, values: Sequence[ir.Value]) -> ir.Value:
+    for value in values:
+        if value.name == name:
+            return value
+    raise unknown(kind, name, [str(v.name) for v in values])
+
+
+def _seeds(
+    op: Emit,
+    graph: ir.Graph,
+    differentiated: list[ir.Value],
+    outputs: list[ir.Value],
+    options: DerivativeOptions,
+) -> dict[ir.Value, ir.Value]:
+    """Return the gradient that arrives at each output: fed, filled with ones, or yielded."""
+    flags = DerivativeOptions
+    if options & (flags.FillGrad | flags.Loss):
+        return {y: op.ones_like(y) for y in differentiated}
+    if options & flags.KeepYieldOp:
+        places = [outputs.index(y) for y in differentiated]
+        attributes = {"full_shape_outputs": list(range(len(outputs)))}
+        if skipped := [i for i in range(len(outputs)) if i not in places]:
+            attributes["non_differentiable_outputs"] = skipped
+        made = op.emit(
+            "YieldOp", outputs, attributes, len(differentiated), "com.microsoft", fresh=True
+        )
+        graph.opset_imports["com.microsoft"] = 1
+        gradients = [made] if isinstance(made, ir.Value) else made
+    else:
+        gradients = [ir.Value() for _ in differentiated]
+        graph.inputs.extend(gradients)
+    for y, g in zip(differentiated, gradients, strict=True):
+        g.name = op.name(f"{y.name}_grad")
+        g.type, g.shape = y.type, y.shape
+    return dict(zip(differentiated, gradients, strict=True))

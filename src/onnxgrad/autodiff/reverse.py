@@ -1,0 +1,114 @@
+"""The sweep: from gradients of some values to gradients of the values they depend on."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+
+import onnx_ir as ir
+from onnx_ir.analysis import analyze_implicit_usage
+
+from onnxgrad.autodiff.rules import CONSTANT, RULES, Refused, taken_gradients
+from onnxgrad.errors import NoGradientRule
+from onnxgrad.graph.emit import Emit
+
+logger = logging.getLogger("onnxgrad")
+
+
+def sweep(
+    op: Emit, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Write the gradient of the seeded values, and return it for those of `wrt` that it reaches.
+
+    `seeds` gives for some values the gradient that arrives there, of the same shape. What is
+    missing in the result has no differentiable path to a seeded value.
+
+    Raises:
+        NoGradientRule: a gradient arrives at an operator that has no rule, or at a part of it
+            that its rule does not cover.
+    """
+    wrt = list(wrt)
+    primal = list(op.graph)
+    active, walk = _active(op.graph, primal, wrt)
+    arriving: dict[ir.Value, list[ir.Value]] = defaultdict(list)
+    for value, g in seeds.items():
+        arriving[value].append(g)
+    with op:
+        for node in reversed(walk):
+            gs = [op.total(arriving[y]) if y in arriving else None for y in node.outputs]
+            if (node.domain, node.op_type) in CONSTANT or not any(g is not None for g in gs):
+                continue
+            logger.debug("gradient of %s (%s)", node.op_type, node.name)
+            for x, dx in zip(node.inputs, _apply(op, node, gs, active, wrt), strict=False):
+                if x is None or dx is None or x not in active:
+                    continue
+                if isinstance(dx, Refused):
+                    raise _error(node, wrt, f"no gradient for its input {x.name!r}: {dx.reason}")
+                arriving[x].append(op.like(dx, x) if dx is not x and dx.shape is None else dx)
+        return {x: op.total(arriving[x]) for x in wrt if x in arriving}
+
+
+def _active(
+    graph: ir.Graph, primal: list[ir.Node], wrt: list[ir.Value]
+) -> tuple[set[ir.Value], list[ir.Node]]:
+    """Return the values that depend on `wrt`, and the nodes between them."""
+    captured = analyze_implicit_usage(graph)
+    active, walk = set(wrt), []
+    for node in primal:
+        inner = (v for g in _subgraphs(node) for v in captured.get(g, ()))
+        if active.isdisjoint(node.inputs) and active.isdisjoint(inner):
+            continue
+        walk.append(node)
+        active.update(y for y in node.outputs if y.dtype is None or y.dtype.is_floating_point())
+    return active, walk
+
+
+def _subgraphs(node: ir.Node) -> Iterable[ir.Graph]:
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
+    function = RULES.get((node.domain, node.op_type))
+    if function is None:
+        domain = f", domain={node.domain!r}" if node.domain else ""
+        raise _error(
+            node, wrt, f"no rule; add one with @rule({node.op_type!r}{domain}), or stop before it"
+        )
+    taken = taken_gradients(function)
+    extra = [y.name for y, g in zip(node.outputs[taken:], gs[taken:], strict=True) if g is not None]
+    if extra:
+        raise _error(node, wrt, f"a gradient arrives at its output {extra[0]!r}, not covered")
+    made = function(op, node, *gs[:taken])
+    if isinstance(made, Refused):
+        raise _error(node, wrt, made.reason)
+    return made if isinstance(made, (tuple, list)) else (made,)
+
+
+def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
+    where = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    path = " -> ".join(_path(node, wrt))
+    return NoGradientRule(
+        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}. Path: {path}"
+    )
+
+
+def _path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
+    """Return the names on a shortest path from one of `wrt` to `node`."""
+    wanted, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}
+    while queue:
+        at, path = queue.popleft()
+        for x in at.inputs:
+            if x is None:
+                continue
+            if x in wanted:
+                return [str(x.name), *path]
+            before = x.producer()
+            if before is not None and before not in seen:
+                seen.add(before)
+                queue.append((before, [str(x.name), *path]))
+    return [f"[{node.op_type}]"]

@@ -1,0 +1,119 @@
+"""Activations. At a kink the slope is PyTorch's: Relu, LeakyRelu, Elu, ... take the side x <= 0."""
+
+from __future__ import annotations
+
+from math import pi, sqrt
+
+from onnxgrad.autodiff.rules.registry import elementwise, rule
+
+elementwise(
+    Relu=lambda op, x, y: op.Sign(y),
+    Sigmoid=lambda op, x, y: y * (1.0 - y),
+    Softplus=lambda op, x, y: op.Sigmoid(x),
+    Softsign=lambda op, x, y: 1.0 / ((1.0 + op.Abs(x)) * (1.0 + op.Abs(x))),
+    Mish=lambda op, x, y: _mish_slope(op, x),
+    HardSwish=lambda op, x, y: _hard_swish_slope(op, x),
+)
+
+
+def _mish_slope(op, x):
+    """Return the slope of x tanh(softplus(x))."""
+    t = op.Tanh(op.Softplus(x))
+    return t + x * op.Sigmoid(x) * (1.0 - t * t)
+
+
+def _hard_swish_slope(op, x):
+    """Return the slope of x clip(x / 6 + 1 / 2, 0, 1)."""
+    inside = op.And(op.Greater(x, -3.0), op.Less(x, 3.0))
+    return op.Where(inside, x / 3.0 + 0.5, op.Where(op.Less(x, 3.0), 0.0, op.ones_like(x)))
+
+
+@rule("LeakyRelu")
+def leaky_relu(op, node, g):
+    """y = x where x > 0 else a x:  dx = g where x > 0 else a g."""
+    alpha = node.attributes.get_float("alpha", 0.01)
+    return (op.Where(op.Greater(node.inputs[0], 0.0), g, alpha * g),)
+
+
+@rule("ThresholdedRelu")
+def thresholded_relu(op, node, g):
+    """y = x where x > a else 0:  dx = g where x > a."""
+    alpha = node.attributes.get_float("alpha", 1.0)
+    return (op.Where(op.Greater(node.inputs[0], alpha), g, 0.0),)
+
+
+@rule("PRelu")
+def prelu(op, node, g):
+    """y = x where x >= 0 else s x:  dx = g where x >= 0 else s g,  ds = x g where x < 0."""
+    x, slope = node.inputs
+    below = op.Less(x, 0.0)
+    return op.Where(below, slope * g, g), op.sum_to(op.Where(below, x * g, 0.0), slope)
+
+
+@rule("Elu")
+def elu(op, node, g):
+    """y = x where x > 0 else a (e^x - 1):  dx = g where x > 0 else g (y + a)."""
+    alpha = node.attributes.get_float("alpha", 1.0)
+    return (op.Where(op.Greater(node.inputs[0], 0.0), g, g * (node.outputs[0] + alpha)),)
+
+
+@rule("Selu")
+def selu(op, node, g):
+    """y = c x where x > 0 else c a (e^x - 1):  dx = c g where x > 0 else g (y + c a)."""
+    alpha = node.attributes.get_float("alpha", 1.67326319217681884765625)
+    gamma = node.attributes.get_float("gamma", 1.05070102214813232421875)
+    positive = op.Greater(node.inputs[0], 0.0)
+    return (op.Where(positive, gamma * g, g * (node.outputs[0] + gamma * alpha)),)
+
+
+@rule("Celu")
+def celu(op, node, g):
+    """y = x where x > 0 else a (e^(x/a) - 1):  dx = g where x > 0 else g (y / a + 1)."""
+    alpha = node.attributes.get_float("alpha", 1.0)
+    return (op.Where(op.Greater(node.inputs[0], 0.0), g, g * (node.outputs[0] / alpha + 1.0)),)
+
+
+@rule("HardSigmoid")
+def hard_sigmoid(op, node, g):
+    """y = clip(a x + b, 0, 1):  dx = a g where 0 < y < 1."""
+    alpha = node.attributes.get_float("alpha", 0.2)
+    (y,) = node.outputs
+    return (op.Where(op.And(op.Greater(y, 0.0), op.Less(y, 1.0)), alpha * g, 0.0),)
+
+
+@rule("Shrink")
+def shrink(op, node, g):
+    """y = x + b where x < -l, x - b where x > l, else 0:  dx = g where |x| > l."""
+    limit = node.attributes.get_float("lambd", 0.5)
+    return (op.Where(op.Greater(op.Abs(node.inputs[0]), limit), g, 0.0),)
+
+
+@rule("Gelu")
+def gelu(op, node, g):
+    """y = x F(x):  dx = g (F(x) + x F'(x)), F the normal distribution, or its tanh approximation.
+
+    Hendrycks & Gimpel 2016, arXiv:1606.08415.
+    """
+    (x,) = node.inputs
+    if node.attributes.get_string("approximate", "none") == "tanh":
+        c = sqrt(2 / pi)
+        t = op.Tanh(c * (x + 0.044715 * (x * x * x)))
+        inner = c * (1.0 + 3 * 0.044715 * (x * x))
+        return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner),)
+    normal = 0.5 * (1.0 + op.Erf(x / sqrt(2)))
+    return (g * (normal + x * op.Exp(-0.5 * (x * x)) / sqrt(2 * pi)),)
+
+
+@rule("Softmax")
+def softmax(op, node, g):
+    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis."""
+    (y,) = node.outputs
+    axis = node.attributes.get_int("axis", -1)
+    return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
+
+
+@rule("LogSoftmax")
+def log_softmax(op, node, g):
+    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
+    axis = node.attributes.get_int("axis", -1)
+    return (g - op.Exp(node.outputs[0]) * op.ReduceSum(g, [axis], keepdims=1),)

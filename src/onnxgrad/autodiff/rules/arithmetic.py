@@ -1,0 +1,138 @@
+"""Arithmetic with broadcasting, and elementwise mathematics.
+
+Kinks follow PyTorch: |x|' is 0 at 0, ties in Max and Min share equally, Clip passes the gradient
+at its bounds.
+"""
+
+from __future__ import annotations
+
+from math import pi, sqrt
+
+from onnxgrad.autodiff.rules.registry import elementwise, rule
+
+elementwise(
+    Abs=lambda op, x, y: op.Sign(x),
+    Neg=lambda op, x, y: op.value(-1.0, x.dtype),
+    Exp=lambda op, x, y: y,
+    Log=lambda op, x, y: 1.0 / x,
+    Sqrt=lambda op, x, y: 0.5 / y,
+    Reciprocal=lambda op, x, y: -(y * y),
+    Sin=lambda op, x, y: op.Cos(x),
+    Cos=lambda op, x, y: -op.Sin(x),
+    Tan=lambda op, x, y: 1.0 + y * y,
+    Sinh=lambda op, x, y: op.Cosh(x),
+    Cosh=lambda op, x, y: op.Sinh(x),
+    Tanh=lambda op, x, y: 1.0 - y * y,
+    Asin=lambda op, x, y: 1.0 / op.Sqrt(1.0 - x * x),
+    Acos=lambda op, x, y: -1.0 / op.Sqrt(1.0 - x * x),
+    Atan=lambda op, x, y: 1.0 / (1.0 + x * x),
+    Asinh=lambda op, x, y: 1.0 / op.Sqrt(x * x + 1.0),
+    Acosh=lambda op, x, y: 1.0 / op.Sqrt(x * x - 1.0),
+    Atanh=lambda op, x, y: 1.0 / (1.0 - x * x),
+    Erf=lambda op, x, y: 2.0 / sqrt(pi) * op.Exp(-(x * x)),
+)
+
+
+@rule("Add")
+def add(op, node, g):
+    """y = a + b:  da = g,  db = g."""
+    a, b = node.inputs
+    return op.sum_to(g, a), op.sum_to(g, b)
+
+
+@rule("Sub")
+def sub(op, node, g):
+    """y = a - b:  da = g,  db = -g."""
+    a, b = node.inputs
+    return op.sum_to(g, a), -op.sum_to(g, b)
+
+
+@rule("Mul")
+def mul(op, node, g):
+    """y = a b:  da = g b,  db = g a."""
+    a, b = node.inputs
+    return op.sum_to(g * b, a), op.sum_to(g * a, b)
+
+
+@rule("Div")
+def div(op, node, g):
+    """y = a / b:  da = g / b,  db = -(g / b) y."""
+    a, b = node.inputs
+    (y,) = node.outputs
+    return op.sum_to(g / b, a), -op.sum_to(g / b * y, b)
+
+
+@rule("Sum")
+def sum_(op, node, g):
+    """y = a + b + ...:  da = db = ... = g."""
+    return [op.sum_to(g, x) for x in node.inputs]
+
+
+@rule("Mean")
+def mean(op, node, g):
+    """y = (a + b + ...) / n:  da = db = ... = g / n."""
+    return [op.sum_to(g / len(node.inputs), x) for x in node.inputs]
+
+
+@rule("Max", "Min")
+def extremum(op, node, g):
+    """y = max(a, b, ...):  g goes to those that are y, in equal shares."""
+    (y,) = node.outputs
+    hits = [op.Cast(op.Equal(x, y), to=y.dtype) for x in node.inputs]
+    share = g / op.total([op.like(hit, y) for hit in hits])
+    return [op.sum_to(share * hit, x) for hit, x in zip(hits, node.inputs, strict=True)]
+
+
+@rule("Pow")
+def power(op, node, g):
+    """y = a^b:  da = g b a^(b-1), 0 where b = 0,  db = g y ln a, 0 where a <= 0."""
+    a, b = node.inputs
+    (y,) = node.outputs
+    exponent = op.constant(b)
+    if exponent is not None and exponent.size == 1 and exponent.item() == 2:
+        da = g * (2.0 * a)
+    else:
+        real = b if b.dtype == a.dtype else op.Cast(b, to=a.dtype)
+        zero = op.Equal(real, 0.0)
+        da = g * op.Where(zero, 0.0, real * op.Pow(a, op.Where(zero, 1.0, real) - 1.0))
+    if b.dtype != a.dtype and not b.dtype.is_floating_point():
+        return op.sum_to(da, a), None
+    positive = op.Greater(a, 0.0)
+    db = op.Where(positive, g * y * op.Log(op.Where(positive, a, 1.0)), 0.0)
+    return op.sum_to(da, a), op.sum_to(op.Cast(db, to=b.dtype), b)
+
+
+@rule("Where")
+def where(op, node, g):
+    """y = a where c else b:  da = g where c,  db = g where not c."""
+    c, a, b = node.inputs
+    return None, op.sum_to(op.Where(c, g, 0.0), a), op.sum_to(op.Where(c, 0.0, g), b)
+
+
+@rule("Clip")
+def clip(op, node, g):
+    """y = min(max(x, low), high):  dx = g inside, bounds included,  dlow, dhigh = g outside."""
+    x, low, high = (*node.inputs, None, None)[:3]
+    above = None if high is None else op.Greater(x if low is None else op.Max(x, low), high)
+    below = None if low is None else op.Less(x, low)
+    if below is not None and high is not None:
+        below = op.And(below, op.Not(above))
+    outside = [m for m in (below, above) if m is not None]
+    if not outside:
+        return (g,)
+    masked = op.Where(outside[0] if len(outside) == 1 else op.Or(*outside), 0.0, g)
+    dlow = None if low is None else op.sum_to(op.Where(below, g, 0.0), low)
+    dhigh = None if high is None else op.sum_to(op.Where(above, g, 0.0), high)
+    return masked, dlow, dhigh
+
+
+@rule("Cast")
+def cast(op, node, g):
+    """y = x in another dtype:  dx = g in the dtype of x."""
+    return (op.Cast(g, to=node.inputs[0].dtype),)
+
+
+@rule("CastLike")
+def cast_like(op, node, g):
+    """y = x in the dtype of t:  dx = g in the dtype of x."""
+    return op.Cast(g, to=node.inputs[0].dtype), None

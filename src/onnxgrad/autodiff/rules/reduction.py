@@ -1,0 +1,104 @@
+"""Reduce*: the gradient of what was reduced goes back over the axes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.graph.shapes import dims, static
+
+
+def _axes(op, node):
+    """Return the `axes` operand, or None when everything is reduced."""
+    axes = node.inputs[1] if len(node.inputs) > 1 else None
+    known = op.constant(axes)
+    return None if known is not None and known.size == 0 else axes
+
+
+def _keep(op, node, v):
+    """Return `v`, of the output's shape, with the reduced axes kept as ones."""
+    axes = _axes(op, node)
+    if node.attributes.get_int("keepdims", 1) or axes is None:
+        return v  # all axes reduced without keeping them: a scalar, which broadcasts
+    return op.Unsqueeze(v, axes)
+
+
+def _reduces_nothing(op, node):
+    return node.attributes.get_int("noop_with_empty_axes", 0) == 1 and _axes(op, node) is None
+
+
+def _count(op, node):
+    """Return how many elements go into one of the output, as a float of its dtype, or a number."""
+    x, axes = node.inputs[0], op.constant(_axes(op, node))
+    shape = dims(x)
+    if shape is not None:
+        reduced = shape if axes is None else tuple(shape[a] for a in axes.tolist())
+        if static(reduced) is not None and (axes is not None or _axes(op, node) is None):
+            return float(prod(static(reduced)))
+    return op.Cast(op.Div(op.Size(x), op.Size(node.outputs[0])), to=x.dtype)
+
+
+@rule("ReduceSum")
+def reduce_sum(op, node, g):
+    """y = sum x:  dx = g."""
+    x = node.inputs[0]
+    return (g if _reduces_nothing(op, node) else op.spread(_keep(op, node, g), x),)
+
+
+@rule("ReduceMean")
+def reduce_mean(op, node, g):
+    """y = sum x / n:  dx = g / n."""
+    x = node.inputs[0]
+    if _reduces_nothing(op, node):
+        return (g,)
+    return (op.spread(_keep(op, node, g) / _count(op, node), x),)
+
+
+@rule("ReduceMax", "ReduceMin")
+def reduce_extremum(op, node, g):
+    """y = max x:  g goes to the elements that are y, in equal shares."""
+    x = node.inputs[0]
+    if _reduces_nothing(op, node):
+        return (g,)
+    hits = op.Cast(op.Equal(x, _keep(op, node, node.outputs[0])), to=x.dtype)
+    return (hits * (_keep(op, node, g) / _sum(op, node, hits)),)
+
+
+@rule("ReduceProd")
+def reduce_prod(op, node, g):
+    """y = prod x:  dx = g times the product of the others, right where some are zero."""
+    x = node.inputs[0]
+    if _reduces_nothing(op, node):
+        return (g,)
+    zero = op.Equal(x, 0.0)
+    others = op.Where(zero, 1.0, x)
+    zeros = _sum(op, node, op.Cast(zero, to=x.dtype))
+    product = op.ReduceProd(others, _axes(op, node), keepdims=1)
+    without = op.Where(op.Equal(zeros, op.Cast(zero, to=x.dtype)), product / others, 0.0)
+    return (_keep(op, node, g) * without,)
+
+
+def _sum(op, node, v):
+    return op.ReduceSum(v, _axes(op, node), keepdims=1)
+
+
+def _unless_nothing(slope):
+    def reduced(op, node, g):
+        if _reduces_nothing(op, node):
+            return Refused("noop_with_empty_axes=1 without axes")
+        x, y = node.inputs[0], _keep(op, node, node.outputs[0])
+        return (_keep(op, node, g) * slope(op, x, y),)
+
+    return reduced
+
+
+for _name, _slope in {
+    "ReduceL1": lambda op, x, y: op.Sign(x),
+    "ReduceL2": lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
+    "ReduceSumSquare": lambda op, x, y: 2.0 * x,
+    "ReduceLogSum": lambda op, x, y: op.Exp(op.spread(-y, x)),
+    "ReduceLogSumExp": lambda op, x, y: op.Exp(x - y),
+}.items():
+    rule(_name)(_unless_nothing(_slope))

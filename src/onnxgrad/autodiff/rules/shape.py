@@ -1,0 +1,144 @@
+"""Operators that only move elements."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.graph.shapes import dims, rank
+
+
+@rule("Identity")
+def identity(op, node, g):
+    """y = x:  dx = g."""
+    return (g,)
+
+
+@rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
+def reshape(op, node, g):
+    """y = x in another shape:  dx = g in the shape of x."""
+    return (op.reshape(g, node.inputs[0]),)
+
+
+@rule("Transpose")
+def transpose(op, node, g):
+    """y = x with its axes permuted:  dx = g with them put back."""
+    perm = node.attributes.get_ints("perm", None)
+    if perm is None:  # reversed: its own inverse
+        return (op.Transpose(g),)
+    return (op.Transpose(g, perm=[list(perm).index(i) for i in range(len(perm))]),)
+
+
+@rule("Expand")
+def expand(op, node, g):
+    """y = x repeated:  dx = g summed over what was repeated."""
+    return (op.sum_to(g, node.inputs[0]),)
+
+
+@rule("Concat")
+def concat(op, node, g):
+    """y = [a, b, ...]:  da, db, ... = the parts of g."""
+    axis = node.attributes.get_int("axis", 0)
+    if len(node.inputs) == 1:
+        return (g,)
+    lengths = [op.size(x, axis) for x in node.inputs]
+    if not all(isinstance(n, int) for n in lengths):
+        lengths = op.Concat(*(op.value([n]) if isinstance(n, int) else n for n in lengths), axis=0)
+    return op.emit("Split", [g, lengths], {"axis": axis}, outputs=len(node.inputs))
+
+
+@rule("Split")
+def split(op, node, *gs):
+    """[a, b, ...] = x:  dx = [da, db, ...]."""
+    parts = [
+        op.like(op.Expand(op.value(0.0, y.dtype), op.shape(y)), y) if g is None else g
+        for y, g in zip(node.outputs, gs, strict=True)
+    ]
+    return (op.Concat(*parts, axis=node.attributes.get_int("axis", 0)),)
+
+
+@rule("Slice")
+def slice_(op, node, g):
+    """y = x[start:end:step]:  dx = zero but for g where y was taken from."""
+    pads = _pads_of_slice(op, node)
+    return (moved(op, node, g) if pads is None else op.Pad(g, pads),)
+
+
+def _pads_of_slice(op, node):
+    """Return the padding that undoes a Slice of step one with bounds known now, else None."""
+    x, *rest = node.inputs
+    shape = dims(x)
+    constants = [op.constant(v) if v is not None else None for v in (*rest, None, None)[:4]]
+    starts, ends, axes, steps = constants
+    unread = any(v is not None and c is None for v, c in zip(rest, constants, strict=False))
+    if shape is None or unread or (steps is not None and np.any(steps != 1)):
+        return None
+    begin, end = [0] * len(shape), [0] * len(shape)
+    for i, axis in enumerate(range(len(starts)) if axes is None else axes.tolist()):
+        n, lo, hi = shape[axis], int(starts[i]), int(ends[i])
+        if isinstance(n, int):
+            lo, hi, _ = slice(lo, hi).indices(n)
+            if hi < lo:
+                return None
+            begin[axis], end[axis] = lo, n - hi
+        elif lo >= 0 and hi >= 2**31 - 1:  # all from lo on, whatever the length
+            begin[axis] = lo
+        elif lo == 0 and hi < 0:
+            end[axis] = -hi
+        else:
+            return None
+    return [*begin, *end]
+
+
+@rule("Pad")
+def pad(op, node, g):
+    """y = x with a border:  dx = g without the border."""
+    x, pads, value, axes = (*node.inputs, None, None)[:4]
+    if node.attributes.get_string("mode", "constant") != "constant":
+        return moved(op, node, g), None, None
+    if axes is None and rank(x) is None:
+        return Refused("the rank of its input is not known")
+    count = op.value([rank(x)]) if axes is None else op.Shape(axes)
+    begin = op.Slice(pads, [0], count)
+    length = op.shape(x) if axes is None else op.Gather(op.Shape(x), axes)
+    return (op.Slice(g, begin, begin + length, axes),)
+
+
+def moved(op, node, g):
+    """Return the gradient of the first input of a node that only moves its elements.
+
+    The node is run on the positions 0..n-1 of its input, and g is added up at the positions that
+    come out: right for every attribute, and for indices known only at run time.
+    """
+    x, *rest = node.inputs
+    positions = op.Reshape(op.Range(op.value(np.int64(0)), op.Size(x), op.value(np.int64(1))), op.shape(x))
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    taken = op.emit(node.op_type, [positions, *rest], attributes, domain=node.domain)
+    return scatter_flat(op, x, taken, g)
+
+
+def scatter_flat(op, x, positions, g):
+    """Return zeros of the shape of `x` with `g` added at flat `positions`."""
+    zeros = op.Expand(op.value(0.0, x.dtype), op.Reshape(op.Size(x), [1]))
+    flat = op.ScatterElements(
+        zeros, op.Reshape(positions, [-1]), op.Reshape(g, [-1]), axis=0, reduction="add"
+    )
+    return op.reshape(flat, x)
+
+
+@rule("Gather")
+def gather(op, node, g):
+    """y = x[i]:  dx = zero but for g added at i."""
+    x, i = node.inputs
+    axis = node.attributes.get_int("axis", 0)
+    shape, at = dims(x), op.constant(i)
+    if at is not None and at.ndim == 0 and shape is not None and isinstance(shape[axis], int):
+        n, at = shape[axis], int(at) % shape[axis]
+        axis %= len(shape)
+        before, after = [0] * len(shape), [0] * len(shape)
+        before[axis], after[axis] = at, n - 1 - at
+        return op.Pad(op.Unsqueeze(g, [axis]), [*before, *after]), None
+    if axis == 0 or (shape is not None and axis == -len(shape)):
+        zeros = op.Expand(op.value(0.0, x.dtype), op.shape(x))
+        return op.ScatterND(zeros, op.Unsqueeze(i, [-1]), g, reduction="add"), None
+    return moved(op, node, g), None

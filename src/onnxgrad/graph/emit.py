@@ -1,0 +1,313 @@
+"""Emit: the only place that creates ONNX nodes.
+
+`op.MatMul(a, b)` appends a node and returns its output; inside `with op:` so does `a * b`.
+The same node is never written twice: asking for it again returns the first one's output.
+"""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.shapes import broadcast, constant, dims, equal, output_shape, rank, static
+
+_OUTPUT_DTYPE = {
+    **dict.fromkeys(("Shape", "Size", "NonZero", "ArgMax", "ArgMin"), ir.DataType.INT64),
+    **dict.fromkeys(
+        ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And", "Or", "IsNaN"),
+        ir.DataType.BOOL,
+    ),
+}
+_SMALL = 64  # elements: a constant this size is looked at, and folded
+_RANDOM = {"Dropout", "Bernoulli", "RandomNormalLike", "RandomUniformLike", "Multinomial"}
+_current: ContextVar[Emit] = ContextVar("emit")
+
+
+class _Arithmetic:
+    """Sends `a * b` to the emitter of the running context, or to whoever was asked before us.
+
+    onnx_ir has one handler for the whole process; a ContextVar keeps threads apart.
+    """
+
+    def __init__(self, previous: Any) -> None:
+        self.previous = previous
+
+    def __getattr__(self, op_type: str) -> Any:
+        return getattr(_current.get(self.previous), op_type)
+
+
+class Emit:
+    """Writes nodes at the end of `graph`, or before the node that `before` is set to.
+
+    Python numbers become constants of the neighbouring operand's dtype, lists of int become int64.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self.before: ir.Node | None = None
+        self._written: set[ir.Node | None] = set()
+        self._known: dict[Any, list[ir.Value]] = {}
+        self._constants: dict[Any, ir.Value] = {}
+        self._names = _all_names(graph)
+        self._counter = 0
+
+    def __enter__(self) -> Emit:
+        handler = ir.set_value_magic_handler(None)
+        if not isinstance(handler, _Arithmetic):
+            handler = _Arithmetic(handler)
+        ir.set_value_magic_handler(handler)
+        self._token = _current.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+    def __getattr__(self, op_type: str) -> Any:
+        if not op_type[0].isupper():
+            raise AttributeError(op_type)
+        return lambda *inputs, **attributes: self.emit(op_type, inputs, attributes)
+
+    # -- writing nodes ------------------------------------------------------------------------
+
+    def emit(
+        self,
+        op_type: str,
+        inputs: Any,
+        attributes: dict[str, Any],
+        outputs: int = 1,
+        domain: str = "",
+        fresh: bool = False,
+    ) -> Any:
+        """Append a node, or find the same one already there; return its output, or all of them.
+
+        `fresh` writes a node of its own, whose output can be given a name.
+        """
+        dtype = next((v.dtype for v in inputs if isinstance(v, ir.Value) and v.dtype), None)
+        if op_type == "Where":
+            dtype = next((v.dtype for v in inputs[1:] if isinstance(v, ir.Value)), None)
+        values = [self.value(v, dtype) for v in inputs]
+        if not domain and not fresh and (simpler := self._simplify(op_type, values, attributes)) is not None:
+            return simpler
+        attrs = ir.convenience.convert_attributes(attributes)
+        key = (domain, op_type, outputs, tuple(map(id, values)), tuple(map(_attr_key, attrs)))
+        found = None if fresh else self._known.get(key)
+        if found is None:
+            node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
+            found = list(node.outputs)
+            for value in found:
+                value.name = self.name(op_type.lower())
+                value.dtype = _OUTPUT_DTYPE.get(op_type, dtype)
+            if op_type == "Cast":
+                found[0].dtype = ir.DataType(attributes["to"])
+            shape = output_shape(op_type, values, attributes)
+            found[0].shape = None if shape is None else ir.Shape(shape)
+            if self.before is None:
+                self.graph.append(node)
+            else:
+                self.graph.insert_before(self.before, node)
+            self._written.add(node)
+            if op_type not in _RANDOM and not fresh:
+                self._known[key] = found
+        return found[0] if outputs == 1 else found
+
+    def _simplify(self, op_type: str, values: list, attributes: dict) -> ir.Value | None:
+        """Return a value that needs no new node, where that is proven."""
+        if op_type == "Mul":
+            a, b = values
+            for x, other in ((a, b), (b, a)):
+                if equal(broadcast(dims(x), dims(other)), dims(other)) and self.is_all(x, 1):
+                    return other
+                inner = _expanded(x)  # Expand before a product that broadcasts anyway
+                if inner is not None and equal(dims(x), dims(other)):
+                    return self.Mul(inner, other)
+        if op_type == "Cast" and values[0].dtype == attributes["to"]:
+            return values[0]
+        if op_type == "Reshape" and static(dims(values[0])) is not None:
+            target = self.constant(values[1])
+            if target is not None and tuple(target) == static(dims(values[0])):
+                return values[0]
+        return None
+
+    def name(self, prefix: str) -> str:
+        """Return a value name that the graph does not have yet."""
+        name = prefix
+        while name in self._names:
+            self._counter += 1
+            name = f"{prefix}_{self._counter}"
+        self._names.add(name)
+        return name
+
+    def name_output(
+        self, value: ir.Value, name: str, like: ir.Value, protected: set[ir.Value]
+    ) -> ir.Value:
+        """Return `value` under `name`, with the shape and dtype of `like`, to become an output.
+
+        Another value of that name gives way, unless it is protected: then ours gets a number.
+        """
+        if value.producer() not in self._written or value in protected:
+            value = self.emit("Identity", [value], {}, fresh=True)
+        if name in self._names:
+            holder = ir.convenience.create_value_mapping(self.graph).get(name)
+            if holder is not None and holder is not value:
+                if holder in protected:
+                    name = self.name(name)
+                else:
+                    holder.name = self.name(name)
+        self._names.add(name)
+        value.name = name
+        protected.add(value)
+        return self.like(value, like)
+
+    # -- constants ----------------------------------------------------------------------------
+
+    def value(self, v: Any, dtype: ir.DataType | None = None) -> ir.Value | None:
+        """Return `v` as a value: numbers, lists and arrays become shared initializers."""
+        if v is None or isinstance(v, ir.Value):
+            return v
+        if isinstance(v, (list, tuple)):
+            v = np.asarray(v, dtype=np.int64)
+        if not isinstance(v, (np.ndarray, np.generic)):
+            v = np.asarray(v, dtype=(dtype or ir.DataType.FLOAT).numpy())
+        tensor = ir.tensor(np.asarray(v))
+        key = (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
+        if key not in self._constants:
+            tensor.name = self.name("const")
+            made = ir.Value(
+                name=tensor.name,
+                shape=ir.Shape(tensor.shape),
+                type=ir.TensorType(tensor.dtype),
+                const_value=tensor,
+            )
+            self.graph.register_initializer(made)
+            self._constants[key] = made
+        return self._constants[key]
+
+    constant = staticmethod(constant)
+
+    def is_all(self, v: ir.Value, number: float) -> bool:
+        """Tell whether `v` is a constant whose every element is `number`."""
+        array = self.constant(v) if v.const_value is not None and v.const_value.size < _SMALL else None
+        return array is not None and bool(np.all(array == number))
+
+    def ones_like(self, x: ir.Value) -> ir.Value:
+        """Return ones of the shape and dtype of `x`."""
+        assert x.dtype is not None
+        shape = static(dims(x))
+        if shape is not None and math.prod(shape) < _SMALL:
+            return self.value(np.ones(shape, x.dtype.numpy()))
+        return self.like(self.Expand(np.ones((), x.dtype.numpy()), self.shape(x)), x)
+
+    # -- shapes -------------------------------------------------------------------------------
+
+    def shape(self, x: ir.Value) -> ir.Value:
+        """Return the shape of `x`, int64: a constant when it is known, else a `Shape` node."""
+        known = static(dims(x))
+        return self.value(list(known)) if known is not None else self.Shape(x)
+
+    def size(self, x: ir.Value, axis: int) -> int | ir.Value:
+        """Return the length of one axis: an int, or an int64 tensor [1] known when it runs."""
+        shape = dims(x)
+        if shape is not None and isinstance(shape[axis], int):
+            return shape[axis]
+        return self.Shape(x, start=axis) if axis == -1 else self.Shape(x, start=axis, end=axis + 1)
+
+    def reshape(self, g: ir.Value, like: ir.Value) -> ir.Value:
+        """Return `g`, of as many elements as `like`, in the shape of `like`."""
+        have, want = dims(g) or (), dims(like)
+        if equal(have, want):
+            return g
+        target: list[int] = []
+        for i, d in enumerate(want or ()):  # 0 copies the axis of g, one -1 is worked out
+            same = d is not None and i < len(have) and have[i] == d
+            target.append(d if isinstance(d, int) else 0 if same else -1)
+        if want is None or target.count(-1) > 1 or 0 in want:
+            return self.like(self.Reshape(g, self.shape(like)), like)
+        return self.like(self.Reshape(g, target), like)
+
+    def spread(self, g: ir.Value, like: ir.Value) -> ir.Value:
+        """Return `g` repeated over the axes that it has with length one, in the shape of `like`."""
+        have, want = dims(g), dims(like)
+        if equal(have, want):
+            return g
+        if have is not None and want is not None and len(have) == len(want):
+            target = [1 if h == w else w for h, w in zip(have, want, strict=True)]
+            if static(tuple(target)) is not None:  # axes of length one in the target stay g's
+                return self.like(self.Expand(g, target), like)
+        return self.like(self.Expand(g, self.shape(like)), like)
+
+    def like(self, y: ir.Value, x: ir.Value) -> ir.Value:
+        """Record that `y` has the shape and dtype of `x`."""
+        y.shape = x.shape
+        y.dtype = x.dtype
+        return y
+
+    def sum_to(self, g: ir.Value, x: ir.Value) -> ir.Value:
+        """Undo broadcasting: sum `g` over the axes along which `x` was repeated."""
+        have, want = dims(g), dims(x)
+        if equal(have, want):
+            return g
+        if have is not None and want is not None and len(have) >= len(want):
+            lead = len(have) - len(want)
+            pairs = list(enumerate(zip(have[lead:], want, strict=True), lead))
+            if all(h == w is not None or isinstance(w, int) for _, (h, w) in pairs):
+                axes = [i for i, (h, w) in pairs if w == 1 and h != 1]
+                if axes:
+                    g = self.ReduceSum(g, axes, keepdims=1)
+                if lead:
+                    g = self.ReduceSum(g, list(range(lead)), keepdims=0)
+                return self.like(g, x)
+        return self._sum_to_at_run_time(g, x)
+
+    def _sum_to_at_run_time(self, g: ir.Value, x: ir.Value) -> ir.Value:
+        g_rank, x_rank, shape = rank(g), rank(x), self.Shape(x)
+        if g_rank is not None and x_rank is not None:
+            ones = self.value([1] * (g_rank - x_rank))
+        else:
+            missing = self.Shape(self.Shape(g)) - self.Shape(shape)
+            ones = self.ConstantOfShape(missing, value=ir.tensor(np.ones(1, np.int64)))
+            ones.dtype = ir.DataType.INT64
+        padded = self.Concat(ones, shape, axis=0)
+        axes = self.Squeeze(self.NonZero(self.Equal(padded, [1])), [0])
+        summed = self.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
+        return self.like(self.Reshape(summed, shape, allowzero=1), x)
+
+    def swap(self, x: ir.Value) -> ir.Value:
+        """Swap the last two axes."""
+        n = rank(x)
+        if n is None:
+            raise ValueError(f"the rank of {x.name!r} must be known to transpose it")
+        return self.Transpose(x, perm=[*range(n - 2), n - 1, n - 2])
+
+    def total(self, terms: list[ir.Value]) -> ir.Value:
+        """Add up terms of one shape."""
+        if len(terms) == 1:
+            return terms[0]
+        y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
+        return self.like(y, terms[0]) if y.shape is None else y
+
+
+def _attr_key(attr: ir.Attr) -> Any:
+    value = attr.value
+    if isinstance(value, ir.TensorProtocol):
+        value = (value.dtype, tuple(value.shape), value.tobytes())
+    elif isinstance(value, (list, tuple)):
+        value = tuple(value)
+    elif isinstance(value, ir.Graph):
+        value = id(value)
+    return attr.name, value
+
+
+def _expanded(x: ir.Value) -> ir.Value | None:
+    node = x.producer()
+    return node.inputs[0] if node is not None and node.op_type == "Expand" else None
+
+
+def _all_names(graph: ir.Graph) -> set[str]:
+    names = {v.name for v in (*graph.inputs, *graph.initializers.values()) if v.name}
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        names.update(v.name for v in node.outputs if v.name)
+    return names

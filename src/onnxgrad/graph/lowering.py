@@ -1,0 +1,120 @@
+"""Operators that `prepare` rewrites, so that no rule has to know them.
+
+A lowering takes the node and returns the values that take the place of its outputs, or None to
+leave it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import NoGradientRule
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import rank
+
+Lowering = Callable[[Emit, ir.Node], "list[ir.Value] | None"]
+LOWERINGS: dict[tuple[str, str], Lowering] = {}
+
+
+def lowering(op_type: str, domain: str = "") -> Callable[[Lowering], Lowering]:
+    """Register the function below as the lowering of an operator."""
+
+    def register(function: Lowering) -> Lowering:
+        LOWERINGS[domain, op_type] = function
+        return function
+
+    return register
+
+
+@lowering("MatMul")
+def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """Rank one on either side becomes rank two, and the added axis is taken away again."""
+    a, b = node.inputs
+    if 1 not in (rank(a), rank(b)):
+        return None
+    y = op.MatMul(
+        op.Unsqueeze(a, [0]) if rank(a) == 1 else a, op.Unsqueeze(b, [1]) if rank(b) == 1 else b
+    )
+    axes = [-2] * (rank(a) == 1) + [-1] * (rank(b) == 1)
+    return [op.Squeeze(y, axes)]
+
+
+@lowering("LinearRegressor", "ai.onnx.ml")
+def linear_regressor(op: Emit, node: ir.Node) -> list[ir.Value]:
+    """y = post(x CT + b)."""
+    return [_post_transform(op, node, _linear(op, node, node.attributes.get_int("targets", 1)))]
+
+
+@lowering("LinearClassifier", "ai.onnx.ml")
+def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
+    """scores = post(x CT + b), label = class of the largest score.
+
+    With one row of coefficients and two classes, the score of the first class is the second's
+    complement, as onnxruntime computes it.
+    """
+    strings = node.attributes.get_strings("classlabels_strings", None)
+    labels = strings or node.attributes.get_ints("classlabels_ints", None) or []
+    rows = len(node.attributes.get_floats("intercepts", ()) or ())
+    rows = rows or max(len(labels) if len(labels) != 2 else 1, 1)
+    raw = _linear(op, node, rows)
+    post = node.attributes.get_string("post_transform", "NONE")
+    if rows > 1 or len(labels) != 2:
+        scores = _post_transform(op, node, raw)
+        winner = op.ArgMax(raw, axis=1, keepdims=0)
+    else:
+        positive = op.Sigmoid(raw) if post == "LOGISTIC" else raw
+        negative = op.Sigmoid(op.Neg(raw)) if post == "LOGISTIC" else op.Sub(1.0, raw)
+        scores = op.Concat(negative, positive, axis=1)
+        winner = op.Cast(op.Squeeze(op.Greater(raw, 0.0), [1]), to=ir.DataType.INT64)
+    table = np.array(list(labels) or list(range(rows)), dtype=object if strings else np.int64)
+    label = op.Gather(op.value(table), winner, axis=0)
+    return [label, scores]
+
+
+def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
+    x = op.Cast(node.inputs[0], to=ir.DataType.FLOAT)
+    if rank(x) == 1:
+        x = op.Unsqueeze(x, [0])
+    name = node.name if f"{node.name}.coefficients" in op.graph.initializers else node.outputs[0].name
+    coefficients = op.graph.initializers[f"{name}.coefficients"]
+    y = op.MatMul(x, op.Transpose(op.Reshape(coefficients, [rows, -1]), perm=[1, 0]))
+    intercepts = op.graph.initializers.get(f"{name}.intercepts")
+    return y if intercepts is None else op.Add(y, intercepts)
+
+
+def _post_transform(op: Emit, node: ir.Node, y: ir.Value) -> ir.Value:
+    post = node.attributes.get_string("post_transform", "NONE")
+    if post == "NONE":
+        return y
+    if post == "LOGISTIC":
+        return op.Sigmoid(y)
+    if post == "SOFTMAX":
+        return op.Softmax(y, axis=-1)
+    raise NoGradientRule(
+        f"{node.op_type} (node {node.name!r}): post_transform {post!r} has no gradient; "
+        "use NONE, LOGISTIC or SOFTMAX"
+    )
+
+
+@lowering("Scaler", "ai.onnx.ml")
+def scaler(op: Emit, node: ir.Node) -> list[ir.Value]:
+    """y = (x - offset) scale."""
+    x = op.Cast(node.inputs[0], to=ir.DataType.FLOAT)
+    name = node.name if f"{node.name}.scale" in op.graph.initializers else node.outputs[0].name
+    offset = op.graph.initializers.get(f"{name}.offset")
+    scale = op.graph.initializers.get(f"{name}.scale")
+    y = x if offset is None else op.Sub(x, offset)
+    return [y if scale is None else op.Mul(y, scale)]
+
+
+@lowering("Normalizer", "ai.onnx.ml")
+def normalizer(op: Emit, node: ir.Node) -> list[ir.Value]:
+    """y = x / norm of the row: its largest element (MAX), sum of moduli (L1), Euclidean (L2)."""
+    x = op.Cast(node.inputs[0], to=ir.DataType.FLOAT)
+    norm = node.attributes.get_string("norm", "MAX")
+    reduce = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}[norm]
+    size = reduce(x, [-1], keepdims=1)
+    return [op.Div(x, op.Where(op.Equal(size, 0.0), 1.0, size))]

@@ -1,0 +1,83 @@
+"""Any model -> the working dialect, in which rules stay few and short.
+
+The dialect: opset 18 or newer, no local functions, no tensor `Constant` nodes, no initializer that
+is also an input, every unnamed input axis named, `ai.onnx.ml` linear operators as arithmetic.
+"""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+from onnx import ModelProto, version_converter
+from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
+
+from onnxgrad.errors import ModelError
+from onnxgrad.graph import lowering, shapes, weights
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.read import to_ir
+
+WORKING_OPSET = 18
+
+
+def prepare(proto: ModelProto) -> ir.Model:
+    """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is."""
+    made = ModelProto()
+    made.CopyFrom(proto)
+    weights.lift(made)
+    made = _raise_opset(made)
+    model = to_ir(made)
+    if model.functions:
+        InlinePass()(model)
+    RemoveInitializersFromInputsPass()(model)
+    shapes.infer(model)
+    if _lower(model):
+        shapes.infer(model)
+    return model
+
+
+def to_proto(model: ir.Model) -> ModelProto:
+    """Return `model` as a `ModelProto` of the lowest IR version that its opsets allow."""
+    imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
+    model.ir_version = max(8, min(model.ir_version, 13), min_ir_version(imports))
+    return ir.to_proto(model)
+
+
+def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
+    """Return the first IR version that knows these opsets."""
+    return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
+
+
+def _raise_opset(proto: ModelProto) -> ModelProto:
+    version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
+        proto.opset_import.add(domain="", version=WORKING_OPSET)
+    if version == 0 or version >= WORKING_OPSET:
+        return proto
+    proto.ir_version = max(proto.ir_version, 8)
+    try:
+        return version_converter.convert_version(proto, WORKING_OPSET)
+    except Exception as e:  # the converter raises several undeclared types
+        raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
+
+
+def _lower(model: ir.Model) -> bool:
+    """Rewrite the operators of `lowering.LOWERINGS`; tells whether there were any."""
+    found = [n for n in model.graph if (n.domain, n.op_type) in lowering.LOWERINGS]
+    op = Emit(model.graph)
+    with op:
+        for node in found:
+            op.before = node
+            made = lowering.LOWERINGS[node.domain, node.op_type](op, node)
+            if made is not None:
+                _replace(model.graph, op, node, made)
+    return bool(found)
+
+
+def _replace(graph: ir.Graph, op: Emit, node: ir.Node, made: list[ir.Value]) -> None:
+    for old, new in zip(node.outputs, made, strict=True):
+        if old in graph.outputs:
+            new = op.emit("Identity", [new], {}, fresh=True)
+            new.name, old.name = old.name, None
+            new.shape, new.dtype = old.shape, old.dtype
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    graph.remove(node, safe=True)

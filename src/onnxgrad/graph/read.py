@@ -1,0 +1,110 @@
+"""The door: a model as `ModelProto`, bytes or path comes in, and is checked."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, TensorProto
+
+from onnxgrad.errors import ModelError
+
+ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
+
+
+def read(model: ModelLike) -> ModelProto:
+    """Return `model` as a `ModelProto` that holds all its tensors; a given one is not modified.
+
+    Raises:
+        TypeError: `model` is nothing that can be a model.
+        ModelError: it cannot be read; the message says why.
+    """
+    if isinstance(model, ModelProto):
+        proto, where = model, "the given ModelProto"
+        _check_external(proto, None, where)
+    elif isinstance(model, (bytes, bytearray, memoryview)):
+        proto, where = _parse(bytes(model), "the given bytes"), "the given bytes"
+        _check_external(proto, None, where)
+    elif isinstance(model, (str, os.PathLike)):
+        path, where = Path(model), f"{os.fspath(model)!r}"
+        try:
+            proto = _parse(path.read_bytes(), where)
+        except OSError as e:
+            raise ModelError(f"cannot read {where}: {e.strerror or e}") from None
+        _check_external(proto, path.parent, where)
+        onnx.load_external_data_for_model(proto, str(path.parent))
+    else:
+        raise TypeError(f"a model is a ModelProto, bytes or a path, not {type(model).__name__}")
+    if not proto.graph.node and not proto.graph.output:
+        raise ModelError(f"{where} is no ONNX model: it holds no graph")
+    if not proto.opset_import:
+        raise ModelError(f"{where} states no opset: it is truncated, or was never finished")
+    return proto
+
+
+def _parse(data: bytes, where: str) -> ModelProto:
+    try:
+        return onnx.load_model_from_string(data)
+    except DecodeError:
+        raise ModelError(
+            f"{where} ({len(data)} bytes) is no ONNX model, or is truncated: "
+            "it does not parse as a ModelProto"
+        ) from None
+
+
+def _check_external(proto: ModelProto, folder: Path | None, where: str) -> None:
+    for tensor in proto.graph.initializer:
+        if tensor.data_location != TensorProto.EXTERNAL:
+            continue
+        file = {e.key: e.value for e in tensor.external_data}.get("location", "?")
+        if folder is None:
+            raise ModelError(
+                f"{where} keeps {tensor.name!r} in the external file {file!r}; pass the path of "
+                "the .onnx file instead, or call onnx.load_external_data_for_model first"
+            )
+        if not (folder / file).is_file():
+            raise ModelError(
+                f"{where} keeps {tensor.name!r} in the external file {file!r}, which is not in "
+                f"{os.fspath(folder.resolve())!r}; put it beside the model"
+            )
+
+
+def to_ir(proto: ModelProto) -> ir.Model:
+    """Return `proto` as an `onnx_ir` model, without the outputs that hold no tensor.
+
+    Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not know them.
+    """
+    if any(non_tensor(o) for o in proto.graph.output):
+        kept = ModelProto()
+        kept.CopyFrom(proto)
+        dropped = {o.name for o in kept.graph.output if non_tensor(o)}
+        _keep(kept.graph.output, lambda o: o.name not in dropped)
+        _keep(kept.graph.node, lambda n: not dropped.intersection(n.output))
+        _keep(kept.graph.value_info, lambda v: v.name not in dropped)
+        proto = kept
+    return ir.from_proto(proto)
+
+
+def non_tensor(value: onnx.ValueInfoProto) -> bool:
+    """Tell whether `value` is declared as something else than a tensor."""
+    return value.type.WhichOneof("value") not in (None, "tensor_type")
+
+
+def tensor_behind(proto: ModelProto, name: str) -> str | None:
+    """Return the float tensor that the non-tensor output `name` is made from, if it is known."""
+    for node in proto.graph.node:
+        if name in node.output and node.op_type == "ZipMap":
+            return node.input[0]
+    return None
+
+
+def _keep(repeated, wanted) -> None:
+    kept = [item for item in repeated if wanted(item)]
+    del repeated[:]
+    repeated.extend(kept)
+
+

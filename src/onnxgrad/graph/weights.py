@@ -1,0 +1,211 @@
+"""The trainable tensors of a model, wherever it keeps them, under one name each.
+
+They sit in initializers, in `Constant` nodes (inside branches too) and in attributes of
+`ai.onnx.ml` linear operators. `sites` finds them, `lift` turns all into initializers of the main
+graph for the engine, `replace` writes new values back to where they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+
+FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+# operator -> {attribute: is it trained when no weight is named}
+ML_COEFFICIENTS = {
+    "LinearRegressor": {"coefficients": True, "intercepts": True},
+    "LinearClassifier": {"coefficients": True, "intercepts": True},
+    "Scaler": {"offset": False, "scale": False},
+}
+
+
+_CONSTANT_ATTRIBUTES = ("value", "value_float", "value_floats", "value_int", "value_ints")
+
+
+@dataclass
+class Site:
+    """Where one constant tensor is kept."""
+
+    name: str
+    read: Callable[[], TensorProto]
+    write: Callable[[np.ndarray], None]
+    default: bool  # among the tensors that are trained when none is named
+    graph: GraphProto
+    node: NodeProto | None = None  # the Constant or ai.onnx.ml node; None for an initializer
+
+    def array(self) -> np.ndarray:
+        """Return the tensor's current value."""
+        return numpy_helper.to_array(self.read())
+
+
+def sites(model: ModelProto) -> Iterator[Site]:
+    """Yield the constant tensors of `model` in graph order, each under a name of its own.
+
+    Branches may use one name twice; the later ones get a number.
+    """
+    reserved, given = set(_value_names(model.graph)), set()
+    for site in _graph_sites(model.graph):
+        name, i = site.name, 0
+        while name in given or (i and name in reserved):
+            i += 1
+            name = f"{site.name}_{i}"
+        given.add(name)
+        site.name = name
+        yield site
+
+
+def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return a copy of `model` in which the named tensors hold new values, and nothing else moved.
+
+    Raises:
+        ValueError: a name that the model does not have, or a value of another shape.
+    """
+    made = ModelProto()
+    made.CopyFrom(model)
+    missing = dict(values)
+    for site in sites(made):
+        if site.name not in missing:
+            continue
+        old, new = site.array(), np.asarray(missing.pop(site.name))
+        if new.shape != old.shape:
+            raise ValueError(f"{site.name!r} has shape {old.shape}, the new value {new.shape}")
+        site.write(new.astype(old.dtype))
+    if missing:
+        raise ValueError(f"the model has no constant called {', '.join(map(repr, missing))}")
+    return made
+
+
+def lift(model: ModelProto) -> None:
+    """Turn every constant of `model` into an initializer of the main graph, in place.
+
+    The attributes of `ai.onnx.ml` operators are copied: the operator still has them.
+    """
+    for site in list(sites(model)):
+        if site.node is None and site.graph is model.graph:
+            continue
+        old = site.read()
+        tensor = TensorProto()
+        tensor.CopyFrom(old)
+        tensor.name = site.name
+        if site.node is None:
+            _rename_uses(site.graph, old.name, site.name)
+            site.graph.initializer.remove(old)
+        elif site.node.op_type == "Constant":
+            _take_out(model, site)
+        model.graph.initializer.append(tensor)
+
+
+def _take_out(model: ModelProto, site: Site) -> None:
+    node, old = site.node, site.node.output[0]
+    escaping = [o for o in site.graph.output if o.name == old and site.graph is not model.graph]
+    _rename_uses(site.graph, old, site.name)
+    if not escaping:
+        site.graph.node.remove(node)
+        return
+    for output in escaping:  # a branch must compute what it returns
+        output.name = node.output[0] = f"{site.name}.out"
+    del node.attribute[:]
+    node.op_type = "Identity"
+    node.input.append(site.name)
+
+
+def _rename_uses(graph: GraphProto, old: str, new: str) -> None:
+    if old == new:
+        return
+    for node in graph.node:
+        node.input[:] = [new if name == old else name for name in node.input]
+        for inner in subgraphs(node):
+            _rename_uses(inner, old, new)
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """Yield the graphs that `node` holds as attributes."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def _value_names(graph: GraphProto) -> Iterator[str]:
+    yield from (v.name for v in (*graph.input, *graph.initializer))
+    for node in graph.node:
+        yield from node.output
+        for inner in subgraphs(node):
+            yield from _value_names(inner)
+
+
+def _graph_sites(graph: GraphProto) -> Iterator[Site]:
+    for tensor in graph.initializer:
+        yield _tensor_site(tensor, tensor.name, graph, None, tensor.data_type in FLOATS)
+    for node in graph.node:
+        if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
+            yield from _constant_sites(node, graph)
+        elif node.domain == "ai.onnx.ml":
+            yield from _ml_sites(node, graph)
+        for inner in subgraphs(node):
+            yield from _graph_sites(inner)
+
+
+def _tensor_site(
+    tensor: TensorProto, name: str, graph: GraphProto, node: NodeProto | None, default: bool
+) -> Site:
+    def write(array: np.ndarray) -> None:
+        made = numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape))
+        for field in ("float_data", "double_data", "int32_data", "external_data", "data_location"):
+            tensor.ClearField(field)
+        tensor.raw_data = made.raw_data
+
+    return Site(name, lambda: tensor, write, default, graph, node)
+
+
+def _constant_sites(node: NodeProto, graph: GraphProto) -> Iterator[Site]:
+    attribute = next((a for a in node.attribute if a.name in _CONSTANT_ATTRIBUTES), None)
+    if attribute is None:
+        return
+    if attribute.name == "value":
+        t = attribute.t
+        several = t.data_type in FLOATS and int(np.prod(t.dims)) > 1
+        yield _tensor_site(t, node.output[0], graph, node, several)
+    else:
+        shape = None if attribute.name.endswith("s") else ()
+        default = attribute.name == "value_floats" and len(attribute.floats) > 1
+        yield _attribute_site(attribute, node.output[0], graph, node, default, shape)
+
+
+def _ml_sites(node: NodeProto, graph: GraphProto) -> Iterator[Site]:
+    for name, trained in ML_COEFFICIENTS.get(node.op_type, {}).items():
+        attribute = next((a for a in node.attribute if a.name == name and a.floats), None)
+        if attribute is not None:
+            full = f"{node.name or node.output[0]}.{name}"
+            yield _attribute_site(attribute, full, graph, node, trained, None)
+
+
+def _attribute_site(
+    attribute: AttributeProto,
+    name: str,
+    graph: GraphProto,
+    node: NodeProto,
+    default: bool,
+    shape: tuple[int, ...] | None,
+) -> Site:
+    field = {"FLOAT": "f", "FLOATS": "floats", "INT": "i", "INTS": "ints"}[
+        AttributeProto.AttributeType.Name(attribute.type)
+    ]
+    dtype = np.float32 if field.startswith("f") else np.int64
+
+    def read() -> TensorProto:
+        array = np.asarray(getattr(attribute, field), dtype=dtype)
+        return numpy_helper.from_array(array if shape is None else array.reshape(shape), name)
+
+    def write(array: np.ndarray) -> None:
+        if field == "floats":
+            attribute.floats[:] = array.ravel().tolist()
+        else:
+            attribute.f = float(array)
+
+    return Site(name, read, write, default, graph, node)
