@@ -5,17 +5,48 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from onnxgrad.autodiff.derivative import DerivativeOptions, onnx_derivative
-    from onnxgrad.errors import ModelError, NoGradientRule
+    from onnxgrad.errors import ConvergenceError, ModelError, NoGradientRule, ProviderError
+    from onnxgrad.graph.surgery import get_train_initializer, select_model_inputs_outputs
+    from onnxgrad.losses import add_loss_output
+    from onnxgrad.optimizers import adam, adamw, momentum, nesterov, sgd
+    from onnxgrad.penalties import penalty_loss_onnx
+    from onnxgrad.schedules import BaseLearningRate, LearningRateSGD, LearningRateSGDNesterov
+    from onnxgrad.training.full import OrtGradientOptimizer
 
-_HOME = {
-    "DerivativeOptions": "autodiff.derivative",
-    "onnx_derivative": "autodiff.derivative",
-    "ModelError": "errors",
-    "NoGradientRule": "errors",
+_MODULES = {
+    "autodiff.derivative": ("DerivativeOptions", "onnx_derivative"),
+    "errors": ("ConvergenceError", "ModelError", "NoGradientRule", "ProviderError"),
+    "graph.surgery": ("get_train_initializer", "select_model_inputs_outputs"),
+    "losses": ("add_loss_output",),
+    "optimizers": ("adam", "adamw", "momentum", "nesterov", "sgd"),
+    "penalties": ("penalty_loss_onnx",),
+    "schedules": ("BaseLearningRate", "LearningRateSGD", "LearningRateSGDNesterov"),
+    "training.full": ("OrtGradientOptimizer",),
 }
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __version__ = "0.1.0"
-__all__ = ["DerivativeOptions", "ModelError", "NoGradientRule", "onnx_derivative"]
+__all__ = [
+    "BaseLearningRate",
+    "ConvergenceError",
+    "DerivativeOptions",
+    "LearningRateSGD",
+    "LearningRateSGDNesterov",
+    "ModelError",
+    "NoGradientRule",
+    "OrtGradientOptimizer",
+    "ProviderError",
+    "adam",
+    "adamw",
+    "add_loss_output",
+    "get_train_initializer",
+    "momentum",
+    "nesterov",
+    "onnx_derivative",
+    "penalty_loss_onnx",
+    "select_model_inputs_outputs",
+    "sgd",
+]
 
 
 def __getattr__(name: str) -> Any:

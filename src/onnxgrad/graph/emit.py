@@ -7,6 +7,7 @@ The same node is never written twice: asking for it again returns the first one'
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
@@ -46,13 +47,13 @@ class Emit:
     Python numbers become constants of the neighbouring operand's dtype, lists of int become int64.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, names: Iterable[str] = ()) -> None:
         self.graph = graph
         self.before: ir.Node | None = None
         self._written: set[ir.Node | None] = set()
         self._known: dict[Any, list[ir.Value]] = {}
         self._constants: dict[Any, ir.Value] = {}
-        self._names = _all_names(graph)
+        self._names = _all_names(graph) | set(names)
         self._counter = 0
 
     def __enter__(self) -> Emit:
@@ -70,6 +71,11 @@ class Emit:
         if not op_type[0].isupper():
             raise AttributeError(op_type)
         return lambda *inputs, **attributes: self.emit(op_type, inputs, attributes)
+
+    @property
+    def wrote(self) -> bool:
+        """Tell whether any node was written."""
+        return bool(self._written)
 
     # -- writing nodes ------------------------------------------------------------------------
 
@@ -126,11 +132,23 @@ class Emit:
                     return self.Mul(inner, other)
         if op_type == "Cast" and values[0].dtype == attributes["to"]:
             return values[0]
-        if op_type == "Reshape" and static(dims(values[0])) is not None:
-            target = self.constant(values[1])
-            if target is not None and tuple(target) == static(dims(values[0])):
+        if op_type == "ReduceSum" and (factor := _squared(values[0])) is not None:
+            return self.ReduceSumSquare(factor, *values[1:], **attributes)
+        if op_type == "Reshape" and (target := self.constant(values[1])) is not None:
+            if static(dims(values[0])) == tuple(target):
                 return values[0]
+            return self._without_kept_axes(values[0], tuple(target))
         return None
+
+    def _without_kept_axes(self, x: ir.Value, target: tuple[int, ...]) -> ir.Value | None:
+        """Return the sum `x` without the axes of length one that it keeps, if that is `target`."""
+        node = x.producer()
+        if node is None or node.op_type != "ReduceSum" or len(node.inputs) < 2:
+            return None
+        shape = output_shape("ReduceSum", node.inputs, {"keepdims": 0})
+        if shape != target or not node.attributes.get_int("keepdims", 1):
+            return None
+        return self.ReduceSum(*node.inputs, keepdims=0)
 
     def name(self, prefix: str) -> str:
         """Return a value name that the graph does not have yet."""
@@ -304,6 +322,13 @@ def _attr_key(attr: ir.Attr) -> Any:
 def _expanded(x: ir.Value) -> ir.Value | None:
     node = x.producer()
     return node.inputs[0] if node is not None and node.op_type == "Expand" else None
+
+
+def _squared(x: ir.Value) -> ir.Value | None:
+    node = x.producer()
+    if node is None or node.op_type != "Mul" or node.inputs[0] is not node.inputs[1]:
+        return None
+    return node.inputs[0]
 
 
 def _all_names(graph: ir.Graph) -> set[str]:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.shapes import dims, equal, rank
 
 Lowering = Callable[[Emit, ir.Node], "list[ir.Value] | None"]
 LOWERINGS: dict[tuple[str, str], Lowering] = {}
@@ -27,6 +27,23 @@ def lowering(op_type: str, domain: str = "") -> Callable[[Lowering], Lowering]:
         return function
 
     return register
+
+
+@lowering("Identity")
+@lowering("Cast")
+@lowering("Reshape")
+@lowering("Dropout")
+def no_operation(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A node that hands on its input is dropped, unless it makes an output of the graph."""
+    x, (y, *others) = node.inputs[0], node.outputs
+    training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    same = {
+        "Identity": True,
+        "Cast": x.dtype is not None and x.dtype == y.dtype,
+        "Reshape": equal(dims(x), dims(y)),
+        "Dropout": not others and (training is None or op.is_all(training, False)),
+    }[node.op_type]
+    return [x] if same and y not in op.graph.outputs else None
 
 
 @lowering("MatMul")

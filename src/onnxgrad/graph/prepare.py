@@ -19,16 +19,22 @@ from onnxgrad.graph.read import to_ir
 WORKING_OPSET = 18
 
 
-def prepare(proto: ModelProto) -> ir.Model:
-    """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is."""
+def prepare(proto: ModelProto, batch: str | None = None) -> ir.Model:
+    """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is.
+
+    With `batch`, the first axis of every input that is not of a fixed length gets that symbol:
+    the caller knows that they all have the same number of rows.
+    """
     made = ModelProto()
     made.CopyFrom(proto)
     weights.lift(made)
-    made = _raise_opset(made)
+    made = raise_opset(made, WORKING_OPSET)
     model = to_ir(made)
     if model.functions:
         InlinePass()(model)
     RemoveInitializersFromInputsPass()(model)
+    if batch is not None:
+        shapes.name_rows(model.graph, batch)
     shapes.infer(model)
     if _lower(model):
         shapes.infer(model)
@@ -47,21 +53,25 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
     return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
 
 
-def _raise_opset(proto: ModelProto) -> ModelProto:
+def raise_opset(proto: ModelProto, lowest: int) -> ModelProto:
+    """Return `proto`, or where its opset is below `lowest`, a copy at the working opset."""
     version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
-    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
-        proto.opset_import.add(domain="", version=WORKING_OPSET)
-    if version == 0 or version >= WORKING_OPSET:
+    if version >= lowest:
         return proto
-    proto.ir_version = max(proto.ir_version, 8)
+    made = ModelProto()
+    made.CopyFrom(proto)
+    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
+        made.opset_import.add(domain="", version=WORKING_OPSET)
+        return made
+    made.ir_version = max(made.ir_version, 8)
     try:
-        return version_converter.convert_version(proto, WORKING_OPSET)
+        return version_converter.convert_version(made, WORKING_OPSET)
     except Exception as e:  # the converter raises several undeclared types
         raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
 
 
 def _lower(model: ir.Model) -> bool:
-    """Rewrite the operators of `lowering.LOWERINGS`; tells whether there were any."""
+    """Rewrite the operators of `lowering.LOWERINGS`; tell whether nodes were written."""
     found = [n for n in model.graph if (n.domain, n.op_type) in lowering.LOWERINGS]
     op = Emit(model.graph)
     with op:
@@ -70,7 +80,7 @@ def _lower(model: ir.Model) -> bool:
             made = lowering.LOWERINGS[node.domain, node.op_type](op, node)
             if made is not None:
                 _replace(model.graph, op, node, made)
-    return bool(found)
+    return op.wrote
 
 
 def _replace(graph: ir.Graph, op: Emit, node: ir.Node, made: list[ir.Value]) -> None:

@@ -173,6 +173,20 @@ def infer(model: ir.Model) -> None:
         _refine(model.graph)
 
 
+def name_rows(graph: ir.Graph, symbol: str) -> None:
+    """Give the first axis of all inputs one symbol, where its length is not fixed."""
+    firsts = {shape[0] for x in graph.inputs if (shape := dims(x))}
+    rows = {d for d in firsts if isinstance(d, str) and d not in _PLACEHOLDERS}
+    for value in _values(graph):
+        shape = dims(value)
+        if shape and not rows.isdisjoint(shape):
+            value.shape = ir.Shape([symbol if d in rows else d for d in shape])
+    for x in graph.inputs:
+        shape = dims(x)
+        if shape and not isinstance(shape[0], int):
+            x.shape = ir.Shape([symbol, *shape[1:]])
+
+
 def _name_axes(graph: ir.Graph) -> None:
     taken = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
     fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in taken)

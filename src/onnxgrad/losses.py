@@ -1,0 +1,284 @@
+"""Losses: written into the graph of a model, behind the output that they judge.
+
+A loss is a function `(op, prediction, label, **options)` that writes the loss of every element or
+every row; what comes after it (row weights, sum or mean, penalties) is the same for all.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph import shapes
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.prepare import raise_opset, to_proto
+from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind, to_ir
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.penalties import add_penalties
+
+METADATA = "onnxgrad.loss"  # what a trainer has to know of the loss, kept in the model
+
+Loss = Callable[..., ir.Value]
+
+
+@dataclass(frozen=True)
+class _Kind:
+    function: Loss
+    reduction: str = "sum"
+    classes: bool = False  # labels are class numbers
+
+
+LOSSES: dict[str, _Kind] = {}
+
+
+def _loss(*names: str, reduction: str = "sum", classes: bool = False) -> Callable[[Loss], Loss]:
+    def register(function: Loss) -> Loss:
+        LOSSES.update(dict.fromkeys(names, _Kind(function, reduction, classes)))
+        return function
+
+    return register
+
+
+@_loss("squared_error", "l2")
+def squared_error(op, prediction, label):
+    """(f - y)^2."""
+    d = prediction - label
+    return d * d
+
+
+@_loss("absolute_error", "l1")
+def absolute_error(op, prediction, label):
+    """|f - y|."""
+    return op.Abs(prediction - label)
+
+
+@_loss("elastic")
+def elastic(op, prediction, label, l1_weight=0.5, l2_weight=0.5):
+    """a |f - y| + b (f - y)^2."""
+    d = prediction - label
+    return l1_weight * op.Abs(d) + l2_weight * (d * d)
+
+
+@_loss("log", reduction="mean", classes=True)
+def log(op, prediction, label, eps=1e-6):
+    """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
+    hit = op.Cast(op.Equal(label, op.value(np.arange(2))), to=prediction.dtype)
+    logs = op.Log(op.Clip(prediction, eps, 1.0 - eps))
+    return -op.ReduceSum(hit * logs, [1], keepdims=1)
+
+
+@_loss("binary_cross_entropy")
+def binary_cross_entropy(op, prediction, label, from_logits=False, eps=1e-7):
+    """-y log p - (1 - y) log(1 - p), p clipped to [eps, 1 - eps], or log(1 + e^f) - y f."""
+    if from_logits:
+        return op.Softplus(prediction) - label * prediction
+    p = op.Clip(prediction, eps, 1.0 - eps)
+    return -(label * op.Log(p) + (1.0 - label) * op.Log(1.0 - p))
+
+
+@_loss("cross_entropy", classes=True)
+def cross_entropy(
+    op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
+    ignore_index=-100, eps=1e-7,
+):  # fmt: skip
+    """-sum_c t_c log p_c over axis 1, t the label's class or distribution, smoothed.
+
+    Smoothing moves a share of t to all classes alike (Szegedy et al. 2016, arXiv:1512.00567).
+    """
+    classes = shapes.dims(prediction)[1]
+    if not isinstance(classes, int):
+        raise ValueError("cross_entropy needs a prediction with a known number of classes")
+    if from_logits:
+        logs = op.LogSoftmax(prediction, axis=1)
+    else:
+        logs = op.Log(op.Clip(prediction, eps, 1.0))
+    target = label
+    if not soft_labels:
+        numbers = np.arange(classes).reshape([-1] + [1] * (shapes.rank(prediction) - 2))
+        hit = op.Equal(op.Unsqueeze(label, [1]), op.value(numbers))
+        target = op.Cast(hit, to=prediction.dtype)
+    if label_smoothing:
+        target = (1.0 - label_smoothing) * target + label_smoothing / classes
+    rows = -op.ReduceSum(target * logs, [1], keepdims=0)
+    return rows if soft_labels else op.Where(op.Equal(label, ignore_index), 0.0, rows)
+
+
+@_loss("huber")
+def huber(op, prediction, label, delta=1.0):
+    """d^2 / 2 where |d| < delta, else delta (|d| - delta / 2), d = f - y.  Huber 1964."""
+    d = prediction - label
+    size = op.Abs(d)
+    return op.Where(op.Less(size, delta), 0.5 * (d * d), delta * (size - 0.5 * delta))
+
+
+@_loss("poisson")
+def poisson(op, prediction, label, log_input=True, eps=1e-8):
+    """e^f - y f, or f - y log(f + eps) when f is the rate itself: Poisson, up to a constant."""
+    if log_input:
+        return op.Exp(prediction) - label * prediction
+    return prediction - label * op.Log(prediction + eps)
+
+
+@_loss("hinge")
+def hinge(op, prediction, label):
+    """max(0, 1 - y f) for labels -1 and 1, or 0 and 1."""
+    sign = op.Where(op.Greater(label, 0.0), 1.0, op.value(-1.0, label.dtype))
+    return op.Relu(1.0 - sign * prediction)
+
+
+def add_loss_output(
+    onx: ModelLike,
+    score_name: str | Loss = "squared_error",
+    loss_name: str = "loss",
+    label_name: str = "label",
+    weight_name: str | None = None,
+    penalty: Mapping[str, Any] | None = None,
+    output_index: int | str | None = None,
+    reduction: str | None = None,
+    **kwargs: Any,
+) -> ModelProto:
+    """Return `onx` with a loss behind one of its outputs, ready to be trained.
+
+    The result has the outputs `[loss, prediction]`, the loss of shape (1, 1), and the inputs of
+    `onx`, then the label, then the row weights if asked for.
+
+    Args:
+        onx: model, serialized model or path; never modified.
+        score_name: a key of `onnxgrad.losses.LOSSES`, or a function
+            `(op, prediction, label) -> loss per element or row` that writes nodes with `op`.
+        loss_name: name of the loss output; another name of the model makes it give way.
+        label_name: name of the label input: of the shape and dtype of the prediction, but int64
+            for `log` (N, 1) and for `cross_entropy` (N,), or (N, d1, ...) for (N, C, d1, ...).
+        weight_name: name of an input of row weights, (N,) or (N, 1); None for none.
+        penalty: `{weight: {"l1": a, "l2": b}}` or `{weight: b}`, adds a |w| + b w^2.
+        output_index: the output to judge, by place or by name (any float tensor of the graph);
+            None when there is one float output.
+        reduction: "sum" over the rows, or "mean": divided by their number. Default: "sum", but
+            "mean" for `log`.
+        **kwargs: options of the loss: see the functions in `onnxgrad.losses`.
+
+    Raises:
+        ValueError: an unknown loss, option, output or weight, or an output that is no tensor.
+        ModelError: `onx` cannot be read.
+    """
+    kind = _kind(score_name, reduction, kwargs)
+    proto = read(onx)
+    chosen = _choose_output(proto, output_index)
+    model = to_ir(raise_opset(proto, lowest=13))
+    shapes.infer(model)
+    graph, op = model.graph, Emit(model.graph)
+    prediction = ir.convenience.create_value_mapping(graph)[chosen]
+    label = _label(op, prediction, kind, label_name, kwargs)
+    graph.inputs.append(label)
+    with op:
+        losses = kind.function(op, prediction, label, **kwargs)
+        if weight_name is not None:
+            weight = ir.Value(
+                name=op.name(weight_name), type=ir.TensorType(prediction.dtype)
+            )  # without a shape: (N,) and (N, 1) are the same
+            graph.inputs.append(weight)
+            ones = [1] * ((shapes.rank(losses) or shapes.rank(prediction) or 2) - 1)
+            losses = losses * op.Reshape(weight, [-1, *ones])
+        if shapes.rank(losses) == 2:
+            loss = op.ReduceSum(losses, keepdims=1)
+        else:
+            loss = op.Reshape(op.ReduceSum(losses, keepdims=0), [1, 1])
+        if kind.reduction == "mean":
+            loss = loss / op.Cast(op.Shape(label, start=0, end=1), to=loss.dtype)
+        loss = add_penalties(op, loss, penalty or {})
+    loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
+    graph.outputs[:] = [loss, prediction]
+    about = {"reduction": kind.reduction, "label": label.name, "prediction": chosen}
+    if kind.classes and not kwargs.get("soft_labels"):
+        about["classes"] = shapes.dims(prediction)[1]
+        about["ignore_index"] = kwargs.get("ignore_index", -100)
+    model.metadata_props[METADATA] = json.dumps(about)
+    tidy(model)
+    return to_proto(model)
+
+
+def loss_facts(proto: ModelProto) -> dict[str, Any]:
+    """Return what `add_loss_output` noted about the loss of a model; {} for a loss of others."""
+    for entry in proto.metadata_props:
+        if entry.key == METADATA:
+            return json.loads(entry.value)
+    return {}
+
+
+def _kind(score: str | Loss, reduction: str | None, options: Mapping[str, Any]) -> _Kind:
+    if callable(score):
+        kind = _Kind(score)
+    elif score in LOSSES:
+        kind = LOSSES[score]
+    else:
+        raise unknown("loss", score, LOSSES)
+    valid = list(inspect.signature(kind.function).parameters)[3:]
+    for name in options:
+        if name not in valid:
+            raise unknown(f"option of loss {score!r}", name, valid)
+    if reduction not in (None, "sum", "mean"):
+        raise unknown("reduction", reduction, ["sum", "mean"])
+    return _Kind(kind.function, reduction or kind.reduction, kind.classes)
+
+
+def _choose_output(proto: ModelProto, index: int | str | None) -> str:
+    """Return the name of the float tensor that `index` stands for."""
+    outputs = list(proto.graph.output)
+    floats = [o.name for o in outputs if not non_tensor(o) and _is_float(o)]
+    if index is None:
+        if len(floats) == 1:
+            return floats[0]
+        choice = [tensor_behind(proto, o.name) if non_tensor(o) else o.name for o in outputs]
+        raise ValueError(
+            f"the model has {len(floats)} float outputs: say which one with "
+            f"output_index=, one of {', '.join(repr(c) for c in choice if c)}"
+        )
+    if isinstance(index, int):
+        if not -len(outputs) <= index < len(outputs):
+            raise ValueError(f"output_index={index}: the model has {len(outputs)} outputs")
+        index = outputs[index].name
+    for output in outputs:
+        if output.name == index and non_tensor(output):
+            raise ValueError(
+                f"output {index!r} is no tensor; use the tensor that it is made from: "
+                f"output_index={tensor_behind(proto, index)!r}"
+            )
+        if output.name == index and index not in floats:
+            raise ValueError(f"output {index!r} is no float tensor; choose one of {floats}")
+    names = {name for node in proto.graph.node for name in node.output}
+    if index not in names:
+        raise unknown("output", index, [o.name for o in outputs])
+    return index
+
+
+def _is_float(value: Any) -> bool:
+    return ir.DataType(value.type.tensor_type.elem_type).is_floating_point()
+
+
+def _label(
+    op: Emit, prediction: ir.Value, kind: _Kind, name: str, options: Mapping[str, Any]
+) -> ir.Value:
+    shape, dtype = shapes.dims(prediction), prediction.dtype
+    if dtype is None or not dtype.is_floating_point():
+        raise ValueError(f"output {prediction.name!r} holds {dtype}: a loss needs floats")
+    if kind.function is log:
+        if shape is None or len(shape) != 2 or shape[1] not in (2, None):
+            raise ValueError(f"loss 'log' needs (N, 2) probabilities, not {shape}")
+        shape, dtype = (shape[0], 1), ir.DataType.INT64
+    elif kind.classes and not options.get("soft_labels"):
+        if shape is None or len(shape) < 2:
+            raise ValueError(f"loss 'cross_entropy' needs a prediction (N, C, ...), not {shape}")
+        shape, dtype = (shape[0], *shape[2:]), ir.DataType.INT64
+    return ir.Value(
+        name=op.name(name),
+        type=ir.TensorType(dtype),
+        shape=None if shape is None else ir.Shape(shape),
+    )

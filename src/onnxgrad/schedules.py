@@ -1,0 +1,146 @@
+"""Learning rates: what the rate of an epoch is. The rate is an input of the training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from typing import Any
+
+from onnxgrad.errors import unknown
+from onnxgrad.training.estimator import BaseEstimator
+
+_RULES = ("constant", "invscaling", "optimal", "adaptive")
+
+
+class BaseLearningRate(BaseEstimator):
+    """What every learning rate offers: `init_learning_rate`, `update_learning_rate`, `value`."""
+
+    value: float | None = None
+
+    @property
+    def needs_grad(self) -> bool:
+        """Tell whether the update keeps something of the last gradients."""
+        return False
+
+    def init_learning_rate(self) -> BaseLearningRate:
+        """Set `value` to the rate of the first epoch; returns `self`."""
+        raise NotImplementedError
+
+    def update_learning_rate(self, t: int, loss: float | None = None) -> BaseLearningRate:
+        """Set `value` to the rate after `t` epochs, the last of which had that mean loss."""
+        raise NotImplementedError
+
+    def loop(self, n: int = 1000) -> Iterator[float]:
+        """Yield the rates of `n` epochs."""
+        self.init_learning_rate()
+        for t in range(1, n + 1):
+            assert self.value is not None
+            yield self.value
+            self.update_learning_rate(t)
+
+    @staticmethod
+    def select(choice: Any) -> BaseLearningRate:
+        """Return the learning rate for a name, a number (`eta0`) or an instance.
+
+        Raises:
+            ValueError: an unknown name.
+        """
+        if isinstance(choice, BaseLearningRate):
+            return choice
+        if isinstance(choice, (int, float)) and not isinstance(choice, bool):
+            return LearningRateSGD(float(choice))
+        named = {
+            "SGD": LearningRateSGD,
+            "LearningRateSGD": LearningRateSGD,
+            "Nesterov": LearningRateSGDNesterov,
+            "SGDNesterov": LearningRateSGDNesterov,
+            "LearningRateSGDNesterov": LearningRateSGDNesterov,
+        }
+        if choice not in named:
+            raise unknown("learning rate", choice, named)
+        return named[choice]()
+
+
+class LearningRateSGD(BaseLearningRate):
+    """Stochastic gradient descent: w <- w - lr g, g the mean gradient of a row.
+
+    Args:
+        eta0: the rate of the first epoch.
+        alpha: slope of `optimal`.
+        power_t: exponent of `invscaling`.
+        learning_rate: how the rate goes on after t epochs. `constant`: eta0. `invscaling`:
+            eta0 / (t + 1)^power_t. `optimal`: 1 / (alpha (t0 + t)), t0 such that it starts at
+            eta0 (Bottou 2012, "Stochastic Gradient Descent Tricks"). `adaptive`: divided by 5,
+            down to 1e-6, whenever two epochs in a row lower the training loss by less than 1e-4
+            (scikit-learn's rule).
+    """
+
+    def __init__(
+        self,
+        eta0: float = 0.01,
+        alpha: float = 0.0001,
+        power_t: float = 0.25,
+        learning_rate: str = "invscaling",
+    ) -> None:
+        self.eta0 = eta0
+        self.alpha = alpha
+        self.power_t = power_t
+        self.learning_rate = learning_rate
+
+    def init_learning_rate(self) -> LearningRateSGD:
+        """Set `value` to the rate of the first epoch; returns `self`.
+
+        Raises:
+            ValueError: a rate that is not positive, or an unknown rule.
+        """
+        if self.learning_rate not in _RULES:
+            raise unknown("learning_rate", self.learning_rate, _RULES)
+        if not (isfinite(self.eta0) and self.eta0 > 0):
+            raise ValueError(f"eta0 must be a positive number, not {self.eta0!r}")
+        if self.learning_rate == "optimal" and not self.alpha > 0:
+            raise ValueError(f"alpha must be positive for 'optimal', not {self.alpha!r}")
+        self.value = self.eta0
+        self._best, self._stalled = float("inf"), 0
+        return self
+
+    def update_learning_rate(self, t: int, loss: float | None = None) -> LearningRateSGD:
+        """Set `value` to the rate after `t` epochs, the last of which had that mean loss."""
+        if self.value is None:
+            self.init_learning_rate()
+        if self.learning_rate == "invscaling":
+            self.value = self.eta0 / (t + 1) ** self.power_t
+        elif self.learning_rate == "optimal":
+            self.value = 1 / (1 / self.eta0 + self.alpha * t)
+        elif self.learning_rate == "adaptive" and loss is not None:
+            self._stalled = self._stalled + 1 if loss > self._best - 1e-4 else 0
+            self._best = min(self._best, loss)
+            if self._stalled == 2:
+                assert self.value is not None
+                self.value, self._stalled = max(self.value / 5, 1e-6), 0
+        return self
+
+
+class LearningRateSGDNesterov(LearningRateSGD):
+    """Momentum: v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v), g as in SGD.
+
+    The other arguments are those of `LearningRateSGD`. Nesterov's form follows Sutskever et al.
+    2013, "On the importance of initialization and momentum in deep learning".
+    """
+
+    def __init__(
+        self,
+        eta0: float = 0.01,
+        alpha: float = 0.0001,
+        power_t: float = 0.25,
+        learning_rate: str = "invscaling",
+        momentum: float = 0.9,
+        nesterov: bool = True,
+    ) -> None:
+        super().__init__(eta0, alpha, power_t, learning_rate)
+        self.momentum = momentum
+        self.nesterov = nesterov
+
+    @property
+    def needs_grad(self) -> bool:
+        """Tell whether the update keeps something of the last gradients: it does."""
+        return True

@@ -1,0 +1,216 @@
+"""Data: what the user gives, as checked arrays by input name, and the batches made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.losses import loss_facts
+
+
+@dataclass(frozen=True)
+class Field:
+    """What one data input of the model takes."""
+
+    name: str
+    dtype: np.dtype
+    shape: Dims | None
+    classes: int | None = None
+    ignored: int | None = None
+
+    def check(self, given: Any) -> np.ndarray:
+        """Return `given` as the array that the input takes.
+
+        Raises:
+            ValueError: it holds text, NaN or infinity, labels out of the class range, fractions
+                where integers are asked, or has another shape; the message names rows.
+        """
+        array = np.asarray(_to_numpy(given))
+        if array.dtype.kind in "OUSV":
+            raise ValueError(f"{self.name!r} must hold numbers, not {array.dtype}")
+        if array.ndim == 0:
+            raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
+        if len(array) == 0:
+            raise ValueError(f"{self.name!r} is empty: there is no row to train on")
+        if array.dtype.kind == "f":
+            _refuse(~np.isfinite(array), f"{self.name!r} holds NaN or infinity")
+        if self.dtype.kind in "iub" and array.dtype.kind == "f":
+            _refuse(array != np.floor(array), f"{self.name!r} must hold integers; fractions")
+        if self.classes is not None:
+            outside = (array < 0) | (array >= self.classes)
+            if self.ignored is not None:
+                outside &= array != self.ignored
+            _refuse(outside, f"{self.name!r} holds labels outside 0..{self.classes - 1}")
+        return self._fit_shape(array).astype(self.dtype, copy=False)
+
+    def _fit_shape(self, array: np.ndarray) -> np.ndarray:
+        if self.shape is None:
+            return array
+        missing = len(self.shape) - array.ndim
+        if missing == 1 and self.shape[-1] in (1, None):
+            array = array[..., None]
+        elif missing == -1 and array.shape[-1] == 1:
+            array = array[..., 0]
+        fixed = zip(self.shape[1:], array.shape[1:], strict=False)
+        if len(self.shape) != array.ndim or any(isinstance(a, int) and a != b for a, b in fixed):
+            wanted = ", ".join(["rows", *map(str, self.shape[1:])])
+            raise ValueError(f"{self.name!r} must have shape ({wanted}), not {array.shape}")
+        return array
+
+
+def _to_numpy(given: Any) -> Any:
+    return given.detach().cpu().numpy() if hasattr(given, "detach") else given
+
+
+def _refuse(bad: np.ndarray, what: str) -> None:
+    """Raise if any element is `bad`, naming the rows."""
+    rows = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
+    if rows.size:
+        listed = ", ".join(map(str, rows[:10])) + (", ..." if rows.size > 10 else "")
+        raise ValueError(f"{what} in {rows.size} of {len(bad)} rows: {listed}")
+
+
+class Fields:
+    """The data inputs of a model with a loss: features, label, row weights."""
+
+    def __init__(self, proto: ModelProto, inputs: list[ir.Value], weight: str) -> None:
+        facts = loss_facts(proto)
+        names = [str(x.name) for x in inputs]
+        self.weight = weight if weight in names else None
+        rest = [name for name in names if name != self.weight]
+        self.label = facts.get("label") or ("label" if "label" in rest else rest[-1])
+        if len(rest) == 1 and facts.get("label") not in rest and rest[0] != "label":
+            self.label = None  # the loss needs no label
+        self.features = [name for name in rest if name != self.label]
+        self.mean = facts.get("reduction") == "mean"
+        self.fields = {}
+        for x, name in zip(inputs, names, strict=True):
+            assert x.dtype is not None
+            limits = {}
+            if name == self.label and facts.get("classes"):
+                limits = {"classes": facts["classes"], "ignored": facts.get("ignore_index")}
+            shape = None if name == self.weight else dims(x)
+            self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
+
+    def arrays(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, np.ndarray]:
+        """Return checked arrays by input name.
+
+        Raises:
+            ValueError: an unknown or missing input, arrays of different lengths, or an array that
+                its input does not take.
+        """
+        given = dict(X) if isinstance(X, Mapping) else self._by_place(X)
+        if y is not None:
+            if self.label is None:
+                raise ValueError("the model has no label input: pass y=None")
+            given[self.label] = y
+        if sample_weight is not None:
+            if self.weight is None:
+                raise ValueError(
+                    "the loss takes no row weights: build it with "
+                    "add_loss_output(..., weight_name='weight')"
+                )
+            given[self.weight] = sample_weight
+        for name in given:
+            if name not in self.fields:
+                raise unknown("input", name, self.fields)
+        made = {name: self.fields[name].check(value) for name, value in given.items()}
+        if self.weight is not None and self.weight not in made:
+            rows = len(next(iter(made.values())))
+            made[self.weight] = np.ones(rows, self.fields[self.weight].dtype)
+        missing = [name for name in self.fields if name not in made]
+        if missing:
+            raise ValueError(f"no data for the inputs {missing}; given: {list(given)}")
+        counts = {name: len(array) for name, array in made.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"the inputs have different numbers of rows: {counts}")
+        return {name: made[name] for name in self.fields}
+
+    def _by_place(self, X: Any) -> dict[str, Any]:
+        if len(self.features) != 1:
+            raise ValueError(f"the model has several inputs: pass a dict of {self.features}")
+        return {self.features[0]: X}
+
+    def batch(self, item: Any) -> dict[str, np.ndarray]:
+        """Return the checked arrays of one batch of an iterable: (X, y), (X, y, weight), dict."""
+        if isinstance(item, Mapping) or not isinstance(item, (tuple, list)):
+            return self.arrays(item)
+        return self.arrays(*item)
+
+
+@dataclass
+class Slice:
+    """Batches of one length for one call of the runtime: each array is [batches, rows, ...]."""
+
+    arrays: dict[str, np.ndarray]
+    batches: int
+    rows: int
+
+
+class ArraySource:
+    """Batches drawn from arrays: every row once an epoch, the last batch shorter."""
+
+    def __init__(
+        self, arrays: dict[str, np.ndarray], batch_size: int, rng: np.random.Generator | None
+    ) -> None:
+        self.arrays = arrays
+        self.rows: int | None = len(next(iter(arrays.values())))
+        self.batch_size = batch_size
+        self.rng = rng
+
+    def epoch(self, budget: Any) -> Iterator[Slice]:
+        """Yield the slices of one epoch; `budget()` says how many batches the next may have."""
+        rows, size = self.rows, self.batch_size
+        assert rows is not None
+        order = np.arange(rows) if self.rng is None else self.rng.permutation(rows)
+        start = 0
+        while start < rows:
+            length = min(size, rows - start)
+            batches = max(1, min(budget(), (rows - start) // length))
+            picked = order[start : start + batches * length]
+            start += batches * length
+            taken = {
+                name: array[picked].reshape(batches, length, *array.shape[1:])
+                for name, array in self.arrays.items()
+            }
+            yield Slice(taken, batches, length)
+
+
+class IterableSource:
+    """Batches as an iterable gives them, a torch DataLoader for one; read anew every epoch."""
+
+    def __init__(self, batches: Iterable[Any], fields: Fields) -> None:
+        self.batches = batches
+        self.fields = fields
+        self.rows: int | None = None
+
+    def epoch(self, budget: Any) -> Iterator[Slice]:
+        """Yield every batch as a slice of its own."""
+        seen = 0
+        for item in self.batches:
+            arrays = self.fields.batch(item)
+            rows = len(next(iter(arrays.values())))
+            seen += rows
+            yield Slice({name: a[None] for name, a in arrays.items()}, 1, rows)
+        if not seen:
+            raise ValueError(
+                "the iterable gave no batch: a generator can be read once only; "
+                "pass a list of batches or a DataLoader"
+            )
+        self.rows = seen
+
+
+def is_iterable_of_batches(X: Any, y: Any) -> bool:
+    """Tell whether `X` yields batches, rather than being an array or a dict of arrays."""
+    if y is not None or isinstance(X, Mapping) or hasattr(X, "__array__") or hasattr(X, "dtype"):
+        return False
+    if isinstance(X, (list, tuple)):
+        return bool(X) and isinstance(X[0], (tuple, Mapping))
+    return isinstance(X, Iterable)

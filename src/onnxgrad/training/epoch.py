@@ -1,0 +1,41 @@
+"""The epoch: a `Scan` over batches whose body is the step, so that the runtime does the loop."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.prepare import to_proto
+from onnxgrad.training.step import Step
+
+
+def build_epoch(step: Step) -> ModelProto:
+    """Return the model that runs the step over a stack of batches in one call.
+
+    Inputs, in order: the states; every data input, stacked along a new first axis; one
+    minus_learning_rate and one step number per batch; inverse_rows. Outputs: the states after the
+    last batch, then the loss of every batch.
+    """
+    body = step.model.graph
+    count = sum(len(group.inputs) for group in step.groups)
+    graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
+    inputs = [_outer(v, stacked=i >= count) for i, v in enumerate(body.inputs)]
+    graph.inputs.extend([*inputs, step.inverse_rows])
+    op = Emit(graph, [str(v.name) for v in body.inputs])
+    attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
+    outputs = op.emit("Scan", inputs, attributes, outputs=len(body.outputs))
+    for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
+        outer.name, outer.dtype = f"{inner.name}/last", inner.dtype
+        outer.shape = _stacked(inner) if i >= count else inner.shape
+    graph.outputs.extend(outputs)
+    return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+
+
+def _outer(value: ir.Value, stacked: bool) -> ir.Value:
+    shape = _stacked(value) if stacked else value.shape
+    return ir.Value(name=f"{value.name}/all", type=value.type, shape=shape)
+
+
+def _stacked(value: ir.Value) -> ir.Shape | None:
+    return None if value.shape is None else ir.Shape(["batches", *value.shape])

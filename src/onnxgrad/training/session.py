@@ -1,0 +1,48 @@
+"""Sessions: onnxruntime with the device and the number of threads that the work asks for."""
+
+from __future__ import annotations
+
+import os
+
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.errors import ProviderError
+
+# Below this many multiply-adds per forward pass a second thread costs more than it brings.
+WORK_PER_THREAD = 2e6
+_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+def providers(device: str) -> list[str]:
+    """Return the execution providers for `device`, "cpu" or "cuda".
+
+    Raises:
+        ProviderError: the installed onnxruntime has none for it.
+    """
+    kind = device.partition(":")[0]
+    available = ort.get_available_providers()
+    if _PROVIDERS.get(kind) not in available:
+        raise ProviderError(
+            f"device {device!r}: the installed onnxruntime offers {available}; "
+            "use device='cpu', or install onnxruntime-gpu for 'cuda'"
+        )
+    return [_PROVIDERS[kind], "CPUExecutionProvider"][: 1 if kind == "cpu" else 2]
+
+
+def threads(work: float) -> int:
+    """Return how many threads pay for a step of `work` multiply-adds.
+
+    A rule and not a measurement, so that the same run gives the same bits again.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, int(work / WORK_PER_THREAD)))
+
+
+def session(model: ModelProto, device: str, work: float) -> ort.InferenceSession:
+    """Return a session for `model`, whose one run does `work` multiply-adds per step."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads(work)
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    return ort.InferenceSession(model.SerializeToString(), options, providers=providers(device))

@@ -1,0 +1,196 @@
+"""The step: one model from a batch, weights and slots to the loss, new weights and new slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import unknown
+from onnxgrad.graph import shapes
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.prepare import prepare
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.optimizers import Inputs, Optimizer
+
+BATCH = "batch"
+PACKED = 1 << 14  # elements: to copy a weight this small costs less than the nodes of its update
+
+
+@dataclass
+class Group:
+    """Weights that are updated together: a large one, or all small ones in one flat vector."""
+
+    shapes: dict[str, tuple[int, ...]]
+    state: ir.Value
+    slots: dict[str, ir.Value]
+
+    def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the arrays of the group's weights as the one array of the group."""
+        assert self.state.dtype is not None
+        parts = [np.asarray(arrays[name], self.state.dtype.numpy()) for name in self.shapes]
+        return np.concatenate([p.ravel() for p in parts]) if len(parts) > 1 else parts[0].copy()
+
+    def unpack(self, array: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the group's one array as one array per weight."""
+        ends = np.cumsum([prod(s) for s in self.shapes.values()])
+        parts = np.split(array.ravel(), ends[:-1])
+        return {
+            name: part.reshape(shape).copy()
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    @property
+    def inputs(self) -> list[ir.Value]:
+        """The weights' state, then its slots."""
+        return [self.state, *self.slots.values()]
+
+
+@dataclass
+class Step:
+    """The step's graph: states, data, minus_learning_rate, step in; new states, loss out.
+
+    `inverse_rows` is not among the inputs of the graph but read from outside: it is the same for
+    all steps of a call, one over the rows of a batch, or one where the loss is a mean already.
+    """
+
+    model: ir.Model
+    groups: list[Group]
+    data: list[ir.Value]
+    minus_learning_rate: ir.Value
+    step: ir.Value
+    inverse_rows: ir.Value
+    unreached: list[str]  # weights that the loss does not depend on: they stay constants
+    work: float  # multiply-adds of the forward pass, per row
+
+
+def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: Optimizer) -> Step:
+    """Return the training step of a model that computes a loss.
+
+    Raises:
+        ValueError: unknown names, a weight that is no float, or none that the loss depends on.
+        NoGradientRule: an operator on the way has no rule.
+    """
+    model = prepare(proto, batch=BATCH)
+    graph = model.graph
+    found, data, work = _scalar_output(graph, loss), list(graph.inputs), _work(graph)
+    tensors = {name: v.const_value for name, v in graph.initializers.items()}
+    trained = as_inputs(proto, graph, weights)
+
+    op = Emit(graph)
+    inverse_rows = _input(op, "inverse_rows", found)
+    gradients = sweep(op, {found: inverse_rows}, trained)
+    if not gradients:
+        raise ValueError(f"no differentiable path from any of {list(weights)} to the loss {loss!r}")
+    unreached = [w for w in trained if w not in gradients]
+    for w in unreached:
+        graph.inputs.remove(w)
+        w.const_value = tensors[w.name]
+        graph.register_initializer(w)
+
+    groups = [_pack(op, members, gradients, optimizer) for members in _together(gradients)]
+    widest = max((g.state for g, _ in groups), key=lambda v: v.dtype.itemsize)
+    rate, number = (_scalar(op, name, widest) for name in ("minus_learning_rate", "step"))
+    updated = []
+    with op:
+        for group, g in groups:
+            scalars = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
+            u, new = optimizer.update(op, g, group.slots, Inputs(group.state, *scalars))
+            updated += [group.state + u, *(new[slot] for slot in group.slots)]
+    states = [v for group, _ in groups for v in group.inputs]
+    graph.inputs[:] = [*states, *data, rate, number]
+    protected = {*graph.inputs, found}
+    graph.outputs[:] = [
+        op.name_output(new, f"{old.name}.new", old, protected)
+        for old, new in zip(states, updated, strict=True)
+    ] + [found]
+    tidy(model)
+    lost = [str(w.name) for w in unreached]
+    return Step(model, [g for g, _ in groups], data, rate, number, inverse_rows, lost, work)
+
+
+def _scalar_output(graph: ir.Graph, name: str) -> ir.Value:
+    for y in graph.outputs:
+        if y.name == name:
+            size = shapes.static(shapes.dims(y))
+            if size is None or prod(size) != 1:
+                raise ValueError(f"the loss {name!r} must hold one number; its shape is {y.shape}")
+            return y
+    raise unknown("loss output", name, [str(y.name) for y in graph.outputs])
+
+
+def _input(op: Emit, name: str, like: ir.Value) -> ir.Value:
+    return ir.Value(name=op.name(name), type=like.type, shape=like.shape)
+
+
+def _scalar(op: Emit, name: str, like: ir.Value) -> ir.Value:
+    return ir.Value(name=op.name(name), type=like.type, shape=ir.Shape(()))
+
+
+def _together(weights: Mapping[ir.Value, ir.Value]) -> list[list[ir.Value]]:
+    """Put the small weights of one dtype together, and every other one by itself."""
+    groups: dict[object, list[ir.Value]] = {}
+    for w in weights:
+        groups.setdefault(w.dtype if _size(w) <= PACKED else w.name, []).append(w)
+    return list(groups.values())
+
+
+def _size(w: ir.Value) -> int:
+    return prod(shapes.static(shapes.dims(w)) or ())
+
+
+def _pack(
+    op: Emit, members: list[ir.Value], gradients: dict[ir.Value, ir.Value], optimizer: Optimizer
+) -> tuple[Group, ir.Value]:
+    """Return the group of `members` and the gradient of its state.
+
+    Several become one input that the graph splits into them, so that the update is written once.
+    """
+    if len(members) == 1:
+        state, g = members[0], gradients[members[0]]
+    else:
+        sizes = [_size(w) for w in members]
+        state = ir.Value(
+            name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)])
+        )
+        op.before = next(iter(op.graph))
+        parts = op.emit("Split", [state, sizes], {"axis": 0}, outputs=len(members))
+        for w, part, size in zip(members, parts, sizes, strict=True):
+            part.shape = ir.Shape([size])
+            piece = op.reshape(part, w)
+            ir.convenience.replace_all_uses_with(w, piece)
+            gradients.update({x: piece for x, dx in gradients.items() if dx is w})
+        op.before = None
+        flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
+        g = op.like(op.Concat(*flat, axis=0), state)
+    slots = {slot: _input(op, f"{state.name}.{slot}", state) for slot in optimizer.slots}
+    return Group({str(w.name): shapes.static(shapes.dims(w)) or () for w in members}, state, slots), g
+
+
+def _work(graph: ir.Graph) -> float:
+    """Return the multiply-adds of the matrix products and convolutions of one row."""
+    return float(sum(_node_work(node) for node in graph))
+
+
+def _node_work(node: ir.Node) -> int:
+    if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose"):
+        return 0
+    a, b, y = (shapes.dims(v) for v in (*node.inputs[:2], node.outputs[0]))
+    if a is None or b is None or y is None:
+        return 0
+    if node.op_type == "Conv":
+        return _known(y) * _known(b[1:])
+    if node.op_type == "ConvTranspose":
+        return _known(a) * _known(b[1:])
+    inner = a[0 if node.attributes.get_int("transA", 0) else -1]
+    return _known(y) * _known((inner,))
+
+
+def _known(shape: shapes.Dims) -> int:
+    return prod(d for d in shape if isinstance(d, int))
