@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from onnxgrad.losses import add_loss_output
     from onnxgrad.optimizers import adam, adamw, momentum, nesterov, sgd
     from onnxgrad.penalties import penalty_loss_onnx
+    from onnxgrad.plot.text import onnx_simple_text_plot, onnx_text_plot_io
     from onnxgrad.schedules import BaseLearningRate, LearningRateSGD, LearningRateSGDNesterov
     from onnxgrad.training.full import OrtGradientOptimizer
 
@@ -20,6 +21,7 @@ _MODULES = {
     "losses": ("add_loss_output",),
     "optimizers": ("adam", "adamw", "momentum", "nesterov", "sgd"),
     "penalties": ("penalty_loss_onnx",),
+    "plot.text": ("onnx_simple_text_plot", "onnx_text_plot_io"),
     "schedules": ("BaseLearningRate", "LearningRateSGD", "LearningRateSGDNesterov"),
     "training.full": ("OrtGradientOptimizer",),
 }
@@ -43,6 +45,8 @@ __all__ = [
     "momentum",
     "nesterov",
     "onnx_derivative",
+    "onnx_simple_text_plot",
+    "onnx_text_plot_io",
     "penalty_loss_onnx",
     "select_model_inputs_outputs",
     "sgd",

@@ -37,6 +37,7 @@ class Optimizer:
     slots: tuple[str, ...]
     update: Update
     description: str
+    rate_first: bool = False  # the gradient is multiplied by the learning rate before all else
 
     def __repr__(self) -> str:
         return self.description
@@ -55,7 +56,8 @@ def chain(*parts: Optimizer, description: str) -> Optimizer:
             made.update({name: new[slot] for slot, name in zip(part.slots, mine, strict=True)})
         return u, made
 
-    return Optimizer(tuple(n for mine in names for n in mine), update, description)
+    slots = tuple(name for mine in names for name in mine)
+    return Optimizer(slots, update, description, parts[0].rate_first)
 
 
 def _repeated(slot: str, parts: tuple[Optimizer, ...]) -> bool:
@@ -68,15 +70,19 @@ def scale_by_learning_rate() -> Optimizer:
     def update(op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         return u * inputs.minus_learning_rate, {}
 
-    return Optimizer((), update, "scale_by_learning_rate()")
+    return Optimizer((), update, "scale_by_learning_rate()", rate_first=True)
 
 
 def trace(decay: float, nesterov: bool = False) -> Optimizer:
-    """v <- m v + u;  u -> m v + u if nesterov else v."""
+    """v <- m v + u;  u -> m v + u if nesterov else v.
+
+    The slot holds m v, decayed for the next step already: Nesterov's form needs it anyway.
+    """
 
     def update(op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
-        velocity = decay * slots["velocity"] + u
-        return (decay * velocity + u if nesterov else velocity), {"velocity": velocity}
+        velocity = slots["velocity"] + u
+        decayed = decay * velocity
+        return (decayed + u if nesterov else velocity), {"velocity": decayed}
 
     return Optimizer(("velocity",), update, f"trace({decay}, nesterov={nesterov})")
 

@@ -11,19 +11,23 @@ import onnx_ir as ir
 from onnx import ModelProto, version_converter
 from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, unknown
 from onnxgrad.graph import lowering, shapes, weights
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.read import to_ir
+from onnxgrad.graph.tidy import tidy
 
 WORKING_OPSET = 18
 
 
-def prepare(proto: ModelProto, batch: str | None = None) -> ir.Model:
+def prepare(
+    proto: ModelProto, batch: str | None = None, output: str | None = None
+) -> ir.Model:
     """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is.
 
     With `batch`, the first axis of every input that is not of a fixed length gets that symbol:
-    the caller knows that they all have the same number of rows.
+    the caller knows that they all have the same number of rows. With `output`, only that output
+    is kept, and what it needs.
     """
     made = ModelProto()
     made.CopyFrom(proto)
@@ -33,6 +37,12 @@ def prepare(proto: ModelProto, batch: str | None = None) -> ir.Model:
     if model.functions:
         InlinePass()(model)
     RemoveInitializersFromInputsPass()(model)
+    if output is not None:
+        kept = [y for y in model.graph.outputs if y.name == output]
+        if not kept:
+            raise unknown("output", output, [str(y.name) for y in model.graph.outputs])
+        model.graph.outputs[:] = kept
+        tidy(model)
     if batch is not None:
         shapes.name_rows(model.graph, batch)
     shapes.infer(model)

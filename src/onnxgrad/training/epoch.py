@@ -14,14 +14,15 @@ def build_epoch(step: Step) -> ModelProto:
     """Return the model that runs the step over a stack of batches in one call.
 
     Inputs, in order: the states; every data input, stacked along a new first axis; one
-    minus_learning_rate and one step number per batch; inverse_rows. Outputs: the states after the
+    minus_learning_rate and, where it is read, one step number per batch; inverse_rows, where
+    there is one. Outputs: the states after the
     last batch, then the loss of every batch.
     """
     body = step.model.graph
     count = sum(len(group.inputs) for group in step.groups)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
     inputs = [_outer(v, stacked=i >= count) for i, v in enumerate(body.inputs)]
-    graph.inputs.extend([*inputs, step.inverse_rows])
+    graph.inputs.extend(inputs if step.inverse_rows is None else [*inputs, step.inverse_rows])
     op = Emit(graph, [str(v.name) for v in body.inputs])
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
     outputs = op.emit("Scan", inputs, attributes, outputs=len(body.outputs))

@@ -401,11 +401,18 @@ class _Runner:
         """
         start = time.perf_counter()
         binding = self.session.io_binding()
-        kind = self.step.minus_learning_rate.dtype.numpy()  # type: ignore[union-attr]
-        inverse = self.step.inverse_rows
-        one = np.full(tuple(inverse.shape), 1 if self.mean else 1 / piece.rows, inverse.dtype.numpy())
-        numbers = np.arange(done + 1, done + 1 + piece.batches).astype(kind)
-        fed = [*piece.arrays.values(), np.full(piece.batches, -rate, kind), numbers, one]
+        step, inverse = self.step, 1.0 if self.mean else 1 / piece.rows
+        kind = step.minus_learning_rate.dtype.numpy()  # type: ignore[union-attr]
+        fed = list(piece.arrays.values())
+        if step.inverse_rows is None:
+            fed.append(np.full(piece.batches, -rate * inverse, kind))
+        else:
+            fed.append(np.full(piece.batches, -rate, kind))
+        if step.step in step.model.graph.inputs:
+            fed.append(np.arange(done + 1, done + 1 + piece.batches).astype(kind))
+        if step.inverse_rows is not None:
+            shape, dtype = tuple(step.inverse_rows.shape), step.inverse_rows.dtype.numpy()
+            fed.append(np.full(shape, inverse, dtype))
         for name, state in zip(self.names, self.states, strict=False):
             binding.bind_ortvalue_input(name, state)
         for name, array in zip(self.names[len(self.states) :], fed, strict=True):

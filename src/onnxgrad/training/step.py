@@ -12,7 +12,6 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import prepare
@@ -56,8 +55,9 @@ class Group:
 class Step:
     """The step's graph: states, data, minus_learning_rate, step in; new states, loss out.
 
-    `inverse_rows` is not among the inputs of the graph but read from outside: it is the same for
-    all steps of a call, one over the rows of a batch, or one where the loss is a mean already.
+    The step number is an input only where the optimizer reads it. `inverse_rows`, by which the
+    gradient is multiplied, is read from outside: it is the same for all steps of a call. There is
+    none where the optimizer begins with the learning rate, which can be divided instead.
     """
 
     model: ir.Model
@@ -65,7 +65,7 @@ class Step:
     data: list[ir.Value]
     minus_learning_rate: ir.Value
     step: ir.Value
-    inverse_rows: ir.Value
+    inverse_rows: ir.Value | None
     unreached: list[str]  # weights that the loss does not depend on: they stay constants
     work: float  # multiply-adds of the forward pass, per row
 
@@ -77,15 +77,15 @@ def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: 
         ValueError: unknown names, a weight that is no float, or none that the loss depends on.
         NoGradientRule: an operator on the way has no rule.
     """
-    model = prepare(proto, batch=BATCH)
+    model = prepare(proto, batch=BATCH, output=loss)
     graph = model.graph
-    found, data, work = _scalar_output(graph, loss), list(graph.inputs), _work(graph)
+    found, data, work = _scalar(graph.outputs[0]), list(graph.inputs), _work(graph)
     tensors = {name: v.const_value for name, v in graph.initializers.items()}
     trained = as_inputs(proto, graph, weights)
 
     op = Emit(graph)
-    inverse_rows = _input(op, "inverse_rows", found)
-    gradients = sweep(op, {found: inverse_rows}, trained)
+    inverse_rows = None if optimizer.rate_first else _input(op, "inverse_rows", found)
+    gradients = sweep(op, {found: inverse_rows or op.ones_like(found)}, trained)
     if not gradients:
         raise ValueError(f"no differentiable path from any of {list(weights)} to the loss {loss!r}")
     unreached = [w for w in trained if w not in gradients]
@@ -96,15 +96,17 @@ def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: 
 
     groups = [_pack(op, members, gradients, optimizer) for members in _together(gradients)]
     widest = max((g.state for g, _ in groups), key=lambda v: v.dtype.itemsize)
-    rate, number = (_scalar(op, name, widest) for name in ("minus_learning_rate", "step"))
+    rate, number = (
+        _input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
+    )
     updated = []
     with op:
         for group, g in groups:
             scalars = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
             u, new = optimizer.update(op, g, group.slots, Inputs(group.state, *scalars))
-            updated += [group.state + u, *(new[slot] for slot in group.slots)]
+            updated += [_moved(op, group.state, u), *(new[slot] for slot in group.slots)]
     states = [v for group, _ in groups for v in group.inputs]
-    graph.inputs[:] = [*states, *data, rate, number]
+    graph.inputs[:] = [*states, *data, rate, *([number] if number.uses() else [])]
     protected = {*graph.inputs, found}
     graph.outputs[:] = [
         op.name_output(new, f"{old.name}.new", old, protected)
@@ -115,22 +117,15 @@ def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: 
     return Step(model, [g for g, _ in groups], data, rate, number, inverse_rows, lost, work)
 
 
-def _scalar_output(graph: ir.Graph, name: str) -> ir.Value:
-    for y in graph.outputs:
-        if y.name == name:
-            size = shapes.static(shapes.dims(y))
-            if size is None or prod(size) != 1:
-                raise ValueError(f"the loss {name!r} must hold one number; its shape is {y.shape}")
-            return y
-    raise unknown("loss output", name, [str(y.name) for y in graph.outputs])
+def _scalar(y: ir.Value) -> ir.Value:
+    size = shapes.static(shapes.dims(y))
+    if size is None or prod(size) != 1:
+        raise ValueError(f"the loss {y.name!r} must hold one number; its shape is {y.shape}")
+    return y
 
 
-def _input(op: Emit, name: str, like: ir.Value) -> ir.Value:
-    return ir.Value(name=op.name(name), type=like.type, shape=like.shape)
-
-
-def _scalar(op: Emit, name: str, like: ir.Value) -> ir.Value:
-    return ir.Value(name=op.name(name), type=like.type, shape=ir.Shape(()))
+def _input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
+    return ir.Value(name=op.name(name), type=like.type, shape=like.shape if shape is None else shape)
 
 
 def _together(weights: Mapping[ir.Value, ir.Value]) -> list[list[ir.Value]]:
@@ -163,7 +158,7 @@ def _pack(
         parts = op.emit("Split", [state, sizes], {"axis": 0}, outputs=len(members))
         for w, part, size in zip(members, parts, sizes, strict=True):
             part.shape = ir.Shape([size])
-            piece = op.reshape(part, w)
+            piece = part if _only_broadcast(w) else op.reshape(part, w)
             ir.convenience.replace_all_uses_with(w, piece)
             gradients.update({x: piece for x, dx in gradients.items() if dx is w})
         op.before = None
@@ -171,6 +166,24 @@ def _pack(
         g = op.like(op.Concat(*flat, axis=0), state)
     slots = {slot: _input(op, f"{state.name}.{slot}", state) for slot in optimizer.slots}
     return Group({str(w.name): shapes.static(shapes.dims(w)) or () for w in members}, state, slots), g
+
+
+def _moved(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
+    """Return state + u; where u is a sum itself, as one node."""
+    node = u.producer()
+    assert node is not None
+    return op.Sum(state, *node.inputs) if node.op_type == "Add" else op.Add(state, u)
+
+
+def _only_broadcast(w: ir.Value) -> bool:
+    """Tell whether `w`, all axes but the last of length one, may as well have only that axis."""
+    shape = shapes.dims(w) or ()
+    return all(d == 1 for d in shape[:-1]) and all(
+        node.op_type in ("Add", "Sub", "Mul", "Div")
+        and (shapes.rank(node.inputs[1 - i]) or 0) >= len(shape)
+        and node.inputs[1 - i] is not w
+        for node, i in w.uses()
+    )
 
 
 def _work(graph: ir.Graph) -> float:
