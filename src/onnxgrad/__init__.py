@@ -4,8 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from onnxgrad.autodiff.check import GradientReport, check_gradient
     from onnxgrad.autodiff.derivative import DerivativeOptions, onnx_derivative
     from onnxgrad.errors import ConvergenceError, ModelError, NoGradientRule, ProviderError
+    from onnxgrad.feeds import random_feed
     from onnxgrad.graph.surgery import get_train_initializer, select_model_inputs_outputs
     from onnxgrad.losses import add_loss_output
     from onnxgrad.optimizers import adam, adamw, momentum, nesterov, sgd
@@ -15,8 +17,10 @@ if TYPE_CHECKING:
     from onnxgrad.training.full import OrtGradientOptimizer
 
 _MODULES = {
+    "autodiff.check": ("GradientReport", "check_gradient"),
     "autodiff.derivative": ("DerivativeOptions", "onnx_derivative"),
     "errors": ("ConvergenceError", "ModelError", "NoGradientRule", "ProviderError"),
+    "feeds": ("random_feed",),
     "graph.surgery": ("get_train_initializer", "select_model_inputs_outputs"),
     "losses": ("add_loss_output",),
     "optimizers": ("adam", "adamw", "momentum", "nesterov", "sgd"),
@@ -32,6 +36,7 @@ __all__ = [
     "BaseLearningRate",
     "ConvergenceError",
     "DerivativeOptions",
+    "GradientReport",
     "LearningRateSGD",
     "LearningRateSGDNesterov",
     "ModelError",
@@ -41,6 +46,7 @@ __all__ = [
     "adam",
     "adamw",
     "add_loss_output",
+    "check_gradient",
     "get_train_initializer",
     "momentum",
     "nesterov",
@@ -48,6 +54,7 @@ __all__ = [
     "onnx_simple_text_plot",
     "onnx_text_plot_io",
     "penalty_loss_onnx",
+    "random_feed",
     "select_model_inputs_outputs",
     "sgd",
 ]

@@ -213,11 +213,18 @@ class Emit:
 
     def ones_like(self, x: ir.Value) -> ir.Value:
         """Return ones of the shape and dtype of `x`."""
+        return self._filled(1, x)
+
+    def zeros_like(self, x: ir.Value) -> ir.Value:
+        """Return zeros of the shape and dtype of `x`."""
+        return self._filled(0, x)
+
+    def _filled(self, number: int, x: ir.Value) -> ir.Value:
         assert x.dtype is not None
         shape = static(dims(x))
         if shape is not None and math.prod(shape) < _SMALL:
-            return self.value(np.ones(shape, x.dtype.numpy()))
-        return self.like(self.Expand(np.ones((), x.dtype.numpy()), self.shape(x)), x)
+            return self.value(np.full(shape, number, x.dtype.numpy()))
+        return self.like(self.Expand(np.full((), number, x.dtype.numpy()), self.shape(x)), x)
 
     # -- shapes -------------------------------------------------------------------------------
 

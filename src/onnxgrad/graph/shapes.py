@@ -188,8 +188,8 @@ def name_rows(graph: ir.Graph, symbol: str) -> None:
 
 
 def _name_axes(graph: ir.Graph) -> None:
-    taken = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
-    fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in taken)
+    inner = {d for v in _values(graph) if not v.is_graph_output() for d in dims(v) or ()}
+    fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in inner)
     inputs = set(graph.inputs)
     for value in _values(graph):
         shape = dims(value)
@@ -198,6 +198,8 @@ def _name_axes(graph: ir.Graph) -> None:
         named = [None if d in _PLACEHOLDERS else d for d in shape]
         if value in inputs:
             named = [next(fresh) if d is None else d for d in named]
+        elif value.is_graph_output():  # exporters give outputs symbols that hide what they equal
+            named = [d if isinstance(d, int) or d in inner else None for d in named]
         value.shape = ir.Shape(named)
 
 

@@ -1,0 +1,325 @@
+"""`check_gradient`: the gradient against central differences, in float64 where it can be run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+from onnx.reference import ReferenceEvaluator
+
+from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import unknown
+from onnxgrad.feeds import random_feed
+from onnxgrad.graph import weights as constants
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.graph.read import ModelLike, non_tensor, read
+from onnxgrad.graph.tidy import tidy
+
+Feed = dict[str, np.ndarray]
+Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
+
+_LOW = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # float32 whatever the data is
+_FLOOR = 1e-5  # of the outputs' size: smaller differences are rounding
+_RTOL_OF_VALUES = 1e-3  # between the model as it is and the model in another precision
+
+
+@dataclass(frozen=True)
+class GradientRow:
+    """One comparison: a derivative along a random direction, or the value of the outputs."""
+
+    name: str
+    expected: float
+    found: float
+    error: float  # relative
+    rtol: float
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether the error is within the tolerance."""
+        return self.error <= self.rtol
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """What `check_gradient` found; `print` shows it as a table."""
+
+    rows: tuple[GradientRow, ...]
+    computed: str  # precision and runtime
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether every error is within its tolerance."""
+        return all(row.ok for row in self.rows)
+
+    @property
+    def max_error(self) -> float:
+        """The largest relative error of a derivative; NaN where one is NaN."""
+        return float(np.max([row.error for row in self.rows[1:]]))
+
+    def __str__(self) -> str:
+        width = max(len(row.name) for row in self.rows)
+        lines = [f"{'':{width}}  {'expected':>14}  {'found':>14}  {'error':>9}"]
+        for row in self.rows:
+            numbers = f"{row.expected:14.7g}  {row.found:14.7g}  {row.error:9.2g}"
+            lines.append(f"{row.name:{width}}  {numbers}{'' if row.ok else '  <-- wrong'}")
+        return "\n".join([*lines, f"{'ok' if self.ok else 'WRONG'}, {self.computed}"])
+
+
+def check_gradient(
+    model: ModelLike,
+    inputs: Sequence[str] | None = None,
+    weights: Sequence[str] | None = None,
+    rtol: float | None = None,
+    order: int = 1,
+    feed: Mapping[str, Any] | None = None,
+    random_state: int | None = 0,
+) -> GradientReport:
+    """Compare the gradient of a model with central differences along random directions.
+
+    For every input and weight x, with random factors u of the outputs y and a random direction v,
+    the derivative of f = sum(u y) along v that follows from the gradient is compared with
+    `(4 D(h/2) - D(h)) / 3`, `D(h) = (f(x + h v) - f(x - h v)) / 2h` (Richardson 1911). An x that
+    no gradient is computed for must have derivative zero. All is computed in float64, by
+    onnxruntime, or by `onnx.reference` where onnxruntime lacks a kernel; in float32 where neither
+    can. The first row of the report compares the outputs with those of `model` as it is.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        inputs: names of the inputs to check; None: every float input.
+        weights: names of the weights to check; None: every one that is trained by default.
+        rtol: largest relative error; None: 1e-6 in float64, 0.02 in float32.
+        order: 1, or 2 to check the gradient of the gradient.
+        feed: where to check, `{input: array}`; inputs that it lacks are drawn by `random_feed`.
+        random_state: seed of feed and directions; None draws a new one.
+
+    Raises:
+        ValueError: an unknown name, a wrong order, nothing to check, or a model whose outputs are
+            random.
+        ModelError: `model` cannot be read.
+        NoGradientRule: an operator on the way has no rule.
+    """
+    if order not in (1, 2):
+        raise ValueError(f"order must be 1 or 2, not {order!r}")
+    seed = int(np.random.default_rng(random_state).integers(1 << 32))
+    proto = read(model)
+    sites = {site.name: site for site in constants.sites(proto)}
+    if weights is None:
+        weights = [name for name, site in sites.items() if site.default]
+    prepared = prepare(proto)
+    point = random_feed(prepared.graph.inputs, batch=3, empty_dimension=2, random_state=seed)
+    for name in (*(feed or ()), *(inputs or ())):
+        if name not in point:
+            raise unknown("input", name, point)
+    point |= {n: np.asarray(array).astype(point[n].dtype) for n, array in (feed or {}).items()}
+    wrt = [str(x.name) for x in prepared.graph.inputs if _is_float(x)] if inputs is None else inputs
+    values = _on_onnxruntime(proto)(point)
+
+    as_inputs(proto, prepared.graph, weights)
+    point |= {name: sites[name].array() for name in weights}
+    primal = to_proto(prepared)
+    problem = _Problem(primal, point, [*wrt, *weights], values, rtol, order, seed)
+    if not problem.wrt or not values:
+        raise ValueError("there is no float input or weight, or no float output, to check")
+    for way in _WAYS[:-1]:
+        try:
+            report = _compare(way, problem)
+        except _NoKernelError:
+            continue
+        if report.rows[0].ok:  # else it is no witness
+            return report
+    return _compare(_WAYS[-1], problem)
+
+
+# -- where and how precisely it is computed ---------------------------------------------------
+
+
+class _NoKernelError(RuntimeError):
+    """A runtime cannot run a model in some precision."""
+
+
+def _on_onnxruntime(proto: ModelProto) -> Function:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        data, providers = proto.SerializeToString(), ["CPUExecutionProvider"]
+        session = ort.InferenceSession(data, options, providers=providers)
+    except Exception as e:  # onnxruntime's errors have no common base
+        raise _NoKernelError(f"onnxruntime cannot load the model: {e}") from e
+    taken, outputs = {x.name for x in session.get_inputs()}, _float_outputs(proto)
+    return lambda feed: session.run(outputs, {n: x for n, x in feed.items() if n in taken})
+
+
+def _on_reference(proto: ModelProto) -> Function:
+    outputs = _float_outputs(proto)
+
+    def run(feed: Feed) -> list[np.ndarray]:
+        try:
+            return list(ReferenceEvaluator(proto).run(outputs, feed))
+        except Exception as e:  # whatever an operator written in Python raises
+            raise _NoKernelError(f"onnx.reference cannot run the model: {e}") from e
+
+    return run
+
+
+def _float_outputs(proto: ModelProto) -> list[str]:
+    tensors = [y for y in proto.graph.output if not non_tensor(y)]
+    return [
+        y.name for y in tensors if ir.DataType(y.type.tensor_type.elem_type).is_floating_point()
+    ]
+
+
+@dataclass(frozen=True)
+class _Way:
+    name: str
+    load: Callable[[ModelProto], Function]
+    dtype: Any
+    rtol: float
+    steps: tuple[float, ...]  # a kink that lies within one step does not within a smaller one
+
+
+_STEPS = (1e-3, 1e-4, 1e-5, 1e-6)
+_WAYS = (
+    _Way("float64 on onnxruntime", _on_onnxruntime, np.float64, 1e-6, _STEPS),
+    _Way("float64 on onnx.reference", _on_reference, np.float64, 1e-6, _STEPS),
+    _Way("float32 on onnxruntime", _on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
+)
+
+
+def _to_float64(model: ir.Model) -> None:
+    """Turn, in place, every lower float type of `model` into float64."""
+    kept = set()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        place = _FLOAT32_OPERANDS.get(node.op_type)
+        if place is not None and place < len(node.inputs):
+            kept.add(node.inputs[place])
+        for value in node.outputs:
+            _widen(value)
+        for attribute in list(node.attributes.values()):
+            if attribute.name in ("to", "dtype") and attribute.value in _LOW:
+                node.attributes[attribute.name] = ir.AttrInt64(attribute.name, ir.DataType.DOUBLE)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _LOW:
+                wide = ir.tensor(attribute.value.numpy().astype(np.float64))
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        if value not in kept:
+            _widen(value)
+
+
+def _widen(value: ir.Value) -> None:
+    if value.dtype in _LOW:
+        value.dtype = ir.DataType.DOUBLE
+        if value.const_value is not None:
+            array = value.const_value.numpy().astype(np.float64)
+            value.const_value = ir.tensor(array, name=value.name)
+
+
+# -- the comparison ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Problem:
+    primal: ModelProto  # in the working dialect, the weights as inputs
+    point: Feed
+    wrt: list[str]
+    values: list[np.ndarray]  # of the float outputs of the model as it is, at `point`
+    rtol: float | None
+    order: int
+    seed: int
+
+
+class _Gradient:
+    """The gradient model: `seeds` names what arrives at the outputs, `outputs` what comes back."""
+
+    def __init__(self, primal: ModelProto, wrt: list[str]) -> None:
+        model = prepare(primal)
+        graph, op = model.graph, Emit(model.graph)
+        inputs = {str(x.name): x for x in graph.inputs}
+        seeds = {y: _seed(op, y) for y in graph.outputs if _is_float(y)}
+        self.seeds = [str(g.name) for g in seeds.values()]
+        graph.inputs.extend(seeds.values())
+        gradients = sweep(op, seeds, [inputs[name] for name in wrt])
+        protected = set(graph.inputs)
+        graph.outputs[:] = [
+            op.name_output(g, f"{x.name}_grad", x, protected) for x, g in gradients.items()
+        ]
+        self.outputs = [str(x.name) for x in gradients]
+        tidy(model)
+        self.model = to_proto(model)
+
+
+def _seed(op: Emit, y: ir.Value) -> ir.Value:
+    return ir.Value(name=op.name(f"{y.name}_grad"), type=y.type, shape=y.shape)
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype is not None and value.dtype.is_floating_point()
+
+
+def _compare(way: _Way, problem: _Problem) -> GradientReport:
+    rng = np.random.default_rng(problem.seed)
+    model = ir.from_proto(problem.primal)
+    if way.dtype is np.float64:
+        _to_float64(model)
+    dtypes = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype is not None}
+    point = {name: x.astype(dtypes[name]) for name, x in problem.point.items() if name in dtypes}
+    primal, wrt = to_proto(model), problem.wrt
+    function = way.load(primal)
+    outputs = function(point)
+    rows = [_row_of_values(outputs, problem.values)]
+    for order in range(1, problem.order + 1):
+        gradient = _Gradient(primal, wrt)
+        factors = [rng.standard_normal(y.shape).astype(y.dtype) for y in outputs]
+        fed = dict(zip(gradient.seeds, factors, strict=True))
+        if order < problem.order:
+            primal, wrt, point = gradient.model, [*wrt, *fed], point | fed
+            function = way.load(primal)
+            outputs = function(point)
+    if any((a != b).any() for a, b in zip(function(point), outputs, strict=True)):
+        raise ValueError("two runs differ: a model whose outputs are random cannot be checked")
+
+    def objective(values: Feed) -> float:
+        return sum(float(np.vdot(u, y)) for u, y in zip(factors, function(values), strict=True))
+
+    size = sum(float(np.abs(u * y).sum()) for u, y in zip(factors, outputs, strict=True))
+    arrays = dict(zip(gradient.outputs, way.load(gradient.model)(point | fed), strict=True))
+    rtol = way.rtol if problem.rtol is None else problem.rtol
+    for name in wrt:
+        v = rng.standard_normal(point[name].shape).astype(point[name].dtype)
+        found = float(np.vdot(arrays[name], v)) if name in arrays else 0.0
+        differences = [_difference(objective, point, name, h * v) / h for h in way.steps]
+        errors = [_error(found, d, _FLOOR * size) for d in differences]
+        best = int(np.nanargmin(errors)) if np.isfinite(errors).any() else 0
+        rows.append(GradientRow(name, differences[best], found, errors[best], rtol))
+    return GradientReport(tuple(rows), way.name)
+
+
+def _difference(objective: Callable[[Feed], float], point: Feed, name: str, v: np.ndarray) -> float:
+    """Return the derivative along v, of which the third and fourth orders cancel."""
+    x = point[name]
+    whole, half = (
+        (objective({**point, name: x + step}) - objective({**point, name: x - step}))
+        for step in (v, v / 2)
+    )
+    return (4 * 2 * half - whole) / 6
+
+
+def _error(found: float, expected: float, floor: float) -> float:
+    scale = max(abs(found), abs(expected)) + floor
+    return abs(found - expected) / scale if scale else 0.0
+
+
+def _row_of_values(found: list[np.ndarray], expected: list[np.ndarray]) -> GradientRow:
+    a, b = (
+        np.concatenate([np.ravel(y).astype(np.float64) for y in ys]) for ys in (found, expected)
+    )
+    worst = int(np.argmax(np.abs(a - b)))
+    error = float(np.abs(a - b)[worst] / (np.abs(b).max() or 1.0))
+    return GradientRow("(outputs)", float(b[worst]), float(a[worst]), error, _RTOL_OF_VALUES)

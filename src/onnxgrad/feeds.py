@@ -1,0 +1,84 @@
+"""Random inputs for a model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ValueInfoProto
+
+_SESSION_TYPES = {"float": ir.DataType.FLOAT, "double": ir.DataType.DOUBLE}
+
+
+def random_feed(
+    inputs: Iterable[Any],
+    batch: int = 10,
+    empty_dimension: int = 1,
+    random_state: int | np.random.Generator | None = None,
+) -> dict[str, np.ndarray]:
+    """Return random values for the inputs of a model, ready to be fed.
+
+    Floats are standard normal. Integers are 0 or 1, so that they do as labels, masks and indices;
+    booleans are false or true, strings "0" or "1".
+
+    Args:
+        inputs: `model.graph.input`, or `session.get_inputs()` of an onnxruntime session.
+        batch: length of a first axis that is not fixed, and of every other axis of its symbol.
+        empty_dimension: length of any other axis that is not fixed.
+        random_state: seed or generator; None draws a new seed.
+
+    Returns:
+        `{name: array}`, each array of the shape and dtype of its input.
+
+    Raises:
+        ValueError: an input that is no tensor.
+    """
+    rng = np.random.default_rng(random_state)
+    described = [_describe(x) for x in inputs]
+    sizes: dict[Any, int] = {shape[0]: batch for _, _, shape in described if shape}
+    return {
+        name: _draw(
+            rng, dtype, [_length(d, i, sizes, batch, empty_dimension) for i, d in enumerate(shape)]
+        )
+        for name, dtype, shape in described
+    }
+
+
+def _describe(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
+    """Return name, dtype and shape of an input as onnx, onnx_ir or onnxruntime describes it."""
+    if isinstance(x, ValueInfoProto):
+        if x.type.WhichOneof("value") != "tensor_type":
+            raise ValueError(f"input {x.name!r} is no tensor")
+        x = ir.from_proto(x)
+    if isinstance(x, ir.Value):
+        if x.dtype is None:
+            raise ValueError(f"input {x.name!r} states no type")
+        shape = () if x.shape is None else x.shape
+        return str(x.name), x.dtype, [d if isinstance(d, int) else d.value for d in shape]
+    kind = re.fullmatch(r"tensor\((\w+)\)", x.type)
+    if kind is None:
+        raise ValueError(f"input {x.name!r} is no tensor but {x.type}")
+    word = kind[1]
+    return x.name, _SESSION_TYPES.get(word) or ir.DataType[word.upper()], list(x.shape or ())
+
+
+def _length(
+    d: int | str | None, place: int, sizes: Mapping[Any, int], batch: int, other: int
+) -> int:
+    if isinstance(d, int) and d >= 0:
+        return d
+    return batch if place == 0 else sizes.get(d, other) if d else other
+
+
+def _draw(rng: np.random.Generator, dtype: ir.DataType, shape: list[int]) -> np.ndarray:
+    if dtype.is_floating_point():
+        return np.asarray(rng.standard_normal(shape)).astype(dtype.numpy())
+    drawn = np.asarray(rng.integers(0, 2, shape))
+    return (
+        drawn.astype(str).astype(object)
+        if dtype == ir.DataType.STRING
+        else drawn.astype(dtype.numpy())
+    )
