@@ -5,6 +5,7 @@ from onnxgrad.autodiff.rules import (
     arithmetic,
     constant,
     convolution,
+    indexing,
     linear,
     normalization,
     pooling,

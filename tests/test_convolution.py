@@ -1,0 +1,115 @@
+"""Convolutions and pooling: central differences, PyTorch, and what no graph should contain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+from convolution_cases import CASES, Case
+from onnxgrad import NoGradientRule, check_gradient, onnx_derivative
+
+RUN_TIME_SHAPES = {"Shape", "Size", "ConstantOfShape", "Range", "NonZero"}
+CNN = Path(__file__).parent.parent / "data" / "digits_cnn.onnx"
+
+
+def model(case: Case, known: str) -> onnx.ModelProto:
+    """Return the model of a row, of x all axes `known`, the "rows" not, or their "lengths"."""
+    names = "xwb"[: len(case.shapes)]
+    shapes = [list(map(str, shape)) for shape in case.shapes]
+    if known != "all":
+        shapes[0][0] = "N"
+    if known == "channels":
+        shapes[0][2:] = [f"L{i}" for i in range(len(shapes[0]) - 2)]
+    inputs = ", ".join(f"float[{', '.join(s)}] {n}" for n, s in zip(names, shapes, strict=True))
+    rank = len(shapes[0])
+    output = f"float[{', '.join(f'd{i}' for i in range(rank))}] y"
+    body = f"y = {case.node}"
+    if "MaxUnpool" in case.node:
+        body = f"v, i = MaxPool<kernel_shape=[2,2], strides=[2,2]>(x)  y = {case.node}"
+        body = body.replace("(MaxPool)", "(v, i)")
+    text = f'<ir_version: 9, opset_import: ["": 20]> g ({inputs}) => ({output}) {{ {body} }}'
+    return onnx.parser.parse_model(text)
+
+
+def feed(case: Case) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(7)
+    return {n: rng.standard_normal(s) for n, s in zip("xwb", case.shapes, strict=False)}
+
+
+@pytest.mark.parametrize("known", ["all", "rows", "channels"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_gradient(case, known):
+    made = model(case, known)
+    if known == "channels" and case.lengths_needed:
+        with pytest.raises(NoGradientRule, match="lengths of its input"):
+            check_gradient(made, feed=feed(case))
+        return
+    for order in (1, 2):
+        report = check_gradient(made, feed=feed(case), order=order)
+        assert report.ok, f"order {order}\n{report}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_no_run_time_shapes_for_symbolic_rows(case):
+    made = onnx_derivative(model(case, "rows"))
+    assert not RUN_TIME_SHAPES & {node.op_type for node in made.graph.node}
+
+
+def test_no_run_time_shapes_in_the_gradient_of_a_cnn():
+    made = onnx_derivative(CNN)
+    operators = Counter(node.op_type for node in made.graph.node)
+    assert not RUN_TIME_SHAPES & set(operators)
+    assert operators["ConvTranspose"] == operators["Conv"] == 2
+
+
+def test_large_kernel_and_unknown_weight():
+    text = """<ir_version: 9, opset_import: ["": 20]>
+    g (float[N, 1, a, b] x, float[M, 1, k, k] w) => (float[N, M, c, d] y) { y = Conv(x, w) }"""
+    with pytest.raises(NoGradientRule, match="shape of its weight is not known"):
+        onnx_derivative(onnx.parser.parse_model(text))
+
+
+def test_unpadded_only_when_output_padding_is_below_the_stride():
+    text = """<ir_version: 9, opset_import: ["": 20]>
+    g (float[1, 1, 3] x, float[1, 1, 3] w) => (float[1, 1, a] y)
+    { y = ConvTranspose<dilations=[3], output_padding=[1]>(x, w) }"""
+    with pytest.raises(NoGradientRule, match="output_padding"):
+        onnx_derivative(onnx.parser.parse_model(text))
+
+
+def gradients(made: onnx.ModelProto, arrays: list[np.ndarray]) -> list[np.ndarray]:
+    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [x.name for x in session.get_inputs()]
+    return session.run(None, dict(zip(names, arrays, strict=True)))
+
+
+def test_ties_of_max_go_where_torch_sends_them():
+    torch = pytest.importorskip("torch")
+    x = np.ones((1, 1, 4, 4), np.float32)
+    g = np.arange(1, 5, dtype=np.float32).reshape(1, 1, 2, 2)
+    given = torch.tensor(x, requires_grad=True)
+    torch.nn.functional.max_pool2d(given, 2).backward(torch.tensor(g))
+    case = next(c for c in CASES if c.id == "max")
+    made = model(case._replace(shapes=((1, 1, 4, 4),)), "rows")
+    np.testing.assert_array_equal(gradients(onnx_derivative(made), [x, g])[0], given.grad.numpy())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolution_as_torch(groups):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    shapes = (3, 4, 9, 8), (6, 4 // groups, 3, 2), (6,)
+    x, w, b = (rng.standard_normal(s).astype(np.float32) for s in shapes)
+    given = [torch.tensor(a, requires_grad=True) for a in (x, w, b)]
+    y = torch.nn.functional.conv2d(*given, stride=2, padding=1, dilation=(1, 2), groups=groups)
+    g = rng.standard_normal(y.shape).astype(np.float32)
+    y.backward(torch.tensor(g))
+    node = f"Conv<strides=[2,2], pads=[1,1,1,1], dilations=[1,2], group={groups}>(x, w, b)"
+    made = onnx_derivative(model(Case("", node, shapes), "rows"))
+    for found, expected in zip(gradients(made, [x, w, b, g]), given, strict=True):
+        np.testing.assert_allclose(found, expected.grad.numpy(), rtol=1e-4, atol=1e-4)
