@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.registry import Refused, rule
 from onnxgrad.autodiff.rules.shape import scatter_flat
-from onnxgrad.autodiff.rules.windows import AUTO_PAD, Windows, scatter_windows, windows
+from onnxgrad.autodiff.rules.windows import AUTO_PAD, Windows, lengths, scatter_windows, windows
 from onnxgrad.graph.shapes import dims, rank, static
 
 
@@ -20,7 +20,8 @@ def max_pool(op, node, g, g_indices=None):
     where = windows(node)
     indices = _indices(op, node)
     if where is not None and x.dtype == ir.DataType.FLOAT and _tiles(x, where):
-        return (op.like(op.MaxUnpool(g, indices, **_without_dilations(where)), x),)
+        windows_ = {"kernel_shape": list(where.kernel), "strides": list(where.strides)}
+        return (op.like(op.MaxUnpool(g, indices, **windows_), x),)
     shape = dims(x)
     row = static(None if shape is None else shape[1:])
     if row is None:
@@ -51,20 +52,15 @@ def _indices(op, node):
 
 def _tiles(x, where: Windows) -> bool:
     """Tell whether the windows cover `x` once."""
-    shape = dims(x)
-    lengths = static(None if shape is None else shape[2:])
+    known = lengths(x)
     return (
-        lengths is not None
+        known is not None
         and where.kernel == where.strides
         and not any(where.begin)
         and not any(where.end)
         and max(where.dilations) == 1
-        and not any(m % k for m, k in zip(lengths, where.kernel, strict=True))
+        and not any(m % k for m, k in zip(known, where.kernel, strict=True))
     )
-
-
-def _without_dilations(where: Windows) -> dict[str, list[int]]:
-    return {k: v for k, v in where.attributes.items() if k != "dilations"}
 
 
 @rule("MaxUnpool")
@@ -99,15 +95,13 @@ def _divisor(op, node, where: Windows):
     rounded_up = bool(node.attributes.get_int("ceil_mode", 0)) and max(where.strides) > 1
     if not rounded_up and (all_counts or not padded):
         return float(prod(where.kernel))
-    lengths, counts = (static((dims(v) or (None,) * 3)[2:]) for v in (x, node.outputs[0]))
-    if lengths is not None and counts is not None:
+    known, counts = lengths(x), lengths(node.outputs[0])
+    if known is not None and counts is not None:
         divisor = np.ones((), x.dtype.numpy())
-        for m, o, s, d, k, b, e in zip(
-            lengths, counts, where.strides, where.dilations, where.kernel, where.begin, where.end,
-            strict=True,
-        ):  # fmt: skip
-            places = np.arange(o)[:, None] * s - b + np.arange(k) * d
-            low, high = (-b, m + e) if all_counts else (0, m)
+        for i, (m, o) in enumerate(zip(known, counts, strict=True)):
+            starts = np.arange(o) * where.strides[i] - where.begin[i]
+            places = starts[:, None] + np.arange(where.kernel[i]) * where.dilations[i]
+            low, high = (-where.begin[i], m + where.end[i]) if all_counts else (0, m)
             inside = ((places >= low) & (places < high)).sum(axis=1)
             divisor = divisor[..., None] * inside.astype(divisor.dtype)
         return op.value(divisor)
@@ -123,9 +117,8 @@ def _divisor(op, node, where: Windows):
 def global_average_pool(op, node, g):
     """y = mean of each channel:  dx = g / n."""
     x, y = node.inputs[0], node.outputs[0]
-    shape = dims(x)
-    lengths = static(None if shape is None else shape[2:])
-    n = op.Cast(op.Size(x) / op.Size(y), to=x.dtype) if lengths is None else float(prod(lengths))
+    known = lengths(x)
+    n = op.Cast(op.Size(x) / op.Size(y), to=x.dtype) if known is None else float(prod(known))
     return (op.spread(g / n, x),)
 
 
@@ -133,7 +126,8 @@ def global_average_pool(op, node, g):
 def global_max_pool(op, node, g):
     """y = max of each channel:  g goes to the elements that are y, in equal shares."""
     x, y = node.inputs[0], node.outputs[0]
-    if rank(x) is None:
+    n = rank(x)
+    if n is None:
         return Refused("the rank of its input is not known")
     hits = op.Cast(op.Equal(x, y), to=x.dtype)
-    return (hits * (g / op.ReduceSum(hits, [*range(2, rank(x))], keepdims=1)),)
+    return (hits * (g / op.ReduceSum(hits, [*range(2, n)], keepdims=1)),)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import onnx_ir as ir
 
@@ -13,6 +14,7 @@ from onnxgrad.graph.shapes import dims, static
 AUTO_PAD = Refused(
     "auto_pad with strides needs the lengths of its input: fix them in the model's input"
 )
+_MOST_COLUMNS = 64  # elements of a window that are worth a node each
 _LAST = 2**63 - 1  # as the end of a Slice: up to the last element
 
 
@@ -41,29 +43,34 @@ class Windows:
         }
 
 
-def windows(node: ir.Node, kernel: tuple[int, ...] | None = None) -> Windows | None:
+def lengths(value: ir.Value | None) -> tuple[int, ...] | None:
+    """Return the lengths of the spatial axes, the third and later, when all are known."""
+    shape = None if value is None else dims(value)
+    return None if shape is None else static(shape[2:])
+
+
+def windows(node: ir.Node, kernel: tuple[int, ...] = ()) -> Windows | None:
     """Return the windows of a Conv or pooling node, or None where they depend on unknown lengths.
 
     `kernel` is that of the weight, where `kernel_shape` may be missing.
     """
-    kernel = tuple(node.attributes.get_ints("kernel_shape", None) or kernel or ())
+    get = node.attributes.get_ints
+    kernel = tuple(get("kernel_shape", kernel))
     n = len(kernel)
-    strides = tuple(node.attributes.get_ints("strides", None) or [1] * n)
-    dilations = tuple(node.attributes.get_ints("dilations", None) or [1] * n)
-    pads = list(node.attributes.get_ints("pads", None) or [0] * 2 * n)
+    strides, dilations = tuple(get("strides", (1,) * n)), tuple(get("dilations", (1,) * n))
+    pads = tuple(get("pads", (0,) * 2 * n))
     auto = node.attributes.get_string("auto_pad", "NOTSET")
-    made = Windows(kernel, strides, dilations, tuple(pads[:n]), tuple(pads[n:]))
+    made = Windows(kernel, strides, dilations, pads[:n], pads[n:])
+    if auto == "NOTSET":
+        return made
     if auto == "VALID":
         return Windows(kernel, strides, dilations, (0,) * n, (0,) * n)
-    if auto == "NOTSET" or not n:
-        return made if n else None
-    shape = dims(node.inputs[0])
-    lengths = static(None if shape is None else shape[2:]) or (0,) * n
-    if 0 in lengths and any(s > 1 for s in strides):
+    known = lengths(node.inputs[0])
+    if known is None and max(strides) > 1:
         return None
     totals = [  # so that there are ceil(length / stride) windows
         max((-(-m // s) - 1) * s + e - m, 0) if s > 1 else e - 1
-        for m, s, e in zip(lengths, strides, made.extents, strict=True)
+        for m, s, e in zip(known or (1,) * n, strides, made.extents, strict=True)
     ]
     return Windows(kernel, strides, dilations, *halves(totals, auto == "SAME_UPPER"))
 
@@ -78,51 +85,57 @@ def scatter_windows(op, g, weight, where: Windows, like, group: int = 1):
     """Return the adjoint of taking windows of `like`: each element of g adds its multiple of
     `weight` (C, M / group, kernel) at its window.
     """
-    wanted, have = dims(like), dims(g)
-    lengths = static(None if wanted is None else wanted[2:])
-    counts = static(None if have is None else have[2:])
+    known, counts = lengths(like), lengths(g)
     attributes = {**where.attributes, "group": group}
-    if lengths is not None and counts is not None:
-        rest = [
-            m + b - (o - 1) * s - e
-            for m, b, o, s, e in zip(
-                lengths, where.begin, counts, where.strides, where.extents, strict=True
-            )
+    if known is not None and counts is not None:
+        reached = [
+            (o - 1) * s + e - b
+            for o, s, e, b in zip(counts, where.strides, where.extents, where.begin, strict=True)
         ]
-        attributes["pads"] = [*where.begin, *(max(-r, 0) for r in rest)]
-        attributes["output_padding"] = [max(r, 0) for r in rest]
+        beyond = [r - m for r, m in zip(reached, known, strict=True)]
+        attributes["pads"] = [*where.begin, *(max(n, 0) for n in beyond)]
+        attributes["output_padding"] = [max(-n, 0) for n in beyond]
         return op.like(op.ConvTranspose(g, weight, **attributes), like)
     if max(where.strides) == 1:
         attributes["pads"] = [*where.begin, *where.end]
         return op.like(op.ConvTranspose(g, weight, **attributes), like)
     attributes["output_padding"] = [s - 1 for s in where.strides]
-    whole = op.ConvTranspose(g, weight, **attributes)
-    n = len(where.kernel)
-    begin = op.value(list(where.begin))
-    return op.like(
-        op.Slice(whole, begin, begin + op.Shape(like, start=2), [*range(2, 2 + n)]), like
-    )
+    whole, begin = op.ConvTranspose(g, weight, **attributes), op.value(list(where.begin))
+    axes = list(range(2, 2 + len(where.kernel)))
+    return op.like(op.Slice(whole, begin, begin + op.Shape(like, start=2), axes), like)
 
 
 def correlate(op, x, g, where: Windows, weight, group: int):
     """Return the gradient of `weight` (M, C / group, kernel): for every place k in a window, the
     sum over rows and windows of g (N, M, windows) times the x (N, C, ...) there.
 
-    As one product of matrices: faster than a convolution with g as its kernel.
+    As one product of matrices: faster than a convolution with g as its kernel, unless the windows
+    are large.
     """
-    made, per_group, *kernel = static(dims(weight))
+    shape, kernel = static(dims(weight)), where.kernel
     swap = [1, 0, *range(2, 2 + len(kernel))]
     x, g = op.Transpose(x, perm=swap), op.Transpose(g, perm=swap)
+    if group == 1 and (shape is None or prod(kernel) > _MOST_COLUMNS):
+        return op.like(op.Transpose(_convolved(op, x, g, where), perm=swap), weight)
+    if shape is None:
+        return Refused("the shape of its weight is not known")
+    made, per_group, *_ = shape
     if any(where.begin) or any(where.end):
         x = op.Pad(x, [0, 0, *where.begin, 0, 0, *where.end])
-    columns = [_column(op, x, place, where) for place in product(*map(range, where.kernel))]
+    columns = [_column(op, x, place, where) for place in product(*map(range, kernel))]
     stacked = columns[0] if len(columns) == 1 else op.Concat(*columns, axis=1)
     stacked = op.Reshape(stacked, [group, per_group * len(columns), -1])
     g = op.Reshape(g, [group, made // group, -1])
-    return op.like(
-        op.Reshape(op.MatMul(g, op.Transpose(stacked, perm=[0, 2, 1])), [made, per_group, *kernel]),
-        weight,
-    )
+    product_ = op.MatMul(g, op.Transpose(stacked, perm=[0, 2, 1]))
+    return op.like(op.Reshape(product_, list(shape)), weight)
+
+
+def _convolved(op, x, g, where: Windows):
+    """Return x (C, N, ...) convolved with g (M, N, windows), strides and dilations exchanged."""
+    attributes = {"strides": list(where.dilations), "dilations": list(where.strides)}
+    y = op.Conv(x, g, pads=[*where.begin, *where.end], **attributes)
+    n = len(where.kernel)  # what no window reached makes y longer than the kernel
+    return op.Slice(y, [0] * n, list(where.kernel), list(range(2, 2 + n)))
 
 
 def _column(op, x, place: tuple[int, ...], where: Windows):
