@@ -1,0 +1,125 @@
+"""A model as text: its inputs, its constants, its nodes indented by what feeds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx_ir as ir
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+
+from onnxgrad.graph.read import ModelLike, read
+
+_SHOWN = 10  # elements: longer constants show their type and shape only
+_DEEPEST = 24  # steps to the right: deep networks stay readable
+
+
+def onnx_simple_text_plot(model: ModelLike, indent: bool = True) -> str:
+    """Return the graph of `model` as text, a line a node, in the order of the file.
+
+    A node stands one step to the right of the leftmost node that feeds it; the graphs that it
+    holds (branches, loop bodies) follow it.
+
+    Args:
+        model: model, serialized model or path.
+        indent: False starts all nodes of a graph in the same column.
+    """
+    proto = read(model)
+    lines = [*_opsets(proto), *_graph(proto.graph, indent)]
+    for function in proto.functions:
+        lines.append(f"function: {function.domain}.{function.name}({', '.join(function.input)})")
+        lines += _nodes(function.node, indent, "  ")
+        lines.append(f"  return {', '.join(function.output)}")
+    return "\n".join(lines)
+
+
+def onnx_text_plot_io(model: ModelLike) -> str:
+    """Return the opsets, the inputs, the constants and the outputs of `model` as text."""
+    proto = read(model)
+    constants = [_tensor(t) for t in proto.graph.initializer]
+    return "\n".join([*_opsets(proto), *_inputs(proto.graph), *constants, *_outputs(proto.graph)])
+
+
+def _opsets(proto: ModelProto) -> list[str]:
+    return [f"opset: domain={o.domain!r} version={o.version}" for o in proto.opset_import]
+
+
+def _inputs(graph: GraphProto) -> list[str]:
+    return [f"input: {_value(v)}" for v in graph.input]
+
+
+def _outputs(graph: GraphProto) -> list[str]:
+    return [f"output: {_value(v)}" for v in graph.output]
+
+
+def _graph(graph: GraphProto, indent: bool, margin: str = "") -> Iterator[str]:
+    for line in _inputs(graph):
+        yield margin + line
+    for tensor in graph.initializer:
+        values = numpy_helper.to_array(tensor).ravel() if np.prod(tensor.dims) <= _SHOWN else None
+        shown = "" if values is None else " -- " + " ".join(repr(values).split())
+        yield margin + _tensor(tensor) + shown
+    yield from _nodes(graph.node, indent, margin)
+    for line in _outputs(graph):
+        yield margin + line
+
+
+def _nodes(nodes, indent: bool, margin: str) -> Iterator[str]:
+    depth: dict[str, int] = {}
+    for node in nodes:
+        steps = min((depth[name] + 1 for name in node.input if name in depth), default=0)
+        depth.update(dict.fromkeys(node.output, steps))
+        here = margin + "  " * min(steps, _DEEPEST) * indent
+        yield here + _node(node)
+        for a in node.attribute:
+            for graph in [a.g] if a.type == AttributeProto.GRAPH else a.graphs:
+                yield f"{here}  {a.name}:"
+                yield from _graph(graph, indent, f"{here}    ")
+
+
+def _node(node: NodeProto) -> str:
+    graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+    arguments = [*node.input, *(_attribute(a) for a in node.attribute if a.type not in graphs)]
+    domain = f"{node.domain}." if node.domain not in ("", "ai.onnx") else ""
+    return f"{domain}{node.op_type}({', '.join(arguments)}) -> {', '.join(node.output)}"
+
+
+def _attribute(attribute: AttributeProto) -> str:
+    if attribute.ref_attr_name:
+        return f"{attribute.name}=@{attribute.ref_attr_name}"
+    if attribute.type == AttributeProto.TENSOR and np.prod(attribute.t.dims) <= _SHOWN:
+        return f"{attribute.name}={numpy_helper.to_array(attribute.t).tolist()}"
+    if attribute.type == AttributeProto.TENSOR:
+        return f"{attribute.name}={_typed(attribute.t.data_type, attribute.t.dims)}"
+    value = ir.serde.deserialize_attribute(attribute).value
+    if not isinstance(value, (list, tuple)):
+        return f"{attribute.name}={_number(value)}"
+    shown = f"{len(value)} values" if len(value) > _SHOWN else ", ".join(map(_number, value))
+    return f"{attribute.name}=[{shown}]"
+
+
+def _number(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def _tensor(tensor: TensorProto) -> str:
+    return f"init: name={tensor.name!r} {_typed(tensor.data_type, tensor.dims)}"
+
+
+def _value(value) -> str:
+    kind = value.type.WhichOneof("value")
+    if kind not in (None, "tensor_type"):
+        return f"name={value.name!r} type={kind.removesuffix('_type')}"
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        return f"name={value.name!r} {_typed(tensor.elem_type, None)}"
+    dims = [
+        d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim
+    ]
+    return f"name={value.name!r} {_typed(tensor.elem_type, dims)}"
+
+
+def _typed(data_type: int, dims) -> str:
+    name = ir.DataType(data_type).name.lower()
+    kind = {"float": "float32", "double": "float64"}.get(name, name)
+    return f"type=dtype({kind!r}) shape={'?' if dims is None else tuple(dims)}"

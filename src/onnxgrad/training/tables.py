@@ -1,0 +1,258 @@
+"""Data files, and their columns as the arrays that a model takes.
+
+Rows are counted from 1 in every message; the header of a CSV file is not one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import unknown
+
+Table = dict[str, np.ndarray]
+_RANGES = {  # what the labels of a loss must be, beyond what fits their type
+    "binary_cross_entropy": ("between 0 and 1", lambda y: (y >= 0) & (y <= 1)),
+    "hinge": ("-1 and 1, or 0 and 1", lambda y: np.isin(y, (-1, 0, 1))),
+    "poisson": ("of 0 or more", lambda y: y >= 0),
+}
+
+
+class DataError(ValueError):
+    """The data cannot be used; the message says which part of it, and what to do."""
+
+
+def read_table(path: str | os.PathLike) -> Table:
+    """Return the columns of a CSV or Parquet file, or the arrays of an `.npz` file, by name.
+
+    A list column becomes an array with more axes; an empty cell becomes NaN.
+
+    Raises:
+        DataError: the file cannot be read or holds no rows.
+    """
+    path = Path(path)
+    readers = {
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+        ".parquet": _read_parquet,
+        ".npz": _read_npz,
+    }
+    if path.suffix.lower() not in readers:
+        raise DataError(f"{str(path)!r} is none of {', '.join(readers)}: convert it to one of them")
+    try:
+        with path.open("rb") as file:
+            table = readers[path.suffix.lower()](file)
+    except DataError as e:
+        raise DataError(f"{str(path)!r}: {e}") from None
+    except OSError as e:
+        raise DataError(f"cannot read {str(path)!r}: {e.strerror or e}") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+        reason = str(e).splitlines()[0] if str(e) else "unexpected end"
+        raise DataError(f"{str(path)!r} is damaged, or no {path.suffix} file: {reason}") from e
+    if not table or not all(map(len, table.values())):
+        raise DataError(f"{str(path)!r} holds no rows of data")
+    return table
+
+
+def _read_csv(file: BinaryIO) -> Table:
+    from pyarrow import csv
+
+    header = file.readline().decode(errors="replace")
+    file.seek(0)
+    delimiter = max(",;\t", key=header.count)
+    return _columns(csv.read_csv(file, parse_options=csv.ParseOptions(delimiter=delimiter)))
+
+
+def _read_parquet(file: BinaryIO) -> Table:
+    from pyarrow import parquet
+
+    return _columns(parquet.read_table(file))
+
+
+def _read_npz(file: BinaryIO) -> Table:
+    arrays = np.load(file, allow_pickle=False)
+    if isinstance(arrays, np.ndarray):
+        raise DataError("holds one array without a name: save with numpy.savez(file, name=array)")
+    table = dict(arrays)
+    if scalars := [name for name, array in table.items() if not array.ndim]:
+        raise DataError(f"{scalars[0]!r} is a single number: an array needs one entry a row")
+    return table
+
+
+def _columns(table) -> Table:
+    names = table.column_names
+    if double := next((n for n in names if names.count(n) > 1), None):
+        raise DataError(f"two columns are called {double!r}: rename one")
+    if not table.num_rows:
+        return {}
+    return {name: _to_numpy(name, table[name]) for name in names}
+
+
+def _to_numpy(name: str, column) -> np.ndarray:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    shape = [len(column)]
+    while pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
+        sizes = pc.unique(pc.list_value_length(column)).to_pylist()
+        if len(sizes) != 1 or sizes[0] is None:
+            raise DataError(f"the lists of column {name!r} differ in length: pad or cut them")
+        shape.append(sizes[0])
+        column = pc.list_flatten(column)
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pa.types.is_boolean(column.type):
+        column = column.cast(pa.uint8())
+    if pa.types.is_null(column.type) or pa.types.is_decimal(column.type):
+        column = column.cast(pa.float64())
+    return column.to_numpy().reshape(shape)
+
+
+def assign(table: Table, targets: Sequence[str], inputs: Sequence[ir.Value]) -> dict[str, Table]:
+    """Return the columns of `table` that each of the `inputs` is made from.
+
+    Several inputs take the column of their name. A single input takes the column of its name if
+    that holds arrays, else all columns that are no target, in the order of the file.
+
+    Raises:
+        ValueError: a target or an input without a column.
+    """
+    for name in targets:
+        if name not in table:
+            raise unknown("column", name, table)
+    rest = {name: array for name, array in table.items() if name not in targets}
+    if not rest:
+        raise DataError("every column is a target: none is left for the inputs of the model")
+    names = [str(x.name) for x in inputs]
+    if len(names) == 1 and not (names[0] in rest and rest[names[0]].ndim > 1):
+        return {names[0]: rest}
+    for name in names:
+        if name not in rest:
+            raise unknown("column (every input of the model needs one)", name, rest)
+    return {name: {name: rest[name]} for name in names}
+
+
+def labels(
+    table: Table,
+    targets: Sequence[str],
+    label: ir.Value,
+    loss: str | None = None,
+    facts: Mapping[str, Any] = {},
+) -> np.ndarray:
+    """Return the columns `targets` as what the input `label` is fed.
+
+    Args:
+        table: what `read_table` returned.
+        targets: names of columns.
+        label: the input of the model with the loss.
+        loss: name of the loss, for the labels that it allows.
+        facts: what `losses.loss_facts` knows of it.
+
+    Raises:
+        DataError: values that the loss does not allow, or not as many as it takes.
+    """
+    what = f"target {', '.join(map(repr, targets))}"
+    made = as_value({name: table[name] for name in targets}, label, what)
+    if loss in _RANGES:
+        allowed, test = _RANGES[loss]
+        _refuse(~test(made), made, f"{what}: loss {loss!r} takes labels {allowed}")
+    if (count := facts.get("classes")) is not None:
+        outside = ((made < 0) | (made >= count)) & (made != facts.get("ignore_index"))
+        _refuse(outside, made, f"{what}: the {count} classes are numbered 0 to {count - 1}")
+    return made
+
+
+def as_value(columns: Table, value: ir.Value, what: str) -> np.ndarray:
+    """Return `columns` side by side as one array of the shape and type of `value`."""
+    if value.dtype == ir.DataType.STRING:
+        return _fit(np.concatenate([_flat(a) for a in columns.values()], axis=1), value, what)
+    array = stack(columns, what)
+    dtype = value.dtype.numpy() if value.dtype else np.dtype(np.float32)
+    with np.errstate(all="ignore"):
+        made = array.astype(dtype)
+    lost = made != array if dtype.kind in "biu" else ~np.isfinite(made)
+    _refuse(lost, array, f"{what} takes {dtype}")
+    return _fit(made, value, what)
+
+
+def stack(columns: Table, what: str) -> np.ndarray:
+    """Return numeric columns of equal length side by side; a single one as it is."""
+    counts = {name: len(array) for name, array in columns.items()}
+    if len(set(counts.values())) > 1:
+        raise DataError(f"{what}: the arrays differ in their number of rows: {counts}")
+    for name, array in columns.items():
+        _check_numeric(name, array)
+    bad = {n: ~np.isfinite(a) for n, a in columns.items() if not np.isfinite(a).all()}
+    if bad:
+        where = [f"column {name!r}, {_rows(mask)}" for name, mask in bad.items()]
+        more = f" and {len(where) - 5} more columns" if len(where) > 5 else ""
+        raise DataError(
+            f"NaN, infinity or empty cells in {'; '.join(where[:5])}{more}: "
+            "fill them in, or leave these rows out"
+        )
+    if len(columns) == 1:
+        return next(iter(columns.values()))
+    return np.concatenate([_flat(a) for a in columns.values()], axis=1)
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return array.reshape(len(array), -1)
+
+
+def _check_numeric(name: str, array: np.ndarray) -> None:
+    if array.dtype.kind in "biuf":
+        return
+    if array.dtype.kind not in "OSU":
+        raise DataError(f"column {name!r} holds {array.dtype}, not numbers: convert it")
+    rows = _flat(array)[:, 0].tolist()
+    first = next((i for i, value in enumerate(rows) if not _is_number(value)), 0)
+    raise DataError(
+        f"column {name!r} is text, first in row {first + 1}: {rows[first]!r}; "
+        "turn it into numbers, or leave it out of the file"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float("nan" if value is None else value)
+    except ValueError:
+        return False
+    return True
+
+
+def _fit(array: np.ndarray, value: ir.Value, what: str) -> np.ndarray:
+    """Return `array` in the shape of `value`, whose first axis is that of the rows."""
+    if value.shape is None:
+        return array
+    dims = [d if isinstance(d, int) and d > 0 else None for d in value.shape][1:]
+    given = array.shape[1:]
+    if len(given) == len(dims) and all(d in (None, n) for d, n in zip(dims, given, strict=True)):
+        return array
+    found, known = math.prod(given), math.prod(d for d in dims if d)
+    free = dims.count(None)
+    if free > 1 or (found % known if free else found != known):
+        least = "a multiple of " * bool(free)
+        raise DataError(
+            f"{what} takes {least}{known} values a row (shape {value.shape}); "
+            f"the data has {found} (shape {list(array.shape)})"
+        )
+    return array.reshape(len(array), *(-1 if d is None else d for d in dims))
+
+
+def _refuse(wrong: np.ndarray, values: np.ndarray, rule: str) -> None:
+    if wrong.any():
+        raise DataError(f"{rule}, not {values[wrong][0]} ({_rows(wrong)})")
+
+
+def _rows(mask: np.ndarray) -> str:
+    rows = np.flatnonzero(_flat(mask).any(axis=1)) + 1
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:5]))}{more}"

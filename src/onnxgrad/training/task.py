@@ -1,0 +1,111 @@
+"""What the command line trains: a model with a loss, and a data file in the form that it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.graph.read import to_ir
+from onnxgrad.losses import add_loss_output, loss_facts
+from onnxgrad.training.tables import DataError, Table, as_value, assign, labels
+
+_CHUNK = 1000  # rows per call of the runtime
+
+
+class Task:
+    """A model with a loss, and the arrays that it is trained on.
+
+    - `model`, `loss_output`: the model, and the name of its loss.
+    - `count`: rows of data; `ignored`: columns that no input takes.
+    - `classifies`: is a prediction right or wrong, so that `accuracy` has a meaning?
+    """
+
+    def __init__(
+        self,
+        proto: ModelProto,
+        table: Table,
+        targets: Sequence[str],
+        loss: str | None,
+        loss_output: str = "loss",
+        output_index: str | None = None,
+        options: Mapping[str, Any] = {},
+    ):
+        if loss is None:
+            self.model, self.loss_output = proto, loss_output
+            _check_loss(proto, loss_output)
+        else:
+            self.model = add_loss_output(proto, loss, output_index=output_index, **options)
+            self.loss_output = self.model.graph.output[0].name
+        self._facts = loss_facts(self.model)
+        graph = to_ir(self.model).graph
+        inputs = {str(x.name): x for x in graph.inputs if x.name not in graph.initializers}
+        label = self._facts.get("label") or next((t for t in targets if t in inputs), "label")
+        if label not in inputs:
+            raise ValueError(
+                f"the model computes its own loss, but has no input {label!r}: "
+                f"--target must be the input that takes the labels, one of {', '.join(inputs)}"
+            )
+        target = inputs.pop(label)
+        columns = assign(table, targets, list(inputs.values()))
+        self._data = {n: as_value(columns[n], x, f"input {n!r}") for n, x in inputs.items()}
+        self._data[label] = labels(table, targets, target, loss, self._facts)
+        counts = {name: len(array) for name, array in self._data.items()}
+        if len(set(counts.values())) > 1:
+            raise DataError(f"the arrays differ in their number of rows: {counts}")
+        self.count = counts[label]
+        used = {*targets, *(name for group in columns.values() for name in group)}
+        self.ignored = [name for name in table if name not in used]
+        self._threshold = None  # of the prediction, between the two classes of the loss
+        if loss == "hinge" or (loss == "binary_cross_entropy" and options.get("from_logits")):
+            self._threshold = 0.0
+        elif loss == "binary_cross_entropy":
+            self._threshold = 0.5
+        self.classifies = "classes" in self._facts or self._threshold is not None
+
+    def rows(self, chosen: np.ndarray) -> Table:
+        """Return the chosen rows of the data, by input."""
+        return {name: array[chosen] for name, array in self._data.items()}
+
+    def accuracy(self, trained: ModelProto, data: Table) -> float:
+        """Return the share of the labels in `data` that `trained`, which has the loss, predicts."""
+        from onnxruntime import InferenceSession
+
+        session = InferenceSession(trained.SerializeToString(), providers=["CPUExecutionProvider"])
+        right = counted = 0
+        wanted = data[self._facts["label"]]
+        for start in range(0, len(wanted), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            feed = {name: array[part] for name, array in data.items()}
+            [prediction] = session.run([self._facts["prediction"]], feed)
+            y = wanted[part]
+            if self._threshold is None:
+                hits = prediction.argmax(axis=1).reshape(y.shape) == y
+                known = y != self._facts["ignore_index"]
+            else:
+                hits = (prediction > self._threshold) == (y > 0.5)
+                known = np.ones_like(hits)
+            right += int(np.count_nonzero(hits & known))
+            counted += int(np.count_nonzero(known))
+        return right / counted if counted else math.nan
+
+
+def _check_loss(proto: ModelProto, name: str) -> None:
+    outputs = [o.name for o in proto.graph.output]
+    if name not in outputs:
+        raise ValueError(
+            f"the model has no output {name!r} (it has {', '.join(outputs)}): "
+            "name a loss with --loss, or the output that is one with --loss-output"
+        )
+
+
+def split(rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows to train on and the `share` of them to validate on, drawn by `seed`."""
+    held = round(rows * share)
+    if share and held in (0, rows):
+        raise ValueError(f"--validation {share} of {rows} rows leaves a part empty: use 0")
+    order = np.random.default_rng(seed).permutation(rows)
+    return np.sort(order[held:]), np.sort(order[:held])

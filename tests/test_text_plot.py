@@ -1,0 +1,134 @@
+"""Models as text."""
+
+import onnx
+import pytest
+
+from onnxgrad import onnx_simple_text_plot, onnx_text_plot_io
+from onnxgrad.plot.curves import plot_losses
+
+# The loss of seed document 003, with true shapes.
+SEED = """
+<ir_version: 8, opset_import: ["": 14]>
+g (float[N,2] x, float[N,1] label) => (float[1,1] loss)
+<float[1,2] init = {0.5, -0.33333}, int64[1] init_2 = {1},
+ float[11] long = {0,1,2,3,4,5,6,7,8,9,10}>
+{
+    out_mul_0 = Mul(x, x)
+    out_mul_0_1 = Mul(out_mul_0, init)
+    out_mul_0_2 = Mul(x, init)
+    out_add_0 = Add(out_mul_0_2, out_mul_0_1)
+    y = ReduceSum <keepdims = 1> (out_add_0, init_2)
+    loss_diff = Sub(y, label)
+    loss_diff_2 = Mul(loss_diff, loss_diff)
+    loss = ReduceSum(loss_diff_2)
+}
+"""
+EXPECTED = """\
+opset: domain='' version=14
+input: name='x' type=dtype('float32') shape=('N', 2)
+input: name='label' type=dtype('float32') shape=('N', 1)
+init: name='init' type=dtype('float32') shape=(1, 2) -- array([ 0.5 , -0.33333], dtype=float32)
+init: name='init_2' type=dtype('int64') shape=(1,) -- array([1])
+init: name='long' type=dtype('float32') shape=(11,)
+Mul(x, x) -> out_mul_0
+  Mul(out_mul_0, init) -> out_mul_0_1
+Mul(x, init) -> out_mul_0_2
+  Add(out_mul_0_2, out_mul_0_1) -> out_add_0
+    ReduceSum(out_add_0, init_2, keepdims=1) -> y
+      Sub(y, label) -> loss_diff
+        Mul(loss_diff, loss_diff) -> loss_diff_2
+          ReduceSum(loss_diff_2) -> loss
+output: name='loss' type=dtype('float32') shape=(1, 1)"""
+
+BRANCHES = """
+<ir_version: 8, opset_import: ["": 18, "own": 1]>
+g (float[N] x, bool c) => (float[N] y)
+{
+    a = own.twice(x)
+    y = If (c) <
+        then_branch = t () => (float[N] p) {k = Constant <value = float[1] {3}> () p = Add(a, k)},
+        else_branch = e () => (float[] q) {q = Identity(a)}
+    >
+}
+<domain: "own", opset_import: ["": 18]>
+twice (v) => (w) {w = Add(v, v)}
+"""
+BRANCHES_TEXT = """\
+opset: domain='' version=18
+opset: domain='own' version=1
+input: name='x' type=dtype('float32') shape=('N',)
+input: name='c' type=dtype('bool') shape=()
+own.twice(x) -> a
+If(c) -> y
+  then_branch:
+    Constant(value=[3.0]) -> k
+      Add(a, k) -> p
+    output: name='p' type=dtype('float32') shape=('N',)
+  else_branch:
+    Identity(a) -> q
+    output: name='q' type=dtype('float32') shape=?
+output: name='y' type=dtype('float32') shape=('N',)
+function: own.twice(v)
+  Add(v, v) -> w
+  return w"""
+
+ATTRIBUTES = """
+<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
+g (float[N,11] x) => (seq(float[N]) z, float y)
+{
+    s = ai.onnx.ml.Scaler <offset = [0.1], scale = [1.,1.,1.,1.,1.,1.,1.,1.,1.,1.,1.]> (x)
+    r = LeakyRelu <alpha = 0.25> (s)
+    z = SequenceConstruct (r, x)
+    o = Constant <value = float[11] {0,1,2,3,4,5,6,7,8,9,10}> ()
+    y = ReduceSum <noop_with_empty_axes = 0> (o)
+}
+"""
+
+
+def test_the_style_of_the_seeds():
+    assert onnx_simple_text_plot(onnx.parser.parse_model(SEED)) == EXPECTED
+
+
+def test_branches_and_functions_stand_below():
+    assert onnx_simple_text_plot(onnx.parser.parse_model(BRANCHES)) == BRANCHES_TEXT
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ai.onnx.ml.Scaler(x, offset=[0.1], scale=[11 values]) -> s",
+        "  LeakyRelu(s, alpha=0.25) -> r",
+        "Constant(value=type=dtype('float32') shape=(11,)) -> o",
+        "output: name='z' type=sequence",
+        "output: name='y' type=dtype('float32') shape=()",
+    ],
+)
+def test_attributes_and_types(line):
+    assert line in onnx_simple_text_plot(onnx.parser.parse_model(ATTRIBUTES)).splitlines()
+
+
+def test_without_indent():
+    text = onnx_simple_text_plot(onnx.parser.parse_model(SEED), indent=False)
+    assert not any(line.startswith(" ") for line in text.splitlines())
+
+
+def test_io_has_no_nodes_and_no_values():
+    nodes = [line for line in EXPECTED.splitlines() if "->" not in line]
+    expected = [line.split(" -- ")[0] for line in nodes]
+    assert onnx_text_plot_io(onnx.parser.parse_model(SEED)).splitlines() == expected
+
+
+def test_deep_models_stay_readable():
+    body = "".join(f"v{i + 1} = Relu(v{i})\n" for i in range(500))
+    text = onnx_simple_text_plot(
+        onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["": 18]> g (float[N] v0) => (float[N] v500) {{{body}}}'
+        )
+    )
+    assert max(map(len, text.splitlines())) < 100
+
+
+@pytest.mark.parametrize("validation", [[], [3.0, 2.0]])
+def test_curves(tmp_path, validation):
+    plot_losses([2.0, 1.0], validation, tmp_path / "a.tmp")
+    assert (tmp_path / "a.tmp").read_bytes().startswith(b"\x89PNG")
