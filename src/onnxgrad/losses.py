@@ -181,9 +181,8 @@ def add_loss_output(
     with op:
         losses = kind.function(op, prediction, label, **kwargs)
         if weight_name is not None:
-            weight = ir.Value(
-                name=op.name(weight_name), type=ir.TensorType(prediction.dtype)
-            )  # without a shape: (N,) and (N, 1) are the same
+            # without a shape: (N,) and (N, 1) are the same
+            weight = ir.Value(name=op.name(weight_name), type=prediction.type)
             graph.inputs.append(weight)
             ones = [1] * ((shapes.rank(losses) or shapes.rank(prediction) or 2) - 1)
             losses = losses * op.Reshape(weight, [-1, *ones])
@@ -196,9 +195,9 @@ def add_loss_output(
         loss = add_penalties(op, loss, penalty or {})
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     graph.outputs[:] = [loss, prediction]
-    about = {"reduction": kind.reduction, "label": label.name, "prediction": chosen}
+    about: dict[str, Any] = {"reduction": kind.reduction, "label": label.name, "prediction": chosen}
     if kind.classes and not kwargs.get("soft_labels"):
-        about["classes"] = shapes.dims(prediction)[1]
+        about["classes"] = (shapes.dims(prediction) or (None, None))[1]
         about["ignore_index"] = kwargs.get("ignore_index", -100)
     model.metadata_props[METADATA] = json.dumps(about)
     tidy(model)
@@ -241,22 +240,20 @@ def _choose_output(proto: ModelProto, index: int | str | None) -> str:
             f"the model has {len(floats)} float outputs: say which one with "
             f"output_index=, one of {', '.join(repr(c) for c in choice if c)}"
         )
-    if isinstance(index, int):
-        if not -len(outputs) <= index < len(outputs):
-            raise ValueError(f"output_index={index}: the model has {len(outputs)} outputs")
-        index = outputs[index].name
+    if isinstance(index, int) and not -len(outputs) <= index < len(outputs):
+        raise ValueError(f"output_index={index}: the model has {len(outputs)} outputs")
+    name = outputs[index].name if isinstance(index, int) else index
     for output in outputs:
-        if output.name == index and non_tensor(output):
+        if output.name == name and non_tensor(output):
             raise ValueError(
-                f"output {index!r} is no tensor; use the tensor that it is made from: "
-                f"output_index={tensor_behind(proto, index)!r}"
+                f"output {name!r} is no tensor; use the tensor that it is made from: "
+                f"output_index={tensor_behind(proto, name)!r}"
             )
-        if output.name == index and index not in floats:
-            raise ValueError(f"output {index!r} is no float tensor; choose one of {floats}")
-    names = {name for node in proto.graph.node for name in node.output}
-    if index not in names:
-        raise unknown("output", index, [o.name for o in outputs])
-    return index
+        if output.name == name and name not in floats:
+            raise ValueError(f"output {name!r} is no float tensor; choose one of {floats}")
+    if name not in {made for node in proto.graph.node for made in node.output}:
+        raise unknown("output", name, [o.name for o in outputs])
+    return name
 
 
 def _is_float(value: Any) -> bool:

@@ -90,7 +90,7 @@ def trace(decay: float, nesterov: bool = False) -> Optimizer:
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
     """m <- b1 m + (1 - b1) u;  v <- b2 v + (1 - b2) u^2;  u -> m' / (sqrt(v') + eps),
     m' = m / (1 - b1^t), v' = v / (1 - b2^t).  Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
-    """  # noqa: D205
+    """
 
     def update(op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         m = b1 * slots["m"] + (1 - b1) * u

@@ -1,0 +1,1 @@
+"""Differentiating ONNX graphs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import erf, pi, sqrt
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
 
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.reverse import sweep
@@ -118,9 +120,9 @@ def check_gradient(
     for name in (*(feed or ()), *(inputs or ())):
         if name not in point:
             raise unknown("input", name, point)
-    point |= {n: np.asarray(array).astype(point[n].dtype) for n, array in (feed or {}).items()}
+    point |= {n: np.asarray(array, point[n].dtype) for n, array in (feed or {}).items()}
     wrt = [str(x.name) for x in prepared.graph.inputs if _is_float(x)] if inputs is None else inputs
-    values = _on_onnxruntime(proto)(point)
+    values = _values(proto, point)
 
     as_inputs(proto, prepared.graph, weights)
     point |= {name: sites[name].array() for name in weights}
@@ -128,14 +130,29 @@ def check_gradient(
     problem = _Problem(primal, point, [*wrt, *weights], values, rtol, order, seed)
     if not problem.wrt or not values:
         raise ValueError("there is no float input or weight, or no float output, to check")
-    for way in _WAYS[:-1]:
+    return _judge(problem)
+
+
+def _judge(problem: _Problem) -> GradientReport:
+    """Return the first report that is ok, else the best one.
+
+    Some float64 kernels round to float32 inside, so one that disagrees is not the last word; but
+    float32 itself is only asked where float64 cannot be had.
+    """
+    reports: list[GradientReport] = []
+    for way in _WAYS:
+        if way.dtype is np.float32 and any(report.rows[0].ok for report in reports):
+            break
         try:
             report = _compare(way, problem)
         except _NoKernelError:
+            if way is _WAYS[-1] and not reports:
+                raise
             continue
-        if report.rows[0].ok:  # else it is no witness
+        if report.ok:
             return report
-    return _compare(_WAYS[-1], problem)
+        reports.append(report)
+    return min(reports, key=lambda report: (not report.rows[0].ok, report.max_error))
 
 
 # -- where and how precisely it is computed ---------------------------------------------------
@@ -157,12 +174,32 @@ def _on_onnxruntime(proto: ModelProto) -> Function:
     return lambda feed: session.run(outputs, {n: x for n, x in feed.items() if n in taken})
 
 
+class Erf(OpRun):
+    """In float64: that of onnx rounds to float32. Operators are known by their class names."""
+
+    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
+        return (_erf(x),)
+
+
+class Gelu(OpRun):
+    """In float64, as `Erf`."""
+
+    def _run(self, x: np.ndarray, approximate: str = "none") -> tuple[np.ndarray]:
+        if approximate == "tanh":
+            return (0.5 * x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))),)
+        return (0.5 * x * (1 + _erf(x / sqrt(2))),)
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(erf, otypes=[x.dtype])(x)
+
+
 def _on_reference(proto: ModelProto) -> Function:
     outputs = _float_outputs(proto)
 
     def run(feed: Feed) -> list[np.ndarray]:
         try:
-            return list(ReferenceEvaluator(proto).run(outputs, feed))
+            return list(ReferenceEvaluator(proto, new_ops=[Erf, Gelu]).run(outputs, feed))
         except Exception as e:  # whatever an operator written in Python raises
             raise _NoKernelError(f"onnx.reference cannot run the model: {e}") from e
 
@@ -174,6 +211,17 @@ def _float_outputs(proto: ModelProto) -> list[str]:
     return [
         y.name for y in tensors if ir.DataType(y.type.tensor_type.elem_type).is_floating_point()
     ]
+
+
+def _values(proto: ModelProto, point: Feed) -> list[np.ndarray]:
+    """Return the outputs of a model as the user gave it."""
+    made = ModelProto()
+    made.CopyFrom(proto)
+    made.ir_version = min(made.ir_version, 13)  # onnxruntime refuses later ones unread
+    try:
+        return _on_onnxruntime(made)(point)
+    except _NoKernelError:
+        return _on_reference(made)(point)
 
 
 @dataclass(frozen=True)
@@ -276,13 +324,14 @@ def _compare(way: _Way, problem: _Problem) -> GradientReport:
     rows = [_row_of_values(outputs, problem.values)]
     for order in range(1, problem.order + 1):
         gradient = _Gradient(primal, wrt)
-        factors = [rng.standard_normal(y.shape).astype(y.dtype) for y in outputs]
+        factors = [_normal(rng, y) for y in outputs]
         fed = dict(zip(gradient.seeds, factors, strict=True))
         if order < problem.order:
             primal, wrt, point = gradient.model, [*wrt, *fed], point | fed
             function = way.load(primal)
             outputs = function(point)
-    if any((a != b).any() for a, b in zip(function(point), outputs, strict=True)):
+    again = function(point)
+    if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, outputs, strict=True)):
         raise ValueError("two runs differ: a model whose outputs are random cannot be checked")
 
     def objective(values: Feed) -> float:
@@ -292,7 +341,7 @@ def _compare(way: _Way, problem: _Problem) -> GradientReport:
     arrays = dict(zip(gradient.outputs, way.load(gradient.model)(point | fed), strict=True))
     rtol = way.rtol if problem.rtol is None else problem.rtol
     for name in wrt:
-        v = rng.standard_normal(point[name].shape).astype(point[name].dtype)
+        v = _normal(rng, point[name])
         found = float(np.vdot(arrays[name], v)) if name in arrays else 0.0
         differences = [_difference(objective, point, name, h * v) / h for h in way.steps]
         errors = [_error(found, d, _FLOOR * size) for d in differences]
@@ -301,13 +350,17 @@ def _compare(way: _Way, problem: _Problem) -> GradientReport:
     return GradientReport(tuple(rows), way.name)
 
 
+def _normal(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
+    return np.asarray(rng.standard_normal(np.shape(like))).astype(like.dtype)
+
+
 def _difference(objective: Callable[[Feed], float], point: Feed, name: str, v: np.ndarray) -> float:
     """Return the derivative along v, of which the third and fourth orders cancel."""
-    x = point[name]
-    whole, half = (
-        (objective({**point, name: x + step}) - objective({**point, name: x - step}))
-        for step in (v, v / 2)
-    )
+
+    def at(step: np.ndarray) -> float:
+        return objective({**point, name: np.asarray(point[name] + step)})
+
+    whole, half = (at(step) - at(-step) for step in (v, v / 2))
     return (4 * 2 * half - whole) / 6
 
 
@@ -320,6 +373,8 @@ def _row_of_values(found: list[np.ndarray], expected: list[np.ndarray]) -> Gradi
     a, b = (
         np.concatenate([np.ravel(y).astype(np.float64) for y in ys]) for ys in (found, expected)
     )
+    if not a.size:
+        return GradientRow("(outputs)", 0.0, 0.0, 0.0, _RTOL_OF_VALUES)
     worst = int(np.argmax(np.abs(a - b)))
     error = float(np.abs(a - b)[worst] / (np.abs(b).max() or 1.0))
     return GradientRow("(outputs)", float(b[worst]), float(a[worst]), error, _RTOL_OF_VALUES)

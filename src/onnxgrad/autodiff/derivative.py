@@ -113,7 +113,7 @@ def _derivative(
     model = prepare(proto)
     graph = model.graph
     logger.info("prepared: %d nodes", graph.num_nodes())
-    original_inputs, original_outputs = list(graph.inputs), list(graph.outputs)
+    original_outputs = list(graph.outputs)
     chosen_inputs = _choose_inputs(graph, inputs, labels)
     chosen_weights = as_inputs(proto, graph, weights)
     wanted = [*chosen_inputs, *chosen_weights]
@@ -129,7 +129,9 @@ def _derivative(
     require_path((x for group in explicit for x in group), gradients, differentiated)
 
     others = [y for y in original_outputs if loss is None or y is not differentiated[0]]
-    kept = ([] if loss is None else differentiated) + (others if options & flags.KeepOutputs else [])
+    kept = ([] if loss is None else differentiated) + (
+        others if options & flags.KeepOutputs else []
+    )
     protected = {*graph.inputs, *kept}
     found = [x for x in wanted if x in gradients]
     if not found:
@@ -152,9 +154,7 @@ def _nothing_to_do(proto: ModelProto, outputs: list[ir.Value], wanted: list[ir.V
     return f"the model has no float tensor among its outputs. {'; '.join(hints)}"
 
 
-def as_inputs(
-    proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None
-) -> list[ir.Value]:
+def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -> list[ir.Value]:
     """Turn the named constants of the prepared `graph` into inputs, and return them in order.
 
     None: all those that are trained by default.

@@ -1,0 +1,1 @@
+"""Reading, preparing and writing ONNX graphs."""

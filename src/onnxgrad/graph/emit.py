@@ -96,7 +96,11 @@ class Emit:
         if op_type == "Where":
             dtype = next((v.dtype for v in inputs[1:] if isinstance(v, ir.Value)), None)
         values = [self.value(v, dtype) for v in inputs]
-        if not domain and not fresh and (simpler := self._simplify(op_type, values, attributes)) is not None:
+        if (
+            not domain
+            and not fresh
+            and (simpler := self._simplify(op_type, values, attributes)) is not None
+        ):
             return simpler
         attrs = ir.convenience.convert_attributes(attributes)
         key = (domain, op_type, outputs, tuple(map(id, values)), tuple(map(_attr_key, attrs)))
@@ -106,7 +110,8 @@ class Emit:
             found = list(node.outputs)
             for value in found:
                 value.name = self.name(op_type.lower())
-                value.dtype = _OUTPUT_DTYPE.get(op_type, dtype)
+                if kind := _OUTPUT_DTYPE.get(op_type, dtype):
+                    value.dtype = kind
             if op_type == "Cast":
                 found[0].dtype = ir.DataType(attributes["to"])
             shape = output_shape(op_type, values, attributes)
@@ -182,7 +187,7 @@ class Emit:
 
     # -- constants ----------------------------------------------------------------------------
 
-    def value(self, v: Any, dtype: ir.DataType | None = None) -> ir.Value | None:
+    def value(self, v: Any, dtype: ir.DataType | None = None) -> Any:
         """Return `v` as a value: numbers, lists and arrays become shared initializers."""
         if v is None or isinstance(v, ir.Value):
             return v
@@ -190,13 +195,14 @@ class Emit:
             v = np.asarray(v, dtype=np.int64)
         if not isinstance(v, (np.ndarray, np.generic)):
             v = np.asarray(v, dtype=(dtype or ir.DataType.FLOAT).numpy())
-        tensor = ir.tensor(np.asarray(v))
+        v = np.asarray(v)
+        tensor = ir.tensor(v)
         key = (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
         if key not in self._constants:
             tensor.name = self.name("const")
             made = ir.Value(
                 name=tensor.name,
-                shape=ir.Shape(tensor.shape),
+                shape=ir.Shape(v.shape),
                 type=ir.TensorType(tensor.dtype),
                 const_value=tensor,
             )
@@ -208,7 +214,9 @@ class Emit:
 
     def is_all(self, v: ir.Value, number: float) -> bool:
         """Tell whether `v` is a constant whose every element is `number`."""
-        array = self.constant(v) if v.const_value is not None and v.const_value.size < _SMALL else None
+        array = (
+            self.constant(v) if v.const_value is not None and v.const_value.size < _SMALL else None
+        )
         return array is not None and bool(np.all(array == number))
 
     def ones_like(self, x: ir.Value) -> ir.Value:
@@ -235,9 +243,9 @@ class Emit:
 
     def size(self, x: ir.Value, axis: int) -> int | ir.Value:
         """Return the length of one axis: an int, or an int64 tensor [1] known when it runs."""
-        shape = dims(x)
-        if shape is not None and isinstance(shape[axis], int):
-            return shape[axis]
+        known = (dims(x) or {axis: None})[axis]
+        if isinstance(known, int):
+            return known
         return self.Shape(x, start=axis) if axis == -1 else self.Shape(x, start=axis, end=axis + 1)
 
     def reshape(self, g: ir.Value, like: ir.Value) -> ir.Value:
@@ -250,7 +258,7 @@ class Emit:
             same = d is not None and i < len(have) and have[i] == d
             target.append(d if isinstance(d, int) else 0 if same else -1)
         if want is None or target.count(-1) > 1 or 0 in want:
-            return self.like(self.Reshape(g, self.shape(like)), like)
+            return self.like(self.Reshape(g, self.shape(like), allowzero=1), like)
         return self.like(self.Reshape(g, target), like)
 
     def spread(self, g: ir.Value, like: ir.Value) -> ir.Value:
@@ -266,8 +274,7 @@ class Emit:
 
     def like(self, y: ir.Value, x: ir.Value) -> ir.Value:
         """Record that `y` has the shape and dtype of `x`."""
-        y.shape = x.shape
-        y.dtype = x.dtype
+        y.shape, y.type = x.shape, x.type
         return y
 
     def sum_to(self, g: ir.Value, x: ir.Value) -> ir.Value:

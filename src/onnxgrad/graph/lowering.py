@@ -95,7 +95,9 @@ def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
     x = op.Cast(node.inputs[0], to=ir.DataType.FLOAT)
     if rank(x) == 1:
         x = op.Unsqueeze(x, [0])
-    name = node.name if f"{node.name}.coefficients" in op.graph.initializers else node.outputs[0].name
+    name = (
+        node.name if f"{node.name}.coefficients" in op.graph.initializers else node.outputs[0].name
+    )
     coefficients = op.graph.initializers[f"{name}.coefficients"]
     y = op.MatMul(x, op.Transpose(op.Reshape(coefficients, [rows, -1]), perm=[1, 0]))
     intercepts = op.graph.initializers.get(f"{name}.intercepts")

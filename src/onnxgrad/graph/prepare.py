@@ -20,9 +20,7 @@ from onnxgrad.graph.tidy import tidy
 WORKING_OPSET = 18
 
 
-def prepare(
-    proto: ModelProto, batch: str | None = None, output: str | None = None
-) -> ir.Model:
+def prepare(proto: ModelProto, batch: str | None = None, output: str | None = None) -> ir.Model:
     """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is.
 
     With `batch`, the first axis of every input that is not of a fixed length gets that symbol:

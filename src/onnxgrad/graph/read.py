@@ -106,5 +106,3 @@ def _keep(repeated, wanted) -> None:
     kept = [item for item in repeated if wanted(item)]
     del repeated[:]
     repeated.extend(kept)
-
-

@@ -20,9 +20,9 @@ Dim = int | str | None
 Dims = tuple[Dim, ...]
 
 _ELEMENTWISE = frozenset(
-    "Abs Add And Ceil Cos Cosh Div Equal Erf Exp Floor Greater GreaterOrEqual Less LessOrEqual Log "
-    "Gelu Max Min Mul Neg Not Or Pow Reciprocal Relu Sigmoid Sign Sin Sinh Softmax LogSoftmax Sqrt Sub "
-    "Softplus Sum Tan Tanh Where Cast Identity".split()
+    "Abs Add And Cast Ceil Cos Cosh Div Equal Erf Exp Floor Gelu Greater GreaterOrEqual Identity "
+    "Less LessOrEqual Log LogSoftmax Max Min Mul Neg Not Or Pow Reciprocal Relu Sigmoid Sign Sin "
+    "Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
 )
 _LIKE_FIRST = frozenset(
     "BatchNormalization Celu Clip Dropout Elu HardSigmoid HardSwish InstanceNormalization "
@@ -33,16 +33,16 @@ _LIKE_FIRST = frozenset(
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
 
 
-def dims(value: ir.Value) -> Dims | None:
+def dims(value: ir.Value | None) -> Dims | None:
     """Return the dimensions of `value`, or None when even its rank is unknown."""
-    if value.shape is None:
+    if value is None or value.shape is None:
         return None
     return tuple(d if isinstance(d, int) else d.value for d in value.shape)
 
 
-def rank(value: ir.Value) -> int | None:
+def rank(value: ir.Value | None) -> int | None:
     """Return the number of axes of `value`, or None when it is unknown."""
-    return None if value.shape is None else len(value.shape)
+    return None if value is None or value.shape is None else len(value.shape)
 
 
 def static(shape: Dims | None) -> tuple[int, ...] | None:

@@ -58,7 +58,7 @@ def select_model_inputs_outputs(
     declared = list(graph.inputs)
     for name in (*(outputs or ()), *(inputs or ())):
         if name not in values:
-            raise unknown("tensor", name, [v.name for v in (*graph.outputs, *declared)])
+            raise unknown("tensor", name, [str(v.name) for v in (*graph.outputs, *declared)])
     if outputs is not None:
         graph.outputs[:] = [values[name] for name in outputs]
     if inputs is not None:

@@ -95,12 +95,12 @@ def lift(model: ModelProto) -> None:
             _rename_uses(site.graph, old.name, site.name)
             site.graph.initializer.remove(old)
         elif site.node.op_type == "Constant":
-            _take_out(model, site)
+            _take_out(model, site, site.node)
         model.graph.initializer.append(tensor)
 
 
-def _take_out(model: ModelProto, site: Site) -> None:
-    node, old = site.node, site.node.output[0]
+def _take_out(model: ModelProto, site: Site, node: NodeProto) -> None:
+    old = node.output[0]
     escaping = [o for o in site.graph.output if o.name == old and site.graph is not model.graph]
     _rename_uses(site.graph, old, site.name)
     if not escaping:

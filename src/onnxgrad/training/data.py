@@ -98,6 +98,8 @@ class Fields:
                 limits = {"classes": facts["classes"], "ignored": facts.get("ignore_index")}
             shape = None if name == self.weight else dims(x)
             self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
+        firsts = (field.shape[0] for field in self.fields.values() if field.shape)
+        self.fixed_rows = next((d for d in firsts if isinstance(d, int)), None)
 
     def arrays(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, np.ndarray]:
         """Return checked arrays by input name.
@@ -131,6 +133,12 @@ class Fields:
         counts = {name: len(array) for name, array in made.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"the inputs have different numbers of rows: {counts}")
+        rows = min(counts.values())
+        if self.fixed_rows and rows % self.fixed_rows:
+            raise ValueError(
+                f"the model has a fixed batch of {self.fixed_rows} rows: give a multiple of it, "
+                f"not {rows} rows, or export it with a symbolic batch"
+            )
         return {name: made[name] for name in self.fields}
 
     def _by_place(self, X: Any) -> dict[str, Any]:

@@ -7,31 +7,31 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.errors import ConvergenceError, unknown
 from onnxgrad.graph import weights as constants
-from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.optimizers import Optimizer, chain, scale_by_learning_rate, select, trace
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
-from onnxgrad.training.data import ArraySource, Fields, IterableSource, Slice
-from onnxgrad.training.data import is_iterable_of_batches
+from onnxgrad.training.data import (
+    ArraySource,
+    Fields,
+    IterableSource,
+    is_iterable_of_batches,
+)
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.estimator import BaseEstimator
-from onnxgrad.training.session import session
-from onnxgrad.training.step import BATCH, Step, build_step
+from onnxgrad.training.runner import Evaluation, Runner
+from onnxgrad.training.step import Step, build_step
 
 logger = logging.getLogger("onnxgrad")
-SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C stay alive
 
 
 @dataclass
@@ -81,6 +81,13 @@ class OrtGradientOptimizer(BaseEstimator):
         trained_coef_: `{name: array}`, the trained weights.
         n_iter_: epochs done.
     """
+
+    train_losses_: list[float]
+    validation_losses_: list[float]
+    trained_coef_: dict[str, np.ndarray]
+    n_iter_: int
+    _slots: dict[str, dict[str, np.ndarray]]
+    _rng: np.random.Generator
 
     def __init__(
         self,
@@ -147,6 +154,9 @@ class OrtGradientOptimizer(BaseEstimator):
         """
         rate = self._check()
         proto = read(self.model_onnx)
+        again = self.warm_start and hasattr(self, "trained_coef_")
+        if again:
+            proto = constants.replace(proto, self.trained_coef_)
         optimizer = self._optimizer(rate)
         names = trainable(proto) if self.weights_to_train is None else list(self.weights_to_train)
         step = build_step(proto, names, self.loss_output_name, optimizer)
@@ -155,41 +165,45 @@ class OrtGradientOptimizer(BaseEstimator):
                 f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=2
             )
         fields = Fields(proto, step.data, self.sample_weight_name)
-        again = self.warm_start and hasattr(self, "trained_coef_")
         rng = self._rng if again else np.random.default_rng(self.random_state)
         source = self._source(fields, X, y, sample_weight, rng)
         validation = None
         if X_val is not None:
-            validation = _Evaluation(proto, names, self.loss_output_name, self.device, step.work)
-            checked = fields.arrays(X_val, y_val)
+            validation = Evaluation(
+                proto, names, self.loss_output_name, self.device, step.work,
+                fields.arrays(X_val, y_val), fields.mean, fields.fixed_rows,
+            )  # fmt: skip
 
         model = build_epoch(step)
         if self.saved_gradient is not None:
             onnx.save(model, self.saved_gradient)
-        runner = _Runner(model, step, fields.mean, self.device, step.work * self.batch_size)
+        runner = Runner(model, step, fields.mean, self.device, step.work * self.batch_size)
         if not again:
             self._start(proto, step, rng)
         self._rng = rng
-        runner.load(self.trained_coef_, self._slots)
-        rate.init_learning_rate()
-        for t in range(1, self.n_iter_ + 1):
-            rate.update_learning_rate(t)
+        untrained = {site.name: site.array() for site in constants.sites(proto)}
+        runner.load({**untrained, **self.trained_coef_}, self._slots)
+        for t, loss in enumerate(self.train_losses_, 1):
+            rate.update_learning_rate(t, loss)
         every = self.validation_every
         every = max(1, int(every if every >= 1 else every * self.max_iter))
+        report = callback or (lambda progress: None)
         try:
             for epoch in range(self.max_iter):
-                loss = self._epoch(runner, source, rate, epoch, callback)
-                self.train_losses_.append(loss)
+                progress = self._epoch(runner, source, rate, epoch, report)
+                self.train_losses_.append(progress.loss)
                 self.n_iter_ += 1
                 self.learning_rate_ = rate.value
-                rate.update_learning_rate(self.n_iter_, loss)
+                rate.update_learning_rate(self.n_iter_, progress.loss)
                 if validation is not None and (epoch + 1) % every == 0:
-                    value = validation.loss(runner.weights(), checked, fields.mean)
+                    value = validation.loss(runner.weights())
                     self.validation_losses_.append(value)
+                    report(replace(progress, validation_loss=value))
                 if self.verbose:
-                    logger.info("epoch %d/%d loss %g", epoch + 1, self.max_iter, loss)
+                    logger.info("epoch %d/%d loss %g", epoch + 1, self.max_iter, progress.loss)
         finally:
-            self.trained_coef_, self._slots = runner.weights(), runner.slots()
+            self.trained_coef_ |= runner.weights()
+            self._slots |= runner.slots()
         return self
 
     def _check(self) -> BaseLearningRate:
@@ -227,14 +241,11 @@ class OrtGradientOptimizer(BaseEstimator):
         rows = len(next(iter(arrays.values())))
         if self.batch_size > rows:
             raise ValueError(f"batch_size={self.batch_size} is more than the {rows} rows given")
-        for field in fields.fields.values():
-            fixed = field.shape[0] if field.shape else None
-            if isinstance(fixed, int) and (fixed != self.batch_size or rows % fixed):
-                raise ValueError(
-                    f"input {field.name!r} has a fixed batch of {fixed}: train with "
-                    f"batch_size={fixed} on a multiple of it, not {rows} rows, or export the "
-                    "model with a symbolic batch"
-                )
+        if fields.fixed_rows not in (None, self.batch_size):
+            raise ValueError(
+                f"the model has a fixed batch of {fields.fixed_rows} rows: train with "
+                f"batch_size={fields.fixed_rows}, or export it with a symbolic batch"
+            )
         return ArraySource(arrays, self.batch_size, rng)
 
     def _start(self, proto: ModelProto, step: Step, rng: np.random.Generator) -> None:
@@ -245,44 +256,42 @@ class OrtGradientOptimizer(BaseEstimator):
             for site in constants.sites(proto)
             if site.name in trained
         }
-        self._slots: dict[str, dict[str, np.ndarray]] = {}
-        self.train_losses_: list[float] = []
-        self.validation_losses_: list[float] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        self._slots, self.train_losses_, self.validation_losses_ = {}, [], []
         self.n_iter_ = self.n_steps_ = 0
 
     def _epoch(
         self,
-        runner: _Runner,
+        runner: Runner,
         source: ArraySource | IterableSource,
         rate: BaseLearningRate,
         epoch: int,
-        callback: Callable[[Progress], None] | None,
-    ) -> float:
-        """Run one epoch; returns the mean loss of a row."""
+        report: Callable[[Progress], None],
+    ) -> Progress:
+        """Run one epoch; returns where it ended."""
         assert rate.value is not None
         total, rows, start = 0.0, 0, time.perf_counter()
         for piece in source.epoch(runner.budget):
             losses = runner.run(piece, rate.value, self.n_steps_)
             if losses is None:
-                recent = ", ".join(f"{v:.6g}" for v in [*self.train_losses_, total / max(rows, 1)][-5:])
+                recent = ", ".join(f"{v:.6g}" for v in self.train_losses_[-5:]) or "none"
                 raise ConvergenceError(
                     f"the loss or a weight became NaN or infinite in epoch {epoch + 1} at learning "
-                    f"rate {rate.value:g} (losses before: {recent}); the state before it is kept. "
+                    f"rate {rate.value:g} (losses of the epochs before: {recent}); the state before it is kept. "
                     "Lower the learning rate, or scale the data"
                 )
             self.n_steps_ += piece.batches
             rows += piece.batches * piece.rows
             total += losses
-            if callback is not None:
-                seconds = max(time.perf_counter() - start, 1e-9)
-                validated = self.validation_losses_[-1] if self.validation_losses_ else None
-                callback(
-                    Progress(
-                        epoch, self.max_iter, rows, source.rows, total / rows, validated,
-                        rows / seconds,
-                    )
-                )  # fmt: skip
-        return total / rows
+            speed = rows / max(time.perf_counter() - start, 1e-9)
+            validated = self.validation_losses_[-1] if self.validation_losses_ else None
+            progress = Progress(
+                epoch, self.max_iter, rows, source.rows, total / rows, validated, speed
+            )
+            report(progress)
+        return progress
 
     # -- results ------------------------------------------------------------------------------
 
@@ -306,9 +315,8 @@ class OrtGradientOptimizer(BaseEstimator):
                 )
         new = {name: np.array(array, known[name].dtype) for name, array in state.items()}
         if not hasattr(self, "trained_coef_"):
-            self.trained_coef_, self._slots = {}, {}
-            self.train_losses_, self.validation_losses_ = [], []
-            self.n_iter_ = self.n_steps_ = 0
+            self.trained_coef_ = {}
+            self._forget()
             self._rng = np.random.default_rng(self.random_state)
         self.trained_coef_.update(new)
         return self
@@ -325,7 +333,8 @@ class OrtGradientOptimizer(BaseEstimator):
         """
         if not hasattr(self, "trained_coef_"):
             raise ValueError("nothing was trained yet: call fit first")
-        return constants.replace(read(self.model_onnx if model is None else model), self.trained_coef_)
+        proto = read(self.model_onnx if model is None else model)
+        return constants.replace(proto, self.trained_coef_)
 
 
 def trainable(proto: ModelProto) -> list[str]:
@@ -360,114 +369,3 @@ _INITS: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
     "glorot": _glorot,
     "normal": lambda rng, w: rng.standard_normal(w.shape).astype(w.dtype) if w.ndim > 1 else w,
 }
-
-
-class _Runner:
-    """Runs slices of batches; keeps the states on the device between calls."""
-
-    def __init__(
-        self, model: ModelProto, step: Step, mean: bool, device: str, work: float
-    ) -> None:
-        self.step, self.mean, self.device = step, mean, device.partition(":")[0]
-        self.session = session(model, device, work)
-        self.names = [x.name for x in self.session.get_inputs()]
-        self.outputs = [y.name for y in self.session.get_outputs()]
-        self.states: list[ort.OrtValue] = []
-        self.seconds_per_batch = SECONDS_PER_CALL
-        self.last = 1
-
-    def load(
-        self, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping[str, np.ndarray]]
-    ) -> None:
-        """Set the states; a slot that is not given starts at zero."""
-        self.states = []
-        for group in self.step.groups:
-            arrays = [weights]
-            for slot in group.slots:
-                zero = {name: np.zeros(shape) for name, shape in group.shapes.items()}
-                arrays.append(zero | {n: s[slot] for n, s in slots.items() if slot in s and n in zero})
-            self.states += [
-                ort.OrtValue.ortvalue_from_numpy(group.pack(a), self.device) for a in arrays
-            ]
-
-    def budget(self) -> int:
-        """Return how many batches the next call may run."""
-        return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
-
-    def run(self, piece: Slice, rate: float, done: int) -> float | None:
-        """Train on the batches of `piece`; returns the sum of the row losses.
-
-        None where the loss or a weight is not finite: the states are then left as they were.
-        """
-        start = time.perf_counter()
-        binding = self.session.io_binding()
-        step, inverse = self.step, 1.0 if self.mean else 1 / piece.rows
-        kind = step.minus_learning_rate.dtype.numpy()  # type: ignore[union-attr]
-        fed = list(piece.arrays.values())
-        if step.inverse_rows is None:
-            fed.append(np.full(piece.batches, -rate * inverse, kind))
-        else:
-            fed.append(np.full(piece.batches, -rate, kind))
-        if step.step in step.model.graph.inputs:
-            fed.append(np.arange(done + 1, done + 1 + piece.batches).astype(kind))
-        if step.inverse_rows is not None:
-            shape, dtype = tuple(step.inverse_rows.shape), step.inverse_rows.dtype.numpy()
-            fed.append(np.full(shape, inverse, dtype))
-        for name, state in zip(self.names, self.states, strict=False):
-            binding.bind_ortvalue_input(name, state)
-        for name, array in zip(self.names[len(self.states) :], fed, strict=True):
-            binding.bind_cpu_input(name, np.ascontiguousarray(array))
-        for name in self.outputs:
-            binding.bind_output(name, self.device)
-        self.session.run_with_iobinding(binding)
-        *states, losses = binding.get_outputs()
-        values = losses.numpy().astype(np.float64)
-        if not np.isfinite(values).all() or not all(np.isfinite(s.numpy()).all() for s in states):
-            return None
-        self.states = states
-        self.last = piece.batches
-        self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
-        return float(values.sum()) * (piece.rows if self.mean else 1)
-
-    def weights(self) -> dict[str, np.ndarray]:
-        """Return the weights, by name."""
-        return {name: a for arrays in self._unpacked() for name, a in arrays[0].items()}
-
-    def slots(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the slots of every weight, by name."""
-        made: dict[str, dict[str, np.ndarray]] = {}
-        for group, (_, *slots) in zip(self.step.groups, self._unpacked(), strict=True):
-            for slot, arrays in zip(group.slots, slots, strict=True):
-                for name, array in arrays.items():
-                    made.setdefault(name, {})[slot] = array
-        return made
-
-    def _unpacked(self) -> list[list[dict[str, np.ndarray]]]:
-        made, states = [], iter(self.states)
-        for group in self.step.groups:
-            made.append([group.unpack(next(states).numpy()) for _ in group.inputs])
-        return made
-
-
-class _Evaluation:
-    """The loss of given rows under given weights."""
-
-    def __init__(
-        self, proto: ModelProto, weights: Sequence[str], loss: str, device: str, work: float
-    ) -> None:
-        model = prepare(proto, batch=BATCH)
-        as_inputs(proto, model.graph, weights)
-        self.session = session(to_proto(model), device, work * _ROWS)
-        self.loss_name = loss
-
-    def loss(self, weights: dict[str, np.ndarray], data: dict[str, np.ndarray], mean: bool) -> float:
-        """Return the mean loss of a row."""
-        rows, total = len(next(iter(data.values()))), 0.0
-        for start in range(0, rows, _ROWS):
-            part = {name: array[start : start + _ROWS] for name, array in data.items()}
-            (value,) = self.session.run([self.loss_name], {**part, **weights})
-            total += float(np.sum(value)) * (min(_ROWS, rows - start) if mean else 1)
-        return total / rows
-
-
-_ROWS = 1024  # rows of one validation call

@@ -32,8 +32,7 @@ class Group:
 
     def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the arrays of the group's weights as the one array of the group."""
-        assert self.state.dtype is not None
-        parts = [np.asarray(arrays[name], self.state.dtype.numpy()) for name in self.shapes]
+        parts = [np.asarray(arrays[name], numpy_dtype(self.state)) for name in self.shapes]
         return np.concatenate([p.ravel() for p in parts]) if len(parts) > 1 else parts[0].copy()
 
     def unpack(self, array: np.ndarray) -> dict[str, np.ndarray]:
@@ -69,6 +68,28 @@ class Step:
     unreached: list[str]  # weights that the loss does not depend on: they stay constants
     work: float  # multiply-adds of the forward pass, per row
 
+    @property
+    def rate_dtype(self) -> np.dtype:
+        """The dtype of the learning rate, and of the step number."""
+        return numpy_dtype(self.minus_learning_rate)
+
+    @property
+    def counts(self) -> bool:
+        """Tell whether the step number is an input."""
+        return self.step in self.model.graph.inputs
+
+    def like_loss(self, number: float) -> np.ndarray:
+        """Return `number` in the shape and dtype of `inverse_rows`."""
+        assert self.inverse_rows is not None
+        shape = shapes.static(shapes.dims(self.inverse_rows)) or ()
+        return np.full(shape, number, numpy_dtype(self.inverse_rows))
+
+
+def numpy_dtype(value: ir.Value) -> np.dtype:
+    """Return the numpy dtype of a value whose type is known."""
+    assert value.dtype is not None
+    return value.dtype.numpy()
+
 
 def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: Optimizer) -> Step:
     """Return the training step of a model that computes a loss.
@@ -91,11 +112,11 @@ def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: 
     unreached = [w for w in trained if w not in gradients]
     for w in unreached:
         graph.inputs.remove(w)
-        w.const_value = tensors[w.name]
+        w.const_value = tensors[str(w.name)]
         graph.register_initializer(w)
 
     groups = [_pack(op, members, gradients, optimizer) for members in _together(gradients)]
-    widest = max((g.state for g, _ in groups), key=lambda v: v.dtype.itemsize)
+    widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)
     rate, number = (
         _input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
     )
@@ -125,7 +146,9 @@ def _scalar(y: ir.Value) -> ir.Value:
 
 
 def _input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
-    return ir.Value(name=op.name(name), type=like.type, shape=like.shape if shape is None else shape)
+    return ir.Value(
+        name=op.name(name), type=like.type, shape=like.shape if shape is None else shape
+    )
 
 
 def _together(weights: Mapping[ir.Value, ir.Value]) -> list[list[ir.Value]]:
@@ -151,9 +174,7 @@ def _pack(
         state, g = members[0], gradients[members[0]]
     else:
         sizes = [_size(w) for w in members]
-        state = ir.Value(
-            name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)])
-        )
+        state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
         op.before = next(iter(op.graph))
         parts = op.emit("Split", [state, sizes], {"axis": 0}, outputs=len(members))
         for w, part, size in zip(members, parts, sizes, strict=True):
@@ -165,7 +186,9 @@ def _pack(
         flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
         g = op.like(op.Concat(*flat, axis=0), state)
     slots = {slot: _input(op, f"{state.name}.{slot}", state) for slot in optimizer.slots}
-    return Group({str(w.name): shapes.static(shapes.dims(w)) or () for w in members}, state, slots), g
+    return Group(
+        {str(w.name): shapes.static(shapes.dims(w)) or () for w in members}, state, slots
+    ), g
 
 
 def _moved(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:

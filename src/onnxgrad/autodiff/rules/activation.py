@@ -44,10 +44,10 @@ def thresholded_relu(op, node, g):
 
 @rule("PRelu")
 def prelu(op, node, g):
-    """y = x where x >= 0 else s x:  dx = g where x >= 0 else s g,  ds = x g where x < 0."""
+    """y = x where x > 0 else s x:  dx = g where x > 0 else s g,  ds = x g where x <= 0."""
     x, slope = node.inputs
-    below = op.Less(x, 0.0)
-    return op.Where(below, slope * g, g), op.sum_to(op.Where(below, x * g, 0.0), slope)
+    above = op.Greater(x, 0.0)
+    return op.Where(above, g, slope * g), op.sum_to(op.Where(above, 0.0, x * g), slope)
 
 
 @rule("Elu")

@@ -6,19 +6,18 @@ from onnxgrad.autodiff.rules.registry import constant
 
 constant(
     dict.fromkeys(
-        ["Ceil", "Floor", "Round", "Sign", "Hardmax"], "piecewise constant: zero almost everywhere"
+        "Ceil Floor Round Sign Hardmax".split(), "piecewise constant: zero almost everywhere"
     )
     | dict.fromkeys(
-        ["Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And", "Or", "Xor"]
-        + ["IsNaN", "IsInf"],
+        "Equal Greater GreaterOrEqual Less LessOrEqual Not And Or Xor IsNaN IsInf".split(),
         "the output is boolean",
     )
-    | dict.fromkeys(["ArgMax", "ArgMin", "NonZero"], "the output is an index")
+    | dict.fromkeys("ArgMax ArgMin NonZero".split(), "the output is an index")
     | dict.fromkeys(
-        ["Shape", "Size", "EyeLike", "ConstantOfShape"], "depends on the shape of its input only"
+        "Shape Size EyeLike ConstantOfShape".split(), "depends on the shape of its input only"
     )
     | dict.fromkeys(
-        ["RandomNormalLike", "RandomUniformLike", "Bernoulli", "Multinomial"],
+        "RandomNormalLike RandomUniformLike Bernoulli Multinomial".split(),
         "random: depends on the shape or on a draw only",
     )
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onnxgrad.autodiff.rules.registry import Refused, rule
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.shapes import rank
 
 
 @rule("MatMul")

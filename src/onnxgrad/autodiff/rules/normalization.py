@@ -63,7 +63,7 @@ def dropout(op, node, g, g_mask=None):
     The mask is the forward's own.
     """
     training = node.inputs[2] if len(node.inputs) > 2 else None
-    if training is None or op.constant(training) is not None and not op.constant(training):
+    if training is None or (op.constant(training) is not None and not op.constant(training)):
         return (g,)
     ratio = node.inputs[1] if node.inputs[1] is not None else op.value(0.5, g.dtype)
     if len(node.outputs) < 2:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from math import prod
 
-import onnx_ir as ir
-
 from onnxgrad.autodiff.rules.registry import Refused, rule
 from onnxgrad.graph.shapes import dims, static
 

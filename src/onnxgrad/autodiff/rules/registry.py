@@ -45,7 +45,7 @@ def elementwise(**slopes: Callable[[Any, ir.Value, ir.Value], Any]) -> None:
 
 
 def _by_slope(slope: Callable[[Any, ir.Value, ir.Value], Any]) -> Rule:
-    def multiply(op: Any, node: ir.Node, g: ir.Value) -> Any:
+    def multiply(op: Any, node: Any, g: ir.Value) -> Any:
         """y = f(x):  dx = g f'(x)."""
         return (g * slope(op, node.inputs[0], node.outputs[0]),)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxgrad.autodiff.rules.registry import Refused, rule
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.graph.shapes import dims
 
 
 @rule("Identity")
@@ -92,16 +92,15 @@ def _pads_of_slice(op, node):
 
 @rule("Pad")
 def pad(op, node, g):
-    """y = x with a border:  dx = g without the border."""
+    """y = x with a border of v:  dx = g without the border,  dv = sum of g over the border."""
     x, pads, value, axes = (*node.inputs, None, None)[:4]
     if node.attributes.get_string("mode", "constant") != "constant":
         return moved(op, node, g), None, None
-    if axes is None and rank(x) is None:
-        return Refused("the rank of its input is not known")
-    count = op.value([rank(x)]) if axes is None else op.Shape(axes)
-    begin = op.Slice(pads, [0], count)
-    length = op.shape(x) if axes is None else op.Gather(op.Shape(x), axes)
-    return (op.Slice(g, begin, begin + length, axes),)
+    dx = op.Pad(g, -pads, None, axes)  # a negative length cuts off
+    if value is None:
+        return dx, None, None
+    border = op.Pad(op.zeros_like(x), pads, 1.0, axes)
+    return dx, None, op.reshape(op.ReduceSum(g * border, keepdims=0), value)
 
 
 def moved(op, node, g):
@@ -111,7 +110,9 @@ def moved(op, node, g):
     come out: right for every attribute, and for indices known only at run time.
     """
     x, *rest = node.inputs
-    positions = op.Reshape(op.Range(op.value(np.int64(0)), op.Size(x), op.value(np.int64(1))), op.shape(x))
+    positions = op.Reshape(
+        op.Range(op.value(np.int64(0)), op.Size(x), op.value(np.int64(1))), op.shape(x)
+    )
     attributes = {a.name: a.value for a in node.attributes.values()}
     taken = op.emit(node.op_type, [positions, *rest], attributes, domain=node.domain)
     return scatter_flat(op, x, taken, g)

@@ -1,0 +1,136 @@
+"""Running the models of training: the epoch, whose states stay on the device, and the evaluation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.training.data import Slice
+from onnxgrad.training.session import session
+from onnxgrad.training.step import BATCH, Step
+
+SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C stay alive
+_ROWS = 1024  # of one call of the evaluation
+
+
+class Runner:
+    """Runs slices of batches; keeps the states on the device between calls."""
+
+    def __init__(self, model: ModelProto, step: Step, mean: bool, device: str, work: float) -> None:
+        self.step, self.mean, self.device = step, mean, device.partition(":")[0]
+        self.session = session(model, device, work)
+        self.names = [x.name for x in self.session.get_inputs()]
+        self.outputs = [y.name for y in self.session.get_outputs()]
+        self.states: list[ort.OrtValue] = []
+        self.seconds_per_batch = SECONDS_PER_CALL
+        self.last = 1
+
+    def load(
+        self, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping[str, np.ndarray]]
+    ) -> None:
+        """Set the states; a slot that is not given starts at zero."""
+        self.states = []
+        for group in self.step.groups:
+            self._add(group.pack(weights))
+            for slot in group.slots:
+                zeros = {name: np.zeros(shape) for name, shape in group.shapes.items()}
+                given = {n: s[slot] for n, s in slots.items() if slot in s and n in zeros}
+                self._add(group.pack(zeros | given))
+
+    def _add(self, state: np.ndarray) -> None:
+        self.states.append(ort.OrtValue.ortvalue_from_numpy(state, self.device))
+
+    def budget(self) -> int:
+        """Return how many batches the next call may run."""
+        return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
+
+    def run(self, piece: Slice, rate: float, done: int) -> float | None:
+        """Train on the batches of `piece`, after `done` steps; returns the sum of the row losses.
+
+        None where the loss or a weight is not finite: the states are then left as they were.
+        """
+        start = time.perf_counter()
+        binding = self.session.io_binding()
+        fed = [*piece.arrays.values(), *self._scalars(piece, rate, done)]
+        for name, state in zip(self.names, self.states, strict=False):
+            binding.bind_ortvalue_input(name, state)
+        for name, array in zip(self.names[len(self.states) :], fed, strict=True):
+            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        for name in self.outputs:
+            binding.bind_output(name, self.device)
+        self.session.run_with_iobinding(binding)
+        *states, losses = binding.get_outputs()
+        values = losses.numpy().astype(np.float64)
+        if not np.isfinite(values).all() or not all(np.isfinite(s.numpy()).all() for s in states):
+            return None
+        self.states = states
+        self.last = piece.batches
+        self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
+        return float(values.sum()) * (piece.rows if self.mean else 1)
+
+    def _scalars(self, piece: Slice, rate: float, done: int) -> list[np.ndarray]:
+        """Return what the epoch is fed beside the data; a sum over rows is divided by them."""
+        step, count, inverse = self.step, piece.batches, 1.0 if self.mean else 1 / piece.rows
+        kind = step.rate_dtype
+        minus_rate = -rate * (inverse if step.inverse_rows is None else 1.0)
+        fed = [np.full(count, minus_rate, kind)]
+        if step.counts:
+            fed.append(np.arange(done + 1, done + 1 + count).astype(kind))
+        if step.inverse_rows is not None:
+            fed.append(step.like_loss(inverse))
+        return fed
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """Return the weights, by name."""
+        return {name: a for arrays in self._unpacked() for name, a in arrays[0].items()}
+
+    def slots(self) -> dict[str, dict[str, np.ndarray]]:
+        """Return the slots of every weight, by name."""
+        made: dict[str, dict[str, np.ndarray]] = {}
+        for group, (_, *slots) in zip(self.step.groups, self._unpacked(), strict=True):
+            for slot, arrays in zip(group.slots, slots, strict=True):
+                for name, array in arrays.items():
+                    made.setdefault(name, {})[slot] = array
+        return made
+
+    def _unpacked(self) -> list[list[dict[str, np.ndarray]]]:
+        states = iter(self.states)
+        return [
+            [group.unpack(next(states).numpy()) for _ in group.inputs] for group in self.step.groups
+        ]
+
+
+class Evaluation:
+    """The loss of given rows under given weights."""
+
+    def __init__(
+        self,
+        proto: ModelProto,
+        weights: Sequence[str],
+        loss: str,
+        device: str,
+        work: float,
+        data: dict[str, np.ndarray],
+        mean: bool,
+        rows: int | None,
+    ) -> None:
+        model = prepare(proto, batch=BATCH)
+        as_inputs(proto, model.graph, weights)
+        self.rows = rows or _ROWS
+        self.session = session(to_proto(model), device, work * self.rows)
+        self.loss_name, self.data, self.mean = loss, data, mean
+
+    def loss(self, weights: dict[str, np.ndarray]) -> float:
+        """Return the mean loss of a row."""
+        count, total = len(next(iter(self.data.values()))), 0.0
+        for start in range(0, count, self.rows):
+            part = {name: array[start : start + self.rows] for name, array in self.data.items()}
+            (value,) = self.session.run([self.loss_name], {**part, **weights})
+            total += float(np.sum(value)) * (min(self.rows, count - start) if self.mean else 1)
+        return total / count
