@@ -40,9 +40,8 @@ def penalty_loss_onnx(
     op = Emit(graph, existing_names or ())
     with op:
         penalty(op, weight, l1, l2)
-    initializers = [
-        ir.to_proto(v.const_value) for v in graph.initializers.values() if v.const_value
-    ]
+    tensors = (v.const_value for v in graph.initializers.values())
+    initializers = [ir.to_proto(t) for t in tensors if t is not None]
     return initializers, [ir.to_proto(node) for node in graph]
 
 

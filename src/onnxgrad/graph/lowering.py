@@ -7,6 +7,7 @@ leave it as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -33,7 +34,7 @@ def lowering(op_type: str, domain: str = "") -> Callable[[Lowering], Lowering]:
 @lowering("Cast")
 @lowering("Reshape")
 @lowering("Dropout")
-def no_operation(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
     """A node that hands on its input is dropped, unless it makes an output of the graph."""
     x, (y, *others) = node.inputs[0], node.outputs
     training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None

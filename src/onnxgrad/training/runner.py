@@ -1,4 +1,4 @@
-"""Running the models of training: the epoch, whose states stay on the device, and the evaluation."""
+"""Running the models of training: the epoch, and the loss of other rows."""
 
 from __future__ import annotations
 
