@@ -179,7 +179,7 @@ class OrtGradientOptimizer(BaseEstimator):
             onnx.save(model, self.saved_gradient)
         runner = Runner(model, step, fields.mean, self.device, step.work * self.batch_size)
         if not again:
-            self._start(proto, step, rng)
+            self._start(proto, [n for n in names if n not in step.unreached], rng)
         self._rng = rng
         untrained = {site.name: site.array() for site in constants.sites(proto)}
         runner.load({**untrained, **self.trained_coef_}, self._slots)
@@ -248,14 +248,10 @@ class OrtGradientOptimizer(BaseEstimator):
             )
         return ArraySource(arrays, self.batch_size, rng)
 
-    def _start(self, proto: ModelProto, step: Step, rng: np.random.Generator) -> None:
-        trained = {name for group in step.groups for name in group.shapes}
+    def _start(self, proto: ModelProto, names: list[str], rng: np.random.Generator) -> None:
+        found = {site.name: site.array() for site in constants.sites(proto)}
         initial = _INITS[self.weight_init]
-        self.trained_coef_ = {
-            site.name: initial(rng, site.array())
-            for site in constants.sites(proto)
-            if site.name in trained
-        }
+        self.trained_coef_ = {name: initial(rng, found[name]) for name in names}
         self._forget()
 
     def _forget(self) -> None:
