@@ -25,7 +25,9 @@ class ProviderError(ValueError):
 def unknown(kind: str, name: object, valid: Iterable[str]) -> ValueError:
     """Return the error for a name that is not among `valid`, with the close ones first."""
     names = [str(v) for v in valid]
-    close = difflib.get_close_matches(str(name), names, n=3, cutoff=0.5)
+    lower = {n.lower(): n for n in names}
+    found = difflib.get_close_matches(str(name).lower(), lower, n=3, cutoff=0.5)
+    close = [lower[n] for n in found]
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")

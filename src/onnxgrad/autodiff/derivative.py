@@ -167,13 +167,16 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
         names = [name for name, site in known.items() if site.default]
     made = []
     for name in names:
-        if name not in known or name not in graph.initializers:
+        if name not in known:
             floats = [n for n, s in known.items() if s.read().data_type in constants.FLOATS]
             raise unknown("weight", name, floats)
-        value = graph.initializers[name]
-        if not value.dtype or not value.dtype.is_floating_point():
-            raise ValueError(f"weight {name!r} holds {value.dtype}: only floats have a gradient")
-        del graph.initializers[name]
+        tensor = known[name].read()
+        dtype = ir.DataType(tensor.data_type)
+        if not dtype.is_floating_point():
+            raise ValueError(f"weight {name!r} holds {dtype}: only floats have a gradient")
+        value = graph.initializers.pop(name, None)
+        if value is None:  # nothing reads it
+            value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(tensor.dims))
         value.const_value = None
         graph.inputs.append(value)
         made.append(value)

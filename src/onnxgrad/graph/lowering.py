@@ -93,15 +93,11 @@ def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
 
 
 def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
-    x = op.Cast(node.inputs[0], to=ir.DataType.FLOAT)
+    x, coefficients, intercepts = (*node.inputs, None)[:3]
+    x = op.Cast(x, to=ir.DataType.FLOAT)
     if rank(x) == 1:
         x = op.Unsqueeze(x, [0])
-    name = (
-        node.name if f"{node.name}.coefficients" in op.graph.initializers else node.outputs[0].name
-    )
-    coefficients = op.graph.initializers[f"{name}.coefficients"]
     y = op.MatMul(x, op.Transpose(op.Reshape(coefficients, [rows, -1]), perm=[1, 0]))
-    intercepts = op.graph.initializers.get(f"{name}.intercepts")
     return y if intercepts is None else op.Add(y, intercepts)
 
 
@@ -122,10 +118,8 @@ def _post_transform(op: Emit, node: ir.Node, y: ir.Value) -> ir.Value:
 @lowering("Scaler", "ai.onnx.ml")
 def scaler(op: Emit, node: ir.Node) -> list[ir.Value]:
     """y = (x - offset) scale."""
-    x = op.Cast(node.inputs[0], to=ir.DataType.FLOAT)
-    name = node.name if f"{node.name}.scale" in op.graph.initializers else node.outputs[0].name
-    offset = op.graph.initializers.get(f"{name}.offset")
-    scale = op.graph.initializers.get(f"{name}.scale")
+    x, offset, scale = (*node.inputs, None, None)[:3]
+    x = op.Cast(x, to=ir.DataType.FLOAT)
     y = x if offset is None else op.Sub(x, offset)
     return [y if scale is None else op.Mul(y, scale)]
 

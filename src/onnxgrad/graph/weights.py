@@ -36,6 +36,7 @@ class Site:
     default: bool  # among the tensors that are trained when none is named
     graph: GraphProto
     node: NodeProto | None = None  # the Constant or ai.onnx.ml node; None for an initializer
+    place: int = 0  # for ai.onnx.ml: the input of the node that takes it once it is lifted
 
     def array(self) -> np.ndarray:
         """Return the tensor's current value."""
@@ -82,7 +83,8 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
 def lift(model: ModelProto) -> None:
     """Turn every constant of `model` into an initializer of the main graph, in place.
 
-    The attributes of `ai.onnx.ml` operators are copied: the operator still has them.
+    The attributes of `ai.onnx.ml` operators become further inputs of the node, which is no valid
+    node then: `prepare` lowers it.
     """
     for site in list(sites(model)):
         if site.node is None and site.graph is model.graph:
@@ -96,6 +98,10 @@ def lift(model: ModelProto) -> None:
             site.graph.initializer.remove(old)
         elif site.node.op_type == "Constant":
             _take_out(model, site, site.node)
+        else:
+            missing = site.place + 1 - len(site.node.input)
+            site.node.input.extend([""] * missing)
+            site.node.input[site.place] = site.name
         model.graph.initializer.append(tensor)
 
 
@@ -139,16 +145,16 @@ def _value_names(graph: GraphProto) -> Iterator[str]:
             yield from _value_names(inner)
 
 
-def _graph_sites(graph: GraphProto) -> Iterator[Site]:
+def _graph_sites(graph: GraphProto, main: bool = True) -> Iterator[Site]:
     for tensor in graph.initializer:
         yield _tensor_site(tensor, tensor.name, graph, None, tensor.data_type in FLOATS)
     for node in graph.node:
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
             yield from _constant_sites(node, graph)
-        elif node.domain == "ai.onnx.ml":
+        elif node.domain == "ai.onnx.ml" and main:
             yield from _ml_sites(node, graph)
         for inner in subgraphs(node):
-            yield from _graph_sites(inner)
+            yield from _graph_sites(inner, main=False)
 
 
 def _tensor_site(
@@ -178,11 +184,13 @@ def _constant_sites(node: NodeProto, graph: GraphProto) -> Iterator[Site]:
 
 
 def _ml_sites(node: NodeProto, graph: GraphProto) -> Iterator[Site]:
-    for name, trained in ML_COEFFICIENTS.get(node.op_type, {}).items():
+    for place, (name, trained) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
         attribute = next((a for a in node.attribute if a.name == name and a.floats), None)
         if attribute is not None:
             full = f"{node.name or node.output[0]}.{name}"
-            yield _attribute_site(attribute, full, graph, node, trained, None)
+            site = _attribute_site(attribute, full, graph, node, trained, None)
+            site.place = place
+            yield site
 
 
 def _attribute_site(

@@ -29,7 +29,7 @@ from onnxgrad.training.data import (
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.estimator import BaseEstimator
 from onnxgrad.training.runner import Evaluation, Runner
-from onnxgrad.training.step import Step, build_step
+from onnxgrad.training.step import build_step
 
 logger = logging.getLogger("onnxgrad")
 
@@ -275,8 +275,8 @@ class OrtGradientOptimizer(BaseEstimator):
                 recent = ", ".join(f"{v:.6g}" for v in self.train_losses_[-5:]) or "none"
                 raise ConvergenceError(
                     f"the loss or a weight became NaN or infinite in epoch {epoch + 1} at learning "
-                    f"rate {rate.value:g} (losses of the epochs before: {recent}); the state before "
-                    "it is kept. Lower the learning rate, or scale the data"
+                    f"rate {rate.value:g} (losses of the epochs before: {recent}); the state "
+                    "before it is kept. Lower the learning rate, or scale the data"
                 )
             self.n_steps_ += piece.batches
             rows += piece.batches * piece.rows

@@ -112,8 +112,9 @@ def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: 
     unreached = [w for w in trained if w not in gradients]
     for w in unreached:
         graph.inputs.remove(w)
-        w.const_value = tensors[str(w.name)]
-        graph.register_initializer(w)
+        if w.uses():
+            w.const_value = tensors[str(w.name)]
+            graph.register_initializer(w)
 
     groups = [_pack(op, members, gradients, optimizer) for members in _together(gradients)]
     widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)
