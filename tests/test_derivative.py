@@ -1,0 +1,436 @@
+"""`onnx_derivative`: its options, its names, its errors, and models of others."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+from onnxgrad import (
+    DerivativeOptions,
+    ModelError,
+    NoGradientRule,
+    add_loss_output,
+    check_gradient,
+    onnx_derivative,
+    select_model_inputs_outputs,
+)
+
+ZERO, YIELD, KEEP, FILL, LOSS = DerivativeOptions.Zero, *list(DerivativeOptions)
+RUN_TIME_SHAPES = {"Shape", "Size", "Expand", "ConstantOfShape", "Range", "NonZero", "Tile"}
+
+
+def parse(text: str, opset: int = 18, **weights) -> onnx.ModelProto:
+    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> {text}')
+    for name, array in weights.items():
+        array = array if isinstance(array, np.ndarray) else np.float32(array)
+        made.graph.initializer.append(numpy_helper.from_array(array, name))
+    return made
+
+
+def mlp() -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    sizes = {"w": (4, 3), "b": (3,), "v": (3, 2), "c": (2,)}
+    return parse(
+        """mlp (float[N,4] X) => (float[N,2] Y)
+        { h = MatMul(X, w)  i = Add(h, b)  j = Relu(i)  k = MatMul(j, v)  Y = Add(k, c) }""",
+        **{name: rng.standard_normal(s).astype(np.float32) for name, s in sizes.items()},
+    )
+
+
+def run(model: onnx.ModelProto, feed: dict) -> dict[str, np.ndarray]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [y.name for y in session.get_outputs()]
+    feed = {x.name: np.asarray(feed[x.name]) for x in session.get_inputs()}
+    return dict(zip(names, session.run(None, feed), strict=True))
+
+
+def inputs(model: onnx.ModelProto) -> list[str]:
+    return [x.name for x in model.graph.input]
+
+
+def outputs(model: onnx.ModelProto) -> list[str]:
+    return [y.name for y in model.graph.output]
+
+
+def weights(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+
+
+def test_golden_case():
+    f = parse(
+        """g (float[N,2] x) => (float[N,1] y) {
+            one = Constant<value_ints=[1]>()  zero = Constant<value_ints=[0]>()
+            two = Constant<value_ints=[2]>()  column = Constant<value_ints=[-1, 1]>()
+            square = Mul(x, x)  p = Mul(square, init)  q = Mul(x, init_1)  s = Add(q, p)
+            r = Slice(s, one, two, one)  l = Slice(s, zero, one, one)
+            rs = Squeeze(r, one)  ls = Squeeze(l, one)  both = Add(ls, rs)
+            f = Add(both, init_b10)  y = Reshape(f, column) }""",
+        opset=14,
+        init=[[0.5, -0.33333]],
+        init_1=[[-2, 3]],
+        init_b10=[-1],
+    )
+    loss = select_model_inputs_outputs(add_loss_output(f), outputs=["loss"])
+    made = onnx_derivative(loss, options=FILL | KEEP)
+    found = run(made, {
+        "x": np.float32([[0, 0], [1, 0], [0, 1], [1, 1], [2, 2]]),
+        "label": np.float32([[-1], [-2.5], [1.6666701], [0.16667008], [1.6666799]]),
+        "init": np.float32([[2, 3]]),
+        "init_1": np.float32([[0.5, 0.33333]]),
+        "init_b10": np.float32([1]),
+    })  # fmt: skip
+    expected = {
+        "loss": [[532.5546]],
+        "init_grad": [[193.33316, 186.66649]],
+        "init_1_grad": [[109.333244, 102.666565]],
+        "init_b10_grad": [76.6666],
+        "label_grad": [[-4], [-12], [-5.33332], [-13.333321], [-41.99996]],
+        "x_grad": [[2, 1.33332], [54, 3.99996], [2.66666, 33.777676], [59.999943, 84.44432],
+                   [356.99966, 517.9994]],
+    }  # fmt: skip
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], np.float32(value), rtol=1e-6, err_msg=name)
+
+
+# -- options -------------------------------------------------------------------------------------
+
+
+def test_names_and_order():
+    made = onnx_derivative(mlp())
+    assert inputs(made) == ["X", "w", "b", "v", "c", "Y_grad"]
+    assert outputs(made) == ["X_grad", "w_grad", "b_grad", "v_grad", "c_grad"]
+    made = onnx_derivative(mlp(), weights=["v", "w"], inputs=[])
+    assert inputs(made) == ["X", "v", "w", "Y_grad"]
+    assert outputs(made) == ["v_grad", "w_grad"]
+    made = onnx_derivative(mlp(), weights=[])
+    assert inputs(made) == ["X", "Y_grad"]
+    assert outputs(made) == ["X_grad"]
+    assert set(weights(made)) >= {"w", "v"}
+
+
+def test_forward_nodes_that_the_gradient_does_not_need_are_gone():
+    made = onnx_derivative(mlp(), ["c"], [])
+    assert [node.op_type for node in made.graph.node] == ["ReduceSum"]
+    assert not made.graph.initializer or set(weights(made)).isdisjoint({"w", "v", "b"})
+
+
+def test_keep_outputs():
+    text = """g (float[2] x) => (float[2] y, int64[1] where, float[2] z)
+        { y = Exp(x)  where = ArgMax(x)  z = Mul(y, x) }"""
+    made = onnx_derivative(parse(text), options=KEEP)
+    assert inputs(made) == ["x", "y_grad", "z_grad"]
+    assert outputs(made) == ["x_grad", "y", "where", "z"]
+    x, g, h = np.float32([[1, 2], [3, 4], [5, 6]])
+    found = run(made, {"x": x, "y_grad": g, "z_grad": h})
+    np.testing.assert_allclose(found["x_grad"], np.exp(x) * (g + h * (1 + x)), rtol=1e-6)
+    np.testing.assert_allclose(found["y"], np.exp(x), rtol=1e-6)
+    assert found["where"] == [1]
+
+
+@pytest.mark.parametrize("kind", ["float", "double", "float16"])
+def test_fill_grad_is_of_the_outputs_shape_and_type(kind):
+    made = onnx_derivative(
+        parse(f"g ({kind}[N] x) => ({kind}[N] y) {{ y = Mul(x, x) }}"), options=FILL | KEEP
+    )
+    assert inputs(made) == ["x"]
+    dtype = {"float": np.float32, "double": np.float64, "float16": np.float16}[kind]
+    found = run(made, {"x": dtype([1, 2, 3])})
+    np.testing.assert_array_equal(found["x_grad"], dtype([2, 4, 6]))
+
+
+def test_yield_op():
+    made = onnx_derivative(mlp(), options=YIELD)
+    assert inputs(made) == ["X", "w", "b", "v", "c"]
+    assert outputs(made) == ["X_grad", "w_grad", "b_grad", "v_grad", "c_grad"]
+    [node] = [n for n in made.graph.node if n.op_type == "YieldOp"]
+    assert (node.domain, list(node.input), list(node.output)) == (
+        "com.microsoft",
+        ["Y"],
+        ["Y_grad"],
+    )
+    assert [(a.name, list(a.ints)) for a in node.attribute] == [("full_shape_outputs", [0])]
+    assert {o.domain for o in made.opset_import} == {"", "com.microsoft"}
+
+
+def test_loss(tmp_path):
+    path = tmp_path / "gradient.onnx"
+    model = add_loss_output(mlp())
+    made = onnx_derivative(model, ["v"], None, LOSS, loss="loss", label="label", path_name=path)
+    assert inputs(made) == ["X", "label", "v"]
+    assert outputs(made) == ["loss", "X_grad", "v_grad"]
+    assert onnx.load(path) == made
+    w = weights(mlp())
+    x, y = np.ones((3, 4), np.float32), np.zeros((3, 2), np.float32)
+    found = run(made, {"X": x, "label": y, "v": w["v"]})
+    h = np.maximum(x @ w["w"] + w["b"], 0)
+    np.testing.assert_allclose(found["v_grad"], 2 * h.T @ (h @ w["v"] + w["c"]), rtol=1e-5)
+    kept = onnx_derivative(model, ["v"], None, LOSS | KEEP, loss="loss", label=["label"])
+    assert outputs(kept) == ["loss", "X_grad", "v_grad", "Y"]
+
+
+def test_the_model_keeps_what_is_its_own_and_is_not_modified():
+    model = mlp()
+    model.producer_name, model.domain, model.doc_string = "somebody", "here", "text"
+    model.metadata_props.add(key="a", value="b")
+    before = model.SerializeToString()
+    made = onnx_derivative(model)
+    assert model.SerializeToString() == before
+    for name in ("producer_name", "domain", "doc_string", "metadata_props"):
+        assert getattr(made, name) == getattr(model, name)
+
+
+@pytest.mark.parametrize(("opset", "made"), [(9, 18), (13, 18), (18, 18), (21, 21), (23, 23)])
+def test_opset(opset, made):
+    model = parse("g (float[N,2] x) => (float[N,2] y) { y = Tanh(x) }", opset)
+    assert onnx_derivative(model).opset_import[0].version == made
+
+
+def test_clashing_names_give_way_unless_they_are_the_users():
+    text = """g (float[2] x, float[2] x_grad) => (float[2] y, float[2] y_grad)
+        { y = Mul(x, x_grad)  y_grad = Exp(y) }"""
+    made = onnx_derivative(parse(text), options=KEEP)
+    assert inputs(made)[:2] == ["x", "x_grad"]
+    assert outputs(made)[-2:] == ["y", "y_grad"]
+    onnx.checker.check_model(made, full_check=True)
+    a, b, g, h = np.float32([[1, 2], [3, 4], [5, 6], [7, 8]])
+    found = run(made, dict(zip(inputs(made), (a, b, g, h), strict=True)))
+    np.testing.assert_allclose(next(iter(found.values())), (g + h * np.exp(a * b)) * b, rtol=1e-6)
+
+
+def test_an_input_that_is_an_output_and_an_output_used_twice():
+    made = onnx_derivative(
+        parse("g (float[2] x) => (float[2] y, float[2] z) { y = Exp(x)  z = Exp(y) }")
+    )
+    x = np.float32([0.1, 0.2])
+    one = np.ones(2, np.float32)
+    found = run(made, {"x": x, "y_grad": one, "z_grad": one})["x_grad"]
+    np.testing.assert_allclose(found, np.exp(x) * (1 + np.exp(np.exp(x))), rtol=1e-6)
+
+
+def test_weights_in_constant_nodes():
+    text = """g (float[N,2] x) => (float[N,2] y) {
+        w = Constant<value = float[2] {2.0, 3.0}>()  two = Constant<value_float=2.0>()
+        h = Mul(x, w)  y = Mul(h, two) }"""
+    made = onnx_derivative(parse(text))
+    assert inputs(made) == ["x", "w", "y_grad"]
+    assert inputs(onnx_derivative(parse(text), ["two"], [])) == ["x", "two", "y_grad"]
+
+
+def test_weights_in_branches_are_found_and_the_branch_is_refused():
+    text = """g (float[N,2] x, bool c) => (float[N,2] y) {
+        y = If (c) <
+            then_branch = a () => (float[N,2] t) {
+                w = Constant<value = float[2] {2.0, 3.0}>()  t = Mul(x, w) },
+            else_branch = b () => (float[N,2] e) { e = Neg(x) }> }"""
+    with pytest.raises(NoGradientRule, match=r"^If \("):
+        onnx_derivative(parse(text))
+
+
+def test_a_shared_weight_gets_the_sum():
+    model = parse("g (float[2,2] x) => (float[2,2] y) { h = MatMul(x, w)  y = MatMul(h, w) }",
+                  w=[[1, 2], [3, 4]])  # fmt: skip
+    assert check_gradient(model).ok
+
+
+def test_bytes_and_paths(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(mlp(), path)
+    assert onnx_derivative(path) == onnx_derivative(str(path)) == onnx_derivative(mlp())
+    assert onnx_derivative(path.read_bytes()) == onnx_derivative(mlp())
+
+
+def test_external_data(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(mlp(), path, save_as_external_data=True, size_threshold=0, location="m.data")
+    assert onnx_derivative(path) == onnx_derivative(mlp())
+    (tmp_path / "m.data").unlink()
+    with pytest.raises(ModelError, match=r"external file 'm\.data', which is not in"):
+        onnx_derivative(path)
+    with pytest.raises(ModelError, match=r"pass the path of the \.onnx file instead"):
+        onnx_derivative(path.read_bytes())
+
+
+@pytest.mark.parametrize(("verbose", "nodes"), [(0, 0), (1, 0), (2, 5)])
+def test_verbose(caplog, verbose, nodes):
+    level = logging.getLogger("onnxgrad").level
+    with caplog.at_level(logging.NOTSET, "onnxgrad"):
+        logging.getLogger("onnxgrad").setLevel(logging.NOTSET)
+        onnx_derivative(mlp(), verbose=verbose)
+    assert sum("gradient of" in m for m in caplog.messages) == nodes
+    assert any("nodes" in m for m in caplog.messages) == (verbose > 0)
+    assert logging.getLogger("onnxgrad").level == level
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"weights": ["W"]}, "Unknown weight 'W'. Did you mean 'w'"),
+        ({"inputs": ["x"]}, "Unknown input 'x'. Did you mean 'X'"),
+        ({"options": FILL}, "FillGrad needs KeepOutputs"),
+        ({"options": YIELD | KEEP}, "KeepYieldOp cannot be combined"),
+        ({"options": YIELD | LOSS, "loss": "Y", "label": "X"}, "KeepYieldOp cannot be combined"),
+        ({"options": LOSS}, "needs the names of the loss output and of the label"),
+        ({"options": LOSS, "loss": "Y"}, "needs the names of the loss output and of the label"),
+        ({"options": LOSS, "loss": "y", "label": "X"}, "Unknown output 'y'. Did you mean 'Y'"),
+        ({"options": LOSS, "loss": "Y", "label": "x"}, "Unknown input 'x'"),
+        ({"loss": "Y"}, "with options=DerivativeOptions.Loss only"),
+        ({"weights": [], "inputs": []}, "no differentiable path from any of"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        onnx_derivative(mlp(), **options)
+
+
+@pytest.mark.parametrize("options", [0, None, "Zero"])
+def test_options_of_another_type(options):
+    with pytest.raises(TypeError, match="options must be DerivativeOptions"):
+        onnx_derivative(mlp(), options=options)
+
+
+def test_integers_have_no_gradient():
+    text = "g (float[3,2] x, int64[N] i) => (float[N,2] y) { j = Add(i, k)  y = Gather(x, j) }"
+    model = parse(text, k=np.array([1]))
+    with pytest.raises(ValueError, match="weight 'k' holds INT64: only floats"):
+        onnx_derivative(model, ["k"])
+    with pytest.raises(ValueError, match="input 'i' holds INT64: only floats"):
+        onnx_derivative(model, inputs=["i"])
+    assert outputs(onnx_derivative(model)) == ["x_grad"]
+
+
+def test_what_no_path_leads_to_is_left_out_or_refused():
+    model = parse("g (float[2] x, float[2] z) => (float[2] y) { f = Floor(z)  y = Add(x, f) }")
+    assert outputs(onnx_derivative(model)) == ["x_grad"]
+    with pytest.raises(ValueError, match="no differentiable path from 'z' to 'y'"):
+        onnx_derivative(model, inputs=["x", "z"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"not a model at all", "is no ONNX model, or is truncated"),
+        (b"", "holds no graph"),
+        (mlp().SerializeToString()[:-30], "truncated"),
+    ],
+)
+def test_bad_files(tmp_path, content, message):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=message) as error:
+        onnx_derivative(path)
+    assert "m.onnx" in str(error.value)
+    with pytest.raises(ModelError, match="No such file"):
+        onnx_derivative(tmp_path / "none.onnx")
+    with pytest.raises(TypeError, match="a model is a ModelProto, bytes or a path, not int"):
+        onnx_derivative(3)
+
+
+# -- models of others ----------------------------------------------------------------------------
+
+
+def test_no_run_time_shapes_in_the_gradient_of_an_mlp():
+    for options in (ZERO, FILL | KEEP):
+        made = onnx_derivative(mlp(), options=options)
+        operators = {node.op_type for node in made.graph.node}
+        allowed = {"Shape", "Expand"} if options & FILL else set()  # ones of Y's run-time shape
+        assert not operators & RUN_TIME_SHAPES - allowed
+
+
+def test_exported_transformer_encoder_as_torch(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(11, 8)
+            layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, "gelu", batch_first=True)
+            self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+            self.head = torch.nn.Linear(8, 3)
+
+        def forward(self, ids):
+            return self.head(self.encoder(self.embed(ids)).mean(1))
+
+    torch.manual_seed(0)
+    net = Net().train()
+    for p in net.parameters():  # the layers start as copies, which the exporter shares
+        torch.nn.init.normal_(p, std=0.3)
+    sizes = {0: torch.export.Dim("N"), 1: torch.export.Dim("T")}
+    program = torch.onnx.export(
+        net,
+        (torch.ones(2, 5, dtype=torch.int64),),
+        dynamic_shapes=(sizes,),
+        dynamo=True,
+        verbose=False,
+    )
+    model = program.model_proto
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 11, (4, 7))
+    g = rng.standard_normal((4, 3)).astype(np.float32)
+    net(torch.tensor(ids)).backward(torch.tensor(g))
+    parameters = dict(net.named_parameters())
+    names = [n for n in weights(model) if n in parameters]
+    assert len(names) > 8  # the others are stored transposed, under other names
+    report = check_gradient(model, feed={model.graph.input[0].name: ids})
+    assert report.ok, str(report)
+    assert len(report.rows) > 24
+    made = onnx_derivative(model, names, [])
+    [data, *rest] = inputs(made)
+    found = run(made, {data: ids, rest[-1]: g, **{n: weights(model)[n] for n in names}})
+    for name in names:
+        expected = parameters[name].grad.numpy()
+        scale = max(abs(expected).max(), 1e-3)
+        np.testing.assert_allclose(
+            found[f"{name}_grad"] / scale, expected / scale, atol=2e-5, err_msg=name
+        )
+
+
+@pytest.mark.parametrize("kind", ["logistic", "ridge", "mlp"])
+def test_scikit_learn_pipelines(kind):
+    skl2onnx = pytest.importorskip("skl2onnx")
+    from sklearn.linear_model import LogisticRegression, Ridge
+    from sklearn.neural_network import MLPClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import Normalizer, StandardScaler
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 4)).astype(np.float32)
+    y = (x[:, 0] > 0).astype(np.int64) + (x[:, 1] > 1)
+    last = {
+        "logistic": LogisticRegression(),
+        "ridge": Ridge(),
+        "mlp": MLPClassifier((5,), max_iter=20),
+    }[kind]
+    pipeline = make_pipeline(StandardScaler(), Normalizer(), last)
+    with np.errstate(all="ignore"):
+        pipeline.fit(x, y)
+    options = {} if kind == "ridge" else {"options": {id(last): {"zipmap": False}}}
+    model = skl2onnx.to_onnx(pipeline, x[:1], target_opset={"": 18, "ai.onnx.ml": 3}, **options)
+    output = model.graph.output[-1].name
+    model = select_model_inputs_outputs(model, [output])
+    report = check_gradient(model, feed={"X": x[:5]})
+    assert report.ok, str(report)
+    assert len(report.rows) > 2
+
+
+def test_zipmap_names_the_tensor_to_use():
+    skl2onnx = pytest.importorskip("skl2onnx")
+    from sklearn.linear_model import LogisticRegression
+
+    x = np.random.default_rng(0).standard_normal((30, 2)).astype(np.float32)
+    made = LogisticRegression().fit(x, x[:, 0] > 0)
+    model = skl2onnx.to_onnx(made, x[:1], target_opset=18)
+    with pytest.raises(
+        ValueError, match="'output_probability' is no tensor: select 'probabilities'"
+    ):
+        onnx_derivative(model)
