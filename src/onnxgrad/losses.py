@@ -22,6 +22,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import raise_opset, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.weights import sites
 from onnxgrad.penalties import add_penalties
 
 METADATA = "onnxgrad.loss"  # what a trainer has to know of the loss, kept in the model
@@ -161,8 +162,8 @@ def add_loss_output(
         penalty: `{weight: {"l1": a, "l2": b}}` or `{weight: b}`, adds a |w| + b w^2.
         output_index: the output to judge, by place or by name (any float tensor of the graph);
             None when there is one float output.
-        reduction: "sum" over the rows, or "mean": divided by their number. Default: "sum", but
-            "mean" for `log`.
+        reduction: "sum" over the rows, or "mean": divided by their number, ignored or weighted
+            ones included. Default: "sum", but "mean" for `log`.
         **kwargs: options of the loss: see the functions in `onnxgrad.losses`.
 
     Raises:
@@ -172,6 +173,11 @@ def add_loss_output(
     kind = _kind(score_name, reduction, kwargs)
     proto = read(onx)
     chosen = _choose_output(proto, output_index)
+    for site in sites(proto):
+        if penalty and site.name in penalty and site.node and site.node.domain == "ai.onnx.ml":
+            raise ValueError(
+                f"{site.name!r} is an attribute: a penalty needs a tensor of the graph"
+            )
     model = to_ir(raise_opset(proto, lowest=13))
     shapes.infer(model)
     graph, op = model.graph, Emit(model.graph)

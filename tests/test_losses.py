@@ -1,0 +1,310 @@
+"""Losses: value and gradient against PyTorch or their formulas."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+from onnxgrad import DerivativeOptions, add_loss_output, onnx_derivative, penalty_loss_onnx
+
+KINDS = {"float": np.float32, "double": np.float64, "float16": np.float16}
+RNG = np.random.default_rng(0)
+F, Y = RNG.standard_normal((2, 7, 3))
+ROWS = RNG.random(7)
+PROBABILITIES = 1 / (1 + np.exp(-F))
+SOFTMAX = np.exp(F) / np.exp(F).sum(1, keepdims=True)
+CLASSES = np.array([0, 2, 1, 1, 0, 2, 2])
+BINARY = (Y > 0) * 1.0
+
+
+def scores(shape: tuple, kind: str = "float", name: str = "f") -> onnx.ModelProto:
+    """Return a model whose output f is its input."""
+    dims = ", ".join(["N", *map(str, shape[1:])])
+    return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g ({kind}[{dims}] x) => ({kind}[{dims}] {name}) {{ {name} = Identity(x) }}""")
+
+
+def evaluate(model: onnx.ModelProto, feed: dict) -> tuple[np.ndarray, np.ndarray]:
+    """Return the loss and its gradient by x."""
+    made = onnx_derivative(
+        model, [], ["x"], DerivativeOptions.Loss, loss=model.graph.output[0].name, label="label"
+    )
+    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
+    dtypes = {x.name: x.type for x in session.get_inputs()}
+    cast = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64,
+            "tensor(float16)": np.float16}  # fmt: skip
+    feed = {n: np.asarray(a, cast[dtypes[n]]) for n, a in feed.items() if n in dtypes}
+    loss, gradient = session.run(None, feed)
+    assert loss.shape == (1, 1)
+    return loss, gradient
+
+
+def functional():
+    torch = pytest.importorskip("torch")
+    return torch.nn.functional
+
+
+# name, options, prediction, label, the loss of every element or row with torch
+CASES = {
+    "squared_error": ({}, F, Y, lambda f, y: (f - y) ** 2),
+    "l2": ({}, F, Y, lambda f, y: (f - y) ** 2),
+    "absolute_error": ({}, F, Y, lambda f, y: (f - y).abs()),
+    "l1": ({}, F, Y, lambda f, y: (f - y).abs()),
+    "elastic": ({}, F, Y, lambda f, y: 0.5 * (f - y).abs() + 0.5 * (f - y) ** 2),
+    "elastic weighted": (
+        {"l1_weight": 0.1, "l2_weight": 2.0}, F, Y,
+        lambda f, y: 0.1 * (f - y).abs() + 2 * (f - y) ** 2,
+    ),
+    "huber": ({}, F, Y, lambda f, y: functional().huber_loss(f, y, reduction="none")),
+    "huber delta": (
+        {"delta": 0.3}, F, Y,
+        lambda f, y: functional().huber_loss(f, y, reduction="none", delta=0.3),
+    ),
+    "poisson": (
+        {}, F, abs(Y), lambda f, y: functional().poisson_nll_loss(f, y, reduction="none"),
+    ),
+    "poisson rates": (
+        {"log_input": False}, PROBABILITIES, abs(Y),
+        lambda f, y: functional().poisson_nll_loss(f, y, log_input=False, reduction="none"),
+    ),
+    "hinge": ({}, F, 2 * BINARY - 1, lambda f, y: (1 - y * f).clamp(min=0)),
+    "hinge 0 1": ({}, F, BINARY, lambda f, y: (1 - (2 * y - 1) * f).clamp(min=0)),
+    "binary_cross_entropy": (
+        {}, PROBABILITIES, BINARY,
+        lambda f, y: functional().binary_cross_entropy(f, y, reduction="none"),
+    ),
+    "binary_cross_entropy logits": (
+        {"from_logits": True}, 30 * F, BINARY,
+        lambda f, y: functional().binary_cross_entropy_with_logits(f, y, reduction="none"),
+    ),
+    "binary_cross_entropy vector": (
+        {"from_logits": True}, F[:, 0], BINARY[:, 0],
+        lambda f, y: functional().binary_cross_entropy_with_logits(f, y, reduction="none"),
+    ),
+    "cross_entropy": (
+        {}, 5 * F, CLASSES, lambda f, y: functional().cross_entropy(f, y, reduction="none"),
+    ),
+    "cross_entropy probabilities": (
+        {"from_logits": False}, SOFTMAX, CLASSES,
+        lambda f, y: functional().nll_loss(f.log(), y, reduction="none"),
+    ),
+    "cross_entropy smoothed": (
+        {"label_smoothing": 0.2}, F, CLASSES,
+        lambda f, y: functional().cross_entropy(f, y, reduction="none", label_smoothing=0.2),
+    ),
+    "cross_entropy ignoring": (
+        {"ignore_index": 2}, F, CLASSES,
+        lambda f, y: functional().cross_entropy(f, y, reduction="none", ignore_index=2),
+    ),
+    "cross_entropy soft": (
+        {"soft_labels": True}, F, SOFTMAX,
+        lambda f, y: functional().cross_entropy(f, y, reduction="none"),
+    ),
+    "cross_entropy soft, smoothed": (
+        {"soft_labels": True, "label_smoothing": 0.1}, F, SOFTMAX,
+        lambda f, y: functional().cross_entropy(f, y, reduction="none", label_smoothing=0.1),
+    ),
+    "cross_entropy images": (
+        {}, RNG.standard_normal((7, 3, 2, 2)), RNG.integers(0, 3, (7, 2, 2)),
+        lambda f, y: functional().cross_entropy(f, y, reduction="none"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(("kind", "rtol"), [("float", 2e-5), ("double", 1e-9)])
+@pytest.mark.parametrize("case", CASES)
+def test_value_and_gradient_as_torch(case, kind, rtol, reduction, weighted):
+    torch = pytest.importorskip("torch")
+    options, f, y, rows = CASES[case]
+    name = case.split(" ")[0]
+    model = add_loss_output(
+        scores(f.shape, kind), name, weight_name="weight" if weighted else None,
+        reduction=reduction, **options,
+    )  # fmt: skip
+    given = torch.tensor(f, requires_grad=True)
+    losses = rows(given, torch.tensor(y))
+    factors = torch.tensor(ROWS if weighted else np.ones(7)).reshape([-1] + [1] * (losses.ndim - 1))
+    expected = (losses * factors).sum() / (7 if reduction == "mean" else 1)
+    expected.backward()
+    loss, gradient = evaluate(model, {"x": f, "label": y, "weight": ROWS})
+    assert loss.dtype == gradient.dtype == KINDS[kind]
+    np.testing.assert_allclose(loss, expected.item(), rtol=rtol)
+    np.testing.assert_allclose(gradient, given.grad.numpy(), rtol=rtol, atol=rtol)
+
+
+def test_half_precision():
+    for name in ("squared_error", "absolute_error", "huber"):
+        _, f, y, _ = CASES[name]
+        low, _ = evaluate(add_loss_output(scores(f.shape, "float16"), name), {"x": f, "label": y})
+        high, _ = evaluate(add_loss_output(scores(f.shape), name), {"x": f, "label": y})
+        assert low.dtype == np.float16
+        np.testing.assert_allclose(low, high, rtol=5e-3)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_log(weighted):
+    """Sum of w l, divided by N: the mean of the negative log likelihood for w = 1."""
+    p = SOFTMAX[:, :2] / SOFTMAX[:, :2].sum(1, keepdims=True)
+    p[0] = 0, 1  # clipped
+    y = np.array([[0], [1], [1], [0], [1], [0], [1]])
+    model = add_loss_output(scores(p.shape, "double"), "log", weight_name="weight", eps=1e-3)
+    weight = ROWS if weighted else np.ones(7)
+    loss, gradient = evaluate(model, {"x": p, "label": y, "weight": weight})
+    chosen = np.clip(np.take_along_axis(p, y, 1), 1e-3, 1 - 1e-3)
+    np.testing.assert_allclose(loss, (-np.log(chosen) * weight[:, None]).sum() / 7)
+    assert gradient[0, 0] == 0
+    np.testing.assert_allclose(gradient[1, 1], -weight[1] / p[1, 1] / 7)
+
+
+@pytest.mark.parametrize("name", ["squared_error", "cross_entropy", "log"])
+def test_row_weights_of_one_axis_or_two(name):
+    f, y = {
+        "squared_error": (F, Y),
+        "cross_entropy": (F, CLASSES),
+        "log": (SOFTMAX[:, :2], CLASSES[:, None] % 2),
+    }[name]
+    model = add_loss_output(scores(f.shape, "double"), name, weight_name="w8")
+    flat, column = (evaluate(model, {"x": f, "label": y, "w8": w}) for w in (ROWS, ROWS[:, None]))
+    np.testing.assert_array_equal(flat[0], column[0])
+    np.testing.assert_array_equal(flat[1], column[1])
+
+
+def test_a_loss_of_ones_own():
+    def quartic(op, prediction, label):
+        d = prediction - label
+        return d * d * d * d
+
+    loss, gradient = evaluate(
+        add_loss_output(scores(F.shape, "double"), quartic), {"x": F, "label": Y}
+    )
+    np.testing.assert_allclose(loss, ((F - Y) ** 4).sum())
+    np.testing.assert_allclose(gradient, 4 * (F - Y) ** 3)
+
+
+# -- the model with the loss ---------------------------------------------------------------------
+
+
+def layer() -> onnx.ModelProto:
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 15]>
+        g (float[N,2] x) => (float[N,1] y, float[N,1] z, int64[N] k)
+        { y = MatMul(x, loss)  z = Neg(y)  k = ArgMax<keepdims=0>(y) }""")
+    w = np.array([[1.0], [-2.0]], np.float32)
+    made.graph.initializer.append(numpy_helper.from_array(w, "loss"))
+    return made
+
+
+def test_names_that_are_taken_give_ours_another():
+    model = layer()
+    before = model.SerializeToString()
+    made = add_loss_output(model, output_index="z", label_name="x")
+    assert model.SerializeToString() == before
+    onnx.checker.check_model(made, full_check=True)
+    assert [t.name for t in made.graph.initializer if t.name == "loss"] == ["loss"]
+    names = [x.name for x in made.graph.input]
+    assert names[0] == "x"
+    assert len(set(names)) == 2
+    assert made.graph.output[1].name == "z"
+    assert made.graph.output[0].name not in ("loss", "z")
+    assert made.opset_import[0].version == 15
+
+
+@pytest.mark.parametrize("index", [1, -2, "z"])
+def test_the_output_to_judge(index):
+    made = add_loss_output(layer(), output_index=index)
+    assert [y.name for y in made.graph.output][1] == "z"
+    assert [d.dim_param or d.dim_value for d in made.graph.input[1].type.tensor_type.shape.dim] == [
+        "N",
+        1,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "2 float outputs: say which one with output_index=, one of 'y', 'z'"),
+        ({"output_index": 3}, "output_index=3: the model has 3 outputs"),
+        ({"output_index": 2}, "'k' is no float tensor; choose one of ['y', 'z']"),
+        ({"output_index": "q"}, "Unknown output 'q'"),
+        ({"output_index": 0, "score_name": "squared"}, "Did you mean 'squared_error'"),
+        ({"output_index": 0, "delta": 1}, "Unknown option of loss 'squared_error' 'delta'"),
+        (
+            {"output_index": 0, "score_name": "huber", "dleta": 1},
+            "Did you mean 'delta'? Valid: 'delta'",
+        ),
+        ({"output_index": 0, "reduction": "men"}, "Unknown reduction 'men'. Did you mean 'mean'"),
+        ({"output_index": 0, "score_name": "log"}, "needs (N, 2) probabilities"),
+        ({"output_index": 0, "penalty": {"W": 1}}, "Unknown weight in penalty 'W'"),
+        ({"output_index": 0, "penalty": {"loss": {"l3": 1}}}, "Unknown penalty of 'loss' 'l3'"),
+        ({"output_index": 0, "penalty": {"loss": {"l1": 0}}}, "the penalty of 'loss' is null"),
+        ({"output_index": 0, "penalty": {"loss": {}}}, "the penalty of 'loss' is null"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        add_loss_output(layer(), **options)
+
+
+@pytest.mark.parametrize(
+    ("penalty", "value"), [(3, 15), ({"l2": 3}, 15), ({"l1": 2}, 6), ({"l1": 0.5, "l2": 1.0}, 6.5)]
+)
+def test_penalties(penalty, value):
+    model = add_loss_output(layer(), output_index=0, penalty={"loss": penalty})
+    loss, _ = evaluate(model, {"x": np.zeros((4, 2)), "label": np.zeros((4, 1))})
+    np.testing.assert_allclose(loss, [[value]])
+    plain = add_loss_output(layer(), output_index=0, reduction="mean", penalty={"loss": penalty})
+    loss, _ = evaluate(plain, {"x": np.zeros((4, 2)), "label": np.zeros((4, 1))})
+    np.testing.assert_allclose(loss, [[value]])
+
+
+def test_a_penalty_on_a_coefficient_in_an_attribute_is_refused():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["ai.onnx.ml": 3, "": 18]>
+        g (float[N,2] x) => (float[N,1] y)
+        { y = ai.onnx.ml.LinearRegressor<coefficients=[0.1, 0.2]>(x) }""")
+    with pytest.raises(ValueError, match=r"'y\.coefficients' is an attribute"):
+        add_loss_output(model, penalty={"y.coefficients": 1.0})
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("options", [{"l1": 0.5}, {"l2": 0.25}, {"l1": 2, "l2": 3}])
+def test_penalty_nodes(dtype, options):
+    taken = ["reshape", "const", "mul"]
+    initializers, nodes = penalty_loss_onnx("w", dtype, existing_names=taken, **options)
+    made = {name for node in nodes for name in node.output} | {t.name for t in initializers}
+    assert made.isdisjoint(taken)
+    kind = onnx.TensorProto.FLOAT if dtype == np.float32 else onnx.TensorProto.DOUBLE
+    values = [onnx.helper.make_tensor_value_info(n, kind, None) for n in ("w", nodes[-1].output[0])]
+    graph = onnx.helper.make_graph(nodes, "g", values[:1], values[1:], initializers)
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8
+    )
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    w = RNG.standard_normal((2, 3, 4)).astype(dtype)
+    [found] = session.run(None, {"w": w})
+    assert found.shape == (1, 1)
+    assert found.dtype == dtype
+    expected = options.get("l1", 0) * abs(w).sum() + options.get("l2", 0) * (w * w).sum()
+    np.testing.assert_allclose(found, [[expected]], rtol=1e-5)
+
+
+def test_a_null_penalty():
+    with pytest.raises(ValueError, match="null"):
+        penalty_loss_onnx("w", np.float32)
+
+
+def test_zipmap_output_names_the_tensor():
+    skl2onnx = pytest.importorskip("skl2onnx")
+    from sklearn.linear_model import LogisticRegression
+
+    x = np.random.default_rng(0).standard_normal((30, 2)).astype(np.float32)
+    model = skl2onnx.to_onnx(LogisticRegression().fit(x, x[:, 0] > 0), x[:1], target_opset=18)
+    with pytest.raises(ValueError, match="output_index='probabilities'"):
+        add_loss_output(model, "log", output_index="output_probability")
+    made = add_loss_output(model, "log", output_index="probabilities")
+    assert [y.name for y in made.graph.output] == ["loss", "probabilities"]
