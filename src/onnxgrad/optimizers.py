@@ -2,7 +2,8 @@
 
 A transform says which slots it keeps for a weight, all of the weight's shape and zero at first,
 and writes the nodes that turn one proposed step into another. The first one is given the gradient;
-what the last one returns is added to the weight.
+what the last one returns is added to the weight. They are plain values: compared, printed and
+pickled by their parameters.
 """
 
 from __future__ import annotations
@@ -27,120 +28,147 @@ class Inputs:
 
 
 Slots = dict[str, ir.Value]
-Update = Callable[[Emit, ir.Value, Slots, Inputs], tuple[ir.Value, Slots]]
 
 
-@dataclass(frozen=True)
 class Optimizer:
     """Slots, and the nodes that turn a gradient into the step that is added to the weight."""
 
-    slots: tuple[str, ...]
-    update: Update
-    description: str
-    rate_first: bool = False  # the gradient is multiplied by the learning rate before all else
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The names of what is kept for a weight."""
+        return ()
 
-    def __repr__(self) -> str:
-        return self.description
+    @property
+    def rate_first(self) -> bool:
+        """Tell whether the learning rate is read once, to multiply the gradient before all else."""
+        return False
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the nodes that turn the step `u` into another; return it, and the new slots."""
+        raise NotImplementedError
 
 
-def chain(*parts: Optimizer, description: str) -> Optimizer:
-    """Return the optimizer that passes what one part proposes to the next."""
-    names = [[f"{slot}{i}" if _repeated(slot, parts) else slot for slot in part.slots]
-             for i, part in enumerate(parts)]  # fmt: skip
+@dataclass(frozen=True)
+class Chain(Optimizer):
+    """What one part proposes is passed to the next."""
 
-    def update(op: Emit, u: ir.Value, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    parts: tuple[Optimizer, ...]
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots of all parts; a name that several have is numbered."""
+        return tuple(name for names in self._names() for name in names.values())
+
+    @property
+    def rate_first(self) -> bool:
+        """Tell whether the first part, and no other, multiplies by the learning rate."""
+        return [i for i, part in enumerate(self.parts) if part.rate_first] == [0]
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the nodes of all parts."""
         made: Slots = {}
-        for part, mine in zip(parts, names, strict=True):
-            old = {slot: slots[name] for slot, name in zip(part.slots, mine, strict=True)}
-            u, new = part.update(op, u, old, inputs)
-            made.update({name: new[slot] for slot, name in zip(part.slots, mine, strict=True)})
+        for part, names in zip(self.parts, self._names(), strict=True):
+            u, new = part.update(op, u, {slot: slots[n] for slot, n in names.items()}, inputs)
+            made |= {n: new[slot] for slot, n in names.items()}
         return u, made
 
-    slots = tuple(name for mine in names for name in mine)
-    return Optimizer(slots, update, description, parts[0].rate_first)
+    def _names(self) -> list[dict[str, str]]:
+        """Return for every part `{its slot: name of the slot in the chain}`."""
+        every = [slot for part in self.parts for slot in part.slots]
+        return [
+            {slot: f"{slot}{i}" if every.count(slot) > 1 else slot for slot in part.slots}
+            for i, part in enumerate(self.parts)
+        ]
 
 
-def _repeated(slot: str, parts: tuple[Optimizer, ...]) -> bool:
-    return sum(slot in part.slots for part in parts) > 1
-
-
-def scale_by_learning_rate() -> Optimizer:
+@dataclass(frozen=True)
+class ScaleByLearningRate(Optimizer):
     """u -> -lr u."""
 
-    def update(op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    rate_first = True
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the product."""
         return u * inputs.minus_learning_rate, {}
 
-    return Optimizer((), update, "scale_by_learning_rate()", rate_first=True)
 
-
-def trace(decay: float, nesterov: bool = False) -> Optimizer:
+@dataclass(frozen=True)
+class Trace(Optimizer):
     """v <- m v + u;  u -> m v + u if nesterov else v.
 
     The slot holds m v, decayed for the next step already: Nesterov's form needs it anyway.
     """
 
-    def update(op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    decay: float
+    nesterov: bool = False
+    slots = ("velocity",)
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the velocity."""
         velocity = slots["velocity"] + u
-        decayed = decay * velocity
-        return (decayed + u if nesterov else velocity), {"velocity": decayed}
-
-    return Optimizer(("velocity",), update, f"trace({decay}, nesterov={nesterov})")
+        decayed = self.decay * velocity
+        return (decayed + u if self.nesterov else velocity), {"velocity": decayed}
 
 
-def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
+@dataclass(frozen=True)
+class ScaleByAdam(Optimizer):
     """m <- b1 m + (1 - b1) u;  v <- b2 v + (1 - b2) u^2;  u -> m' / (sqrt(v') + eps),
     m' = m / (1 - b1^t), v' = v / (1 - b2^t).  Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
     """
 
-    def update(op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    slots = ("m", "v")
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the moments and their quotient."""
+        b1, b2, t = self.b1, self.b2, inputs.step
         m = b1 * slots["m"] + (1 - b1) * u
         v = b2 * slots["v"] + (1 - b2) * (u * u)
         # the corrections are scalars: one of them is moved to the other side of the fraction
-        root = op.Sqrt(1.0 - op.Pow(op.value(b2, inputs.step.dtype), inputs.step))
-        scale = root / (1.0 - op.Pow(op.value(b1, inputs.step.dtype), inputs.step))
-        return m * scale / (op.Sqrt(v) + eps * root), {"m": m, "v": v}
-
-    return Optimizer(("m", "v"), update, f"scale_by_adam({b1}, {b2}, {eps})")
+        root = op.Sqrt(1.0 - op.Pow(op.value(b2, t.dtype), t))
+        scale = root / (1.0 - op.Pow(op.value(b1, t.dtype), t))
+        return m * scale / (op.Sqrt(v) + self.eps * root), {"m": m, "v": v}
 
 
-def add_decayed_weights(decay: float) -> Optimizer:
+@dataclass(frozen=True)
+class AddDecayedWeights(Optimizer):
     """u -> u + decay w.  Loshchilov & Hutter 2019, arXiv:1711.05101."""
 
-    def update(op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
-        return u + decay * inputs.weight, {}
+    decay: float
 
-    return Optimizer((), update, f"add_decayed_weights({decay})")
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the sum."""
+        return u + self.decay * inputs.weight, {}
 
 
 def sgd() -> Optimizer:
     """w <- w - lr g."""
-    return chain(scale_by_learning_rate(), description="sgd()")
+    return ScaleByLearningRate()
 
 
 def momentum(decay: float = 0.9) -> Optimizer:
     """v <- m v + g;  w <- w - lr v, as `torch.optim.SGD(momentum=m)`."""
-    parts = trace(decay), scale_by_learning_rate()
-    return chain(*parts, description=f"momentum({decay})")
+    return Chain((Trace(decay), ScaleByLearningRate()))
 
 
 def nesterov(decay: float = 0.9) -> Optimizer:
     """v <- m v + g;  w <- w - lr (m v + g), as `torch.optim.SGD(momentum=m, nesterov=True)`."""
-    parts = trace(decay, nesterov=True), scale_by_learning_rate()
-    return chain(*parts, description=f"nesterov({decay})")
+    return Chain((Trace(decay, nesterov=True), ScaleByLearningRate()))
 
 
 def adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Optimizer:
-    """Adam, as `torch.optim.Adam`: see `scale_by_adam`."""
-    parts = scale_by_adam(b1, b2, eps), scale_by_learning_rate()
-    return chain(*parts, description=f"adam({b1}, {b2}, {eps})")
+    """Adam, as `torch.optim.Adam`: see `ScaleByAdam`."""
+    return Chain((ScaleByAdam(b1, b2, eps), ScaleByLearningRate()))
 
 
 def adamw(
     b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
 ) -> Optimizer:
     """Adam with decoupled weight decay, as `torch.optim.AdamW`."""
-    parts = scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate()
-    return chain(*parts, description=f"adamw({b1}, {b2}, {eps}, {weight_decay})")
+    adam = ScaleByAdam(b1, b2, eps)
+    return Chain((adam, AddDecayedWeights(weight_decay), ScaleByLearningRate()))
 
 
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
@@ -153,7 +181,11 @@ OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {
 
 
 def select(choice: str | Optimizer) -> Optimizer:
-    """Return the optimizer for a name or an instance; `SGDOptimizer` is `sgd`, and so on."""
+    """Return the optimizer for a name or an instance; `SGDOptimizer` is `sgd`, and so on.
+
+    Raises:
+        ValueError: an unknown name.
+    """
     if isinstance(choice, Optimizer):
         return choice
     name = str(choice).removesuffix("Optimizer").lower()

@@ -196,8 +196,10 @@ class Emit:
         if not isinstance(v, (np.ndarray, np.generic)):
             v = np.asarray(v, dtype=(dtype or ir.DataType.FLOAT).numpy())
         v = np.asarray(v)
-        tensor = ir.tensor(v)
-        key = (tensor.dtype, tuple(tensor.shape), tensor.tobytes())
+        tensor: Any = (
+            ir.StringTensor(np.char.encode(v.astype(str))) if v.dtype == object else ir.tensor(v)
+        )
+        key = (tensor.dtype, v.shape, v.tobytes() if v.dtype != object else tuple(v.ravel()))
         if key not in self._constants:
             tensor.name = self.name("const")
             made = ir.Value(

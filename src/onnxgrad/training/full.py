@@ -18,7 +18,7 @@ from onnx import ModelProto
 from onnxgrad.errors import ConvergenceError, unknown
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.read import ModelLike, read
-from onnxgrad.optimizers import Optimizer, chain, scale_by_learning_rate, select, trace
+from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
 from onnxgrad.training.data import (
     ArraySource,
@@ -224,13 +224,12 @@ class OrtGradientOptimizer(BaseEstimator):
         optimizer = select(self.training_optimizer_name)
         if not isinstance(rate, LearningRateSGDNesterov):
             return optimizer
-        if repr(optimizer) != "sgd()":
+        if optimizer != sgd():
             raise ValueError(
                 f"{type(rate).__name__} brings its own momentum: use it with 'SGDOptimizer', "
                 f"not {self.training_optimizer_name!r}"
             )
-        parts = scale_by_learning_rate(), trace(rate.momentum, rate.nesterov)
-        return chain(*parts, description=repr(rate))
+        return Chain((ScaleByLearningRate(), Trace(rate.momentum, rate.nesterov)))
 
     def _source(
         self, fields: Fields, X: Any, y: Any, sample_weight: Any, rng: np.random.Generator
