@@ -15,7 +15,6 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph.emit import Emit
 
 
 @dataclass(frozen=True)

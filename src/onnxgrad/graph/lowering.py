@@ -7,14 +7,14 @@ leave it as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, equal, rank
+from onnxgrad.graph.shapes import dims, equal, rank, static
 
 Lowering = Callable[[Emit, ir.Node], "list[ir.Value] | None"]
 LOWERINGS: dict[tuple[str, str], Lowering] = {}
@@ -60,10 +60,14 @@ def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     return [op.Squeeze(y, axes)]
 
 
+# For `ai.onnx.ml` the kernels of onnxruntime are the reference, where they leave the specification.
+
+
 @lowering("LinearRegressor", "ai.onnx.ml")
 def linear_regressor(op: Emit, node: ir.Node) -> list[ir.Value]:
     """y = post(x CT + b)."""
-    return [_post_transform(op, node, _linear(op, node, node.attributes.get_int("targets", 1)))]
+    rows = node.attributes.get_int("targets", 1)
+    return [_post_transform(op, node, _linear(op, node, rows), rows)]
 
 
 @lowering("LinearClassifier", "ai.onnx.ml")
@@ -71,25 +75,28 @@ def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
     """scores = post(x CT + b), label = class of the largest score.
 
     With one row of coefficients and two classes, the score of the first class is the second's
-    complement, as onnxruntime computes it.
+    complement.
     """
-    strings = node.attributes.get_strings("classlabels_strings", None)
-    labels = strings or node.attributes.get_ints("classlabels_ints", None) or []
-    rows = len(node.attributes.get_floats("intercepts", ()) or ())
-    rows = rows or max(len(labels) if len(labels) != 2 else 1, 1)
+    strings = node.attributes.get_strings("classlabels_strings", ())
+    labels = strings or node.attributes.get_ints("classlabels_ints", ())
+    intercepts = node.inputs[2] if len(node.inputs) > 2 else None
+    rows = prod(static(dims(intercepts)) or (len(labels),))
     raw = _linear(op, node, rows)
-    post = node.attributes.get_string("post_transform", "NONE")
-    if rows > 1 or len(labels) != 2:
-        scores = _post_transform(op, node, raw)
+    scores = _post_transform(op, node, raw, rows)
+    if rows > 1:
         winner = op.ArgMax(raw, axis=1, keepdims=0)
     else:
-        positive = op.Sigmoid(raw) if post == "LOGISTIC" else raw
-        negative = op.Sigmoid(op.Neg(raw)) if post == "LOGISTIC" else op.Sub(1.0, raw)
-        scores = op.Concat(negative, positive, axis=1)
         winner = op.Cast(op.Squeeze(op.Greater(raw, 0.0), [1]), to=ir.DataType.INT64)
-    table = np.array(list(labels) or list(range(rows)), dtype=object if strings else np.int64)
-    label = op.Gather(op.value(table), winner, axis=0)
-    return [label, scores]
+        if len(labels) == 2:
+            logistic = node.attributes.get_string("post_transform", "NONE") == "LOGISTIC"
+            pair = (op.Sigmoid(op.Neg(raw)), op.Sigmoid(raw)) if logistic else (1.0 - raw, raw)
+            scores = op.Concat(*pair, axis=1)
+    if strings:
+        table = op.Constant(value_strings=strings)
+        table.dtype = ir.DataType.STRING
+    else:
+        table = op.value(list(labels) or [0, 1])
+    return [op.Gather(table, winner, axis=0), scores]
 
 
 def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
@@ -98,37 +105,40 @@ def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
     if rank(x) == 1:
         x = op.Unsqueeze(x, [0])
     y = op.MatMul(x, op.Transpose(op.Reshape(coefficients, [rows, -1]), perm=[1, 0]))
-    return y if intercepts is None else op.Add(y, intercepts)
+    return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # others are not read
 
 
-def _post_transform(op: Emit, node: ir.Node, y: ir.Value) -> ir.Value:
+def _post_transform(op: Emit, node: ir.Node, y: ir.Value, rows: int) -> ir.Value:
     post = node.attributes.get_string("post_transform", "NONE")
-    if post == "NONE":
-        return y
+    if post == "NONE" or (rows == 1 and post in ("LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO")):
+        return y  # one score is handed on as it is
     if post == "LOGISTIC":
         return op.Sigmoid(y)
     if post == "SOFTMAX":
         return op.Softmax(y, axis=-1)
     raise NoGradientRule(
-        f"{node.op_type} (node {node.name!r}): post_transform {post!r} has no gradient; "
-        "use NONE, LOGISTIC or SOFTMAX"
+        f"{node.op_type} (node {node.name!r}, output {node.outputs[-1].name!r}): post_transform "
+        f"{post!r} is not covered; use NONE, LOGISTIC or SOFTMAX"
     )
 
 
 @lowering("Scaler", "ai.onnx.ml")
 def scaler(op: Emit, node: ir.Node) -> list[ir.Value]:
-    """y = (x - offset) scale."""
-    x, offset, scale = (*node.inputs, None, None)[:3]
-    x = op.Cast(x, to=ir.DataType.FLOAT)
-    y = x if offset is None else op.Sub(x, offset)
-    return [y if scale is None else op.Mul(y, scale)]
+    """y = (x - offset) scale, in float64 when x is."""
+    x, offset, scale = node.inputs
+    dtype = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    x, offset, scale = (op.Cast(v, to=dtype) for v in (x, offset, scale))
+    return [op.Cast((x - offset) * scale, to=ir.DataType.FLOAT)]
 
 
 @lowering("Normalizer", "ai.onnx.ml")
 def normalizer(op: Emit, node: ir.Node) -> list[ir.Value]:
-    """y = x / norm of the row: its largest element (MAX), sum of moduli (L1), Euclidean (L2)."""
+    """y = x / norm of the row: its largest element (MAX), sum of moduli (L1), Euclidean (L2).
+
+    A row of norm zero stays as it is.
+    """
     x = op.Cast(node.inputs[0], to=ir.DataType.FLOAT)
     norm = node.attributes.get_string("norm", "MAX")
     reduce = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}[norm]
     size = reduce(x, [-1], keepdims=1)
-    return [op.Div(x, op.Where(op.Equal(size, 0.0), 1.0, size))]
+    return [x / op.Where(op.Equal(size, 0.0), 1.0, size)]

@@ -29,26 +29,29 @@ class Field:
         """Return `given` as the array that the input takes.
 
         Raises:
-            ValueError: it holds text, NaN or infinity, labels out of the class range, fractions
-                where integers are asked, or has another shape; the message names rows.
+            ValueError: it holds text, NaN, infinity or numbers that the input's type cannot hold,
+                labels out of the class range, or has another shape; the message names rows.
         """
         array = np.asarray(_to_numpy(given))
-        if array.dtype.kind in "OUSV":
+        if array.dtype.kind not in "biuf":
             raise ValueError(f"{self.name!r} must hold numbers, not {array.dtype}")
         if array.ndim == 0:
             raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
         if len(array) == 0:
             raise ValueError(f"{self.name!r} is empty: there is no row to train on")
-        if array.dtype.kind == "f":
-            _refuse(~np.isfinite(array), f"{self.name!r} holds NaN or infinity")
-        if self.dtype.kind in "iub" and array.dtype.kind == "f":
-            _refuse(array != np.floor(array), f"{self.name!r} must hold integers; fractions")
+        array = self._fit_shape(array)
+        with np.errstate(all="ignore"):
+            made = array.astype(self.dtype, copy=False)
+        if self.dtype.kind in "iub":
+            _refuse(made != array, f"{self.name!r} must hold {self.dtype}; other values")
+        else:
+            _refuse(~np.isfinite(made), f"{self.name!r}, as {self.dtype}, holds NaN or infinity")
         if self.classes is not None:
-            outside = (array < 0) | (array >= self.classes)
+            outside = (made < 0) | (made >= self.classes)
             if self.ignored is not None:
-                outside &= array != self.ignored
+                outside &= made != self.ignored
             _refuse(outside, f"{self.name!r} holds labels outside 0..{self.classes - 1}")
-        return self._fit_shape(array).astype(self.dtype, copy=False)
+        return made
 
     def _fit_shape(self, array: np.ndarray) -> np.ndarray:
         if self.shape is None:
@@ -96,7 +99,9 @@ class Fields:
             limits = {}
             if name == self.label and facts.get("classes"):
                 limits = {"classes": facts["classes"], "ignored": facts.get("ignore_index")}
-            shape = None if name == self.weight else dims(x)
+            shape = dims(x)
+            if name == self.weight and shape is None:
+                shape = (None,)  # add_loss_output takes (rows,) and (rows, 1) alike
             self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
         firsts = (field.shape[0] for field in self.fields.values() if field.shape)
         self.fixed_rows = next((d for d in firsts if isinstance(d, int)), None)
@@ -123,13 +128,13 @@ class Fields:
         for name in given:
             if name not in self.fields:
                 raise unknown("input", name, self.fields)
-        made = {name: self.fields[name].check(value) for name, value in given.items()}
-        if self.weight is not None and self.weight not in made:
-            rows = len(next(iter(made.values())))
-            made[self.weight] = np.ones(rows, self.fields[self.weight].dtype)
-        missing = [name for name in self.fields if name not in made]
+        missing = [name for name in self.fields if name not in given and name != self.weight]
         if missing:
             raise ValueError(f"no data for the inputs {missing}; given: {list(given)}")
+        made = {name: self.fields[name].check(value) for name, value in given.items()}
+        if self.weight is not None and self.weight not in made:
+            ones = np.ones(len(next(iter(made.values()))))
+            made[self.weight] = self.fields[self.weight].check(ones)
         counts = {name: len(array) for name, array in made.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"the inputs have different numbers of rows: {counts}")
@@ -148,9 +153,29 @@ class Fields:
 
     def batch(self, item: Any) -> dict[str, np.ndarray]:
         """Return the checked arrays of one batch of an iterable: (X, y), (X, y, weight), dict."""
-        if isinstance(item, Mapping) or not isinstance(item, (tuple, list)):
-            return self.arrays(item)
-        return self.arrays(*item)
+        parts = item if isinstance(item, (tuple, list)) else [item]
+        if len(parts) > 3:
+            raise ValueError(
+                f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
+            )
+        return self.arrays(*parts)
+
+    def check_batch(self, rows: int) -> None:
+        """Raise if the model has a fixed batch of another number of rows."""
+        if self.fixed_rows not in (None, rows):
+            raise ValueError(
+                f"the model has a fixed batch of {self.fixed_rows} rows: train with "
+                f"batch_size={self.fixed_rows}, not {rows}, or export it with a symbolic batch"
+            )
+
+    def gathered(self, X: Any, y: Any = None) -> dict[str, np.ndarray]:
+        """Return the checked arrays, those of an iterable of batches put together."""
+        if not is_iterable_of_batches(X, y):
+            return self.arrays(X, y)
+        batches = [self.batch(item) for item in X]
+        if not batches:
+            raise ValueError("the iterable gave no batch")
+        return {name: np.concatenate([b[name] for b in batches]) for name in self.fields}
 
 
 @dataclass
@@ -205,6 +230,7 @@ class IterableSource:
         for item in self.batches:
             arrays = self.fields.batch(item)
             rows = len(next(iter(arrays.values())))
+            self.fields.check_batch(rows)
             seen += rows
             yield Slice({name: a[None] for name, a in arrays.items()}, 1, rows)
         if not seen:
@@ -219,6 +245,28 @@ def is_iterable_of_batches(X: Any, y: Any) -> bool:
     """Tell whether `X` yields batches, rather than being an array or a dict of arrays."""
     if y is not None or isinstance(X, Mapping) or hasattr(X, "__array__") or hasattr(X, "dtype"):
         return False
-    if isinstance(X, (list, tuple)):
-        return bool(X) and isinstance(X[0], (tuple, Mapping))
-    return isinstance(X, Iterable)
+    if not isinstance(X, (list, tuple)):
+        return isinstance(X, Iterable)
+    first = X[0] if X else None
+    pair = isinstance(first, list) and first and hasattr(first[0], "shape")  # of a DataLoader
+    return isinstance(first, (tuple, Mapping)) or bool(pair)
+
+
+def make_source(
+    fields: Fields, X: Any, y: Any, sample_weight: Any, batch_size: int, rng: np.random.Generator
+) -> ArraySource | IterableSource:
+    """Return where the batches come from.
+
+    Raises:
+        ValueError: data that the inputs do not take, or not in batches of this size.
+    """
+    if is_iterable_of_batches(X, y):
+        if sample_weight is not None:
+            raise ValueError("an iterable of batches brings its row weights: (X, y, sample_weight)")
+        return IterableSource(X, fields)
+    arrays = fields.arrays(X, y, sample_weight)
+    rows = len(next(iter(arrays.values())))
+    if batch_size > rows:
+        raise ValueError(f"batch_size={batch_size} is more than the {rows} rows given")
+    fields.check_batch(batch_size)
+    return ArraySource(arrays, batch_size, rng)

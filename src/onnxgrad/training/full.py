@@ -20,12 +20,7 @@ from onnxgrad.graph import weights as constants
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
-from onnxgrad.training.data import (
-    ArraySource,
-    Fields,
-    IterableSource,
-    is_iterable_of_batches,
-)
+from onnxgrad.training.data import ArraySource, Fields, IterableSource, make_source
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.estimator import BaseEstimator
 from onnxgrad.training.runner import Evaluation, Runner
@@ -166,13 +161,12 @@ class OrtGradientOptimizer(BaseEstimator):
             )
         fields = Fields(proto, step.data, self.sample_weight_name)
         rng = self._rng if again else np.random.default_rng(self.random_state)
-        source = self._source(fields, X, y, sample_weight, rng)
+        source = make_source(fields, X, y, sample_weight, self.batch_size, rng)
         validation = None
         if X_val is not None:
-            validation = Evaluation(
-                proto, names, self.loss_output_name, self.device, step.work,
-                fields.arrays(X_val, y_val), fields.mean, fields.fixed_rows,
-            )  # fmt: skip
+            validation = Evaluation(proto, step, fields, fields.gathered(X_val, y_val), self.device)
+        elif y_val is not None:
+            raise ValueError("y_val is given without X_val")
 
         model = build_epoch(step)
         if self.saved_gradient is not None:
@@ -230,22 +224,6 @@ class OrtGradientOptimizer(BaseEstimator):
                 f"not {self.training_optimizer_name!r}"
             )
         return Chain((ScaleByLearningRate(), Trace(rate.momentum, rate.nesterov)))
-
-    def _source(
-        self, fields: Fields, X: Any, y: Any, sample_weight: Any, rng: np.random.Generator
-    ) -> ArraySource | IterableSource:
-        if is_iterable_of_batches(X, y):
-            return IterableSource(X, fields)
-        arrays = fields.arrays(X, y, sample_weight)
-        rows = len(next(iter(arrays.values())))
-        if self.batch_size > rows:
-            raise ValueError(f"batch_size={self.batch_size} is more than the {rows} rows given")
-        if fields.fixed_rows not in (None, self.batch_size):
-            raise ValueError(
-                f"the model has a fixed batch of {fields.fixed_rows} rows: train with "
-                f"batch_size={fields.fixed_rows}, or export it with a symbolic batch"
-            )
-        return ArraySource(arrays, self.batch_size, rng)
 
     def _start(self, proto: ModelProto, names: list[str], rng: np.random.Generator) -> None:
         found = {site.name: site.array() for site in constants.sites(proto)}

@@ -1,0 +1,172 @@
+"""`check_gradient` finds what is wrong, and `random_feed` what can be fed."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+from onnxgrad import check_gradient, random_feed
+from onnxgrad.autodiff.rules import RULES
+
+
+def parse(text: str, **weights) -> onnx.ModelProto:
+    made = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]> {text}'
+    )
+    for name, array in weights.items():
+        made.graph.initializer.append(numpy_helper.from_array(np.float32(array), name))
+    return made
+
+
+def tanh() -> onnx.ModelProto:
+    return parse("g (float[N,2] x) => (float[N,2] y) { h = Mul(x, w)  y = Tanh(h) }", w=[2, 3])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda op, node, g: (g,),
+        lambda op, node, g: (1.00001 * g * (1.0 - node.outputs[0] * node.outputs[0]),),
+        lambda op, node, g: (None,),
+    ],
+)
+def test_a_wrong_rule_is_found(monkeypatch, wrong):
+    assert check_gradient(tanh()).ok
+    monkeypatch.setitem(RULES, ("", "Tanh"), wrong)
+    report = check_gradient(tanh())
+    assert not report.ok
+    assert report.max_error > 1e-6
+    assert "<-- wrong" in str(report)
+    assert str(report).splitlines()[-1].startswith("WRONG, float64 on")
+
+
+def test_a_wrong_second_order_is_found(monkeypatch):
+    """Of the right value, but taken for constant by the second gradient."""
+
+    def rule(op, node, g):
+        (y,) = node.outputs
+        slope = 1.0 - y * y
+        return (g * op.Cast(op.Cast(op.Round(slope * 2.0**20), to=7), to=1) * 2.0**-20,)
+
+    monkeypatch.setitem(RULES, ("", "Tanh"), rule)
+    model = parse("g (float[N,2] x) => (float[N,2] y) { y = Tanh(x) }")
+    assert check_gradient(model, rtol=1e-4).ok
+    assert not check_gradient(model, rtol=1e-4, order=2).ok
+
+
+def test_the_report():
+    report = check_gradient(tanh())
+    assert [row.name for row in report.rows] == ["(outputs)", "x", "w"]
+    assert all(row.ok for row in report.rows)
+    assert report.max_error < 1e-8
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["expected", "found", "error"]
+    assert lines[-1] == "ok, float64 on onnxruntime"
+    assert not check_gradient(tanh(), rtol=0.0).ok
+
+
+def test_what_is_checked():
+    assert [row.name for row in check_gradient(tanh(), weights=[]).rows[1:]] == ["x"]
+    assert [row.name for row in check_gradient(tanh(), inputs=[]).rows[1:]] == ["w"]
+    report = check_gradient(tanh(), ["x"], ["w"], order=2)
+    assert [row.name for row in report.rows[1:]] == ["x", "w", "y_grad"]
+
+
+def test_an_input_without_gradient_must_have_derivative_zero():
+    text = "g (float[2] x, float[2] z) => (float[2] y) { f = Floor(z)  y = Add(x, f) }"
+    report = check_gradient(parse(text))
+    assert report.ok
+    assert report.rows[2].name == "z"
+    assert report.rows[2].found == 0
+
+
+def test_where_weights_may_be():
+    text = """g (float[N,2] x) => (float[N,1] y) {
+        k = Constant<value = float[2] {2.0, 3.0}>()  h = Mul(x, k)  t = Tanh(h)
+        y = ai.onnx.ml.LinearRegressor<coefficients=[1.0, 2.0], intercepts=[3.0]>(t) }"""
+    report = check_gradient(parse(text))
+    assert report.ok, str(report)
+    assert [r.name for r in report.rows[2:]] == ["k", "y.coefficients", "y.intercepts"]
+
+
+def test_half_precision_is_checked_in_float64():
+    text = "g (float16[N,2] x) => (float16[N,2] y) { y = Exp(x) }"
+    report = check_gradient(parse(text))
+    assert report.ok, str(report)
+    assert "float64" in str(report)
+
+
+def test_a_point_to_check_at():
+    model = parse("g (float[N] x, int64[N] i) => (float[N] y) { l = Log(x)  y = Gather(l, i) }")
+    feed = {"x": [1.0, 2.0, 3.0], "i": [2, 0, 1]}
+    assert check_gradient(model, feed=feed).ok
+    assert not check_gradient(model, feed={**feed, "x": [1.0, -2.0, 3.0]}).ok
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"inputs": ["X"]}, "Unknown input 'X'. Did you mean 'x'"),
+        ({"weights": ["W"]}, "Unknown weight 'W'. Did you mean 'w'"),
+        ({"feed": {"z": 1}}, "Unknown input 'z'"),
+        ({"order": 3}, "order must be 1 or 2, not 3"),
+        ({"inputs": [], "weights": []}, "no float input or weight"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_gradient(tanh(), **options)
+
+
+def test_random_outputs_are_refused():
+    model = parse("g (float[2] x) => (float[2] y) { r = RandomNormalLike(x)  y = Mul(x, r) }")
+    with pytest.raises(ValueError, match="two runs differ"):
+        check_gradient(model)
+
+
+# -- random_feed ---------------------------------------------------------------------------------
+
+INPUTS = """g (float[N,3] a, float[M,N,k] b, float c, double[4] d, float16[N] e, bfloat16[1] f,
+    int64[N] i, int32[2] j, uint8[N] u, bool[N] p, string[N] s) => (float[N,3] y) { y = Neg(a) }"""
+SHAPES = {
+    "a": (5, 3), "b": (5, 5, 2), "c": (), "d": (4,), "e": (5,), "f": (1,),
+    "i": (5,), "j": (2,), "u": (5,), "p": (5,), "s": (5,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("described", ["onnx", "session"])
+def test_random_feed(described):
+    model = parse(INPUTS)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    inputs = model.graph.input if described == "onnx" else session.get_inputs()
+    feed = random_feed(inputs, batch=5, empty_dimension=2, random_state=0)
+    assert {name: x.shape for name, x in feed.items()} == SHAPES
+    kinds = [str(x.dtype) for x in feed.values()]
+    floats = ["float32", "float32", "float32", "float64", "float16", "bfloat16"]
+    assert kinds == [*floats, "int64", "int32", "uint8", "bool", "object"]
+    for name in "ijup":
+        assert set(np.unique(feed[name]).tolist()) <= {0, 1}
+    feed.pop("f")  # numpy has no bfloat16 for onnxruntime
+    again = random_feed(inputs, batch=5, empty_dimension=2, random_state=0)
+    assert all(np.array_equal(again[name], x) for name, x in feed.items())
+
+
+def test_random_feed_can_be_run():
+    model = tanh()
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    [y] = session.run(None, random_feed(session.get_inputs()))
+    assert y.shape == (10, 2)
+
+
+def test_an_input_that_is_no_tensor():
+    text = (
+        "g (seq(float[N]) x) => (float[N] y) { z = Constant<value_int=0>()  y = SequenceAt(x, z) }"
+    )
+    model = parse(text)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    for inputs in (model.graph.input, session.get_inputs()):
+        with pytest.raises(ValueError, match="input 'x' is no tensor"):
+            random_feed(inputs)
