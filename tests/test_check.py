@@ -83,6 +83,15 @@ def test_an_input_without_gradient_must_have_derivative_zero():
     assert report.rows[2].found == 0
 
 
+def test_a_direction_in_which_the_function_is_undefined():
+    report = check_gradient(
+        parse("g (float[2] x) => (float[2] y) { y = Pow(x, b) }", b=[2, 2]), feed={"x": [-1, 2]}
+    )
+    assert report.ok
+    assert "(undefined)" in str(report)
+    assert report.max_error < 1e-6
+
+
 def test_where_weights_may_be():
     text = """g (float[N,2] x) => (float[N,1] y) {
         k = Constant<value = float[2] {2.0, 3.0}>()  h = Mul(x, k)  t = Tanh(h)
