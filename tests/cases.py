@@ -275,6 +275,12 @@ add("Gather constant", "i = Constant<value_ints=[1, 1]>()  y = Gather(x, i)", T)
 PLACES = np.array([[0, 1, 1], [1, 0, 0]])
 add("GatherElements", "y = GatherElements<axis=1>(x, i)", {"x": (2, 4)}, given={"i": PLACES})
 add("GatherND", "y = GatherND(x, i)", T, given={"i": np.array([[0, 1], [1, 2], [0, 1]])})
+add(
+    "GatherND batch",
+    "y = GatherND<batch_dims=1>(x, i)",
+    T,
+    given={"i": np.array([[[0], [2], [0]], [[1], [1], [2]]])},
+)
 for reduction in ("none", "add"):
     given = {"i": np.array([[1, 0], [3, 2]])}
     add(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.shape import moved
 
 
 @rule("GatherElements")
@@ -16,10 +17,7 @@ def gather_elements(op, node, g):
 @rule("GatherND")
 def gather_nd(op, node, g):
     """y = x[i], i a list of places:  dx = zero but for g added at i."""
-    x, i = node.inputs
-    if node.attributes.get_int("batch_dims", 0):
-        return Refused("batch_dims is not covered")
-    return op.ScatterND(op.zeros_like(x), i, g, reduction="add"), None
+    return moved(op, node, g), None
 
 
 @rule("ScatterElements")
