@@ -123,3 +123,76 @@ def test_normalizer(norm):
     session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
     [gradient] = session.run(None, {"x": rows, "y_grad": np.ones_like(rows)})
     assert np.isfinite(gradient).all()
+
+
+# -- where onnxruntime leaves the specification --------------------------------------------------
+
+
+@pytest.mark.parametrize("post", ["NONE", "LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO"])
+def test_one_score_is_handed_on_as_it_is(post):
+    same(parse(f'LinearRegressor<coefficients=[0.5, -1.0, 2.0], post_transform="{post}">'))
+    node = f"""LinearClassifier<coefficients=[0.5, -1.0, 2.0], intercepts=[0.3],
+        post_transform="{post}">"""
+    same(parse(node, label="int64"))  # without class labels, they are 0 and 1
+    pair = node.replace("intercepts", "classlabels_ints=[3, 4], intercepts")
+    same(parse(pair, label="int64"))
+    assert check_gradient(parse(pair, label="int64"), feed={"x": X}).ok
+
+
+def test_probit_of_one_score_is_refused():
+    options = 'coefficients=[0.5, -1.0, 2.0], intercepts=[0.3], post_transform="PROBIT"'
+    classifier = f"LinearClassifier<classlabels_ints=[3, 4], {options}>"
+    for node, label in ((f"LinearRegressor<{options}>", ""), (classifier, "int64")):
+        with pytest.raises(NoGradientRule, match="post_transform 'PROBIT' has no gradient"):
+            onnx_derivative(parse(node, label=label))
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+@pytest.mark.parametrize("intercepts", [1, 2, 3])
+def test_intercepts_of_another_number_are_not_read(targets, intercepts):
+    coefficients = ", ".join(FLOATS.split(", ")[: 3 * targets])
+    values = ", ".join("1.5 2.5 3.5".split()[:intercepts])
+    node = f"LinearRegressor<coefficients=[{coefficients}], targets={targets}"
+    model = parse(f"{node}, intercepts=[{values}]>")
+    same(model)
+    assert ("y.intercepts_grad" in [y.name for y in onnx_derivative(model).graph.output]) == (
+        targets == intercepts
+    )
+
+
+def test_more_classes_than_scores():
+    for post in ("NONE", "LOGISTIC", "SOFTMAX"):
+        node = f"""LinearClassifier<coefficients=[{", ".join(FLOATS.split(", ")[:6])}],
+            intercepts=[0.1, 0.2], classlabels_strings=["a", "b", "c"], post_transform="{post}">"""
+        same(parse(node, label="string"))
+
+
+@pytest.mark.parametrize("name", ["Scaler", "Normalizer", "LinearRegressor", "LinearClassifier"])
+def test_a_vector_is_one_row(name):
+    node, label = {
+        "Scaler": ("Scaler<offset=[1.0, 2.0, 3.0], scale=[0.5, 2.0, -1.0]>", ""),
+        "Normalizer": ('Normalizer<norm="L1">', ""),
+        "LinearRegressor": (REGRESSORS["four"], ""),
+        "LinearClassifier": CLASSIFIERS["3 3 ints SOFTMAX"],
+    }[name]
+    model = parse(node, label=label)
+    del model.graph.input[0].type.tensor_type.shape.dim[0]
+    for y in model.graph.output:
+        y.type.tensor_type.ClearField("shape")
+    same(model, X[0])
+
+
+def test_scaler_of_doubles_subtracts_before_it_rounds():
+    model = parse("Scaler<offset=[1000000000.0], scale=[1.0]>", "double")
+    same(model, X.astype(np.float64) + 1e9)
+
+
+def test_a_row_of_norm_zero_stays_as_it_is():
+    g = np.float32([[1, 2, 3]])
+    for norm in ("MAX", "L1", "L2"):
+        model = parse(f'Normalizer<norm="{norm}">')
+        same(model, np.float32([[1e-30, 0, 0], [-1e-38, 1e-38, 0], [-1, 0, -1]]))
+        made = onnx_derivative(model).SerializeToString()
+        session = ort.InferenceSession(made, providers=["CPUExecutionProvider"])
+        [found] = session.run(None, {"x": 0 * g, "y_grad": g})
+        np.testing.assert_array_equal(found, g)

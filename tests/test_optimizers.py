@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import dataclass
+
 import numpy as np
 import onnx
 import pytest
@@ -15,6 +18,7 @@ from onnxgrad import (
     OrtGradientOptimizer,
     add_loss_output,
 )
+from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, select
 
 LAST = 17_000  # of a weight that is too large to be packed with the others
 
@@ -36,15 +40,18 @@ def weights(model: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
 
 
+RATE = LearningRateSGD(0.1, learning_rate="constant")
+WITH_MOMENTUM = LearningRateSGDNesterov(0.1, learning_rate="constant", momentum=0.8, nesterov=False)
+WITH_NESTEROV = LearningRateSGDNesterov(0.1, learning_rate="constant", momentum=0.8)
 TORCH = {
-    "sgd": (onnxgrad.sgd(), lambda o, p: o.SGD(p, 0.1)),
-    "momentum": (onnxgrad.momentum(0.8), lambda o, p: o.SGD(p, 0.1, momentum=0.8)),
-    "nesterov": (onnxgrad.nesterov(0.8), lambda o, p: o.SGD(p, 0.1, momentum=0.8, nesterov=True)),
-    "adam": (onnxgrad.adam(0.8, 0.9, 1e-3), lambda o, p: o.Adam(p, 0.1, (0.8, 0.9), 1e-3)),
-    "adamw": (
-        onnxgrad.adamw(weight_decay=0.1),
-        lambda o, p: o.AdamW(p, 0.1, weight_decay=0.1),
-    ),
+    "sgd": ("SGDOptimizer", RATE, "SGD", {}),
+    "momentum": (onnxgrad.momentum(0.8), RATE, "SGD", {"momentum": 0.8}),
+    "nesterov": (onnxgrad.nesterov(0.8), RATE, "SGD", {"momentum": 0.8, "nesterov": True}),
+    "rate with momentum": ("SGDOptimizer", WITH_MOMENTUM, "SGD", {"momentum": 0.8}),
+    "rate with nesterov": ("sgd", WITH_NESTEROV, "SGD", {"momentum": 0.8, "nesterov": True}),
+    "adam": (onnxgrad.adam(0.8, 0.9, 1e-3), RATE, "Adam", {"betas": (0.8, 0.9), "eps": 1e-3}),
+    "adamw": (onnxgrad.adamw(weight_decay=0.1), RATE, "AdamW", {"weight_decay": 0.1}),
+    "adamw by name": ("AdamWOptimizer", RATE, "AdamW", {"weight_decay": 0.01}),
 }
 
 
@@ -52,7 +59,7 @@ TORCH = {
 @pytest.mark.parametrize("name", TORCH)
 def test_seven_steps_as_torch(name, dtype, rtol):
     torch = pytest.importorskip("torch")
-    ours, theirs = TORCH[name]
+    ours, rate, theirs, parameters = TORCH[name]
     model, rng = network(dtype), np.random.default_rng(1)
     start = weights(model)
     x, y = rng.standard_normal((7, 4)), rng.standard_normal((7, LAST))
@@ -61,11 +68,11 @@ def test_seven_steps_as_torch(name, dtype, rtol):
         max_iter=7,
         batch_size=7,
         training_optimizer_name=ours,
-        learning_rate=LearningRateSGD(0.1, learning_rate="constant"),
+        learning_rate=rate,
     ).fit(x, y)
     p = {n: torch.tensor(a, requires_grad=True) for n, a in start.items()}
     given = [torch.tensor(a.astype(start["w"].dtype)) for a in (x, y)]
-    optimizer = theirs(torch.optim, list(p.values()))
+    optimizer = getattr(torch.optim, theirs)(p.values(), lr=0.1, **parameters)
     for _ in range(7):
         optimizer.zero_grad()
         made = torch.tanh(given[0] @ p["w"] + p["b"]) @ p["u"]
@@ -78,19 +85,80 @@ def test_seven_steps_as_torch(name, dtype, rtol):
         )
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam"])
+def test_slots_of_large_and_small_weights_survive_a_warm_start(name):
+    x, y = np.ones((4, 4)), np.zeros((4, LAST))
+    options = {"training_optimizer_name": name, "batch_size": 2, "learning_rate": RATE}
+    model = add_loss_output(network())
+    whole = OrtGradientOptimizer(model, max_iter=4, **options).fit(x, y)
+    half = OrtGradientOptimizer(model, max_iter=2, warm_start=True, **options).fit(x, y).fit(x, y)
+    for n, array in whole.trained_coef_.items():
+        np.testing.assert_array_equal(half.trained_coef_[n], array)
+
+
+@dataclass(frozen=True)
+class Doubled(Optimizer):
+    """u -> 2 u + the last u."""
+
+    slots = ("last",)
+
+    def update(self, op, u, slots, inputs):
+        return 2.0 * u + slots["last"], {"last": u}
+
+
+def slope_of_u(start, x):
+    """Return the function from u to the mean gradient of a row of (tanh(x w + b) u)^2."""
+    j = np.tanh(x @ start["w"] + start["b"])
+    return lambda u: 2 * j.T @ (j @ u) / len(x)
+
+
+def test_an_optimizer_of_ones_own():
+    """Parts with slots of one name each keep theirs."""
+    model = network("double")
+    x, y = np.ones((2, 4)), np.zeros((2, LAST))
+    chained = Chain((Doubled(), Doubled(), ScaleByLearningRate()))
+    trained = OrtGradientOptimizer(
+        add_loss_output(model),
+        ["u"],
+        max_iter=3,
+        batch_size=2,
+        training_optimizer_name=chained,
+        learning_rate=RATE,
+    ).fit(x, y)
+    start = weights(model)
+    slope, u, last, last2 = slope_of_u(start, x), start["u"], 0.0, 0.0
+    for _ in range(3):
+        g = slope(u)
+        once, last = 2 * g + last, g
+        u, last2 = u - 0.1 * (2 * once + last2), once
+    np.testing.assert_allclose(trained.trained_coef_["u"], u, rtol=1e-10)
+
+
+def test_optimizers_are_values():
+    made = [choose() for choose in (onnxgrad.sgd, onnxgrad.momentum, onnxgrad.adam, onnxgrad.adamw)]
+    made += [onnxgrad.nesterov(0.8), onnxgrad.adam(0.8)]
+    for i, one in enumerate(made):
+        assert [j for j, other in enumerate(made) if other == one] == [i]
+        assert pickle.loads(pickle.dumps(one)) == one
+    assert "0.8" in repr(made[-1])
+    assert select("AdamOptimizer") == select("adam") == onnxgrad.adam()
+    with pytest.raises(ValueError, match=r"Unknown optimizer 'adem'\. Did you mean 'adam'"):
+        select("adem")
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_momentum_of_the_learning_rate(nesterov):
-    """v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v), with a rate that falls."""
+def test_momentum_of_a_rate_that_falls(nesterov):
+    """v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v)."""
     model = network("double")
     x, y = np.ones((2, 4)), np.zeros((2, LAST))
     rate = LearningRateSGDNesterov(0.1, power_t=0.5, momentum=0.7, nesterov=nesterov)
     trained = OrtGradientOptimizer(
         add_loss_output(model), ["u"], max_iter=4, batch_size=2, learning_rate=rate
     ).fit(x, y)
-    w = weights(model)
-    j, u, v = np.tanh(x @ w["w"] + w["b"]), w["u"], 0.0
+    start = weights(model)
+    slope, u, v = slope_of_u(start, x), start["u"], 0.0
     for t in range(4):
-        step = 0.1 / (t + 1) ** 0.5 * (2 * j.T @ (j @ u)) / 2
+        step = 0.1 / (t + 1) ** 0.5 * slope(u)
         v = 0.7 * v - step
         u = u + (0.7 * v - step if nesterov else v)
     np.testing.assert_allclose(trained.trained_coef_["u"], u, rtol=1e-10)

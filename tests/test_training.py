@@ -16,11 +16,15 @@ from onnx import numpy_helper
 
 from onnxgrad import (
     ConvergenceError,
+    DerivativeOptions,
     LearningRateSGD,
+    LearningRateSGDNesterov,
     NoGradientRule,
     OrtGradientOptimizer,
     ProviderError,
+    adam,
     add_loss_output,
+    onnx_derivative,
 )
 
 CONSTANT = LearningRateSGD(0.05, learning_rate="constant")
@@ -35,9 +39,12 @@ def parse(text: str, opset: int = 18, **weights) -> onnx.ModelProto:
     return made
 
 
+START = {"w": [[0.1], [0.2]], "b": [0.3]}
+
+
 def linear(opset: int = 18) -> onnx.ModelProto:
     text = "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  y = Add(h, b) }"
-    return parse(text, opset, w=[[0.1], [0.2]], b=[0.3])
+    return parse(text, opset, **START)
 
 
 def rows(n: int = 47) -> tuple[np.ndarray, np.ndarray]:
@@ -52,10 +59,13 @@ def trainer(model=None, weights=None, **options) -> OrtGradientOptimizer:
     return OrtGradientOptimizer(model or add_loss_output(linear()), **defaults | options)
 
 
-def predict(model: onnx.ModelProto, feed: dict, name: str | None = None) -> np.ndarray:
+def run(model: onnx.ModelProto, feed: dict, names: list[str] | None = None) -> list[np.ndarray]:
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    taken = {x.name for x in session.get_inputs()}
-    return session.run(name and [name], {k: v for k, v in feed.items() if k in taken})[0]
+    return session.run(names, {x.name: feed[x.name] for x in session.get_inputs()})
+
+
+def predict(model: onnx.ModelProto, feed: dict, name: str | None = None) -> np.ndarray:
+    return run(model, feed, name and [name])[0]
 
 
 def by_hand(x, y, batch, epochs, rate, seed, weight=None):
@@ -93,6 +103,71 @@ def test_mean_loss_is_not_divided_again():
     np.testing.assert_allclose(made.train_losses_, losses, rtol=1e-5)
 
 
+def test_a_step_moves_weights_of_every_shape_along_their_gradient():
+    """Small weights are one vector in the step: split, shared, broadcast and scalar ones."""
+    text = """g (float[N,3] x) => (float[N,3] y) { a = MatMul(x, m)  b = Add(a, row)
+        c = Sub(last, b)  d = Mul(scalar, c)  e = Mul(row, d)  f = MatMul(e, m)  h = Div(f, one)
+        i = Unsqueeze(h, axis)  j = PRelu(i, slope)  k = Mul(j, column)
+        l = ReduceMean<keepdims=0>(k, axis)  n = Mul(l, cube)  o = Transpose<perm=[1, 0, 2]>(n)
+        p = Squeeze(o, axis)  q = Mul(row, row)  r = Gemm(q, m)  y = Add(p, r) }"""
+    rng = np.random.default_rng(0)
+    shapes = {"m": (3, 3), "row": (1, 3), "last": (3,)}
+    shapes |= {"scalar": (), "one": (1, 1), "slope": (1, 3), "column": (3, 1), "cube": (1, 1, 3)}
+    made = {n: np.asarray(1 + rng.random(s), np.float32) for n, s in shapes.items()}
+    model = parse(text, **made)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axis"))
+    model = add_loss_output(model, reduction="mean")
+    x, y = np.float32(rng.standard_normal((2, 7, 3)))
+    gradient = onnx_derivative(
+        model, [*shapes], [], DerivativeOptions.Loss, loss="loss", label="label"
+    )
+    names = [o.name for o in gradient.graph.output]
+    values = dict(zip(names, run(gradient, {"x": x, "label": y} | made), strict=True))
+    moved = trainer(model, [*shapes], batch_size=7, max_iter=1).fit(x, y).trained_coef_
+    for name, start in made.items():
+        np.testing.assert_allclose(
+            moved[name], start - 0.05 * values[f"{name}_grad"], rtol=2e-5, atol=1e-5
+        )
+
+
+def test_a_loss_without_axes():
+    text = """g (float[N,2] x, float[N,1] target) => (float total) { h = MatMul(x, w)  y = Add(h, b)
+        d = Sub(y, target)  s = Mul(d, d)  total = ReduceSum<keepdims=0>(s) }"""
+    x, y = rows()
+    options = {"training_optimizer_name": "adam", "max_iter": 2}
+    made = trainer(parse(text, **START), loss_output_name="total", **options).fit(x, y)
+    other = trainer(**options).fit(x, y)
+    np.testing.assert_array_equal(made.trained_coef_["w"], other.trained_coef_["w"])
+    assert made.train_losses_ == other.train_losses_
+
+
+def test_names_of_the_model_that_the_step_uses_too():
+    text = """g (float[N,2] packed) => (float[N,1] step)
+        { batch = MatMul(packed, minus_learning_rate)  step = Add(batch, inverse_rows) }"""
+    x, y = rows()
+    model = parse(text, minus_learning_rate=START["w"], inverse_rows=START["b"])
+    options = {"training_optimizer_name": "adam", "max_iter": 2}
+    made = trainer(add_loss_output(model), **options).fit(x, y)
+    other = trainer(**options).fit(x, y)
+    assert made.train_losses_ == other.train_losses_
+
+
+def test_the_cut_of_an_epoch_into_calls_changes_no_bit(monkeypatch):
+    x, y = rows()
+    double = parse("g (double[N,2] x) => (double[N,1] y) { y = MatMul(x, w) }")
+    double.graph.initializer.append(numpy_helper.from_array(np.array(START["w"]), "w"))
+    states = []
+    for seconds in (1e-9, 10.0):
+        monkeypatch.setattr("onnxgrad.training.runner.SECONDS_PER_CALL", seconds)
+        seen = []
+        rate = LearningRateSGD(0.1, learning_rate="adaptive")
+        made = trainer(add_loss_output(double), batch_size=3, learning_rate=rate)
+        made.fit(x, y, callback=seen.append)
+        states.append((len(seen), made.trained_coef_["w"].tolist(), made.train_losses_))
+    assert states[0][0] > states[1][0]
+    assert states[0][1:] == states[1][1:]
+
+
 @pytest.mark.parametrize("shape", [(47,), (47, 1)])
 def test_row_weights(shape):
     x, y = rows()
@@ -115,6 +190,30 @@ def test_a_penalty_is_part_of_the_gradient():
     w = np.array([[0.1], [0.2]])
     g = 2 * x.T @ (x @ w + 0.3 - y) + 0.5 * np.sign(w) + 2 * 2 * w
     np.testing.assert_allclose(made.trained_coef_["w"], w - 0.05 * g / 40, rtol=1e-5)
+
+
+def test_a_model_as_bytes_or_path_and_of_the_first_opsets(tmp_path):
+    """Weights are inputs too, as was asked for until IR version 4."""
+    x, y = rows()
+    model = linear(9)
+    model.ir_version = 3
+    for t in model.graph.initializer:
+        kind = onnx.helper.make_tensor_value_info(t.name, t.data_type, t.dims)
+        model.graph.input.append(kind)
+    with_loss = add_loss_output(model)
+    data = with_loss.SerializeToString()
+    (tmp_path / "m.onnx").write_bytes(data)
+    states = [
+        trainer(given).fit(x, y).get_trained_onnx().SerializeToString()
+        for given in (with_loss, data, tmp_path / "m.onnx", str(tmp_path / "m.onnx"))
+    ]
+    assert states[0] != data == with_loss.SerializeToString()
+    assert len(set(states)) == 1
+    made = trainer(with_loss).fit(x, y)
+    w, b, _ = by_hand(x, y, 10, 5, 0.05, 0)
+    trained = made.get_trained_onnx(model)
+    assert trained.ir_version == 3
+    np.testing.assert_allclose(predict(trained, {"x": x}), x @ w + b, atol=1e-5)
 
 
 @pytest.mark.parametrize("opset", [11, 13, 18, 21])
@@ -150,16 +249,24 @@ IF = """g (float[N,2] x, bool c) => (float[N,1] y) {
 def test_weights_return_into_constant_nodes():
     x, y = rows()
     model = parse(IF)
-    data = {"x": x, "c": np.ones(len(x), bool)}
-    del data["c"]
     model.graph.input.pop()
     model.graph.initializer.append(numpy_helper.from_array(np.array(True), "c"))
-    made = trainer(add_loss_output(model), ["w"]).fit(data, y)
+    made = trainer(add_loss_output(model), ["w"]).fit(x, y)
     trained = made.get_trained_onnx(model)
     assert [n.op_type for n in trained.graph.node] == ["Constant", "If", "MatMul", "Add"]
     value = numpy_helper.to_array(trained.graph.node[0].attribute[0].t)
     np.testing.assert_array_equal(value, made.trained_coef_["w"])
     assert (value != [[0.1], [0.2]]).all()
+
+
+def test_weights_return_into_constants_of_branches():
+    model, c = parse(IF), {"c": np.array(True)}
+    x, _ = rows()
+    trained = trainer(model).set_state({"t": [5.0], "w": [[1.0], [1.0]]}).get_trained_onnx()
+    np.testing.assert_allclose(predict(trained, {"x": x, **c}), x.sum(1, keepdims=True) + 5)
+    branches = {a.name: a.g for a in trained.graph.node[1].attribute}
+    then, other = (branches[b].node[0].attribute[0] for b in ("then_branch", "else_branch"))
+    assert (then.name, list(then.floats), list(other.floats)) == ("value_floats", [5], [2])
 
 
 def test_weights_return_into_attributes():
@@ -179,7 +286,7 @@ def test_weights_return_into_attributes():
 
 def test_only_the_asked_weights_move():
     x, y = rows()
-    made = trainer(weights_to_train=["b"]).fit(x, y)
+    made = trainer(weights_to_train=["b", "b"]).fit(x, y)
     assert list(made.trained_coef_) == ["b"]
     trained = {t.name: numpy_helper.to_array(t) for t in made.get_trained_onnx().graph.initializer}
     np.testing.assert_array_equal(trained["w"], np.float32([[0.1], [0.2]]))
@@ -193,21 +300,39 @@ def test_statistics_and_scalars_are_not_trained_by_default():
     assert set(trainer(add_loss_output(model)).fit(x, x).trained_coef_) == {"a", "b"}
 
 
-def test_a_weight_without_influence_stays():
-    model = add_loss_output(linear())
-    model.graph.initializer.append(numpy_helper.from_array(np.zeros(3, np.float32), "spare"))
-    x, y = rows()
-    with pytest.warns(UserWarning, match="does not depend on .'spare'"):
-        made = trainer(model).fit(x, y)
-    assert "spare" not in made.trained_coef_
+@pytest.mark.parametrize(
+    ("outputs", "nodes"),
+    [
+        ("float[1,1] loss", "loss = ReduceSum(s)"),
+        ("float[1,1] loss, float[N,1] z", "loss = ReduceSum(s)  z = MatMul(x, spare)"),
+        (
+            "float[1,1] loss",
+            "r = ReduceSum(s)  f = Floor(spare)  t = ReduceSum(f)  loss = Add(r, t)",
+        ),
+    ],
+)
+def test_a_weight_without_influence_stays(outputs, nodes):
+    """Nothing reads it, only another output does, or its gradient is zero everywhere."""
+    text = f"""g (float[N,2] x, float[N,1] label) => ({outputs}) {{
+        h = MatMul(x, w)  y = Add(h, b)  d = Sub(y, label)  s = Mul(d, d)  {nodes} }}"""
+    spare = [[0.1], [0.2]]
+    model, (x, y) = parse(text, **START, spare=spare), rows()
+    with pytest.warns(UserWarning, match=r"does not depend on \['spare'\]"):
+        made = trainer(model).fit(x, y, X_val=x, y_val=y)
+    plain = trainer().fit(x, y, X_val=x, y_val=y)
+    assert made.trained_coef_.keys() == {"w", "b"}
+    np.testing.assert_array_equal(made.trained_coef_["w"], plain.trained_coef_["w"])
+    assert made.validation_losses_ == plain.validation_losses_
 
 
 # -- an estimator --------------------------------------------------------------------------------
 
 
-def test_pickling_before_and_after_fit():
+@pytest.mark.parametrize("optimizer", ["nesterov", adam(b1=0.8)])
+def test_pickling_before_and_after_fit(optimizer):
     x, y = rows()
-    before = pickle.loads(pickle.dumps(trainer(warm_start=True)))
+    before = trainer(warm_start=True, training_optimizer_name=optimizer)
+    before = pickle.loads(pickle.dumps(before))
     made = before.fit(x, y)
     again = pickle.loads(pickle.dumps(made))
     np.testing.assert_array_equal(again.trained_coef_["w"], made.trained_coef_["w"])
@@ -233,7 +358,11 @@ def test_without_scikit_learn():
     code = """if True:
         import sys
         sys.modules["sklearn"] = sys.modules["sklearn.base"] = None
-        from onnxgrad import OrtGradientOptimizer, LearningRateSGD
+        import numpy as np, onnx
+        from onnxgrad import OrtGradientOptimizer, LearningRateSGD, add_loss_output
+        m = onnx.parser.parse_model('''<ir_version: 8, opset_import: ["": 18]>
+            g (float[N,1] x) => (float[N,1] y) <float[1,1] w = {1}> { y = MatMul(x, w) }''')
+        OrtGradientOptimizer(add_loss_output(m)).fit(np.ones((10, 1)), np.ones(10))
         t = OrtGradientOptimizer("m.onnx", learning_rate=LearningRateSGD(0.5))
         assert t.get_params()["learning_rate__eta0"] == 0.5
         t.set_params(batch_size=3, learning_rate__eta0=0.1)
@@ -246,6 +375,14 @@ def test_without_scikit_learn():
             raise AssertionError
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_given_learning_rate_stays_as_it_is():
+    x, y = rows()
+    rate = LearningRateSGD(0.05, learning_rate="adaptive")
+    made = trainer(learning_rate=rate, max_iter=60).fit(x, y)
+    assert made.learning_rate_ < 0.05
+    assert rate.value is None
 
 
 def test_the_seed_gives_the_same_bits():
@@ -282,9 +419,48 @@ def test_a_warm_start_may_train_other_weights():
     assert (trained["w"] != [[0.1], [0.2]]).all()
 
 
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        # the velocity of one is a sum of gradients, that of the other a sum of steps
+        (
+            {"training_optimizer_name": "momentum"},
+            {
+                "training_optimizer_name": "sgd",
+                "learning_rate": LearningRateSGDNesterov(0.01, learning_rate="constant"),
+            },
+        ),
+        # the step number of Adam counts from the first gradient that a slot has seen
+        ({"training_optimizer_name": "adam"}, {"training_optimizer_name": adam(eps=1e-4)}),
+        (
+            {"training_optimizer_name": "adam", "weights_to_train": ["b"]},
+            {"weights_to_train": ["b", "w"]},
+        ),
+    ],
+)
+def test_a_warm_start_without_slots_of_its_own_begins_with_none(first, then):
+    x, y = rows()
+    warm = trainer(warm_start=True, **first).fit(x, y)
+    fresh = trainer(warm_start=True, **first | then).set_state(warm.get_state())
+    for made in (warm.set_params(**then), fresh):
+        made.fit([(x, y)])
+    np.testing.assert_array_equal(warm.trained_coef_["w"], fresh.trained_coef_["w"])
+    np.testing.assert_array_equal(warm.trained_coef_["b"], fresh.trained_coef_["b"])
+
+
+def test_a_warm_start_on_some_of_the_weights_keeps_their_slots():
+    x, y = rows()
+    options = {"training_optimizer_name": "momentum", "max_iter": 1, "warm_start": True}
+    made = trainer(**options).fit([(x, y)])
+    first = made.get_state()
+    made.set_params(weights_to_train=["b"]).fit([(x, y)])
+    g0, g1 = (2 * np.mean(x @ w + b - y) for w, b in (START.values(), first.values()))
+    np.testing.assert_allclose(made.trained_coef_["b"], 0.3 - 0.05 * (1.9 * g0 + g1), rtol=1e-5)
+    np.testing.assert_array_equal(made.trained_coef_["w"], first["w"])
+
+
 def test_weights_start_from_the_model_or_are_drawn():
-    text = "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  y = Add(h, b) }"
-    model = parse(text, w=[[0.1], [0.2]], b=[0.3])
+    model = linear()
     x, y = rows()
     nothing = LearningRateSGD(1e-30, learning_rate="constant")
     made = {
@@ -311,8 +487,13 @@ def test_setting_and_getting_the_state():
         made.set_state({"W": [[1.0], [1.0]]})
     with pytest.raises(ValueError, match=r"'w' has shape \(2, 1\), the given one \(2,\)"):
         made.set_state({"w": [1.0, 1.0]})
-    with pytest.raises(ValueError, match="call fit first"):
-        trainer().get_trained_onnx()
+    model = parse("g (float[N,2] x) => (float[N,2] y) { y = Reshape(x, n) }")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0, 2]), "n"))
+    with pytest.raises(ValueError, match="Unknown weight 'n'"):
+        trainer(model).set_state({"n": [0, 1]})
+    for ask in (trainer().get_trained_onnx, trainer().get_state):
+        with pytest.raises(ValueError, match="call fit first"):
+            ask()
 
 
 # -- progress, validation, interruption ----------------------------------------------------------
@@ -329,6 +510,20 @@ def test_validation(every, count):
         loss = np.mean((x[:7] @ state["w"] + state["b"] - y[:7]) ** 2)
         assert made.validation_losses_[-1] == pytest.approx(loss, rel=1e-4)
         assert seen[-1].validation_loss == made.validation_losses_[-1]
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_validation_on_many_rows_and_on_batches(reduction):
+    x, y = rows(2500)
+    batches = [(x[i : i + 1000], y[i : i + 1000]) for i in range(0, 2500, 1000)]
+    for held in ({"X_val": x, "y_val": y}, {"X_val": batches}):
+        made = trainer(add_loss_output(linear(), reduction=reduction), max_iter=1)
+        made.fit(x[:40], y[:40], **held)
+        state = made.get_state()
+        loss = np.mean((x @ state["w"] + state["b"] - y) ** 2)
+        assert made.validation_losses_ == pytest.approx([loss], rel=1e-5)
+    with pytest.raises(ValueError, match="y_val is given without X_val"):
+        made.fit(x, y, y_val=y)
 
 
 def test_progress():
@@ -372,6 +567,10 @@ def test_divergence_keeps_the_state_before():
     assert all(np.isfinite(w).all() for w in made.get_state().values())
     assert all(np.isfinite(made.train_losses_))
     predict(made.get_trained_onnx(), {"x": x, "label": y})
+    made = trainer(learning_rate=1e38, max_iter=1, batch_size=47)  # the loss before is finite
+    with pytest.raises(ConvergenceError, match=r"in epoch 1 .* before: none"):
+        made.fit(x, y)
+    np.testing.assert_array_equal(made.get_state()["w"], np.float32(START["w"]))
 
 
 # -- data ----------------------------------------------------------------------------------------
@@ -408,22 +607,41 @@ def test_class_labels_and_images():
     assert (found == label).mean() > 0.9
 
 
-@pytest.mark.parametrize("kind", ["tuples", "dicts", "loader"])
+def loader(x, y):
+    data = pytest.importorskip("torch.utils.data")
+    from_numpy = pytest.importorskip("torch").from_numpy
+    return data.DataLoader(data.TensorDataset(from_numpy(x), from_numpy(y)), batch_size=15)
+
+
+BATCHES = {
+    "tuples": lambda x, y: [(x[s], y[s]) for s in CUT],
+    "lists": lambda x, y: [[x[s], y[s]] for s in CUT],
+    "dicts": lambda x, y: [{"x": x[s], "label": y[s]} for s in CUT],
+    "columns": lambda x, y: [(np.asfortranarray(x[s]), y[s][::-1][::-1]) for s in CUT],
+    "loader": loader,
+    "list of a loader": lambda x, y: list(loader(x, y)),
+}
+CUT = [slice(i, i + 15) for i in range(0, 40, 15)]
+
+
+def test_a_label_that_is_ignored():
+    x, _ = rows()
+    label = np.where(np.arange(47) < 40, x[:, 0] > 0, -100)
+    model = parse("g (float[N,2] x) => (float[N,2] y) { y = MatMul(x, w) }", w=np.eye(2))
+    moved = []
+    for n in (40, 47):
+        made = trainer(add_loss_output(model, "cross_entropy"), batch_size=n, max_iter=1)
+        moved.append(n * (made.fit(x[:n], label[:n]).trained_coef_["w"] - np.eye(2)))
+    np.testing.assert_allclose(*moved, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", BATCHES)
 def test_an_iterable_of_batches(kind):
     x, y = rows(40)
-    cut = [slice(i, i + 15) for i in range(0, 40, 15)]
-    batches = {
-        "tuples": [(x[s], y[s]) for s in cut],
-        "dicts": [{"x": x[s], "label": y[s]} for s in cut],
-        "loader": None,
-    }[kind]
-    if kind == "loader":
-        torch = pytest.importorskip("torch")
-        data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
-        batches = torch.utils.data.DataLoader(data, batch_size=15)
+    batches = BATCHES[kind](x, y)
     made = trainer(max_iter=2).fit(batches)
     w, b = np.array([[0.1], [0.2]]), np.array([0.3])
-    for s in cut * 2:
+    for s in CUT * 2:
         g = 2 * (x[s] @ w + b - y[s]) / len(x[s])
         w, b = w - 0.05 * x[s].T @ g, b - 0.05 * g.sum(0)
     np.testing.assert_allclose(made.trained_coef_["w"], w, rtol=1e-5)
@@ -433,6 +651,22 @@ def test_a_generator_can_be_read_once_only():
     x, y = rows()
     with pytest.raises(ValueError, match="generator can be read once only"):
         trainer(max_iter=2).fit((x, y) for _ in range(3))
+
+
+def test_wrong_batches():
+    x, y = rows()
+    model = add_loss_output(linear(), weight_name="weight")
+    with pytest.raises(ValueError, match="not 4 arrays"):
+        trainer().fit([(x, y, y, y)])
+    with pytest.raises(ValueError, match="brings its row weights"):
+        trainer(model).fit([(x, y)], sample_weight=np.ones(47))
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        trainer().fit([(x, y), (x, y[:3])])
+    with pytest.raises(ValueError, match="the iterable gave no batch"):
+        trainer().fit(x, y, X_val=iter([]))
+    weighted = trainer(model, batch_size=47).fit([(x, y, y[:, 0])])
+    whole = trainer(model, batch_size=47).fit(x, y, y[:, 0])
+    np.testing.assert_allclose(weighted.trained_coef_["w"], whole.trained_coef_["w"], rtol=1e-5)
 
 
 def test_a_fixed_batch():
@@ -445,8 +679,9 @@ def test_a_fixed_batch():
         made.fit(x, y, X_val=x[:7], y_val=y[:7])
     with pytest.raises(ValueError, match="fixed batch of 4 rows"):
         made.fit(x[:38], y[:38])
-    with pytest.raises(ValueError, match="batch_size=4"):
-        trainer(add_loss_output(model), batch_size=8).fit(x, y)
+    for wrong in ((x, y), ([(x[:8], y[:8])],)):
+        with pytest.raises(ValueError, match="batch_size=4, not 8"):
+            trainer(add_loss_output(model), batch_size=8).fit(*wrong)
 
 
 @pytest.mark.parametrize("dtype", ["double", "float16"])
@@ -458,6 +693,22 @@ def test_other_precisions(dtype):
     fitted = trainer(add_loss_output(made), max_iter=20).fit(x, y - 3)
     assert fitted.trained_coef_["w"].dtype == kind
     np.testing.assert_allclose(fitted.trained_coef_["w"], [[2], [-1]], atol=0.02)
+    if dtype == "float16":
+        with pytest.raises(ValueError, match="learning rate of 1e-08 is zero in float16"):
+            fitted.set_params(learning_rate=1e-7).fit(x[:40], y[:40])
+
+
+def test_two_precisions_in_one_model():
+    text = """g (float[N,2] x) => (double[N,1] y)
+        { h = MatMul(x, w)  c = Cast<to=11>(h)  y = Add(c, b) }"""
+    model = parse(text, w=START["w"])
+    model.graph.initializer.append(numpy_helper.from_array(np.array(START["b"]), "b"))
+    x, y = rows()
+    made = trainer(add_loss_output(model), batch_size=10).fit(x, y)
+    w, b, _ = by_hand(x, y, 10, 5, 0.05, 0)
+    np.testing.assert_allclose(made.trained_coef_["w"], w, rtol=1e-5)
+    np.testing.assert_allclose(made.trained_coef_["b"], b, rtol=1e-6)
+    assert {n: a.dtype for n, a in made.trained_coef_.items()} == {"w": "f4", "b": "f8"}
 
 
 # -- bad input -----------------------------------------------------------------------------------
@@ -469,6 +720,8 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
 @pytest.mark.parametrize(
     ("options", "data", "message"),
     [
+        ({"weights_to_train": "w"}, (X, Y), "a list of names, not 'w'"),
+        ({"weights_to_train": []}, (X, Y), "no differentiable path"),
         ({"weights_to_train": ["W"]}, (X, Y), "Unknown weight 'W'. Did you mean 'w'"),
         ({"loss_output_name": "los"}, (X, Y), "Unknown output 'los'. Did you mean 'loss'"),
         ({"loss_output_name": "y"}, (X, Y), "'y' must hold one number"),
@@ -483,9 +736,12 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
         ({}, (X[:0], Y[:0]), "'x' is empty"),
         ({}, (X[:, :1], Y), r"'x' must have shape \(rows, 2\), not \(47, 1\)"),
         ({}, (X, np.ones((47, 2))), r"'label' must have shape \(rows, 1\)"),
-        ({}, (NAN, Y), "'x' holds NaN or infinity in 1 of 47 rows: 30"),
-        ({}, (X, np.where(Y > 1e9, 0, np.inf)), "'label' holds NaN or infinity"),
-        ({}, (X.astype(str), Y), "'x' must hold numbers"),
+        ({}, (NAN, Y), "'x', as float32, holds NaN or infinity in 1 of 47 rows: 30"),
+        ({}, (X.astype(float) * 1e300, Y), "'x', as float32, holds NaN or infinity"),
+        ({}, (X, np.where(Y > 1e9, 0, np.inf)), "'label', as float32, holds NaN or infinity"),
+        ({}, (X.astype(str), Y), "'x' must hold numbers, not <U32"),
+        ({}, (X * 1j, Y), "'x' must hold numbers, not complex"),
+        ({}, (X.astype("M8[s]"), Y), "'x' must hold numbers, not datetime64"),
         ({}, (X,), r"no data for the inputs \['label'\]"),
         ({}, (3.0, Y), "'x' must have one entry per row"),
         ({}, (X, Y, np.ones(47)), "takes no row weights: build it with"),
@@ -504,11 +760,36 @@ def test_bad_input_changes_nothing(options, data, message):
 
 
 @pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (np.ones((47, 2)), r"'weight' must have shape \(rows\), not \(47, 2\)"),
+        (np.ones(46), "different numbers of rows"),
+    ],
+)
+def test_wrong_row_weights(weight, message):
+    """Of batches of one row too: there two weights of a row would be added up."""
+    model = add_loss_output(linear(), weight_name="weight")
+    with pytest.raises(ValueError, match=message):
+        trainer(model, batch_size=1).fit(X, Y, weight)
+
+
+def test_numbers_that_the_input_cannot_hold():
+    text = """g (float[N,2] x, uint8[N,1] k) => (float[N,1] y)
+        { f = Cast<to=1>(k)  h = MatMul(x, w)  y = Add(h, f) }"""
+    made = trainer(add_loss_output(parse(text, w=START["w"])))
+    k = np.where(np.arange(47) == 5, 256, 255)
+    with pytest.raises(ValueError, match="'k' must hold uint8; other values in 1 of 47 rows: 5"):
+        made.fit({"x": X, "k": k}, Y)
+    made.fit({"x": X / 100, "k": k - 1}, Y)
+
+
+@pytest.mark.parametrize(
     ("label", "message"),
     [
         ([0, 1, 3], "labels outside 0..2 in 1 of 3 rows: 2"),
         ([0, -1, 1], "labels outside 0..2 in 1 of 3 rows: 1"),
-        ([0, 0.5, 1], "'label' must hold integers; fractions in 1 of 3 rows: 1"),
+        ([0, 0.5, 1], "'label' must hold int64; other values in 1 of 3 rows: 1"),
+        ([0, np.nan, 1], "'label' must hold int64; other values in 1 of 3 rows: 1"),
     ],
 )
 def test_class_labels_out_of_range(label, message):

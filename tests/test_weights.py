@@ -1,4 +1,4 @@
-"""Where weights are kept: found, lifted, replaced; and models cut to a part."""
+"""Where weights are kept: found, lifted, replaced."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import get_train_initializer, select_model_inputs_outputs
+from onnxgrad import get_train_initializer
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.weights import replace
 
@@ -108,36 +108,78 @@ def test_wrong_values():
         replace(model(), {"V": np.ones(2)})
 
 
-# -- parts of a model ----------------------------------------------------------------------------
-
-CHAIN = """<ir_version: 8, opset_import: ["": 18]> g (float[N,2] x, float[N,2] z) => (float[N,2] y)
-    { a = Exp(x)  b = Mul(a, z)  c = Neg(b)  y = Add(c, a) }"""
-
-
-def names(made: onnx.ModelProto) -> tuple[list[str], list[str], list[str]]:
-    graph = made.graph
-    kinds = graph.input, graph.output
-    return *([v.name for v in vs] for vs in kinds), [n.op_type for n in graph.node]
-
-
-def test_selecting_outputs_and_inputs():
-    made = onnx.parser.parse_model(CHAIN)
-    before = made.SerializeToString()
-    assert names(select_model_inputs_outputs(made, ["b"])) == (["x", "z"], ["b"], ["Exp", "Mul"])
-    cut = select_model_inputs_outputs(made, ["y"], ["a", "z"])
-    assert names(cut) == (["a", "z"], ["y"], ["Mul", "Neg", "Add"])
-    onnx.checker.check_model(cut, full_check=True)
-    cut = select_model_inputs_outputs(made, ["c", "a"], ["x", "b"])
-    assert names(cut) == (["x", "b"], ["c", "a"], ["Exp", "Neg"])
-    assert made.SerializeToString() == before
-    x, z = np.float32([[[1, 2]], [[3, 4]]])
-    session = ort.InferenceSession(cut.SerializeToString(), providers=["CPUExecutionProvider"])
-    np.testing.assert_allclose(session.run(None, {"x": x, "b": z})[0], -z)
+def test_a_constant_called_like_a_value_computed_in_another_branch():
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,2] x, bool c) => (float[N,2] y) { y = If (c) <
+            then_branch = t () => (float[N,2] r) {
+                w = Constant<value = float[2] {4.0, 5.0}>()  r = Mul(x, w) },
+            else_branch = e () => (float[N,2] s) { w = Neg(x)  s = Exp(w) }> }""")
+    assert list(get_train_initializer(made)) == ["w_1"]
+    lifted = to_proto(prepare(made))
+    for c in (True, False):
+        np.testing.assert_array_equal(run(lifted, c), run(made, c))
+    branch = replace(made, {"w_1": np.ones(2)}).graph.node[0].attribute[0].g
+    assert numpy_helper.to_array(branch.node[0].attribute[0].t).tolist() == [1, 1]
 
 
-def test_wrong_selections():
-    made = onnx.parser.parse_model(CHAIN)
-    with pytest.raises(ValueError, match=r"Unknown tensor 'Y'\. Did you mean 'y'"):
-        select_model_inputs_outputs(made, ["Y"])
-    with pytest.raises(ValueError, match=r"also depend on \['z'\]: add to `inputs`"):
-        select_model_inputs_outputs(made, ["y"], ["a"])
+def test_a_tensor_that_two_nodes_share_is_one_weight():
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,2] x) => (float[N,2] y) {
+            k = Constant<value = float[2] {2.0, 3.0}>()
+            a = Mul(x, k)  b = Mul(a, v)  d = Add(b, v)  y = Mul(d, k) }""")
+    made.graph.initializer.append(numpy_helper.from_array(np.float32([4, 5]), "v"))
+    assert list(get_train_initializer(made)) == ["v", "k"]
+    new = {"v": np.float32([1, 2]), "k": np.float32([3, 4])}
+    written = replace(made, new)
+    assert {n: a.tolist() for n, (a, _) in get_train_initializer(written).items()} == {
+        n: a.tolist() for n, a in new.items()
+    }
+    session = ort.InferenceSession(written.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.float32([[1, 2]])
+    np.testing.assert_array_equal(
+        session.run(None, {"x": x})[0], (x * new["k"] * new["v"] + new["v"]) * new["k"]
+    )
+
+
+@pytest.mark.parametrize("names", [("lin", "lin"), ("lin", "")])
+def test_names_of_coefficients(names):
+    """Two nodes of one name, and a tensor called like a coefficient, get a number."""
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
+        g (float[N,1] x) => (float[N,1] y) {
+            a = ai.onnx.ml.LinearRegressor<coefficients=[2.0]>(x)
+            b = Mul(a, v)  lin = ai.onnx.ml.LinearRegressor<coefficients=[3.0]>(b)
+            y = Mul(lin, p) }""")
+    made.graph.node[0].name, made.graph.node[2].name = names
+    for name, value in (("v", 5), ("p", 7)):
+        made.graph.initializer.append(numpy_helper.from_array(np.float32([value]), name))
+    found = get_train_initializer(made)
+    assert list(found) == ["v", "p", "lin.coefficients", "lin.coefficients_1"]
+    assert [a.tolist() for a, _ in found.values()] == [[5], [7], [2], [3]]
+    made.graph.node[1].output[0] = made.graph.node[2].input[0] = "lin.coefficients"
+    assert list(get_train_initializer(made))[2:] == ["lin.coefficients_1", "lin.coefficients_2"]
+    session = ort.InferenceSession(
+        to_proto(prepare(made)).SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    assert session.run(None, {"x": np.float32([[1]])})[0] == 2 * 5 * 3 * 7
+
+
+def test_old_models_that_list_their_weights_as_inputs():
+    made = onnx.parser.parse_model("""<ir_version: 3, opset_import: ["": 9]>
+        g (float[N,2] x, float[2] v) => (float[N,2] y) { y = Mul(x, v) }""")
+    made.graph.initializer.append(numpy_helper.from_array(np.float32([4, 5]), "v"))
+    assert list(get_train_initializer(made)) == ["v"]
+    assert [x.name for x in to_proto(prepare(made)).graph.input] == ["x"]
+
+
+def test_external_data_is_read_and_written_into_the_model(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(model(), path, save_as_external_data=True, size_threshold=0, location="m.data")
+    assert onnx.load(path, load_external_data=False).graph.initializer[0].external_data
+    expected = get_train_initializer(model())
+    found = get_train_initializer(path)
+    assert list(found) == list(expected)
+    for name, (array, _) in expected.items():
+        np.testing.assert_array_equal(found[name][0], array)
+    written = replace(onnx.load(path), {"v": np.zeros(2)})
+    assert not any(t.external_data for t in written.graph.initializer)
+    assert numpy_helper.to_array(written.graph.initializer[0]).tolist() == [0, 0]

@@ -22,10 +22,13 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import raise_opset, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.weights import sites
+from onnxgrad.graph.weights import note_constants, sites
 from onnxgrad.penalties import add_penalties
 
-METADATA = "onnxgrad.loss"  # what a trainer has to know of the loss, kept in the model
+# What a trainer has to know of the loss, kept in the model as JSON: `reduction` ("mean" is already
+# divided by the rows of the batch, and must not be divided again), the names `label` and
+# `prediction`, and for class labels their number `classes` and the label `ignore_index`.
+METADATA = "onnxgrad.loss"
 
 Loss = Callable[..., ir.Value]
 
@@ -64,25 +67,24 @@ def absolute_error(op, prediction, label):
 @_loss("elastic")
 def elastic(op, prediction, label, l1_weight=0.5, l2_weight=0.5):
     """a |f - y| + b (f - y)^2."""
-    d = prediction - label
-    return l1_weight * op.Abs(d) + l2_weight * (d * d)
+    size = op.Abs(prediction - label)
+    return size * (l1_weight + l2_weight * size)
 
 
 @_loss("log", reduction="mean", classes=True)
 def log(op, prediction, label, eps=1e-6):
     """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
-    hit = op.Cast(op.Equal(label, op.value(np.arange(2))), to=prediction.dtype)
-    logs = op.Log(op.Clip(prediction, eps, 1.0 - eps))
-    return -op.ReduceSum(hit * logs, [1], keepdims=1)
+    hit = op.Equal(label, op.value(np.arange(2)))
+    return _number(op, prediction, hit, -1.0, 0.0) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
 
 @_loss("binary_cross_entropy")
 def binary_cross_entropy(op, prediction, label, from_logits=False, eps=1e-7):
-    """-y log p - (1 - y) log(1 - p), p clipped to [eps, 1 - eps], or log(1 + e^f) - y f."""
+    """-y log p - (1 - y) log(1 - p), p and 1 - p at least eps, or log(1 + e^f) - y f."""
     if from_logits:
-        return op.Softplus(prediction) - label * prediction
-    p = op.Clip(prediction, eps, 1.0 - eps)
-    return -(label * op.Log(p) + (1.0 - label) * op.Log(1.0 - p))
+        return op.Softplus(prediction) + (-label) * prediction
+    p, q = op.Clip(prediction, eps), op.Clip(1.0 - prediction, eps)  # 1 - eps may round to 1
+    return (-label) * op.Log(p) + (label - 1.0) * op.Log(q)
 
 
 @_loss("cross_entropy", classes=True)
@@ -90,8 +92,9 @@ def cross_entropy(
     op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
     ignore_index=-100, eps=1e-7,
 ):  # fmt: skip
-    """-sum_c t_c log p_c over axis 1, t the label's class or distribution, smoothed.
+    """-t_c log p_c for the classes c of axis 1, t the label's class or distribution, smoothed.
 
+    Logits must be finite: mask a class with a large negative number, not with -inf.
     Smoothing moves a share of t to all classes alike (Szegedy et al. 2016, arXiv:1512.00567).
     """
     classes = shapes.dims(prediction)[1]
@@ -101,38 +104,46 @@ def cross_entropy(
         logs = op.LogSoftmax(prediction, axis=1)
     else:
         logs = op.Log(op.Clip(prediction, eps, 1.0))
-    target = label
-    if not soft_labels:
+    share = label_smoothing / classes
+    if soft_labels:
+        minus = (label_smoothing - 1.0) * label - share if label_smoothing else -label
+    else:
+        number = op.Unsqueeze(label, [1])
         numbers = np.arange(classes).reshape([-1] + [1] * (shapes.rank(prediction) - 2))
-        hit = op.Equal(op.Unsqueeze(label, [1]), op.value(numbers))
-        target = op.Cast(hit, to=prediction.dtype)
-    if label_smoothing:
-        target = (1.0 - label_smoothing) * target + label_smoothing / classes
-    rows = -op.ReduceSum(target * logs, [1], keepdims=0)
-    return rows if soft_labels else op.Where(op.Equal(label, ignore_index), 0.0, rows)
+        hit = op.Equal(number, op.value(numbers))
+        minus = _number(op, prediction, hit, label_smoothing - 1.0 - share, -share)
+        if label_smoothing or 0 <= ignore_index < classes:  # else it hits no class anyway
+            minus = op.Where(op.Equal(number, ignore_index), 0.0, minus)
+    return minus * logs
 
 
 @_loss("huber")
 def huber(op, prediction, label, delta=1.0):
     """d^2 / 2 where |d| < delta, else delta (|d| - delta / 2), d = f - y.  Huber 1964."""
-    d = prediction - label
-    size = op.Abs(d)
-    return op.Where(op.Less(size, delta), 0.5 * (d * d), delta * (size - 0.5 * delta))
+    size = op.Abs(prediction - label)
+    inner = op.Clip(size, None, delta)
+    return inner * (size - 0.5 * inner)
 
 
 @_loss("poisson")
 def poisson(op, prediction, label, log_input=True, eps=1e-8):
     """e^f - y f, or f - y log(f + eps) when f is the rate itself: Poisson, up to a constant."""
     if log_input:
-        return op.Exp(prediction) - label * prediction
-    return prediction - label * op.Log(prediction + eps)
+        return op.Exp(prediction) + (-label) * prediction
+    if prediction.dtype == ir.DataType.FLOAT16:
+        eps = max(eps, 1e-4)  # 1 / eps must be finite
+    return prediction + (-label) * op.Log(prediction + eps)
 
 
 @_loss("hinge")
 def hinge(op, prediction, label):
     """max(0, 1 - y f) for labels -1 and 1, or 0 and 1."""
-    sign = op.Where(op.Greater(label, 0.0), 1.0, op.value(-1.0, label.dtype))
-    return op.Relu(1.0 - sign * prediction)
+    return op.Relu(1.0 + _number(op, label, op.Greater(label, 0.0), -1.0, 1.0) * prediction)
+
+
+def _number(op, like, condition, yes, no):
+    """Return `yes` or `no` of the dtype of `like`, by `condition`."""
+    return op.Where(condition, op.value(yes, like.dtype), op.value(no, like.dtype))
 
 
 def add_loss_output(
@@ -149,7 +160,8 @@ def add_loss_output(
     """Return `onx` with a loss behind one of its outputs, ready to be trained.
 
     The result has the outputs `[loss, prediction]`, the loss of shape (1, 1), and the inputs of
-    `onx`, then the label, then the row weights if asked for.
+    `onx`, then the label, then the row weights if asked for. Its opset is that of `onx`, or 18 if
+    that is lower.
 
     Args:
         onx: model, serialized model or path; never modified.
@@ -158,6 +170,7 @@ def add_loss_output(
         loss_name: name of the loss output; another name of the model makes it give way.
         label_name: name of the label input: of the shape and dtype of the prediction, but int64
             for `log` (N, 1) and for `cross_entropy` (N,), or (N, d1, ...) for (N, C, d1, ...).
+            A class number out of range has loss zero: the graph does not look, trainers do.
         weight_name: name of an input of row weights, (N,) or (N, 1); None for none.
         penalty: `{weight: {"l1": a, "l2": b}}` or `{weight: b}`, adds a |w| + b w^2.
         output_index: the output to judge, by place or by name (any float tensor of the graph);
@@ -174,14 +187,15 @@ def add_loss_output(
     proto = read(onx)
     chosen = _choose_output(proto, output_index)
     for site in sites(proto):
-        if penalty and site.name in penalty and site.node and site.node.domain == "ai.onnx.ml":
-            raise ValueError(
-                f"{site.name!r} is an attribute: a penalty needs a tensor of the graph"
-            )
-    model = to_ir(raise_opset(proto, lowest=13))
+        attribute = site.node is not None and site.node.domain == "ai.onnx.ml"
+        if site.name in (penalty or {}) and (attribute or site.graph is not proto.graph):
+            where = "is an attribute" if attribute else "sits in a branch"
+            raise ValueError(f"{site.name!r} {where}: a penalty needs a tensor of the main graph")
+    model = to_ir(raise_opset(proto))
     shapes.infer(model)
     graph, op = model.graph, Emit(model.graph)
-    prediction = ir.convenience.create_value_mapping(graph)[chosen]
+    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
+    prediction = values[chosen]
     label = _label(op, prediction, kind, label_name, kwargs)
     graph.inputs.append(label)
     with op:
@@ -190,23 +204,37 @@ def add_loss_output(
             # without a shape: (N,) and (N, 1) are the same
             weight = ir.Value(name=op.name(weight_name), type=prediction.type)
             graph.inputs.append(weight)
-            ones = [1] * ((shapes.rank(losses) or shapes.rank(prediction) or 2) - 1)
-            losses = losses * op.Reshape(weight, [-1, *ones])
+            if shapes.rank(losses) is None:
+                shapes.infer(model)
+            shape = shapes.dims(losses)
+            if not shape:
+                raise ValueError(
+                    f"row weights need a loss per row, of known rank; that of {chosen!r} has the "
+                    f"shape {losses.shape}"
+                )
+            ones = [1] * (len(shape) - 1)
+            weight = op.Reshape(weight, [-1, *ones])
+            weight.shape = ir.Shape([shape[0], *ones])
+            if list(shape[1:]) != ones:
+                losses = op.ReduceSum(losses, list(range(1, len(shape))), keepdims=1)
+            losses = losses * weight
         if shapes.rank(losses) == 2:
             loss = op.ReduceSum(losses, keepdims=1)
         else:
             loss = op.Reshape(op.ReduceSum(losses, keepdims=0), [1, 1])
         if kind.reduction == "mean":
             loss = loss / op.Cast(op.Shape(label, start=0, end=1), to=loss.dtype)
-        loss = add_penalties(op, loss, penalty or {})
+        loss = add_penalties(op, loss, penalty or {}, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     graph.outputs[:] = [loss, prediction]
     about: dict[str, Any] = {"reduction": kind.reduction, "label": label.name, "prediction": chosen}
     if kind.classes and not kwargs.get("soft_labels"):
         about["classes"] = (shapes.dims(prediction) or (None, None))[1]
-        about["ignore_index"] = kwargs.get("ignore_index", -100)
+        ignored = kwargs.get("ignore_index", -100)
+        about["ignore_index"] = ignored if kind.function is cross_entropy else None
     model.metadata_props[METADATA] = json.dumps(about)
     tidy(model)
+    note_constants(model, proto)
     return to_proto(model)
 
 
@@ -228,7 +256,8 @@ def _kind(score: str | Loss, reduction: str | None, options: Mapping[str, Any]) 
     valid = list(inspect.signature(kind.function).parameters)[3:]
     for name in options:
         if name not in valid:
-            raise unknown(f"option of loss {score!r}", name, valid)
+            shown = getattr(score, "__name__", score)
+            raise unknown(f"option of loss {shown!r}", name, valid)
     if reduction not in (None, "sum", "mean"):
         raise unknown("reduction", reduction, ["sum", "mean"])
     return _Kind(kind.function, reduction or kind.reduction, kind.classes)
@@ -241,14 +270,18 @@ def _choose_output(proto: ModelProto, index: int | str | None) -> str:
     if index is None:
         if len(floats) == 1:
             return floats[0]
-        choice = [tensor_behind(proto, o.name) if non_tensor(o) else o.name for o in outputs]
+        behind = [tensor_behind(proto, o.name) for o in outputs if non_tensor(o)]
+        choice = ", ".join(repr(c) for c in [*floats, *behind] if c)
         raise ValueError(
-            f"the model has {len(floats)} float outputs: say which one with "
-            f"output_index=, one of {', '.join(repr(c) for c in choice if c)}"
+            f"the model has {len(floats)} float outputs: say which one with output_index=, "
+            f"one of {choice or 'the float tensors inside'}"
         )
-    if isinstance(index, int) and not -len(outputs) <= index < len(outputs):
+    if isinstance(index, str):
+        name = index
+    elif -len(outputs) <= index < len(outputs):
+        name = outputs[index].name
+    else:
         raise ValueError(f"output_index={index}: the model has {len(outputs)} outputs")
-    name = outputs[index].name if isinstance(index, int) else index
     for output in outputs:
         if output.name == name and non_tensor(output):
             raise ValueError(

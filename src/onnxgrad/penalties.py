@@ -58,15 +58,18 @@ def penalty(op: Emit, w: ir.Value, l1: float | None, l2: float | None) -> ir.Val
     return op.total(terms)
 
 
-def add_penalties(op: Emit, loss: ir.Value, penalties: Mapping[str, Any]) -> ir.Value:
-    """Write `loss` plus the penalties of the named weights, `{name: b}` or `{name: {l1, l2}}`."""
-    values = ir.convenience.create_value_mapping(op.graph)
+def add_penalties(
+    op: Emit, loss: ir.Value, penalties: Mapping[str, Any], values: Mapping[str, ir.Value]
+) -> ir.Value:
+    """Write `loss` plus the penalties of the named `values`, `{name: b}` or `{name: {l1, l2}}`."""
+    floats = {n: v for n, v in values.items() if v.dtype and v.dtype.is_floating_point()}
     for name, given in penalties.items():
-        if name not in values:
-            raise unknown("weight in penalty", name, [str(n) for n in values])
+        if name not in floats:
+            raise unknown("weight in penalty", name, floats)
         options = dict(given) if isinstance(given, Mapping) else {"l2": given}
         for key in options:
             if key not in ("l1", "l2"):
                 raise unknown(f"penalty of {name!r}", key, ["l1", "l2"])
-        loss = loss + penalty(op, values[name], options.get("l1"), options.get("l2"))
+        added = penalty(op, floats[name], options.get("l1"), options.get("l2"))
+        loss = loss + op.Cast(added, to=loss.dtype)
     return loss

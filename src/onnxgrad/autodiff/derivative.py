@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntFlag
 
 import onnx
@@ -16,7 +16,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind
+from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind
 from onnxgrad.graph.tidy import tidy
 
 logger = logging.getLogger("onnxgrad")
@@ -127,11 +127,16 @@ def _derivative(
     gradients = sweep(op, seeds, wanted)
     explicit = [x for x, asked in ((chosen_inputs, inputs), (chosen_weights, weights)) if asked]
     require_path((x for group in explicit for x in group), gradients, differentiated)
+    if weights is None:
+        as_constants(graph, [w for w in chosen_weights if w not in gradients])
 
     others = [y for y in original_outputs if loss is None or y is not differentiated[0]]
     kept = ([] if loss is None else differentiated) + (
         others if options & flags.KeepOutputs else []
     )
+    dropped = [o.name for o in proto.graph.output if non_tensor(o)]
+    if dropped and options & flags.KeepOutputs:
+        logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
     protected = {*graph.inputs, *kept}
     found = [x for x in wanted if x in gradients]
     if not found:
@@ -139,6 +144,7 @@ def _derivative(
     made = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in found]
     graph.outputs[:] = [*kept[:1], *made, *kept[1:]] if loss is not None else [*made, *kept]
     tidy(model)
+    constants.note_constants(model, proto)
     logger.info("gradient: %d nodes", graph.num_nodes())
     return to_proto(model)
 
@@ -147,11 +153,11 @@ def _nothing_to_do(proto: ModelProto, outputs: list[ir.Value], wanted: list[ir.V
     if outputs:
         return f"no differentiable path from any of {[x.name for x in wanted]} to an output"
     hints = [
-        f"{o.name!r} is no tensor: select {tensor_behind(proto, o.name)!r} instead"
+        f" {o.name!r} is no tensor: select {tensor_behind(proto, o.name)!r} instead"
         for o in proto.graph.output
         if non_tensor(o)
     ]
-    return f"the model has no float tensor among its outputs. {'; '.join(hints)}"
+    return f"the model has no float tensor among its outputs.{';'.join(hints)}"
 
 
 def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -> list[ir.Value]:
@@ -160,13 +166,13 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
     None: all those that are trained by default.
 
     Raises:
-        ValueError: an unknown name, or a constant that is no float.
+        ValueError: an unknown name, one named twice, or a constant that is no float.
     """
     known = {site.name: site for site in constants.sites(proto)}
     if names is None:
         names = [name for name, site in known.items() if site.default]
     made = []
-    for name in names:
+    for name in once("weight", names):
         if name not in known:
             floats = [n for n, s in known.items() if s.read().data_type in constants.FLOATS]
             raise unknown("weight", name, floats)
@@ -177,10 +183,17 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
         value = graph.initializers.pop(name, None)
         if value is None:  # nothing reads it
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(tensor.dims))
-        value.const_value = None
         graph.inputs.append(value)
         made.append(value)
     return made
+
+
+def as_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
+    """Undo `as_inputs` for `values`."""
+    for value in values:
+        graph.inputs.remove(value)
+        if value.const_value is not None:
+            graph.register_initializer(value)
 
 
 def require_path(asked, gradients, outputs) -> None:
@@ -202,7 +215,7 @@ def _choose_inputs(
         _by_name("input", name, graph.inputs)
     if names is None:
         return [x for x in floats if x.name not in labels]
-    made = [_by_name("input", name, graph.inputs) for name in names]
+    made = [_by_name("input", name, graph.inputs) for name in once("input", names)]
     for x in made:
         if x not in floats:
             raise ValueError(f"input {x.name!r} holds {x.dtype}: only floats have a gradient")

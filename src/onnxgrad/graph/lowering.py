@@ -118,17 +118,21 @@ def _post_transform(op: Emit, node: ir.Node, y: ir.Value, rows: int) -> ir.Value
         return op.Softmax(y, axis=-1)
     raise NoGradientRule(
         f"{node.op_type} (node {node.name!r}, output {node.outputs[-1].name!r}): post_transform "
-        f"{post!r} is not covered; use NONE, LOGISTIC or SOFTMAX"
+        f"{post!r} has no gradient; use NONE, LOGISTIC or SOFTMAX"
     )
 
 
 @lowering("Scaler", "ai.onnx.ml")
-def scaler(op: Emit, node: ir.Node) -> list[ir.Value]:
+def scaler(op: Emit, node: Any) -> list[ir.Value]:
     """y = (x - offset) scale, in float64 when x is."""
-    x, offset, scale = node.inputs
+    x, offset, scale = (*node.inputs, None, None)[:3]
     dtype = ir.DataType.DOUBLE if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    x, offset, scale = (op.Cast(v, to=dtype) for v in (x, offset, scale))
-    return [op.Cast((x - offset) * scale, to=ir.DataType.FLOAT)]
+    y = op.Cast(x, to=dtype)
+    if offset is not None:
+        y = y - op.Cast(offset, to=dtype)
+    if scale is not None:
+        y = y * op.Cast(scale, to=dtype)
+    return [op.Cast(y, to=ir.DataType.FLOAT)]
 
 
 @lowering("Normalizer", "ai.onnx.ml")

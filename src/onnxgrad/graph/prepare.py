@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import onnx
 import onnx_ir as ir
-from onnx import ModelProto, version_converter
-from onnx_ir.passes.common import InlinePass, RemoveInitializersFromInputsPass
+from onnx import ModelProto, inliner, version_converter
+from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.errors import ModelError, unknown
 from onnxgrad.graph import lowering, shapes, weights
@@ -27,13 +27,9 @@ def prepare(proto: ModelProto, batch: str | None = None, output: str | None = No
     the caller knows that they all have the same number of rows. With `output`, only that output
     is kept, and what it needs.
     """
-    made = ModelProto()
-    made.CopyFrom(proto)
+    made = _inlined(proto)
     weights.lift(made)
-    made = raise_opset(made, WORKING_OPSET)
-    model = to_ir(made)
-    if model.functions:
-        InlinePass()(model)
+    model = to_ir(raise_opset(made))
     RemoveInitializersFromInputsPass()(model)
     if output is not None:
         kept = [y for y in model.graph.outputs if y.name == output]
@@ -61,13 +57,21 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
     return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
 
 
-def raise_opset(proto: ModelProto, lowest: int) -> ModelProto:
-    """Return `proto`, or where its opset is below `lowest`, a copy at the working opset."""
-    version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
-    if version >= lowest:
-        return proto
+def _inlined(proto: ModelProto) -> ModelProto:
+    """Return a copy of `proto` with the nodes of its local functions in place of their calls."""
+    if proto.functions:
+        return inliner.inline_local_functions(proto, convert_version=True)
     made = ModelProto()
     made.CopyFrom(proto)
+    return made
+
+
+def raise_opset(proto: ModelProto) -> ModelProto:
+    """Return `proto`, or where its opset is below the working one, a copy at that."""
+    version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    if version >= WORKING_OPSET:
+        return proto
+    made = _inlined(proto)  # the converter drops functions
     if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
         made.opset_import.add(domain="", version=WORKING_OPSET)
         return made

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,6 +14,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto
 
 from onnxgrad.errors import ModelError
+from onnxgrad.graph.weights import sites
 
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
@@ -36,7 +39,10 @@ def read(model: ModelLike) -> ModelProto:
         except OSError as e:
             raise ModelError(f"cannot read {where}: {e.strerror or e}") from None
         _check_external(proto, path.parent, where)
-        onnx.load_external_data_for_model(proto, str(path.parent))
+        try:
+            onnx.load_external_data_for_model(proto, str(path.parent))
+        except (OSError, ValueError, onnx.checker.ValidationError) as e:
+            raise ModelError(f"the external data of {where} cannot be read: {e}") from None
     else:
         raise TypeError(f"a model is a ModelProto, bytes or a path, not {type(model).__name__}")
     if not proto.graph.node and not proto.graph.output:
@@ -57,18 +63,19 @@ def _parse(data: bytes, where: str) -> ModelProto:
 
 
 def _check_external(proto: ModelProto, folder: Path | None, where: str) -> None:
-    for tensor in proto.graph.initializer:
+    for site in sites(proto):
+        tensor = site.read()
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         file = {e.key: e.value for e in tensor.external_data}.get("location", "?")
         if folder is None:
             raise ModelError(
-                f"{where} keeps {tensor.name!r} in the external file {file!r}; pass the path of "
+                f"{where} keeps {site.name!r} in the external file {file!r}; pass the path of "
                 "the .onnx file instead, or call onnx.load_external_data_for_model first"
             )
         if not (folder / file).is_file():
             raise ModelError(
-                f"{where} keeps {tensor.name!r} in the external file {file!r}, which is not in "
+                f"{where} keeps {site.name!r} in the external file {file!r}, which is not in "
                 f"{os.fspath(folder.resolve())!r}; put it beside the model"
             )
 
@@ -86,7 +93,10 @@ def to_ir(proto: ModelProto) -> ir.Model:
         _keep(kept.graph.node, lambda n: not dropped.intersection(n.output))
         _keep(kept.graph.value_info, lambda v: v.name not in dropped)
         proto = kept
-    return ir.from_proto(proto)
+    try:
+        return ir.from_proto(proto)
+    except ir.serde.SerdeError as e:
+        raise ModelError(f"the model is not valid: {e}") from e
 
 
 def non_tensor(value: onnx.ValueInfoProto) -> bool:
@@ -100,6 +110,14 @@ def tensor_behind(proto: ModelProto, name: str) -> str | None:
         if name in node.output and node.op_type == "ZipMap":
             return node.input[0]
     return None
+
+
+def once(kind: str, names: Sequence[str]) -> Sequence[str]:
+    """Return `names`, or raise if one of them is there twice."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"{kind} {name!r} is named twice")
+    return names
 
 
 def _keep(repeated, wanted) -> None:

@@ -11,7 +11,7 @@ from onnx import ModelProto, TensorProto
 from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.prepare import to_proto
-from onnxgrad.graph.read import ModelLike, read, to_ir
+from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.weights import sites
 
@@ -48,21 +48,29 @@ def select_model_inputs_outputs(
         inputs: names of any tensors of the graph; None keeps the inputs, all of them.
 
     Raises:
-        ValueError: an unknown name, or outputs that depend on an input that was not chosen.
+        ValueError: an unknown name, one named twice, an output that is no tensor, or outputs that
+            depend on an input that was not chosen.
         ModelError: `onx` cannot be read.
     """
-    model = to_ir(read(onx))
+    proto = read(onx)
+    for y in proto.graph.output:
+        if non_tensor(y) and (outputs is None or y.name in outputs):
+            behind = tensor_behind(proto, y.name)
+            hint = f", {behind!r} for one" if behind else ""
+            raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
+    model = to_ir(proto)
     shapes.infer(model)
     graph = model.graph
-    values = ir.convenience.create_value_mapping(graph)
+    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     declared = list(graph.inputs)
-    for name in (*(outputs or ()), *(inputs or ())):
-        if name not in values:
-            raise unknown("tensor", name, [str(v.name) for v in (*graph.outputs, *declared)])
+    for names in (outputs or (), inputs or ()):
+        for name in once("tensor", names):
+            if name not in values:
+                raise unknown("tensor", name, [str(v.name) for v in (*graph.outputs, *declared)])
     if outputs is not None:
         graph.outputs[:] = [values[name] for name in outputs]
     if inputs is not None:
-        graph.inputs[:] = [_as_input(values[name]) for name in inputs]
+        graph.inputs[:] = [_as_input(graph, values[name]) for name in inputs]
     tidy(model)
     lost = [v.name for v in declared if v not in graph.inputs and v.uses()]
     if lost:
@@ -70,9 +78,13 @@ def select_model_inputs_outputs(
     return to_proto(model)
 
 
-def _as_input(value: ir.Value) -> ir.Value:
+def _as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Return an input that takes the place of `value`."""
+    if value.dtype is None:
+        raise ValueError(f"the type of {value.name!r} is not known: it cannot become an input")
     if value.producer() is None:
+        if not value.is_graph_input():
+            graph.initializers.pop(str(value.name))
         return value
     made = ir.Value(name=value.name, type=value.type, shape=value.shape)
     value.name = None

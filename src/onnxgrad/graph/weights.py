@@ -7,10 +7,12 @@ graph for the engine, `replace` writes new values back to where they came from.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import onnx_ir as ir
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -22,6 +24,7 @@ ML_COEFFICIENTS = {
     "Scaler": {"offset": False, "scale": False},
 }
 
+METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
 
 _CONSTANT_ATTRIBUTES = ("value", "value_float", "value_floats", "value_int", "value_ints")
 
@@ -46,17 +49,34 @@ class Site:
 def sites(model: ModelProto) -> Iterator[Site]:
     """Yield the constant tensors of `model` in graph order, each under a name of its own.
 
-    Branches may use one name twice; the later ones get a number.
+    Not trained by default is what `note_constants` noted: the factors of a loss or a gradient.
+
+    Branches may use one name twice; the later ones get a number, as does one whose name is that of
+    a value computed elsewhere.
     """
-    reserved, given = set(_value_names(model.graph)), set()
-    for site in _graph_sites(model.graph):
+    ours = {n for e in model.metadata_props if e.key == METADATA for n in json.loads(e.value)}
+    found = list(_graph_sites(model.graph))
+    constants = {site.name for site in found}
+    computed = set(_computed(model.graph))
+    given: set[str] = set()
+    for site in found:
         name, i = site.name, 0
-        while name in given or (i and name in reserved):
+        while name in given or name in computed or (i and name in constants):
             i += 1
             name = f"{site.name}_{i}"
         given.add(name)
         site.name = name
+        site.default = site.default and name not in ours
         yield site
+
+
+def note_constants(model: ir.Model, origin: ModelProto) -> None:
+    """Note in `model`, made of `origin`, which float initializers are no weights of `origin`."""
+    weights = {site.name for site in sites(origin) if site.default}
+    values = model.graph.initializers.items()
+    ours = [n for n, v in values if v.dtype and v.dtype.is_floating_point() and n not in weights]
+    if ours:
+        model.metadata_props[METADATA] = json.dumps(ours)
 
 
 def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
@@ -137,12 +157,15 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield from attribute.graphs
 
 
-def _value_names(graph: GraphProto) -> Iterator[str]:
-    yield from (v.name for v in (*graph.input, *graph.initializer))
+def _computed(graph: GraphProto) -> Iterator[str]:
+    """Yield the names of all values that are no constants, in branches too."""
+    constants = {t.name for t in graph.initializer}
+    yield from (x.name for x in graph.input if x.name not in constants)
     for node in graph.node:
-        yield from node.output
+        if node.op_type != "Constant":
+            yield from node.output
         for inner in subgraphs(node):
-            yield from _value_names(inner)
+            yield from _computed(inner)
 
 
 def _graph_sites(graph: GraphProto, main: bool = True) -> Iterator[Site]:

@@ -191,7 +191,7 @@ class ArraySource:
     """Batches drawn from arrays: every row once an epoch, the last batch shorter."""
 
     def __init__(
-        self, arrays: dict[str, np.ndarray], batch_size: int, rng: np.random.Generator | None
+        self, arrays: dict[str, np.ndarray], batch_size: int, rng: np.random.Generator
     ) -> None:
         self.arrays = arrays
         self.rows: int | None = len(next(iter(arrays.values())))
@@ -202,7 +202,7 @@ class ArraySource:
         """Yield the slices of one epoch; `budget()` says how many batches the next may have."""
         rows, size = self.rows, self.batch_size
         assert rows is not None
-        order = np.arange(rows) if self.rng is None else self.rng.permutation(rows)
+        order = self.rng.permutation(rows)
         start = 0
         while start < rows:
             length = min(size, rows - start)

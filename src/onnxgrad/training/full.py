@@ -53,7 +53,8 @@ class OrtGradientOptimizer(BaseEstimator):
         model_onnx: model, serialized model or path, with a loss output (`add_loss_output`).
         weights_to_train: names of the weights (`get_train_initializer`). None: all those of one
             axis or more, but for the running statistics of BatchNormalization.
-        loss_output_name: the output that holds the loss, one number.
+        loss_output_name: the output that holds the loss, one number; a sum over rows where
+            `add_loss_output` does not know better.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
         training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
             optimizer of `onnxgrad` such as `adam(b1=0.8)`.
@@ -61,7 +62,8 @@ class OrtGradientOptimizer(BaseEstimator):
         learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
             momentum, and goes with "SGDOptimizer" only.
         device: "cpu" or "cuda".
-        warm_start: `fit` goes on from the last `fit`, slots and step number included.
+        warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
+            are empty again for another optimizer, and when weights are added.
         verbose: 1 reports every epoch through `logging`.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         saved_gradient: path to which the training model is saved.
@@ -75,14 +77,17 @@ class OrtGradientOptimizer(BaseEstimator):
         validation_losses_: the same for the validation rows, per validation.
         trained_coef_: `{name: array}`, the trained weights.
         n_iter_: epochs done.
+        learning_rate_: the rate of the last epoch.
     """
 
     train_losses_: list[float]
     validation_losses_: list[float]
     trained_coef_: dict[str, np.ndarray]
     n_iter_: int
+    learning_rate_: float | None
     _slots: dict[str, dict[str, np.ndarray]]
     _rng: np.random.Generator
+    _optimizer: Optimizer | None
 
     def __init__(
         self,
@@ -132,17 +137,20 @@ class OrtGradientOptimizer(BaseEstimator):
         """Train for `max_iter` epochs.
 
         Args:
-            X: array (rows, ...); a dict of arrays for several inputs; or an iterable of batches
-                `(X, y)`, `(X, y, sample_weight)` or dicts, read anew every epoch (a torch
-                DataLoader), with `y=None`.
-            y: labels, one entry per row.
+            X: array (rows, ...) of numbers that the input's dtype can hold; a dict of arrays for
+                several inputs; or an iterable of batches `(X, y)`, `(X, y, sample_weight)` or
+                dicts, read anew every epoch (a torch DataLoader), with `y=None`.
+            y: labels in the shape of the label input, an axis of length one more or less.
             sample_weight: (rows,) or (rows, 1), for a loss with row weights.
             X_val: validation data, as X.
-            y_val: validation labels.
-            callback: called with a `Progress` after every slice of batches.
+            y_val: validation labels, as y.
+            callback: called with a `Progress` after every slice of batches, and every validation.
 
         Raises:
-            ValueError: parameters, names or data that do not fit; nothing is changed then.
+            ValueError: parameters, names or data that do not fit; nothing is changed then, but
+                for a batch of an iterable, which is looked at when its turn comes.
+            NoGradientRule: an operator between the weights and the loss has no rule.
+            ProviderError: the installed onnxruntime does not offer the device.
             ConvergenceError: the loss or a weight became NaN or infinite; the state before it is
                 kept.
             KeyboardInterrupt: Ctrl-C; the state so far is kept.
@@ -152,8 +160,9 @@ class OrtGradientOptimizer(BaseEstimator):
         again = self.warm_start and hasattr(self, "trained_coef_")
         if again:
             proto = constants.replace(proto, self.trained_coef_)
-        optimizer = self._optimizer(rate)
-        names = trainable(proto) if self.weights_to_train is None else list(self.weights_to_train)
+        optimizer = self._select_optimizer(rate)
+        asked = self.weights_to_train
+        names = trainable(proto) if asked is None else list(dict.fromkeys(asked))
         step = build_step(proto, names, self.loss_output_name, optimizer)
         if step.unreached:
             warnings.warn(
@@ -164,7 +173,8 @@ class OrtGradientOptimizer(BaseEstimator):
         source = make_source(fields, X, y, sample_weight, self.batch_size, rng)
         validation = None
         if X_val is not None:
-            validation = Evaluation(proto, step, fields, fields.gathered(X_val, y_val), self.device)
+            held = fields.gathered(X_val, y_val)
+            validation = Evaluation(proto, self.loss_output_name, step, fields, held, self.device)
         elif y_val is not None:
             raise ValueError("y_val is given without X_val")
 
@@ -174,13 +184,15 @@ class OrtGradientOptimizer(BaseEstimator):
         runner = Runner(model, step, fields.mean, self.device, step.work * self.batch_size)
         if not again:
             self._start(proto, [n for n in names if n not in step.unreached], rng)
-        self._rng = rng
+        elif optimizer != self._optimizer or not self._slots.keys() >= set(step.weights):
+            self._slots, self.n_steps_ = {}, 0
+        self._rng, self._optimizer = rng, optimizer
         untrained = {site.name: site.array() for site in constants.sites(proto)}
         runner.load({**untrained, **self.trained_coef_}, self._slots)
         for t, loss in enumerate(self.train_losses_, 1):
             rate.update_learning_rate(t, loss)
         every = self.validation_every
-        every = max(1, int(every if every >= 1 else every * self.max_iter))
+        every = max(1, round(every if every >= 1 else every * self.max_iter))
         report = callback or (lambda progress: None)
         try:
             for epoch in range(self.max_iter):
@@ -206,6 +218,8 @@ class OrtGradientOptimizer(BaseEstimator):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name} must be a whole number above 0, not {value!r}")
+        if isinstance(self.weights_to_train, str):
+            raise ValueError(f"weights_to_train is a list of names, not {self.weights_to_train!r}")
         if not self.validation_every > 0:
             raise ValueError(f"validation_every must be above 0, not {self.validation_every!r}")
         if self.weight_init not in _INITS:
@@ -214,7 +228,7 @@ class OrtGradientOptimizer(BaseEstimator):
         rate.init_learning_rate()
         return rate
 
-    def _optimizer(self, rate: BaseLearningRate) -> Optimizer:
+    def _select_optimizer(self, rate: BaseLearningRate) -> Optimizer:
         optimizer = select(self.training_optimizer_name)
         if not isinstance(rate, LearningRateSGDNesterov):
             return optimizer
@@ -232,7 +246,8 @@ class OrtGradientOptimizer(BaseEstimator):
         self._forget()
 
     def _forget(self) -> None:
-        self._slots, self.train_losses_, self.validation_losses_ = {}, [], []
+        self._slots, self._optimizer = {}, None
+        self.train_losses_, self.validation_losses_ = [], []
         self.n_iter_ = self.n_steps_ = 0
 
     def _epoch(
@@ -257,7 +272,7 @@ class OrtGradientOptimizer(BaseEstimator):
                 )
             self.n_steps_ += piece.batches
             rows += piece.batches * piece.rows
-            total += losses
+            total = float(np.cumsum([total, *losses])[-1])  # however the epoch is cut
             speed = rows / max(time.perf_counter() - start, 1e-9)
             validated = self.validation_losses_[-1] if self.validation_losses_ else None
             progress = Progress(
@@ -269,16 +284,21 @@ class OrtGradientOptimizer(BaseEstimator):
     # -- results ------------------------------------------------------------------------------
 
     def get_state(self) -> dict[str, np.ndarray]:
-        """Return the weights, `{name: array}`."""
-        return {name: array.copy() for name, array in self.trained_coef_.items()}
+        """Return a copy of the weights, `{name: array}`, in the shapes and dtypes of the model.
+
+        Raises:
+            ValueError: nothing was trained.
+        """
+        return {name: array.copy() for name, array in self._trained().items()}
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> OrtGradientOptimizer:
         """Set weights, `{name: array}`; with `warm_start` the next `fit` goes on from them.
 
         Raises:
-            ValueError: an unknown name, or an array of another shape.
+            ValueError: a name that no float tensor of the model has, or an array of another shape.
         """
-        known = {site.name: site.array() for site in constants.sites(read(self.model_onnx))}
+        sites = constants.sites(read(self.model_onnx))
+        known = {s.name: s.array() for s in sites if s.read().data_type in constants.FLOATS}
         for name, array in state.items():
             if name not in known:
                 raise unknown("weight", name, known)
@@ -304,10 +324,13 @@ class OrtGradientOptimizer(BaseEstimator):
         Raises:
             ValueError: nothing was trained, or `model` lacks a trained weight.
         """
+        trained = self._trained()
+        return constants.replace(read(self.model_onnx if model is None else model), trained)
+
+    def _trained(self) -> dict[str, np.ndarray]:
         if not hasattr(self, "trained_coef_"):
             raise ValueError("nothing was trained yet: call fit first")
-        proto = read(self.model_onnx if model is None else model)
-        return constants.replace(proto, self.trained_coef_)
+        return self.trained_coef_
 
 
 def trainable(proto: ModelProto) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import onnxruntime as ort
@@ -11,7 +11,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.training.data import Slice
+from onnxgrad.training.data import Fields, Slice
 from onnxgrad.training.session import session
 from onnxgrad.training.step import BATCH, Step
 
@@ -50,8 +50,8 @@ class Runner:
         """Return how many batches the next call may run."""
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
-    def run(self, piece: Slice, rate: float, done: int) -> float | None:
-        """Train on the batches of `piece`, after `done` steps; returns the sum of the row losses.
+    def run(self, piece: Slice, rate: float, done: int) -> np.ndarray | None:
+        """Train on the batches of `piece`, after `done` steps; returns the summed loss of each.
 
         None where the loss or a weight is not finite: the states are then left as they were.
         """
@@ -61,7 +61,7 @@ class Runner:
         for name, state in zip(self.names, self.states, strict=False):
             binding.bind_ortvalue_input(name, state)
         for name, array in zip(self.names[len(self.states) :], fed, strict=True):
-            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+            binding.bind_cpu_input(name, array)
         for name in self.outputs:
             binding.bind_output(name, self.device)
         self.session.run_with_iobinding(binding)
@@ -72,7 +72,7 @@ class Runner:
         self.states = states
         self.last = piece.batches
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
-        return float(values.sum()) * (piece.rows if self.mean else 1)
+        return values.ravel() * (piece.rows if self.mean else 1)
 
     def _scalars(self, piece: Slice, rate: float, done: int) -> list[np.ndarray]:
         """Return what the epoch is fed beside the data; a sum over rows is divided by them."""
@@ -80,6 +80,8 @@ class Runner:
         kind = step.rate_dtype
         minus_rate = -rate * (inverse if step.inverse_rows is None else 1.0)
         fed = [np.full(count, minus_rate, kind)]
+        if not fed[0][0]:
+            raise ValueError(f"a learning rate of {-minus_rate:g} is zero in {kind}: raise it")
         if step.counts:
             fed.append(np.arange(done + 1, done + 1 + count).astype(kind))
         if step.inverse_rows is not None:
@@ -112,25 +114,23 @@ class Evaluation:
     def __init__(
         self,
         proto: ModelProto,
-        weights: Sequence[str],
         loss: str,
-        device: str,
-        work: float,
+        step: Step,
+        fields: Fields,
         data: dict[str, np.ndarray],
-        mean: bool,
-        rows: int | None,
+        device: str,
     ) -> None:
-        model = prepare(proto, batch=BATCH)
-        as_inputs(proto, model.graph, weights)
-        self.rows = rows or _ROWS
-        self.session = session(to_proto(model), device, work * self.rows)
-        self.loss_name, self.data, self.mean = loss, data, mean
+        model = prepare(proto, batch=BATCH, output=loss)
+        as_inputs(proto, model.graph, step.weights)
+        self.rows, self.mean = fields.fixed_rows or _ROWS, fields.mean
+        self.session = session(to_proto(model), device, step.work * self.rows)
+        self.data = data
 
     def loss(self, weights: dict[str, np.ndarray]) -> float:
         """Return the mean loss of a row."""
         count, total = len(next(iter(self.data.values()))), 0.0
         for start in range(0, count, self.rows):
             part = {name: array[start : start + self.rows] for name, array in self.data.items()}
-            (value,) = self.session.run([self.loss_name], {**part, **weights})
+            (value,) = self.session.run(None, {**part, **weights})
             total += float(np.sum(value)) * (min(self.rows, count - start) if self.mean else 1)
         return total / count

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.derivative import as_constants, as_inputs
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
@@ -18,7 +18,7 @@ from onnxgrad.graph.prepare import prepare
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.optimizers import Inputs, Optimizer
 
-BATCH = "batch"
+BATCH = "onnxgrad_rows"  # a symbol that no model has for another axis
 PACKED = 1 << 14  # elements: to copy a weight this small costs less than the nodes of its update
 
 
@@ -69,6 +69,11 @@ class Step:
     work: float  # multiply-adds of the forward pass, per row
 
     @property
+    def weights(self) -> list[str]:
+        """The names of the weights that are trained."""
+        return [name for group in self.groups for name in group.shapes]
+
+    @property
     def rate_dtype(self) -> np.dtype:
         """The dtype of the learning rate, and of the step number."""
         return numpy_dtype(self.minus_learning_rate)
@@ -101,7 +106,6 @@ def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: 
     model = prepare(proto, batch=BATCH, output=loss)
     graph = model.graph
     found, data, work = _scalar(graph.outputs[0]), list(graph.inputs), _work(graph)
-    tensors = {name: v.const_value for name, v in graph.initializers.items()}
     trained = as_inputs(proto, graph, weights)
 
     op = Emit(graph)
@@ -110,11 +114,7 @@ def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: 
     if not gradients:
         raise ValueError(f"no differentiable path from any of {list(weights)} to the loss {loss!r}")
     unreached = [w for w in trained if w not in gradients]
-    for w in unreached:
-        graph.inputs.remove(w)
-        if w.uses():
-            w.const_value = tensors[str(w.name)]
-            graph.register_initializer(w)
+    as_constants(graph, unreached)
 
     groups = [_pack(op, members, gradients, optimizer) for members in _together(gradients)]
     widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)

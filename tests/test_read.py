@@ -1,0 +1,122 @@
+"""The door: a model as `ModelProto`, bytes or path, whole or broken."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from onnxgrad import (
+    ModelError,
+    add_loss_output,
+    check_gradient,
+    get_train_initializer,
+    onnx_derivative,
+    select_model_inputs_outputs,
+)
+
+DOORS = [
+    onnx_derivative,
+    add_loss_output,
+    get_train_initializer,
+    select_model_inputs_outputs,
+    check_gradient,
+]
+
+
+def layer() -> onnx.ModelProto:
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,4] X) => (float[N,3] Y) { h = MatMul(X, w)  Y = Add(h, b) }""")
+    for name, shape in (("w", (4, 3)), ("b", (3,))):
+        array = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+        made.graph.initializer.append(numpy_helper.from_array(array, name))
+    return made
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_model_is_a_proto_bytes_or_a_path(tmp_path, door):
+    path, model = tmp_path / "m.onnx", layer()
+    onnx.save(model, path)
+    before = model.SerializeToString()
+    expected = str(door(model))
+    for given in (path, str(path), path.read_bytes(), bytearray(path.read_bytes())):
+        assert str(door(given)) == expected
+    assert model.SerializeToString() == before
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_other_objects_and_missing_files(tmp_path, door):
+    with pytest.raises(TypeError, match="a model is a ModelProto, bytes or a path, not int"):
+        door(3)
+    with pytest.raises(ModelError, match=r"none\.onnx.*No such file"):
+        door(tmp_path / "none.onnx")
+    with pytest.raises(ModelError, match="Is a directory"):
+        door(tmp_path)
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"not a model at all", r"m\.onnx' \(18 bytes\) is no ONNX model, or is truncated"),
+        (b"", r"m\.onnx' is no ONNX model: it holds no graph"),
+        (layer().SerializeToString()[:-30], r"m\.onnx' \(\d+ bytes\) is .* truncated"),
+        (onnx.ModelProto(ir_version=8).SerializeToString(), "it holds no graph"),
+        (onnx.ModelProto(graph=layer().graph).SerializeToString(), "states no opset"),
+    ],
+)
+def test_bad_files(tmp_path, content, message, door):
+    path = tmp_path / "m.onnx"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=message):
+        door(path)
+
+
+def test_no_part_of_a_file_is_taken_for_a_model():
+    content = layer().SerializeToString()
+    for length in range(len(content)):
+        with pytest.raises(ModelError):
+            get_train_initializer(content[:length])
+
+
+def test_external_data(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(layer(), path, save_as_external_data=True, size_threshold=0, location="m.data")
+    assert onnx_derivative(path) == onnx_derivative(layer())
+    (tmp_path / "m.data").unlink()
+    with pytest.raises(ModelError, match=r"external file 'm\.data', which is not in"):
+        onnx_derivative(path)
+    with pytest.raises(ModelError, match=r"pass the path of the \.onnx file instead"):
+        onnx_derivative(path.read_bytes())
+    (tmp_path / "m.data").write_bytes(b"short")
+    with pytest.raises(ModelError, match=r"external data of .*m\.onnx' cannot be read: "):
+        onnx_derivative(path)
+
+
+@pytest.mark.parametrize("place", ["constant", "branch"])
+def test_external_data_of_other_tensors(tmp_path, place):
+    text = """g (float[N,2] x, bool c) => (float[N,2] y) {
+        k = Constant<value = float[2] {2.0, 3.0}>()
+        w = If (c) <then_branch = a () => (float[2] t) { t = Identity(v) },
+                    else_branch = b () => (float[2] e) { e = Identity(k) }>
+        y = Add(x, k) }"""
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> {text}')
+    branch = model.graph.node[1].attribute[0].g
+    branch.initializer.append(numpy_helper.from_array(np.float32([4, 5]), "v"))
+    name, tensor = {
+        "constant": ("k", model.graph.node[0].attribute[0].t),
+        "branch": ("v", branch.initializer[0]),
+    }[place]
+    tensor.CopyFrom(onnx.TensorProto(name=tensor.name, data_type=1, dims=[2], data_location=1))
+    for key, value in {"location": "m.data", "offset": "0", "length": "8"}.items():
+        tensor.external_data.add(key=key, value=value)
+    path = tmp_path / "m.onnx"
+    onnx.save(model, path)
+    (tmp_path / "m.data").write_bytes(np.float32([6, 7]).tobytes())
+    assert get_train_initializer(path)[name][0].tolist() == [6, 7]
+    (tmp_path / "m.data").unlink()
+    with pytest.raises(ModelError, match=rf"keeps '{name}' in the external file 'm\.data'"):
+        onnx_derivative(path)
+    with pytest.raises(ModelError, match=rf"keeps '{name}' in the external file 'm\.data'"):
+        onnx_derivative(model)
