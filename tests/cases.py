@@ -6,6 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import onnx
+import onnxruntime as ort
+
+FLOAT = onnx.TensorProto.FLOAT
 
 
 def normal(x):
@@ -25,6 +29,10 @@ def above_one(x):
     return np.abs(x) + 1.5
 
 
+def some_zeros(x):
+    return np.where(np.arange(x.size).reshape(x.shape) % 11 > 1, x, 0)
+
+
 @dataclass
 class Row:
     """`body` writes y from the float inputs of the given shapes; `given` feeds the other inputs."""
@@ -38,6 +46,57 @@ class Row:
     needs: str = ""
     opset: int = 20
     outputs: tuple[str, ...] = ("y",)
+
+
+KINDS = {np.dtype(np.int64): "int64", np.dtype(np.int32): "int32", np.dtype(bool): "bool"}
+
+
+def model(row: Row, known: str = "lengths") -> onnx.ModelProto:
+    """Return the model of a row, of whose inputs only so much is `known`.
+
+    "symbols": lengths of two and more, as one symbol each; "others": all but those of the first
+    float input; "rank", or "nothing".
+    """
+    inputs = [f"{typed('float', s)} {n}" for n, s in row.shapes.items()]
+    inputs += [f"{typed(KINDS[a.dtype], a.shape)} {n}" for n, a in row.given.items()]
+    outputs = ", ".join(f"float {name}" for name in row.outputs)
+    made = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": {row.opset}]> '
+        f"g ({', '.join(inputs)}) => ({outputs}) {{ {row.body} }}"
+    )
+    for y in made.graph.output:
+        y.type.tensor_type.ClearField("shape")
+    for x in made.graph.input:
+        given = x.name in row.given
+        if known == "nothing":
+            x.type.tensor_type.ClearField("shape")
+        for i, d in enumerate(x.type.tensor_type.shape.dim):
+            if known == "rank" or (known == "others" and x.name == next(iter(row.shapes))):
+                d.dim_param = f"{x.name}{i}"
+            elif known == "symbols" and d.dim_value > 1 and not given:
+                d.dim_param = f"n{d.dim_value}"
+    return made
+
+
+def typed(kind: str, shape: tuple[int, ...]) -> str:
+    return f"{kind}{list(shape)}" if shape else kind
+
+
+def feed(row: Row) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(len(row.id))
+    drawn = {n: np.asarray(rng.standard_normal(s)) for n, s in row.shapes.items()}
+    return {n: np.asarray(row.domain(x)) for n, x in drawn.items()} | row.given
+
+
+def run(model: onnx.ModelProto, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Run a model on arrays of which those of float64 are in the dtype of its inputs."""
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    fed = {}
+    for x in session.get_inputs():
+        array, half = arrays[x.name], x.type == "tensor(float16)"
+        wanted = np.float16 if half else np.float32
+        fed[x.name] = array.astype(wanted) if array.dtype == np.float64 else array
+    return session.run(None, fed)
 
 
 def ints(*values):
@@ -94,6 +153,15 @@ add("Pow square", "c = Constant<value_float=2.0>()  y = Pow(x, c)")
 add("Pow cube", "c = Constant<value_float=3.0>()  y = Pow(x, c)")
 add("Pow int", "c = Constant<value_ints=[3, 0, 1]>()  y = Pow(x, c)")
 add("Pow zero", "c = Constant<value_float=0.0>()  y = Pow(x, c)")
+add(
+    "Pow any",
+    "c = Constant<value = float[3] {-1.0, 0.5, 0.0}>()  y = Pow(x, c)",
+    {"x": (3,)},
+    positive,
+)
+add("Pow itself", "y = Pow(x, x)", domain=positive)
+add("Pow of higher rank", "c = Constant<value = float[1,1] {2.0}>()  y = Pow(x, c)", V)
+add("Pow int at run time", "y = Pow(x, c)", V, given={"c": ints(3, 0, 2, 1).reshape(1, 4)})
 for name in "Sum Mean Max Min".split():
     add(f"{name} of one", f"y = {name}(x)")
     add(f"{name} of three", f"y = {name}(a, b, c)", {"a": (2, 3), "b": (3,), "c": (2, 1)})
@@ -116,8 +184,10 @@ add(
 add("Clip low", "y = Clip(x, l)", {"x": (2, 5), "l": ()})
 add("Clip high", "y = Clip(x, , h)", {"x": (2, 5), "h": ()})
 add("Clip none", "y = Clip(x)")
+add("Clip low above high", "h = Neg(l)  y = Clip(x, l, h)", {"x": (4,), "l": ()}, positive)
 add("Cast", "d = Cast<to=11>(x)  e = Mul(d, d)  y = Cast<to=1>(e)")
 add("CastLike", "t = Constant<value_float=1.0>()  y = CastLike(x, t)")
+add("Cast to int", "i = Cast<to=7>(x)  f = Cast<to=1>(i)  y = Mul(x, f)")
 add("Identity", "y = Identity(x)")
 
 add("MatMul", "y = MatMul(a, b)", {"a": (2, 3), "b": (3, 4)}, needs="rank")
@@ -140,6 +210,8 @@ for ta in (0, 1):
         add(f"Gemm {ta}{tb}", f"y = {node}(a, b, c)", shapes)
 add("Gemm without c", "y = Gemm(a, b)", {"a": (2, 4), "b": (4, 3)})
 add("Gemm column", "y = Gemm(a, b, c)", {"a": (2, 4), "b": (4, 3), "c": (2, 1)})
+for c in ((2, 3), (1, 3), (1,), (1, 1)):
+    add(f"Gemm c {c}", "y = Gemm(a, b, c)", {"a": (2, 4), "b": (4, 3), "c": c})
 add("Gemm scalar", "y = Gemm(a, b, c)", {"a": (2, 4), "b": (4, 3), "c": ()})
 
 T = {"x": (2, 3, 4)}
@@ -152,7 +224,12 @@ for name in "Sum Mean Max Min Prod L1 L2 SumSquare LogSum LogSumExp".split():
     add(f"{op} run-time axes", f"y = {op}<keepdims=0>(x, a)", T, domain, given={"a": ints(2)})
     if name in ("Sum", "Mean", "Max", "Min", "Prod"):
         add(f"{op} of nothing", f"y = {op}<noop_with_empty_axes=1>(x)", T, domain)
+        for keep in (0, 1):
+            node = f"{op}<noop_with_empty_axes=1, keepdims={keep}>"
+            given = {"a": ints()}
+            add(f"{op} of nothing at run time, {keep}", f"y = {node}(x, a)", T, domain, given=given)
     add(f"{op} empty axes", f"a = Constant<value_ints: ints = []>()  y = {op}(x, a)", T, domain)
+add("ReduceProd zeros", "a = Constant<value_ints=[2]>()  y = ReduceProd(x, a)", T, some_zeros)
 
 add("Softmax", "y = Softmax(x)", T)
 add("Softmax axis", "y = Softmax<axis=1>(x)", T)
@@ -167,6 +244,12 @@ add(
     needs="rank",
 )
 add("LayerNormalization scale broadcast", "y = LayerNormalization<axis=-2>(x, s)", {**T, "s": (4,)})
+add("LayerNormalization all", "y = LayerNormalization<axis=0>(x, s)", {**M, "s": ()}, needs="rank")
+add(
+    "LayerNormalization bias broadcast",
+    "y = LayerNormalization<axis=-2>(x, s, b)",
+    {**T, "s": (3, 1), "b": (1, 4)},
+)
 statistics = dict.fromkeys("sbmv", (3,))
 add(
     "BatchNormalization",
@@ -195,25 +278,37 @@ add(
 add("Reshape", "s = Constant<value_ints=[3, -1]>()  y = Reshape(x, s)", T)
 add("Reshape 0", "s = Constant<value_ints=[0, -1]>()  y = Reshape(x, s)", T)
 add("Reshape run time", "y = Reshape(x, s)", T, given={"s": ints(4, 6)})
+add("Reshape allowzero", "y = Reshape<allowzero=1>(x, s)", {"x": (0, 3)}, given={"s": ints(3, 0)})
+add("Reshape to many", "y = Reshape(x, s)", {"x": ()}, given={"s": ints(1, 1)})
+add("Reshape from many", "y = Reshape(x, s)", {"x": (1, 1)}, given={"s": ints()})
 add("Flatten", "y = Flatten(x)", T)
 add("Flatten axis", "y = Flatten<axis=-1>(x)", T)
 add("Squeeze", "y = Squeeze(x)", {"x": (1, 3, 1)})
 add("Squeeze axes", "a = Constant<value_ints=[-1]>()  y = Squeeze(x, a)", {"x": (1, 3, 1)})
+add("Squeeze run time", "y = Squeeze(x, a)", {"x": (1, 3, 1)}, given={"a": ints(0, -1)})
 add("Unsqueeze", "a = Constant<value_ints=[-1, 0]>()  y = Unsqueeze(x, a)", T)
+add("Unsqueeze run time", "y = Unsqueeze(x, a)", {"x": ()}, given={"a": ints(0, 1)})
 add("Transpose", "y = Transpose(x)", T)
 add("Transpose perm", "y = Transpose<perm=[1, 2, 0]>(x)", T)
 add("Expand", "s = Constant<value_ints=[2, 3, 4]>()  y = Expand(x, s)", {"x": (3, 1)})
 add("Expand smaller", "s = Constant<value_ints=[1]>()  y = Expand(x, s)", {"x": (3, 2)})
 add("Expand run time", "y = Expand(x, s)", {"x": (3, 1)}, given={"s": ints(2, 1, 4)})
+add("Expand like", "s = Shape(z)  y = Expand(x, s)", {"x": (3, 1), "z": (2, 1, 4)})
 add("Concat", "y = Concat<axis=1>(a, b)", {"a": (2, 3), "b": (2, 1)})
 add("Concat one", "y = Concat<axis=0>(x)")
 add("Concat twice", "y = Concat<axis=-1>(x, x)")
+add("Concat nothing", "y = Concat<axis=0>(a, b, a)", {"a": (2, 3), "b": (0, 3)})
 add(
     "Split", "s = Constant<value_ints=[1, 3]>()  y, z = Split<axis=-1>(x, s)", T, outputs=("y", "z")
 )
 add("Split, one unused", "s = Constant<value_ints=[1, 3]>()  y, z = Split<axis=-1>(x, s)", T)
 add("Split even", "y, z = Split<num_outputs=2>(x)", {"x": (4, 3)}, outputs=("y", "z"))
 add("Split uneven", "y, z = Split<num_outputs=2, axis=1>(x)", T, outputs=("z", "y"))
+add("Split, last only", "y, z, v = Split<num_outputs=3>(x)", {"x": (5, 3)}, outputs=("v",))
+add("Split run time", "y, z = Split<axis=1>(x, s)", T, given={"s": ints(1, 2)}, outputs=("z",))
+
+
+LAST = 2**63 - 1
 
 
 def slices(name, starts, ends, axes=None, steps=None, shapes=T):
@@ -234,6 +329,12 @@ slices("Slice beyond", [1], [1000], [1])
 slices("Slice steps", [0, 3], [3, 0], [1, 2], [2, -1])
 slices("Slice reversed", [-1], [-1000], [1], [-1])
 slices("Slice nothing", [2], [1], [2])
+slices("Slice past the end", [9], [LAST], [1])
+slices("Slice before the start", [0], [-9], [1])
+slices("Slice the last", [-2], [LAST], [-1])
+slices("Slice the first", [0], [2], [2])
+slices("Slice all", [0], [LAST], [0])
+slices("Slice without the last", [0, 1], [-1, LAST], [2, 0])
 
 PADS = {
     "constant": [0, 1, 2, 1],
@@ -256,6 +357,12 @@ for mode, pads in PADS.items():
     )
 add("Pad negative", "p = Constant<value_ints=[-1, 1, 0, -2]>()  y = Pad(x, p)", {"x": (3, 4)})
 add("Pad value", "y = Pad(x, p, v)", {"x": (2, 3), "v": ()}, given={"p": ints(1, 0, 0, 2)})
+add(
+    "Pad reflect, value unused",
+    'y = Pad<mode="reflect">(x, p, v)',
+    {"x": (2, 3), "v": ()},
+    given={"p": ints(1, 0, 0, 2)},
+)
 
 for axis in (0, 1, -1):
     for name, index in {
@@ -272,6 +379,9 @@ for axis in (0, 1, -1):
         )
 add("Gather constant scalar", "i = Constant<value_int=-1>()  y = Gather<axis=1>(x, i)", T)
 add("Gather constant", "i = Constant<value_ints=[1, 1]>()  y = Gather(x, i)", T)
+for axis in (0, 1):
+    at = np.array([1, -1, 1], np.int32)
+    add(f"Gather int32 {axis}", f"y = Gather<axis={axis}>(x, i)", T, given={"i": at})
 PLACES = np.array([[0, 1, 1], [1, 0, 0]])
 add("GatherElements", "y = GatherElements<axis=1>(x, i)", {"x": (2, 4)}, given={"i": PLACES})
 add("GatherND", "y = GatherND(x, i)", T, given={"i": np.array([[0, 1], [1, 2], [0, 1]])})

@@ -101,6 +101,16 @@ def test_where_weights_may_be():
     assert [r.name for r in report.rows[2:]] == ["k", "y.coefficients", "y.intercepts"]
 
 
+def test_outputs_that_are_no_float_tensors_are_left_out():
+    text = """g (float[N,2] x) => (int64[N] label, float[N,2] s, seq(float[N,2]) z) {
+        label, s = ai.onnx.ml.LinearClassifier<classlabels_ints=[0, 1], post_transform="SOFTMAX",
+            coefficients=[1.0, 2.0, 3.0, 5.0], intercepts=[0.1, 0.2]>(x)
+        z = SequenceConstruct(s) }"""
+    report = check_gradient(parse(text), order=2)
+    assert report.ok, str(report)
+    assert [r.name for r in report.rows][-1] == "s_grad"
+
+
 def test_half_precision_is_checked_in_float64():
     text = "g (float16[N,2] x) => (float16[N,2] y) { y = Exp(x) }"
     report = check_gradient(parse(text))

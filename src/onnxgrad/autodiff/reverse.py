@@ -73,12 +73,16 @@ def _subgraphs(node: ir.Node) -> Iterable[ir.Graph]:
 
 
 def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
-    function = RULES.get((node.domain, node.op_type))
+    lost = _where_types_end(node, active)
+    at = lost or node
+    function = RULES.get((at.domain, at.op_type))
     if function is None:
-        domain = f", domain={node.domain!r}" if node.domain else ""
+        domain = f", domain={at.domain!r}" if at.domain else ""
         raise _error(
-            node, wrt, f"no rule; add one with @rule({node.op_type!r}{domain}), or stop before it"
+            at, wrt, f"no rule; add one with @rule({at.op_type!r}{domain}), or stop before it"
         )
+    if lost is not None:
+        raise _error(lost, wrt, "the type of its output is not known")
     taken = taken_gradients(function)
     extra = [y.name for y, g in zip(node.outputs[taken:], gs[taken:], strict=True) if g is not None]
     if extra:
@@ -87,6 +91,17 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     if isinstance(made, Refused):
         raise _error(node, wrt, made.reason)
     return made if isinstance(made, (tuple, list)) else (made,)
+
+
+def _where_types_end(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
+    """Return the node behind an active input of `node` whose type nobody knows, if there is one."""
+    found: ir.Node | None = None
+    at: ir.Node | None = node
+    while at is not None:
+        untyped = (x.producer() for x in at.inputs if x in active and x and x.dtype is None)
+        at = next((before for before in untyped if before is not None), None)
+        found = at or found
+    return found
 
 
 def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:

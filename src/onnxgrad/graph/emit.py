@@ -137,8 +137,10 @@ class Emit:
                     return self.Mul(inner, other)
         if op_type == "Cast" and values[0].dtype == attributes["to"]:
             return values[0]
-        if op_type == "ReduceSum" and (factor := _squared(values[0])) is not None:
-            return self.ReduceSumSquare(factor, *values[1:], **attributes)
+        if op_type == "ReduceSum" and "noop_with_empty_axes" not in attributes:  # then not squared
+            factor = _squared(values[0])
+            if factor is not None:
+                return self.ReduceSumSquare(factor, *values[1:], **attributes)
         if op_type == "Reshape" and (target := self.constant(values[1])) is not None:
             if static(dims(values[0])) == tuple(target):
                 return values[0]
@@ -252,10 +254,10 @@ class Emit:
 
     def reshape(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g`, of as many elements as `like`, in the shape of `like`."""
-        have, want = dims(g) or (), dims(like)
+        have, want = dims(g), dims(like)
         if equal(have, want):
             return g
-        target: list[int] = []
+        have, target = have or (), list[int]()
         for i, d in enumerate(want or ()):  # 0 copies the axis of g, one -1 is worked out
             same = d is not None and i < len(have) and have[i] == d
             target.append(d if isinstance(d, int) else 0 if same else -1)
@@ -269,7 +271,7 @@ class Emit:
         if equal(have, want):
             return g
         if have is not None and want is not None and len(have) == len(want):
-            target = [1 if h == w else w for h, w in zip(have, want, strict=True)]
+            target = [1 if h == w is not None else w for h, w in zip(have, want, strict=True)]
             if static(tuple(target)) is not None:  # axes of length one in the target stay g's
                 return self.like(self.Expand(g, target), like)
         return self.like(self.Expand(g, self.shape(like)), like)
@@ -348,7 +350,7 @@ def _squared(x: ir.Value) -> ir.Value | None:
 
 
 def _all_names(graph: ir.Graph) -> set[str]:
-    names = {v.name for v in (*graph.inputs, *graph.initializers.values()) if v.name}
-    for node in ir.traversal.RecursiveGraphIterator(graph):
-        names.update(v.name for v in node.outputs if v.name)
+    names = {v.name for node in graph.all_nodes() for v in node.outputs if v.name}
+    for g in (graph, *graph.subgraphs()):
+        names.update(v.name for v in (*g.inputs, *g.initializers.values()) if v.name)
     return names

@@ -166,11 +166,16 @@ def infer(model: ir.Model) -> None:
 
     The symbols are unique to their axis, so nothing is assumed that the model does not state.
     """
+    declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
+    for y in declared:  # exporters write wrong ones, or symbols that hide what they equal
+        y.shape = None
     _name_axes(model.graph)
     _infer_with_onnx(model)
     if _refine(model.graph):
         _infer_with_onnx(model)
         _refine(model.graph)
+    for y, shape in declared.items():
+        _complete(y, shape)
 
 
 def name_rows(graph: ir.Graph, symbol: str) -> None:
@@ -188,8 +193,8 @@ def name_rows(graph: ir.Graph, symbol: str) -> None:
 
 
 def _name_axes(graph: ir.Graph) -> None:
-    inner = {d for v in _values(graph) if not v.is_graph_output() for d in dims(v) or ()}
-    fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in inner)
+    taken = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
+    fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in taken)
     inputs = set(graph.inputs)
     for value in _values(graph):
         shape = dims(value)
@@ -198,9 +203,16 @@ def _name_axes(graph: ir.Graph) -> None:
         named = [None if d in _PLACEHOLDERS else d for d in shape]
         if value in inputs:
             named = [next(fresh) if d is None else d for d in named]
-        elif value.is_graph_output():  # exporters give outputs symbols that hide what they equal
-            named = [d if isinstance(d, int) or d in inner else None for d in named]
         value.shape = ir.Shape(named)
+
+
+def _complete(value: ir.Value, declared: Dims | None) -> None:
+    """Fill in from its declaration what could not be inferred of the shape of `value`."""
+    shape = dims(value)
+    if declared is not None and (shape is None or len(shape) == len(declared)):
+        known = shape or (None,) * len(declared)
+        named = [None if d in _PLACEHOLDERS else d for d in declared]
+        value.shape = ir.Shape([k if _stated(k) else d for k, d in zip(known, named, strict=True)])
 
 
 def _infer_with_onnx(model: ir.Model) -> None:
@@ -223,7 +235,8 @@ def _refine(graph: ir.Graph) -> bool:
         better = output_shape(node.op_type, node.inputs, attributes)
         if better is not None and len(shape or better) == len(better):
             known = shape or (None,) * len(better)
-            merged = [d if _stated(d) else b for d, b in zip(known, better, strict=True)]
+            pairs = zip(known, better, strict=True)
+            merged = [d if b is None or _stated(d) else b for d, b in pairs]
             found |= tuple(merged) != shape
             node.outputs[0].shape = ir.Shape(merged)
     return found

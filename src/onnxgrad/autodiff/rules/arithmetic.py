@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from math import pi, sqrt
 
+import numpy as np
+
 from onnxgrad.autodiff.rules.registry import elementwise, rule
 
 elementwise(
@@ -85,15 +87,17 @@ def extremum(op, node, g):
 
 @rule("Pow")
 def power(op, node, g):
-    """y = a^b:  da = g b a^(b-1), 0 where b = 0,  db = g y ln a, 0 where a <= 0."""
+    """y = a^b:  da = g b a^(b-1), 0 where a = b = 0,  db = g y ln a, 0 where a <= 0."""
     a, b = node.inputs
     (y,) = node.outputs
+    real = b if b.dtype == a.dtype else op.Cast(b, to=a.dtype)
     exponent = op.constant(b)
     if exponent is not None and exponent.size == 1 and exponent.item() == 2:
         da = g * (2.0 * a)
+    elif exponent is not None and np.all(exponent != 0):
+        da = g * (real * op.Pow(a, real - 1.0))
     else:
-        real = b if b.dtype == a.dtype else op.Cast(b, to=a.dtype)
-        zero = op.Equal(real, 0.0)
+        zero = op.And(op.Equal(a, 0.0), op.Equal(real, 0.0))
         da = g * op.Where(zero, 0.0, real * op.Pow(a, op.Where(zero, 1.0, real) - 1.0))
     if b.dtype != a.dtype and not b.dtype.is_floating_point():
         return op.sum_to(da, a), None

@@ -10,16 +10,15 @@ from onnxgrad.graph.shapes import rank
 def matmul(op, node, g):
     """y = a b:  da = g bT,  db = aT g."""
     a, b = node.inputs
+    if rank(b) == 2:
+        if rank(a) == 2:
+            return op.Gemm(g, b, transB=1), op.Gemm(a, g, transA=1)
+        k, n = op.size(b, 0), op.size(b, 1)
+        rows = [op.Reshape(v, _pair(op, width)) for v, width in ((a, k), (g, n))]
+        return op.MatMul(g, op.swap(b)), op.Gemm(*rows, transA=1)
     if rank(a) is None or rank(b) is None:
         return Refused("the ranks of its operands are not known")
-    if rank(a) == rank(b) == 2:
-        return op.Gemm(g, b, transB=1), op.Gemm(a, g, transA=1)
-    da = op.sum_to(op.MatMul(g, op.swap(b)), a)
-    if rank(b) > 2:
-        return da, op.sum_to(op.MatMul(op.swap(a), g), b)
-    k, n = (op.size(b, 0), op.size(b, 1))
-    rows = [op.Reshape(v, _pair(op, width)) for v, width in ((a, k), (g, n))]
-    return da, op.Gemm(*rows, transA=1)
+    return op.sum_to(op.MatMul(g, op.swap(b)), a), op.sum_to(op.MatMul(op.swap(a), g), b)
 
 
 def _pair(op, width):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
+import onnx_ir as ir
+
 from onnxgrad.autodiff.rules.registry import Refused, rule
 from onnxgrad.graph.shapes import dims, static
 
@@ -24,7 +26,7 @@ def _keep(op, node, v):
 
 
 def _reduces_nothing(op, node):
-    return node.attributes.get_int("noop_with_empty_axes", 0) == 1 and _axes(op, node) is None
+    return bool(_noop(node)) and _axes(op, node) is None
 
 
 def _count(op, node):
@@ -35,7 +37,8 @@ def _count(op, node):
         reduced = shape if axes is None else tuple(shape[a] for a in axes.tolist())
         if static(reduced) is not None and (axes is not None or _axes(op, node) is None):
             return float(prod(static(reduced)))
-    return op.Cast(op.Div(op.Size(x), op.Size(node.outputs[0])), to=x.dtype)
+    sizes = [op.Cast(op.Size(v), to=ir.DataType.DOUBLE) for v in (x, node.outputs[0])]
+    return op.Cast(op.Div(*sizes), to=x.dtype)  # not as integers: both may be zero
 
 
 @rule("ReduceSum")
@@ -71,21 +74,30 @@ def reduce_prod(op, node, g):
     if _reduces_nothing(op, node):
         return (g,)
     zero = op.Equal(x, 0.0)
-    others = op.Where(zero, 1.0, x)
-    zeros = _sum(op, node, op.Cast(zero, to=x.dtype))
-    product = op.ReduceProd(others, _axes(op, node), keepdims=1)
-    without = op.Where(op.Equal(zeros, op.Cast(zero, to=x.dtype)), product / others, 0.0)
+    one_if_zero, zeros = op.Cast(zero, to=x.dtype), op.Where(zero, x, 0.0)
+    nonzero = op.Where(zero, 1.0, x)
+    rest = op.ReduceProd(nonzero, _axes(op, node), keepdims=1, **_noop(node)) / nonzero
+    left = _sum(op, node, one_if_zero) - one_if_zero  # zeros among the others
+    rest_with_zero = rest * (_sum(op, node, zeros) - zeros)  # zero, but its slope is not
+    without = op.Where(
+        op.Equal(left, 0.0), rest, op.Where(op.Equal(left, 1.0), rest_with_zero, 0.0)
+    )
     return (_keep(op, node, g) * without,)
 
 
 def _sum(op, node, v):
-    return op.ReduceSum(v, _axes(op, node), keepdims=1)
+    return op.ReduceSum(v, _axes(op, node), keepdims=1, **_noop(node))
+
+
+def _noop(node):
+    noop = node.attributes.get_int("noop_with_empty_axes", 0)
+    return {"noop_with_empty_axes": 1} if noop else {}
 
 
 def _unless_nothing(slope):
     def reduced(op, node, g):
-        if _reduces_nothing(op, node):
-            return Refused("noop_with_empty_axes=1 without axes")
+        if _noop(node) and op.constant(_axes(op, node)) is None:
+            return Refused("noop_with_empty_axes=1, and the axes are or may be empty")
         x, y = node.inputs[0], _keep(op, node, node.outputs[0])
         return (_keep(op, node, g) * slope(op, x, y),)
 
@@ -97,6 +109,6 @@ for _name, _slope in {
     "ReduceL2": lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
     "ReduceSumSquare": lambda op, x, y: 2.0 * x,
     "ReduceLogSum": lambda op, x, y: op.Exp(op.spread(-y, x)),
-    "ReduceLogSumExp": lambda op, x, y: op.Exp(x - y),
+    "ReduceLogSumExp": lambda op, x, y: op.Exp(x - op.Where(op.IsInf(y), 0.0, y)),
 }.items():
     rule(_name)(_unless_nothing(_slope))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
+import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.registry import rule
-from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.shapes import dims, static
 
 
 @rule("Identity")
@@ -60,12 +63,12 @@ def split(op, node, *gs):
 @rule("Slice")
 def slice_(op, node, g):
     """y = x[start:end:step]:  dx = zero but for g where y was taken from."""
-    pads = _pads_of_slice(op, node)
+    pads = _pads_of_slice(op, node, g)
     return (moved(op, node, g) if pads is None else op.Pad(g, pads),)
 
 
-def _pads_of_slice(op, node):
-    """Return the padding that undoes a Slice of step one with bounds known now, else None."""
+def _pads_of_slice(op, node, g):
+    """Return the padding that undoes a Slice of step one, else None."""
     x, *rest = node.inputs
     shape = dims(x)
     constants = [op.constant(v) if v is not None else None for v in (*rest, None, None)[:4]]
@@ -78,16 +81,17 @@ def _pads_of_slice(op, node):
         n, lo, hi = shape[axis], int(starts[i]), int(ends[i])
         if isinstance(n, int):
             lo, hi, _ = slice(lo, hi).indices(n)
-            if hi < lo:
-                return None
-            begin[axis], end[axis] = lo, n - hi
-        elif lo >= 0 and hi >= 2**31 - 1:  # all from lo on, whatever the length
-            begin[axis] = lo
-        elif lo == 0 and hi < 0:
-            end[axis] = -hi
+            begin[axis], end[axis] = min(lo, hi), n - hi
+        elif hi >= 2**31 - 1:  # up to the last, of which there may be less than lo
+            begin[axis] = op.size(x, axis) - op.size(g, axis)
+        elif lo == 0:
+            end[axis] = op.size(x, axis) - op.size(g, axis)
         else:
             return None
-    return [*begin, *end]
+    pads = [*begin, *end]
+    if all(isinstance(n, int) for n in pads):
+        return pads
+    return op.Concat(*(op.value([n]) if isinstance(n, int) else n for n in pads), axis=0)
 
 
 @rule("Pad")
@@ -95,7 +99,7 @@ def pad(op, node, g):
     """y = x with a border of v:  dx = g without the border,  dv = sum of g over the border."""
     x, pads, value, axes = (*node.inputs, None, None)[:4]
     if node.attributes.get_string("mode", "constant") != "constant":
-        return moved(op, node, g), None, None
+        return moved(op, node, g, pads, None, axes), None, None
     dx = op.Pad(g, -pads, None, axes)  # a negative length cuts off
     if value is None:
         return dx, None, None
@@ -103,28 +107,37 @@ def pad(op, node, g):
     return dx, None, op.reshape(op.ReduceSum(g * border, keepdims=0), value)
 
 
-def moved(op, node, g):
+def moved(op, node, g, *operands):
     """Return the gradient of the first input of a node that only moves its elements.
 
     The node is run on the positions 0..n-1 of its input, and g is added up at the positions that
-    come out: right for every attribute, and for indices known only at run time.
+    come out: right for every attribute, and for indices known only at run time. `operands` are its
+    other inputs, where they are not to be those of the node.
     """
     x, *rest = node.inputs
-    positions = op.Reshape(
-        op.Range(op.value(np.int64(0)), op.Size(x), op.value(np.int64(1))), op.shape(x)
-    )
+    positions = op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape(x), allowzero=1)
     attributes = {a.name: a.value for a in node.attributes.values()}
-    taken = op.emit(node.op_type, [positions, *rest], attributes, domain=node.domain)
+    taken = op.emit(node.op_type, [positions, *(operands or rest)], attributes, domain=node.domain)
     return scatter_flat(op, x, taken, g)
 
 
 def scatter_flat(op, x, positions, g):
-    """Return zeros of the shape of `x` with `g` added at flat `positions`."""
-    zeros = op.Expand(op.value(0.0, x.dtype), op.Reshape(op.Size(x), [1]))
+    """Return zeros of the shape of `x` with `g` added at flat `positions`.
+
+    ScatterND would do, but onnxruntime runs it on several threads that overwrite each other's sums.
+    Half precision is added up in float32: there is no kernel for less.
+    """
+    known = static(dims(x))
+    n = op.Reshape(op.Size(x), [1]) if known is None else [prod(known)]
+    dtype = x.dtype if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     flat = op.ScatterElements(
-        zeros, op.Reshape(positions, [-1]), op.Reshape(g, [-1]), axis=0, reduction="add"
+        op.Expand(op.value(0.0, dtype), n),
+        op.Reshape(positions, [-1]),
+        op.Reshape(op.Cast(g, to=dtype), [-1]),
+        axis=0,
+        reduction="add",
     )
-    return op.reshape(flat, x)
+    return op.reshape(op.Cast(flat, to=x.dtype), x)
 
 
 @rule("Gather")
@@ -140,6 +153,9 @@ def gather(op, node, g):
         before[axis], after[axis] = at, n - 1 - at
         return op.Pad(op.Unsqueeze(g, [axis]), [*before, *after]), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
-        zeros = op.Expand(op.value(0.0, x.dtype), op.shape(x))
-        return op.ScatterND(zeros, op.Unsqueeze(i, [-1]), g, reduction="add"), None
+        row = None if shape is None else static(shape[1:])
+        width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
+        first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
+        positions = first + op.Range(np.int64(0), op.value(width, first.dtype), np.int64(1))
+        return scatter_flat(op, x, positions, g), None
     return moved(op, node, g), None

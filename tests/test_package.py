@@ -1,0 +1,211 @@
+"""The package as a whole: what importing it costs, and that its documents tell the truth."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from pyarrow import parquet
+
+import onnxgrad
+from onnxgrad import DerivativeOptions, onnx_derivative
+
+ROOT = Path(__file__).parent.parent
+HEAVY = "numpy onnx onnx_ir onnxruntime matplotlib pyarrow rich typer sklearn torch".split()
+TEXTS = sorted(
+    path
+    for pattern in ("*.md", "*.toml", "*.yml", "docs/**/*.md", "src/**/*.py", "tests/*.py")
+    for path in ROOT.glob(pattern)
+)
+BANNED = re.compile(
+    r"/(?:home|root|tmp|work|Users)/\w|\b(?:TODO|FIXME|blazing\w*|seamless\w*|effortless\w*"
+    r"|cutting[- ]edge|state[- ]of[- ]the[- ]art|revolutionary|game[- ]chang\w*|world[- ]class)\b",
+    re.IGNORECASE,
+)
+README = (ROOT / "README.md").read_text()
+
+
+def python(*arguments: str, cwd: Path | None = None) -> str:
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# -- the package ------------------------------------------------------------------------------
+
+
+def test_import_is_light():
+    code = f"import sys, onnxgrad; print([m for m in {HEAVY} if m in sys.modules])"
+    assert python("-c", code).strip() == "[]"
+
+
+def test_help_is_light():
+    slow = [m for m in HEAVY if m not in ("rich", "typer")]
+    code = f"import sys, onnxgrad.cli; print([m for m in {slow} if m in sys.modules])"
+    assert python("-c", code).strip() == "[]"
+
+
+def test_scikit_learn_and_torch_are_not_needed():
+    code = (
+        "import sys; sys.modules.update(sklearn=None, torch=None, skl2onnx=None)\n"
+        "import onnxgrad; [getattr(onnxgrad, name) for name in onnxgrad.__all__]"
+    )
+    python("-c", code)
+
+
+def test_names():
+    assert onnxgrad.__all__ == sorted(onnxgrad.__all__)
+    assert set(onnxgrad.__all__) <= set(dir(onnxgrad))
+
+
+@pytest.mark.parametrize("name", onnxgrad.__all__)
+def test_name_is_documented(name):
+    assert (getattr(onnxgrad, name).__doc__ or "").strip()
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="'onnxgrad' has no attribute 'nothing'"):
+        onnxgrad.nothing  # noqa: B018
+
+
+def test_version():
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert onnxgrad.__version__ == stated == importlib.metadata.version("onnxgrad")
+    assert f"## [{stated}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_pure_python():
+    assert {p.suffix for p in (ROOT / "src").rglob("*") if p.is_file()} <= {".py", ".pyc", ".typed"}
+    wheel = importlib.metadata.distribution("onnxgrad").read_text("WHEEL")
+    assert wheel is not None
+    assert "Root-Is-Purelib: true" in wheel
+    assert "Tag: py3-none-any" in wheel
+
+
+# -- the documents ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words(path):
+    text = path.read_text()
+    if path == Path(__file__):
+        text = text[text.index("README = ") :]  # without the list itself
+    assert [found.group() for found in BANNED.finditer(text)] == []
+
+
+@pytest.mark.parametrize("path", [p for p in TEXTS if p.suffix == ".md"], ids=lambda p: p.name)
+def test_links(path):
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text()):
+        assert link.startswith("https://") or (path.parent / link).exists(), link
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_readme_example(tmp_path):
+    [code] = code_blocks(README, "python")
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    printed = python("-c", code, cwd=tmp_path)
+    first, last = map(float, printed.split())
+    assert first < 0.2
+    assert last < 0.2
+    assert np.mean(predicted(tmp_path / "trained.onnx") == digits()[1]) > 0.95
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    table = parquet.read_table(ROOT / "data" / "digits.parquet")
+    images = np.stack([table[f"pixel_{i}"] for i in range(64)], axis=1)
+    return images.reshape(-1, 1, 8, 8), table["label"].to_numpy()
+
+
+def predicted(path: Path) -> np.ndarray:
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return session.run(None, {"image": digits()[0]})[0].argmax(axis=1)
+
+
+def test_readme_main_command(tmp_path):
+    [line] = re.findall(r"^python3 -m venv .*onnxgrad train .*$", README, re.MULTILINE)
+    arguments = shlex.split(line.rpartition("onnxgrad ")[2])
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    printed = python("-m", "onnxgrad", *arguments, cwd=tmp_path)
+    [accuracy] = re.findall(r"validation accuracy\D*([\d.]+)%", printed)
+    assert float(accuracy) >= 97
+    [stated] = re.findall(r"validation accuracy of ([\d.]+) %", README)
+    assert float(accuracy) == pytest.approx(float(stated), abs=1)
+    before, after = (onnx.load(p) for p in (ROOT / arguments[1], tmp_path / arguments[-1]))
+    assert list(after.graph.node) == list(before.graph.node)
+    assert np.mean(predicted(tmp_path / arguments[-1]) == digits()[1]) > 0.97
+
+
+def test_readme_commands_of_the_command_line():
+    printed = python("-m", "onnxgrad", "--help")
+    assert all(command in printed for command in re.findall(r"^onnxgrad (\w+)", README, re.M))
+
+
+def test_docs_example():
+    [code] = code_blocks((ROOT / "docs" / "index.md").read_text(), "python")
+    lines = python("-c", code).splitlines()
+    assert lines == ["['X', 'W', 'Y_grad']", "['X_grad', 'W_grad']", "['X_grad', 'W_grad', 'Y']"]
+
+
+# -- the table of kinks -----------------------------------------------------------------------
+
+
+def kinks() -> list:
+    text = (ROOT / "docs" / "kinks.md").read_text()
+    rows = re.findall(r"^\| `(.*)` \| (.*) \| (.*) \| `(.*)` \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 30
+    return [pytest.param(*row, id=f"{row[0]} at {row[1]}") for row in rows]
+
+
+def numbers(text: str) -> np.ndarray:
+    found = np.float32([float(n) for n in text.split(",")])
+    return found if len(found) > 1 else found.reshape(())
+
+
+def point(node: str, at: str) -> dict[str, np.ndarray]:
+    values = {x: numbers(v) for x, v in (part.split("=") for part in at.split(";"))}
+    values = {x.strip(): v for x, v in values.items()}
+    return {x: v[None, None] if "Pool" in node else v for x, v in values.items()}
+
+
+def assert_slopes(found, stated: str):
+    wanted = [np.ravel(numbers(part)) for part in stated.split(";")]
+    for slope, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.ravel(slope), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("node", "at", "slopes", "theirs", "their_slopes"), kinks())
+def test_kink(node, at, slopes, theirs, their_slopes):
+    feed = point(node, at)
+    inputs = ", ".join(f"float[{','.join(map(str, v.shape))}] {x}" for x, v in feed.items())
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": 20]> g ({inputs}) => (float y) {{ y = {node} }}'
+    )
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+    gradient = onnx_derivative(model, options=options).SerializeToString()
+    session = ort.InferenceSession(gradient, providers=["CPUExecutionProvider"])
+    assert_slopes(session.run([f"{x}_grad" for x in feed], feed), slopes)
+
+
+@pytest.mark.parametrize(("node", "at", "slopes", "theirs", "their_slopes"), kinks())
+def test_kink_in_torch(node, at, slopes, theirs, their_slopes):
+    torch = pytest.importorskip("torch")
+    tensors = {x: torch.tensor(v, requires_grad=True) for x, v in point(node, at).items()}
+    names = {"torch": torch, "F": torch.nn.functional}
+    y = eval(theirs, names | tensors)  # of our own document
+    assert_slopes(torch.autograd.grad(y.sum(), list(tensors.values())), their_slopes)
+    differs = slopes != their_slopes
+    assert differs == (node == "Pow(a, b)" and "nan" in their_slopes)

@@ -1,0 +1,195 @@
+"""What is claimed of shapes holds when the model runs, and is enough for short gradients."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from cases import ROWS, feed, model, run
+from onnxgrad import NoGradientRule, onnx_derivative
+from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.graph.shapes import broadcast, dims, equal, infer, name_rows, output_shape, rank
+from onnxgrad.graph.shapes import static as lengths
+
+
+def value(shape: tuple | None, constant=None) -> ir.Value:
+    made = ir.Value(shape=None if shape is None else ir.Shape(shape))
+    if constant is not None:
+        made.const_value = ir.tensor(np.array(constant, np.int64))
+    return made
+
+
+def graph(text: str) -> ir.Graph:
+    made = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> {text}')
+    return prepare(made).graph
+
+
+def test_three_states_of_a_length():
+    assert dims(value((2, "N", None))) == (2, "N", None)
+    assert dims(value(None)) is None
+    assert dims(None) is None
+    assert (rank(value(())), rank(value((2, "N"))), rank(value(None))) == (0, 2, None)
+    assert lengths((2, 3)) == (2, 3)
+    assert lengths(()) == ()
+    assert lengths((2, "N")) is None
+    assert lengths(None) is None
+
+
+def test_two_unknown_lengths_are_never_equal():
+    assert equal((2, "N"), (2, "N"))
+    assert equal((), ())
+    assert not equal((2, None), (2, None))
+    assert not equal(None, None)
+    assert not equal(("N",), ("M",))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(2, 1), (3,)], (2, 3)),
+        ([(), ("N",)], ("N",)),
+        ([("N", 1), (1, "N")], ("N", "N")),
+        ([("N",), ("M",)], (None,)),
+        ([("N",), (None,)], (None,)),
+        ([("N",), (1,)], ("N",)),
+        ([("N",), (5,)], (5,)),  # N is 5, or 1
+        ([("N",), (0,)], (0,)),
+        ([("N",), ("N",), (None, 1)], (None, "N")),
+        ([(2,), None], None),
+        ([], ()),
+    ],
+)
+def test_broadcast(shapes, expected):
+    assert broadcast(*shapes) == expected
+
+
+NKM = (value(("N", 3, "K")), value(("N", "K", "M")))
+
+
+@pytest.mark.parametrize(
+    ("operator", "inputs", "attributes", "expected"),
+    [
+        ("Where", [value(("N", 1)), value(()), value((1, 3))], {}, ("N", 3)),
+        ("Clip", [value(("N",)), None, value(())], {}, ("N",)),
+        ("MatMul", NKM, {}, ("N", 3, "M")),
+        ("MatMul", [value(("K",)), value(("K", 2))], {}, None),
+        ("Transpose", [value(("N", 3, "K"))], {}, ("K", 3, "N")),
+        ("Transpose", [value(("N", 3, "K"))], {"perm": [1, 0, 2]}, (3, "N", "K")),
+        ("Gemm", [value(("N", 3)), value((4, "N"))], {"transA": 1, "transB": 1}, (3, 4)),
+        ("ReduceSum", [value(("N", 3)), value((1,), [-1])], {}, ("N", 1)),
+        ("ReduceMax", [value(("N", 3)), value((1,), [0])], {"keepdims": 0}, (3,)),
+        ("ReduceSum", [value(("N", 3)), value((0,), [])], {}, None),  # all of them, or none
+        ("ReduceSum", [value(("N", 3)), value((1,))], {}, None),
+        ("ReduceSum", [value(("N", 3))], {}, None),
+        ("Unsqueeze", [value(("N",)), value((2,), [-1, 0])], {}, (1, "N", 1)),
+        ("Squeeze", [value(("N", 1)), value((1,), [-1])], {}, ("N",)),
+        ("Reshape", [value(("N", 6)), value((2,), [0, -1])], {}, ("N", 6)),
+        ("Reshape", [value(("N", 6)), value((2,), [-1, 3])], {}, ("2*N", 3)),
+        ("Reshape", [value(("N", 6)), value((2,), [-1, 6])], {}, ("N", 6)),
+        ("Reshape", [value(("N", 6)), value((2,), [-1, 4])], {}, (None, 4)),
+        ("Reshape", [value(("N", "M")), value((1,), [-1])], {}, (None,)),
+        ("Reshape", [value((4, 6)), value((2,), [3, -1])], {}, (3, 8)),
+        ("Reshape", [value((0, 6)), value((2,), [3, 0])], {"allowzero": 1}, (3, 0)),
+        ("Reshape", [value(("N", 6)), value((2,))], {}, None),
+        ("Add", [value(None), value((2,))], {}, None),
+        ("Det", [value((2, 2))], {}, None),
+    ],
+)
+def test_output_shape(operator, inputs, attributes, expected):
+    assert output_shape(operator, inputs, attributes) == expected
+
+
+def test_every_axis_without_a_name_gets_one():
+    axes = [d for n in "abc" for d in dims(inputs_of_unnamed()[n])]
+    assert axes == ["dim_1", "dim_2", 3, "N", "dim_0", "dim_3"]
+
+
+def inputs_of_unnamed() -> dict[str, ir.Value]:
+    text = (
+        "g (float[?, unknown, 3] a, float[N, dim_0] b, float[?] c) => (float[N] y) { y = Neg(c) }"
+    )
+    made = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> {text}')
+    for i in (0, 2):  # what the parser makes of `?` is no name either
+        made.graph.input[i].type.tensor_type.shape.dim[0].ClearField("dim_param")
+    return {str(x.name): x for x in prepare(made).graph.inputs}
+
+
+def test_the_rows_of_all_inputs_may_get_one_symbol():
+    text = "g (float[N, 3] a, float[M, N] b, float[4] c) => (float[K] y) { y = Neg(c) }"
+    made = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> {text}')
+    model = ir.from_proto(made)
+    name_rows(model.graph, "rows")
+    assert [dims(x) for x in model.graph.inputs] == [("rows", 3), ("rows", "rows"), (4,)]
+
+
+def test_symbols_pass_through_what_onnx_gives_up_on():
+    g = graph("""g (float[N, 6] x) => (float[a, b] y) {
+        s = Constant<value_ints=[-1, 3]>()  r = Reshape(x, s)  y = Exp(r) }""")
+    assert dims(g.outputs[0]) == ("2*N", 3)
+
+
+def test_a_declared_output_hides_nothing():
+    """Exporters give outputs symbols, or lengths, of their own."""
+    g = graph("g (float[N, 6] x) => (float[batch, 6] y) { y = Exp(x) }")
+    assert dims(g.outputs[0]) == ("N", 6)
+    g = graph("""g (float[N, 6] x, int64[k] s) => (float[batch, 6] y) { y = Reshape(x, s) }""")
+    assert dims(g.outputs[0]) == ("batch", 6)
+
+
+def test_inference_that_fails_leaves_shapes_unknown():
+    made = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20, "custom": 1]>
+        g (float[N] x) => (float y) { h = custom.What(x)  y = Exp(h) }""")
+    model = ir.from_proto(made)
+    infer(model)
+    assert dims(next(iter(model.graph)).outputs[0]) is None
+
+
+# -- what is claimed, against what is there -----------------------------------------------------
+
+
+def bind(claims: dict[str, tuple], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Check that one length per symbol explains all `shapes`."""
+    lengths: dict[str, int] = {}
+    for name, claim in claims.items():
+        assert len(claim) == len(shapes[name]), name
+        for d, n in zip(claim, shapes[name], strict=True):
+            if isinstance(d, str) and "*" not in d:
+                assert lengths.setdefault(d, n) == n, (name, claim, shapes[name])
+    for name, claim in claims.items():
+        for d, n in zip(claim, shapes[name], strict=True):
+            if d is not None:
+                parts = [int(p) if p.isdigit() else lengths[p] for p in str(d).split("*")]
+                assert prod(parts) == n, (name, claim, shapes[name])
+
+
+def claims_and_shapes(made: onnx.ModelProto, arrays: dict) -> tuple[dict, dict]:
+    """Return for every value of the model the shape that it states, and that it has."""
+    graph = ir.from_proto(made).graph
+    stated = {str(v.name): dims(v) for n in graph for v in n.outputs if v.name}
+    claims = {name: shape for name, shape in stated.items() if shape is not None}
+    missing = set(stated) - {y.name for y in made.graph.output}
+    made.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(missing))
+    names = [y.name for y in made.graph.output]
+    found = dict(zip(names, run(made, arrays), strict=True))
+    shapes = {name: np.shape(array) for name, array in found.items()}
+    inputs = {str(x.name): dims(x) for x in graph.inputs}
+    claims |= {name: shape for name, shape in inputs.items() if shape is not None}
+    return claims, shapes | {name: np.shape(arrays[name]) for name in inputs}
+
+
+@pytest.mark.parametrize("known", ["symbols", "rank"])
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+def test_stated_shapes_are_those_at_run_time(row, known):
+    made, arrays = model(row, known), feed(row)
+    bind(*claims_and_shapes(to_proto(prepare(made)), arrays))
+    for name, y in zip(row.outputs, run(made, arrays), strict=True):
+        arrays[f"{name}_grad"] = np.zeros(y.shape)
+    try:
+        gradient = onnx_derivative(made, weights=[])
+    except NoGradientRule:
+        return
+    bind(*claims_and_shapes(gradient, arrays))
