@@ -336,6 +336,13 @@ slices("Slice the first", [0], [2], [2])
 slices("Slice all", [0], [LAST], [0])
 slices("Slice without the last", [0, 1], [-1, LAST], [2, 0])
 
+ONE = "a = Constant<value_ints=[1]>()"
+zero, last = "s = Constant<value_ints=[0]>()", f"e = Constant<value_ints=[{LAST}]>()"
+add("Slice, end at run time", f"{ONE}  {zero}  y = Slice(x, s, e, a)", T, given={"e": ints(-1)})
+add("Slice, start at run time", f"{ONE}  {last}  y = Slice(x, s, e, a)", T, given={"s": ints(2)})
+add("Slice, leading axes", "y = Slice(x, s, e)", T, given={"s": ints(0, 1), "e": ints(1, 3)})
+add("Slice, ends at run time", f"{zero}  y = Slice(x, s, e)", T, given={"e": ints(1)})
+
 PADS = {
     "constant": [0, 1, 2, 1],
     "reflect": [1, 2, 0, 1],
@@ -377,7 +384,10 @@ for axis in (0, 1, -1):
             {"x": (3, 4, 3)},
             given={"i": values},
         )
-add("Gather constant scalar", "i = Constant<value_int=-1>()  y = Gather<axis=1>(x, i)", T)
+for at in (-1, -3, 0, 2):
+    name, index = f"Gather constant scalar {at}", f"i = Constant<value_int={at}>()"
+    add(name, f"{index}  y = Gather<axis=1>(x, i)", T)
+    add(f"{name}, axis -2", f"{index}  y = Gather<axis=-2>(x, i)", T)
 add("Gather constant", "i = Constant<value_ints=[1, 1]>()  y = Gather(x, i)", T)
 for axis in (0, 1):
     at = np.array([1, -1, 1], np.int32)

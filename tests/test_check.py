@@ -140,6 +140,16 @@ def test_wrong_arguments(options, message):
         check_gradient(tanh(), **options)
 
 
+def test_a_model_without_float_output():
+    with pytest.raises(ValueError, match="no float output"):
+        check_gradient(parse("g (float[2] x) => (int64[1] y) { y = ArgMax(x) }"))
+
+
+def test_outputs_that_are_exactly_zero():
+    text = "g (float[4] x) => (float[4] y) { s = Mean(x, x, x)  n = Neg(s)  y = Add(n, x) }"
+    assert check_gradient(parse(text)).ok
+
+
 def test_random_outputs_are_refused():
     model = parse("g (float[2] x) => (float[2] y) { r = RandomNormalLike(x)  y = Mul(x, r) }")
     with pytest.raises(ValueError, match="two runs differ"):

@@ -8,7 +8,12 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import check_gradient, onnx_derivative, select_model_inputs_outputs
+from onnxgrad import (
+    add_loss_output,
+    check_gradient,
+    onnx_derivative,
+    select_model_inputs_outputs,
+)
 
 
 def run(model: onnx.ModelProto, feed: dict) -> dict[str, np.ndarray]:
@@ -116,3 +121,17 @@ def test_zipmap_names_the_tensor_to_use():
         ValueError, match="'output_probability' is no tensor: select 'probabilities'"
     ):
         onnx_derivative(model)
+
+
+def test_the_loss_of_a_zipmap_names_the_tensor_to_use():
+    skl2onnx = pytest.importorskip("skl2onnx")
+    from sklearn.linear_model import LogisticRegression
+
+    x = np.random.default_rng(0).standard_normal((30, 2)).astype(np.float32)
+    model = skl2onnx.to_onnx(LogisticRegression().fit(x, x[:, 0] > 0), x[:1], target_opset=18)
+    with pytest.raises(ValueError, match=r"0 float outputs: .* one of 'probabilities'$"):
+        add_loss_output(model, "log")
+    with pytest.raises(ValueError, match="output_index='probabilities'"):
+        add_loss_output(model, "log", output_index="output_probability")
+    made = add_loss_output(model, "log", output_index="probabilities")
+    assert [y.name for y in made.graph.output] == ["loss", "probabilities"]

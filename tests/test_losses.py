@@ -113,6 +113,14 @@ CASES = {
             f, y, reduction="none", ignore_index=2, label_smoothing=0.2
         ),
     ),
+    "cross_entropy without label": (
+        {}, F, CLASSES - 101 * (CLASSES == 1),
+        lambda f, y: functional().cross_entropy(f, y, reduction="none"),
+    ),
+    "cross_entropy without label, smoothed": (
+        {"label_smoothing": 0.2}, F, CLASSES - 101 * (CLASSES == 1),
+        lambda f, y: functional().cross_entropy(f, y, reduction="none", label_smoothing=0.2),
+    ),
     "cross_entropy soft": (
         {"soft_labels": True}, F, SOFTMAX,
         lambda f, y: functional().cross_entropy(f, y, reduction="none"),
@@ -151,13 +159,18 @@ def test_value_and_gradient_as_torch(case, kind, rtol, reduction, weighted):
     np.testing.assert_allclose(gradient, given.grad.numpy(), rtol=rtol, atol=rtol)
 
 
-def test_half_precision():
-    for name in ("squared_error", "absolute_error", "huber"):
-        _, f, y, _ = CASES[name]
-        low, _ = evaluate(add_loss_output(scores(f.shape, "float16"), name), {"x": f, "label": y})
-        high, _ = evaluate(add_loss_output(scores(f.shape), name), {"x": f, "label": y})
-        assert low.dtype == np.float16
-        np.testing.assert_allclose(low, high, rtol=5e-3)
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision(case):
+    options, f, y, _ = CASES[case]
+    model, half = (
+        add_loss_output(scores(f.shape, kind), case.split(" ")[0], weight_name="w8", **options)
+        for kind in ("float", "float16")
+    )
+    high = evaluate(model, {"x": f, "label": y, "w8": ROWS})
+    low = evaluate(half, {"x": f, "label": y, "w8": ROWS})
+    assert low[0].dtype == low[1].dtype == np.float16
+    np.testing.assert_allclose(low[0], high[0], rtol=1e-2)
+    np.testing.assert_allclose(low[1], high[1], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("case", ["binary_cross_entropy", "poisson rates"])
@@ -258,6 +271,16 @@ def test_the_constants_of_a_loss_are_no_weights(reduction):
         assert not get_train_initializer(gradient)
         again = add_loss_output(made, output_index="f", label_name="other", loss_name="second")
         assert list(get_train_initializer(again)) == ["w"]
+
+
+@pytest.mark.parametrize("opset", [13, 18])
+def test_a_model_of_local_functions(opset):
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": {opset}, "local": 1]>
+        g (float[N,2] x) => (float[N,2] y) {{ y = local.twice(x) }}
+        <domain: "local", opset_import: ["": {opset}]> twice (a) => (b) {{ b = Add(a, a) }}""")
+    loss, gradient = evaluate(add_loss_output(model), {"x": [[1, 2]], "label": [[0, 0]]})
+    np.testing.assert_allclose(loss, [[20]])
+    np.testing.assert_allclose(gradient, [[8, 16]])
 
 
 def test_a_loss_of_ones_own():
@@ -374,17 +397,3 @@ def test_the_output_to_judge(index):
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         add_loss_output(layer(), **options)
-
-
-def test_zipmap_output_names_the_tensor():
-    skl2onnx = pytest.importorskip("skl2onnx")
-    from sklearn.linear_model import LogisticRegression
-
-    x = np.random.default_rng(0).standard_normal((30, 2)).astype(np.float32)
-    model = skl2onnx.to_onnx(LogisticRegression().fit(x, x[:, 0] > 0), x[:1], target_opset=18)
-    with pytest.raises(ValueError, match=r"0 float outputs: .* one of 'probabilities'$"):
-        add_loss_output(model, "log")
-    with pytest.raises(ValueError, match="output_index='probabilities'"):
-        add_loss_output(model, "log", output_index="output_probability")
-    made = add_loss_output(model, "log", output_index="probabilities")
-    assert [y.name for y in made.graph.output] == ["loss", "probabilities"]

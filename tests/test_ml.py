@@ -139,6 +139,15 @@ def test_one_score_is_handed_on_as_it_is(post):
     assert check_gradient(parse(pair, label="int64"), feed={"x": X}).ok
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_of_equal_scores_the_first_wins(rows):
+    """And a single score of zero is that of the first of two classes."""
+    zeros = ", ".join(["0.0"] * 3 * rows)
+    node = f"""LinearClassifier<coefficients=[{zeros}], intercepts=[{", ".join(["0.0"] * rows)}],
+        classlabels_ints=[{"7, 5" if rows < 3 else "7, 5, 9"}]>"""
+    same(parse(node, label="int64"))
+
+
 def test_probit_of_one_score_is_refused():
     options = 'coefficients=[0.5, -1.0, 2.0], intercepts=[0.3], post_transform="PROBIT"'
     classifier = f"LinearClassifier<classlabels_ints=[3, 4], {options}>"

@@ -81,9 +81,10 @@ def test_where_there_is_none():
         add_loss_output(parse(branches, "float[N,2] x, bool c"), penalty={"w": 1.0})
 
 
+@pytest.mark.parametrize("opset", [13, 18, 21])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize("options", [{"l1": 0.5}, {"l2": 0.25}, {"l1": 2, "l2": 3}])
-def test_penalty_nodes(dtype, options):
+def test_penalty_nodes(dtype, options, opset):
     taken = ["reshape", "const", "mul"]
     initializers, nodes = penalty_loss_onnx("w", dtype, existing_names=taken, **options)
     made = {name for node in nodes for name in node.output} | {t.name for t in initializers}
@@ -92,7 +93,7 @@ def test_penalty_nodes(dtype, options):
     values = [onnx.helper.make_tensor_value_info(n, kind, None) for n in ("w", nodes[-1].output[0])]
     graph = onnx.helper.make_graph(nodes, "g", values[:1], values[1:], initializers)
     model = onnx.helper.make_model(
-        graph, opset_imports=[onnx.helper.make_opsetid("", 18)], ir_version=8
+        graph, opset_imports=[onnx.helper.make_opsetid("", opset)], ir_version=8
     )
     w = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(dtype)
     [found] = run(model, w=w)

@@ -68,13 +68,7 @@ def knows(row: Row, dtype: int) -> bool:
     return True
 
 
-# onnxruntime has no kernel that adds float16 to elements
-ADDING = ("GatherElements",)
-
-
-@pytest.mark.parametrize(
-    "row", [r for r in admitting(FLOAT16) if r.id not in ADDING], ids=lambda row: row.id
-)
+@pytest.mark.parametrize("row", admitting(FLOAT16), ids=lambda row: row.id)
 def test_float16_is_as_float32(row):
     made, arrays = model(row), feed(row)
     for name, y in zip(row.outputs, run(made, arrays), strict=True):

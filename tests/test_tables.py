@@ -159,7 +159,7 @@ def test_columns_that_an_input_does_not_take(column, x, message):
 )
 def test_labels(y, label, loss, expected):
     facts = {"classes": 3, "ignore_index": -100} if label.dtype == ir.DataType.INT64 else {}
-    made = labels({"y": np.array(y)}, ["y"], label, loss, facts)
+    made = labels({"y": np.array(y)}, ["y"], label, facts | {"loss": loss})
     assert made.dtype == label.dtype.numpy()
     assert made.tolist() == expected
 
@@ -179,7 +179,7 @@ def test_labels(y, label, loss, expected):
 def test_labels_that_a_loss_does_not_take(y, label, loss, message):
     facts = {"classes": 3, "ignore_index": -100} if label.dtype == ir.DataType.INT64 else {}
     with pytest.raises(DataError, match=message):
-        labels({"y": np.array(y)}, ["y"], label, loss, facts)
+        labels({"y": np.array(y)}, ["y"], label, facts | {"loss": loss})
 
 
 def test_several_targets():

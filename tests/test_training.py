@@ -825,3 +825,29 @@ def test_no_warning_on_an_ordinary_fit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer().fit(X, Y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "label", "message"),
+    [
+        ("binary_cross_entropy", 7, "labels between 0 and 1; others in 1 of 47 rows: 5"),
+        ("hinge", 2, "labels -1 and 1, or 0 and 1; others in 1 of 47 rows: 5"),
+        ("poisson", -1, "labels of 0 or more; others in 1 of 47 rows: 5"),
+    ],
+)
+def test_labels_that_the_loss_does_not_take(loss, label, message):
+    y = np.where(np.arange(47) == 5, label, 1)
+    with pytest.raises(ValueError, match=message):
+        trainer(add_loss_output(linear(), loss)).fit(X, y)
+
+
+def test_labels_of_a_prediction_of_unknown_rank():
+    text = """g (float[N,2] x) => (float[N,1] y) {
+        h = MatMul(x, w)  s = Shape(h)  k = Cast<to=1>(s)  z = Constant<value_float=0.0>()
+        m = Greater(k, z)  c = Compress<axis=0>(s, m)  y = Reshape(h, c) }"""
+    model = parse(text, w=[[0.1], [0.2]])
+    model.graph.output[0].type.tensor_type.ClearField("shape")
+    flat, column = (
+        trainer(add_loss_output(model), ["w"]).fit(X, y).trained_coef_["w"] for y in (Y[:, 0], Y)
+    )
+    np.testing.assert_array_equal(flat, column)

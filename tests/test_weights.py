@@ -99,6 +99,7 @@ def test_values_stored_as_lists_of_floats():
     tensor.float_data[:] = [1, 2]
     [written] = [t for t in replace(made, {"d": np.ones(2)}).graph.initializer if t.name == "d"]
     assert numpy_helper.to_array(written).tolist() == [1, 1]
+    assert not written.float_data
 
 
 def test_wrong_values():

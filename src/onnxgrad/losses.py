@@ -27,7 +27,8 @@ from onnxgrad.penalties import add_penalties
 
 # What a trainer has to know of the loss, kept in the model as JSON: `reduction` ("mean" is already
 # divided by the rows of the batch, and must not be divided again), the names `label` and
-# `prediction`, and for class labels their number `classes` and the label `ignore_index`.
+# `prediction`, for class labels their number `classes` and the label `ignore_index`, `loss` if its
+# labels are bounded (`LABELS`), `threshold` of the prediction between two classes.
 METADATA = "onnxgrad.loss"
 
 Loss = Callable[..., ir.Value]
@@ -141,6 +142,13 @@ def hinge(op, prediction, label):
     return op.Relu(1.0 + _number(op, label, op.Greater(label, 0.0), -1.0, 1.0) * prediction)
 
 
+LABELS = {  # loss -> what its labels must be, beyond what fits their type
+    "binary_cross_entropy": ("between 0 and 1", lambda y: (y >= 0) & (y <= 1)),
+    "hinge": ("-1 and 1, or 0 and 1", lambda y: np.isin(y, (-1, 0, 1))),
+    "poisson": ("of 0 or more", lambda y: y >= 0),
+}
+
+
 def _number(op, like, condition, yes, no):
     """Return `yes` or `no` of the dtype of `like`, by `condition`."""
     return op.Where(condition, op.value(yes, like.dtype), op.value(no, like.dtype))
@@ -199,25 +207,12 @@ def add_loss_output(
     label = _label(op, prediction, kind, label_name, kwargs)
     graph.inputs.append(label)
     with op:
-        losses = kind.function(op, prediction, label, **kwargs)
+        truth = label
+        if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
+            truth = op.Reshape(label, op.Shape(prediction))
+        losses = kind.function(op, prediction, truth, **kwargs)
         if weight_name is not None:
-            # without a shape: (N,) and (N, 1) are the same
-            weight = ir.Value(name=op.name(weight_name), type=prediction.type)
-            graph.inputs.append(weight)
-            if shapes.rank(losses) is None:
-                shapes.infer(model)
-            shape = shapes.dims(losses)
-            if not shape:
-                raise ValueError(
-                    f"row weights need a loss per row, of known rank; that of {chosen!r} has the "
-                    f"shape {losses.shape}"
-                )
-            ones = [1] * (len(shape) - 1)
-            weight = op.Reshape(weight, [-1, *ones])
-            weight.shape = ir.Shape([shape[0], *ones])
-            if list(shape[1:]) != ones:
-                losses = op.ReduceSum(losses, list(range(1, len(shape))), keepdims=1)
-            losses = losses * weight
+            losses = _weighted(op, model, losses, prediction, weight_name)
         if shapes.rank(losses) == 2:
             loss = op.ReduceSum(losses, keepdims=1)
         else:
@@ -227,15 +222,50 @@ def add_loss_output(
         loss = add_penalties(op, loss, penalty or {}, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     graph.outputs[:] = [loss, prediction]
-    about: dict[str, Any] = {"reduction": kind.reduction, "label": label.name, "prediction": chosen}
-    if kind.classes and not kwargs.get("soft_labels"):
-        about["classes"] = (shapes.dims(prediction) or (None, None))[1]
-        ignored = kwargs.get("ignore_index", -100)
-        about["ignore_index"] = ignored if kind.function is cross_entropy else None
+    about = {"label": label.name, "prediction": chosen, **_about(kind, prediction, kwargs)}
     model.metadata_props[METADATA] = json.dumps(about)
     tidy(model)
     note_constants(model, proto)
     return to_proto(model)
+
+
+def _weighted(
+    op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str
+) -> ir.Value:
+    """Return the losses of the rows, times an input of row weights."""
+    # without a shape: (N,) and (N, 1) are the same
+    weight = ir.Value(name=op.name(name), type=prediction.type)
+    op.graph.inputs.append(weight)
+    if shapes.rank(losses) is None:
+        shapes.infer(model)
+    shape = shapes.dims(losses)
+    if not shape:
+        raise ValueError(
+            f"row weights need a loss per row, of known rank; that of {prediction.name!r} has the "
+            f"shape {losses.shape}"
+        )
+    ones = [1] * (len(shape) - 1)
+    weight = op.Reshape(weight, [-1, *ones])
+    weight.shape = ir.Shape([shape[0], *ones])
+    if list(shape[1:]) != ones:
+        losses = op.ReduceSum(losses, list(range(1, len(shape))), keepdims=1)
+    return losses * weight
+
+
+def _about(kind: _Kind, prediction: ir.Value, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a trainer has to know of a loss, beside its names."""
+    made: dict[str, Any] = {"reduction": kind.reduction}
+    if kind.classes and not options.get("soft_labels"):
+        made["classes"] = (shapes.dims(prediction) or (None, None))[1]
+        ignored = options.get("ignore_index", -100)
+        made["ignore_index"] = ignored if kind.function is cross_entropy else None
+    for name in LABELS:
+        if LOSSES[name].function is kind.function:
+            made["loss"] = name
+    if kind.function is hinge or kind.function is binary_cross_entropy:
+        raw = kind.function is hinge or options.get("from_logits")
+        made["threshold"] = 0.0 if raw else 0.5
+    return made
 
 
 def loss_facts(proto: ModelProto) -> dict[str, Any]:

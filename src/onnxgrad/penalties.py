@@ -23,6 +23,7 @@ def penalty_loss_onnx(
     """Return the initializers and nodes that compute `l1 |w| + l2 w^2`, summed, for a weight w.
 
     The last node's output holds the penalty, of shape (1, 1) and of the weight's dtype.
+    They are valid from opset 13 on.
 
     Args:
         name: name of the weight, a tensor of any shape.
@@ -52,9 +53,9 @@ def penalty(op: Emit, w: ir.Value, l1: float | None, l2: float | None) -> ir.Val
     flat = op.Reshape(w, [1, -1])
     terms = []
     if l1:
-        terms.append(l1 * op.ReduceSum(op.Abs(flat), [1], keepdims=1))
+        terms.append(l1 * op.ReduceSum(op.Abs(flat), keepdims=1))
     if l2:
-        terms.append(l2 * op.ReduceSum(flat * flat, [1], keepdims=1))
+        terms.append(l2 * op.ReduceSum(flat * flat, keepdims=1))
     return op.total(terms)
 
 

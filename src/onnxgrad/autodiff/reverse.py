@@ -114,10 +114,12 @@ def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
 
 def _path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
     """Return the names on a shortest path from one of `wrt` to `node`."""
+    captured = analyze_implicit_usage(node.graph) if isinstance(node.graph, ir.Graph) else {}
     wanted, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}
     while queue:
         at, path = queue.popleft()
-        for x in at.inputs:
+        inner = (v for g in _subgraphs(at) for v in captured.get(g, ()))
+        for x in (*at.inputs, *inner):
             if x is None:
                 continue
             if x in wanted:

@@ -19,7 +19,7 @@ from onnxgrad.graph.shapes import broadcast, constant, dims, equal, output_shape
 _OUTPUT_DTYPE = {
     **dict.fromkeys(("Shape", "Size", "NonZero", "ArgMax", "ArgMin"), ir.DataType.INT64),
     **dict.fromkeys(
-        ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Not", "And", "Or", "IsNaN"),
+        "Equal Greater GreaterOrEqual Less LessOrEqual Not And Or Xor IsNaN IsInf".split(),
         ir.DataType.BOOL,
     ),
 }

@@ -51,7 +51,7 @@ def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
 def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Rank one on either side becomes rank two, and the added axis is taken away again."""
     a, b = node.inputs
-    if 1 not in (rank(a), rank(b)):
+    if 1 not in (rank(a), rank(b)) or None in (rank(a), rank(b)):
         return None
     y = op.MatMul(
         op.Unsqueeze(a, [0]) if rank(a) == 1 else a, op.Unsqueeze(b, [1]) if rank(b) == 1 else b

@@ -21,8 +21,8 @@ Dims = tuple[Dim, ...]
 
 _ELEMENTWISE = frozenset(
     "Abs Add And Cast Ceil Cos Cosh Div Equal Erf Exp Floor Gelu Greater GreaterOrEqual Identity "
-    "Less LessOrEqual Log LogSoftmax Max Min Mul Neg Not Or Pow Reciprocal Relu Sigmoid Sign Sin "
-    "Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
+    "IsInf IsNaN Less LessOrEqual Log LogSoftmax Max Min Mul Neg Not Or Pow Reciprocal Relu "
+    "Sigmoid Sign Sin Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
 )
 _LIKE_FIRST = frozenset(
     "BatchNormalization Celu Clip Dropout Elu HardSigmoid HardSwish InstanceNormalization "

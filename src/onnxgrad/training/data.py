@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import Dims, dims
-from onnxgrad.losses import loss_facts
+from onnxgrad.losses import LABELS, loss_facts
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Field:
     shape: Dims | None
     classes: int | None = None
     ignored: int | None = None
+    allowed: tuple[str, Callable[[np.ndarray], np.ndarray]] | None = None  # see `losses.LABELS`
 
     def check(self, given: Any) -> np.ndarray:
         """Return `given` as the array that the input takes.
@@ -51,6 +52,9 @@ class Field:
             if self.ignored is not None:
                 outside &= made != self.ignored
             _refuse(outside, f"{self.name!r} holds labels outside 0..{self.classes - 1}")
+        if self.allowed is not None:
+            text, test = self.allowed
+            _refuse(~test(made), f"{self.name!r} must hold labels {text}; others")
         return made
 
     def _fit_shape(self, array: np.ndarray) -> np.ndarray:
@@ -96,9 +100,10 @@ class Fields:
         self.fields = {}
         for x, name in zip(inputs, names, strict=True):
             assert x.dtype is not None
-            limits = {}
-            if name == self.label and facts.get("classes"):
-                limits = {"classes": facts["classes"], "ignored": facts.get("ignore_index")}
+            limits: dict[str, Any] = {}
+            if name == self.label:
+                limits = {"classes": facts.get("classes"), "ignored": facts.get("ignore_index")}
+                limits["allowed"] = LABELS.get(facts.get("loss", ""))
             shape = dims(x)
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output takes (rows,) and (rows, 1) alike

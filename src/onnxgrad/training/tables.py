@@ -17,13 +17,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import unknown
+from onnxgrad.losses import LABELS
 
 Table = dict[str, np.ndarray]
-_RANGES = {  # what the labels of a loss must be, beyond what fits their type
-    "binary_cross_entropy": ("between 0 and 1", lambda y: (y >= 0) & (y <= 1)),
-    "hinge": ("-1 and 1, or 0 and 1", lambda y: np.isin(y, (-1, 0, 1))),
-    "poisson": ("of 0 or more", lambda y: y >= 0),
-}
 
 
 class DataError(ValueError):
@@ -144,7 +140,6 @@ def labels(
     table: Table,
     targets: Sequence[str],
     label: ir.Value,
-    loss: str | None = None,
     facts: Mapping[str, Any] = {},
 ) -> np.ndarray:
     """Return the columns `targets` as what the input `label` is fed.
@@ -153,16 +148,15 @@ def labels(
         table: what `read_table` returned.
         targets: names of columns.
         label: the input of the model with the loss.
-        loss: name of the loss, for the labels that it allows.
-        facts: what `losses.loss_facts` knows of it.
+        facts: what `losses.loss_facts` knows of the loss.
 
     Raises:
         DataError: values that the loss does not allow, or not as many as it takes.
     """
     what = f"target {', '.join(map(repr, targets))}"
     made = as_value({name: table[name] for name in targets}, label, what)
-    if loss in _RANGES:
-        allowed, test = _RANGES[loss]
+    if (loss := facts.get("loss")) in LABELS:
+        allowed, test = LABELS[loss]
         _refuse(~test(made), made, f"{what}: loss {loss!r} takes labels {allowed}")
     if (count := facts.get("classes")) is not None:
         outside = ((made < 0) | (made >= count)) & (made != facts.get("ignore_index"))

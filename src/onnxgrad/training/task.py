@@ -52,18 +52,14 @@ class Task:
         target = inputs.pop(label)
         columns = assign(table, targets, list(inputs.values()))
         self._data = {n: as_value(columns[n], x, f"input {n!r}") for n, x in inputs.items()}
-        self._data[label] = labels(table, targets, target, loss, self._facts)
+        self._data[label] = labels(table, targets, target, self._facts)
         counts = {name: len(array) for name, array in self._data.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"the arrays differ in their number of rows: {counts}")
         self.count = counts[label]
         used = {*targets, *(name for group in columns.values() for name in group)}
         self.ignored = [name for name in table if name not in used]
-        self._threshold = None  # of the prediction, between the two classes of the loss
-        if loss == "hinge" or (loss == "binary_cross_entropy" and options.get("from_logits")):
-            self._threshold = 0.0
-        elif loss == "binary_cross_entropy":
-            self._threshold = 0.5
+        self._threshold = self._facts.get("threshold")
         self.classifies = "classes" in self._facts or self._threshold is not None
 
     def rows(self, chosen: np.ndarray) -> Table:

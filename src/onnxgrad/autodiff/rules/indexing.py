@@ -9,9 +9,7 @@ from onnxgrad.autodiff.rules.shape import moved
 @rule("GatherElements")
 def gather_elements(op, node, g):
     """y = x[i] along an axis:  dx = zero but for g added at i."""
-    x, i = node.inputs
-    axis = node.attributes.get_int("axis", 0)
-    return op.ScatterElements(op.zeros_like(x), i, g, axis=axis, reduction="add"), None
+    return moved(op, node, g), None
 
 
 @rule("GatherND")

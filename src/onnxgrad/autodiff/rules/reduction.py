@@ -109,6 +109,6 @@ for _name, _slope in {
     "ReduceL2": lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
     "ReduceSumSquare": lambda op, x, y: 2.0 * x,
     "ReduceLogSum": lambda op, x, y: op.Exp(op.spread(-y, x)),
-    "ReduceLogSumExp": lambda op, x, y: op.Exp(x - op.Where(op.IsInf(y), 0.0, y)),
+    "ReduceLogSumExp": lambda op, x, y: op.Exp(x - y),
 }.items():
     rule(_name)(_unless_nothing(_slope))

@@ -44,10 +44,15 @@ def concat(op, node, g):
     axis = node.attributes.get_int("axis", 0)
     if len(node.inputs) == 1:
         return (g,)
-    lengths = [op.size(x, axis) for x in node.inputs]
-    if not all(isinstance(n, int) for n in lengths):
-        lengths = op.Concat(*(op.value([n]) if isinstance(n, int) else n for n in lengths), axis=0)
+    lengths = _vector(op, [op.size(x, axis) for x in node.inputs])
     return op.emit("Split", [g, lengths], {"axis": axis}, outputs=len(node.inputs))
+
+
+def _vector(op, numbers):
+    """Return a list of ints, or where some are known only at run time, a value that holds all."""
+    if all(isinstance(n, int) for n in numbers):
+        return numbers
+    return op.Concat(*(op.value([n]) if isinstance(n, int) else n for n in numbers), axis=0)
 
 
 @rule("Split")
@@ -69,29 +74,26 @@ def slice_(op, node, g):
 
 def _pads_of_slice(op, node, g):
     """Return the padding that undoes a Slice of step one, else None."""
-    x, *rest = node.inputs
-    shape = dims(x)
-    constants = [op.constant(v) if v is not None else None for v in (*rest, None, None)[:4]]
-    starts, ends, axes, steps = constants
-    unread = any(v is not None and c is None for v, c in zip(rest, constants, strict=False))
-    if shape is None or unread or (steps is not None and np.any(steps != 1)):
+    x, first, *others = node.inputs
+    shape, count = dims(x), static(dims(first))
+    starts, ends, axes, steps = (op.constant(v) for v in (first, *others, None, None)[:4])
+    unread = any(v is not None and op.constant(v) is None for v in others[1:])
+    if shape is None or unread or (steps is not None and np.any(steps != 1)) or count is None:
         return None
     begin, end = [0] * len(shape), [0] * len(shape)
-    for i, axis in enumerate(range(len(starts)) if axes is None else axes.tolist()):
-        n, lo, hi = shape[axis], int(starts[i]), int(ends[i])
-        if isinstance(n, int):
+    for i, axis in enumerate(range(*count) if axes is None else axes.tolist()):
+        n = shape[axis]
+        lo, hi = (None if v is None else int(v[i]) for v in (starts, ends))
+        if isinstance(n, int) and lo is not None and hi is not None:
             lo, hi, _ = slice(lo, hi).indices(n)
             begin[axis], end[axis] = min(lo, hi), n - hi
-        elif hi >= 2**31 - 1:  # up to the last, of which there may be less than lo
+        elif hi is not None and hi >= 2**31 - 1:  # up to the last, of which there may be none
             begin[axis] = op.size(x, axis) - op.size(g, axis)
         elif lo == 0:
             end[axis] = op.size(x, axis) - op.size(g, axis)
         else:
             return None
-    pads = [*begin, *end]
-    if all(isinstance(n, int) for n in pads):
-        return pads
-    return op.Concat(*(op.value([n]) if isinstance(n, int) else n for n in pads), axis=0)
+    return _vector(op, [*begin, *end])
 
 
 @rule("Pad")
@@ -146,12 +148,12 @@ def gather(op, node, g):
     x, i = node.inputs
     axis = node.attributes.get_int("axis", 0)
     shape, at = dims(x), op.constant(i)
-    if at is not None and at.ndim == 0 and shape is not None and isinstance(shape[axis], int):
-        n, at = shape[axis], int(at) % shape[axis]
+    if at is not None and at.ndim == 0 and shape is not None:
+        n, at = op.size(x, axis), int(at)
         axis %= len(shape)
         before, after = [0] * len(shape), [0] * len(shape)
-        before[axis], after[axis] = at, n - 1 - at
-        return op.Pad(op.Unsqueeze(g, [axis]), [*before, *after]), None
+        before[axis], after[axis] = (at, n - (at + 1)) if at >= 0 else (n + at, -1 - at)
+        return op.Pad(op.Unsqueeze(g, [axis]), _vector(op, [*before, *after])), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
         row = None if shape is None else static(shape[1:])
         width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
