@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,9 +22,14 @@ from rich.table import Table
 from rich.text import Text
 
 from onnxgrad import __version__
+from onnxgrad.files import check_writable, replacing
 
 if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.full import Progress as State
+    from onnxgrad.training.tables import Table as Data
 
 app = typer.Typer(
     help="Differentiate and train ONNX models on the ordinary onnxruntime.",
@@ -164,13 +167,13 @@ def train(
     The result is MODEL with new weights, those after the last epoch. Ctrl-C stops early and writes
     what was trained so far.
     """
-    _check_writable(output, overwrite)
+    check_writable(output, overwrite)
     curves = output.with_suffix(".png")
     if output == curves:
         raise ValueError(f"--output {output} is the name of the loss curves: use one in .onnx")
-    _check_writable(curves, overwrite)
+    check_writable(curves, overwrite)
 
-    from onnxgrad.errors import ConvergenceError, unknown
+    from onnxgrad.errors import unknown
     from onnxgrad.graph.read import read
     from onnxgrad.graph.weights import FLOATS, sites
     from onnxgrad.training.full import OrtGradientOptimizer, trainable
@@ -203,33 +206,15 @@ def train(
         random_state=seed,
     )
     held_data = task.rows(held) if len(held) else None
-    ended, code, began = "", 0, time.perf_counter()
-    with _Bar() as bar:
-        try:
-            trainer.fit(task.rows(training), X_val=held_data, callback=bar)
-        except KeyboardInterrupt:
-            if not bar.rows:
-                raise
-            ended, code = f"interrupted; {output} holds what was trained so far", 130
-        except ConvergenceError as e:
-            ended, code = f"{e}. {output} holds the state before that", 1
+    began = time.perf_counter()
+    rows, ended, code = _fit(trainer, task.rows(training), held_data, output)
     seconds = time.perf_counter() - began
-
-    trained = trainer.get_trained_onnx(proto).SerializeToString()
-    written = [output]
-    with _replacing(output) as temporary:
-        temporary.write_bytes(trained)
-    if trainer.train_losses_:
-        from onnxgrad.plot.curves import plot_losses
-
-        with _replacing(curves) as temporary:
-            plot_losses(trainer.train_losses_, trainer.validation_losses_, temporary)
-        written.append(curves)
+    written = _save(trainer, proto, output, curves)
     accuracy = None
     if task.classifies and held_data:
         accuracy = task.accuracy(trainer.get_trained_onnx(), held_data)
     stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
-    stdout.print(f"{bar.rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
+    stdout.print(f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
     for path in written:
         stdout.print(Text(f"wrote {path}"), soft_wrap=True)
     if task.ignored:
@@ -237,6 +222,40 @@ def train(
     if ended:
         _complain(ended)
         raise typer.Exit(code)
+
+
+def _fit(
+    trainer: OrtGradientOptimizer, data: Data, held: Data | None, output: Path
+) -> tuple[int, str, int]:
+    """Train; return the rows seen, and what ended it early with the exit code for that."""
+    from onnxgrad.errors import ConvergenceError
+
+    with _Bar() as bar:
+        try:
+            trainer.fit(data, X_val=held, callback=bar)
+        except KeyboardInterrupt:
+            if not bar.rows:
+                raise
+            return bar.rows, f"interrupted; {output} holds what was trained so far", 130
+        except ConvergenceError as e:
+            return bar.rows, f"{e}. {output} holds the state before that", 1
+    return bar.rows, "", 0
+
+
+def _save(
+    trainer: OrtGradientOptimizer, proto: ModelProto, output: Path, curves: Path
+) -> list[Path]:
+    """Write the trained model, then the curves of its losses; return the paths."""
+    trained = trainer.get_trained_onnx(proto).SerializeToString()
+    with replacing(output) as temporary:
+        temporary.write_bytes(trained)
+    if not trainer.train_losses_:
+        return [output]
+    from onnxgrad.plot.curves import plot_losses
+
+    with replacing(curves) as temporary:
+        plot_losses(trainer.train_losses_, trainer.validation_losses_, temporary)
+    return [output, curves]
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -321,7 +340,7 @@ def grad(
     debug: Debug = False,
 ) -> None:
     """Write the model that computes the gradient of MODEL."""
-    _check_writable(output, overwrite)
+    check_writable(output, overwrite)
     if fill_grad and not keep_outputs:
         raise ValueError("--fill-grad needs --keep-outputs")
     from onnxgrad import DerivativeOptions, onnx_derivative
@@ -332,7 +351,7 @@ def grad(
         keep_outputs * DerivativeOptions.KeepOutputs | fill_grad * DerivativeOptions.FillGrad
     )
     made = onnx_derivative(proto, weights or None, inputs or None, options)
-    with _replacing(output) as temporary:
+    with replacing(output) as temporary:
         temporary.write_bytes(made.SerializeToString())
     counts = Counter(node.op_type for node in made.graph.node).most_common(8)
     table = Table(show_header=False)
@@ -367,35 +386,3 @@ def show(
 
         typer.echo("\ngradient")
         typer.echo(onnx_simple_text_plot(onnx_derivative(proto)))
-
-
-def _check_writable(path: Path, overwrite: bool) -> None:
-    """Raise now for what would otherwise fail after hours of training."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
-    if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists: choose another --output, or pass --overwrite")
-    try:
-        with _temporary(path) as temporary:
-            temporary.touch()
-    except OSError as e:
-        raise ValueError(
-            f"cannot write {path}: {e.strerror}; choose another --output, or create its folder"
-        ) from None
-
-
-@contextmanager
-def _temporary(path: Path) -> Iterator[Path]:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        yield temporary
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Yield a name beside `path`; what was written there becomes `path` if all went well."""
-    with _temporary(path) as temporary:
-        yield temporary
-        temporary.replace(path)

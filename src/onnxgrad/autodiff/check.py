@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import erf, inf, isnan, pi, sqrt
+from math import inf, isnan
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
-from onnx.reference import ReferenceEvaluator
-from onnx.reference.op_run import OpRun
 
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.autodiff.runtimes import (
+    Feed,
+    Function,
+    NoKernelError,
+    on_onnxruntime,
+    on_reference,
+    to_float64,
+)
 from onnxgrad.errors import unknown
 from onnxgrad.feeds import random_feed
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.graph.read import ModelLike, non_tensor, read
+from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.tidy import tidy
 
-Feed = dict[str, np.ndarray]
-Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
-
-_LOW = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # float32 whatever the data is
 _FLOOR = 1e-5  # of the outputs' size: smaller differences are rounding
 _RTOL_OF_VALUES = 1e-3  # between the model as it is and the model in another precision
 
@@ -151,7 +151,7 @@ def _judge(problem: _Problem) -> GradientReport:
             break
         try:
             report = _compare(way, problem)
-        except _NoKernelError:
+        except NoKernelError:
             if way is _WAYS[-1] and not reports:
                 raise
             continue
@@ -164,86 +164,17 @@ def _judge(problem: _Problem) -> GradientReport:
 # -- where and how precisely it is computed ---------------------------------------------------
 
 
-class _NoKernelError(RuntimeError):
-    """A runtime cannot run a model in some precision."""
-
-
-def _on_onnxruntime(proto: ModelProto) -> Function:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    try:
-        data, providers = proto.SerializeToString(), ["CPUExecutionProvider"]
-        session = ort.InferenceSession(data, options, providers=providers)
-    except Exception as e:  # onnxruntime's errors have no common base
-        raise _NoKernelError(f"onnxruntime cannot load the model: {e}") from e
-    taken, outputs = {x.name for x in session.get_inputs()}, _float_outputs(proto)
-
-    def run(feed: Feed) -> list[np.ndarray]:
-        try:
-            return session.run(outputs, {n: x for n, x in feed.items() if n in taken})
-        except Exception as e:  # some kernels find out here that they lack a type
-            raise _NoKernelError(f"onnxruntime cannot run the model: {e}") from e
-
-    return run
-
-
-class Erf(OpRun):
-    """In float64: that of onnx rounds to float32. Operators are known by their class names."""
-
-    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
-        return (_erf(x),)
-
-
-class Gelu(OpRun):
-    """In float64, as `Erf`."""
-
-    def _run(self, x: np.ndarray, approximate: str = "none") -> tuple[np.ndarray]:
-        if approximate == "tanh":
-            return (0.5 * x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))),)
-        return (0.5 * x * (1 + _erf(x / sqrt(2))),)
-
-
-class Mean(OpRun):
-    """That of onnx adds up in place, and fails where the first operand is broadcast."""
-
-    def _run(self, *xs: np.ndarray) -> tuple[np.ndarray]:
-        return (sum(xs[1:], xs[0]) / len(xs),)
-
-
-def _erf(x: np.ndarray) -> np.ndarray:
-    return np.vectorize(erf, otypes=[x.dtype])(x)
-
-
-def _on_reference(proto: ModelProto) -> Function:
-    outputs = _float_outputs(proto)
-
-    def run(feed: Feed) -> list[np.ndarray]:
-        try:
-            return list(ReferenceEvaluator(proto, new_ops=[Erf, Gelu, Mean]).run(outputs, feed))
-        except Exception as e:  # whatever an operator written in Python raises
-            raise _NoKernelError(f"onnx.reference cannot run the model: {e}") from e
-
-    return run
-
-
-def _float_outputs(proto: ModelProto) -> list[str]:
-    tensors = [y for y in proto.graph.output if not non_tensor(y)]
-    return [
-        y.name for y in tensors if ir.DataType(y.type.tensor_type.elem_type).is_floating_point()
-    ]
-
-
 def _values(proto: ModelProto, point: Feed) -> list[np.ndarray]:
     """Return the outputs of a model as the user gave it."""
     made = ModelProto()
     made.CopyFrom(proto)
     made.ir_version = min(made.ir_version, 13)  # onnxruntime refuses later ones unread
     try:
-        return _on_onnxruntime(made)(point)
-    except _NoKernelError as e:
+        return on_onnxruntime(made)(point)
+    except NoKernelError as e:
         try:
-            return _on_reference(made)(point)
-        except _NoKernelError:
+            return on_reference(made)(point)
+        except NoKernelError:
             raise e from None
 
 
@@ -258,38 +189,10 @@ class _Way:
 
 _STEPS = (1e-3, 1e-4, 1e-5, 1e-6)
 _WAYS = (
-    _Way("float64 on onnxruntime", _on_onnxruntime, np.float64, 1e-6, _STEPS),
-    _Way("float64 on onnx.reference", _on_reference, np.float64, 1e-6, _STEPS),
-    _Way("float32 on onnxruntime", _on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
+    _Way("float64 on onnxruntime", on_onnxruntime, np.float64, 1e-6, _STEPS),
+    _Way("float64 on onnx.reference", on_reference, np.float64, 1e-6, _STEPS),
+    _Way("float32 on onnxruntime", on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
 )
-
-
-def _to_float64(model: ir.Model) -> None:
-    """Turn, in place, every lower float type of `model` into float64."""
-    kept = set()
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        place = _FLOAT32_OPERANDS.get(node.op_type)
-        if place is not None and place < len(node.inputs):
-            kept.add(node.inputs[place])
-        for value in node.outputs:
-            _widen(value)
-        for attribute in list(node.attributes.values()):
-            if attribute.name in ("to", "dtype") and attribute.value in _LOW:
-                node.attributes[attribute.name] = ir.AttrInt64(attribute.name, ir.DataType.DOUBLE)
-            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _LOW:
-                wide = ir.tensor(attribute.value.numpy().astype(np.float64))
-                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        if value not in kept:
-            _widen(value)
-
-
-def _widen(value: ir.Value) -> None:
-    if value.dtype in _LOW:
-        value.dtype = ir.DataType.DOUBLE
-        if value.const_value is not None:
-            array = value.const_value.numpy().astype(np.float64)
-            value.const_value = ir.tensor(array, name=value.name)
 
 
 # -- the comparison ---------------------------------------------------------------------------
@@ -338,7 +241,7 @@ def _compare(way: _Way, problem: _Problem) -> GradientReport:
     rng = np.random.default_rng(problem.seed)
     model = ir.from_proto(problem.primal)
     if way.dtype is np.float64:
-        _to_float64(model)
+        to_float64(model)
     dtypes = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype is not None}
     point = {name: x.astype(dtypes[name]) for name, x in problem.point.items() if name in dtypes}
     primal, wrt = to_proto(model), problem.wrt

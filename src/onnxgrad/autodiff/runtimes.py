@@ -1,0 +1,120 @@
+"""Running a model in float64: by onnxruntime where it has the kernels, or by `onnx.reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import erf, pi, sqrt
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from onnxgrad.graph.read import non_tensor
+
+Feed = dict[str, np.ndarray]
+Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
+
+_LOW = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # float32 whatever the data is
+
+
+class NoKernelError(RuntimeError):
+    """A runtime cannot run a model in some precision."""
+
+
+def on_onnxruntime(proto: ModelProto) -> Function:
+    """Return the function that runs `proto` on onnxruntime."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        data, providers = proto.SerializeToString(), ["CPUExecutionProvider"]
+        session = ort.InferenceSession(data, options, providers=providers)
+    except Exception as e:  # onnxruntime's errors have no common base
+        raise NoKernelError(f"onnxruntime cannot load the model: {e}") from e
+    taken, outputs = {x.name for x in session.get_inputs()}, _float_outputs(proto)
+
+    def run(feed: Feed) -> list[np.ndarray]:
+        try:
+            return session.run(outputs, {n: x for n, x in feed.items() if n in taken})
+        except Exception as e:  # some kernels find out here that they lack a type
+            raise NoKernelError(f"onnxruntime cannot run the model: {e}") from e
+
+    return run
+
+
+class Erf(OpRun):
+    """In float64: that of onnx rounds to float32. Operators are known by their class names."""
+
+    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
+        return (_erf(x),)
+
+
+class Gelu(OpRun):
+    """In float64, as `Erf`."""
+
+    def _run(self, x: np.ndarray, approximate: str = "none") -> tuple[np.ndarray]:
+        if approximate == "tanh":
+            return (0.5 * x * (1 + np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))),)
+        return (0.5 * x * (1 + _erf(x / sqrt(2))),)
+
+
+class Mean(OpRun):
+    """That of onnx adds up in place, and fails where the first operand is broadcast."""
+
+    def _run(self, *xs: np.ndarray) -> tuple[np.ndarray]:
+        return (sum(xs[1:], xs[0]) / len(xs),)
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(erf, otypes=[x.dtype])(x)
+
+
+def on_reference(proto: ModelProto) -> Function:
+    """Return the function that runs `proto` on `onnx.reference`."""
+    outputs = _float_outputs(proto)
+
+    def run(feed: Feed) -> list[np.ndarray]:
+        try:
+            return list(ReferenceEvaluator(proto, new_ops=[Erf, Gelu, Mean]).run(outputs, feed))
+        except Exception as e:  # whatever an operator written in Python raises
+            raise NoKernelError(f"onnx.reference cannot run the model: {e}") from e
+
+    return run
+
+
+def _float_outputs(proto: ModelProto) -> list[str]:
+    tensors = [y for y in proto.graph.output if not non_tensor(y)]
+    return [
+        y.name for y in tensors if ir.DataType(y.type.tensor_type.elem_type).is_floating_point()
+    ]
+
+
+def to_float64(model: ir.Model) -> None:
+    """Turn, in place, every lower float type of `model` into float64."""
+    kept = set()
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        place = _FLOAT32_OPERANDS.get(node.op_type)
+        if place is not None and place < len(node.inputs):
+            kept.add(node.inputs[place])
+        for value in node.outputs:
+            _widen(value)
+        for attribute in list(node.attributes.values()):
+            if attribute.name in ("to", "dtype") and attribute.value in _LOW:
+                node.attributes[attribute.name] = ir.AttrInt64(attribute.name, ir.DataType.DOUBLE)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _LOW:
+                wide = ir.tensor(attribute.value.numpy().astype(np.float64))
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
+    for value in (*model.graph.inputs, *model.graph.initializers.values()):
+        if value not in kept:
+            _widen(value)
+
+
+def _widen(value: ir.Value) -> None:
+    if value.dtype in _LOW:
+        value.dtype = ir.DataType.DOUBLE
+        if value.const_value is not None:
+            array = value.const_value.numpy().astype(np.float64)
+            value.const_value = ir.tensor(array, name=value.name)
