@@ -90,7 +90,7 @@ def test_external_data(tmp_path):
     with pytest.raises(ModelError, match=r"pass the path of the \.onnx file instead"):
         onnx_derivative(path.read_bytes())
     (tmp_path / "m.data").write_bytes(b"short")
-    with pytest.raises(ModelError, match=r"external data of .*m\.onnx' cannot be read: "):
+    with pytest.raises(ModelError, match=r"'m\.data', which is truncated: 5 bytes where \d+ are"):
         onnx_derivative(path)
 
 

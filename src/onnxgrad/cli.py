@@ -140,7 +140,9 @@ def train(
     learning_rate: Annotated[
         float | None,
         typer.Option(
-            min=0, help="For the mean gradient of a batch.", show_default="0.001 for adam(w), 0.01"
+            min=0,
+            help="For the mean gradient of a batch; constant.",
+            show_default="0.001 for adam(w), 0.01",
         ),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1)] = 10,
@@ -176,6 +178,7 @@ def train(
     from onnxgrad.errors import unknown
     from onnxgrad.graph.read import read
     from onnxgrad.graph.weights import FLOATS, sites
+    from onnxgrad.schedules import LearningRateSGD
     from onnxgrad.training.full import OrtGradientOptimizer, trainable
     from onnxgrad.training.tables import read_table
     from onnxgrad.training.task import Task, split
@@ -201,7 +204,7 @@ def train(
         max_iter=epochs,
         training_optimizer_name=optimizer.value,
         batch_size=batch_size,
-        learning_rate=learning_rate,
+        learning_rate=LearningRateSGD(learning_rate, learning_rate="constant"),
         validation_every=1,
         random_state=seed,
     )

@@ -328,11 +328,11 @@ class Emit:
 
 def _attr_key(attr: ir.Attr) -> Any:
     value = attr.value
-    if isinstance(value, ir.TensorProtocol):
-        value = (value.dtype, tuple(value.shape), value.tobytes())
-    elif isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)):
         value = tuple(value)
-    elif isinstance(value, ir.Graph):
+    elif attr.type == ir.AttributeType.TENSOR:
+        value = (value.dtype, tuple(value.shape), value.tobytes())
+    elif attr.type == ir.AttributeType.GRAPH:
         value = id(value)
     return attr.name, value
 

@@ -67,7 +67,8 @@ def _check_external(proto: ModelProto, folder: Path | None, where: str) -> None:
         tensor = site.read()
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
-        file = {e.key: e.value for e in tensor.external_data}.get("location", "?")
+        place = {e.key: e.value for e in tensor.external_data}
+        file = place.get("location", "?")
         if folder is None:
             raise ModelError(
                 f"{where} keeps {site.name!r} in the external file {file!r}; pass the path of "
@@ -77,6 +78,12 @@ def _check_external(proto: ModelProto, folder: Path | None, where: str) -> None:
             raise ModelError(
                 f"{where} keeps {site.name!r} in the external file {file!r}, which is not in "
                 f"{os.fspath(folder.resolve())!r}; put it beside the model"
+            )
+        needed = int(place.get("offset", 0)) + int(place.get("length", 0))
+        if (size := (folder / file).stat().st_size) < needed:
+            raise ModelError(
+                f"{where} keeps {site.name!r} in the external file {file!r}, which is truncated: "
+                f"{size} bytes where {needed} are needed"
             )
 
 

@@ -63,6 +63,8 @@ def broadcast(*shapes: Dims | None) -> Dims | None:
     known = [s for s in shapes if s is not None]
     if len(known) != len(shapes):
         return None
+    if len(set(known)) == 1 and None not in known[0]:
+        return known[0]
     width = max(map(len, known), default=0)
     padded = [(1,) * (width - len(s)) + s for s in known]
     return tuple(_broadcast_dim(column) for column in zip(*padded, strict=True))

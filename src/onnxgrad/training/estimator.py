@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from typing import Any
 
 try:
@@ -35,7 +36,8 @@ except ImportError:
             return self
 
         def __repr__(self) -> str:
-            listed = ", ".join(f"{k}={v!r}" for k, v in self.get_params(deep=False).items())
+            params = self.get_params(deep=False).items()
+            listed = ", ".join(f"{k}={reprlib.repr(v)}" for k, v in params)
             return f"{type(self).__name__}({listed})"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
@@ -57,6 +58,7 @@ def constant(reasons: Mapping[str, str], domain: str = "") -> None:
     CONSTANT.update({(domain, name): why for name, why in reasons.items()})
 
 
+@cache
 def taken_gradients(function: Rule) -> int:
     """Return how many output gradients a rule takes; those beyond must not arrive."""
     parameters = list(inspect.signature(function).parameters.values())[2:]
