@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntFlag
 
 import onnx
@@ -78,12 +80,25 @@ def onnx_derivative(
     report = logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING
     before, logger.level = logger.level, min(report, logger.getEffectiveLevel())
     try:
-        made = _derivative(proto, weights, inputs, options, loss, labels)
+        with _garbage_kept():
+            made = _derivative(proto, weights, inputs, options, loss, labels)
     finally:
         logger.setLevel(before)
     if path_name is not None:
         onnx.save(made, os.fspath(path_name))
     return made
+
+
+@contextmanager
+def _garbage_kept() -> Iterator[None]:
+    """Pause the collector: it would walk through a graph that grows, of which all is in use."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _check(options: DerivativeOptions, loss: str | None, label: object) -> list[str]:
