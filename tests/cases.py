@@ -46,6 +46,7 @@ class Row:
     needs: str = ""
     opset: int = 20
     outputs: tuple[str, ...] = ("y",)
+    runs: bool = True  # as it is, on onnxruntime
 
 
 KINDS = {np.dtype(np.int64): "int64", np.dtype(np.int32): "int32", np.dtype(bool): "bool"}

@@ -252,6 +252,13 @@ class Emit:
             return known
         return self.Shape(x, start=axis) if axis == -1 else self.Shape(x, start=axis, end=axis + 1)
 
+    def vector(self, numbers: list[int | ir.Value]) -> list[int] | ir.Value:
+        """Return lengths as a list, or where some are known only when it runs, as one tensor."""
+        known = [n for n in numbers if isinstance(n, int)]
+        if len(known) == len(numbers):
+            return known
+        return self.Concat(*(self.value([n] if isinstance(n, int) else n) for n in numbers), axis=0)
+
     def reshape(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g`, of as many elements as `like`, in the shape of `like`."""
         have, want = dims(g), dims(like)

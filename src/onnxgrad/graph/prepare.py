@@ -1,31 +1,42 @@
 """Any model -> the working dialect, in which rules stay few and short.
 
-The dialect: opset 18 or newer, no local functions, no tensor `Constant` nodes, no initializer that
-is also an input, every unnamed input axis named, `ai.onnx.ml` linear operators as arithmetic.
+The dialect: opset 18 to 26, no local functions, no tensor `Constant` nodes, no initializer that is
+also an input, every unnamed input axis named; what has no rule is rewritten to what has one: by a
+lowering, or by its function body in the specification.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx
 import onnx_ir as ir
-from onnx import ModelProto, inliner, version_converter
+from onnx import ModelProto, defs, inliner, version_converter
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
+from onnxgrad.autodiff.rules import CONSTANT, RULES
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.graph import lowering, shapes, weights
+from onnxgrad.graph import bodies, shapes, weights
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.lowerings import LOWERINGS
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.tidy import tidy
 
 WORKING_OPSET = 18
+NEWEST_OPSET = 26  # that onnxruntime 1.31 loads
 
 
-def prepare(proto: ModelProto, batch: str | None = None, output: str | None = None) -> ir.Model:
+def prepare(
+    proto: ModelProto,
+    batch: str | None = None,
+    output: str | None = None,
+    keep: Collection[str] = (),
+) -> ir.Model:
     """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is.
 
     With `batch`, the first axis of every input that is not of a fixed length gets that symbol:
     the caller knows that they all have the same number of rows. With `output`, only that output
-    is kept, and what it needs.
+    is kept, and what it needs. `keep` names results of nodes that keep their names.
     """
     made = _inlined(proto)
     weights.lift(made)
@@ -40,9 +51,31 @@ def prepare(proto: ModelProto, batch: str | None = None, output: str | None = No
     if batch is not None:
         shapes.name_rows(model.graph, batch)
     shapes.infer(model)
-    if _lower(model):
-        shapes.infer(model)
+    expanded = True
+    while expanded:
+        lowered = _lower(model, keep)
+        expanded = bodies.expand(model, [n for n in model.graph if _has_no_other_way(model, n)])
+        if lowered or expanded:
+            shapes.infer(model)
+    if all(_exists(n, NEWEST_OPSET) for n in model.graph):
+        model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
+
+
+def _has_no_other_way(model: ir.Model, node: ir.Node) -> bool:
+    """Tell whether `node` has neither rule nor lowering, or is too new for the runtime."""
+    key = (node.domain, node.op_type)
+    known = key in RULES or key in CONSTANT or key in LOWERINGS
+    return not known or not _exists(node, min(model.opset_imports[""], NEWEST_OPSET))
+
+
+def _exists(node: ir.Node, opset: int) -> bool:
+    """Tell whether the operator and the attributes of `node` are there at `opset`."""
+    if node.domain:
+        return True
+    if not defs.has(node.op_type, opset):
+        return False
+    return node.attributes.keys() <= defs.get_schema(node.op_type, opset).attributes.keys()
 
 
 def to_proto(model: ir.Model) -> ModelProto:
@@ -58,7 +91,13 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
 
 
 def _inlined(proto: ModelProto) -> ModelProto:
-    """Return a copy of `proto` with the nodes of its local functions in place of their calls."""
+    """Return a copy of `proto` with the nodes of its local functions in place of their calls.
+
+    Functions that have a rule stay.
+    """
+    ruled = [(f.domain, f.name) for f in proto.functions if (f.domain, f.name) in RULES]
+    if ruled:
+        return inliner.inline_selected_functions(proto, ruled, exclude=True)
     if proto.functions:
         return inliner.inline_local_functions(proto, convert_version=True)
     made = ModelProto()
@@ -76,28 +115,36 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         made.opset_import.add(domain="", version=WORKING_OPSET)
         return made
     made.ir_version = max(made.ir_version, 8)
+    if made.functions:
+        names = ", ".join(f.name for f in made.functions)
+        raise ModelError(
+            f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
+            f"rule ({names}): export the model at opset {WORKING_OPSET} or newer"
+        )
     try:
         return version_converter.convert_version(made, WORKING_OPSET)
     except Exception as e:  # the converter raises several undeclared types
         raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
 
 
-def _lower(model: ir.Model) -> bool:
-    """Rewrite the operators of `lowering.LOWERINGS`; tell whether nodes were written."""
-    found = [n for n in model.graph if (n.domain, n.op_type) in lowering.LOWERINGS]
+def _lower(model: ir.Model, keep: Collection[str]) -> bool:
+    """Rewrite the operators of `LOWERINGS`; tell whether nodes were written."""
+    found = [n for n in model.graph if (n.domain, n.op_type) in LOWERINGS]
     op = Emit(model.graph)
     with op:
         for node in found:
             op.before = node
-            made = lowering.LOWERINGS[node.domain, node.op_type](op, node)
+            made = LOWERINGS[node.domain, node.op_type](op, node)
             if made is not None:
-                _replace(model.graph, op, node, made)
+                _replace(model.graph, op, node, made, keep)
     return op.wrote
 
 
-def _replace(graph: ir.Graph, op: Emit, node: ir.Node, made: list[ir.Value]) -> None:
+def _replace(
+    graph: ir.Graph, op: Emit, node: ir.Node, made: list[ir.Value], keep: Collection[str]
+) -> None:
     for old, new in zip(node.outputs, made, strict=True):
-        if old in graph.outputs:
+        if old in graph.outputs or old.name in keep:
             new = op.emit("Identity", [new], {}, fresh=True)
             new.name, old.name = old.name, None
             new.shape, new.dtype = old.shape, old.dtype

@@ -6,6 +6,7 @@ from onnxgrad.autodiff.rules import (
     constant,
     convolution,
     indexing,
+    layout,
     linear,
     normalization,
     pooling,

@@ -44,15 +44,8 @@ def concat(op, node, g):
     axis = node.attributes.get_int("axis", 0)
     if len(node.inputs) == 1:
         return (g,)
-    lengths = _vector(op, [op.size(x, axis) for x in node.inputs])
+    lengths = op.vector([op.size(x, axis) for x in node.inputs])
     return op.emit("Split", [g, lengths], {"axis": axis}, outputs=len(node.inputs))
-
-
-def _vector(op, numbers):
-    """Return a list of ints, or where some are known only at run time, a value that holds all."""
-    if all(isinstance(n, int) for n in numbers):
-        return numbers
-    return op.Concat(*(op.value([n]) if isinstance(n, int) else n for n in numbers), axis=0)
 
 
 @rule("Split")
@@ -93,7 +86,7 @@ def _pads_of_slice(op, node, g):
             end[axis] = op.size(x, axis) - op.size(g, axis)
         else:
             return None
-    return _vector(op, [*begin, *end])
+    return op.vector([*begin, *end])
 
 
 @rule("Pad")
@@ -117,21 +110,37 @@ def moved(op, node, g, *operands):
     other inputs, where they are not to be those of the node.
     """
     x, *rest = node.inputs
-    positions = op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape(x), allowzero=1)
-    attributes = {a.name: a.value for a in node.attributes.values()}
-    taken = op.emit(node.op_type, [positions, *(operands or rest)], attributes, domain=node.domain)
+    inputs = [positions_of(op, x), *(operands or rest)]
+    taken = op.emit(node.op_type, inputs, attributes_of(node), domain=node.domain)
     return scatter_flat(op, x, taken, g)
+
+
+def positions_of(op, x):
+    """Return the positions 0..n-1 in the flat `x`, in its shape."""
+    return op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape(x), allowzero=1)
+
+
+def attributes_of(node):
+    """Return the attributes of a node, to write another with the same."""
+    return {a.name: a.value for a in node.attributes.values()}
+
+
+def wide(dtype):
+    """Return the dtype in which sums and products of `dtype` are scattered.
+
+    Half precision takes float32: onnxruntime has no kernel for less.
+    """
+    return dtype if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
 
 def scatter_flat(op, x, positions, g):
     """Return zeros of the shape of `x` with `g` added at flat `positions`.
 
     ScatterND would do, but onnxruntime runs it on several threads that overwrite each other's sums.
-    Half precision is added up in float32: there is no kernel for less.
     """
     known = static(dims(x))
     n = op.Reshape(op.Size(x), [1]) if known is None else [prod(known)]
-    dtype = x.dtype if x.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    dtype = wide(x.dtype)
     flat = op.ScatterElements(
         op.Expand(op.value(0.0, dtype), n),
         op.Reshape(positions, [-1]),
@@ -153,7 +162,7 @@ def gather(op, node, g):
         axis %= len(shape)
         before, after = [0] * len(shape), [0] * len(shape)
         before[axis], after[axis] = (at, n - (at + 1)) if at >= 0 else (n + at, -1 - at)
-        return op.Pad(op.Unsqueeze(g, [axis]), _vector(op, [*before, *after])), None
+        return op.Pad(op.Unsqueeze(g, [axis]), op.vector([*before, *after])), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
         row = None if shape is None else static(shape[1:])
         width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)

@@ -1,12 +1,10 @@
-"""Operators that `prepare` rewrites, so that no rule has to know them.
+"""The linear operators of `ai.onnx.ml` as arithmetic.
 
-A lowering takes the node and returns the values that take the place of its outputs, or None to
-leave it as it is.
+The kernels of onnxruntime are the reference, where they leave the specification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -14,53 +12,8 @@ import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, equal, rank, static
-
-Lowering = Callable[[Emit, ir.Node], "list[ir.Value] | None"]
-LOWERINGS: dict[tuple[str, str], Lowering] = {}
-
-
-def lowering(op_type: str, domain: str = "") -> Callable[[Lowering], Lowering]:
-    """Register the function below as the lowering of an operator."""
-
-    def register(function: Lowering) -> Lowering:
-        LOWERINGS[domain, op_type] = function
-        return function
-
-    return register
-
-
-@lowering("Identity")
-@lowering("Cast")
-@lowering("Reshape")
-@lowering("Dropout")
-def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
-    """A node that hands on its input is dropped, unless it makes an output of the graph."""
-    x, (y, *others) = node.inputs[0], node.outputs
-    training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
-    same = {
-        "Identity": True,
-        "Cast": x.dtype is not None and x.dtype == y.dtype,
-        "Reshape": equal(dims(x), dims(y)),
-        "Dropout": not others and (training is None or op.is_all(training, False)),
-    }[node.op_type]
-    return [x] if same and y not in op.graph.outputs else None
-
-
-@lowering("MatMul")
-def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """Rank one on either side becomes rank two, and the added axis is taken away again."""
-    a, b = node.inputs
-    if 1 not in (rank(a), rank(b)) or None in (rank(a), rank(b)):
-        return None
-    y = op.MatMul(
-        op.Unsqueeze(a, [0]) if rank(a) == 1 else a, op.Unsqueeze(b, [1]) if rank(b) == 1 else b
-    )
-    axes = [-2] * (rank(a) == 1) + [-1] * (rank(b) == 1)
-    return [op.Squeeze(y, axes)]
-
-
-# For `ai.onnx.ml` the kernels of onnxruntime are the reference, where they leave the specification.
+from onnxgrad.graph.lowerings.registry import lowering
+from onnxgrad.graph.shapes import dims, rank, static
 
 
 @lowering("LinearRegressor", "ai.onnx.ml")

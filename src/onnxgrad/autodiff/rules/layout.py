@@ -1,0 +1,82 @@
+"""Operators that repeat, mask, cut or rearrange whole axes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.rules.shape import attributes_of
+from onnxgrad.graph.shapes import rank
+
+
+@rule("Tile")
+def tile(op, node, g):
+    """y = x repeated along its axes:  dx = sum of g over the repeats."""
+    x, repeats = node.inputs
+    known, n = op.constant(repeats), rank(x)
+    if known is not None and n is not None:
+        shape, axes = [], []
+        for axis, times in enumerate(known.tolist()):
+            if times != 1:  # an axis for the repeats before each axis that has some
+                axes.append(len(shape))
+                shape.append(times)
+            shape.append(op.size(x, axis))
+        if not axes:
+            return g, None
+        shape = op.vector(shape)
+    else:
+        pairs = [op.Unsqueeze(v, [1]) for v in (repeats, op.shape(x))]
+        shape = op.Reshape(op.Concat(*pairs, axis=1), [-1])
+        axes = op.Range(np.int64(0), op.Size(shape), np.int64(2))
+    return op.ReduceSum(op.Reshape(g, shape, allowzero=1), axes, keepdims=0), None
+
+
+@rule("Trilu")
+def trilu(op, node, g):
+    """y = a triangle of x, else zero:  dx = that triangle of g."""
+    return op.Trilu(g, *node.inputs[1:], **attributes_of(node)), None
+
+
+@rule("ReverseSequence")
+def reverse_sequence(op, node, g):
+    """y = x with the first of each sequence reversed:  dx = g with them reversed again."""
+    return op.ReverseSequence(g, node.inputs[1], **attributes_of(node)), None
+
+
+@rule("CenterCropPad")
+def center_crop_pad(op, node, g):
+    """y = the centre of x, or x amid zeros:  dx = g brought back to the lengths of x.
+
+    Cropping and padding round alike: each undoes the other.
+    """
+    shape, axes = op.shape(node.inputs[0]), node.attributes.get_ints("axes", None)
+    if axes is not None:
+        shape = op.Gather(shape, list(axes), axis=0)
+    return op.CenterCropPad(g, shape, **attributes_of(node)), None
+
+
+@rule("DepthToSpace")
+def depth_to_space(op, node, g):
+    """y = x with blocks of channels laid out in space:  dx = g with them put back."""
+    (x,), (b, place_first) = node.inputs, _blocks(node)
+    lengths = [op.size(g, 0), op.size(g, 1), op.size(x, 2), b, op.size(x, 3), b]
+    blocks = op.Reshape(g, op.vector(lengths), allowzero=1)
+    dx = op.Transpose(blocks, perm=[0, 3, 5, 1, 2, 4] if place_first else [0, 1, 3, 5, 2, 4])
+    return (op.reshape(dx, x),)
+
+
+@rule("SpaceToDepth")
+def space_to_depth(op, node, g):
+    """y = x with blocks of space laid out as channels:  dx = g with them put back."""
+    (x,), (b, place_first) = node.inputs, _blocks(node)
+    n, depth, height, width = op.size(x, 0), op.size(x, 1), op.size(g, 2), op.size(g, 3)
+    deep = [b, b, depth] if place_first else [depth, b, b]
+    blocks = op.Reshape(g, op.vector([n, *deep, height, width]), allowzero=1)
+    dx = op.Transpose(blocks, perm=[0, 3, 4, 1, 5, 2] if place_first else [0, 1, 4, 2, 5, 3])
+    return (op.reshape(dx, x),)
+
+
+def _blocks(node):
+    """Return the length of a block, and whether a place in it counts before the channel (DCR)."""
+    mode = node.attributes.get_string("mode", "DCR")  # of SpaceToDepth since opset 27
+    return node.attributes.get_int("blocksize"), mode == "DCR"

@@ -1,0 +1,26 @@
+"""Where lowerings are kept: from an operator to the function that rewrites it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+
+Lowering = Callable[[Emit, ir.Node], "list[ir.Value] | None"]
+LOWERINGS: dict[tuple[str, str], Lowering] = {}
+
+
+def lowering(op_type: str, domain: str = "") -> Callable[[Lowering], Lowering]:
+    """Register the function below as the lowering of an operator.
+
+    It takes the emitter and the node, and returns the values that take the place of the node's
+    outputs, or None to leave it as it is.
+    """
+
+    def register(function: Lowering) -> Lowering:
+        LOWERINGS[domain, op_type] = function
+        return function
+
+    return register

@@ -1,0 +1,126 @@
+"""Operators at indices: at kinks as PyTorch, in old opsets, and where many meet at one place."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from cases import ROWS, model, run, typed
+from onnxgrad import DerivativeOptions, check_gradient, onnx_derivative
+
+OPTIONS = DerivativeOptions.KeepOutputs | DerivativeOptions.FillGrad
+
+
+def gradients(node: str, arrays: dict[str, np.ndarray], opset: int = 20) -> list[np.ndarray]:
+    """Return the gradient by each float input of `y = node`, for ones arriving."""
+    kinds = {"f": "float", "i": "int64", "b": "bool"}
+    given = ", ".join(f"{typed(kinds[a.dtype.kind], a.shape)} {n}" for n, a in arrays.items())
+    text = f'<ir_version: 9, opset_import: ["": {opset}]> g ({given}) => (float y) {{ {node} }}'
+    made = onnx.parser.parse_model(text)
+    made.graph.output[0].type.tensor_type.ClearField("shape")
+    return run(onnx_derivative(made, options=OPTIONS), arrays)[:-1]
+
+
+# on the places 0, 1, 2 come: x and two u alike; u below x; one u above it, twice
+TIED = {
+    "x": np.array([2.0, 3.0, 1.0, 0.0]),
+    "i": np.array([0, 0, 1, 2, 2, 2]),
+    "u": np.array([2.0, 2.0, 1.0, 5.0, 5.0, 4.0]),
+}
+ZEROS = {  # on a place: no zero, one, two, and x itself
+    "x": np.array([2.0, 3.0, 4.0, 0.0]),
+    "i": np.array([0, 0, 1, 1, 2, 2, 2, 3, 3]),
+    "u": np.array([2.0, 0.5, 0.0, 5.0, 0.0, 0.0, 4.0, 2.0, 3.0]),
+}
+
+
+@pytest.mark.parametrize("node", ["ScatterElements", "ScatterND"])
+@pytest.mark.parametrize(
+    ("reduction", "torchs", "arrays"),
+    [
+        ("max", "amax", TIED),
+        ("min", "amin", TIED),
+        ("min", "amin", {**TIED, "x": -TIED["x"], "u": -TIED["u"]}),
+        ("max", "amax", ZEROS),
+        ("mul", "prod", ZEROS),
+        ("mul", "prod", TIED),
+        ("add", "sum", TIED),
+    ],
+)
+def test_reductions_are_those_of_torch(node, reduction, torchs, arrays):
+    torch = pytest.importorskip("torch")
+    x, u = (torch.tensor(arrays[n], requires_grad=True) for n in "xu")
+    x.scatter_reduce(0, torch.tensor(arrays["i"]), u, torchs).sum().backward()
+    i = arrays["i"][:, None] if node == "ScatterND" else arrays["i"]
+    found = gradients(f'y = {node}<reduction="{reduction}">(x, i, u)', {**arrays, "i": i})
+    np.testing.assert_allclose(found[0], x.grad.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(found[1], u.grad.numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("node", "x", "expected"),
+    [
+        ("k = Constant<value_ints=[2]>()  y, i = TopK(x, k)", [1, 3, 3, 3], [0, 1, 1, 0]),
+        ("y = Unique(x)", [3, 1, 3, 1], [1, 1, 0, 0]),
+        ("y = Unique<axis=1>(x)", [[3, 1, 3], [2, 1, 2]], [[1, 1, 0], [1, 1, 0]]),
+        ("y = Unique<axis=0, sorted=0>(x)", [[3, 1], [3, 1]], [[1, 1], [0, 0]]),
+    ],
+)
+def test_of_equal_ones_the_first_gets_the_gradient(node, x, expected):
+    np.testing.assert_array_equal(gradients(node, {"x": np.array(x, float)})[0], expected)
+
+
+def test_onehot_adds_up_what_is_hot_and_what_is_not():
+    weighted = "o = OneHot<axis=0>(i, d, v)  y = Mul(o, w)"
+    i, w = np.array([2, -1, 7, 0, -4]), np.arange(15.0).reshape(3, 5)
+    arrays = {"i": i, "d": np.array(3), "v": np.array([0.5, 2.0]), "w": w}
+    dv, _ = gradients(weighted, arrays)
+    hot = w[2, 0] + w[2, 1] + w[0, 3]  # 7 and -4 are out of range
+    np.testing.assert_allclose(dv, [w.sum() - hot, hot])
+
+
+def test_places_read_often_get_all_of_their_gradient():
+    i = np.random.default_rng(0).integers(-10, 10, (100_000, 1))
+    x = np.zeros((10, 1))
+    for node in ("GatherElements(x, i)", "GatherND(x, i)"):
+        (dx,) = gradients(f"y = {node}", {"x": x, "i": i})
+        np.testing.assert_array_equal(dx.ravel(), np.bincount(i.ravel() % 10))
+
+
+def test_scatternd_is_written_without_reduction_only():
+    """onnxruntime's adds from several threads, without a lock."""
+    written = 0
+    for row in ROWS:
+        if "ScatterND" in row.body or "GatherND" in row.body:
+            made = onnx_derivative(model(row), weights=[])
+            nodes = [n for n in made.graph.node if n.op_type == "ScatterND"]
+            own = [a for n in nodes for a in n.attribute if a.s != b"none"]
+            assert not own, row.id
+            written += len(nodes)
+    assert written
+
+
+X = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+OLD = [
+    (9, "y = Scatter<axis=1>(x, i, u)", {"i": np.array([[0, 3], [1, 2]]), "u": X[:2, :2]}),
+    (10, "y = Scatter<axis=-2>(x, i, u)", {"i": np.array([[0, -1], [1, 0]]), "u": X[:2, :2]}),
+    (9, "y, j = TopK<axis=0, k=2>(x)", {}),
+    (10, "y, j = TopK(x, k)", {"k": np.array([3])}),
+    (9, "y = Slice<axes=[1], starts=[-3], ends=[3]>(x)", {}),
+    (9, 'y = Pad<mode="reflect", pads=[1, 0, 1, 2]>(x)', {}),
+    (9, "y = Pad<value=2.0, pads=[1, 0, -1, 2]>(x)", {}),
+    (16, 'y = ScatterND<reduction="mul">(x, i, u)', {"i": np.array([[1], [1]]), "u": X[:2]}),
+]
+
+
+@pytest.mark.parametrize(("opset", "body", "others"), OLD, ids=lambda v: str(v)[:30])
+def test_old_forms_are_raised(opset, body, others):
+    arrays = {"x": X, **others}
+    given = ", ".join(
+        f"{typed('float' if a.dtype.kind == 'f' else 'int64', a.shape)} {n}"
+        for n, a in arrays.items()
+    )
+    text = f'<ir_version: 4, opset_import: ["": {opset}]> g ({given}) => (float[a, b] y) {{{body}}}'
+    report = check_gradient(onnx.parser.parse_model(text), feed=arrays)
+    assert report.ok, str(report)
