@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onnxgrad.autodiff.check import GradientReport, check_gradient
     from onnxgrad.autodiff.derivative import DerivativeOptions, onnx_derivative
+    from onnxgrad.autodiff.rules import Refused, rule
     from onnxgrad.errors import ConvergenceError, ModelError, NoGradientRule, ProviderError
     from onnxgrad.feeds import random_feed
     from onnxgrad.graph.surgery import get_train_initializer, select_model_inputs_outputs
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "autodiff.check": ("GradientReport", "check_gradient"),
     "autodiff.derivative": ("DerivativeOptions", "onnx_derivative"),
+    "autodiff.rules": ("Refused", "rule"),
     "errors": ("ConvergenceError", "ModelError", "NoGradientRule", "ProviderError"),
     "feeds": ("random_feed",),
     "graph.surgery": ("get_train_initializer", "select_model_inputs_outputs"),
@@ -43,6 +45,7 @@ __all__ = [
     "NoGradientRule",
     "OrtGradientOptimizer",
     "ProviderError",
+    "Refused",
     "adam",
     "adamw",
     "add_loss_output",
@@ -55,6 +58,7 @@ __all__ = [
     "onnx_text_plot_io",
     "penalty_loss_onnx",
     "random_feed",
+    "rule",
     "select_model_inputs_outputs",
     "sgd",
 ]

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntFlag
 
 import onnx
@@ -19,6 +20,7 @@ from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.tidy import tidy
 
 logger = logging.getLogger("onnxgrad")
@@ -50,6 +52,8 @@ def onnx_derivative(
     label: str | Sequence[str] | None = None,
     path_name: str | os.PathLike | None = None,
     verbose: int = 0,
+    stop_gradient: Sequence[str] = (),
+    straight_through: Sequence[str] = (),
 ) -> ModelProto:
     """Return the model that computes the gradient of `onx`, in standard operators.
 
@@ -67,11 +71,17 @@ def onnx_derivative(
         label: with `Loss`, the label input or inputs, for which no gradient is computed.
         path_name: where to save the result too.
         verbose: 1 reports progress through `logging`, 2 every node.
+        stop_gradient: names of results that count as constants: no gradient goes back through them.
+        straight_through: names of results whose gradient goes to what they were made from as it is,
+            such as those of Round, Sign, or a DequantizeLinear behind a QuantizeLinear (Bengio,
+            Léonard & Courville 2013, arXiv:1308.3432): through nodes without a gradient of their
+            own, up to the nearest float of the same dtype and shape.
 
     Raises:
         TypeError: `options` is no `DerivativeOptions`.
         ValueError: an unknown name, options that exclude each other, a missing `loss` or `label`,
-            a weight that is no float, or one that the outputs do not depend on.
+            a weight that is no float, one that the outputs do not depend on, or a result that no
+            gradient can go straight through.
         ModelError: `onx` cannot be read.
         NoGradientRule: an operator on the way has no rule.
     """
@@ -81,7 +91,8 @@ def onnx_derivative(
     before, logger.level = logger.level, min(report, logger.getEffectiveLevel())
     try:
         with _garbage_kept():
-            made = _derivative(proto, weights, inputs, options, loss, labels)
+            asked = _Asked(weights, inputs, options, loss, labels, stop_gradient, straight_through)
+            made = _derivative(proto, asked)
     finally:
         logger.setLevel(before)
     if path_name is not None:
@@ -116,21 +127,29 @@ def _check(options: DerivativeOptions, loss: str | None, label: object) -> list[
     return [label] if isinstance(label, str) else list(label or ())  # type: ignore[call-overload]
 
 
-def _derivative(
-    proto: ModelProto,
-    weights: Sequence[str] | None,
-    inputs: Sequence[str] | None,
-    options: DerivativeOptions,
-    loss: str | None,
-    labels: list[str],
-) -> ModelProto:
-    flags = DerivativeOptions
-    model = prepare(proto)
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of `onnx_derivative`."""
+
+    weights: Sequence[str] | None
+    inputs: Sequence[str] | None
+    options: DerivativeOptions
+    loss: str | None
+    labels: list[str]
+    stop_gradient: Sequence[str]
+    straight_through: Sequence[str]
+
+
+def _derivative(proto: ModelProto, asked: _Asked) -> ModelProto:
+    flags, options, loss = DerivativeOptions, asked.options, asked.loss
+    model = prepare(proto, keep={*asked.stop_gradient, *asked.straight_through})
     graph = model.graph
     logger.info("prepared: %d nodes", graph.num_nodes())
     original_outputs = list(graph.outputs)
-    chosen_inputs = _choose_inputs(graph, inputs, labels)
-    chosen_weights = as_inputs(proto, graph, weights)
+    stops = _results(graph, "stop_gradient", asked.stop_gradient)
+    shortcuts = {y: _origin(y) for y in _results(graph, "straight_through", asked.straight_through)}
+    chosen_inputs = _choose_inputs(graph, asked.inputs, asked.labels)
+    chosen_weights = as_inputs(proto, graph, asked.weights)
     wanted = [*chosen_inputs, *chosen_weights]
 
     op = Emit(graph)
@@ -139,10 +158,10 @@ def _derivative(
     else:
         differentiated = [y for y in original_outputs if y.dtype and y.dtype.is_floating_point()]
     seeds = _seeds(op, graph, differentiated, original_outputs, options)
-    gradients = sweep(op, seeds, wanted)
-    explicit = [x for x, asked in ((chosen_inputs, inputs), (chosen_weights, weights)) if asked]
-    require_path((x for group in explicit for x in group), gradients, differentiated)
-    if weights is None:
+    gradients = sweep(op, seeds, wanted, stops, shortcuts)
+    named = [*(chosen_inputs if asked.inputs else ()), *(chosen_weights if asked.weights else ())]
+    require_path(named, gradients, differentiated)
+    if asked.weights is None:
         as_constants(graph, [w for w in chosen_weights if w not in gradients])
 
     others = [y for y in original_outputs if loss is None or y is not differentiated[0]]
@@ -162,6 +181,30 @@ def _derivative(
     constants.note_constants(model, proto)
     logger.info("gradient: %d nodes", graph.num_nodes())
     return to_proto(model)
+
+
+def _results(graph: ir.Graph, kind: str, names: Sequence[str]) -> list[ir.Value]:
+    """Return the results of nodes that are named."""
+    known = {y.name: y for node in graph for y in node.outputs if y.name}
+    for name in once(kind, names):
+        if name not in known:
+            raise unknown(f"{kind} result", name, known)
+    return [known[name] for name in names]
+
+
+def _origin(y: ir.Value) -> ir.Value:
+    """Return what `y` was made from: the nearest float of its dtype, and of its shape."""
+    x: ir.Value | None = y
+    while x is not None and (x is y or x.dtype != y.dtype):
+        node = x.producer()
+        x = node.inputs[0] if node is not None and node.inputs else None
+    here, there = dims(y), dims(x)
+    if x is None or (here and there and static(here) and static(there) and here != there):
+        raise ValueError(
+            f"no gradient can go straight through {y.name!r}: its first operand is no {y.dtype} "
+            "of the same shape"
+        )
+    return x
 
 
 def _nothing_to_do(proto: ModelProto, outputs: list[ir.Value], wanted: list[ir.Value]) -> str:

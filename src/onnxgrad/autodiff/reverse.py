@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 from onnx_ir.analysis import analyze_implicit_usage
@@ -17,26 +17,35 @@ logger = logging.getLogger("onnxgrad")
 
 
 def sweep(
-    op: Emit, seeds: Mapping[ir.Value, ir.Value], wrt: Iterable[ir.Value]
+    op: Emit,
+    seeds: Mapping[ir.Value, ir.Value],
+    wrt: Iterable[ir.Value],
+    stops: Collection[ir.Value] = (),
+    shortcuts: Mapping[ir.Value, ir.Value] | None = None,
 ) -> dict[ir.Value, ir.Value]:
     """Write the gradient of the seeded values, and return it for those of `wrt` that it reaches.
 
-    `seeds` gives for some values the gradient that arrives there, of the same shape. What is
-    missing in the result has no differentiable path to a seeded value.
+    `seeds` gives for some values the gradient that arrives there, of the same shape. No gradient
+    goes back through `stops`; what arrives at a key of `shortcuts` goes to its value as it is. What
+    is missing in the result has no differentiable path to a seeded value.
 
     Raises:
         NoGradientRule: a gradient arrives at an operator that has no rule, or at a part of it
             that its rule does not cover.
     """
-    wrt = list(wrt)
-    primal = list(op.graph)
-    active, walk = _active(op.graph, primal, wrt)
+    wrt, shortcuts = list(wrt), shortcuts or {}
+    active, walk = _active(op.graph, wrt, stops, shortcuts)
     arriving: dict[ir.Value, list[ir.Value]] = defaultdict(list)
     for value, g in seeds.items():
         arriving[value].append(g)
     with op:
         for node in reversed(walk):
-            gs = [op.total(arriving[y]) if y in arriving else None for y in node.outputs]
+            gs: list[ir.Value | None] = []
+            for y in node.outputs:
+                arrives = y in arriving and y not in stops
+                if arrives and y in shortcuts:
+                    arriving[shortcuts[y]].append(op.total(arriving[y]))
+                gs.append(op.total(arriving[y]) if arrives and y not in shortcuts else None)
             if (node.domain, node.op_type) in CONSTANT or not any(g is not None for g in gs):
                 continue
             logger.debug("gradient of %s (%s)", node.op_type, node.name)
@@ -50,17 +59,22 @@ def sweep(
 
 
 def _active(
-    graph: ir.Graph, primal: list[ir.Node], wrt: list[ir.Value]
+    graph: ir.Graph,
+    wrt: list[ir.Value],
+    stops: Collection[ir.Value],
+    shortcuts: Mapping[ir.Value, ir.Value],
 ) -> tuple[set[ir.Value], list[ir.Node]]:
     """Return the values that depend on `wrt`, and the nodes between them."""
     captured = analyze_implicit_usage(graph)
     active, walk = set(wrt), []
-    for node in primal:
+    for node in graph:
         inner = (v for g in _subgraphs(node) for v in captured.get(g, ()))
-        if active.isdisjoint(node.inputs) and active.isdisjoint(inner):
+        origins = (shortcuts[y] for y in node.outputs if y in shortcuts)
+        if all(map(active.isdisjoint, (node.inputs, inner, origins))):
             continue
         walk.append(node)
-        active.update(y for y in node.outputs if y.dtype is None or y.dtype.is_floating_point())
+        floats = (y for y in node.outputs if y.dtype is None or y.dtype.is_floating_point())
+        active.update(y for y in floats if y not in stops)
     return active, walk
 
 
@@ -77,10 +91,7 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     at = lost or node
     function = RULES.get((at.domain, at.op_type))
     if function is None:
-        domain = f", domain={at.domain!r}" if at.domain else ""
-        raise _error(
-            at, wrt, f"no rule; add one with @rule({at.op_type!r}{domain}), or stop before it"
-        )
+        raise _error(at, wrt, _no_rule(at))
     if lost is not None:
         raise _error(lost, wrt, "the type of its output is not known")
     taken = taken_gradients(function)
@@ -91,6 +102,15 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     if isinstance(made, Refused):
         raise _error(node, wrt, made.reason)
     return made if isinstance(made, (tuple, list)) else (made,)
+
+
+def _no_rule(node: ir.Node) -> str:
+    hidden = [x.name for x in node.inputs if x is not None and x.shape is None]
+    domain = f", domain={node.domain!r}" if node.domain else ""
+    add = f"add one with @rule({node.op_type!r}{domain}), or stop before it"
+    if hidden:
+        return f"no rule while the rank of its input {hidden[0]!r} is not known; {add}"
+    return f"no rule; {add}"
 
 
 def _where_types_end(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:

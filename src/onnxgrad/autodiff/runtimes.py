@@ -95,7 +95,8 @@ def _float_outputs(proto: ModelProto) -> list[str]:
 def to_float64(model: ir.Model) -> None:
     """Turn, in place, every lower float type of `model` into float64."""
     kept = set()
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+    graphs = (model.graph, *(function.graph for function in model.functions.values()))
+    for node in (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)):
         place = _FLOAT32_OPERANDS.get(node.op_type)
         if place is not None and place < len(node.inputs):
             kept.add(node.inputs[place])

@@ -18,7 +18,11 @@ CONSTANT: dict[tuple[str, str], str] = {}  # operators without gradient, each wi
 
 @dataclass(frozen=True)
 class Refused:
-    """Returned by a rule in place of a gradient that it cannot give: an error if it is needed."""
+    """Returned by a rule in place of a gradient that it cannot give: an error if it is needed.
+
+    Attributes:
+        reason: why, and what to do; it becomes part of the `NoGradientRule`.
+    """
 
     reason: str
 
@@ -27,8 +31,17 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
     """Register the function below as the rule of the named operators.
 
     It is called as `f(op, node, g)`, with one `g` per output that it takes, None where no gradient
-    arrives, and returns one gradient per input: a value, None for none, or `Refused(reason)`.
-    It never asks which of them are wanted: what nobody uses is removed afterwards.
+    arrives, and returns one gradient per input, of that input's shape and dtype: a value, None for
+    none, or `Refused(reason)`. It never asks which of them are wanted: what nobody uses is removed
+    afterwards. `op` writes nodes: `op.MatMul(a, b)`, `op.Softmax(x, axis=-1)`, `a * b`;
+    `op.sum_to(g, x)` undoes broadcasting. `node` has `inputs`, `outputs` and `attributes`.
+
+    A later rule takes the place of an earlier one. Local functions of a model that have a rule stay
+    functions; the others are differentiated through their nodes.
+
+    Args:
+        op_types: names of the operators, or of local functions.
+        domain: their domain; empty for the standard operators.
     """
 
     def register(function: Rule) -> Rule:
