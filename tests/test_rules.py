@@ -176,6 +176,9 @@ def test_kinks_are_those_of_torch(node, function, points):
 
 BOOLEAN = "b = {}  z = Cast<to=1>(b)"  # or an integer
 ONE_OF_TWO = "p = Cast<to=9>(x)  b = {}(p, p)  z = Cast<to=1>(b)"
+QUANTIZED = """m = ReduceMax<keepdims=0>(x)  s = Exp(m)  o = Constant<value = int8 {{3}}>()
+    r = Constant<value_ints=[2, 3]>()  e = QuantizeLinear(x, s, o)  q = Reshape(e, r)
+    t = Transpose(q)  b = {}  z = Cast<to=1>(b)"""
 TIMES_ZERO = "{}  o = Constant<value_float=0.0>()  f = Cast<to=1>(r)  z = Mul(f, o)"
 FLAT = {
     **{name: f"z = {name}(x)" for name in "Ceil Floor Round Sign Hardmax EyeLike".split()},
@@ -193,18 +196,40 @@ FLAT = {
     "RandomUniformLike": TIMES_ZERO.format("r = RandomUniformLike(x)"),
     "Bernoulli": TIMES_ZERO.format("q = Sigmoid(x)  r = Bernoulli(q)"),
     "Multinomial": TIMES_ZERO.format("r = Multinomial(x)"),
+    "QuantizeLinear": """s = ReduceMax<keepdims=0>(x)  t = Exp(s)
+        b = QuantizeLinear(x, t)  z = Cast<to=1>(b)""",
+    "NonMaxSuppression": """i = Constant<value_ints=[1, 1, 6]>()  s = Reshape(x, i)
+        j = Constant<value_ints=[1, 6, 1]>()  c = Reshape(x, j)  d = Concat<axis=2>(c, c, c, c)
+        b = NonMaxSuppression(d, s)  z = Cast<to=1>(b)""",
+    "MelWeightMatrix": """n = Constant<value_int=8>()  r = Constant<value_int=64>()
+        s = ReduceMax<keepdims=0>(x)  l = Sigmoid(s)  h = Constant<value_float=20.0>()
+        z = MelWeightMatrix(n, n, r, l, h)""",
+    "QLinearMatMul": QUANTIZED.format("QLinearMatMul(q, s, o, t, s, o, s, o)"),
+    "QLinearConv": QUANTIZED.format("QLinearConv(q, s, o, t, s, o, s, o)").replace(
+        "[2, 3]", "[1, 2, 3]"
+    ),
+    "BitCast": TIMES_ZERO.format("r = BitCast<to=6>(x)"),
 }
+WITHOUT_FLOATS = set(
+    """Constant BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BlackmanWindow ConvInteger
+    HammingWindow HannWindow ImageDecoder MatMulInteger RandomNormal RandomUniform RegexFullMatch
+    StringConcat StringNormalizer StringSplit TfIdfVectorizer""".split()
+)
 
 
 @pytest.mark.parametrize("name", FLAT)
 def test_what_has_no_gradient_adds_none(name):
-    row = Row(name, f"{FLAT[name]}  s = ReduceSum<keepdims=0>(z)  y = Mul(x, s)", {"x": (2, 3)})
+    body = f"{FLAT[name]}  total = ReduceSum<keepdims=0>(z)  y = Mul(x, total)"
+    row = Row(name, body, {"x": (2, 3)}, opset=26 if name == "BitCast" else 20)
     report = check_gradient(model(row), feed=feed(row))
     assert report.ok, str(report)
 
 
 def test_every_operator_without_gradient_has_a_case():
-    assert {name for domain, name in CONSTANT if not domain} == set(FLAT)
+    assert {name for domain, name in CONSTANT if not domain} == set(FLAT) | WITHOUT_FLOATS
+    for name in WITHOUT_FLOATS:
+        kinds = {t for x in onnx.defs.get_schema(name, 26).inputs for t in x.types}
+        assert kinds.isdisjoint({"tensor(float)", "tensor(double)"}), name
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,31 @@ constant(
         "Equal Greater GreaterOrEqual Less LessOrEqual Not And Or Xor IsNaN IsInf".split(),
         "the output is boolean",
     )
-    | dict.fromkeys("ArgMax ArgMin NonZero".split(), "the output is an index")
+    | dict.fromkeys("ArgMax ArgMin NonZero NonMaxSuppression".split(), "the output is an index")
+    | dict.fromkeys(
+        "QuantizeLinear QLinearConv QLinearMatMul ConvInteger MatMulInteger".split(),
+        "the output is an integer; QuantizeLinear can be passed straight through, by name",
+    )
+    | dict.fromkeys(
+        "BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BitCast".split(),
+        "works on bits: no useful derivative",
+    )
     | dict.fromkeys(
         "Shape Size EyeLike ConstantOfShape".split(), "depends on the shape of its input only"
     )
     | dict.fromkeys(
-        "RandomNormalLike RandomUniformLike Bernoulli Multinomial".split(),
+        "BlackmanWindow HammingWindow HannWindow MelWeightMatrix Constant".split(),
+        "a constant: its operands are lengths and settings",
+    )
+    | dict.fromkeys(
+        "RandomNormal RandomUniform RandomNormalLike RandomUniformLike "
+        "Bernoulli Multinomial".split(),
         "random: depends on the shape or on a draw only",
+    )
+    | dict.fromkeys(
+        "StringConcat StringNormalizer StringSplit RegexFullMatch "
+        "TfIdfVectorizer ImageDecoder".split(),
+        "works on texts or images",
     )
 )
 constant({"Binarizer": "piecewise constant: zero almost everywhere"}, domain="ai.onnx.ml")
