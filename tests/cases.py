@@ -242,10 +242,9 @@ add(
     "LayerNormalization axes",
     "y = LayerNormalization<axis=1>(x, s, b)",
     {**T, "s": (3, 4), "b": (3, 4)},
-    needs="rank",
 )
 add("LayerNormalization scale broadcast", "y = LayerNormalization<axis=-2>(x, s)", {**T, "s": (4,)})
-add("LayerNormalization all", "y = LayerNormalization<axis=0>(x, s)", {**M, "s": ()}, needs="rank")
+add("LayerNormalization all", "y = LayerNormalization<axis=0>(x, s)", {**M, "s": ()})
 add(
     "LayerNormalization bias broadcast",
     "y = LayerNormalization<axis=-2>(x, s, b)",
@@ -257,7 +256,6 @@ add(
     "y = BatchNormalization(x, s, b, m, v)",
     {"x": (2, 3, 4, 2), **statistics},
     positive,
-    needs="rank",
     opset=15,
 )
 add(
@@ -265,7 +263,6 @@ add(
     "y = BatchNormalization<epsilon=0.1>(x, s, b, m, v)",
     {"x": (5, 3), **statistics},
     positive,
-    needs="rank",
     opset=15,
 )
 add("Dropout", "y = Dropout(x)")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import warnings
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx.backend.test.case.node import collect_testcases
 
 import convolution_cases
 import index_rows  # noqa: F401
+import norm_rows  # noqa: F401
 from cases import FLOAT, ROWS, Row, feed, model, run, typed
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.rules import CONSTANT, RULES
@@ -239,8 +238,6 @@ def test_every_operator_without_gradient_has_a_case():
         ("h = Exp(x)  d = Det(h)  y = Mul(d, d)", r"Path: x -> h -> \[Det\]"),
         ("y = ReduceL2<noop_with_empty_axes=1>(x)", "noop_with_empty_axes=1, and the axes are or"),
         ("y = ReduceL2<noop_with_empty_axes=1>(x, o)", "noop_with_empty_axes=1, and the axes are"),
-        ("y, a, b = BatchNormalization<training_mode=1>(x, v, v, v, v)", "training_mode=1"),
-        ("y, m = LayerNormalization(x, v)  z = Mul(m, m)", "arrives at its output 'm'"),
     ],
 )
 def test_refusals_name_node_and_path(body, what):
@@ -279,60 +276,3 @@ def test_what_is_read_often_gets_all_of_its_gradient(node):
     counts = np.tile(np.bincount(i % 10), (10, 1))
     np.testing.assert_array_equal(dx, counts if "axis" in node else counts.T)
     assert "ScatterND" not in {n.op_type for n in made.graph.node}
-
-
-# -- the cases that the onnx package ships ------------------------------------------------------
-
-FLOATS = {FLOAT, onnx.TensorProto.DOUBLE}
-CANNOT_BE_CHECKED = {
-    "training_dropout|bernoulli": "random",
-    "training_mode": "refused, see above",
-    "(max|min|log_sum|log_sum_exp)_empty_set": "infinite",
-}
-
-
-def shipped() -> list:
-    """Return the node cases, and those of function bodies, whose operators have rules."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cases = collect_testcases(None)
-    return [case for case in cases if applies(case)]
-
-
-def applies(case) -> bool:
-    graph, arrays = case.model.graph, case.data_sets[0][0]
-    operators = {(node.domain, node.op_type) for node in graph.node}
-    types = [[v.type.tensor_type.elem_type for v in vs] for vs in (graph.input, graph.output)]
-    return (
-        operators <= {*RULES, *CONSTANT, ("", "Constant")}
-        and not operators.isdisjoint(RULES)
-        and all(v.type.HasField("tensor_type") for v in (*graph.input, *graph.output))
-        and not any(FLOATS.isdisjoint(of) for of in types)
-        and all(isinstance(a, np.ndarray) for a in arrays)  # not of a type that numpy lacks
-        and sum(a.size for a in arrays) < 20_000
-        and not any(re.search(pattern, case.name) for pattern in CANNOT_BE_CHECKED)
-    )
-
-
-SHIPPED = shipped()
-
-
-def test_enough_cases_are_shipped():
-    assert len(SHIPPED) > 500
-
-
-@pytest.mark.parametrize("case", SHIPPED, ids=lambda case: case.name)
-def test_shipped_case(case):
-    names, rng = [x.name for x in case.model.graph.input], np.random.default_rng(0)
-    arrays = dict(zip(names, case.data_sets[0][0], strict=True))
-    side = -1 if case.model.graph.node[0].op_type in ("Acos", "Asin", "Atanh") else 1
-    for name, a in arrays.items():  # away from kinks and ties, and towards the domain's inside
-        if np.issubdtype(a.dtype, np.floating):
-            arrays[name] = np.asarray(a + side * 0.01 * (1 + rng.random(a.shape)), a.dtype)
-    statistics = re.fullmatch("test_layer_normalization((?!expanded).)*", case.name)  # are outputs
-    if statistics:
-        with pytest.raises(NoGradientRule, match="arrives at its output"):
-            check_gradient(case.model, feed=arrays)
-    else:
-        report = check_gradient(case.model, feed=arrays)
-        assert report.ok, str(report)

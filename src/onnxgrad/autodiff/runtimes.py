@@ -68,6 +68,46 @@ class Mean(OpRun):
         return (sum(xs[1:], xs[0]) / len(xs),)
 
 
+class LRN(OpRun):
+    """That of onnx takes the length of the first axis for the number of channels."""
+
+    def _run(
+        self,
+        x: np.ndarray,
+        alpha: float = 1e-4,
+        beta: float = 0.75,
+        bias: float = 1.0,
+        size: int = 1,
+    ) -> tuple[np.ndarray]:
+        borders = [(0, 0)] * x.ndim
+        borders[1] = (size - 1) // 2, size // 2
+        squares = np.pad(x * x, borders)
+        total = sum(squares[:, i : i + x.shape[1]] for i in range(size))
+        return (x / (bias + alpha / size * total) ** beta,)
+
+
+class MeanVarianceNormalization(OpRun):
+    """In float64: the body that onnx gives mixes it with constants in float32."""
+
+    def _run(self, x: np.ndarray, axes: tuple[int, ...] = (0, 2, 3)) -> tuple[np.ndarray]:
+        mean, deviation = (f(x, axis=tuple(axes), keepdims=True) for f in (np.mean, np.std))
+        return ((x - mean) / (deviation + 1e-9),)
+
+
+class DynamicQuantizeLinear(OpRun):
+    """In float64, as `Erf`."""
+
+    def _run(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        low, high = min(x.min(), 0), max(x.max(), 0)
+        scale = ((high - low) or 1) / 255
+        zero = np.rint(-low / scale)
+        y = np.clip(np.rint(x / scale) + zero, 0, 255)
+        return y.astype(np.uint8), np.asarray(scale, x.dtype), zero.astype(np.uint8)
+
+
+_BETTER = [Erf, Gelu, Mean, LRN, MeanVarianceNormalization, DynamicQuantizeLinear]
+
+
 def _erf(x: np.ndarray) -> np.ndarray:
     return np.vectorize(erf, otypes=[x.dtype])(x)
 
@@ -78,7 +118,7 @@ def on_reference(proto: ModelProto) -> Function:
 
     def run(feed: Feed) -> list[np.ndarray]:
         try:
-            return list(ReferenceEvaluator(proto, new_ops=[Erf, Gelu, Mean]).run(outputs, feed))
+            return list(ReferenceEvaluator(proto, new_ops=_BETTER).run(outputs, feed))
         except Exception as e:  # whatever an operator written in Python raises
             raise NoKernelError(f"onnx.reference cannot run the model: {e}") from e
 

@@ -8,8 +8,10 @@ from onnxgrad.autodiff.rules import (
     indexing,
     layout,
     linear,
+    losses,
     normalization,
     pooling,
+    quantization,
     reduction,
     shape,
 )

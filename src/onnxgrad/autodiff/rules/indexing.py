@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.rules.common import attributes_of, output, positions_of, wide
 from onnxgrad.autodiff.rules.registry import rule
-from onnxgrad.autodiff.rules.shape import attributes_of, moved, positions_of, scatter_flat, wide
+from onnxgrad.autodiff.rules.shape import moved, scatter_flat
 
 
 @rule("GatherElements")
@@ -137,26 +138,18 @@ def tensor_scatter(op, node, g):
 def top_k(op, node, g):
     """y = the k largest of x along an axis:  dx = zero but for g where they were."""
     x, axis = node.inputs[0], node.attributes.get_int("axis", -1)
-    return op.ScatterElements(op.zeros_like(x), _indices(op, node), g, axis=axis), None
+    return op.ScatterElements(
+        op.zeros_like(x), output(op, node, 1, ir.DataType.INT64), g, axis=axis
+    ), None
 
 
 @rule("Unique")
 def unique(op, node, g):
     """y = the different elements of x:  dx = zero but for g where each occurred first."""
-    (x,), i = node.inputs, _indices(op, node)
+    (x,), i = node.inputs, output(op, node, 1, ir.DataType.INT64)
     if "axis" in node.attributes:
         i = op.Gather(positions_of(op, x), i, axis=_axis(node))
     return (scatter_flat(op, x, i, g),)
-
-
-def _indices(op, node):
-    """Return the second output of a node, added where the node lacks it."""
-    if len(node.outputs) < 2:
-        node.resize_outputs(2)
-    indices = node.outputs[1]
-    indices.name = indices.name or op.name("indices")
-    indices.dtype = ir.DataType.INT64
-    return indices
 
 
 @rule("OneHot")

@@ -1,73 +1,288 @@
-"""Normalizations, and Dropout."""
+"""Normalizations, and Dropout.
+
+Half precision is computed in float32. `stash_type` asks for that of the forward, and changes no
+gradient.
+"""
 
 from __future__ import annotations
 
+from math import prod
+
+import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import Refused, rule
-from onnxgrad.graph.shapes import rank
+from onnxgrad.autodiff.rules.common import narrowed, output, widened
+from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.graph.lowerings.registry import lowering
+from onnxgrad.graph.shapes import dims, rank, static
+
+_EPSILON = 1e-9  # that MeanVarianceNormalization adds to the standard deviation
+
+
+# -- axes: a list, or an int64 tensor where the rank is known only at run time ------------------
+
+
+def _from(op, x, axis: int):
+    """Return the axes of x from `axis` on."""
+    n = rank(x)
+    if n is None and axis >= 0:
+        return op.Range(np.int64(axis), op.Size(op.Shape(x)), np.int64(1))
+    return list(range(axis if axis < 0 else axis - (n or 0), 0))
+
+
+def _all_but_channels(op, x):
+    """Return the axes of x but for the second one."""
+    spatial = _from(op, x, 2)
+    return [0, *spatial] if isinstance(spatial, list) else op.Concat([0], spatial, axis=0)
+
+
+def _along_channels(op, v, x):
+    """Return v (C) with the axes after it that broadcast it along the second axis of x."""
+    n = rank(x)
+    if n is None:
+        last = op.Size(op.Shape(x)) - np.int64(1)
+        return op.Unsqueeze(v, op.Range(np.int64(1), last, np.int64(1)))
+    return op.Unsqueeze(v, list(range(1, n - 1))) if n > 2 else v
+
+
+def _count(op, x, axes):
+    """Return the number of elements of x along the axes: a float, or a scalar of its dtype."""
+    shape = dims(x)
+    lengths = None if shape is None else static(tuple(shape[i] for i in axes))
+    if lengths is not None:
+        return float(prod(lengths))
+    return op.Cast(op.ReduceProd(op.Gather(op.Shape(x), axes), keepdims=0), to=x.dtype)
+
+
+def _mean(op, v, axes):
+    return v if axes == [] else op.ReduceMean(v, axes, keepdims=1)  # no axes would mean all
+
+
+# -- what they share --------------------------------------------------------------------------
+
+
+def _standardized(op, x, axes, epsilon: float):
+    """Return n = (x - m) / r and 1 / r, m the mean, r the root of the variance plus epsilon."""
+    centred = x - _mean(op, x, axes)
+    inverse = op.Reciprocal(op.Sqrt(_mean(op, centred * centred, axes) + epsilon))
+    return centred * inverse, inverse
+
+
+def _through(op, h, n, inverse, axes):
+    """Return the gradient of x from h, that of its standardized n: (h - mean h - n mean(h n)) / r.
+
+    Ba, Kiros & Hinton 2016, arXiv:1607.06450.
+    """
+    return (h - _mean(op, h, axes) - n * _mean(op, h * n, axes)) * inverse
+
+
+def _epsilon(node) -> float:
+    return node.attributes.get_float("epsilon", 1e-5)
 
 
 @rule("LayerNormalization")
-def layer_normalization(op, node, g):
-    """y = s n + b, n = (x - m) / r:  dx = (h - mean h - n mean(h n)) / r, h = s g.
+def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
+    """y = s n + b, n = (x - m) / r:  dx = (h - mean h - n mean(h n)) / r, h = s g,  ds = g n,
+    db = g;  m and 1 / r are outputs too:  dx += gm / N - gr n / (N r^2).
 
-    m the mean, r the root of the variance plus epsilon, over the axes from `axis` on.
-    Ba, Kiros & Hinton 2016, arXiv:1607.06450.
+    m the mean, r the root of the variance plus epsilon, of the N elements from `axis` on.
     """
-    x, scale, bias = (*node.inputs, None)[:3]
-    axis = node.attributes.get_int("axis", -1)
-    if axis >= 0 and rank(x) is None:
-        return Refused("the rank of its input is not known")
-    axes = list(range(axis if axis < 0 else axis - rank(x), 0))
-    centred = x - op.ReduceMean(x, axes, keepdims=1)
-    variance = op.ReduceMean(centred * centred, axes, keepdims=1)
-    inverse = op.Reciprocal(op.Sqrt(variance + node.attributes.get_float("epsilon", 1e-5)))
-    n, h = centred * inverse, g * scale
-    slope = op.ReduceMean(h * n, axes, keepdims=1)
-    dx = (h - op.ReduceMean(h, axes, keepdims=1) - n * slope) * inverse
-    dbias = None if bias is None else op.sum_to(g, bias)
-    return dx, op.sum_to(g * n, scale), dbias
+    axes = _from(op, node.inputs[0], node.attributes.get_int("axis", -1))
+    x, scale, bias, g, gm, gr = widened(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
+    n, inverse = _of_layer(op, node, x, axes)
+    terms, dscale, dbias = [], None, None
+    if g is not None:
+        terms.append(_through(op, g * scale, n, inverse, axes))
+        dscale = op.sum_to(g * n, scale)
+        dbias = None if bias is None else op.sum_to(g, bias)
+    if gm is not None:
+        terms.append(op.spread(gm / _count(op, x, axes), x))
+    if gr is not None:
+        terms.append(-(gr * (inverse * inverse) / _count(op, x, axes)) * n)
+    return narrowed(op, [op.total(terms), dscale, dbias], node.inputs)
+
+
+def _of_layer(op, node, x, axes):
+    """Return n and 1 / r: from the node's own mean and 1 / r, unless those are of less precision.
+
+    In float64 the kernel of onnxruntime gives them in float32.
+    """
+    full = node.attributes.get_int("stash_type", 1) == ir.DataType.FLOAT
+    if x.dtype == ir.DataType.DOUBLE or not full:
+        return _standardized(op, x, axes, _epsilon(node))
+    mean, inverse = (output(op, node, i, ir.DataType.FLOAT) for i in (1, 2))
+    shape = dims(x)
+    if shape is not None:
+        mean.shape = inverse.shape = ir.Shape([*shape[: axes[0]], *[1] * len(axes)])
+    return (x - mean) * inverse, inverse
+
+
+@rule("RMSNormalization")
+def rms_normalization(op, node, g):
+    """y = s n, n = x / r:  dx = (h - n mean(h n)) / r, h = s g,  ds = g n.
+
+    r the root of the mean square plus epsilon, over the axes from `axis` on.
+    Zhang & Sennrich 2019, arXiv:1910.07467.
+    """
+    axes = _from(op, node.inputs[0], node.attributes.get_int("axis", -1))
+    x, scale, g = widened(op, *node.inputs, g)
+    inverse = op.Reciprocal(op.Sqrt(_mean(op, x * x, axes) + _epsilon(node)))
+    n, h = x * inverse, g * scale
+    dx = (h - n * _mean(op, h * n, axes)) * inverse
+    return narrowed(op, [dx, op.sum_to(g * n, scale)], node.inputs)
+
+
+@rule("InstanceNormalization")
+def instance_normalization(op, node, g):
+    """y = s n + b, n = (x - m) / r:  dx = (h - mean h - n mean(h n)) / r, h = s g,
+    ds = sum g n,  db = sum g.
+
+    Means over the axes after the channel's, sums over those and the first.
+    Ulyanov, Vedaldi & Lempitsky 2016, arXiv:1607.08022.
+    """
+    x, scale, bias, g = widened(op, *node.inputs, g)
+    axes = _from(op, x, 2)
+    n, inverse = _standardized(op, x, axes, _epsilon(node))
+    dx = _through(op, g * _along_channels(op, scale, x), n, inverse, axes)
+    sums = _of_channels(op, g, n, _all_but_channels(op, x), scale, bias)
+    return narrowed(op, [dx, *sums], node.inputs)
+
+
+def _of_channels(op, g, n, axes, scale, bias):
+    """Return the gradients of scale and bias (C): the sums of g n and of g over the others."""
+    dscale, dbias = (op.ReduceSum(v, axes, keepdims=0) for v in (g * n, g))
+    return op.reshape(dscale, scale), op.reshape(dbias, bias)
+
+
+@lowering("GroupNormalization")
+def group_normalization(op, node):
+    """y = s n + b, n standardized in every group of channels; s and b (C), up to opset 20 (groups).
+
+    onnxruntime has no kernel, and expands it too. Float64 stays: `stash_type` says float32 unless
+    it is given. Wu & He 2018, arXiv:1803.08494.
+    """
+    x, scale, bias = node.inputs
+    if x.dtype is None:
+        return None
+    stash = node.attributes.get_int("stash_type", 0)
+    rows = op.Cast(x, to=ir.DataType(stash)) if stash else widened(op, x)[0]
+    rows = op.Reshape(rows, [0, node.attributes.get_int("num_groups", 1), -1])
+    n = op.Cast(_standardized(op, rows, [-1], _epsilon(node))[0], to=x.dtype)
+    channels = op.Reshape(n, op.Concat([0], op.shape(scale), [-1], axis=0))
+    return [op.reshape(channels * op.Unsqueeze(scale, [1]) + op.Unsqueeze(bias, [1]), x)]
+
+
+@rule("MeanVarianceNormalization")
+def mean_variance_normalization(op, node, g):
+    """y = (x - m) / (r + e):  dx = (g - mean g) / (r + e) - y mean(g y) / r.
+
+    r the standard deviation; where it is 0 there is no last term (onnxruntime's y is NaN there).
+    """
+    axes = list(node.attributes.get_ints("axes", (0, 2, 3)))
+    x, g = widened(op, node.inputs[0], g)
+    centred = x - _mean(op, x, axes)
+    r = op.Sqrt(_mean(op, centred * centred, axes))
+    inverse = op.Reciprocal(r + _EPSILON)
+    y = centred * inverse
+    slope = _mean(op, g * y, axes) / op.Where(op.Equal(r, 0.0), 1.0, r)
+    return narrowed(op, [(g - _mean(op, g, axes)) * inverse - y * slope], node.inputs)
+
+
+@rule("LpNormalization")
+def lp_normalization(op, node, g):
+    """y = x / |x|:  dx = (g - y sum(g y)) / |x| for p = 2, (g - sign(x) sum(g y)) / |x| for p = 1.
+
+    Where |x| = 0, y is 0, and so is dx.
+    """
+    axis, p = node.attributes.get_int("axis", -1), node.attributes.get_int("p", 2)
+    x, g, y = widened(op, node.inputs[0], g, node.outputs[0])
+    norm = (op.ReduceL1 if p == 1 else op.ReduceL2)(x, [axis], keepdims=1)
+    positive = op.Greater(norm, 0.0)
+    inverse = op.Where(positive, op.Reciprocal(op.Where(positive, norm, 1.0)), 0.0)
+    along = op.ReduceSum(g * y, [axis], keepdims=1)
+    return narrowed(op, [(g - (op.Sign(x) if p == 1 else y) * along) * inverse], node.inputs)
+
+
+@rule("LRN")
+def local_response_normalization(op, node, g):
+    """y_c = x_c / z_c^b, z_c = k + a / n sum x_i^2 over the n channels i around c:
+    dx_i = g_i / z_i^b - 2 a b / n x_i sum g_c x_c / z_c^(b+1) over the c that i is around.
+
+    Of an even number of channels the odd one comes after c. Krizhevsky et al. 2012 (AlexNet).
+    """
+    get = node.attributes.get_float
+    size, alpha, beta = node.attributes["size"].as_int(), get("alpha", 1e-4), get("beta", 0.75)
+    before, after = (size - 1) // 2, size // 2
+    x, g = widened(op, node.inputs[0], g)
+    z = get("bias", 1.0) + alpha / size * _window_sums(op, x * x, before, after)
+    direct = g * op.Pow(z, -beta)
+    around = _window_sums(op, direct * x / z, after, before)
+    return narrowed(op, [direct - 2 * alpha * beta / size * x * around], node.inputs)
+
+
+def _window_sums(op, x, before: int, after: int):
+    """Return for each channel the sum of those from `before` it to `after` it."""
+    padded, last = op.Pad(x, [before, after], None, [1]), before + after
+    ends = [i - last if i < last else 2**63 - 1 for i in range(last + 1)]
+    return op.total([op.like(op.Slice(padded, [i], [e], [1]), x) for i, e in enumerate(ends)])
 
 
 @rule("BatchNormalization")
-def batch_normalization(op, node, g):
-    """y = s (x - m) / r + b, r = sqrt(v + e):  dx = g s / r, ds = sum g (x - m) / r, db = sum g,
-    dm = -sum dx, dv = -sum dx (x - m) / (2 r^2), sums over all axes but the channel's.
+def batch_normalization(op, node, g, g_mean=None, g_variance=None):
+    """y = s n + b, n = (x - m) / r, r = sqrt(v + e):  ds = sum g n,  db = sum g,  dx = g s / r,
+    dm = -s db / r,  dv = -s ds / (2 r^2), sums over all axes but the channel's.
 
     Ioffe & Szegedy 2015, arXiv:1502.03167.
     """
+    x, scale, bias, mean, variance, *gs = widened(op, *node.inputs, g, g_mean, g_variance)
+    axes = _all_but_channels(op, x)
     if node.attributes.get_int("training_mode", 0):
-        return Refused("training_mode=1 is not covered; export the model in inference mode")
-    x, scale, _, mean, variance = node.inputs
-    if rank(x) is None:
-        return Refused("the rank of its input is not known")
-    others = [i for i in range(rank(x)) if i != 1]
+        return narrowed(op, _of_a_batch(op, node, axes, x, scale, bias, *gs), node.inputs)
+    g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon(node)))
+    slope = scale * inverse
+    n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)
+    ds, db = _of_channels(op, g, n, axes, scale, bias)
+    made = g * _along_channels(op, slope, x), ds, db, -slope * db, -0.5 * slope * inverse * ds
+    return narrowed(op, made, node.inputs)
 
-    def channel(v):
-        return op.Reshape(v, [1 if i != 1 else -1 for i in range(rank(x))])
 
-    def total(v):
-        return op.ReduceSum(v, others, keepdims=0)
-
-    inverse = op.Reciprocal(op.Sqrt(variance + node.attributes.get_float("epsilon", 1e-5)))
-    centred, dx = x - channel(mean), g * channel(scale * inverse)
-    dvariance = -0.5 * total(dx * centred) * inverse * inverse
-    return dx, total(g * centred) * inverse, total(g), -total(dx), dvariance
+def _of_a_batch(op, node, axes, x, scale, bias, g, g_mean, g_variance):
+    """m and v of the N elements in a channel:  dx = s (g - db / N - n ds / N) / r;
+    running outputs  m' = c m_in + (1 - c) m,  v' = c v_in + (1 - c) v, c the momentum:
+    dm_in = c gm,  dv_in = c gv,  dx += (1 - c) (gm + 2 (x - m) gv) / N.
+    """
+    momentum, count = node.attributes.get_float("momentum", 0.9), _count(op, x, axes)
+    n, inverse = _standardized(op, x, axes, _epsilon(node))
+    terms, made = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
+    if g is not None:
+        made["scale"], made["bias"] = ds, db = _of_channels(op, g, n, axes, scale, bias)
+        inner = g - _along_channels(op, db / count, x) - n * _along_channels(op, ds / count, x)
+        terms.append(inner * (_along_channels(op, scale, x) * inverse))
+    if g_mean is not None:
+        made["mean"] = momentum * g_mean
+        terms.append(op.spread(_along_channels(op, (1.0 - momentum) * g_mean / count, x), x))
+    if g_variance is not None:
+        made["variance"] = momentum * g_variance
+        each = _along_channels(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
+        terms.append((x - _mean(op, x, axes)) * each)
+    return op.total(terms), *made.values()
 
 
 @rule("Dropout")
 def dropout(op, node, g, g_mask=None):
-    """y = x mask / (1 - p) in training, else x:  dx = g mask / (1 - p) in training, else g.
+    """y = x mask / (1 - p) in training:  dx = g mask / (1 - p),  dp = sum(g y) / (1 - p);  else
+    y = x:  dx = g.
 
-    The mask is the forward's own.
+    The mask is the forward's own, and held fixed.
     """
-    training = node.inputs[2] if len(node.inputs) > 2 else None
+    ratio, training = (*node.inputs, None, None)[1:3]
     if training is None or (op.constant(training) is not None and not op.constant(training)):
         return (g,)
-    ratio = node.inputs[1] if node.inputs[1] is not None else op.value(0.5, g.dtype)
-    if len(node.outputs) < 2:
-        node.resize_outputs(2)
-        node.outputs[1].name, node.outputs[1].dtype = op.name("mask"), ir.DataType.BOOL
-    scale = op.Where(training, 1.0 / (1.0 - op.Cast(ratio, to=g.dtype)), op.value(1.0, g.dtype))
-    return (op.Where(node.outputs[1], g * scale, 0.0),)
+    one = op.value(1.0, g.dtype)
+    kept = 1.0 - (op.value(0.5, g.dtype) if ratio is None else op.Cast(ratio, to=g.dtype))
+    mask, scale = output(op, node, 1, ir.DataType.BOOL), op.Where(training, one / kept, one)
+    dx = op.Where(mask, g * scale, 0.0)
+    if ratio is None:
+        return (dx,)
+    dratio = op.Where(training, op.ReduceSum(g * node.outputs[0], keepdims=0) / kept, 0.0)
+    return dx, op.reshape(op.Cast(dratio, to=ratio.dtype), ratio)

@@ -7,6 +7,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.rules.common import attributes_of, positions_of, wide
 from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.graph.shapes import dims, static
 
@@ -113,24 +114,6 @@ def moved(op, node, g, *operands):
     inputs = [positions_of(op, x), *(operands or rest)]
     taken = op.emit(node.op_type, inputs, attributes_of(node), domain=node.domain)
     return scatter_flat(op, x, taken, g)
-
-
-def positions_of(op, x):
-    """Return the positions 0..n-1 in the flat `x`, in its shape."""
-    return op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape(x), allowzero=1)
-
-
-def attributes_of(node):
-    """Return the attributes of a node, to write another with the same."""
-    return {a.name: a.value for a in node.attributes.values()}
-
-
-def wide(dtype):
-    """Return the dtype in which sums and products of `dtype` are scattered.
-
-    Half precision takes float32: onnxruntime has no kernel for less.
-    """
-    return dtype if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 
 
 def scatter_flat(op, x, positions, g):

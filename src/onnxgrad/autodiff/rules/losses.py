@@ -1,0 +1,74 @@
+"""Losses that are operators: the negative log likelihood of class labels, in two forms."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.rules.common import narrowed, output, widened
+from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.rules.shape import scatter_flat
+
+
+@rule("NegativeLogLikelihoodLoss")
+def negative_log_likelihood(op, node, g):
+    """y = -w_t x_t, or their sum:  dx_t = -g w_t,  dw_t = -g x_t, 0 where t is ignored;
+    y = -sum w_t x_t / sum w_t:  dx_t = -g w_t / sum w_t,  dw_t = -g (x_t + y) / sum w_t.
+
+    t the label. Where all are ignored the mean is NaN, its gradient 0, as in PyTorch.
+    """
+    x, g = widened(op, node.inputs[0], g)
+    t, share, dweights = _labels(op, node, g, x)
+    return narrowed(op, [_at(op, x, t, -share), None, dweights], node.inputs)
+
+
+@rule("SoftmaxCrossEntropyLoss")
+def softmax_cross_entropy(op, node, g, g_log=None):
+    """y as NegativeLogLikelihoodLoss, of f = log softmax x:  dx = e^f s - s at t, s = -df_t there;
+    f is an output too:  dx += gf - e^f sum(gf), sums over the classes.
+    """
+    scores = node.inputs[0]
+    log = op.like(output(op, node, 1, scores.dtype), scores)
+    log, g, gf = widened(op, log, g, g_log)
+    terms, dweights = [], None
+    if g is not None:
+        t, share, dweights = _labels(op, node, g, log)
+        terms += [op.Exp(log) * share, _at(op, log, t, -share)]
+    if gf is not None:
+        terms.append(gf - op.Exp(log) * op.ReduceSum(gf, [1], keepdims=1))
+    return narrowed(op, [op.total(terms), None, dweights], node.inputs)
+
+
+def _at(op, x, t, values):
+    """Return zeros of the shape of x but for `values` at the classes t, of which there is one."""
+    zeros = op.Expand(op.value(0.0, x.dtype), op.shape(x))
+    return op.like(op.ScatterElements(zeros, t, values, axis=1), x)
+
+
+def _labels(op, node, g, x):
+    """Return the labels with an axis for the classes, 0 for those ignored; the part of g that
+    arrives at minus the logarithm at each; and the gradient of the weights, None without them.
+    """
+    _, labels, weights = (*node.inputs, None)[:3]
+    reduction = node.attributes.get_string("reduction", "mean")
+    ignored = node.attributes.get_int("ignore_index", None)
+    t, kept = op.Unsqueeze(op.Cast(labels, to=ir.DataType.INT64), [1]), None
+    if ignored is not None:
+        kept = op.Not(op.Equal(t, np.int64(ignored)))
+        t = op.Where(kept, t, np.int64(0))
+
+    def masked(v):
+        return v if kept is None else op.Where(kept, v, 0.0)
+
+    of_class = None if weights is None else op.Gather(widened(op, x, weights)[1], t)
+    g = op.Unsqueeze(g, [1]) if reduction == "none" else op.Expand(g, op.shape(t))
+    if reduction == "mean" and kept is None and of_class is None:
+        g = g / op.Cast(op.Size(t), to=g.dtype)
+    elif reduction == "mean":
+        g = g / op.ReduceSum(masked(op.ones_like(g) if of_class is None else of_class), keepdims=0)
+    if of_class is None:
+        return t, masked(g), None
+    loss = -op.GatherElements(x, t, axis=1)
+    if reduction == "mean":
+        loss = loss - op.Cast(node.outputs[0], to=x.dtype)
+    return t, masked(g * of_class), scatter_flat(op, weights, t, masked(g * loss))

@@ -1,0 +1,71 @@
+"""Quantization: what is rounded has no gradient, its scale has."""
+
+from __future__ import annotations
+
+from math import prod
+
+from onnxgrad.autodiff.rules.common import attributes_of, widened
+from onnxgrad.autodiff.rules.registry import CONSTANT, Refused, rule
+from onnxgrad.graph.shapes import dims, static
+
+
+@rule("DequantizeLinear")
+def dequantize_linear(op, node, g):
+    """y = s (x - z):  ds = g (x - z), summed over the elements that share a scale."""
+    x, scale, *zero_point = node.inputs
+    if scale.dtype is None or scale.dtype.bitwidth < 16:
+        return Refused("its scale is too coarse for a gradient; use float16 or wider")
+    ones = op.Expand(op.value(1.0, scale.dtype), op.shape(scale))
+    steps = op.DequantizeLinear(x, ones, *zero_point, **attributes_of(node))
+    g, steps = widened(op, g, op.like(steps, node.outputs[0]))
+    dscale = op.Cast(_per_scale(op, node, g * steps), to=scale.dtype)
+    return _of_quantized(x), op.reshape(dscale, scale), None
+
+
+def _of_quantized(x):
+    """Return None for an integer or for what was rounded to x, else that there is no gradient."""
+    before = x.producer()
+    rounded = before is not None and (before.domain, before.op_type) in CONSTANT
+    if rounded or not x.dtype.is_floating_point():
+        return None
+    return Refused(f"{x.dtype.name} is too coarse for a gradient")
+
+
+def _per_scale(op, node, v):
+    """Return the sums of v over the elements that share a scale: all, those at one place of `axis`,
+    or those in one block along it.
+    """
+    x, scale = node.inputs[:2]
+    axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    before = _elements_before(op, x, axis)
+    if not block:
+        shape = static(dims(scale))
+        length = op.Reshape(op.Size(scale), [1]) if shape is None else prod(shape)
+        rows, shared = op.Reshape(v, op.vector([before, length, -1])), [0, 2]
+    else:
+        blocks = op.size(scale, axis)
+        padded = op.Pad(v, op.vector([0, blocks * block - op.size(x, axis)]), None, [axis])
+        rows, shared = op.Reshape(padded, op.vector([before, blocks, block, -1])), [2]
+    return op.ReduceSum(rows, shared, keepdims=0)
+
+
+def _elements_before(op, x, axis: int):
+    """Return the product of the lengths before `axis`: an int, or an int64 tensor [1]."""
+    shape = dims(x)
+    known = static(shape[:axis]) if shape is not None else () if axis == 0 else None
+    return op.ReduceProd(op.Shape(x, end=axis), keepdims=1) if known is None else prod(known)
+
+
+@rule("DynamicQuantizeLinear")
+def dynamic_quantize_linear(op, node, g, g_scale=None):
+    """Scale (max(x, 0) - min(x, 0)) / 255:  g / 255 goes to the largest elements and -g / 255 to
+    the smallest, in equal shares, and in halves where they are 0.
+    """
+    (x,) = node.inputs
+    terms = []
+    for reduce, side in ((op.ReduceMax, 1.0), (op.ReduceMin, -1.0)):
+        extreme = reduce(x, keepdims=0)
+        hits = op.Cast(op.Equal(x, extreme), to=x.dtype)
+        beyond = side + op.Sign(extreme)  # twice the side, that or nothing
+        terms.append(hits * (g_scale * beyond / (2.0 * 255.0) / op.ReduceSum(hits, keepdims=0)))
+    return (op.total(terms),)
