@@ -11,7 +11,6 @@ class Case(NamedTuple):
     id: str
     node: str
     shapes: tuple[tuple[int, ...], ...]
-    lengths_from: int = 9  # the order from which unknown lengths of x are refused
 
 
 CASES = [
@@ -35,12 +34,11 @@ CASES = [
         ((2, 4, 9, 8), (6, 2, 3, 2), (6,)),
     ),
     Case("conv depthwise", "Conv<group=3, pads=[1,1,1,1]>(x, w)", ((2, 3, 5, 5), (6, 1, 3, 3))),
-    Case("conv wide", "Conv<pads=[40, 30]>(x, w, b)", ((2, 2, 20), (3, 2, 70), (3,)), 2),
+    Case("conv wide", "Conv<pads=[40, 30]>(x, w, b)", ((2, 2, 20), (3, 2, 70), (3,))),
     Case(
         "conv wide, strided",
         "Conv<strides=[3], dilations=[2], pads=[70,60]>(x, w)",
         ((2, 2, 21), (3, 2, 65)),
-        2,
     ),
     Case("conv same upper", 'Conv<auto_pad="SAME_UPPER">(x, w)', ((1, 2, 5, 4), (3, 2, 2, 3))),
     Case("conv same lower", 'Conv<auto_pad="SAME_LOWER">(x, w)', ((1, 2, 5, 4), (3, 2, 2, 4))),
@@ -48,13 +46,11 @@ CASES = [
         "conv same upper strided",
         'Conv<auto_pad="SAME_UPPER", strides=[2,3]>(x, w)',
         ((1, 2, 5, 7), (3, 2, 2, 3)),
-        1,
     ),
     Case(
         "conv same lower strided",
         'Conv<auto_pad="SAME_LOWER", strides=[2,3]>(x, w)',
         ((1, 2, 6, 8), (3, 2, 3, 4)),
-        1,
     ),
     Case(
         "conv valid",
@@ -84,7 +80,6 @@ CASES = [
         "transposed, output_shape",
         "ConvTranspose<strides=[2,2], output_shape=[7,8]>(x, w)",
         ((1, 2, 4, 4), (2, 3, 3, 3)),
-        1,
     ),
     Case(
         "transposed, same upper",
@@ -136,26 +131,22 @@ CASES = [
         "average ceil",
         "AveragePool<kernel_shape=[3,3], strides=[2,2], ceil_mode=1>(x)",
         ((1, 2, 6, 8),),
-        1,
     ),
     Case(
         "average ceil, pads",
         "AveragePool<kernel_shape=[3,3], strides=[2,2], ceil_mode=1, pads=[1,0,1,0]>(x)",
         ((1, 2, 6, 8),),
-        1,
     ),
     Case(
         "average ceil, pads counted",
         "AveragePool<kernel_shape=[3,3], strides=[2,2], ceil_mode=1, pads=[1,1,1,1], "
         "count_include_pad=1>(x)",
         ((1, 2, 6, 8),),
-        1,
     ),
     Case(
         "average same",
         'AveragePool<kernel_shape=[3,2], strides=[2,2], auto_pad="SAME_UPPER">(x)',
         ((1, 2, 6, 5),),
-        1,
     ),
     Case(
         "average dilations", "AveragePool<kernel_shape=[2,2], dilations=[2,3]>(x)", ((1, 2, 6, 6),)

@@ -12,6 +12,7 @@ import pytest
 import convolution_cases
 import index_rows  # noqa: F401
 import norm_rows  # noqa: F401
+import pool_rows  # noqa: F401
 from cases import FLOAT, ROWS, Row, feed, model, run, typed
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.rules import CONSTANT, RULES

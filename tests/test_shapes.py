@@ -11,8 +11,9 @@ import pytest
 
 from cases import ROWS, feed, model, run
 from onnxgrad import NoGradientRule, onnx_derivative
+from onnxgrad.graph.inference import infer, name_rows
 from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.graph.shapes import broadcast, dims, equal, infer, name_rows, output_shape, rank
+from onnxgrad.graph.shapes import broadcast, dims, equal, output_shape, rank
 from onnxgrad.graph.shapes import static as lengths
 
 

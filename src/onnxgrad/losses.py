@@ -19,6 +19,7 @@ from onnx import ModelProto
 from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import raise_opset, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
@@ -200,7 +201,7 @@ def add_loss_output(
             where = "is an attribute" if attribute else "sits in a branch"
             raise ValueError(f"{site.name!r} {where}: a penalty needs a tensor of the main graph")
     model = to_ir(raise_opset(proto))
-    shapes.infer(model)
+    infer(model)
     graph, op = model.graph, Emit(model.graph)
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     prediction = values[chosen]
@@ -237,7 +238,7 @@ def _weighted(
     weight = ir.Value(name=op.name(name), type=prediction.type)
     op.graph.inputs.append(weight)
     if shapes.rank(losses) is None:
-        shapes.infer(model)
+        infer(model)
     shape = shapes.dims(losses)
     if not shape:
         raise ValueError(

@@ -105,7 +105,14 @@ class DynamicQuantizeLinear(OpRun):
         return y.astype(np.uint8), np.asarray(scale, x.dtype), zero.astype(np.uint8)
 
 
-_BETTER = [Erf, Gelu, Mean, LRN, MeanVarianceNormalization, DynamicQuantizeLinear]
+class GlobalMaxPool(OpRun):
+    """That of onnx takes every input for one of four axes."""
+
+    def _run(self, x: np.ndarray) -> tuple[np.ndarray]:
+        return (x.max(axis=tuple(range(2, x.ndim)), keepdims=True),)
+
+
+_BETTER = [Erf, Gelu, Mean, LRN, GlobalMaxPool, MeanVarianceNormalization, DynamicQuantizeLinear]
 
 
 def _erf(x: np.ndarray) -> np.ndarray:

@@ -16,10 +16,12 @@ from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.rules import CONSTANT, RULES
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.graph import bodies, shapes, weights
+from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference import infer, name_rows
 from onnxgrad.graph.lowerings import LOWERINGS
 from onnxgrad.graph.read import to_ir
+from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import tidy
 
 WORKING_OPSET = 18
@@ -49,14 +51,12 @@ def prepare(
         model.graph.outputs[:] = kept
         tidy(model)
     if batch is not None:
-        shapes.name_rows(model.graph, batch)
-    shapes.infer(model)
-    expanded = True
-    while expanded:
-        lowered = _lower(model, keep)
-        expanded = bodies.expand(model, [n for n in model.graph if _has_no_other_way(model, n)])
-        if lowered or expanded:
-            shapes.infer(model)
+        name_rows(model.graph, batch)
+    infer(model)
+    _lower(model, keep)
+    while bodies.expand(model, [n for n in model.graph if _has_no_other_way(model, n)]):
+        infer(model)
+        _lower(model, keep)
     if all(_exists(n, NEWEST_OPSET) for n in model.graph):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
@@ -127,17 +127,25 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
 
 
-def _lower(model: ir.Model, keep: Collection[str]) -> bool:
-    """Rewrite the operators of `LOWERINGS`; tell whether nodes were written."""
-    found = [n for n in model.graph if (n.domain, n.op_type) in LOWERINGS]
-    op = Emit(model.graph)
-    with op:
-        for node in found:
-            op.before = node
-            made = LOWERINGS[node.domain, node.op_type](op, node)
-            if made is not None:
-                _replace(model.graph, op, node, made, keep)
-    return op.wrote
+def _lower(model: ir.Model, keep: Collection[str]) -> None:
+    """Rewrite the operators of `LOWERINGS`, and fill in what is known of the shapes then.
+
+    Inference does not know `ai.onnx.ml`: of its operators, one behind another waits for a round.
+    """
+    waiting = [n for n in model.graph if (n.domain, n.op_type) in LOWERINGS]
+    while waiting:
+        ready = [n for n in waiting if not n.domain or rank(n.inputs[0]) is not None] or waiting
+        done = set(ready)
+        waiting = [n for n in waiting if n not in done]
+        op = Emit(model.graph)
+        with op:
+            for node in ready:
+                op.before = node
+                made = LOWERINGS[node.domain, node.op_type](op, node)
+                if made is not None:
+                    _replace(model.graph, op, node, made, keep)
+        if op.wrote or any(node.domain for node in ready):
+            infer(model)
 
 
 def _replace(

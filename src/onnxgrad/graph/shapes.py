@@ -6,15 +6,12 @@ ones never are.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import ShapeInferencePass
 
 Dim = int | str | None
 Dims = tuple[Dim, ...]
@@ -28,9 +25,6 @@ _LIKE_FIRST = frozenset(
     "BatchNormalization Celu Clip Dropout Elu HardSigmoid HardSwish InstanceNormalization "
     "LayerNormalization LeakyRelu PRelu Selu Shrink Softsign ThresholdedRelu".split()
 )
-
-# Exporters write these for "I do not know": the same text twice does not mean the same size.
-_PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
 
 
 def dims(value: ir.Value | None) -> Dims | None:
@@ -161,94 +155,3 @@ def _reshaped(shape: Dims, target: list[int], attributes: Mapping[str, Any]) -> 
         elif remainder == 0 and len(symbols) == 1 and symbols[0] is not None:
             rest = symbols[0] if factor == 1 else f"{factor}*{symbols[0]}"
     return tuple(rest if d == -1 else d for d in made)
-
-
-def infer(model: ir.Model) -> None:
-    """Fill in types and shapes of `model` in place, after giving each unnamed input axis a symbol.
-
-    The symbols are unique to their axis, so nothing is assumed that the model does not state.
-    """
-    declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
-    for y in declared:  # exporters write wrong ones, or symbols that hide what they equal
-        y.shape = None
-    _name_axes(model.graph)
-    _infer_with_onnx(model)
-    if _refine(model.graph):
-        _infer_with_onnx(model)
-        _refine(model.graph)
-    for y, shape in declared.items():
-        _complete(y, shape)
-
-
-def name_rows(graph: ir.Graph, symbol: str) -> None:
-    """Give the first axis of all inputs one symbol, where its length is not fixed."""
-    firsts = {shape[0] for x in graph.inputs if (shape := dims(x))}
-    rows = {d for d in firsts if isinstance(d, str) and d not in _PLACEHOLDERS}
-    for value in _values(graph):
-        shape = dims(value)
-        if shape and not rows.isdisjoint(shape):
-            value.shape = ir.Shape([symbol if d in rows else d for d in shape])
-    for x in graph.inputs:
-        shape = dims(x)
-        if shape and not isinstance(shape[0], int):
-            x.shape = ir.Shape([symbol, *shape[1:]])
-
-
-def _name_axes(graph: ir.Graph) -> None:
-    taken = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
-    fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in taken)
-    inputs = set(graph.inputs)
-    for value in _values(graph):
-        shape = dims(value)
-        if static(shape) is not None or shape is None:
-            continue
-        named = [None if d in _PLACEHOLDERS else d for d in shape]
-        if value in inputs:
-            named = [next(fresh) if d is None else d for d in named]
-        value.shape = ir.Shape(named)
-
-
-def _complete(value: ir.Value, declared: Dims | None) -> None:
-    """Fill in from its declaration what could not be inferred of the shape of `value`."""
-    shape = dims(value)
-    if declared is not None and (shape is None or len(shape) == len(declared)):
-        known = shape or (None,) * len(declared)
-        named = [None if d in _PLACEHOLDERS else d for d in declared]
-        value.shape = ir.Shape([k if _stated(k) else d for k, d in zip(known, named, strict=True)])
-
-
-def _infer_with_onnx(model: ir.Model) -> None:
-    log = logging.getLogger("onnx_ir.passes.common.shape_inference")
-    previous, log.level = log.level, logging.CRITICAL  # where it fails, run-time forms are used
-    try:
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
-    finally:
-        log.setLevel(previous)
-
-
-def _refine(graph: ir.Graph) -> bool:
-    """Replace symbols that onnx made up by those they are proven equal to; tell whether any was."""
-    found = False
-    for node in graph:
-        shape = dims(node.outputs[0])
-        if node.domain or (shape is not None and all(_stated(d) for d in shape)):
-            continue
-        attributes = {a.name: a.value for a in node.attributes.values()}
-        better = output_shape(node.op_type, node.inputs, attributes)
-        if better is not None and len(shape or better) == len(better):
-            known = shape or (None,) * len(better)
-            pairs = zip(known, better, strict=True)
-            merged = [d if b is None or _stated(d) else b for d, b in pairs]
-            found |= tuple(merged) != shape
-            node.outputs[0].shape = ir.Shape(merged)
-    return found
-
-
-def _stated(d: Dim) -> bool:
-    return isinstance(d, int) or (d is not None and not d.startswith("unk__"))
-
-
-def _values(graph: ir.Graph) -> Iterator[ir.Value]:
-    yield from graph.inputs
-    for node in graph:
-        yield from node.outputs

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx import ModelProto, TensorProto
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph import shapes
+from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
@@ -59,7 +59,7 @@ def select_model_inputs_outputs(
             hint = f", {behind!r} for one" if behind else ""
             raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
     model = to_ir(proto)
-    shapes.infer(model)
+    infer(model)
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     declared = list(graph.inputs)

@@ -14,6 +14,7 @@ from onnxgrad.autodiff.rules import (
     quantization,
     reduction,
     shape,
+    spectral,
 )
 from onnxgrad.autodiff.rules.registry import (
     CONSTANT,

@@ -7,9 +7,19 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.common import attributes_of, output
+from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.autodiff.rules.shape import scatter_flat
-from onnxgrad.autodiff.rules.windows import AUTO_PAD, Windows, lengths, scatter_windows, windows
+from onnxgrad.autodiff.rules.windows import (
+    Windows,
+    lengths,
+    padded,
+    reach,
+    scatter_windows,
+    weigh_windows,
+    windows,
+    with_padding,
+)
 from onnxgrad.graph.shapes import dims, rank, static
 
 
@@ -17,14 +27,17 @@ from onnxgrad.graph.shapes import dims, rank, static
 def max_pool(op, node, g, g_indices=None):
     """y = max of a window of x:  dx = g added where the maximum was, the first of several."""
     (x,) = node.inputs
-    where = windows(node)
     indices = _indices(op, node)
-    if where is not None and x.dtype == ir.DataType.FLOAT and _tiles(x, where):
-        windows_ = {"kernel_shape": list(where.kernel), "strides": list(where.strides)}
-        return (op.like(op.MaxUnpool(g, indices, **windows_), x),)
+    if x.dtype == ir.DataType.FLOAT and lengths(x) is not None:
+        where = windows(op, node)
+        if _tiles(x, where):
+            windows_ = {"kernel_shape": list(where.kernel), "strides": list(where.strides)}
+            return (op.like(op.MaxUnpool(g, indices, **windows_), x),)
+    if max(node.attributes.get_ints("dilations", (1,))) > 1:
+        g, indices = _without_empty(op, node, g, indices)
     shape = dims(x)
     row = static(None if shape is None else shape[1:])
-    if row is None:
+    if row is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return (scatter_flat(op, x, indices, g),)
     # rows apart: their number need not be known
     n = prod(row)
@@ -39,15 +52,22 @@ def _indices(op, node):
     """Return where in the flat input each maximum was."""
     (x,) = node.inputs
     if node.attributes.get_int("storage_order", 0):
-        attributes = {a.name: a.value for a in node.attributes.values()} | {"storage_order": 0}
+        attributes = attributes_of(node) | {"storage_order": 0}
         _, indices = op.emit("MaxPool", [x], attributes, outputs=2)
     else:
-        if len(node.outputs) < 2:
-            node.resize_outputs(2)
-            node.outputs[1].name = op.name("indices")
-        indices = node.outputs[1]
+        indices = output(op, node, 1, ir.DataType.INT64)
     indices.dtype, indices.shape = ir.DataType.INT64, node.outputs[0].shape
     return indices
+
+
+def _without_empty(op, node, g, indices):
+    """Return g and indices without what comes from dilated windows that lie between the elements
+    of x: their maximum is the lowest number, at an index of another row.
+    """
+    y = node.outputs[0]
+    wide = y.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
+    found = op.Greater(y, np.finfo(y.dtype.numpy()).min if wide else -np.inf)
+    return op.Where(found, g, 0.0), op.Where(found, indices, np.int64(0))
 
 
 def _tiles(x, where: Windows) -> bool:
@@ -56,8 +76,7 @@ def _tiles(x, where: Windows) -> bool:
     return (
         known is not None
         and where.kernel == where.strides
-        and not any(where.begin)
-        and not any(where.end)
+        and not any(where.pads or (1,))
         and max(where.dilations) == 1
         and not any(m % k for m, k in zip(known, where.kernel, strict=True))
     )
@@ -65,37 +84,92 @@ def _tiles(x, where: Windows) -> bool:
 
 @rule("MaxUnpool")
 def max_unpool(op, node, g):
-    """y = zero but for x at the given places:  dx = g there."""
+    """y = zero but for x at the given places:  dx = g there, for the last of several at one place.
+
+    Places count in the flat output, also where `output_shape` is given: as in onnxruntime and
+    PyTorch, unlike the node case of onnx, which moves them.
+    """
     x, indices = node.inputs[:2]
-    return op.like(op.Gather(op.Reshape(g, [-1]), indices, axis=0), x), None
+    dx = op.Gather(op.Reshape(g, [-1]), indices, axis=0)
+    if not _distinct(indices):
+        flat = op.Reshape(indices, [-1])
+        turns = op.Range(np.int64(0), op.Size(indices), np.int64(1))
+        none = op.Expand(np.int64(-1), op.Shape(op.Reshape(g, [-1])))
+        last = op.ScatterElements(none, flat, turns, axis=0, reduction="max")
+        wins = op.Equal(op.Gather(last, flat, axis=0), turns)
+        dx = op.Where(op.Reshape(wins, op.Shape(indices), allowzero=1), dx, 0.0)
+    return op.like(dx, x), None, None
+
+
+def _distinct(indices) -> bool:
+    """Tell whether the indices are proven to differ: those of a MaxPool without overlap."""
+    node = indices.producer()
+    if node is None or node.op_type != "MaxPool" or node.domain:
+        return False
+    get, kernel = node.attributes.get_ints, node.attributes.get_ints("kernel_shape", ())
+    ones = (1,) * len(kernel)
+    sizes = zip(kernel, get("strides", ones), get("dilations", ones), strict=True)
+    return all(k <= s and d == 1 for k, s, d in sizes)
 
 
 @rule("AveragePool")
 def average_pool(op, node, g):
     """y = mean of a window of x:  dx = each g, divided as in the forward, added to its window."""
-    (x,) = node.inputs
-    where, shape = windows(node), dims(x)
-    if where is None:
-        return AUTO_PAD
+    where = windows(op, node)
+    return (_spread(op, g / _divisor(op, node, where), where, node.inputs[0]),)
+
+
+@rule("LpPool")
+def lp_pool(op, node, g):
+    """y = (sum over a window of |x|^p)^(1/p):  dx = sign(x) |x|^(p-1) sum of g y^(1-p) over the
+    windows of x, zero where y is: the smallest subgradient.
+    """
+    (x,), where = node.inputs, windows(op, node)
+    outer, inner = _slopes_of_norm(op, node)
+    return (inner * _spread(op, g if outer is None else g * outer, where, x),)
+
+
+@rule("GlobalLpPool")
+def global_lp_pool(op, node, g):
+    """y = (sum over a channel of |x|^p)^(1/p):  dx = g y^(1-p) sign(x) |x|^(p-1), zero where y is:
+    the smallest subgradient.
+    """
+    outer, inner = _slopes_of_norm(op, node)
+    return ((g if outer is None else g * outer) * inner,)
+
+
+def _slopes_of_norm(op, node):
+    """Return the slope of y by the sum of powers, and of that by x, without the factors p, 1/p."""
+    x, y, p = node.inputs[0], node.outputs[0], node.attributes.get_int("p", 2)
+    if p == 1:
+        return None, op.Sign(x)
+    nonzero = op.Greater(y, 0.0)
+    outer = op.Where(nonzero, op.Pow(op.Where(nonzero, y, 1.0), float(1 - p)), 0.0)
+    return outer, x if p == 2 else op.Sign(x) * op.Pow(op.Abs(x), float(p - 1))
+
+
+def _spread(op, g, where: Windows, x):
+    """Return the adjoint of the sum over windows of each channel of x."""
+    shape = dims(x)
     channels = None if shape is None else shape[1]
-    if not isinstance(channels, int):
-        return Refused("the number of channels of its input is not known")
-    divisor = _divisor(op, node, where)
-    if isinstance(divisor, Refused):
-        return divisor
-    ones = op.value(np.ones((channels, 1, *where.kernel), x.dtype.numpy()))
-    return (scatter_windows(op, g / divisor, ones, where, x, group=channels),)
+    if isinstance(channels, int):
+        ones = op.value(np.ones((channels, 1, *where.kernel), x.dtype.numpy()))
+        return op.like(scatter_windows(op, g, ones, where, x, group=channels), x)
+    ones = op.value(np.ones((1, 1, *where.kernel), x.dtype.numpy()))
+    rows = op.ReduceProd(op.Shape(g, start=0, end=2), [0], keepdims=1)
+    flat = op.Reshape(g, op.Concat(rows, [1], op.Shape(g, start=2), axis=0), allowzero=1)
+    return op.reshape(scatter_windows(op, flat, ones, where, x), x)
 
 
 def _divisor(op, node, where: Windows):
     """Return what each window's sum is divided by: its size, or how much of it is no padding."""
-    (x,) = node.inputs
-    padded = any(where.begin) or any(where.end)
+    (x,), y = node.inputs, node.outputs[0]
+    unpadded = where.pads is not None and not any(where.pads)
     all_counts = bool(node.attributes.get_int("count_include_pad", 0))
     rounded_up = bool(node.attributes.get_int("ceil_mode", 0)) and max(where.strides) > 1
-    if not rounded_up and (all_counts or not padded):
+    if not rounded_up and (all_counts or unpadded):
         return float(prod(where.kernel))
-    known, counts = lengths(x), lengths(node.outputs[0])
+    known, counts = lengths(x), lengths(y)
     if known is not None and counts is not None:
         divisor = np.ones((), x.dtype.numpy())
         for i, (m, o) in enumerate(zip(known, counts, strict=True)):
@@ -105,12 +179,14 @@ def _divisor(op, node, where: Windows):
             inside = ((places >= low) & (places < high)).sum(axis=1)
             divisor = divisor[..., None] * inside.astype(divisor.dtype)
         return op.value(divisor)
-    if rounded_up:
-        return Refused("ceil_mode needs the lengths of its input: fix them in the model's input")
-    dtype = x.dtype.numpy()
-    ones = op.Expand(dtype.type(1), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
-    pads = [*where.begin, *where.end]
-    return op.Conv(ones, np.ones((1, 1, *where.kernel), dtype), pads=pads, **where.attributes)
+    # ones where an element counts, zeros up to the end of the last window, added up by window
+    one = x.dtype.numpy().type(1)
+    counted = op.Expand(op.value(one), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
+    counted = with_padding(op, counted, where, one if all_counts else None)
+    end = op.Sub(op.Shape(y, start=2), 1) * np.array(where.strides) + reach(op, where)
+    none = np.zeros(len(where.axes), np.int64)
+    last = padded(where, none, end - op.Shape(counted, start=2))
+    return weigh_windows(op, counted, op.value(np.ones((1, 1, *where.kernel), one.dtype)), last)
 
 
 @rule("GlobalAveragePool")
@@ -127,7 +203,6 @@ def global_max_pool(op, node, g):
     """y = max of each channel:  g goes to the elements that are y, in equal shares."""
     x, y = node.inputs[0], node.outputs[0]
     n = rank(x)
-    if n is None:
-        return Refused("the rank of its input is not known")
+    axes = op.Range(np.int64(2), op.Size(op.Shape(x)), np.int64(1)) if n is None else [*range(2, n)]
     hits = op.Cast(op.Equal(x, y), to=x.dtype)
-    return (hits * (g / op.ReduceSum(hits, [*range(2, n)], keepdims=1)),)
+    return (hits * (g / op.ReduceSum(hits, axes, keepdims=1)),)

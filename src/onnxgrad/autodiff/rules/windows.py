@@ -1,46 +1,56 @@
-"""The geometry that convolutions and pooling share, and the adjoints that follow from it."""
+"""The geometry that convolutions and pooling share, and the adjoints that follow from it.
+
+Per-axis numbers are numpy vectors where they are known, else int64 values [axes]: the same
+formulas serve both.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.registry import Refused
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.shapes import dims, rank, static
 
-AUTO_PAD = Refused(
-    "auto_pad with strides needs the lengths of its input: fix them in the model's input"
-)
 _MOST_COLUMNS = 64  # elements of a window that are worth a node each
 _LAST = 2**63 - 1  # as the end of a Slice: up to the last element
+
+Vector = Any  # np.ndarray | ir.Value: one int64 per spatial axis
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Where windows lie on an input of `spatial` axes: one entry per spatial axis in each field."""
+    """Where windows lie on an input of some spatial axes: one entry per axis in each field."""
 
-    kernel: tuple[int, ...]
+    kernel: tuple[int, ...]  # none where it is known only at run time, from the weight
     strides: tuple[int, ...]
     dilations: tuple[int, ...]
-    begin: tuple[int, ...]  # padding
-    end: tuple[int, ...]
+    begin: Vector  # padding
+    end: Vector  # padding, below zero where the input is longer than what windows reach
 
     @property
-    def extents(self) -> list[int]:
-        """Elements from the first to the last of a window."""
-        return [(k - 1) * d + 1 for k, d in zip(self.kernel, self.dilations, strict=True)]
+    def axes(self) -> list[int]:
+        """The spatial axes: the third and later."""
+        return list(range(2, 2 + len(self.strides)))
 
     @property
     def attributes(self) -> dict[str, list[int]]:
         """Kernel, strides and dilations, as the attributes of a node."""
-        return {
-            "kernel_shape": list(self.kernel),
-            "strides": list(self.strides),
-            "dilations": list(self.dilations),
-        }
+        sizes = {"kernel_shape": list(self.kernel)} if self.kernel else {}
+        return {**sizes, "strides": list(self.strides), "dilations": list(self.dilations)}
+
+    @property
+    def pads(self) -> list[int] | None:
+        """The padding as an attribute of a node, or None where it cannot be one."""
+        if isinstance(self.begin, ir.Value) or isinstance(self.end, ir.Value):
+            return None
+        both = [*self.begin.tolist(), *self.end.tolist()]
+        return both if min(both, default=0) >= 0 else None
 
 
 def lengths(value: ir.Value | None) -> tuple[int, ...] | None:
@@ -49,60 +59,116 @@ def lengths(value: ir.Value | None) -> tuple[int, ...] | None:
     return None if shape is None else static(shape[2:])
 
 
-def windows(node: ir.Node, kernel: tuple[int, ...] = ()) -> Windows | None:
-    """Return the windows of a Conv or pooling node, or None where they depend on unknown lengths.
+def run_time_lengths(op, value) -> Vector:
+    """Return the lengths of the spatial axes, as numbers or as a value known when it runs."""
+    known = lengths(value)
+    return op.Shape(value, start=2) if known is None else np.array(known, np.int64)
 
-    `kernel` is that of the weight, where `kernel_shape` may be missing.
-    """
+
+def opened(op, node, weight=None) -> Windows | Refused:
+    """Return the windows of a node without their padding; the kernel may be that of `weight`."""
     get = node.attributes.get_ints
-    kernel = tuple(get("kernel_shape", kernel))
-    n = len(kernel)
-    strides, dilations = tuple(get("strides", (1,) * n)), tuple(get("dilations", (1,) * n))
-    pads = tuple(get("pads", (0,) * 2 * n))
+    kernel = tuple(get("kernel_shape", ())) or lengths(weight) or ()
+    ranks = [rank(v) for v in (*node.inputs[:2], node.outputs[0])]
+    counts = [len(get(name, ())) for name in ("strides", "dilations")]
+    counts += [len(get("pads", ())) // 2, len(kernel), *(r - 2 for r in ranks if r)]
+    n = max(counts, default=0)
+    if not n:
+        return Refused("the rank of its inputs is not known: fix it in the model's input")
+    ones, none = (1,) * n, np.zeros(n, np.int64)
+    strides, dilations = tuple(get("strides", ones)), tuple(get("dilations", ones))
+    return Windows(kernel, strides, dilations, none, none)
+
+
+def windows(op, node, weight=None) -> Windows | Refused:
+    """Return the windows of a Conv or pooling node, with padding as wide as `auto_pad` asks."""
+    made = opened(op, node, weight)
     auto = node.attributes.get_string("auto_pad", "NOTSET")
-    made = Windows(kernel, strides, dilations, pads[:n], pads[n:])
-    if auto == "NOTSET":
+    if isinstance(made, Refused) or auto == "VALID":
         return made
-    if auto == "VALID":
-        return Windows(kernel, strides, dilations, (0,) * n, (0,) * n)
-    known = lengths(node.inputs[0])
-    if known is None and max(strides) > 1:
-        return None
-    totals = [  # so that there are ceil(length / stride) windows
-        max((-(-m // s) - 1) * s + e - m, 0) if s > 1 else e - 1
-        for m, s, e in zip(known or (1,) * n, strides, made.extents, strict=True)
-    ]
-    return Windows(kernel, strides, dilations, *halves(totals, auto == "SAME_UPPER"))
+    n, strides = len(made.strides), np.array(made.strides)
+    if auto == "NOTSET":
+        pads = np.array(node.attributes.get_ints("pads", (0,) * 2 * n), np.int64)
+        return padded(made, pads[:n], pads[n:])
+    extents = reach(op, made, weight)
+    if max(made.strides) == 1:
+        totals = extents - 1
+    else:  # so that there are ceil(length / stride) windows
+        length, extents = alike(op, run_time_lengths(op, node.inputs[0]), extents)
+        totals = (quotient(op, length + (strides - 1), strides) - 1) * strides + extents - length
+    return padded(made, *halves(op, at_least_zero(op, totals), auto == "SAME_UPPER"))
 
 
-def halves(totals: list[int], more_at_end: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def padded(made: Windows, begin: Vector, end: Vector) -> Windows:
+    """Return the same windows on an input with such padding."""
+    return Windows(made.kernel, made.strides, made.dilations, begin, end)
+
+
+def reach(op, where: Windows, weight=None) -> Vector:
+    """Return the number of elements from the first to the last of a window."""
+    dilations = np.array(where.dilations)
+    size = np.array(where.kernel) if where.kernel else op.Shape(weight, start=2)
+    return (size - 1) * dilations + 1
+
+
+def alike(op, *vectors: Vector) -> tuple[Vector, ...]:
+    """Return all as numbers, or where one is known only at run time, all as values."""
+    if any(isinstance(v, ir.Value) for v in vectors):
+        return tuple(op.value(v) for v in vectors)
+    return vectors
+
+
+def quotient(op, v: Vector, by) -> Vector:
+    """Return the integer part of v / by, where both are positive."""
+    return op.Div(v, by) if isinstance(v, ir.Value) else v // by
+
+
+def at_least_zero(op, v: Vector) -> Vector:
+    """Return v, or zero where it is less."""
+    return op.Max(v, 0) if isinstance(v, ir.Value) else np.maximum(v, 0)
+
+
+def halves(op, totals: Vector, more_at_end: bool) -> tuple[Vector, Vector]:
     """Return the padding at the begin and at the end of each axis that makes up `totals`."""
-    less, more = tuple(t // 2 for t in totals), tuple(t - t // 2 for t in totals)
+    less = quotient(op, totals, 2)
+    more = totals - less
     return (less, more) if more_at_end else (more, less)
+
+
+def with_padding(op, x, where: Windows, value: np.generic | None = None):
+    """Return x (N, C, ...) with the padding of its windows, of zeros or of `value`."""
+    begin, end = alike(op, where.begin, where.end)
+    if isinstance(begin, ir.Value):
+        return op.Pad(x, op.Concat([0, 0], begin, [0, 0], end, axis=0), value)
+    if not begin.any() and not end.any():
+        return x
+    return op.Pad(x, [0, 0, *begin.tolist(), 0, 0, *end.tolist()], value)
+
+
+def weigh_windows(op, x, weight, where: Windows, group: int = 1):
+    """Return the sum over each window of x times `weight` (M, C / group, kernel)."""
+    if where.pads is None:
+        return op.Conv(with_padding(op, x, where), weight, group=group, **where.attributes)
+    return op.Conv(x, weight, pads=where.pads, group=group, **where.attributes)
 
 
 def scatter_windows(op, g, weight, where: Windows, like, group: int = 1):
     """Return the adjoint of taking windows of `like`: each element of g adds its multiple of
     `weight` (C, M / group, kernel) at its window.
     """
-    known, counts = lengths(like), lengths(g)
+    known, counts, pads = lengths(like), lengths(g), where.pads
     attributes = {**where.attributes, "group": group}
-    if known is not None and counts is not None:
-        reached = [
-            (o - 1) * s + e - b
-            for o, s, e, b in zip(counts, where.strides, where.extents, where.begin, strict=True)
-        ]
-        beyond = [r - m for r, m in zip(reached, known, strict=True)]
-        attributes["pads"] = [*where.begin, *(max(n, 0) for n in beyond)]
-        attributes["output_padding"] = [max(-n, 0) for n in beyond]
-        return op.like(op.ConvTranspose(g, weight, **attributes), like)
-    if max(where.strides) == 1:
-        attributes["pads"] = [*where.begin, *where.end]
-        return op.like(op.ConvTranspose(g, weight, **attributes), like)
+    if pads is not None and where.kernel and known is not None and counts is not None:
+        reached = (np.array(counts) - 1) * where.strides + reach(op, where) - where.begin
+        beyond = reached - known
+        attributes["pads"] = [*where.begin.tolist(), *np.maximum(beyond, 0).tolist()]
+        attributes["output_padding"] = np.maximum(-beyond, 0).tolist()
+        return op.ConvTranspose(g, weight, **attributes)
+    if pads is not None and max(where.strides) == 1:
+        return op.ConvTranspose(g, weight, pads=pads, **attributes)
     attributes["output_padding"] = [s - 1 for s in where.strides]
-    whole, begin = op.ConvTranspose(g, weight, **attributes), op.value(list(where.begin))
-    axes = list(range(2, 2 + len(where.kernel)))
-    return op.like(op.Slice(whole, begin, begin + op.Shape(like, start=2), axes), like)
+    whole, begin = op.ConvTranspose(g, weight, **attributes), op.value(where.begin)
+    return op.Slice(whole, begin, begin + op.Shape(like, start=2), where.axes)
 
 
 def correlate(op, x, g, where: Windows, weight, group: int):
@@ -113,37 +179,44 @@ def correlate(op, x, g, where: Windows, weight, group: int):
     are large.
     """
     shape, kernel = static(dims(weight)), where.kernel
-    swap = [1, 0, *range(2, 2 + len(kernel))]
-    x, g = op.Transpose(x, perm=swap), op.Transpose(g, perm=swap)
-    if group == 1 and (shape is None or prod(kernel) > _MOST_COLUMNS):
-        return op.like(op.Transpose(_convolved(op, x, g, where), perm=swap), weight)
-    if shape is None:
-        return Refused("the shape of its weight is not known")
+    swap = [1, 0, *where.axes]
+    if shape is None or not kernel or prod(kernel) > _MOST_COLUMNS:
+        return op.like(op.Transpose(_convolved(op, x, g, where, weight, group), perm=swap), weight)
     made, per_group, *_ = shape
-    if any(where.begin) or any(where.end):
-        x = op.Pad(x, [0, 0, *where.begin, 0, 0, *where.end])
+    x = with_padding(op, op.Transpose(x, perm=swap), where)
     columns = [_column(op, x, place, where) for place in product(*map(range, kernel))]
     stacked = columns[0] if len(columns) == 1 else op.Concat(*columns, axis=1)
     stacked = op.Reshape(stacked, [group, per_group * len(columns), -1])
-    g = op.Reshape(g, [group, made // group, -1])
+    g = op.Reshape(op.Transpose(g, perm=swap), [group, made // group, -1])
     product_ = op.MatMul(g, op.Transpose(stacked, perm=[0, 2, 1]))
     return op.like(op.Reshape(product_, list(shape)), weight)
 
 
-def _convolved(op, x, g, where: Windows):
-    """Return x (C, N, ...) convolved with g (M, N, windows), strides and dilations exchanged."""
-    attributes = {"strides": list(where.dilations), "dilations": list(where.strides)}
-    y = op.Conv(x, g, pads=[*where.begin, *where.end], **attributes)
-    n = len(where.kernel)  # what no window reached makes y longer than the kernel
-    return op.Slice(y, [0] * n, list(where.kernel), list(range(2, 2 + n)))
+def _convolved(op, x, g, where: Windows, weight, group: int):
+    """Return x convolved with g (N, M, windows), rows and channels exchanged, strides and
+    dilations exchanged: (C / group, M, kernel).
+    """
+    swap = [1, 0, *where.axes]
+    if group == 1:
+        x = op.Transpose(x, perm=swap)
+    else:  # (N, group, C / group, ...) -> (C / group, group N, ...)
+        space = op.Shape(x, start=2)
+        split = op.Reshape(x, op.Concat([0, group, -1], space, axis=0))
+        split = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in where.axes)])
+        x = op.Reshape(split, op.Concat([0, -1], space, axis=0))
+    turned = Windows((), where.dilations, where.strides, where.begin, where.end)
+    y = weigh_windows(op, x, op.Transpose(g, perm=swap), turned, group)
+    size = list(where.kernel) or op.Shape(weight, start=2)
+    return op.Slice(
+        y, [0] * len(where.axes), size, where.axes
+    )  # what no window reached makes y longer
 
 
 def _column(op, x, place: tuple[int, ...], where: Windows):
     """Return the element at `place` of every window of the padded x."""
     starts = [p * d for p, d in zip(place, where.dilations, strict=True)]
-    left = [e - 1 - p for p, e in zip(starts, where.extents, strict=True)]
+    left = [int(e) - 1 - p for p, e in zip(starts, reach(op, where), strict=True)]
     if not any(starts) and not any(left) and max(where.strides) == 1:
         return x
     ends = [-m if m else _LAST for m in left]
-    axes = list(range(2, 2 + len(place)))
-    return op.Slice(x, starts, ends, axes, list(where.strides))
+    return op.Slice(x, starts, ends, where.axes, list(where.strides))

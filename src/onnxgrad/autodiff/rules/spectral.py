@@ -1,0 +1,150 @@
+"""Fourier transforms: linear, so the gradient is a transform again.
+
+Complex numbers are pairs of reals on the last axis, and a matrix F of complex numbers acts on them
+with the adjoint F^H. Only whole transforms are written, never one-sided inverse ones.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.shape import scatter_flat
+from onnxgrad.autodiff.rules.windows import Vector, alike, quotient
+from onnxgrad.graph.shapes import dims, rank
+
+_ZERO, _ONE = np.int64(0), np.int64(1)
+
+
+@rule("DFT")
+def dft(op, node, g):
+    """y = F x:  dx = F^H g = n F^-1 g;  y = F^-1 x:  dx = F g / n.
+
+    The half that a one-sided y lacks has no gradient; one-sided x stands for both halves. What the
+    length n of the transform cut off gets zeros, and of what it added nothing comes back.
+    """
+    x, inverse = node.inputs[0], node.attributes.get_int("inverse", 0)
+    onesided, axis = node.attributes.get_int("onesided", 0), _axis(op, node)
+    if isinstance(axis, Refused):
+        return axis
+    n = have = _length(op, x, axis)
+    if len(node.inputs) > 1 and node.inputs[1] is not None:
+        n = _vector(op, node.inputs[1])
+    if inverse and onesided:
+        n = _length(op, g, axis)
+        dx = _transform(op, g, axis, onesided=1) * _weights(op, x, n, axis)
+        n = quotient(op, n, 2) + 1
+    else:
+        dx = _adjoint(op, g, x, n, axis, inverse, onesided)
+    dx = op.like(_fit(op, dx, axis, n, have), x)
+    return (dx, *(None for _ in node.inputs[1:]))
+
+
+@rule("STFT")
+def stft(op, node, g):
+    """y = F u of every frame u = w x:  du = F^H g,  dx = w du added up over frames, dw = sum x du.
+
+    Allen & Rabiner 1977, doi:10.1109/PROC.1977.10770.
+    """
+    signal, step, w, length = (*node.inputs, None, None)[:4]
+    if "" not in op.graph.opset_imports:
+        return _UNKNOWN
+    x = op.Reshape(signal, [0, 0, -1])  # onnxruntime also takes signals without the last axis
+    if w is not None or length is None:
+        n = _length(op, signal, 1) if w is None else _length(op, w, 0)
+    else:
+        n = _vector(op, length)
+    onesided = node.attributes.get_int("onesided", 1)
+    du = _adjoint(op, g, x, n, -2, inverse=0, onesided=onesided)
+    counts = [op.Squeeze(v, [0]) for v in (op.value(_length(op, g, 1)), op.value(n))]
+    frames, places = (op.Range(_ZERO, count, _ONE) for count in counts)
+    times = op.Unsqueeze(frames * op.Cast(step, to=ir.DataType.INT64), [1]) + places
+    flat = op.Reshape(op.Range(_ZERO, op.Size(x), _ONE), op.Shape(x), allowzero=1)
+    windowed = du if w is None else du * op.Unsqueeze(w, [1])
+    dx = op.reshape(scatter_flat(op, x, op.Gather(flat, times, axis=1), windowed), signal)
+    if w is None:
+        return dx, None
+    return dx, None, op.ReduceSum(du * op.Gather(x, times, axis=1), [0, 1, 3], keepdims=0)
+
+
+def _adjoint(op, g, x, n: Vector, axis, inverse: int, onesided: int):
+    """Return n F^-1 g, or F g / n, along `axis`: its real part where x is real."""
+    if onesided:
+        g = _fit(op, g, axis, quotient(op, n, 2) + 1, n)
+    made = _transform(op, g, axis, inverse=1 - inverse)
+    scale = op.Cast(n, to=x.dtype) if isinstance(n, ir.Value) else float(n[0])
+    made = made / scale if inverse else made * scale
+    if (dims(x) or (None,))[-1] == 2:
+        return made
+    return op.Slice(made, [0], op.Shape(x, start=-1), [-1])
+
+
+def _transform(op, g, axis, **attributes):
+    """Return a DFT over all of `axis`; onnx infers wrong symbols where a length is given."""
+    if op.graph.opset_imports[""] < 20:
+        return op.DFT(g, axis=axis, **attributes)
+    at = op.Reshape(axis, []) if isinstance(axis, ir.Value) else np.int64(axis)
+    return op.DFT(g, None, at, **attributes)
+
+
+def _fit(op, v, axis, have: Vector, want: Vector):
+    """Return v, `have` elements long, cut off or continued with zeros to be as long as wanted."""
+    have, want = alike(op, have, want)
+    if isinstance(have, ir.Value):
+        return op.Pad(v, op.Concat([0], op.Sub(want, have), axis=0), None, _places(axis))
+    more = int(want[0] - have[0])
+    return op.Pad(v, [0, more], None, _places(axis)) if more else v
+
+
+def _weights(op, x, n: Vector, axis):
+    """Return how often each element of one-sided x counts, over n, to be multiplied along `axis`.
+
+    All but the first, and for even n the middle one, stand for their conjugates too.
+    """
+    n, r = op.value(n), rank(x)
+    k = op.Range(_ZERO, op.Squeeze(n / 2 + 1, [0]), _ONE)
+    once = op.Or(op.Equal(k, 0), op.Equal(k * 2, n))
+    times = op.Where(once, op.value(1.0, x.dtype), op.value(2.0, x.dtype)) / op.Cast(n, to=x.dtype)
+    if r is not None and isinstance(axis, int):
+        return op.Reshape(times, [-1 if i == axis % r else 1 for i in range(r)])
+    r = op.Size(op.Shape(x))
+    at = op.Equal(op.Range(_ZERO, r, _ONE), op.Mod(op.value(_places(axis)), r))
+    return op.Reshape(times, op.Where(at, op.value(np.int64(-1)), _ONE))
+
+
+_UNKNOWN = Refused("the opset of the graph that it is in is not known")
+
+
+def _axis(op, node) -> int | ir.Value | Refused:
+    """Return the axis of a DFT: an attribute up to opset 19, an operand from 20 on."""
+    version = op.graph.opset_imports.get("")
+    if version is None:
+        return _UNKNOWN
+    if version < 20:
+        return node.attributes.get_int("axis", 1)
+    given = node.inputs[2] if len(node.inputs) > 2 else None
+    known = op.constant(given)
+    if given is None:
+        return -2
+    return op.Reshape(given, [1]) if known is None else int(known)
+
+
+def _places(axis):
+    return axis if isinstance(axis, ir.Value) else [axis]
+
+
+def _length(op, v, axis) -> Vector:
+    """Return the length of v along `axis`."""
+    if isinstance(axis, ir.Value):
+        return op.Gather(op.Shape(v), axis, axis=0)
+    n = op.size(v, axis)
+    return np.array([n]) if isinstance(n, int) else n
+
+
+def _vector(op, number) -> Vector:
+    """Return an operand that holds one integer as a vector."""
+    known = op.constant(number)
+    if known is not None:
+        return known.reshape(1).astype(np.int64)
+    return op.Reshape(op.Cast(number, to=ir.DataType.INT64), [1])

@@ -1,0 +1,66 @@
+"""Nodes whose shapes onnx infers wrongly, written so that it does not; they compute the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.shapes import dims, static
+
+
+def spell_out(graph: ir.Graph) -> None:
+    """State what onnx infers wrong shapes from: the default of STFT's `onesided`, which it takes
+    for 0, and the padding of a ConvTranspose with `auto_pad` and `output_padding`.
+    """
+    for node in graph:
+        if (node.domain, node.op_type) == ("", "STFT"):
+            node.attributes.setdefault("onesided", ir.AttrInt64("onesided", 1))
+        elif (node.domain, node.op_type) == ("", "ConvTranspose"):
+            _state_padding(node)
+
+
+def _state_padding(node: ir.Node) -> None:
+    get, weight = node.attributes.get_ints, dims(node.inputs[1])
+    auto, added = node.attributes.get_string("auto_pad", ""), get("output_padding", ())
+    kernel = get("kernel_shape", ()) or (static(weight[2:]) if weight else ())
+    if not any(added) or not kernel or "output_shape" in node.attributes or "SAME" not in auto:
+        return
+    ones = (1,) * len(added)
+    sizes = zip(added, kernel, get("strides", ones), get("dilations", ones), strict=True)
+    totals = [max(a + (k - 1) * d + 1 - s, 0) for a, k, s, d in sizes]
+    less, more = [t // 2 for t in totals], [t - t // 2 for t in totals]
+    pads = [*less, *more] if auto == "SAME_UPPER" else [*more, *less]
+    node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+    del node.attributes["auto_pad"]
+
+
+def drop_windows(graph: ir.Graph) -> bool:
+    """Cut padding of pools in which a window would start beyond x: there is none, but before
+    opset 22 onnx counts it. Tell whether any was cut.
+    """
+    found = False
+    for node in graph:
+        get, shape = node.attributes.get_ints, dims(node.inputs[0]) if node.inputs else None
+        lengths = None if shape is None else static(shape[2:])
+        pool = not node.domain and node.op_type in ("AveragePool", "LpPool", "MaxPool")
+        if not pool or lengths is None or not node.attributes.get_int("ceil_mode", 0):
+            continue
+        n = len(lengths)
+        kernel, strides, dilations = (
+            np.array(get(name, (1,) * n)) for name in ("kernel_shape", "strides", "dilations")
+        )
+        begin, end = np.array(get("pads", (0,) * 2 * n)).reshape(2, n)
+        beyond = np.array(lengths) + begin + end - (kernel - 1) * dilations - 1
+        dropped = -(-beyond // strides) * strides >= np.array(lengths) + begin
+        if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET" or not dropped.any():
+            continue
+        left = end - beyond % strides  # the padding that the other windows need
+        if (dropped | (beyond % strides == 0)).all():
+            node.attributes["ceil_mode"] = ir.AttrInt64("ceil_mode", 0)
+        elif (left[dropped] >= 0).all():
+            pads = [*begin.tolist(), *np.where(dropped, left, end).tolist()]
+            node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+        else:
+            continue
+        found = True
+    return found
