@@ -16,6 +16,8 @@ from onnx import ModelProto, TensorProto
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.weights import sites
 
+_ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
+
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
@@ -100,6 +102,13 @@ def to_ir(proto: ModelProto) -> ir.Model:
         _keep(kept.graph.node, lambda n: not dropped.intersection(n.output))
         _keep(kept.graph.value_info, lambda v: v.name not in dropped)
         proto = kept
+    for node in proto.graph.node:
+        if node.domain == "ai.onnx.ml" and node.op_type in _ON_MAPS:
+            where = f"{node.op_type} (node {node.name!r}, output {node.output[0]!r})"
+            raise ModelError(
+                f"{where} works on maps, and only tensors can be differentiated: "
+                "give the model without this node"
+            )
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as e:

@@ -1,7 +1,7 @@
 """The trainable tensors of a model, wherever it keeps them, under one name each.
 
 They sit in initializers, in `Constant` nodes (inside branches too) and in attributes of
-`ai.onnx.ml` linear operators. `sites` finds them, `lift` turns all into initializers of the main
+`ai.onnx.ml` operators. `sites` finds them, `lift` turns all into initializers of the main
 graph for the engine, `replace` writes new values back to where they came from.
 """
 
@@ -22,6 +22,15 @@ ML_COEFFICIENTS = {
     "LinearRegressor": {"coefficients": True, "intercepts": True},
     "LinearClassifier": {"coefficients": True, "intercepts": True},
     "Scaler": {"offset": False, "scale": False},
+    "Imputer": {"imputed_value_floats": False},
+    "SVMRegressor": {"coefficients": True, "rho": True, "support_vectors": False},
+    "SVMClassifier": {
+        "coefficients": True,
+        "rho": True,
+        "support_vectors": False,
+        "prob_a": True,
+        "prob_b": True,
+    },
 }
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON

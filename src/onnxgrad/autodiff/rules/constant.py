@@ -39,4 +39,14 @@ constant(
         "works on texts or images",
     )
 )
-constant({"Binarizer": "piecewise constant: zero almost everywhere"}, domain="ai.onnx.ml")
+constant(
+    dict.fromkeys(
+        "Binarizer TreeEnsemble TreeEnsembleClassifier TreeEnsembleRegressor".split(),
+        "piecewise constant: zero almost everywhere",
+    )
+    | dict.fromkeys(
+        "CategoryMapper LabelEncoder OneHotEncoder".split(),
+        "a table of equal keys: zero almost everywhere",
+    ),
+    domain="ai.onnx.ml",
+)

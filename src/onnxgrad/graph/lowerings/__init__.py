@@ -1,6 +1,6 @@
 """Operators that `prepare` rewrites, so that no rule has to know them: one file per family."""
 
-from onnxgrad.graph.lowerings import attention, basic, linear_attention, ml
+from onnxgrad.graph.lowerings import attention, basic, linear_attention, ml, svm
 from onnxgrad.graph.lowerings.registry import LOWERINGS, lowering
 
 __all__ = ["LOWERINGS", "lowering"]
