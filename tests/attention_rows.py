@@ -16,7 +16,7 @@ DARK = HIDDEN & (np.arange(ROWS) != 1)[:, None]  # row 1 sees nothing
 
 
 def attention(name, attributes="", shapes=QKV, more="", **options):
-    options = {"opset": 24, "needs": "rank"} | options
+    options = {"opset": 24} | options
     add(f"Attention-{name}", f"y = Attention{attributes}(q, k, v{more})", shapes, **options)
 
 
@@ -25,7 +25,7 @@ attention("scale-softcap", "<scale=0.7, softcap=1.5>")
 attention("causal", "<is_causal=1>")
 attention("causal-more-rows", "<is_causal=1>", {"q": K, "k": Q, "v": Q})
 attention("shared-heads", "<is_causal=1>", SHARED)
-attention("packed", "<q_num_heads=4, kv_num_heads=2>", PACKED, needs="")
+attention("packed", "<q_num_heads=4, kv_num_heads=2>", PACKED)
 attention("float-mask", shapes={**QKV, "m": (ROWS, KEYS)}, more=", m")
 attention("mask-of-heads", shapes={**SHARED, "m": (HEADS, 1, KEYS)}, more=", m", runs=False)
 attention("short-mask", shapes={**QKV, "m": (BATCH, 1, ROWS, 4)}, more=", m", runs=False)
@@ -47,7 +47,6 @@ for mode in range(4):
         {**PAST, "m": (ROWS, 7)},
         outputs=("y", "p", "s", "z"),
         opset=24,
-        needs="rank",
     )
 for left, right, causal in ((1, -1, 0), (1, 0, 0), (-1, 1, 0), (1, 1, 1), (0, 0, 0)):
     attention(

@@ -191,19 +191,18 @@ add("CastLike", "t = Constant<value_float=1.0>()  y = CastLike(x, t)")
 add("Cast to int", "i = Cast<to=7>(x)  f = Cast<to=1>(i)  y = Mul(x, f)")
 add("Identity", "y = Identity(x)")
 
-add("MatMul", "y = MatMul(a, b)", {"a": (2, 3), "b": (3, 4)}, needs="rank")
-add("MatMul vector left", "y = MatMul(a, b)", {"a": (3,), "b": (3, 4)}, needs="rank")
-add("MatMul vector right", "y = MatMul(a, b)", {"a": (2, 2, 3), "b": (3,)}, needs="rank")
-add("MatMul vectors", "y = MatMul(a, b)", {"a": (3,), "b": (3,)}, needs="rank")
-add("MatMul batch", "y = MatMul(a, b)", {"a": (2, 2, 3), "b": (2, 3, 4)}, needs="rank")
-add("MatMul batch, shared", "y = MatMul(a, b)", {"a": (5, 2, 2, 3), "b": (3, 4)}, needs="rank")
+add("MatMul", "y = MatMul(a, b)", {"a": (2, 3), "b": (3, 4)})
+add("MatMul vector left", "y = MatMul(a, b)", {"a": (3,), "b": (3, 4)})
+add("MatMul vector right", "y = MatMul(a, b)", {"a": (2, 2, 3), "b": (3,)})
+add("MatMul vectors", "y = MatMul(a, b)", {"a": (3,), "b": (3,)})
+add("MatMul batch", "y = MatMul(a, b)", {"a": (2, 2, 3), "b": (2, 3, 4)})
+add("MatMul batch, shared", "y = MatMul(a, b)", {"a": (5, 2, 2, 3), "b": (3, 4)})
 add(
     "MatMul batches broadcast",
     "y = MatMul(a, b)",
     {"a": (2, 1, 2, 3), "b": (5, 3, 4)},
-    needs="rank",
 )
-add("MatMul shared left", "y = MatMul(a, b)", {"a": (2, 3), "b": (4, 3, 2)}, needs="rank")
+add("MatMul shared left", "y = MatMul(a, b)", {"a": (2, 3), "b": (4, 3, 2)})
 for ta in (0, 1):
     for tb in (0, 1):
         shapes = {"a": (4, 2) if ta else (2, 4), "b": (3, 4) if tb else (4, 3), "c": (3,)}

@@ -6,8 +6,9 @@ import numpy as np
 import onnx
 import pytest
 
-from cases import ROWS, model, run, typed
+from cases import model, run, typed
 from onnxgrad import DerivativeOptions, check_gradient, onnx_derivative
+from table import ROWS
 
 OPTIONS = DerivativeOptions.KeepOutputs | DerivativeOptions.FillGrad
 

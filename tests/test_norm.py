@@ -213,11 +213,17 @@ def test_dequantized_in_another_dtype():
 
 def test_a_float8_has_no_gradient():
     text = """<ir_version: 10, opset_import: ["": 21]>
-        g (float8e4m3fn[3] x, float s) => (float[3] y) { y = DequantizeLinear(x, s) }"""
-    made = onnx.parser.parse_model(text)
+        g (float[3] x, float s) => (float[3] y) {{ q = {}  y = DequantizeLinear(q, s) }}"""
+    made = onnx.parser.parse_model(text.format("Cast<to=17>(x)"))
     with pytest.raises(NoGradientRule, match="too coarse"):
-        onnx_derivative(made, inputs=["x"])
+        onnx_derivative(made)
     assert len(onnx_derivative(made, inputs=["s"]).graph.output) == 1
+    made = onnx.parser.parse_model(
+        text.replace("float[3] x", "float8e4m3fn[3] x").format("Identity(x)")
+    )
+    assert [y.name for y in onnx_derivative(made).graph.output] == ["s_grad"]
+    with pytest.raises(ValueError, match="'x' holds FLOAT8E4M3FN"):
+        onnx_derivative(made, inputs=["x"])
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.4])

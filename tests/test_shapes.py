@@ -9,12 +9,13 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from cases import ROWS, feed, model, run
+from cases import feed, model, run
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.graph.inference import infer, name_rows
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.shapes import broadcast, dims, equal, output_shape, rank
 from onnxgrad.graph.shapes import static as lengths
+from table import ROWS
 
 
 def value(shape: tuple | None, constant=None) -> ir.Value:
@@ -95,7 +96,15 @@ NKM = (value(("N", 3, "K")), value(("N", "K", "M")))
         ("Reshape", [value(("N", "M")), value((1,), [-1])], {}, (None,)),
         ("Reshape", [value((4, 6)), value((2,), [3, -1])], {}, (3, 8)),
         ("Reshape", [value((0, 6)), value((2,), [3, 0])], {"allowzero": 1}, (3, 0)),
-        ("Reshape", [value(("N", 6)), value((2,))], {}, None),
+        ("Reshape", [value(("N", 6)), value((2,))], {}, (None, None)),
+        ("Reshape", [value(("N", 6)), value(("M",))], {}, None),
+        ("Resize", [value(("N", 3, 4)), None, value((3,))], {}, (None, None, None)),
+        (
+            "Resize",
+            [value(("N", 3, 4)), None, None, value((2,))],
+            {"axes": [-1, 1]},
+            ("N", None, None),
+        ),
         ("Add", [value(None), value((2,))], {}, None),
         ("Det", [value((2, 2))], {}, None),
     ],
@@ -183,7 +192,11 @@ def claims_and_shapes(made: onnx.ModelProto, arrays: dict) -> tuple[dict, dict]:
 
 
 @pytest.mark.parametrize("known", ["symbols", "rank"])
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row",  # kernels of onnxruntime give nothing other shapes
+    [row for row in ROWS if row.runs and not any(0 in shape for shape in row.shapes.values())],
+    ids=lambda row: row.id,
+)
 def test_stated_shapes_are_those_at_run_time(row, known):
     made, arrays = model(row, known), feed(row)
     bind(*claims_and_shapes(to_proto(prepare(made)), arrays))

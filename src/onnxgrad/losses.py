@@ -20,9 +20,10 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
-from onnxgrad.graph.prepare import raise_opset, to_proto
+from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.versions import raise_opset
 from onnxgrad.graph.weights import note_constants, sites
 from onnxgrad.penalties import add_penalties
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isnan
+from math import inf, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, read
+from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.tidy import tidy
 
 _FLOOR = 1e-5  # of the outputs' size: smaller differences are rounding
@@ -128,8 +129,8 @@ def check_gradient(
         if name not in point:
             raise unknown("input", name, point)
     point |= {n: np.asarray(array, point[n].dtype) for n, array in (feed or {}).items()}
-    wrt = [str(x.name) for x in prepared.graph.inputs if _is_float(x)] if inputs is None else inputs
-    if not [*wrt, *weights] or not any(map(_is_float, prepared.graph.outputs)):
+    wrt = [str(x.name) for x in prepared.graph.inputs if is_real(x)] if inputs is None else inputs
+    if not [*wrt, *weights] or not any(map(is_real, prepared.graph.outputs)):
         raise ValueError("there is no float input or weight, or no float output, to check")
     values = _values(proto, point)
 
@@ -216,7 +217,7 @@ class _Gradient:
         model = prepare(primal)
         graph, op = model.graph, Emit(model.graph)
         inputs = {str(x.name): x for x in graph.inputs}
-        seeds = {y: _seed(op, y) for y in graph.outputs if _is_float(y)}
+        seeds = {y: _seed(op, y) for y in graph.outputs if is_real(y)}
         self.seeds = [str(g.name) for g in seeds.values()]
         graph.inputs.extend(seeds.values())
         gradients = sweep(op, seeds, [inputs[name] for name in wrt])
@@ -231,10 +232,6 @@ class _Gradient:
 
 def _seed(op: Emit, y: ir.Value) -> ir.Value:
     return ir.Value(name=op.name(f"{y.name}_grad"), type=y.type, shape=y.shape)
-
-
-def _is_float(value: ir.Value) -> bool:
-    return value.dtype is not None and value.dtype.is_floating_point()
 
 
 def _compare(way: _Way, problem: _Problem) -> GradientReport:
@@ -282,7 +279,9 @@ def _normal(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
 
 
 def _dot(u: np.ndarray, y: np.ndarray) -> float:
-    """Return sum(u y), for infinite y where u is zero too."""
+    """Return sum(u y), for infinite y where u is zero too; NaN where y has another shape."""
+    if u.shape != y.shape:
+        return nan
     counted = u != 0
     return float(np.dot(u[counted], y[counted]))
 

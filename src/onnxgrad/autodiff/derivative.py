@@ -20,7 +20,7 @@ from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.shapes import dims, is_real, static
 from onnxgrad.graph.tidy import tidy
 
 logger = logging.getLogger("onnxgrad")
@@ -156,7 +156,7 @@ def _derivative(proto: ModelProto, asked: _Asked) -> ModelProto:
     if loss is not None:
         differentiated = [_by_name("output", loss, original_outputs)]
     else:
-        differentiated = [y for y in original_outputs if y.dtype and y.dtype.is_floating_point()]
+        differentiated = [y for y in original_outputs if is_real(y)]
     seeds = _seeds(op, graph, differentiated, original_outputs, options)
     gradients = sweep(op, seeds, wanted, stops, shortcuts)
     named = [*(chosen_inputs if asked.inputs else ()), *(chosen_weights if asked.weights else ())]
@@ -268,7 +268,7 @@ def require_path(asked, gradients, outputs) -> None:
 def _choose_inputs(
     graph: ir.Graph, names: Sequence[str] | None, labels: list[str]
 ) -> list[ir.Value]:
-    floats = [x for x in graph.inputs if x.dtype and x.dtype.is_floating_point()]
+    floats = [x for x in graph.inputs if is_real(x)]
     for name in labels:
         _by_name("input", name, graph.inputs)
     if names is None:

@@ -252,12 +252,23 @@ class Emit:
             return known
         return self.Shape(x, start=axis) if axis == -1 else self.Shape(x, start=axis, end=axis + 1)
 
-    def vector(self, numbers: list[int | ir.Value]) -> list[int] | ir.Value:
+    def count(self, x: ir.Value, start: int, end: int | None = None) -> int | ir.Value:
+        """Return the product of some lengths: an int, or an int64 tensor [1] known at run time."""
+        shape = dims(x)
+        known = None if shape is None else static(shape[start:end])
+        if known is not None:
+            return math.prod(known)
+        limits = {"start": start} | ({} if end is None else {"end": end})
+        return self.ReduceProd(self.Shape(x, **limits), keepdims=1)
+
+    def vector(self, *numbers: int | ir.Value) -> list[int] | ir.Value:
         """Return lengths as a list, or where some are known only when it runs, as one tensor."""
         known = [n for n in numbers if isinstance(n, int)]
         if len(known) == len(numbers):
             return known
-        return self.Concat(*(self.value([n] if isinstance(n, int) else n) for n in numbers), axis=0)
+        joined = self.Concat(*([n] if isinstance(n, int) else n for n in numbers), axis=0)
+        joined.shape = ir.Shape([len(numbers)])
+        return joined
 
     def reshape(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g`, of as many elements as `like`, in the shape of `like`."""
@@ -277,6 +288,8 @@ class Emit:
         have, want = dims(g), dims(like)
         if equal(have, want):
             return g
+        if want is not None and 0 in want:  # onnxruntime drops an Expand to length 0
+            return self.zeros_like(like)
         if have is not None and want is not None and len(have) == len(want):
             target = [1 if h == w is not None else w for h, w in zip(have, want, strict=True)]
             if static(tuple(target)) is not None:  # axes of length one in the target stay g's
@@ -322,7 +335,8 @@ class Emit:
         """Swap the last two axes."""
         n = rank(x)
         if n is None:
-            raise ValueError(f"the rank of {x.name!r} must be known to transpose it")
+            y = self.Cast(x, to=ir.DataType.FLOAT) if x.dtype == ir.DataType.BFLOAT16 else x
+            return self.Cast(self.Einsum(y, equation="...ij->...ji"), to=x.dtype)
         return self.Transpose(x, perm=[*range(n - 2), n - 1, n - 2])
 
     def total(self, terms: list[ir.Value]) -> ir.Value:

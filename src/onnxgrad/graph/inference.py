@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from onnxgrad.graph.shapes import Dim, Dims, dims, output_shape, static
-from onnxgrad.graph.workarounds import drop_windows, spell_out
+from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
 
 # Exporters write these for "I do not know": the same text twice does not mean the same size.
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
@@ -72,11 +72,20 @@ def _complete(value: ir.Value, declared: Dims | None) -> None:
     shape = dims(value)
     if declared is not None and (shape is None or len(shape) == len(declared)):
         known = shape or (None,) * len(declared)
-        named = [None if d in _PLACEHOLDERS else d for d in declared]
+        named = [d if d not in _PLACEHOLDERS and _stated(d) else None for d in declared]
         value.shape = ir.Shape([k if _stated(k) else d for k, d in zip(known, named, strict=True)])
 
 
 def _infer_with_onnx(model: ir.Model) -> None:
+    _run_inference(model)
+    hidden: list[ir.Node] = []
+    while (wrong := wrongly_inferred(model.graph, hidden)) is not None:
+        hidden.append(wrong)
+        with hiding(model, hidden):
+            _run_inference(model)
+
+
+def _run_inference(model: ir.Model) -> None:
     log = logging.getLogger("onnx_ir.passes.common.shape_inference")
     previous, log.level = log.level, logging.CRITICAL  # where it fails, run-time forms are used
     try:

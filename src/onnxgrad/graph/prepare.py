@@ -11,11 +11,11 @@ from collections.abc import Collection
 
 import onnx
 import onnx_ir as ir
-from onnx import ModelProto, defs, inliner, version_converter
+from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.rules import CONSTANT, RULES
-from onnxgrad.errors import ModelError, unknown
+from onnxgrad.errors import unknown
 from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, name_rows
@@ -23,9 +23,7 @@ from onnxgrad.graph.lowerings import LOWERINGS
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import tidy
-
-WORKING_OPSET = 18
-NEWEST_OPSET = 26  # that onnxruntime 1.31 loads
+from onnxgrad.graph.versions import NEWEST_OPSET, exists, inlined, min_ir_version, raise_opset
 
 
 def prepare(
@@ -40,7 +38,7 @@ def prepare(
     the caller knows that they all have the same number of rows. With `output`, only that output
     is kept, and what it needs. `keep` names results of nodes that keep their names.
     """
-    made = _inlined(proto)
+    made = inlined(proto)
     weights.lift(made)
     model = to_ir(raise_opset(made))
     RemoveInitializersFromInputsPass()(model)
@@ -57,7 +55,7 @@ def prepare(
     while bodies.expand(model, [n for n in model.graph if _has_no_other_way(model, n)]):
         infer(model)
         _lower(model, keep)
-    if all(_exists(n, NEWEST_OPSET) for n in model.graph):
+    if all(exists(n, NEWEST_OPSET) for n in model.graph):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
 
@@ -66,16 +64,7 @@ def _has_no_other_way(model: ir.Model, node: ir.Node) -> bool:
     """Tell whether `node` has neither rule nor lowering, or is too new for the runtime."""
     key = (node.domain, node.op_type)
     known = key in RULES or key in CONSTANT or key in LOWERINGS
-    return not known or not _exists(node, min(model.opset_imports[""], NEWEST_OPSET))
-
-
-def _exists(node: ir.Node, opset: int) -> bool:
-    """Tell whether the operator and the attributes of `node` are there at `opset`."""
-    if node.domain:
-        return True
-    if not defs.has(node.op_type, opset):
-        return False
-    return node.attributes.keys() <= defs.get_schema(node.op_type, opset).attributes.keys()
+    return not known or not exists(node, min(model.opset_imports[""], NEWEST_OPSET))
 
 
 def to_proto(model: ir.Model) -> ModelProto:
@@ -83,48 +72,6 @@ def to_proto(model: ir.Model) -> ModelProto:
     imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
     model.ir_version = max(8, min(model.ir_version, 13), min_ir_version(imports))
     return ir.to_proto(model)
-
-
-def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
-    """Return the first IR version that knows these opsets."""
-    return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
-
-
-def _inlined(proto: ModelProto) -> ModelProto:
-    """Return a copy of `proto` with the nodes of its local functions in place of their calls.
-
-    Functions that have a rule stay.
-    """
-    ruled = [(f.domain, f.name) for f in proto.functions if (f.domain, f.name) in RULES]
-    if ruled:
-        return inliner.inline_selected_functions(proto, ruled, exclude=True)
-    if proto.functions:
-        return inliner.inline_local_functions(proto, convert_version=True)
-    made = ModelProto()
-    made.CopyFrom(proto)
-    return made
-
-
-def raise_opset(proto: ModelProto) -> ModelProto:
-    """Return `proto`, or where its opset is below the working one, a copy at that."""
-    version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
-    if version >= WORKING_OPSET:
-        return proto
-    made = _inlined(proto)  # the converter drops functions
-    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
-        made.opset_import.add(domain="", version=WORKING_OPSET)
-        return made
-    made.ir_version = max(made.ir_version, 8)
-    if made.functions:
-        names = ", ".join(f.name for f in made.functions)
-        raise ModelError(
-            f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
-            f"rule ({names}): export the model at opset {WORKING_OPSET} or newer"
-        )
-    try:
-        return version_converter.convert_version(made, WORKING_OPSET)
-    except Exception as e:  # the converter raises several undeclared types
-        raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
 
 
 def _lower(model: ir.Model, keep: Collection[str]) -> None:

@@ -18,13 +18,20 @@ Dims = tuple[Dim, ...]
 
 _ELEMENTWISE = frozenset(
     "Abs Add And Cast Ceil Cos Cosh Div Equal Erf Exp Floor Gelu Greater GreaterOrEqual Identity "
-    "IsInf IsNaN Less LessOrEqual Log LogSoftmax Max Min Mul Neg Not Or Pow Reciprocal Relu "
-    "Sigmoid Sign Sin Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
+    "IsInf IsNaN Less LessOrEqual Log LogSoftmax Max Min Mod Mul Neg Not Or Pow Reciprocal Relu "
+    "Round Sigmoid Sign Sin Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
 )
 _LIKE_FIRST = frozenset(
-    "BatchNormalization Celu Clip Dropout Elu HardSigmoid HardSwish InstanceNormalization "
-    "LayerNormalization LeakyRelu PRelu Selu Shrink Softsign ThresholdedRelu".split()
+    "BatchNormalization Celu Clip CumProd CumSum Dropout Elu HardSigmoid HardSwish "
+    "InstanceNormalization LayerNormalization LeakyRelu PRelu Selu Shrink Softsign "
+    "ThresholdedRelu".split()
 )
+
+
+def is_real(value: ir.Value) -> bool:
+    """Tell whether `value` holds floats fine enough for a gradient: of 16 bits or more."""
+    dtype = value.dtype
+    return dtype is not None and dtype.is_floating_point() and dtype.bitwidth >= 16
 
 
 def dims(value: ir.Value | None) -> Dims | None:
@@ -89,11 +96,15 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     known = [None if v is None else dims(v) for v in inputs]
     if op_type in _ELEMENTWISE:
         return broadcast(*(k for v, k in zip(inputs, known, strict=True) if v is not None))
+    if op_type == "Einsum":
+        return einsum_shape(known, attributes.get("equation", ""))
     first = known[0] if known else None
     if first is None:
         return None
     if op_type in _LIKE_FIRST:
         return first
+    if op_type == "Concat":
+        return _concatenated(known, attributes.get("axis", 0))
     if op_type == "MatMul":
         second = known[1]
         if second is None or len(first) < 2 or len(second) < 2:
@@ -110,9 +121,78 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     if op_type in ("Unsqueeze", "Squeeze") or op_type.startswith("Reduce"):
         return _with_axes(op_type, first, inputs, attributes)
     if op_type == "Reshape":
-        target = constant(inputs[1])
-        return None if target is None else _reshaped(first, target.tolist(), attributes)
+        target, length = constant(inputs[1]), static(known[1])
+        if target is None:
+            return None if length is None else (None,) * length[0]
+        return _reshaped(first, target.tolist(), attributes)
+    if op_type == "Resize":
+        return _resized(first, inputs, attributes)
     return None
+
+
+def _concatenated(known: Sequence[Dims | None], axis: int) -> Dims | None:
+    """Return the shape of a Concat: of the other axes any operand may tell the length."""
+    shapes = [shape for shape in known if shape is not None]
+    made = [
+        next((d for d in column if d is not None), None) for column in zip(*shapes, strict=True)
+    ]
+    lengths = static(tuple(shape[axis] for shape in shapes))
+    made[axis] = sum(lengths) if lengths is not None and len(shapes) == len(known) else None
+    return tuple(made)
+
+
+def einsum_terms(equation: str) -> tuple[list[str], str]:
+    """Return the indices of each operand of an Einsum, and of its output: by rule if not given."""
+    left, arrow, output = equation.replace(" ", "").partition("->")
+    if not arrow:
+        once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
+        output = ("..." if "..." in left else "") + "".join(once)
+    return left.split(","), output
+
+
+def einsum_shape(known: Sequence[Dims | None], equation: str) -> Dims | None:
+    """Return the shape of an Einsum, of which a named index may be broadcast, as an ellipsis is."""
+    terms, output = einsum_terms(equation)
+    lengths: dict[str, list[Dim]] = {}
+    ellipses: list[Dims | None] = []
+    for shape, term in zip(known, terms, strict=False):
+        head, dots, tail = term.partition("...")
+        ends: Dims = (None,) * len(head + tail)
+        if shape is not None:
+            end = len(shape) - len(tail)
+            ends = shape[: len(head)] + shape[end:]
+        if dots:
+            ellipses.append(None if shape is None else shape[len(head) : end])
+        for index, d in zip(head + tail, ends, strict=False):
+            lengths.setdefault(index, []).append(d)
+    head, dots, tail = output.partition("...")
+    middle = broadcast(*ellipses) if dots else ()
+    if middle is None:
+        return None
+    before, after = ([_index_length(lengths.get(i, [None])) for i in part] for part in (head, tail))
+    return (*before, *middle, *after)
+
+
+def _index_length(found: Sequence[Dim]) -> Dim:
+    """Return the length of a named index: operands agree on it, but for ones that are repeated."""
+    known = {d for d in found if d not in (None, 1)}
+    sizes = [d for d in known if isinstance(d, int)]
+    if sizes:
+        return sizes[0]
+    if len(known) == 1 and None not in found:
+        return known.pop()
+    return None if known or None in found else 1
+
+
+def _resized(shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
+    """Return the shape after a Resize, of which the axes of scale one stay."""
+    scales = constant(inputs[2]) if len(inputs) > 2 else None
+    axes = [axis % len(shape) for axis in attributes.get("axes") or range(len(shape))]
+    made = [None if i in axes else d for i, d in enumerate(shape)]
+    if scales is not None and len(scales) == len(axes):
+        for axis, scale in zip(axes, scales, strict=True):
+            made[axis] = shape[axis] if scale == 1 else None
+    return tuple(made)
 
 
 def _with_axes(

@@ -33,6 +33,9 @@ ML_COEFFICIENTS = {
     },
 }
 
+# operands that tell how to compute: no weights, unless they are named
+_SETTINGS = {"Resize": (1, 2), "Upsample": (1,)}
+
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
 
 _CONSTANT_ATTRIBUTES = ("value", "value_float", "value_floats", "value_int", "value_ints")
@@ -58,12 +61,14 @@ class Site:
 def sites(model: ModelProto) -> Iterator[Site]:
     """Yield the constant tensors of `model` in graph order, each under a name of its own.
 
-    Not trained by default is what `note_constants` noted: the factors of a loss or a gradient.
+    Not trained by default is what `note_constants` noted: the factors of a loss or a gradient, nor
+    the scales of a Resize.
 
     Branches may use one name twice; the later ones get a number, as does one whose name is that of
     a value computed elsewhere.
     """
     ours = {n for e in model.metadata_props if e.key == METADATA for n in json.loads(e.value)}
+    ours |= set(_settings(model.graph))
     found = list(_graph_sites(model.graph))
     constants = {site.name for site in found}
     computed = set(_computed(model.graph))
@@ -74,8 +79,8 @@ def sites(model: ModelProto) -> Iterator[Site]:
             i += 1
             name = f"{site.name}_{i}"
         given.add(name)
+        site.default = site.default and ours.isdisjoint((name, site.name))
         site.name = name
-        site.default = site.default and name not in ours
         yield site
 
 
@@ -164,6 +169,15 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield attribute.g
         elif attribute.type == AttributeProto.GRAPHS:
             yield from attribute.graphs
+
+
+def _settings(graph: GraphProto) -> Iterator[str]:
+    """Yield the names of operands that are no weights, in branches too."""
+    for node in graph.node:
+        for place in _SETTINGS.get(node.op_type, ()):
+            yield from node.input[place : place + 1]
+        for inner in subgraphs(node):
+            yield from _settings(inner)
 
 
 def _computed(graph: GraphProto) -> Iterator[str]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.shapes import Dims, constant, dims, einsum_shape, static
+
+_HIDDEN = "onnxgrad.hidden"  # a domain that onnx knows nothing about
 
 
 def spell_out(graph: ir.Graph) -> None:
@@ -64,3 +69,78 @@ def drop_windows(graph: ir.Graph) -> bool:
             continue
         found = True
     return found
+
+
+def wrongly_inferred(graph: ir.Graph, known: Collection[ir.Node]) -> ir.Node | None:
+    """Return the first node, not among `known`, of which onnx inferred a wrong shape, after writing
+    the right one and forgetting all that follows; or None.
+    """
+    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+    for i, node in enumerate(nodes):
+        if node.domain or node.op_type not in _RIGHT or node in known:
+            continue
+        found = dims(node.outputs[0])
+        right = None if found is None else _RIGHT[node.op_type](node, found)
+        if right == found:
+            continue
+        for later in (*(n for n in nodes[:i] if _holds_graph(n)), *nodes[i + 1 :]):
+            for value in later.outputs:
+                value.shape = None
+        node.outputs[0].shape = None if right is None else ir.Shape(right)
+        return node
+    return None
+
+
+def _of_einsum(node: ir.Node, found: Dims) -> Dims | None:
+    """Of the lengths that an index has in several operands, onnx takes the first 1 or symbol."""
+    equation = node.attributes.get_string("equation", "")
+    right = einsum_shape([dims(x) for x in node.inputs], equation)
+    if right is None:
+        return None
+    pairs = zip(found, right, strict=True)  # a length that somebody has declared is kept
+    return tuple(d if r is None and isinstance(d, int) and d > 1 else r for d, r in pairs)
+
+
+def _of_reshape(node: ir.Node, found: Dims) -> Dims:
+    """Where part of the target is known only at run time, onnx takes a 0 in it for a length."""
+    before = dims(node.inputs[0]) or ()
+    copied = (*before, *[None] * len(found))
+    zeros = node.attributes.get_int("allowzero", 0) or 0 in before
+    return (
+        found if zeros else tuple(c if d == 0 else d for c, d in zip(copied, found, strict=False))
+    )
+
+
+def _of_dft(node: ir.Node, found: Dims) -> Dims:
+    """Where the length of the transform is known only at run time, onnx keeps that of the input."""
+    length = node.inputs[1] if len(node.inputs) > 1 else None
+    if length is None or constant(length) is not None:
+        return found
+    axes: Collection[int] = range(len(found))
+    if len(node.inputs) < 3:
+        axes = {
+            node.attributes.get_int("axis", 1) % len(found),
+            len(found) - 2,
+        }  # by default one of these
+    elif (axis := constant(node.inputs[2])) is not None:
+        axes = {int(axis) % len(found)}
+    return tuple(None if i in axes else d for i, d in enumerate(found))
+
+
+_RIGHT = {"DFT": _of_dft, "Einsum": _of_einsum, "Reshape": _of_reshape}
+
+
+def _holds_graph(node: ir.Node) -> bool:
+    return any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
+
+
+@contextmanager
+def hiding(model: ir.Model, nodes: Collection[ir.Node]) -> Iterator[None]:
+    """Keep onnx from inferring the shapes of `nodes`, in a domain that it does not know."""
+    model.opset_imports[_HIDDEN] = 1
+    for node in nodes:
+        node.domain = _HIDDEN
+    yield
+    for node in nodes:
+        node.domain = ""
+    del model.opset_imports[_HIDDEN]

@@ -3,8 +3,11 @@
 from onnxgrad.autodiff.rules import (
     activation,
     arithmetic,
+    columns,
     constant,
     convolution,
+    cumulative,
+    einsum,
     indexing,
     layout,
     linear,
@@ -13,6 +16,9 @@ from onnxgrad.autodiff.rules import (
     pooling,
     quantization,
     reduction,
+    regions,
+    resize,
+    sampling,
     shape,
     spectral,
 )

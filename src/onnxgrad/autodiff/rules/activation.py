@@ -100,6 +100,7 @@ def gelu(op, node, g):
     (x,) = node.inputs
     if node.attributes.get_string("approximate", "none") == "tanh":
         c = sqrt(2 / pi)
+        x = op.Clip(x, -10.0, 10.0)  # the slope is 0 or 1 beyond, where the cube may overflow
         t = op.Tanh(c * (x + 0.044715 * (x * x * x)))
         inner = c * (1.0 + 3 * 0.044715 * (x * x))
         return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner),)
@@ -109,10 +110,22 @@ def gelu(op, node, g):
 
 @rule("Softmax")
 def softmax(op, node, g):
-    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis."""
+    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
+
+    y is NaN where all of x is -inf. If the model itself puts something else in its place, dx is 0.
+    """
     (y,) = node.outputs
+    if _is_replaced(y):
+        y = op.Where(op.IsNaN(y), 0.0, y)
     axis = node.attributes.get_int("axis", -1)
     return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
+
+
+def _is_replaced(y) -> bool:
+    """Tell whether a Where chooses between `y`, or `y` in another dtype, and something else."""
+    users = [user for user, _ in y.uses()]
+    users += [u for cast in users if cast.op_type == "Cast" for u, _ in cast.outputs[0].uses()]
+    return any(user.op_type == "Where" for user in users)
 
 
 @rule("LogSoftmax")

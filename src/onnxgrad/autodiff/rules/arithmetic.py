@@ -25,12 +25,13 @@ elementwise(
     Sinh=lambda op, x, y: op.Cosh(x),
     Cosh=lambda op, x, y: op.Sinh(x),
     Tanh=lambda op, x, y: 1.0 - y * y,
-    Asin=lambda op, x, y: 1.0 / op.Sqrt(1.0 - x * x),
-    Acos=lambda op, x, y: -1.0 / op.Sqrt(1.0 - x * x),
+    # factored, since 1 - x^2 has few correct digits near 1, and x^2 - 1 overflows
+    Asin=lambda op, x, y: 1.0 / op.Sqrt((1.0 - x) * (1.0 + x)),
+    Acos=lambda op, x, y: -1.0 / op.Sqrt((1.0 - x) * (1.0 + x)),
     Atan=lambda op, x, y: 1.0 / (1.0 + x * x),
     Asinh=lambda op, x, y: 1.0 / op.Sqrt(x * x + 1.0),
-    Acosh=lambda op, x, y: 1.0 / op.Sqrt(x * x - 1.0),
-    Atanh=lambda op, x, y: 1.0 / (1.0 - x * x),
+    Acosh=lambda op, x, y: 1.0 / (op.Sqrt(x - 1.0) * op.Sqrt(x + 1.0)),
+    Atanh=lambda op, x, y: 1.0 / ((1.0 - x) * (1.0 + x)),
     Erf=lambda op, x, y: 2.0 / sqrt(pi) * op.Exp(-(x * x)),
 )
 
@@ -62,6 +63,23 @@ def div(op, node, g):
     a, b = node.inputs
     (y,) = node.outputs
     return op.sum_to(g / b, a), -op.sum_to(g / b * y, b)
+
+
+@rule("Mod")
+def mod(op, node, g):
+    """y = a - q b, q = a / b rounded down, or with fmod towards zero:  da = g,  db = -g q."""
+    a, b = node.inputs
+    quotient = op.Round((a - node.outputs[0]) / b)  # the forward's own, also where a / b is inexact
+    return op.sum_to(g, a), -op.sum_to(g * quotient, b)
+
+
+@rule("Range")
+def range_(op, node, g):
+    """y_i = a + i d:  da = sum g,  dd = sum i g."""
+    start, _, delta = node.inputs
+    i = op.Cast(op.Range(np.int64(0), op.Size(g), np.int64(1)), to=g.dtype)
+    dstart, ddelta = (op.ReduceSum(v, keepdims=0) for v in (g, g * i))
+    return op.reshape(dstart, start), None, op.reshape(ddelta, delta)
 
 
 @rule("Sum")

@@ -23,7 +23,7 @@ def tile(op, node, g):
             shape.append(op.size(x, axis))
         if not axes:
             return g, None
-        shape = op.vector(shape)
+        shape = op.vector(*shape)
     else:
         pairs = [op.Unsqueeze(v, [1]) for v in (repeats, op.shape(x))]
         shape = op.Reshape(op.Concat(*pairs, axis=1), [-1])
@@ -60,7 +60,7 @@ def depth_to_space(op, node, g):
     """y = x with blocks of channels laid out in space:  dx = g with them put back."""
     (x,), (b, place_first) = node.inputs, _blocks(node)
     lengths = [op.size(g, 0), op.size(g, 1), op.size(x, 2), b, op.size(x, 3), b]
-    blocks = op.Reshape(g, op.vector(lengths), allowzero=1)
+    blocks = op.Reshape(g, op.vector(*lengths), allowzero=1)
     dx = op.Transpose(blocks, perm=[0, 3, 5, 1, 2, 4] if place_first else [0, 1, 3, 5, 2, 4])
     return (op.reshape(dx, x),)
 
@@ -71,7 +71,7 @@ def space_to_depth(op, node, g):
     (x,), (b, place_first) = node.inputs, _blocks(node)
     n, depth, height, width = op.size(x, 0), op.size(x, 1), op.size(g, 2), op.size(g, 3)
     deep = [b, b, depth] if place_first else [depth, b, b]
-    blocks = op.Reshape(g, op.vector([n, *deep, height, width]), allowzero=1)
+    blocks = op.Reshape(g, op.vector(n, *deep, height, width), allowzero=1)
     dx = op.Transpose(blocks, perm=[0, 3, 4, 1, 5, 2] if place_first else [0, 1, 4, 2, 5, 3])
     return (op.reshape(dx, x),)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from onnxgrad.autodiff.rules.registry import Refused, rule
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.graph.shapes import rank
 
 
@@ -16,9 +19,27 @@ def matmul(op, node, g):
         k, n = op.size(b, 0), op.size(b, 1)
         rows = [op.Reshape(v, _pair(op, width)) for v, width in ((a, k), (g, n))]
         return op.MatMul(g, op.swap(b)), op.Gemm(*rows, transA=1)
-    if rank(a) is None or rank(b) is None:
-        return Refused("the ranks of its operands are not known")
-    return op.sum_to(op.MatMul(g, op.swap(b)), a), op.sum_to(op.MatMul(op.swap(a), g), b)
+    if min(rank(a) or 0, rank(b) or 0) > 1:
+        return op.sum_to(op.MatMul(g, op.swap(b)), a), op.sum_to(op.MatMul(op.swap(a), g), b)
+    left, right, g = _matrices(op, a, b, g)
+    da = op.sum_to(op.MatMul(g, op.swap(right)), left)
+    db = op.sum_to(op.MatMul(op.swap(left), g), right)
+    return op.reshape(da, a), op.reshape(db, b)
+
+
+def _matrices(op, a, b, g):
+    """Return a, b, g with the axis that they lack where a or b is a vector: a row, a column."""
+    row, column = (_ones(op, op.Max(2 - op.Shape(op.Shape(v)), [0])) for v in (a, b))
+    left, right = op.Concat(row, op.Shape(a), axis=0), op.Concat(op.Shape(b), column, axis=0)
+    wide = op.Concat(op.Shape(g), column, axis=0)
+    shape = op.Concat(op.Slice(wide, [0], [-1]), row, op.Slice(wide, [-1], [2**62]), axis=0)
+    return [op.Reshape(v, s, allowzero=1) for v, s in ((a, left), (b, right), (g, shape))]
+
+
+def _ones(op, count):
+    ones = op.ConstantOfShape(count, value=ir.tensor(np.ones(1, np.int64)))
+    ones.dtype = ir.DataType.INT64
+    return ones
 
 
 def _pair(op, width):
@@ -41,3 +62,20 @@ def gemm(op, node, g):
     if c is None:
         return da, db
     return da, db, op.sum_to(g if beta == 1 else beta * g, c)
+
+
+@rule("Det")
+def det(op, node, g):
+    """y = det x:  dx = g C, C_ij the determinant of x with the unit vector j as its row i.
+
+    These are the cofactors, right also where x is singular. n^2 determinants take n^4 numbers and
+    n^5 operations; ONNX has no inverse.
+    """
+    (x,) = node.inputs
+    at = op.Range(np.int64(0), op.Gather(op.Shape(x), np.int64(-1)), np.int64(1))
+    same = op.Equal(op.Unsqueeze(at, [1]), at)
+    units = op.Cast(same, to=x.dtype)
+    rows = op.Where(
+        op.Unsqueeze(same, [1, 3]), op.Unsqueeze(units, [0, 2]), op.Unsqueeze(x, [-4, -3])
+    )
+    return (op.Unsqueeze(g, [-2, -1]) * op.like(op.Det(rows), x),)

@@ -37,23 +37,16 @@ def _per_scale(op, node, v):
     """
     x, scale = node.inputs[:2]
     axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
-    before = _elements_before(op, x, axis)
+    before = op.count(x, 0, axis)
     if not block:
         shape = static(dims(scale))
         length = op.Reshape(op.Size(scale), [1]) if shape is None else prod(shape)
-        rows, shared = op.Reshape(v, op.vector([before, length, -1])), [0, 2]
+        rows, shared = op.Reshape(v, op.vector(before, length, -1)), [0, 2]
     else:
         blocks = op.size(scale, axis)
-        padded = op.Pad(v, op.vector([0, blocks * block - op.size(x, axis)]), None, [axis])
-        rows, shared = op.Reshape(padded, op.vector([before, blocks, block, -1])), [2]
+        padded = op.Pad(v, op.vector(0, blocks * block - op.size(x, axis)), None, [axis])
+        rows, shared = op.Reshape(padded, op.vector(before, blocks, block, -1)), [2]
     return op.ReduceSum(rows, shared, keepdims=0)
-
-
-def _elements_before(op, x, axis: int):
-    """Return the product of the lengths before `axis`: an int, or an int64 tensor [1]."""
-    shape = dims(x)
-    known = static(shape[:axis]) if shape is not None else () if axis == 0 else None
-    return op.ReduceProd(op.Shape(x, end=axis), keepdims=1) if known is None else prod(known)
 
 
 @rule("DynamicQuantizeLinear")

@@ -45,7 +45,7 @@ def concat(op, node, g):
     axis = node.attributes.get_int("axis", 0)
     if len(node.inputs) == 1:
         return (g,)
-    lengths = op.vector([op.size(x, axis) for x in node.inputs])
+    lengths = op.vector(*(op.size(x, axis) for x in node.inputs))
     return op.emit("Split", [g, lengths], {"axis": axis}, outputs=len(node.inputs))
 
 
@@ -87,7 +87,7 @@ def _pads_of_slice(op, node, g):
             end[axis] = op.size(x, axis) - op.size(g, axis)
         else:
             return None
-    return op.vector([*begin, *end])
+    return op.vector(*begin, *end)
 
 
 @rule("Pad")
@@ -145,7 +145,7 @@ def gather(op, node, g):
         axis %= len(shape)
         before, after = [0] * len(shape), [0] * len(shape)
         before[axis], after[axis] = (at, n - (at + 1)) if at >= 0 else (n + at, -1 - at)
-        return op.Pad(op.Unsqueeze(g, [axis]), op.vector([*before, *after])), None
+        return op.Pad(op.Unsqueeze(g, [axis]), op.vector(*before, *after)), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
         row = None if shape is None else static(shape[1:])
         width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)

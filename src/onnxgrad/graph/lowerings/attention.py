@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.lowerings.registry import lowering
-from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.shapes import dims, rank
 
 Length = int | ir.Value  # of an axis: a number, or a tensor [1] known when the graph runs
 _HEADS, _ROWS = 1, 2  # axes of (batch, heads, rows, size)
@@ -43,12 +43,14 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
         scores = op.Tanh(scores / cap) * cap
         exposed = scores if mode else exposed
     if bias is not None:
-        scores = scores + bias
+        scores = op.like(scores + bias, scores)
         exposed = scores if mode == 2 else exposed
     all_see = mask is None and lengths is None and get.get_int("left_window_size", -1) < 0
     precision = get.get_int("softmax_precision", q.dtype)
     weights = _softmax(op, scores, None if all_see else bias, precision)
     exposed = weights if mode == 3 else exposed
+    if len(node.outputs) > 3:  # behind past keys, onnx infers 0 of them
+        node.outputs[3].shape = exposed.shape
     y = _grouped(op, weights, v, lambda a: op.MatMul(a, v))
     return [_heads_together(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
 
@@ -67,11 +69,14 @@ def _grouped(op: Emit, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
 
     The rows of those heads are put one below the other, so that `b` is not repeated.
     """
-    heads, shared = op.size(a, _HEADS), op.size(b, _HEADS)
-    if isinstance(heads, int) and heads == shared:
+    heads, shared = ((dims(v) or (None, None))[_HEADS] for v in (a, b))
+    if heads is not None and heads == shared:
         return product(a)
-    y = product(op.Reshape(a, op.vector([0, shared, -1, 0])))
-    return op.Reshape(y, op.vector([0, heads, -1, 0]))
+    y = product(op.Reshape(a, op.vector(0, op.size(b, _HEADS), -1, 0)))
+    whole = op.Reshape(y, op.vector(0, op.size(a, _HEADS), -1, 0))
+    if dims(a) is not None:
+        whole.shape = ir.Shape([*(dims(a) or ())[:3], (dims(y) or (None,))[-1]])
+    return whole
 
 
 def _scale(op: Emit, node: ir.Node, q: ir.Value) -> Any:
@@ -91,9 +96,10 @@ def _bias(
     if mask is not None:
         if mask.dtype == ir.DataType.BOOL:
             mask = op.Where(mask, zero, minus_inf)
-        have, want = op.size(mask, -1), op.size(k, _ROWS)
-        if not isinstance(have, int) or have != want:  # shorter masks hide the keys beyond
-            mask = op.Pad(mask, op.vector([0, want - have]), minus_inf, [-1])
+        have, want = (dims(mask) or (None,))[-1], (dims(k) or (None,) * 4)[_ROWS]
+        if have is None or have != want:  # shorter masks hide the keys beyond
+            missing = op.size(k, _ROWS) - op.size(mask, -1)
+            mask = op.Pad(mask, op.vector(0, missing), minus_inf, [-1])
     if visible is None:
         return mask
     return op.Where(visible, zero if mask is None else mask, minus_inf)
@@ -141,5 +147,6 @@ def _softmax(op: Emit, scores: ir.Value, bias: ir.Value | None, precision: int) 
     if bias is None:
         return op.Cast(op.Softmax(op.Cast(scores, to=precision), axis=-1), to=scores.dtype)
     dark = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), -np.inf)
-    seen = op.Cast(op.Where(dark, 0.0, scores), to=precision)
-    return op.Where(dark, 0.0, op.Cast(op.Softmax(seen, axis=-1), to=scores.dtype))
+    seen = op.Cast(op.like(op.Where(dark, 0.0, scores), scores), to=precision)
+    weights = op.Cast(op.Softmax(seen, axis=-1), to=scores.dtype)
+    return op.like(op.Where(dark, 0.0, weights), scores)

@@ -39,3 +39,20 @@ def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     )
     axes = [-2] * (rank(a) == 1) + [-1] * (rank(b) == 1)
     return [op.Squeeze(y, axes)]
+
+
+@lowering("Swish")
+def swish(op: Emit, node: Any) -> list[ir.Value]:
+    """y = x sigmoid(a x): onnxruntime 1.31 runs Swish at opset 24 only."""
+    x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.0)
+    return [x * op.Sigmoid(x if alpha == 1 else alpha * x)]
+
+
+@lowering("Mod")
+def mod(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = a - b floor(a / b) for floats without fmod: onnxruntime has no kernel."""
+    a, b = node.inputs
+    real = a.dtype is not None and a.dtype.is_floating_point()
+    if not real or node.attributes.get_int("fmod", 0):
+        return None
+    return [a - b * op.Floor(a / b)]

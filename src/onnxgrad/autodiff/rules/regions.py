@@ -1,0 +1,268 @@
+"""Regions of an image, pooled: RoiAlign and MaxRoiPool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.rules.common import wide
+from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.rules.sampling import arange, as_real
+from onnxgrad.autodiff.rules.shape import scatter_flat
+
+_LONG = ir.DataType.INT64
+
+
+@dataclass(frozen=True)
+class Lines:
+    """The samples of R regions along one axis, I in each of P bins, as far as they are used."""
+
+    first: ir.Value  # (R, P, I), the element at or before each sample
+    t: ir.Value  # the distance from there
+    used: ir.Value  # one within the image, else zero
+    moving: ir.Value  # one where the region moves the sample, zero where it is held at the border
+    by_end: ir.Value  # slope of the place by the end of the region; by its start one less this
+    count: ir.Value  # samples per bin
+    bins: int
+    length: int | ir.Value  # of the axis
+
+
+@rule("RoiAlign")
+def roi_align(op, node, g):
+    """y = Ay x AxT, a matrix for each region and axis, whose rows are means of interpolations:
+    dx = AyT g Ax,  dAy = g Ax xT, dAx = gT Ay x, and so the region (He et al. 2017).
+
+    The maximum is of x times one weight, not of interpolations: y = w x, the first of several.
+    """
+    x, rois, _ = node.inputs
+    dtype = wide(x.dtype)
+    lines, g = [_lines(op, node, axis, dtype) for axis in (0, 1)], op.Cast(g, to=dtype)
+    if node.attributes.get_string("mode", "avg") == "max":
+        dx, ends = _of_maximum(op, node, lines, g)
+    else:
+        dx, ends = _of_mean(op, node, lines, g)
+    (top, bottom), (left, right) = ends
+    scale = node.attributes.get_float("spatial_scale", 1.0)
+    drois = op.Concat(left, top, right, bottom, axis=1) * scale
+    return (
+        op.reshape(op.Cast(dx, to=x.dtype), x),
+        op.like(op.Cast(drois, to=rois.dtype), rois),
+        None,
+    )
+
+
+def _lines(op, node, axis: int, dtype) -> Lines:
+    """Return the samples along the rows (axis 0) or columns of the image."""
+    x, rois, _ = node.inputs
+    get, length = node.attributes, op.size(x, 2 + axis)
+    half = get.get_string("coordinate_transformation_mode", "half_pixel") == "half_pixel"
+    bins = get.get_int("output_width" if axis else "output_height", 1)
+    ends = op.Cast(rois, to=dtype) * get.get_float("spatial_scale", 1.0) - (0.5 if half else 0.0)
+    start, end = (op.Reshape(op.Gather(ends, [at - axis], axis=1), [-1, 1, 1]) for at in (1, 3))
+    extent, real = end - start, as_real(op, length, dtype)
+    extent_ = extent if half else op.Max(extent, 1.0)
+    ratio = get.get_int("sampling_ratio", 0)
+    count, i, there = op.value(float(ratio), dtype), op.Cast(arange(op, ratio), to=dtype), None
+    if ratio <= 0:
+        count = op.Max(op.Ceil(extent_ / float(bins)), 0.0)
+        i = op.Cast(arange(op, _most(op, count)), to=dtype)
+        there, count = op.Less(i, count), op.Max(count, 1.0)
+    p = op.value(np.arange(bins, dtype=dtype.numpy()).reshape(-1, 1))
+    u = (p + (i + 0.5) / count) / float(bins)
+    place = start + extent_ * u
+    used = op.And(op.GreaterOrEqual(place, -1.0), op.LessOrEqual(place, real))
+    used = used if there is None else op.And(used, there)
+    moving = op.And(op.Greater(place, 0.0), op.Less(place, real - 1.0))
+    held = op.Min(op.Max(place, 0.0), real - 1.0)
+    grows = u if half else u * op.Cast(op.GreaterOrEqual(extent, 1.0), to=dtype)
+    first, (used, moving) = op.Floor(held), (op.Cast(v, to=dtype) for v in (used, moving))
+    return Lines(first, held - first, used, used * moving, grows, count, bins, length)
+
+
+def _most(op, counts):
+    """Return the largest of `counts`, at least one, as an int64 tensor [1]."""
+    flat = op.Concat(op.Reshape(counts, [-1]), op.value(np.ones(1, counts.dtype.numpy())), axis=0)
+    return op.Cast(op.ReduceMax(flat, keepdims=1), to=_LONG)
+
+
+# -- means --------------------------------------------------------------------------------------
+
+
+def _of_mean(op, node, lines: list[Lines], g):
+    """Return the gradients of x and of the regions along both axes.
+
+    The matrices of rows are laid out over all images of the batch, with zeros for those that the
+    region is not in: all regions are then one product.
+    """
+    x, rois, batch = node.inputs
+    x = op.Cast(x, to=g.dtype)
+    images, channels, regions = op.size(x, 0), op.size(x, 1), op.size(rois, 0)
+    own = op.Equal(op.Unsqueeze(batch, [1, 2, 3]), op.Unsqueeze(arange(op, images), [1]))
+    own = op.Cast(own, to=g.dtype)  # (R, 1, B, 1)
+    near = [_near(op, line) for line in lines]
+    matrices = [op.ReduceSum(weight, [2], keepdims=0) for weight, _ in near]
+    dx, ends = None, list[Any]()
+    for axis, (line, (_, slope)) in enumerate(zip(lines, near, strict=True)):
+        other, g_ = lines[1 - axis], op.Transpose(g, perm=[0, 1, 3, 2]) if axis else g
+        across = op.MatMul(g_, op.Unsqueeze(matrices[1 - axis], [1]))  # (R, C, P, other length)
+        across = op.Transpose(across, perm=[0, 2, 1, 3])
+        across = op.Reshape(across, op.vector(regions * line.bins, channels * other.length))
+        if dx is None:
+            rows = op.Unsqueeze(matrices[0], [2]) * own
+            rows = op.Reshape(rows, op.vector(regions * line.bins, images * line.length))
+            dx = op.MatMul(op.Transpose(rows, perm=[1, 0]), across)
+            dx = op.Reshape(dx, op.vector(images, line.length, channels, other.length))
+            dx = op.Transpose(dx, perm=[0, 2, 1, 3])
+        lying = op.Transpose(x, perm=[1, 3, 0, 2] if axis == 0 else [1, 2, 0, 3])
+        lying = op.Reshape(lying, op.vector(channels * other.length, images * line.length))
+        d = op.Reshape(op.MatMul(across, lying), op.vector(regions, line.bins, images, line.length))
+        d = op.Unsqueeze(op.ReduceSum(d * own, [2], keepdims=0), [2])
+        ends.append(_ends(op, line, op.ReduceSum(d * slope, [3], keepdims=0)))
+    return dx, ends
+
+
+def _near(op, line: Lines):
+    """Return weights (R, P, I, length) of all elements, and their slopes."""
+    at, t = op.Unsqueeze(line.first, [-1]), op.Unsqueeze(line.t, [-1])
+    places = op.Cast(arange(op, line.length), to=line.first.dtype)
+    here, next_ = (op.Cast(op.Equal(at, p), to=t.dtype) for p in (places, places - 1.0))
+    share, moving = line.used / line.count, line.moving / line.count
+    rise = next_ - here
+    return (here + rise * t) * op.Unsqueeze(share, [-1]), rise * op.Unsqueeze(moving, [-1])
+
+
+def _ends(op, line: Lines, d):
+    """Return the gradients (R, 1) of start and end for that (R, P, I) of the places."""
+    end = op.ReduceSum(d * line.by_end, [1, 2], keepdims=0)
+    start = op.ReduceSum(d, [1, 2], keepdims=0) - end
+    return op.Unsqueeze(start, [1]), op.Unsqueeze(end, [1])
+
+
+# -- maxima -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Winners:
+    """Which of S candidates is the maximum of each bin: each field is (R, C, P, Q, 1)."""
+
+    chosen: ir.Value
+    place: ir.Value  # in the flat image
+    value: ir.Value
+    shape: ir.Value  # (R, C, P, Q, S)
+
+    def of(self, op, v):
+        """Return what `v`, one number per candidate, is for them."""
+        return op.GatherElements(op.Expand(v, self.shape), self.chosen, axis=4)
+
+
+def _winners(op, x, batch, rows, columns, score) -> Winners:
+    """Return the first maximum of `score(elements)` in each bin.
+
+    The candidates are the elements of x at `rows` (R, P, I) and `columns` (R, Q, J), I times J.
+    """
+    channels = op.size(x, 1)
+    plane = op.Unsqueeze(batch, [1]) * op.value(channels, _LONG) + arange(op, channels)
+    row = op.Unsqueeze(plane, [2, 3]) * op.value(op.size(x, 2), _LONG) + op.Unsqueeze(rows, [1])
+    row = op.Unsqueeze(row * op.value(op.size(x, 3), _LONG), [3, 5])
+    places = _together(op, row + op.Unsqueeze(columns, [1, 2, 4]), 4)
+    elements = op.Gather(op.Reshape(x, [-1]), places, axis=0)
+    chosen = op.ArgMax(score(elements), axis=4, keepdims=1)
+    place, value = (op.GatherElements(v, chosen, axis=4) for v in (places, elements))
+    return Winners(chosen, place, value, op.Shape(places))
+
+
+def _together(op, v, axis: int):
+    """Return `v` with its axes from `axis` on merged; there may be no regions."""
+    shape = op.Concat(op.Shape(v, start=0, end=axis), op.vector(op.count(v, axis)), axis=0)
+    shape.shape = ir.Shape([axis + 1])
+    return op.Reshape(v, shape, allowzero=1)
+
+
+def _over(op, rows, columns):
+    """Return the products (R, 1, P, Q, I J) of (R, P, I) and (R, Q, J)."""
+    return _together(op, op.Unsqueeze(rows, [1, 3, 5]) * op.Unsqueeze(columns, [1, 2, 4]), 4)
+
+
+def _of_maximum(op, node, lines: list[Lines], g):
+    """Return the gradients of x and of the regions along both axes."""
+    x, _, batch = node.inputs
+    x, g = op.Cast(x, to=g.dtype), op.Unsqueeze(g, [-1])
+    (rows, *down), (columns, *right) = (_pairs(op, line) for line in lines)
+    weight = _over(op, down[0], right[0])
+    won = _winners(op, x, batch, rows, columns, lambda elements: elements * weight)
+    gx, ends = g * won.value, []
+    for slopes in ([(d, right[0]) for d in down[1:]], [(down[0], d) for d in right[1:]]):
+        by = (gx * won.of(op, _over(op, *pair)) for pair in slopes)
+        ends.append([op.ReduceSum(d, [1, 2, 3], keepdims=0) for d in by])
+    return scatter_flat(op, x, won.place, g * won.of(op, weight)), ends
+
+
+def _pairs(op, line: Lines):
+    """Return the index, weight and slopes by start and end of the two elements that each sample
+    lies between: (R, P, 2 I).
+    """
+    last = op.value(line.length, _LONG) - np.int64(1)
+    first = op.Unsqueeze(op.Cast(line.first, to=_LONG), [-1])
+    rise, here = op.value([-1, 1]), op.value([1, 0])
+    rise, here = (op.Cast(v, to=line.t.dtype) for v in (rise, here))
+    by_start = line.moving * (1.0 - line.by_end)
+    fields = (
+        op.Min(first + np.arange(2), last),
+        op.Unsqueeze(line.used, [-1]) * (op.Unsqueeze(line.t, [-1]) * rise + here),
+        op.Unsqueeze(by_start, [-1]) * rise,
+        op.Unsqueeze(line.moving * line.by_end, [-1]) * rise,
+    )
+    return [_together(op, v, 2) for v in fields]
+
+
+@rule("MaxRoiPool")
+def max_roi_pool(op, node, g):
+    """y = max of a bin of a region:  dx = g added where the maximum was, the first of several.
+
+    Regions are rounded to whole elements, so they have no gradient.
+    """
+    x, rois = node.inputs
+    dtype = wide(x.dtype)
+    regions = op.Cast(rois, to=dtype) * op.value(
+        np.array([1.0] + [node.attributes.get_float("spatial_scale", 1.0)] * 4, dtype.numpy())
+    )
+    batch = op.Cast(op.Gather(regions, np.int64(0), axis=1), to=_LONG)
+    rows, columns = (_bins(op, node, regions, axis) for axis in (0, 1))
+    within = op.Greater(_over(op, rows[1], columns[1]), 0.0)
+    lowest = op.value(-np.inf, dtype)
+    won = _winners(
+        op, op.Cast(x, to=dtype), batch, rows[0], columns[0], lambda v: op.Where(within, v, lowest)
+    )
+    g = op.Unsqueeze(op.Cast(g, to=dtype), [-1])
+    return scatter_flat(op, x, won.place, op.Where(won.of(op, within), g, 0.0)), None
+
+
+def _bins(op, node, regions, axis: int):
+    """Return the elements (R, P, I) of the bins along one axis, and one where there are so many."""
+    length = op.size(node.inputs[0], 2 + axis)
+    count = node.attributes.get_ints("pooled_shape")[axis]
+    dtype = regions.dtype
+    real = as_real(op, length, dtype)
+    start, end = (
+        op.Reshape(_rounded(op, op.Gather(regions, [at - axis], axis=1)), [-1, 1]) for at in (2, 4)
+    )
+    bin_ = op.Max(end - start + 1.0, 1.0) / float(count)
+    p = op.value(np.arange(count, dtype=dtype.numpy()))
+    low, high = (
+        op.Unsqueeze(op.Min(op.Max(v + start, 0.0), real), [-1])
+        for v in (op.Floor(p * bin_), op.Ceil((p + 1.0) * bin_))
+    )
+    at = low + op.Cast(arange(op, _most(op, high - low)), to=dtype)
+    index = op.Cast(op.Min(at, real - 1.0), to=_LONG)
+    return index, op.Cast(op.Less(at, high), to=dtype)
+
+
+def _rounded(op, v):
+    """Return whole numbers, halves away from zero, as the kernels do."""
+    size = op.Abs(v)
+    whole = op.Floor(size)
+    up = op.Cast(op.GreaterOrEqual(size - whole, 0.5), to=v.dtype)
+    return op.Sign(v) * (whole + up)

@@ -1,0 +1,95 @@
+"""Models between versions of the standard: opsets, IR versions, local functions."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import ModelProto, defs, inliner, numpy_helper, version_converter
+
+from onnxgrad.autodiff.rules import RULES
+from onnxgrad.errors import ModelError
+
+WORKING_OPSET = 18
+NEWEST_OPSET = 26  # that onnxruntime 1.31 loads
+
+
+def exists(node: ir.Node, opset: int) -> bool:
+    """Tell whether the operator and the attributes of `node` are there at `opset`."""
+    if node.domain:
+        return True
+    if not defs.has(node.op_type, opset):
+        return False
+    return node.attributes.keys() <= defs.get_schema(node.op_type, opset).attributes.keys()
+
+
+def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
+    """Return the first IR version that knows these opsets."""
+    return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
+
+
+def inlined(proto: ModelProto) -> ModelProto:
+    """Return a copy of `proto` with the nodes of its local functions in place of their calls.
+
+    Functions that have a rule stay.
+    """
+    ruled = [(f.domain, f.name) for f in proto.functions if (f.domain, f.name) in RULES]
+    if ruled:
+        return inliner.inline_selected_functions(proto, ruled, exclude=True)
+    if proto.functions:
+        return inliner.inline_local_functions(proto, convert_version=True)
+    made = ModelProto()
+    made.CopyFrom(proto)
+    return made
+
+
+def raise_opset(proto: ModelProto) -> ModelProto:
+    """Return `proto`, or where its opset is below the working one, a copy at that."""
+    version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
+    if version >= WORKING_OPSET:
+        return proto
+    made = inlined(proto)  # the converter drops functions
+    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
+        made.opset_import.add(domain="", version=WORKING_OPSET)
+        return made
+    made.ir_version = max(made.ir_version, 8)
+    if made.functions:
+        names = ", ".join(f.name for f in made.functions)
+        raise ModelError(
+            f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
+            f"rule ({names}): export the model at opset {WORKING_OPSET} or newer"
+        )
+    upsampled = {n.output[0] for n in made.graph.node if n.op_type == "Upsample"}
+    try:
+        made = version_converter.convert_version(made, WORKING_OPSET)
+    except Exception as e:  # the converter raises several undeclared types
+        raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
+    if version < 11:
+        _keep_places(made.graph, upsampled)
+    return made
+
+
+def _keep_places(graph: onnx.GraphProto, upsampled: set[str]) -> None:
+    """Say at each Resize what was meant before opset 11, which the converter forgets.
+
+    Places were multiples of 1 / scale; onnxruntime takes the element before them where it makes an
+    axis longer, and the one after where it makes it shorter.
+    """
+    tensors = {t.name: t for t in graph.initializer}
+    tensors |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
+    for node in graph.node:
+        if node.op_type != "Resize":
+            continue
+        said = {"coordinate_transformation_mode": "asymmetric"}
+        if not any(a.name == "mode" and a.s != b"nearest" for a in node.attribute):
+            tensor = tensors.get(node.input[2])
+            scales = np.array([0.5, 2]) if tensor is None else numpy_helper.to_array(tensor)
+            longer = node.output[0] in upsampled or (scales >= 1).all()
+            if not longer and (scales > 1).any():
+                raise ModelError(
+                    f"Resize {node.name!r} (output {node.output[0]!r}) before opset 11: nearest "
+                    "needs constant scales, all at least one or all at most one"
+                )
+            said["nearest_mode"] = "floor" if longer else "ceil"
+        for name, value in said.items():
+            node.attribute.add(name=name, type=onnx.AttributeProto.STRING, s=value.encode())

@@ -1,0 +1,235 @@
+"""The node cases that the onnx package ships, and how their gradient is judged.
+
+Nothing here is shared with `check_gradient`: the model runs as it is, in its own precision.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, numpy_helper
+from onnx.backend.test.loader import load_model_tests
+from onnx.reference import ReferenceEvaluator
+
+from onnxgrad import onnx_derivative
+
+FLOATS = {TensorProto.FLOAT, TensorProto.DOUBLE}
+NEWEST = 26  # opset that onnxruntime 1.31 loads
+Feed = dict[str, np.ndarray]
+Function = Callable[[Feed], list[np.ndarray]]
+
+# float operands that are no variables: they say which elements are read, or are compared
+NO_VARIABLE = {
+    "Resize": ("roi", "scales"),
+    "Upsample": ("scales",),
+    "OneHot": ("indices", "depth"),
+    "MaxRoiPool": ("rois",),
+    "CastLike": ("like",),
+    "Dropout": ("r",),  # the probability of a draw
+}
+
+
+@dataclass
+class Case:
+    """A case and its operands; `frozen`: those that are no variables are constants."""
+
+    name: str
+    model: onnx.ModelProto
+    arrays: Feed
+    frozen: bool
+
+    @property
+    def node(self) -> onnx.NodeProto:
+        return self.model.graph.node[0]
+
+    @property
+    def variables(self) -> list[str]:
+        """The float inputs that the gradient is checked for."""
+        return [n for n, a in self.arrays.items() if _varies(self.node, n, a)]
+
+    @cached_property
+    def forward(self) -> tuple[Function, bool]:
+        """The function of the model, and whether onnxruntime computes it."""
+        try:
+            function = _on_onnxruntime(self.model)
+            function(self.arrays)
+            return function, True
+        except Exception:  # no kernel: the errors have no common base
+            return _on_reference(self.model), False
+
+
+def _varies(node: onnx.NodeProto, name: str, a: np.ndarray) -> bool:
+    return a.dtype in (np.float32, np.float64) and name not in NO_VARIABLE.get(node.op_type, ())
+
+
+def cases(frozen: bool, differentiable: Callable[[onnx.NodeProto], bool]) -> list[Case]:
+    """Return the cases of one differentiable operator, not of its function body, that have floats
+    of 32 or 64 bits among operands and results.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = load_model_tests(kind="node")
+    return [made for case in found for made in _made(case, frozen, differentiable)]
+
+
+def _made(case, frozen: bool, differentiable: Callable) -> Iterator[Case]:
+    graph = case.model.graph
+    tensors = [v.type.HasField("tensor_type") for v in (*graph.input, *graph.output)]
+    if "_expanded" in case.name or len(graph.node) != 1 or not all(tensors):
+        return
+    types = [{v.type.tensor_type.elem_type for v in vs} for vs in (graph.input, graph.output)]
+    if any(FLOATS.isdisjoint(of) for of in types) or not differentiable(graph.node[0]):
+        return
+    model = onnx.ModelProto()
+    model.CopyFrom(case.model)
+    [node] = model.graph.node
+    names = [x.name for x in graph.input]
+    arrays = dict(zip(names, map(_array, case.data_sets[0][0]), strict=True))
+    _stamp(model)
+    if node.op_type == "Dropout" and len(names) > 1:  # the same numbers for every run
+        kept = [a for a in node.attribute if a.name != "seed"]
+        del node.attribute[:]
+        node.attribute.extend([*kept, onnx.helper.make_attribute("seed", 1)])
+    made = Case(case.name, model, _moved(node, arrays), frozen)
+    if frozen:
+        _freeze(model, {n: a for n, a in made.arrays.items() if n not in made.variables})
+    if made.variables:
+        yield made
+
+
+def _array(a) -> np.ndarray:
+    return numpy_helper.to_array(a) if isinstance(a, TensorProto) else np.asarray(a)
+
+
+def _stamp(model: onnx.ModelProto) -> None:
+    """Declare the newest versions that onnxruntime loads, where the model needs no newer ones."""
+    model.ir_version = min(model.ir_version, 13)
+    for opset in model.opset_import:
+        if opset.domain == "" and all(_is_known(n) for n in model.graph.node):
+            opset.version = min(opset.version, NEWEST)
+
+
+def _is_known(node: onnx.NodeProto) -> bool:
+    if node.domain or not onnx.defs.has(node.op_type, NEWEST):
+        return bool(node.domain)
+    known = onnx.defs.get_schema(node.op_type, NEWEST).attributes.keys()
+    return {a.name for a in node.attribute} <= known
+
+
+def _moved(node: onnx.NodeProto, arrays: Feed) -> Feed:
+    """Move the variables away from kinks and ties, towards the inside of the domain, and out of
+    what is not finite.
+    """
+    rng, side = np.random.default_rng(0), -1 if node.op_type in ("Acos", "Asin", "Atanh") else 1
+    made = dict(arrays)
+    for name, a in arrays.items():
+        if _varies(node, name, a):
+            finite = np.where(np.isfinite(a), a, 0.5)
+            made[name] = np.asarray(finite + side * 0.01 * (1 + rng.random(a.shape)), a.dtype)
+    return made
+
+
+def _freeze(model: onnx.ModelProto, arrays: Feed) -> None:
+    kept = [x for x in model.graph.input if x.name not in arrays]
+    types = {x.name: x.type.tensor_type.elem_type for x in model.graph.input}
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    for name, a in arrays.items():
+        tensor = numpy_helper.from_array(a, name)
+        assert tensor.data_type == types[name], name
+        model.graph.initializer.append(tensor)
+
+
+# -- running -------------------------------------------------------------------------------------
+
+
+def _on_onnxruntime(model: onnx.ModelProto) -> Function:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    data, taken = model.SerializeToString(), {x.name for x in model.graph.input}
+    draws = any(n.op_type == "Dropout" for n in model.graph.node)
+
+    def load() -> ort.InferenceSession:
+        return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+    session = load()
+
+    def run(feed: Feed) -> list[np.ndarray]:
+        fed = {n: a for n, a in feed.items() if n in taken}
+        return (load() if draws else session).run(None, fed)  # a session draws new numbers each run
+
+    return run
+
+
+def _on_reference(model: onnx.ModelProto) -> Function:
+    evaluator, taken = ReferenceEvaluator(model), {x.name for x in model.graph.input}
+    return lambda feed: evaluator.run(None, {n: a for n, a in feed.items() if n in taken})
+
+
+# -- the judgement ------------------------------------------------------------------------------
+
+
+def errors(case: Case) -> dict[str, float]:
+    """Return for every variable the relative error of its gradient along a random direction.
+
+    The gradient is run by onnxruntime; f = sum(u y), u random, zero where y is not finite.
+    """
+    rng, function = np.random.default_rng(1), case.forward[0]
+    outputs = {
+        y.name: a for y, a in zip(case.model.graph.output, function(case.arrays), strict=True)
+    }
+    factors = {
+        n: np.asarray(np.where(np.abs(y) < 1e30, rng.standard_normal(y.shape), 0), y.dtype)
+        for n, y in outputs.items()
+        if np.issubdtype(y.dtype, np.floating)
+    }
+    size = sum(_dot(np.abs(u), np.abs(outputs[n])) for n, u in factors.items())
+    others = set(case.arrays).isdisjoint(NO_VARIABLE.get(case.node.op_type, ()))
+    inputs = None if others else case.variables
+    model = onnx_derivative(case.model, weights=[], inputs=inputs)
+    found = _on_onnxruntime(model)(case.arrays | {f"{n}_grad": u for n, u in factors.items()})
+
+    def objective(values: Feed) -> float:
+        ys = dict(zip(outputs, function(values), strict=True))
+        return sum(_dot(u, ys[n]) for n, u in factors.items())
+
+    gradients = dict(zip((y.name for y in model.graph.output), found, strict=True))
+    result = {}
+    for name in case.variables:
+        x = case.arrays[name]
+        gradient = gradients.get(f"{name}_grad", np.zeros_like(x))  # without a path to an output
+        v = rng.standard_normal(gradient.shape)
+        slope, floor = float(np.sum(gradient.astype(np.float64) * v)), 1e-3 * size + 1e-4
+        assert (gradient.dtype, gradient.shape) == (x.dtype, x.shape)
+        slopes = [_difference(objective, case.arrays, name, v, h) for h in STEPS]
+        scales = [max(abs(slope), abs(s)) + floor for s in slopes]
+        result[name] = min(
+            [abs(slope - s) / scale for s, scale in zip(slopes, scales, strict=True) if s == s],
+            default=np.inf,
+        )
+    return result
+
+
+STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 3e-4)  # beyond a kink, and too small for the precision
+
+
+def _dot(u: np.ndarray, y: np.ndarray) -> float:
+    if u.shape != y.shape:  # a step that changes the number of elements
+        return np.nan
+    counted = u != 0
+    return float(np.sum(u[counted].astype(np.float64) * y[counted].astype(np.float64)))
+
+
+def _difference(objective, point: Feed, name: str, v: np.ndarray, h: float) -> float:
+    """Return the derivative along v, from four points (Richardson 1911)."""
+
+    def at(step: float) -> float:
+        return objective(point | {name: np.asarray(point[name] + step * v, point[name].dtype)})
+
+    return (8 * (at(h / 2) - at(-h / 2)) - (at(h) - at(-h))) / (6 * h)
