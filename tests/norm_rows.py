@@ -165,6 +165,7 @@ dequantized("one axis", "axis=0", (4,), 3, BYTES[0, 0])
 for axis, length in ((0, 2), (1, 3), (2, 4), (-1, 4), (-3, 2)):
     dequantized(f"axis {axis}", f"axis={axis}", (length,), 1, opset=18 if axis else 23)
 dequantized("default axis", "", (3,), 1)
+dequantized("output dtype", "output_dtype=1", (3,), 1, opset=23)
 dequantized("blocks", "axis=-1, block_size=2", (2, 3, 2), 1)
 dequantized("blocks, the last shorter", "axis=1, block_size=2", (2, 2, 4))
 dequantized("blocks, one", "axis=0, block_size=2", (1, 3, 4), 1)

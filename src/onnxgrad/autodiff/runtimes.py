@@ -18,6 +18,7 @@ Feed = dict[str, np.ndarray]
 Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
 
 _LOW = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_DTYPES = ("to", "dtype", "output_dtype")  # attributes that name one
 _FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # float32 whatever the data is
 
 
@@ -150,7 +151,7 @@ def to_float64(model: ir.Model) -> None:
         for value in node.outputs:
             _widen(value)
         for attribute in list(node.attributes.values()):
-            if attribute.name in ("to", "dtype") and attribute.value in _LOW:
+            if attribute.name in _DTYPES and attribute.value in _LOW:
                 node.attributes[attribute.name] = ir.AttrInt64(attribute.name, ir.DataType.DOUBLE)
             elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _LOW:
                 wide = ir.tensor(attribute.value.numpy().astype(np.float64))

@@ -34,6 +34,15 @@ def expand(model: ir.Model, nodes: Iterable[ir.Node]) -> bool:
     return found
 
 
+def has_body(schema: Any) -> bool:
+    """Tell whether the specification defines an operator by others, in forms that are known."""
+    versions = (
+        *schema.function_opset_versions,
+        *schema.context_dependent_function_opset_versions,
+    )
+    return max(versions, default=0) >= _FIRST
+
+
 def _body(node: ir.Node, opsets: dict[str, int]) -> onnx.FunctionProto | None:
     """Return the newest body that the specification has for `node`, or None."""
     opset = opsets.get(node.domain, 0)

@@ -20,9 +20,10 @@ def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorP
     """Return the float tensors that are trained when none is named, in graph order.
 
     They are the float initializers, the float `Constant` nodes of more than one element (inside
-    branches too), under the name of the node's output, and the coefficients that `ai.onnx.ml`
-    linear operators hold as attributes, as `<node>.coefficients` and `<node>.intercepts`, flat as
-    the attribute is.
+    branches too), under the name of the node's output, and the coefficients that linear models and
+    support vector machines of `ai.onnx.ml` hold as attributes, as `<node>.coefficients`,
+    `<node>.intercepts`, `<node>.rho`, `<node>.prob_a` and `<node>.prob_b`, flat as the attribute
+    is.
 
     Returns:
         `{name: (value, tensor)}`.

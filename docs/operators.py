@@ -1,0 +1,135 @@
+"""Write operators.md: what is known of every operator, from the rules and their tests.
+
+Run from anywhere, with the packages of the tests: `python docs/operators.py`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent / "tests"))
+
+import covered
+from onnxgrad.autodiff.rules import CONSTANT, RULES
+from onnxgrad.graph.bodies import has_body
+from onnxgrad.graph.lowerings import LOWERINGS
+from test_shipped import LATER
+
+FLOATS = {"tensor(float)", "tensor(double)"}
+HEAD = """# Operators
+
+What has a gradient, by which operands, and how that is checked. Made by `python docs/operators.py`
+from the rules and from the tests, which fail when this page is stale. What is chosen at kinks is in
+[a table of its own](kinks.md).
+
+A **rule** writes the gradient. A **lowering** rewrites the operator to others before, and so does
+the function **body** that the specification has. *Rows* are cases of the table of rules: value and
+gradient against central differences in float64, first and second order, lengths known, symbolic,
+known by rank only, or unknown. *Shipped* counts the node cases of the onnx package, run with
+constant and with fed operands; those of ai.onnx.ml are compared with the kernels of onnxruntime on
+models of their own. What is refused raises `NoGradientRule` where it is needed.
+"""
+TABLES = {
+    "With a gradient": "| Operator | By | Gradient of | Not of | Rows | Shipped | Mathematics "
+    "| Refused |",
+    "Declared without a gradient": "| Operator | Why |",
+    "Not differentiated yet": "| Operator | Why |",
+}
+WHY = {
+    "If|Loop|Scan": "holds graphs",
+    "RNN|GRU|LSTM": "runs over time",
+    ".*Sequence.*|Optional.*": "works on sequences or optional values",
+    "CastMap|DictVectorizer|ZipMap": "works on maps: select the tensor before it",
+    "Scatter|Upsample": "deprecated; models that have it are converted",
+}
+
+
+def text() -> str:
+    """Return the page."""
+    rows, shipped = covered.counts(covered.rows()), covered.counts(covered.shipped())
+    answers, parts = covered.by_input(), {title: list[str]() for title in TABLES}
+    for schema in covered.operators():
+        key = (schema.domain, schema.name)
+        name = f"`{schema.name}`" + (f" ({schema.domain})" if schema.domain else "")
+        if key in CONSTANT:
+            parts["Declared without a gradient"].append(f"| {name} | {CONSTANT[key]} |")
+        elif (how := _how(schema)) is None or schema.name in LATER:
+            why = next(w for names, w in WHY.items() if re.fullmatch(names, schema.name))
+            parts["Not differentiated yet"].append(f"| {name} | {why} |")
+        else:
+            yes, no = _operands(schema, answers.get(key))
+            numbers = f"{rows[key] or ''} | {shipped[key] or ''}"
+            mathematics, refused = _mathematics(key), "; ".join(dict.fromkeys(_refused(key)))
+            cells = f"{name} | {how} | {yes} | {no} | {numbers} | {mathematics} | {refused}"
+            parts["With a gradient"].append(f"| {cells} |")
+    return "\n".join([HEAD, *_tables(parts)])
+
+
+def _tables(parts: dict[str, list[str]]) -> Iterator[str]:
+    for title, lines in parts.items():
+        head = TABLES[title]
+        yield from (f"## {title}: {len(lines)}", "", head, "|---" * (head.count("|") - 1) + "|")
+        yield from (*lines, "")
+
+
+def _how(schema: Any) -> str | None:
+    key = (schema.domain, schema.name)
+    if key in RULES:
+        return "rule"
+    if key in LOWERINGS:
+        return "lowering"
+    return "body" if has_body(schema) else None
+
+
+def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, str]:
+    """Return the names of the float operands with a gradient, and of those without."""
+    floats = [(i, x.name) for i, x in enumerate(schema.inputs) if not FLOATS.isdisjoint(x.types)]
+    if answers is None:
+        return ", ".join(name for _, name in floats), ""
+    yes = [name for i, name in floats if "value" in answers.get(i, ())]
+    no = [name for i, name in floats if name not in yes]
+    return ", ".join(yes), ", ".join(no)
+
+
+def _mathematics(key: tuple[str, str]) -> str:
+    """Return the first sentence of the docstring."""
+    function = RULES.get(key) or LOWERINGS.get(key)
+    doc = inspect.getdoc(function) if function else ""
+    first = " ".join((doc or "").split("\n\n")[0].split())
+    return f"`{first.rstrip('.')}`".replace("|", "\\|") if first else ""
+
+
+def _refused(key: tuple[str, str]) -> Iterator[str]:
+    """Yield the reasons that the rule, or what it calls in the rules, may refuse with."""
+    function = RULES.get(key)
+    waiting, seen = [function] if function else [], set()
+    while waiting:
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(function)))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refused":
+                yield _phrase(node.args[0])
+            elif isinstance(node, ast.Name):
+                value = function.__globals__.get(node.id)
+                if inspect.isfunction(value) and ".rules." in value.__module__:
+                    waiting.append(value)
+
+
+def _phrase(node: ast.expr) -> str:
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    parts = [v.value if isinstance(v, ast.Constant) else "..." for v in getattr(node, "values", ())]
+    return re.sub(r"^\.\.\. ", "", "".join(map(str, parts)))
+
+
+if __name__ == "__main__":
+    (FOLDER / "operators.md").write_text(text())

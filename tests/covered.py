@@ -1,0 +1,97 @@
+"""What the tests cover of every operator: found by going through their models."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import onnx
+from onnx import defs, helper
+
+from cases import model
+from convolution_cases import CASES
+from onnxgrad import NoGradientRule, onnx_derivative
+from onnxgrad.autodiff.rules import RULES, Refused, taken_gradients
+from table import ROWS
+from test_convolution import model as model_of_convolution
+from test_shipped import FROZEN, NOT_IN_FLOAT32, NOT_RUN, but_for
+
+Key = tuple[str, str]  # domain, operator
+
+
+@cache
+def rows() -> list[onnx.ModelProto]:
+    """Return the model of every row of the table."""
+    return [model(row) for row in ROWS] + [model_of_convolution(case, "all") for case in CASES]
+
+
+def shipped() -> list[onnx.ModelProto]:
+    """Return the shipped cases that are checked."""
+    return [case.model for case in but_for(FROZEN, NOT_RUN, NOT_IN_FLOAT32)]
+
+
+def counts(models: list[onnx.ModelProto]) -> Counter[Key]:
+    """Return how many of the models hold an operator."""
+    return Counter(
+        key for made in models for key in {(n.domain, n.op_type) for n in made.graph.node}
+    )
+
+
+def attributes() -> dict[Key, dict[str, list[Any]]]:
+    """Return the values that the attributes of every operator have in the tests.
+
+    Where one is left out that is its default, or None.
+    """
+    found: dict[Key, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for made in (*rows(), *shipped()):
+        opset = next((o.version for o in made.opset_import if not o.domain), 0)
+        for node in made.graph.node:
+            given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+            if not node.domain:
+                schema = defs.get_schema(node.op_type, opset, "")
+                stated = {n: a.default_value for n, a in schema.attributes.items()}
+                defaults = {
+                    n: helper.get_attribute_value(a) if a.name else None for n, a in stated.items()
+                }
+                given = defaults | given
+            for name, value in given.items():
+                value = value.decode() if isinstance(value, bytes) else value
+                found[node.domain, node.op_type][name].append(value)
+    return found
+
+
+def by_input() -> dict[Key, dict[int, set[str]]]:
+    """Return what rules answered for each input: "value", "none", or "refused"."""
+    answers: dict[Key, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    before = dict(RULES)
+    RULES.update({key: _recorded(f, answers[key]) for key, f in before.items()})
+    try:
+        for made in rows():
+            try:
+                onnx_derivative(made, weights=[])
+            except NoGradientRule:
+                continue
+    finally:
+        RULES.update(before)
+    return answers
+
+
+def _recorded(function: Any, answers: dict[int, set[str]]) -> Any:
+    def recorded(op, node, *gs):
+        made = function(op, node, *gs[: taken_gradients(function)])
+        if not isinstance(made, Refused):
+            for i, g in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
+                kind = "none" if g is None else "refused" if isinstance(g, Refused) else "value"
+                answers[i].add(kind)
+        return made
+
+    return recorded
+
+
+def operators() -> Iterator[Any]:
+    """Yield the newest schema of every operator of ai.onnx and ai.onnx.ml."""
+    names = {(s.domain, s.name) for s in defs.get_all_schemas() if s.domain in ("", "ai.onnx.ml")}
+    for domain, name in sorted(names):
+        yield defs.get_schema(name, defs.onnx_opset_version() if not domain else 5, domain)
