@@ -62,6 +62,19 @@ def attributes() -> dict[Key, dict[str, list[Any]]]:
     return found
 
 
+def in_gradients() -> dict[Key, set[str]]:
+    """Return the operators in the gradients of the rows, each with the operators of such rows."""
+    found: dict[Key, set[str]] = defaultdict(set)
+    for made in rows():
+        try:
+            gradient = onnx_derivative(made, weights=[])
+        except NoGradientRule:
+            continue
+        for node in gradient.graph.node:
+            found[node.domain, node.op_type].add(made.graph.node[-1].op_type)
+    return found
+
+
 def by_input() -> dict[Key, dict[int, set[str]]]:
     """Return what rules answered for each input: "value", "none", or "refused"."""
     answers: dict[Key, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))

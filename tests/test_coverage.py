@@ -107,6 +107,11 @@ def test_attribute_has_cases(name, attribute, tested):
         assert len(different) > (0 if attribute.required else 1), different
 
 
+def test_gradients_can_be_differentiated():
+    known = {*RULES, *CONSTANT, *LOWERINGS}
+    assert {key: rows for key, rows in covered.in_gradients().items() if key not in known} == {}
+
+
 def test_page_of_operators_is_not_stale():
     """If this fails, run `python docs/operators.py`."""
     folder = Path(__file__).parents[1] / "docs"

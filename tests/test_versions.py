@@ -1,0 +1,63 @@
+"""Models of any opset: raised to what rules know, or lowered to what onnxruntime loads."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from cases import run
+from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
+
+ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+
+
+def model(body: str, opset: int) -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["": {opset}]> '
+        f"g (float[2, 3] x) => (float[2, 3] y) {{ {body} }}"
+    )
+
+
+def opset(made: onnx.ModelProto) -> int:
+    return next(o.version for o in made.opset_import if not o.domain)
+
+
+@pytest.mark.parametrize(("given", "made"), [(9, 18), (18, 18), (22, 22), (26, 26), (28, 26)])
+def test_opset_of_the_gradient(given, made):
+    assert opset(onnx_derivative(model("y = Relu(x)", given))) == made
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "y = SwiGLU<alpha=0.5>(x, x)",
+        "y = SwiGLU(x, x)",
+        "y = Celu<alpha=2.0>(x)",
+        "y = Swish<alpha=0.7>(x)",
+        "h = Exp(x)  y = Mod(x, h)",
+    ],
+)
+def test_newest_operators(body):
+    """onnxruntime 1.31 does not load their opset; what replaces them runs."""
+    made = model(body, 28)
+    report = check_gradient(made, order=2)
+    assert report.ok, str(report)
+    gradient = onnx_derivative(made, options=ONES)
+    assert opset(gradient) == 26
+    dx, y = run(gradient, {"x": np.full((2, 3), 0.3)})
+    assert np.isfinite(dx).all()
+    assert np.isfinite(y).all()
+
+
+def test_body_is_the_last_resort():
+    """An operator with a rule stays as it is, although the specification has a body for it."""
+    made = onnx_derivative(model("y = Selu(x)", 22), options=ONES)
+    assert "Selu" in {node.op_type for node in made.graph.node}
+
+
+def test_body_with_a_loop():
+    text = """<ir_version: 10, opset_import: ["": 27]> g (float[N, T, 4] q) => (float[N, T, 4] y) {
+        y, s = LinearAttention<q_num_heads=2, kv_num_heads=2, update_rule="linear">(q, q, q) }"""
+    with pytest.raises(NoGradientRule, match=r"Scan .*no rule"):
+        onnx_derivative(onnx.parser.parse_model(text))
