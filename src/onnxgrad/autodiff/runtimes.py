@@ -20,6 +20,7 @@ Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
 _LOW = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _DTYPES = ("to", "dtype", "output_dtype")  # attributes that name one
 _FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # float32 whatever the data is
+_ROUNDED = {"GridSample"}  # in float32 by onnx.reference
 
 
 class NoKernelError(RuntimeError):
@@ -123,6 +124,9 @@ def _erf(x: np.ndarray) -> np.ndarray:
 def on_reference(proto: ModelProto) -> Function:
     """Return the function that runs `proto` on `onnx.reference`."""
     outputs = _float_outputs(proto)
+    rounded = next((n.op_type for n in proto.graph.node if n.op_type in _ROUNDED), None)
+    if rounded:
+        raise NoKernelError(f"onnx.reference computes parts of {rounded} in float32")
 
     def run(feed: Feed) -> list[np.ndarray]:
         try:

@@ -68,7 +68,7 @@ def _kernel(op: Emit, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int)
     rbf = kind == "RBF"
     x, s = (op.Cast(v, to=DOUBLE if rbf else FLOAT) for v in (x, vectors))
     s = op.Reshape(s, [count, -1])
-    products = op.MatMul(x, op.Transpose(s, perm=[1, 0]))
+    products = op.Gemm(x, s, transB=1)
     if rbf:
         norm = op.ReduceSumSquare(x, [1], keepdims=1) + op.ReduceSumSquare(s, [1], keepdims=0)
         return op.Exp(op.Cast(-gamma * (norm - 2.0 * products), to=FLOAT))
