@@ -16,6 +16,8 @@ from typing import Any
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent / "tests"))
 
+import onnx
+
 import covered
 from onnxgrad.autodiff.rules import CONSTANT, RULES
 from onnxgrad.graph.bodies import has_body
@@ -26,19 +28,19 @@ FLOATS = {"tensor(float)", "tensor(double)"}
 HEAD = """# Operators
 
 What has a gradient, by which operands, and how that is checked. Made by `python docs/operators.py`
-from the rules and from the tests, which fail when this page is stale. What is chosen at kinks is in
-[a table of its own](kinks.md).
+from the rules and from the tests, which fail when this page is stale. The slopes at kinks are
+compared with those of PyTorch in [a table of their own](kinks.md).
 
 A **rule** writes the gradient. A **lowering** rewrites the operator to others before, and so does
 the function **body** that the specification has. *Rows* are cases of the table of rules: value and
 gradient against central differences in float64, first and second order, lengths known, symbolic,
-known by rank only, or unknown. *Shipped* counts the node cases of the onnx package, run with
-constant and with fed operands; those of ai.onnx.ml are compared with the kernels of onnxruntime on
-models of their own. What is refused raises `NoGradientRule` where it is needed.
+known by rank only, or unknown. *Shipped* counts the node cases of onnx {version}, run with constant
+and with fed operands; those of ai.onnx.ml are compared with the kernels of onnxruntime on models of
+their own. What is refused raises `NoGradientRule` where it is needed.
 """
 TABLES = {
     "With a gradient": "| Operator | By | Gradient of | Not of | Rows | Shipped | Mathematics "
-    "| Refused |",
+    "| Notes | Kinks: slopes | Refused |",
     "Declared without a gradient": "| Operator | Why |",
     "Not differentiated yet": "| Operator | Why |",
 }
@@ -54,6 +56,7 @@ WHY = {
 def text() -> str:
     """Return the page."""
     rows, shipped = covered.counts(covered.rows()), covered.counts(covered.shipped())
+    kinks = _kinks()
     answers, parts = covered.by_input(), {title: list[str]() for title in TABLES}
     for schema in covered.operators():
         key = (schema.domain, schema.name)
@@ -66,10 +69,11 @@ def text() -> str:
         else:
             yes, no = _operands(schema, answers.get(key))
             numbers = f"{rows[key] or ''} | {shipped[key] or ''}"
-            mathematics, refused = _mathematics(key), "; ".join(dict.fromkeys(_refused(key)))
-            cells = f"{name} | {how} | {yes} | {no} | {numbers} | {mathematics} | {refused}"
+            doc, refused = _doc(key), "; ".join(dict.fromkeys(_refused(key)))
+            more = f"{doc} | {'; '.join(kinks.get(schema.name, ()))} | {refused}"
+            cells = f"{name} | {how} | {yes} | {no} | {numbers} | {more}"
             parts["With a gradient"].append(f"| {cells} |")
-    return "\n".join([HEAD, *_tables(parts)])
+    return "\n".join([HEAD.format(version=onnx.__version__), *_tables(parts)])
 
 
 def _tables(parts: dict[str, list[str]]) -> Iterator[str]:
@@ -98,12 +102,37 @@ def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, st
     return ", ".join(yes), ", ".join(no)
 
 
-def _mathematics(key: tuple[str, str]) -> str:
-    """Return the first sentence of the docstring."""
+def _doc(key: tuple[str, str]) -> str:
+    """Return the docstring as two cells: the mathematics, which come first, and the rest."""
     function = RULES.get(key) or LOWERINGS.get(key)
     doc = inspect.getdoc(function) if function else ""
-    first = " ".join((doc or "").split("\n\n")[0].split())
-    return f"`{first.rstrip('.')}`".replace("|", "\\|") if first else ""
+    first, _, rest = (doc or "").replace("|", "\\|").partition("\n\n")
+    mathematics = _slope(key[1], function) or " ".join(first.split()).rstrip(".")
+    return f"`{mathematics}` | {' '.join(rest.split())}" if mathematics else " | "
+
+
+def _slope(name: str, function: Any) -> str | None:
+    """Return y and dx of a rule that is given by its slope, as it is written there."""
+    if function is None or function.__name__ != "multiply":
+        return None
+    slope = inspect.getclosurevars(function).nonlocals["slope"]
+    for node in ast.walk(ast.parse(Path(inspect.getfile(slope)).read_text())):
+        if (
+            isinstance(node, ast.keyword)
+            and node.arg == name
+            and isinstance(node.value, ast.Lambda)
+        ):
+            return f"y = {name}(x):  dx = g * ({ast.unparse(node.value.body)})"
+    return None
+
+
+def _kinks() -> dict[str, list[str]]:
+    """Return what kinks.md says of each operator."""
+    found: dict[str, list[str]] = {}
+    page = (FOLDER / "kinks.md").read_text()
+    for name, at, slope in re.findall(r"^\| `(\w+).*?` \| (.*?) \| (.*?) \|", page, re.MULTILINE):
+        found.setdefault(name, []).append(f"{at}: {slope}")
+    return found
 
 
 def _refused(key: tuple[str, str]) -> Iterator[str]:
