@@ -113,16 +113,18 @@ def _doc(key: tuple[str, str]) -> str:
 
 def _slope(name: str, function: Any) -> str | None:
     """Return y and dx of a rule that is given by its slope, as it is written there."""
-    if function is None or function.__name__ != "multiply":
+    slope = inspect.getclosurevars(function).nonlocals.get("slope") if function else None
+    if slope is None:
         return None
-    slope = inspect.getclosurevars(function).nonlocals["slope"]
     for node in ast.walk(ast.parse(Path(inspect.getfile(slope)).read_text())):
-        if (
-            isinstance(node, ast.keyword)
-            and node.arg == name
-            and isinstance(node.value, ast.Lambda)
-        ):
-            return f"y = {name}(x):  dx = g * ({ast.unparse(node.value.body)})"
+        pairs = [(node.arg, node.value)] if isinstance(node, ast.keyword) else []
+        if isinstance(node, ast.Dict):
+            pairs = [
+                (getattr(k, "value", None), v) for k, v in zip(node.keys, node.values, strict=True)
+            ]
+        for key, value in pairs:
+            if key == name and isinstance(value, ast.Lambda):
+                return f"y = {name}(x):  dx = g * ({ast.unparse(value.body)})"
     return None
 
 

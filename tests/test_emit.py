@@ -337,6 +337,16 @@ def test_what_is_constant():
     assert not op.is_all(weight, 1)
 
 
+def test_dtype_is_that_of_the_first_operand():
+    n = inputs((1,))[0]
+    op = emitter(n)
+    n.dtype = ir.DataType.INT64
+    assert op.Expand(np.float32(1), n).dtype == ir.DataType.FLOAT
+    with op:
+        assert (2 * n).dtype == ir.DataType.INT64
+        assert op.Where(op.Equal(n, 1), 0.5, n).dtype == ir.DataType.INT64
+
+
 def test_swap():
     x, z = inputs(("N", 2, 3), None)
     op = emitter(x, z)

@@ -108,12 +108,11 @@ class Emit:
         if found is None:
             node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
             found = list(node.outputs)
+            kind = _dtype(op_type, values, attributes)
             for value in found:
                 value.name = self.name(op_type.lower())
-                if kind := _OUTPUT_DTYPE.get(op_type, dtype):
+                if kind:
                     value.dtype = kind
-            if op_type == "Cast":
-                found[0].dtype = ir.DataType(attributes["to"])
             shape = output_shape(op_type, values, attributes)
             found[0].shape = None if shape is None else ir.Shape(shape)
             if self.before is None:
@@ -345,6 +344,16 @@ class Emit:
             return terms[0]
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.like(y, terms[0]) if y.shape is None else y
+
+
+def _dtype(op_type: str, operands: list, attributes: dict) -> ir.DataType | None:
+    """Return the dtype of the outputs, by the operator or by the first operand that counts."""
+    if op_type == "Cast":
+        return ir.DataType(attributes["to"])
+    if op_type in _OUTPUT_DTYPE:
+        return _OUTPUT_DTYPE[op_type]
+    counted = operands[1:] if op_type == "Where" else operands
+    return next((v.dtype for v in counted if v is not None and v.dtype), None)
 
 
 def _attr_key(attr: ir.Attr) -> Any:
