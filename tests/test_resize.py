@@ -194,3 +194,13 @@ def test_gradient_models_load_without_warnings_of_shape():
         onnx_derivative(made).SerializeToString(), providers=["CPUExecutionProvider"]
     )
     assert session.get_outputs()[0].shape == [1, 2, 6, 7]
+
+
+def test_scales_are_no_input_by_default():
+    made = parsed("float[1, 1, 4] x, float[3] s", 'y = Resize<mode = "linear">(x, , s)')
+    assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad"]
+    feed = {"x": np.arange(4.0).reshape(1, 1, 4), "s": np.array([1, 1, 1.7])}
+    report = check_gradient(made, feed=feed)
+    assert report.ok, str(report)
+    with pytest.raises(NoGradientRule, match="the gradient of its scales is not covered"):
+        onnx_derivative(made, inputs=["s"])

@@ -103,7 +103,8 @@ def check_gradient(
 
     Args:
         model: model, serialized model or path; never modified.
-        inputs: names of the inputs to check; None: every float input.
+        inputs: names of the inputs to check; None: every float input, but for the scales and
+            regions of a Resize.
         weights: names of the weights to check; None: every one that is trained by default.
         rtol: largest relative error; None: 1e-6 in float64, 0.02 in float32.
         order: 1, or 2 to check the gradient of the gradient.
@@ -129,15 +130,17 @@ def check_gradient(
         if name not in point:
             raise unknown("input", name, point)
     point |= {n: np.asarray(array, point[n].dtype) for n, array in (feed or {}).items()}
-    wrt = [str(x.name) for x in prepared.graph.inputs if is_real(x)] if inputs is None else inputs
-    if not [*wrt, *weights] or not any(map(is_real, prepared.graph.outputs)):
+    if inputs is None:
+        floats = (x for x in prepared.graph.inputs if is_real(x) and not constants.is_setting(x))
+        inputs = [str(x.name) for x in floats]
+    if not [*inputs, *weights] or not any(map(is_real, prepared.graph.outputs)):
         raise ValueError("there is no float input or weight, or no float output, to check")
     values = _values(proto, point)
 
     as_inputs(proto, prepared.graph, weights)
     point |= {name: sites[name].array() for name in weights}
     primal = to_proto(prepared)
-    return _judge(_Problem(primal, point, [*wrt, *weights], values, rtol, order, seed))
+    return _judge(_Problem(primal, point, [*inputs, *weights], values, rtol, order, seed))
 
 
 def _judge(problem: _Problem) -> GradientReport:

@@ -65,7 +65,8 @@ def onnx_derivative(
         onx: model, serialized model or path; never modified.
         weights: names of the weights, which become inputs. None: every float constant of the model
             (`get_train_initializer`) that the outputs depend on; `[]`: none, they stay.
-        inputs: names of the inputs. None: every float input that the outputs depend on.
+        inputs: names of the inputs. None: every float input that the outputs depend on, but for the
+            scales and regions of a Resize.
         options: see `DerivativeOptions`.
         loss: with `Loss`, the output that holds the loss.
         label: with `Loss`, the label input or inputs, for which no gradient is computed.
@@ -272,7 +273,7 @@ def _choose_inputs(
     for name in labels:
         _by_name("input", name, graph.inputs)
     if names is None:
-        return [x for x in floats if x.name not in labels]
+        return [x for x in floats if x.name not in labels and not constants.is_setting(x)]
     made = [_by_name("input", name, graph.inputs) for name in once("input", names)]
     for x in made:
         if x not in floats:

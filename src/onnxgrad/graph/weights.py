@@ -33,7 +33,7 @@ ML_COEFFICIENTS = {
     },
 }
 
-# operands that tell how to compute: no weights, unless they are named
+# operands that tell how to compute: neither weights nor inputs by default
 _SETTINGS = {"Resize": (1, 2), "Upsample": (1,)}
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
@@ -169,6 +169,11 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield attribute.g
         elif attribute.type == AttributeProto.GRAPHS:
             yield from attribute.graphs
+
+
+def is_setting(value: ir.Value) -> bool:
+    """Tell whether `value` tells some operator how to compute, as the scales of a Resize do."""
+    return any(place in _SETTINGS.get(node.op_type, ()) for node, place in value.uses())
 
 
 def _settings(graph: GraphProto) -> Iterator[str]:
