@@ -31,7 +31,9 @@ from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.tidy import tidy
 
 _FLOOR = 1e-5  # of the outputs' size: smaller differences are rounding
-_RTOL_OF_VALUES = 1e-3  # between the model as it is and the model in another precision
+# Between the model as it is and the model in another precision. It is that much for one operator:
+# onnxruntime works out the probabilities of an SVMClassifier to within 0.005.
+_RTOL_OF_VALUES = 6e-3
 
 
 @dataclass(frozen=True)
