@@ -39,7 +39,6 @@ def test_gradient(row, known):
     for order in (1, 2):
         report = check_gradient(made, feed=feed(row), order=order)
         assert report.ok, f"order {order}\n{report}"
-        assert report.rows[0].error < 1e-3  # of the values
 
 
 def in_dtype(model: onnx.ModelProto, dtype: int) -> onnx.ModelProto:

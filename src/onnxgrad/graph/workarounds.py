@@ -101,16 +101,6 @@ def _of_einsum(node: ir.Node, found: Dims) -> Dims | None:
     return tuple(d if r is None and isinstance(d, int) and d > 1 else r for d, r in pairs)
 
 
-def _of_reshape(node: ir.Node, found: Dims) -> Dims:
-    """Where part of the target is known only at run time, onnx takes a 0 in it for a length."""
-    before = dims(node.inputs[0]) or ()
-    copied = (*before, *[None] * len(found))
-    zeros = node.attributes.get_int("allowzero", 0) or 0 in before
-    return (
-        found if zeros else tuple(c if d == 0 else d for c, d in zip(copied, found, strict=False))
-    )
-
-
 def _of_dft(node: ir.Node, found: Dims) -> Dims:
     """Where the length of the transform is known only at run time, onnx keeps that of the input."""
     length = node.inputs[1] if len(node.inputs) > 1 else None
@@ -127,7 +117,7 @@ def _of_dft(node: ir.Node, found: Dims) -> Dims:
     return tuple(None if i in axes else d for i, d in enumerate(found))
 
 
-_RIGHT = {"DFT": _of_dft, "Einsum": _of_einsum, "Reshape": _of_reshape}
+_RIGHT = {"DFT": _of_dft, "Einsum": _of_einsum}
 
 
 def _holds_graph(node: ir.Node) -> bool:
