@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onnxgrad.autodiff.check import GradientReport, check_gradient
     from onnxgrad.autodiff.derivative import DerivativeOptions, onnx_derivative
+    from onnxgrad.autodiff.partition import Partition, partition
     from onnxgrad.autodiff.rules import Refused, rule
     from onnxgrad.errors import ConvergenceError, ModelError, NoGradientRule, ProviderError
     from onnxgrad.feeds import random_feed
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "autodiff.check": ("GradientReport", "check_gradient"),
     "autodiff.derivative": ("DerivativeOptions", "onnx_derivative"),
+    "autodiff.partition": ("Partition", "partition"),
     "autodiff.rules": ("Refused", "rule"),
     "errors": ("ConvergenceError", "ModelError", "NoGradientRule", "ProviderError"),
     "feeds": ("random_feed",),
@@ -44,6 +46,7 @@ __all__ = [
     "ModelError",
     "NoGradientRule",
     "OrtGradientOptimizer",
+    "Partition",
     "ProviderError",
     "Refused",
     "adam",
@@ -56,6 +59,7 @@ __all__ = [
     "onnx_derivative",
     "onnx_simple_text_plot",
     "onnx_text_plot_io",
+    "partition",
     "penalty_loss_onnx",
     "random_feed",
     "rule",

@@ -91,7 +91,7 @@ def onnx_derivative(
     report = logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING
     before, logger.level = logger.level, min(report, logger.getEffectiveLevel())
     try:
-        with _garbage_kept():
+        with garbage_kept():
             asked = _Asked(weights, inputs, options, loss, labels, stop_gradient, straight_through)
             made = _derivative(proto, asked)
     finally:
@@ -102,7 +102,7 @@ def onnx_derivative(
 
 
 @contextmanager
-def _garbage_kept() -> Iterator[None]:
+def garbage_kept() -> Iterator[None]:
     """Pause the collector: it would walk through a graph that grows, of which all is in use."""
     enabled = gc.isenabled()
     gc.disable()
@@ -172,7 +172,7 @@ def _derivative(proto: ModelProto, asked: _Asked) -> ModelProto:
     dropped = [o.name for o in proto.graph.output if non_tensor(o)]
     if dropped and options & flags.KeepOutputs:
         logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
-    protected = {*graph.inputs, *kept}
+    protected = {*graph.inputs, *kept, *seeds.values()}
     found = [x for x in wanted if x in gradients]
     if not found:
         raise ValueError(_nothing_to_do(proto, differentiated, wanted))

@@ -7,11 +7,11 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
-from onnx_ir.analysis import analyze_implicit_usage
 
 from onnxgrad.autodiff.rules import CONSTANT, RULES, Refused, taken_gradients
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.reads import reader
 
 logger = logging.getLogger("onnxgrad")
 
@@ -65,25 +65,16 @@ def _active(
     shortcuts: Mapping[ir.Value, ir.Value],
 ) -> tuple[set[ir.Value], list[ir.Node]]:
     """Return the values that depend on `wrt`, and the nodes between them."""
-    captured = analyze_implicit_usage(graph)
+    reads = reader(graph)
     active, walk = set(wrt), []
     for node in graph:
-        inner = (v for g in _subgraphs(node) for v in captured.get(g, ()))
         origins = (shortcuts[y] for y in node.outputs if y in shortcuts)
-        if all(map(active.isdisjoint, (node.inputs, inner, origins))):
+        if active.isdisjoint(reads(node)) and active.isdisjoint(origins):
             continue
         walk.append(node)
         floats = (y for y in node.outputs if y.dtype is None or y.dtype.is_floating_point())
         active.update(y for y in floats if y not in stops)
     return active, walk
-
-
-def _subgraphs(node: ir.Node) -> Iterable[ir.Graph]:
-    for attribute in node.attributes.values():
-        if attribute.type == ir.AttributeType.GRAPH:
-            yield attribute.as_graph()
-        elif attribute.type == ir.AttributeType.GRAPHS:
-            yield from attribute.as_graphs()
 
 
 def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
@@ -134,14 +125,12 @@ def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
 
 def _path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
     """Return the names on a shortest path from one of `wrt` to `node`."""
-    captured = analyze_implicit_usage(node.graph) if isinstance(node.graph, ir.Graph) else {}
+    assert isinstance(node.graph, ir.Graph)
+    reads = reader(node.graph)
     wanted, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}
     while queue:
         at, path = queue.popleft()
-        inner = (v for g in _subgraphs(at) for v in captured.get(g, ()))
-        for x in (*at.inputs, *inner):
-            if x is None:
-                continue
+        for x in reads(at):
             if x in wanted:
                 return [str(x.name), *path]
             before = x.producer()

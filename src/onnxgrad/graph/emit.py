@@ -24,7 +24,10 @@ _OUTPUT_DTYPE = {
     ),
 }
 _SMALL = 64  # elements: a constant this size is looked at, and folded
-_RANDOM = {"Dropout", "Bernoulli", "RandomNormalLike", "RandomUniformLike", "Multinomial"}
+RANDOM = frozenset(  # twice the same node draws twice
+    "Bernoulli Dropout Multinomial "
+    "RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split()
+)
 _current: ContextVar[Emit] = ContextVar("emit")
 
 
@@ -120,7 +123,7 @@ class Emit:
             else:
                 self.graph.insert_before(self.before, node)
             self._written.add(node)
-            if op_type not in _RANDOM and not fresh:
+            if op_type not in RANDOM and not fresh:
                 self._known[key] = found
         return found[0] if outputs == 1 else found
 

@@ -71,7 +71,7 @@ def select_model_inputs_outputs(
     if outputs is not None:
         graph.outputs[:] = [values[name] for name in outputs]
     if inputs is not None:
-        graph.inputs[:] = [_as_input(graph, values[name]) for name in inputs]
+        graph.inputs[:] = [as_input(graph, values[name]) for name in inputs]
     tidy(model)
     lost = [v.name for v in declared if v not in graph.inputs and v.uses()]
     if lost:
@@ -79,7 +79,7 @@ def select_model_inputs_outputs(
     return to_proto(model)
 
 
-def _as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
+def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
     """Return an input that takes the place of `value`."""
     if value.dtype is None:
         raise ValueError(f"the type of {value.name!r} is not known: it cannot become an input")

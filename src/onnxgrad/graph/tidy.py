@@ -5,7 +5,25 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from onnxgrad.graph.reads import subgraphs
+
 
 def tidy(model: ir.Model) -> None:
-    """Remove, in place, the nodes and constants that no output needs."""
+    """Remove, in place, the nodes and constants that no output needs.
+
+    The nodes of the main graph are removed at once: the pass takes one by one, asks for the list of
+    outputs each time, and stumbles over branches that still read what it removes.
+    """
+    needed: set[ir.Value | None] = set(model.graph.outputs)
+    unused = []
+    for node in reversed(model.graph):
+        inner = [n for held in subgraphs(node) for n in held.all_nodes()]
+        if needed.isdisjoint(node.outputs):
+            unused.append(node)
+            for n in inner:
+                n.resize_inputs(0)
+        else:
+            needed.update(node.inputs, *(n.inputs for n in inner))
+            needed.update(*(held.outputs for held in subgraphs(node)))
+    model.graph.remove(unused, safe=True)
     RemoveUnusedNodesPass()(model)
