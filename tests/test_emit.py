@@ -360,3 +360,14 @@ def test_total():
     assert op.total([x]) is x
     assert op.total([x, y]).producer().op_type == "Add"
     assert op.total([x, y, z]).producer().op_type == "Sum"
+
+
+def test_a_context_inside_of_itself():
+    a, b = inputs((2,), (2,))
+    op, other = emitter(a, b), emitter()
+    with op:
+        with other, op:
+            a * b
+        a + b
+    assert written(op) == ["Mul", "Add"]
+    assert written(other) == []

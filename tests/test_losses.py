@@ -397,3 +397,18 @@ def test_the_output_to_judge(index):
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         add_loss_output(layer(), **options)
+
+
+@pytest.mark.parametrize("opset", [18, 22])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_far_out_in_every_precision(kind, opset):
+    """onnxruntime has a kernel of Softplus for float32 alone; at 0 the slope is one half."""
+    f, y = np.array([-1e4, -9.0, 0.0, 9.0, 1e4]), np.array([1, 1, 0, 0, 0])
+    model = scores((5,), kind)
+    model.opset_import[0].version = opset
+    made = add_loss_output(model, "binary_cross_entropy", from_logits=True)
+    loss, gradient = evaluate(made, {"x": f, "label": y})
+    rtol = 1e-3 if kind == "float16" else 1e-6
+    np.testing.assert_allclose(loss, 2e4 + np.log(2) + 2 * np.log1p(np.exp(9)), rtol=rtol)
+    expected = (1 + np.tanh(f / 2)) / 2 - y
+    np.testing.assert_allclose(gradient, expected, rtol=rtol, atol=rtol / 10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 
 import numpy as np
@@ -10,7 +11,17 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import DerivativeOptions, add_loss_output, onnx_derivative, penalty_loss_onnx
+from onnxgrad import (
+    BaseLearningPenalty,
+    DerivativeOptions,
+    ElasticLearningPenalty,
+    EvaluationError,
+    NoLearningPenalty,
+    add_loss_output,
+    onnx_derivative,
+    penalty_loss_onnx,
+)
+from onnxgrad.penalties import PerWeightLearningPenalty
 
 CONSTANT = "w = Constant<value = float[2] {2.0, -3.0}>()"
 
@@ -107,3 +118,134 @@ def test_penalty_nodes(dtype, options, opset):
 def test_a_null_penalty(options):
     with pytest.raises(ValueError, match="the penalty of 'w' is null"):
         penalty_loss_onnx("w", np.float32, **options)
+
+
+RNG = np.random.default_rng(0)
+WEIGHTS = [RNG.standard_normal(shape) for shape in ((2, 3, 2), (4,), ())]
+
+
+def ortvalue(array):
+    return ort.OrtValue.ortvalue_from_numpy(array)
+
+
+@pytest.mark.parametrize("opset", [14, 18, 26])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("choice", "pairs"),  # (l1, l2) of each weight
+    [
+        (ElasticLearningPenalty(), [(0.5, 0.5)] * 3),
+        (ElasticLearningPenalty(l1=2, l2=0), [(2, 0)] * 3),
+        (ElasticLearningPenalty(l1=0.0, l2=3), [(0, 3)] * 3),
+        (0.25, [(0, 0.25)] * 3),
+        ({"W1": 2, "W2": {"l1": 0.1}}, [None, (0, 2), (0.1, 0)]),
+        ({"W0": ElasticLearningPenalty(1, 2), "W1": NoLearningPenalty()}, [(1, 2), None, None]),
+        (None, [None] * 3),
+        (ElasticLearningPenalty(0, 0), [None] * 3),
+        ({}, [None] * 3),
+    ],
+)
+def test_learning_penalties(choice, pairs, dtype, opset):
+    kind = BaseLearningPenalty.select(choice)
+    kind.build_onnx_function(opset, "cpu", 3, dtype)
+    weights = [w.astype(dtype) for w in WEIGHTS]
+    loss, gradients = kind.penalty_loss(*weights), kind.penalty_gradient(*weights)
+    expected = 0.0
+    rtol = 4e-3 if dtype == np.float16 else 1e-5
+    for w, pair, found in zip(weights, pairs, gradients, strict=True):
+        if pair is None:
+            assert found is None
+            continue
+        a, b = pair
+        w = w.astype(np.float64)
+        expected += a * abs(w).sum() + b * (w * w).sum()
+        assert (found.shape, found.dtype) == (w.shape, dtype)
+        np.testing.assert_allclose(found, a * np.sign(w) + 2 * b * w, rtol=rtol, atol=rtol)
+    assert (loss.shape, loss.dtype) == ((), dtype)
+    np.testing.assert_allclose(loss, expected, rtol=rtol)
+    bound = [ortvalue(w) for w in weights]
+    np.testing.assert_array_equal(kind.penalty_loss(*bound).numpy(), loss)
+    for value, array in zip(kind.penalty_gradient(*bound), gradients, strict=True):
+        assert (value is None) == (array is None)
+        if value is not None:
+            np.testing.assert_array_equal(value.numpy(), array)
+    nothing = not any(pairs)
+    assert hasattr(kind, "penalty_onnx_") != nothing
+    assert hasattr(kind, "penalty_grad_onnx_") != nothing
+
+
+def test_penalties_by_name():
+    given = ElasticLearningPenalty(1, 2)
+    assert BaseLearningPenalty.select(given) is given
+    for name in ("elastic", "l1l2", "ElasticLearningPenalty", ElasticLearningPenalty):
+        assert BaseLearningPenalty.select(name, l1=1, l2=2) == given
+    for name in (None, "", "NoLearningPenalty"):
+        assert BaseLearningPenalty.select(name) == NoLearningPenalty()
+    assert BaseLearningPenalty.select() == NoLearningPenalty()
+    kind = BaseLearningPenalty.select({"coef": 3})
+    kind.build_onnx_function(names=["intercept", "coef"], dtype=np.float64)
+    assert [x.name for x in kind.penalty_grad_onnx_.graph.input] == ["intercept", "coef"]
+    assert [y.name for y in kind.penalty_grad_onnx_.graph.output] == ["coef_grad"]
+    np.testing.assert_allclose(kind.penalty_loss(np.ones(2), np.full(2, 2.0)), 24)
+
+
+@pytest.mark.parametrize(
+    ("choice", "options", "text"),
+    [
+        ("elastik", {}, r"Unknown penalty 'elastik'\. Did you mean 'elastic'"),
+        (True, {}, "Unknown penalty True"),
+        ("elastic", {"l3": 1}, r"Unknown option of penalty 'elastic' 'l3'\. .*Valid: 'l1', 'l2'"),
+        (None, {"l1": 1}, "Unknown option of penalty None 'l1'"),
+        (NoLearningPenalty(), {"l1": 1}, r"is a penalty already: \['l1'\] go with a name"),
+        ({"W0": {"l3": 1}}, {}, "Unknown penalty of 'W0' 'l3'"),
+        ({"W0": 0}, {}, "the penalty of 'W0' is null"),
+        ({"W0": {"l1": None}}, {}, "the penalty of 'W0' is null"),
+        ({"W7": 1}, {}, "Unknown weight in penalty 'W7'"),
+        (-1.0, {}, "l2 must be a number of at least 0, not -1.0"),
+        (ElasticLearningPenalty(l1=np.nan), {}, "l1 must be a number of at least 0, not nan"),
+        ({"W0": ElasticLearningPenalty(l1=-1)}, {}, "l1 must be a number of at least 0, not -1"),
+    ],
+)
+def test_penalties_that_cannot_be(choice, options, text):
+    with pytest.raises(ValueError, match=text):
+        BaseLearningPenalty.select(choice, **options).build_onnx_function(n_tensors=2)
+
+
+def test_penalties_that_are_not_built_or_get_other_weights():
+    kind = ElasticLearningPenalty()
+    for method in (kind.penalty_loss, kind.penalty_gradient, NoLearningPenalty().penalty_loss):
+        with pytest.raises(EvaluationError, match="call build_onnx_function first"):
+            method(np.ones(2))
+    with pytest.raises(ValueError, match="n_tensors=0"):
+        kind.build_onnx_function(n_tensors=0)
+    kind.build_onnx_function(n_tensors=2)
+    with pytest.raises(ValueError, match="1 weights given, and built for 2: "):
+        kind.penalty_loss(np.ones(2))
+
+
+def test_penalties_as_estimators():
+    kind = ElasticLearningPenalty(l1=0.1)
+    assert kind.get_params() == {"l1": 0.1, "l2": 0.5}
+    again = pickle.loads(pickle.dumps(kind.build_onnx_function()))
+    np.testing.assert_allclose(again.penalty_loss(np.ones(3)), 1.8, rtol=1e-6)
+    kind.set_params(l1=0, l2=0).build_onnx_function()
+    assert kind.penalty_loss(np.ones(3)) == 0
+    base = pytest.importorskip("sklearn.base")
+    for made in (kind, NoLearningPenalty(), PerWeightLearningPenalty({"W0": 3})):
+        assert base.clone(made) == made
+
+
+def test_a_penalty_of_ones_own():
+    class Towards(BaseLearningPenalty):
+        """(w - target)^2."""
+
+        def __init__(self, target=1.0):
+            self.target = target
+
+        def penalty(self, op, name, w):
+            return op.Reshape(op.ReduceSumSquare(w - self.target, keepdims=0), [1, 1])
+
+    kind = BaseLearningPenalty.select(Towards(3.0)).build_onnx_function(n_tensors=2)
+    w = [np.float32([1, 2]), np.float32([[5]])]
+    assert kind.penalty_loss(*w) == 4 + 1 + 4
+    np.testing.assert_array_equal(kind.penalty_gradient(*w)[0], [-4, -2])
+    np.testing.assert_array_equal(kind.penalty_gradient(*w)[1], [[4]])

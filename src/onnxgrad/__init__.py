@@ -8,51 +8,106 @@ if TYPE_CHECKING:
     from onnxgrad.autodiff.derivative import DerivativeOptions, onnx_derivative
     from onnxgrad.autodiff.partition import Partition, partition
     from onnxgrad.autodiff.rules import Refused, rule
-    from onnxgrad.errors import ConvergenceError, ModelError, NoGradientRule, ProviderError
+    from onnxgrad.errors import (
+        ConvergenceError,
+        ConvergenceWarning,
+        EvaluationError,
+        ModelError,
+        NoGradientRule,
+        ProviderError,
+    )
     from onnxgrad.feeds import random_feed
+    from onnxgrad.functions import function_onnx_graph, get_supported_functions
     from onnxgrad.graph.surgery import get_train_initializer, select_model_inputs_outputs
+    from onnxgrad.learning_losses import (
+        AbsoluteLearningLoss,
+        BaseLearningLoss,
+        ElasticLearningLoss,
+        NegLogLearningLoss,
+        SquareLearningLoss,
+    )
     from onnxgrad.losses import add_loss_output
     from onnxgrad.optimizers import adam, adamw, momentum, nesterov, sgd
-    from onnxgrad.penalties import penalty_loss_onnx
+    from onnxgrad.penalties import (
+        BaseLearningPenalty,
+        ElasticLearningPenalty,
+        NoLearningPenalty,
+        penalty_loss_onnx,
+    )
     from onnxgrad.plot.text import onnx_simple_text_plot, onnx_text_plot_io
     from onnxgrad.schedules import BaseLearningRate, LearningRateSGD, LearningRateSGDNesterov
     from onnxgrad.training.full import OrtGradientOptimizer
+    from onnxgrad.training.loader import OrtDataLoader
 
 _MODULES = {
     "autodiff.check": ("GradientReport", "check_gradient"),
     "autodiff.derivative": ("DerivativeOptions", "onnx_derivative"),
     "autodiff.partition": ("Partition", "partition"),
     "autodiff.rules": ("Refused", "rule"),
-    "errors": ("ConvergenceError", "ModelError", "NoGradientRule", "ProviderError"),
+    "errors": (
+        "ConvergenceError",
+        "ConvergenceWarning",
+        "EvaluationError",
+        "ModelError",
+        "NoGradientRule",
+        "ProviderError",
+    ),
     "feeds": ("random_feed",),
+    "functions": ("function_onnx_graph", "get_supported_functions"),
     "graph.surgery": ("get_train_initializer", "select_model_inputs_outputs"),
+    "learning_losses": (
+        "AbsoluteLearningLoss",
+        "BaseLearningLoss",
+        "ElasticLearningLoss",
+        "NegLogLearningLoss",
+        "SquareLearningLoss",
+    ),
     "losses": ("add_loss_output",),
     "optimizers": ("adam", "adamw", "momentum", "nesterov", "sgd"),
-    "penalties": ("penalty_loss_onnx",),
+    "penalties": (
+        "BaseLearningPenalty",
+        "ElasticLearningPenalty",
+        "NoLearningPenalty",
+        "penalty_loss_onnx",
+    ),
     "plot.text": ("onnx_simple_text_plot", "onnx_text_plot_io"),
     "schedules": ("BaseLearningRate", "LearningRateSGD", "LearningRateSGDNesterov"),
     "training.full": ("OrtGradientOptimizer",),
+    "training.loader": ("OrtDataLoader",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __version__ = "0.1.0"
 __all__ = [
+    "AbsoluteLearningLoss",
+    "BaseLearningLoss",
+    "BaseLearningPenalty",
     "BaseLearningRate",
     "ConvergenceError",
+    "ConvergenceWarning",
     "DerivativeOptions",
+    "ElasticLearningLoss",
+    "ElasticLearningPenalty",
+    "EvaluationError",
     "GradientReport",
     "LearningRateSGD",
     "LearningRateSGDNesterov",
     "ModelError",
+    "NegLogLearningLoss",
     "NoGradientRule",
+    "NoLearningPenalty",
+    "OrtDataLoader",
     "OrtGradientOptimizer",
     "Partition",
     "ProviderError",
     "Refused",
+    "SquareLearningLoss",
     "adam",
     "adamw",
     "add_loss_output",
     "check_gradient",
+    "function_onnx_graph",
+    "get_supported_functions",
     "get_train_initializer",
     "momentum",
     "nesterov",

@@ -18,6 +18,14 @@ class ConvergenceError(RuntimeError):
     """The loss became NaN or infinite. The state before that is kept."""
 
 
+class ConvergenceWarning(UserWarning):
+    """The loss became NaN or infinite, and the caller asked not to be stopped by that."""
+
+
+class EvaluationError(RuntimeError):
+    """A loss or penalty cannot be evaluated: what computes it was not built yet."""
+
+
 class ProviderError(ValueError):
     """The requested device has no execution provider in the installed onnxruntime."""
 

@@ -25,7 +25,6 @@ from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind, to_i
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.versions import raise_opset
 from onnxgrad.graph.weights import note_constants, sites
-from onnxgrad.penalties import add_penalties
 
 # What a trainer has to know of the loss, kept in the model as JSON: `reduction` ("mean" is already
 # divided by the rows of the batch, and must not be divided again), the names `label` and
@@ -37,18 +36,20 @@ Loss = Callable[..., ir.Value]
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
+    """A loss, what its rows are reduced by, and what its labels are."""
+
     function: Loss
     reduction: str = "sum"
     classes: bool = False  # labels are class numbers
 
 
-LOSSES: dict[str, _Kind] = {}
+LOSSES: dict[str, Kind] = {}
 
 
 def _loss(*names: str, reduction: str = "sum", classes: bool = False) -> Callable[[Loss], Loss]:
     def register(function: Loss) -> Loss:
-        LOSSES.update(dict.fromkeys(names, _Kind(function, reduction, classes)))
+        LOSSES.update(dict.fromkeys(names, Kind(function, reduction, classes)))
         return function
 
     return register
@@ -85,7 +86,7 @@ def log(op, prediction, label, eps=1e-6):
 def binary_cross_entropy(op, prediction, label, from_logits=False, eps=1e-7):
     """-y log p - (1 - y) log(1 - p), p and 1 - p at least eps, or log(1 + e^f) - y f."""
     if from_logits:
-        return op.Softplus(prediction) + (-label) * prediction
+        return softplus(op, prediction) + (-label) * prediction
     p, q = op.Clip(prediction, eps), op.Clip(1.0 - prediction, eps)  # 1 - eps may round to 1
     return (-label) * op.Log(p) + (label - 1.0) * op.Log(q)
 
@@ -151,6 +152,30 @@ LABELS = {  # loss -> what its labels must be, beyond what fits their type
 }
 
 
+def softplus(op, x):
+    """log(1 + e^x), smooth at 0, that does not overflow.
+
+    onnxruntime has a kernel of Softplus for float32 alone. In other types it expands the function
+    that the opset has, which overflows, or fails. For float64, max(x, 0) - log sigmoid |x|.
+    """
+    if x.dtype != ir.DataType.DOUBLE:
+        return op.Cast(op.Softplus(op.Cast(x, to=ir.DataType.FLOAT)), to=x.dtype)
+    above = op.Greater(x, 0.0)
+    return op.Where(above, x, 0.0) - op.Log(op.Sigmoid(op.Where(above, x, -x)))
+
+
+def row_sums(op: Any, loss: ir.Value) -> ir.Value:
+    """Return the sums over all axes but the first, (N, 1)."""
+    shape = shapes.dims(loss)
+    if shape is None:
+        return op.ReduceSum(op.Reshape(loss, [0, -1]), [1], keepdims=1)
+    if not shape:
+        raise ValueError("a loss must have one number per element or row, not one for all")
+    if len(shape) > 1 and shape[1:] != (1,):
+        loss = op.ReduceSum(loss, list(range(1, len(shape))), keepdims=1)
+    return loss if len(shape) == 2 else op.Reshape(loss, [-1, 1])
+
+
 def _number(op, like, condition, yes, no):
     """Return `yes` or `no` of the dtype of `like`, by `condition`."""
     return op.Where(condition, op.value(yes, like.dtype), op.value(no, like.dtype))
@@ -193,7 +218,7 @@ def add_loss_output(
         ValueError: an unknown loss, option, output or weight, or an output that is no tensor.
         ModelError: `onx` cannot be read.
     """
-    kind = _kind(score_name, reduction, kwargs)
+    kind = kind_of(score_name, reduction, kwargs)
     proto = read(onx)
     chosen = _choose_output(proto, output_index)
     for site in sites(proto):
@@ -206,7 +231,7 @@ def add_loss_output(
     graph, op = model.graph, Emit(model.graph)
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     prediction = values[chosen]
-    label = _label(op, prediction, kind, label_name, kwargs)
+    label = label_input(op, prediction, kind, label_name, kwargs)
     graph.inputs.append(label)
     with op:
         truth = label
@@ -221,10 +246,13 @@ def add_loss_output(
             loss = op.Reshape(op.ReduceSum(losses, keepdims=0), [1, 1])
         if kind.reduction == "mean":
             loss = loss / op.Cast(op.Shape(label, start=0, end=1), to=loss.dtype)
-        loss = add_penalties(op, loss, penalty or {}, values)
+        if penalty:
+            from onnxgrad.penalties import add_penalties  # it brings scikit-learn's base
+
+            loss = add_penalties(op, loss, penalty, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     graph.outputs[:] = [loss, prediction]
-    about = {"label": label.name, "prediction": chosen, **_about(kind, prediction, kwargs)}
+    about = {"label": label.name, "prediction": chosen, **facts_of(kind, prediction, kwargs)}
     model.metadata_props[METADATA] = json.dumps(about)
     tidy(model)
     note_constants(model, proto)
@@ -254,7 +282,7 @@ def _weighted(
     return losses * weight
 
 
-def _about(kind: _Kind, prediction: ir.Value, options: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(kind: Kind, prediction: ir.Value, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a trainer has to know of a loss, beside its names."""
     made: dict[str, Any] = {"reduction": kind.reduction}
     if kind.classes and not options.get("soft_labels"):
@@ -278,9 +306,10 @@ def loss_facts(proto: ModelProto) -> dict[str, Any]:
     return {}
 
 
-def _kind(score: str | Loss, reduction: str | None, options: Mapping[str, Any]) -> _Kind:
+def kind_of(score: str | Loss, reduction: str | None, options: Mapping[str, Any]) -> Kind:
+    """Return the loss for a name or a function, after a check of its options."""
     if callable(score):
-        kind = _Kind(score)
+        kind = Kind(score)
     elif score in LOSSES:
         kind = LOSSES[score]
     else:
@@ -292,7 +321,7 @@ def _kind(score: str | Loss, reduction: str | None, options: Mapping[str, Any]) 
             raise unknown(f"option of loss {shown!r}", name, valid)
     if reduction not in (None, "sum", "mean"):
         raise unknown("reduction", reduction, ["sum", "mean"])
-    return _Kind(kind.function, reduction or kind.reduction, kind.classes)
+    return Kind(kind.function, reduction or kind.reduction, kind.classes)
 
 
 def _choose_output(proto: ModelProto, index: int | str | None) -> str:
@@ -331,9 +360,10 @@ def _is_float(value: Any) -> bool:
     return ir.DataType(value.type.tensor_type.elem_type).is_floating_point()
 
 
-def _label(
-    op: Emit, prediction: ir.Value, kind: _Kind, name: str, options: Mapping[str, Any]
+def label_input(
+    op: Emit, prediction: ir.Value, kind: Kind, name: str, options: Mapping[str, Any]
 ) -> ir.Value:
+    """Return the label that a loss takes, given the prediction, as an input to be added."""
     shape, dtype = shapes.dims(prediction), prediction.dtype
     if dtype is None or not dtype.is_floating_point():
         raise ValueError(f"output {prediction.name!r} holds {dtype}: a loss needs floats")

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from math import isfinite
 from typing import Any
 
+import numpy as np
+
 from onnxgrad.errors import unknown
 from onnxgrad.training.estimator import BaseEstimator
 
@@ -119,6 +121,26 @@ class LearningRateSGD(BaseLearningRate):
                 self.value, self._stalled = max(self.value / 5, 1e-6), 0
         return self
 
+    def build_onnx_function(
+        self,
+        opset: int | None = None,
+        device: str | None = None,
+        n_tensors: int = 1,
+        dtype: Any = np.float32,
+    ) -> LearningRateSGD:
+        """Set `axpy_onnx_`, the update of one weight of any shape as a model; returns `self`.
+
+        It is `axpy` of `function_onnx_graph`. `device` and `n_tensors` change nothing: the same
+        model runs everywhere, for every weight.
+
+        Raises:
+            ValueError: an opset or dtype that cannot be.
+        """
+        from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
+
+        self.axpy_onnx_ = function_onnx_graph("axpy", opset, dtype)
+        return self
+
 
 class LearningRateSGDNesterov(LearningRateSGD):
     """Momentum: v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v), g as in SGD.
@@ -144,3 +166,20 @@ class LearningRateSGDNesterov(LearningRateSGD):
     def needs_grad(self) -> bool:
         """Tell whether the update keeps something of the last gradients: it does."""
         return True
+
+    def build_onnx_function(
+        self,
+        opset: int | None = None,
+        device: str | None = None,
+        n_tensors: int = 1,
+        dtype: Any = np.float32,
+    ) -> LearningRateSGDNesterov:
+        """Set `axpyw_onnx_`: `axpyw2` of `function_onnx_graph`, or `axpyw` without `nesterov`.
+
+        All else is as in `LearningRateSGD`.
+        """
+        from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
+
+        name = "axpyw2" if self.nesterov else "axpyw"
+        self.axpyw_onnx_ = function_onnx_graph(name, opset, dtype)
+        return self

@@ -58,17 +58,18 @@ class Emit:
         self._constants: dict[Any, ir.Value] = {}
         self._names = _all_names(graph) | set(names)
         self._counter = 0
+        self._tokens: list[Any] = []  # one for every `with` that has been entered
 
     def __enter__(self) -> Emit:
         handler = ir.set_value_magic_handler(None)
         if not isinstance(handler, _Arithmetic):
             handler = _Arithmetic(handler)
         ir.set_value_magic_handler(handler)
-        self._token = _current.set(self)
+        self._tokens.append(_current.set(self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        _current.reset(self._token)
+        _current.reset(self._tokens.pop())
 
     def __getattr__(self, op_type: str) -> Any:
         if not op_type[0].isupper():

@@ -1,0 +1,206 @@
+"""Small models, written from declared inputs, and estimators that run those that they build."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.errors import EvaluationError
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference import infer
+from onnxgrad.graph.prepare import to_proto
+from onnxgrad.graph.shapes import constant
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.versions import NEWEST_OPSET, WORKING_OPSET
+from onnxgrad.training.estimator import BaseEstimator
+from onnxgrad.training.session import providers, session
+
+OLDEST_OPSET = 14
+Shape = Sequence[int | str | None]
+FLOATS = {  # what onnxruntime calls them
+    "tensor(float16)": ir.DataType.FLOAT16,
+    "tensor(bfloat16)": ir.DataType.BFLOAT16,
+    "tensor(float)": ir.DataType.FLOAT,
+    "tensor(double)": ir.DataType.DOUBLE,
+}
+
+
+class Draft:
+    """A small model that is being written, by `op`, on inputs that are declared one by one.
+
+    Args:
+        name: name of the graph.
+        opset: 14 to 26; None is 18.
+        dtype: numpy dtype of the floats.
+
+    Raises:
+        ValueError: another opset, or no dtype of floats.
+    """
+
+    def __init__(self, name: str, opset: int | None = None, dtype: Any = np.float32) -> None:
+        opset = WORKING_OPSET if opset is None else operator.index(opset)
+        if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+            raise ValueError(f"opset {opset}: give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
+        self.dtype = ir.DataType.from_numpy(np.dtype(dtype))
+        if not self.dtype.is_floating_point():
+            raise ValueError(f"dtype {np.dtype(dtype)}: give one of floats")
+        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=name)
+        self.op = Emit(self.graph)
+        self._defaults: dict[ir.Value, float] = {}
+
+    def input(
+        self, name: str, shape: Shape | None = None, default: float | None = None
+    ) -> ir.Value:
+        """Return a new input of floats; with a default, of shape (1,), nothing need be fed."""
+        value = ir.Value(name=name, type=ir.TensorType(self.dtype))
+        value.shape = None if shape is None else ir.Shape(shape)
+        self.add(value)
+        if default is not None:
+            self._defaults[value] = default
+        return value
+
+    def add(self, value: ir.Value) -> None:
+        """Append an input.
+
+        Raises:
+            ValueError: its name is that of another one.
+        """
+        if value.name in [x.name for x in self.graph.inputs]:
+            raise ValueError(f"the name {value.name!r} is taken by another input: give a new one")
+        self.op.name(str(value.name))
+        self.graph.inputs.append(value)
+
+    def model(self, outputs: Mapping[str, ir.Value]) -> ModelProto:
+        """Return the model that computes `outputs`, by name.
+
+        Raises:
+            ValueError: an output has the name of an input, or the opset lacks an operator.
+        """
+        protected = set(self.graph.inputs)
+        for name, value in outputs.items():
+            named = self.op.name_output(value, name, value, protected)
+            if named.name != name:
+                raise ValueError(f"the name {name!r} is taken by an output: give the input another")
+            self.graph.outputs.append(named)
+        model = ir.Model(self.graph, ir_version=8, producer_name="onnxgrad")
+        tidy(model)
+        infer(model)
+        for value, number in self._defaults.items():  # not before: its shape is not that of data
+            value.const_value = ir.tensor(np.full(1, number, self.dtype.numpy()), name=value.name)
+            self.graph.initializers.add(value)
+        opset = self.graph.opset_imports[""]
+        if opset < WORKING_OPSET:
+            _axes_as_attributes(self.graph)
+        proto = to_proto(model)
+        try:
+            context = onnx.checker.DEFAULT_CONTEXT.__class__()
+            context.opset_imports, context.ir_version = {"": opset}, proto.ir_version
+            for node in proto.graph.node:
+                onnx.checker.check_node(node, context)
+        except onnx.checker.ValidationError as e:
+            raise ValueError(
+                f"{self.graph.name} cannot be written in opset {opset}, use {WORKING_OPSET}: {e}"
+            ) from e
+        return proto
+
+
+def _axes_as_attributes(graph: ir.Graph) -> None:
+    """Move the axes of reductions to where they were before opset 18; ReduceSum moved in 13."""
+    for node in graph:
+        if node.op_type.startswith("Reduce") and node.op_type != "ReduceSum" and node.inputs[1:]:
+            axes = constant(node.inputs[1])
+            assert axes is not None
+            node.resize_inputs(1)
+            node.attributes["axes"] = ir.AttrInt64s("axes", axes.tolist())
+
+
+class SmallFunctions(BaseEstimator):
+    """An estimator that keeps small models in attributes and runs them.
+
+    A session is made when a model first runs, and is not pickled. Two are equal if their arguments
+    are.
+    """
+
+    def _keep(self, device: str | None, **models: ModelProto) -> None:
+        """Keep `models` as attributes, to run on `device`."""
+        device = device or "cpu"
+        providers(device)  # raises where there is none
+        self._device, self._sessions = device, dict[str, ort.InferenceSession]()
+        for name, model in models.items():
+            setattr(self, name, model)
+
+    def _session(self, name: str) -> ort.InferenceSession:
+        model = getattr(self, name, None)
+        if model is None:
+            raise EvaluationError(
+                f"{type(self).__name__} has no {name}: call build_onnx_function first"
+            )
+        sessions = self.__dict__.setdefault("_sessions", {})
+        if name not in sessions:
+            sessions[name] = session(model, self._device, work=0.0)
+        return sessions[name]
+
+    def _run(self, name: str, feed: Mapping[str, Any], as_ortvalues: bool) -> list[Any]:
+        """Run a model on numpy arrays and OrtValues alike; returns either."""
+        running = self._session(name)
+        if not as_ortvalues:
+            return running.run(None, {k: to_numpy(v) for k, v in feed.items()})
+        binding, kind = running.io_binding(), self._device.partition(":")[0]
+        for key, value in feed.items():
+            binding.bind_ortvalue_input(key, to_ortvalue(value, kind))
+        for output in running.get_outputs():
+            binding.bind_output(output.name, kind)
+        running.run_with_iobinding(binding)
+        return binding.get_outputs()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_sessions"}
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        assert isinstance(other, SmallFunctions)
+        return self.get_params(deep=False) == other.get_params(deep=False)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """Return an OrtValue, a tensor of torch or anything like an array, as an array."""
+    if isinstance(value, ort.OrtValue):
+        return value.numpy()
+    return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+
+
+def to_ortvalue(value: Any, device: str) -> ort.OrtValue:
+    """Return an array or an OrtValue as an OrtValue; on the CPU the memory is shared."""
+    if isinstance(value, ort.OrtValue):
+        return value
+    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value), device)
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of an array or an OrtValue."""
+    return tuple(value.shape() if isinstance(value, ort.OrtValue) else np.shape(value))
+
+
+def fit(
+    value: Any, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None = None
+) -> Any:
+    """Return `value` in this shape and dtype: itself where it has them, which copies nothing."""
+    if isinstance(value, ort.OrtValue) and shape_of(value) == shape:
+        kind = FLOATS.get(value.data_type())
+        if kind is not None and kind.numpy() == dtype:
+            return value
+        if value.data_type() == "tensor(int64)" and dtype == np.int64:
+            return value
+    array = to_numpy(value) if array is None else array
+    return array.reshape(shape).astype(dtype, copy=False)

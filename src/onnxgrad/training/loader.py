@@ -1,0 +1,135 @@
+"""Batches for a loop of one's own: drawn from arrays, as arrays, as OrtValues, or bound."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxgrad.small import to_numpy
+from onnxgrad.training.session import providers
+
+
+class OrtDataLoader:
+    """Draws every row once per pass, in batches, the last of which may be shorter.
+
+    Args:
+        X: features, (N, ...), kept in their dtype.
+        y: targets, (N, ...), kept in their dtype and with their columns; (N,) becomes (N, 1).
+        sample_weight: row weights, (N,) or (N, 1), or None; given out as (N,).
+        batch_size: rows of a batch, at least 1.
+        device: where OrtValues are put: "cpu", "cuda" or "cuda:1".
+        random_iter: draw the rows in random order, another one every pass; else as they are.
+        random_state: seed of that order, or a `numpy.random.Generator`; None is random.
+
+    Raises:
+        ValueError: arrays of different lengths, empty ones, ones that hold no numbers, or a batch
+            of no rows.
+        ProviderError: the installed onnxruntime has none for `device`.
+    """
+
+    def __init__(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any = None,
+        batch_size: int = 20,
+        device: str = "cpu",
+        random_iter: bool = True,
+        random_state: int | np.random.Generator | None = None,
+    ) -> None:
+        arrays = {"X": _numbers("X", X), "y": _numbers("y", y)}
+        if arrays["y"].ndim == 1:
+            arrays["y"] = arrays["y"].reshape(-1, 1)
+        if sample_weight is not None:
+            weight = _numbers("sample_weight", sample_weight)
+            if weight.size != len(weight):
+                raise ValueError(f"'sample_weight' must have shape (N,), not {weight.shape}")
+            arrays["sample_weight"] = weight.reshape(-1)
+        counts = {name: len(array) for name, array in arrays.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"the arrays have different numbers of rows: {counts}")
+        self.batch_size = operator.index(batch_size)
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: a batch has at least 1 row")
+        providers(device)  # raises where there is none
+        self.device, self.random_iter = device, random_iter
+        self._arrays = tuple(arrays.values())
+        self._rng = np.random.default_rng(random_state)
+        self._bound: tuple[ort.OrtValue, ...] = ()
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._arrays[0])
+
+    def __repr__(self) -> str:
+        return (
+            f"OrtDataLoader(..., ..., batch_size={self.batch_size}, device={self.device!r}, "
+            f"random_iter={self.random_iter})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_bound": ()}
+
+    @property
+    def data(self) -> tuple[np.ndarray, ...]:
+        """The arrays that rows are drawn from: X, y, and the row weights if there are any."""
+        return self._arrays
+
+    @property
+    def desc(self) -> list[tuple[tuple[int, ...], np.dtype]]:
+        """The shape and dtype of each of them."""
+        return [(array.shape, array.dtype) for array in self._arrays]
+
+    def iter_numpy(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Yield batches (X, y) or (X, y, weight) as arrays: views where the order is kept."""
+        order = self._rng.permutation(len(self)) if self.random_iter else None
+        for start in range(0, len(self), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            yield tuple(a[rows] if order is None else a[order[rows]] for a in self._arrays)
+
+    def iter_ortvalue(self) -> Iterator[tuple[ort.OrtValue, ...]]:
+        """Yield batches as `onnxruntime.OrtValue`s on the device; on the CPU without a copy."""
+        kind, _, number = self.device.partition(":")
+        for batch in self.iter_numpy():
+            yield tuple(
+                ort.OrtValue.ortvalue_from_numpy(array, kind, int(number or 0)) for array in batch
+            )
+
+    def iter_bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
+        """Bind batch after batch to inputs of `bind`, and yield the number of its rows.
+
+        Args:
+            bind: of `session.io_binding()`.
+            names: of the inputs for X, y and the row weights. One more may follow, which is left to
+                the caller, a learning rate for instance.
+
+        Raises:
+            ValueError: another number of names.
+        """
+        count = len(self._arrays)
+        if isinstance(names, str) or len(names) not in (count, count + 1):
+            raise ValueError(
+                f"iter_bind needs {count} names, or one more, for {count} arrays, not {names!r}"
+            )
+        return self._bind(bind, names)
+
+    def _bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
+        for batch in self.iter_ortvalue():
+            for name, value in zip(names, batch, strict=False):
+                bind.bind_ortvalue_input(name, value)
+            self._bound = batch  # `bind` reads their memory until it is given others
+            yield batch[0].shape()[0]
+
+
+def _numbers(name: str, given: Any) -> np.ndarray:
+    """Return `given` as a contiguous array with rows."""
+    array = to_numpy(given)
+    if array.dtype.kind in "OSUMm":
+        raise ValueError(f"{name!r} must hold numbers, not {array.dtype}")
+    if array.ndim == 0 or array.size == 0:
+        raise ValueError(f"{name!r} must have rows; its shape is {array.shape}")
+    return np.ascontiguousarray(array)
