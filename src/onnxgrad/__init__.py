@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from onnxgrad.plot.text import onnx_simple_text_plot, onnx_text_plot_io
     from onnxgrad.schedules import BaseLearningRate, LearningRateSGD, LearningRateSGDNesterov
+    from onnxgrad.training.forward_backward import OrtGradientForwardBackward
     from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.loader import OrtDataLoader
 
@@ -72,6 +73,7 @@ _MODULES = {
     ),
     "plot.text": ("onnx_simple_text_plot", "onnx_text_plot_io"),
     "schedules": ("BaseLearningRate", "LearningRateSGD", "LearningRateSGDNesterov"),
+    "training.forward_backward": ("OrtGradientForwardBackward",),
     "training.full": ("OrtGradientOptimizer",),
     "training.loader": ("OrtDataLoader",),
 }
@@ -97,6 +99,7 @@ __all__ = [
     "NoGradientRule",
     "NoLearningPenalty",
     "OrtDataLoader",
+    "OrtGradientForwardBackward",
     "OrtGradientOptimizer",
     "Partition",
     "ProviderError",

@@ -58,11 +58,16 @@ def _describe(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
             raise ValueError(f"input {x.name!r} states no type")
         shape = () if x.shape is None else x.shape
         return str(x.name), x.dtype, [d if isinstance(d, int) else d.value for d in shape]
-    kind = re.fullmatch(r"tensor\((\w+)\)", x.type)
-    if kind is None:
+    dtype = session_dtype(x.type)
+    if dtype is None:
         raise ValueError(f"input {x.name!r} is no tensor but {x.type}")
-    word = kind[1]
-    return x.name, _SESSION_TYPES.get(word) or ir.DataType[word.upper()], list(x.shape or ())
+    return x.name, dtype, list(x.shape or ())
+
+
+def session_dtype(kind: str) -> ir.DataType | None:
+    """Return the dtype that onnxruntime calls "tensor(float)" or the like; None for no tensor."""
+    found = re.fullmatch(r"tensor\((\w+)\)", kind)
+    return found and (_SESSION_TYPES.get(found[1]) or ir.DataType[found[1].upper()])
 
 
 def _length(

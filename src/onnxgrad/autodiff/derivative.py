@@ -92,8 +92,8 @@ def onnx_derivative(
     before, logger.level = logger.level, min(report, logger.getEffectiveLevel())
     try:
         with garbage_kept():
-            asked = _Asked(weights, inputs, options, loss, labels, stop_gradient, straight_through)
-            made = _derivative(proto, asked)
+            asked = Asked(weights, inputs, options, loss, labels, stop_gradient, straight_through)
+            made, _ = derivative(proto, asked)
     finally:
         logger.setLevel(before)
     if path_name is not None:
@@ -129,19 +129,21 @@ def _check(options: DerivativeOptions, loss: str | None, label: object) -> list[
 
 
 @dataclass(frozen=True)
-class _Asked:
+class Asked:
     """The arguments of `onnx_derivative`."""
 
     weights: Sequence[str] | None
     inputs: Sequence[str] | None
     options: DerivativeOptions
-    loss: str | None
-    labels: list[str]
-    stop_gradient: Sequence[str]
-    straight_through: Sequence[str]
+    loss: str | None = None
+    labels: Sequence[str] = ()
+    stop_gradient: Sequence[str] = ()
+    straight_through: Sequence[str] = ()
+    all_reached: bool = True  # raise for what was named and has no gradient
 
 
-def _derivative(proto: ModelProto, asked: _Asked) -> ModelProto:
+def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, str]]:
+    """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
     flags, options, loss = DerivativeOptions, asked.options, asked.loss
     model = prepare(proto, keep={*asked.stop_gradient, *asked.straight_through})
     graph = model.graph
@@ -161,7 +163,8 @@ def _derivative(proto: ModelProto, asked: _Asked) -> ModelProto:
     seeds = _seeds(op, graph, differentiated, original_outputs, options)
     gradients = sweep(op, seeds, wanted, stops, shortcuts)
     named = [*(chosen_inputs if asked.inputs else ()), *(chosen_weights if asked.weights else ())]
-    require_path(named, gradients, differentiated)
+    if asked.all_reached:
+        require_path(named, gradients, differentiated)
     if asked.weights is None:
         as_constants(graph, [w for w in chosen_weights if w not in gradients])
 
@@ -181,7 +184,8 @@ def _derivative(proto: ModelProto, asked: _Asked) -> ModelProto:
     tidy(model)
     constants.note_constants(model, proto)
     logger.info("gradient: %d nodes", graph.num_nodes())
-    return to_proto(model)
+    names = {str(x.name): str(g.name) for x, g in zip(found, made, strict=True)}
+    return to_proto(model), names
 
 
 def _results(graph: ir.Graph, kind: str, names: Sequence[str]) -> list[ir.Value]:
@@ -267,7 +271,7 @@ def require_path(asked, gradients, outputs) -> None:
 
 
 def _choose_inputs(
-    graph: ir.Graph, names: Sequence[str] | None, labels: list[str]
+    graph: ir.Graph, names: Sequence[str] | None, labels: Sequence[str]
 ) -> list[ir.Value]:
     floats = [x for x in graph.inputs if is_real(x)]
     for name in labels:

@@ -11,7 +11,12 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.cut import cheapest
-from onnxgrad.autodiff.derivative import DerivativeOptions, garbage_kept, onnx_derivative
+from onnxgrad.autodiff.derivative import (
+    Asked,
+    DerivativeOptions,
+    derivative,
+    garbage_kept,
+)
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import RANDOM
 from onnxgrad.graph.inference import infer
@@ -62,12 +67,18 @@ class Partition:
         backward: inputs are what it reads of the forward model's inputs, the saved tensors, then
             `Y_grad` for every float output Y; outputs are `X_grad` of the inputs, then `W_grad` of
             the weights, for those that have a gradient.
+        arriving: `{Y: name of Y_grad}` for the float outputs.
+        gradients: `{X or W: name of its gradient}` for those that have one.
         saved: what the forward pass computes and the backward pass reads.
+        joint: both in one graph, with a `YieldOp` from the outputs to their gradients.
     """
 
     forward: ModelProto
     backward: ModelProto
+    arriving: dict[str, str]
+    gradients: dict[str, str]
     saved: tuple[Saved, ...]
+    joint: ModelProto
 
     @property
     def bytes_per_row(self) -> int:
@@ -95,22 +106,40 @@ def partition(
             cheap pass over memory. "least" repeats the whole forward pass.
 
     Raises:
-        ValueError: an unknown name or `memory`; a joint graph given with `weights` or `inputs`.
+        ValueError: an unknown name or `memory`; a joint graph given with `weights` or `inputs`; or
+            nothing that has a gradient. Of several, those without one are passed over.
         ModelError: `onx` cannot be read.
         NoGradientRule: an operator on the way has no rule.
     """
     if memory not in MEMORY:
         raise unknown("memory", memory, MEMORY)
-    joint = read(onx)
-    if not any(node.op_type == "YieldOp" for node in joint.graph.node):
-        joint = onnx_derivative(joint, weights, inputs, DerivativeOptions.KeepYieldOp)
-    elif weights is not None or inputs is not None:
-        raise ValueError("a joint graph has its weights and inputs: leave `weights` and `inputs`")
+    proto = read(onx)
     with garbage_kept():
-        model = to_ir(joint)
-        saved = _choose(_Sides(model.graph), memory, _Sizes(joint, _LENGTH))
-        report = _report(joint, saved)
-        return Partition(_forward(joint, report), _backward(model, saved), report)
+        if not any(node.op_type == "YieldOp" for node in proto.graph.node):
+            asked = Asked(weights, inputs, DerivativeOptions.KeepYieldOp, all_reached=False)
+            joint, gradients = derivative(proto, asked)
+        elif weights is None and inputs is None:
+            joint, made = proto, {y.name for y in proto.graph.output}
+            pairs = {x.name: f"{x.name}_grad" for x in proto.graph.input}
+            gradients = {x: g for x, g in pairs.items() if g in made}
+        else:
+            raise ValueError("a joint graph has its weights and inputs: leave them out")
+        return _cut(joint, gradients, memory)
+
+
+def _cut(joint: ModelProto, gradients: dict[str, str], memory: str) -> Partition:
+    model = to_ir(joint)
+    sides = _Sides(model.graph)
+    saved = _choose(sides, memory, _Sizes(joint, _LENGTH))
+    report = _report(joint, saved)
+    return Partition(
+        _forward(joint, report),
+        _backward(model, saved),
+        sides.arriving,
+        gradients,
+        report,
+        joint,
+    )
 
 
 class _Sides:
@@ -123,6 +152,10 @@ class _Sides:
         after: set[ir.Value] = set()
         read_after: dict[ir.Value, None] = dict.fromkeys(graph.outputs)
         self.yielding = _yielding(graph)
+        without = self.yielding.attributes.get_ints("non_differentiable_outputs", ())
+        outputs = [y for i, y in enumerate(self.yielding.inputs) if i not in without]
+        pairs = zip(outputs, self.yielding.outputs, strict=True)
+        self.arriving = {str(y.name): str(g.name) for y, g in pairs if y is not None}
         for node in graph:
             reads = reads_of(node)
             if node is self.yielding:

@@ -1,0 +1,296 @@
+"""`OrtGradientForwardBackward`: the forward and the backward pass of a model, one at a time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+
+from onnxgrad.autodiff.partition import partition
+from onnxgrad.errors import EvaluationError, ProviderError, unknown
+from onnxgrad.feeds import session_dtype
+from onnxgrad.graph.read import ModelLike, non_tensor, once, read
+from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.graph.surgery import select_model_inputs_outputs
+from onnxgrad.training.binding import Binding
+from onnxgrad.training.full import trainable
+
+logger = logging.getLogger("onnxgrad")
+
+Tensor: TypeAlias = np.ndarray | ort.OrtValue
+
+
+class OrtGradientForwardBackward:
+    """A model, its weights as inputs, whose forward and backward passes are called separately.
+
+    The loss, and what follows the gradient, lie elsewhere: in Python, in another framework.
+
+    Args:
+        onnx_model: model, serialized model or path; never modified.
+        weights_to_train: names of the weights, in the order in which they are passed. None: all
+            those of one axis or more, but for the running statistics of BatchNormalization.
+        input_names: the inputs, in the order in which they are passed; None for those of the model.
+        output_names: the outputs, in the order in which they are returned; None for those of the
+            model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
+        class_name: what the pair of passes is called, in messages and names of files.
+        sess_options: `onnxruntime.SessionOptions` of both sessions.
+        providers: execution providers of onnxruntime, as it takes them; None is the CPU.
+        provider_options: their options, a dict for each.
+        run_options: `onnxruntime.RunOptions` of every call.
+        graph_builder_config: None. It configured the gradients of onnxruntime-training.
+        device_index: number of the device.
+        enable_logging: report every call through `logging`.
+        debug: look for NaN and infinity in what is returned.
+
+    Attributes:
+        input_names, weights_to_train, output_names: as they are passed and returned.
+        partition: the forward and the backward model, `onnxgrad.Partition`.
+
+    Raises:
+        ValueError: an unknown name, inputs that are missing, a `graph_builder_config`.
+        ProviderError: a provider that the installed onnxruntime does not have.
+        ModelError: `onnx_model` cannot be read.
+        NoGradientRule: an operator on the way has no rule.
+    """
+
+    def __init__(
+        self,
+        onnx_model: ModelLike,
+        weights_to_train: Sequence[str] | None = None,
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+        class_name: str | None = None,
+        sess_options: ort.SessionOptions | None = None,
+        providers: Sequence[Any] | None = None,
+        provider_options: Sequence[Mapping[str, Any]] | None = None,
+        run_options: ort.RunOptions | None = None,
+        graph_builder_config: None = None,
+        device_index: int = 0,
+        enable_logging: bool = False,
+        debug: bool = False,
+    ) -> None:
+        if graph_builder_config is not None:
+            raise ValueError("graph_builder_config has no counterpart here: leave it out")
+        self.providers = _providers(providers or ["CPUExecutionProvider"])
+        self.onnx_model = read(onnx_model)
+        if output_names is not None or input_names is not None:
+            self.onnx_model = select_model_inputs_outputs(onnx_model, output_names, input_names)
+        self.class_name = class_name or "OrtGradientForwardBackwardFunction"
+        self.sess_options, self.run_options = sess_options, run_options
+        self.provider_options = provider_options
+        self.device = "cuda" if "CUDAExecutionProvider" in str(self.providers) else "cpu"
+        self.device_index, self.enable_logging, self.debug = device_index, enable_logging, debug
+
+        names = trainable(self.onnx_model) if weights_to_train is None else weights_to_train
+        self.weights_to_train = list(once("weight", names))
+        self.partition = partition(self.onnx_model, self.weights_to_train)
+        declared = {x.name: ir.from_proto(x) for x in self.partition.forward.graph.input}
+        self.input_names = [name for name in declared if name not in self.weights_to_train]
+        self.inputs = list(declared.values())
+        self.output_names = [y.name for y in self.onnx_model.graph.output if not non_tensor(y)]
+        self.read = [x.name for x in self.partition.backward.graph.input]
+
+    def new_instance(self) -> OrtGradientForwardBackwardFunction:
+        """Return a pair of passes, which keeps what its last forward pass saved."""
+        return OrtGradientForwardBackwardFunction(self)
+
+    @cached_property
+    def sessions(self) -> tuple[ort.InferenceSession, ort.InferenceSession]:
+        """The sessions of the forward and of the backward model."""
+        options = self.sess_options
+        if options is None:
+            options = ort.SessionOptions()
+            options.log_severity_level = 3
+        forward, backward = (
+            ort.InferenceSession(
+                model.SerializeToString(),
+                options,
+                providers=self.providers,
+                provider_options=self.provider_options,
+            )
+            for model in (self.partition.forward, self.partition.backward)
+        )
+        return forward, backward
+
+    def save_onnx_graph(self, folder: str | os.PathLike | type[bytes]) -> dict[str, Any]:
+        """Write the graphs into `folder`, which is made if it is missing.
+
+        Returns:
+            `{name: path}`, or with `bytes` in place of the folder `{name: serialized model}`.
+            `_trained_onnx` is the joint graph with its YieldOp, `_optimized_pre_grad_model` the
+            model with its weights as inputs; `_forward_onnx` and `_backward_onnx` are what runs.
+        """
+        parts = self.partition
+        outputs = [y.name for y in parts.forward.graph.output][: len(self.output_names)]
+        models = {
+            "_trained_onnx": parts.joint,
+            "_optimized_pre_grad_model": select_model_inputs_outputs(parts.forward, outputs),
+            "_forward_onnx": parts.forward,
+            "_backward_onnx": parts.backward,
+        }
+        if folder is bytes:
+            return {name: model.SerializeToString() for name, model in models.items()}
+        assert not isinstance(folder, type)
+        made = Path(folder)
+        made.mkdir(parents=True, exist_ok=True)
+        paths = {name: made / f"{self.class_name}.{name}.onnx" for name in models}
+        for name, path in paths.items():
+            onnx.save(models[name], path)
+        return {name: str(path) for name, path in paths.items()}
+
+    def check(self, what: str, value: Any, dtype: ir.DataType | None, shape: Dims | None) -> Tensor:
+        """Return `value` as it can be bound, or raise for what does not fit."""
+        if isinstance(value, ort.OrtValue):
+            kind, given = session_dtype(value.data_type()), tuple(value.shape())
+            place = value.device_name()
+            if place != self.device:
+                raise ValueError(f"{what} is on {place!r}, the session on {self.device!r}")
+        else:
+            value = np.ascontiguousarray(value).reshape(np.shape(value))
+            kind, given = ir.DataType.from_numpy(value.dtype), value.shape
+        pairs = zip(given, shape or (), strict=False)
+        if kind != dtype:
+            raise ValueError(f"{what} must hold {dtype}, not {kind}")
+        if shape is not None and (
+            len(given) != len(shape) or any(isinstance(d, int) and d != n for n, d in pairs)
+        ):
+            raise ValueError(f"{what} must have the shape {shape}, not {given}")
+        return value
+
+    def returned(
+        self, which: str, names: Sequence[str], made: list[ort.OrtValue], given: Sequence[Any]
+    ) -> list[Tensor]:
+        """Return results as what was given: OrtValues or arrays."""
+        if self.enable_logging:
+            logger.info("%s of %s: %s", which, self.class_name, ", ".join(names))
+        if self.debug:
+            for name, value in zip(names, made, strict=True):
+                array = value.numpy()
+                if array.dtype.kind == "f" and not np.isfinite(array).all():
+                    raise EvaluationError(f"{which}: {name!r} holds NaN or infinity")
+        return (
+            made if any(isinstance(v, ort.OrtValue) for v in given) else [v.numpy() for v in made]
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "sessions"}
+
+    def __repr__(self) -> str:
+        taken = ", ".join([*self.input_names, *self.weights_to_train])
+        return f"{type(self).__name__}({taken} -> {', '.join(self.output_names)})"
+
+
+class OrtGradientForwardBackwardFunction:
+    """The two passes of an `OrtGradientForwardBackward`; `new_instance` makes one.
+
+    Not to be shared by threads: each takes an instance of its own.
+    """
+
+    def __init__(self, parent: OrtGradientForwardBackward) -> None:
+        self.parent = parent
+        self._outputs: list[ort.OrtValue] | None = None  # of the last pass for training
+        self._kept: dict[str, Tensor] | None = None  # what its backward pass reads
+
+    def forward(self, inputs: Sequence[Tensor], training: bool = False) -> list[Tensor]:
+        """Return the outputs of the model.
+
+        Args:
+            inputs: the inputs of the model, then the weights, arrays or OrtValues. What is passed
+                for training must not change until the backward pass.
+            training: save what the backward pass needs, in place of what was saved before.
+
+        Returns:
+            The outputs, OrtValues if any of the inputs is one, else arrays.
+
+        Raises:
+            ValueError: another number of inputs, one of another dtype, rank or fixed length, or on
+                another device.
+        """
+        parent, names = self.parent, self.parent.output_names
+        if len(inputs) != len(parent.inputs):
+            taken = [*parent.input_names, *parent.weights_to_train]
+            raise ValueError(f"forward takes {len(taken)} inputs {taken}, not {len(inputs)}")
+        fed = {
+            str(x.name): parent.check(f"input {x.name!r}", value, x.dtype, dims(x))
+            for x, value in zip(parent.inputs, inputs, strict=True)
+        }
+        saved = [t.name for t in parent.partition.saved if t.name not in names] if training else []
+        made = self._forward.run(fed, [*names, *saved], parent.run_options)
+        if training:
+            kept = fed | dict(zip([*names, *saved], made, strict=True))
+            self._outputs = made[: len(names)]
+            self._kept = {name: kept[name] for name in parent.read if name in kept}
+        return parent.returned("forward", names, made[: len(names)], inputs)
+
+    def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of the inputs and of the weights.
+
+        Args:
+            grad_outputs: what arrives at each output, of its shape and dtype; None for nothing, as
+                at an output of integers.
+
+        Returns:
+            One for each input of the model, then for each weight; None where there is none. They
+            are OrtValues if any of `grad_outputs` is one, else arrays.
+
+        Raises:
+            EvaluationError: no forward pass for training came before, or its backward pass did.
+            ValueError: another number of gradients, or one of another shape, dtype or device.
+        """
+        parent, outputs, kept = self.parent, self._outputs, self._kept
+        if outputs is None:
+            raise EvaluationError("backward comes after forward(inputs, training=True)")
+        if kept is None:
+            raise EvaluationError("backward was called already: call forward(..., training=True)")
+        if len(grad_outputs) != len(outputs):
+            raise ValueError(
+                f"backward takes {len(outputs)} gradients, of {parent.output_names}, "
+                f"not {len(grad_outputs)}"
+            )
+        fed = dict(kept)
+        for name, y, g in zip(parent.output_names, outputs, grad_outputs, strict=True):
+            dtype, shape = session_dtype(y.data_type()), tuple(y.shape())
+            if g is not None:
+                g = parent.check(f"gradient of {name!r}", g, dtype, shape)
+            elif dtype is not None:
+                g = np.zeros(shape, dtype.numpy())
+            if name in parent.partition.arriving:
+                fed[parent.partition.arriving[name]] = g
+        names = [y.name for y in parent.partition.backward.graph.output]
+        made = self._backward.run(fed, names, parent.run_options)
+        self._kept = None
+        given = parent.returned("backward", names, made, grad_outputs)
+        found = dict(zip(names, given, strict=True))
+        gradients = parent.partition.gradients
+        return [found.get(gradients.get(str(x.name), "")) for x in parent.inputs]
+
+    @cached_property
+    def _forward(self) -> Binding:
+        return Binding(self.parent.sessions[0], self.parent.device, self.parent.device_index)
+
+    @cached_property
+    def _backward(self) -> Binding:
+        return Binding(self.parent.sessions[1], self.parent.device, self.parent.device_index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"parent": self.parent, "_outputs": None, "_kept": None}
+
+    def __repr__(self) -> str:
+        return f"{self.parent.class_name}({self.parent!r})"
+
+
+def _providers(given: Sequence[Any]) -> list[Any]:
+    """Return names, or pairs of a name and its options, after a check of the names."""
+    available = ort.get_available_providers()
+    for name in (p if isinstance(p, str) else p[0] for p in given):
+        if name not in available:
+            raise ProviderError(str(unknown("execution provider", name, available)))
+    return list(given)
