@@ -1,4 +1,4 @@
-"""`select_model_inputs_outputs`: models cut to a part."""
+"""Models cut to a part, constants replaced and added, opsets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import select_model_inputs_outputs
+from onnxgrad import (
+    add_initializer,
+    get_onnx_opset,
+    get_train_initializer,
+    replace_initializers_into_onnx,
+    select_model_inputs_outputs,
+)
 
 CHAIN = """<ir_version: 8, opset_import: ["": 18]> g (float[N,2] x, float[N,2] z) => (float[N,2] y)
     { a = Exp(x)  b = Mul(a, z)  c = Neg(b)  y = Add(c, a) }"""
@@ -128,3 +134,113 @@ def test_outputs_that_are_no_tensors(outputs):
     assert names(select_model_inputs_outputs(made, ["y"])) == (["x"], ["y"], ["Exp"])
     with pytest.raises(ValueError, match="'s' is no tensor: name outputs that are"):
         select_model_inputs_outputs(made, outputs)
+
+
+CONSTANTS = """<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
+    g (float[N,2] x, bool c) => (float[N,2] y, int64[2] n, int64 one, string[2] s)
+    <float[2] w = {2, 3}, int64[2] n = {4, 5}, string[2] s = {"a", "b"}, float16[2] h = {1, 2}> {
+        [sc] b = ai.onnx.ml.Scaler<offset = [0.0], scale = [1.0]>(x)
+        one = Constant<value_int = 1>()
+        a = Mul(b, w)
+        y = If (c) <
+            then_branch = t () => (float[N,2] r) {
+                k = Constant<value = float[2] {4.0, 5.0}>()  r = Mul(a, k) },
+            else_branch = e () => (float[N,2] r) <float[2] k = {6, 7}> { r = Mul(a, k) }> }"""
+
+
+def constants() -> onnx.ModelProto:
+    return onnx.parser.parse_model(CONSTANTS)
+
+
+def test_replacing_constants_wherever_they_are():
+    made = constants()
+    before = made.SerializeToString()
+    new = {
+        "w": ort.OrtValue.ortvalue_from_numpy(np.float32([1, 2])), "n": np.int32([6, 7]),
+        "one": 8.0, "s": ["longer", "b"], "k": np.float64([1, 10]), "k_1": [3, 30],
+        "sc.scale": np.float32([2]), "h": np.float32([0.1, 3]),
+    }  # fmt: skip
+    written = replace_initializers_into_onnx(made, new)
+    assert made.SerializeToString() == before
+    onnx.checker.check_model(written, full_check=True)
+    session = ort.InferenceSession(written.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.float32([[1, 1]])
+    for c, expected in ((True, [[2, 40]]), (False, [[6, 120]])):
+        y, n, one, s = session.run(None, {"x": x, "c": np.array(c)})
+        np.testing.assert_array_equal(y, expected)
+        assert (n.tolist(), one.tolist(), s.tolist()) == ([6, 7], 8, ["longer", "b"])
+    half = numpy_helper.to_array(written.graph.initializer[3])
+    assert half.tolist() == [np.float16(0.1), 3]
+    assert replace_initializers_into_onnx(made, {}) == made
+
+
+@pytest.mark.parametrize(
+    ("new", "message"),
+    [
+        ({"w": np.ones(2), "W": np.ones(2)}, "Unknown constant 'W'. Did you mean 'w'"),
+        ({"x": np.ones(2)}, "Unknown constant 'x'"),
+        ({"w": np.ones((1, 2))}, "'w' has shape (2,), the new value (1, 2)"),
+        ({"w": ["1", "2"]}, "'w' holds float32, which the new value"),
+        ({"w": [1j, 2]}, "'w' holds float32, which the new value (complex128) does not fit"),
+        ({"n": [0.5, 1.0]}, "'n' holds int64, which the new value (float64) does not fit"),
+        ({"n": [np.nan, 1]}, "'n' holds int64"),
+        ({"n": np.uint64([2**63, 1])}, "'n' holds int64, which the new value (uint64)"),
+        ({"s": [1, 2]}, "'s' holds object, which the new value (int64) does not fit"),
+    ],
+)
+def test_wrong_constants(new, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace_initializers_into_onnx(constants(), new)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float32(2), np.ones((0, 3)), np.int8([[1, 2]]), np.array([True]), np.array(["a", "bc"])],
+)
+def test_adding_an_initializer(value):
+    made = constants()
+    before = made.SerializeToString()
+    added = add_initializer(made, "new", value)
+    assert made.SerializeToString() == before
+    onnx.checker.check_model(added)
+    array = numpy_helper.to_array(added.graph.initializer[-1])
+    np.testing.assert_array_equal(array, value)
+    assert array.shape == np.shape(value)
+    if np.asarray(value).dtype.kind != "U":
+        assert array.dtype == np.asarray(value).dtype
+    del added.graph.initializer[-1]
+    assert added == made
+
+
+def test_adding_to_an_old_model():
+    made = onnx.parser.parse_model("""<ir_version: 3, opset_import: ["": 9]>
+        g (float[N,2] x) => (float[N,2] y) { y = Neg(x) }""")
+    value = ort.OrtValue.ortvalue_from_numpy(np.float32([1]))
+    added = add_initializer(made, "v", value)
+    onnx.checker.check_model(added)
+    assert list(get_train_initializer(added)) == ["v"]
+    made.graph.node[0].input[0] = "u"  # which nothing gives so far
+    onnx.checker.check_model(add_initializer(made, "u", np.ones((1, 2), np.float32)))
+
+
+@pytest.mark.parametrize("name", ["x", "y", "w", "a", "r", "k", "c"])
+def test_names_that_are_taken(name):
+    with pytest.raises(ValueError, match=f"a value called '{name}' already"):
+        add_initializer(constants(), name, np.ones(2))
+
+
+def test_initializers_that_cannot_be():
+    with pytest.raises(ValueError, match="needs a name"):
+        add_initializer(constants(), "", np.ones(2))
+    with pytest.raises(ValueError, match="'new': ONNX has no tensors of datetime64"):
+        add_initializer(constants(), "new", np.array(["2020-01-01"], "datetime64[D]"))
+
+
+def test_opsets():
+    made = constants()
+    assert get_onnx_opset(made) == get_onnx_opset(made, "ai.onnx") == 18
+    assert get_onnx_opset(made.SerializeToString(), "ai.onnx.ml") == 3
+    made.opset_import[0].domain = "ai.onnx"
+    assert get_onnx_opset(made) == 18
+    with pytest.raises(ValueError, match=r"Unknown domain 'com\.microsoft'.*'ai\.onnx\.ml'"):
+        get_onnx_opset(made, "com.microsoft")

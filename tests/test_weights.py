@@ -105,7 +105,7 @@ def test_values_stored_as_lists_of_floats():
 def test_wrong_values():
     with pytest.raises(ValueError, match=r"'v' has shape \(2,\), the new value \(3,\)"):
         replace(model(), {"v": np.ones(3)})
-    with pytest.raises(ValueError, match="no constant called 'V'"):
+    with pytest.raises(ValueError, match=r"Unknown constant 'V'\. Did you mean 'v'"):
         replace(model(), {"V": np.ones(2)})
 
 

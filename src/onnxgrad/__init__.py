@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     )
     from onnxgrad.feeds import random_feed
     from onnxgrad.functions import function_onnx_graph, get_supported_functions
-    from onnxgrad.graph.surgery import get_train_initializer, select_model_inputs_outputs
+    from onnxgrad.graph.rename import onnx_rename_names, onnx_rename_weights
+    from onnxgrad.graph.surgery import (
+        add_initializer,
+        get_onnx_opset,
+        get_train_initializer,
+        replace_initializers_into_onnx,
+        select_model_inputs_outputs,
+    )
     from onnxgrad.learning_losses import (
         AbsoluteLearningLoss,
         BaseLearningLoss,
@@ -34,11 +41,14 @@ if TYPE_CHECKING:
         NoLearningPenalty,
         penalty_loss_onnx,
     )
+    from onnxgrad.plot.dot import to_dot
+    from onnxgrad.plot.figure import plot_onnxs
     from onnxgrad.plot.text import onnx_simple_text_plot, onnx_text_plot_io
     from onnxgrad.schedules import BaseLearningRate, LearningRateSGD, LearningRateSGDNesterov
     from onnxgrad.training.forward_backward import OrtGradientForwardBackward
     from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.loader import OrtDataLoader
+    from onnxgrad.unreduced import unreduced_onnx_loss
 
 _MODULES = {
     "autodiff.check": ("GradientReport", "check_gradient"),
@@ -55,7 +65,14 @@ _MODULES = {
     ),
     "feeds": ("random_feed",),
     "functions": ("function_onnx_graph", "get_supported_functions"),
-    "graph.surgery": ("get_train_initializer", "select_model_inputs_outputs"),
+    "graph.rename": ("onnx_rename_names", "onnx_rename_weights"),
+    "graph.surgery": (
+        "add_initializer",
+        "get_onnx_opset",
+        "get_train_initializer",
+        "replace_initializers_into_onnx",
+        "select_model_inputs_outputs",
+    ),
     "learning_losses": (
         "AbsoluteLearningLoss",
         "BaseLearningLoss",
@@ -71,11 +88,14 @@ _MODULES = {
         "NoLearningPenalty",
         "penalty_loss_onnx",
     ),
+    "plot.dot": ("to_dot",),
+    "plot.figure": ("plot_onnxs",),
     "plot.text": ("onnx_simple_text_plot", "onnx_text_plot_io"),
     "schedules": ("BaseLearningRate", "LearningRateSGD", "LearningRateSGDNesterov"),
     "training.forward_backward": ("OrtGradientForwardBackward",),
     "training.full": ("OrtGradientOptimizer",),
     "training.loader": ("OrtDataLoader",),
+    "unreduced": ("unreduced_onnx_loss",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -107,22 +127,30 @@ __all__ = [
     "SquareLearningLoss",
     "adam",
     "adamw",
+    "add_initializer",
     "add_loss_output",
     "check_gradient",
     "function_onnx_graph",
+    "get_onnx_opset",
     "get_supported_functions",
     "get_train_initializer",
     "momentum",
     "nesterov",
     "onnx_derivative",
+    "onnx_rename_names",
+    "onnx_rename_weights",
     "onnx_simple_text_plot",
     "onnx_text_plot_io",
     "partition",
     "penalty_loss_onnx",
+    "plot_onnxs",
     "random_feed",
+    "replace_initializers_into_onnx",
     "rule",
     "select_model_inputs_outputs",
     "sgd",
+    "to_dot",
+    "unreduced_onnx_loss",
 ]
 
 

@@ -1,19 +1,20 @@
-"""Cutting and reading models: choose inputs and outputs, list the trainable tensors."""
+"""Cutting, reading and changing models: inputs and outputs, constants, opsets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto, TensorProto, numpy_helper
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.weights import sites
+from onnxgrad.graph.weights import names, replace, sites
 
 
 def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorProto]]:
@@ -64,8 +65,8 @@ def select_model_inputs_outputs(
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     declared = list(graph.inputs)
-    for names in (outputs or (), inputs or ()):
-        for name in once("tensor", names):
+    for chosen in (outputs or (), inputs or ()):
+        for name in once("tensor", chosen):
             if name not in values:
                 raise unknown("tensor", name, [str(v.name) for v in (*graph.outputs, *declared)])
     if outputs is not None:
@@ -91,3 +92,70 @@ def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
     value.name = None
     ir.convenience.replace_all_uses_with(value, made, replace_graph_outputs=True)
     return made
+
+
+def replace_initializers_into_onnx(model: ModelLike, results: Mapping[str, Any]) -> ModelProto:
+    """Return `model` with new values for some of its constants, written to where they are kept.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        results: `{name: value}`, of arrays or `OrtValue`, of the shape that the constant has, such
+            as `trained_coef_`. Any constant has a name: initializers, `Constant` nodes (inside
+            branches too), coefficients of `ai.onnx.ml` operators (see `get_train_initializer`).
+            Floats are rounded to the dtype of the constant.
+
+    Raises:
+        ValueError: an unknown name, a value of another shape, or one that the dtype of the constant
+            cannot hold.
+        ModelError: `model` cannot be read.
+    """
+    return replace(read(model), {name: _array(value) for name, value in results.items()})
+
+
+def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
+    """Return `model` with one more initializer.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        name: its name, which no other value of the model has, branches included.
+        value: array or `OrtValue`; the initializer has its shape and dtype.
+
+    Raises:
+        ValueError: the name is taken or empty, or ONNX has no such dtype.
+        ModelError: `model` cannot be read.
+    """
+    made = ModelProto()
+    made.CopyFrom(read(model))
+    if not name:
+        raise ValueError("an initializer needs a name")
+    if name in names(made.graph):
+        raise ValueError(f"the model has a value called {name!r} already: choose another name")
+    array = _array(value)
+    try:
+        made.graph.initializer.append(numpy_helper.from_array(array, name))
+    except (KeyError, NotImplementedError, TypeError, ValueError) as e:
+        raise ValueError(f"{name!r}: ONNX has no tensors of {array.dtype}") from e
+    made.ir_version = max(made.ir_version, 4)  # before that, initializers had to be inputs too
+    return made
+
+
+def get_onnx_opset(onx: ModelLike, domain: str = "") -> int:
+    """Return the version of the opset that `onx` imports for a domain; "" is "ai.onnx".
+
+    Raises:
+        ValueError: `onx` does not import the domain.
+        ModelError: `onx` cannot be read.
+    """
+    versions: dict[str, int] = {}
+    for entry in read(onx).opset_import:
+        known = "" if entry.domain == "ai.onnx" else entry.domain
+        versions[known] = max(entry.version, versions.get(known, 0))
+    asked = "" if domain == "ai.onnx" else domain
+    if asked not in versions:
+        raise unknown("domain", domain, versions)
+    return versions[asked]
+
+
+def _array(value: Any) -> np.ndarray:
+    """Return an array or an `OrtValue` as an array."""
+    return value.numpy() if hasattr(value, "ortvalue_from_numpy") else np.asarray(value)

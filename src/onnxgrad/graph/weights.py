@@ -15,6 +15,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from onnxgrad.errors import unknown
+
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 # operator -> {attribute: is it trained when no weight is named}
@@ -37,6 +39,12 @@ ML_COEFFICIENTS = {
 _SETTINGS = {"Resize": (1, 2), "Upsample": (1,)}
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
+
+# the fields of a tensor that hold or point to its elements
+_STORAGE = (
+    "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
+    "raw_data", "external_data", "data_location",
+)  # fmt: skip
 
 _CONSTANT_ATTRIBUTES = ("value", "value_float", "value_floats", "value_int", "value_ints")
 
@@ -97,20 +105,35 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
     """Return a copy of `model` in which the named tensors hold new values, and nothing else moved.
 
     Raises:
-        ValueError: a name that the model does not have, or a value of another shape.
+        ValueError: a name that the model does not have, or a value of another shape, or of a kind
+            that the tensor cannot hold.
     """
     made = ModelProto()
     made.CopyFrom(model)
-    missing = dict(values)
-    for site in sites(made):
-        if site.name not in missing:
-            continue
-        old, new = site.array(), np.asarray(missing.pop(site.name))
+    found = {site.name: site for site in sites(made)}
+    for name, value in values.items():
+        if name not in found:
+            raise unknown("constant", name, found)
+        old, new = found[name].array(), np.asarray(value)
         if new.shape != old.shape:
-            raise ValueError(f"{site.name!r} has shape {old.shape}, the new value {new.shape}")
-        site.write(new.astype(old.dtype))
-    if missing:
-        raise ValueError(f"the model has no constant called {', '.join(map(repr, missing))}")
+            raise ValueError(f"{name!r} has shape {old.shape}, the new value {new.shape}")
+        found[name].write(_converted(name, new, old.dtype))
+    return made
+
+
+def _converted(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return `new` as `dtype`: floats are rounded, all else stays what it is."""
+    if dtype.kind in "OUS":
+        made, fits = new.astype(object), new.dtype.kind in "OUS"
+    elif new.dtype.kind in "OUSc" and dtype.kind != "c":
+        made, fits = new, False
+    else:
+        with np.errstate(invalid="ignore", over="ignore"):
+            made = new.astype(dtype)
+        exact = dtype.kind in "iub"
+        fits = np.array_equal(made, new) if exact else np.can_cast(new.dtype, dtype, "same_kind")
+    if not fits:
+        raise ValueError(f"{name!r} holds {dtype}, which the new value ({new.dtype}) does not fit")
     return made
 
 
@@ -160,6 +183,16 @@ def _rename_uses(graph: GraphProto, old: str, new: str) -> None:
         node.input[:] = [new if name == old else name for name in node.input]
         for inner in subgraphs(node):
             _rename_uses(inner, old, new)
+
+
+def names(graph: GraphProto) -> Iterator[str]:
+    """Yield the names of all values that `graph` gives, in branches too."""
+    yield from (x.name for x in (*graph.input, *graph.initializer))
+    yield from (s.values.name for s in graph.sparse_initializer)
+    for node in graph.node:
+        yield from node.output
+        for inner in subgraphs(node):
+            yield from names(inner)
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
@@ -213,9 +246,10 @@ def _tensor_site(
 ) -> Site:
     def write(array: np.ndarray) -> None:
         made = numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape))
-        for field in ("float_data", "double_data", "int32_data", "external_data", "data_location"):
+        made.ClearField("dims")
+        for field in _STORAGE:
             tensor.ClearField(field)
-        tensor.raw_data = made.raw_data
+        tensor.MergeFrom(made)
 
     return Site(name, lambda: tensor, write, default, graph, node)
 
@@ -262,9 +296,9 @@ def _attribute_site(
         return numpy_helper.from_array(array if shape is None else array.reshape(shape), name)
 
     def write(array: np.ndarray) -> None:
-        if field == "floats":
-            attribute.floats[:] = array.ravel().tolist()
+        if shape is None:
+            getattr(attribute, field)[:] = array.ravel().tolist()
         else:
-            attribute.f = float(array)
+            setattr(attribute, field, array.item())
 
     return Site(name, read, write, default, graph, node)

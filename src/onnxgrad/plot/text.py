@@ -6,11 +6,23 @@ from collections.abc import Iterator
 
 import numpy as np
 import onnx_ir as ir
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    TypeProto,
+    numpy_helper,
+)
 
 from onnxgrad.graph.read import ModelLike, read
 
 _SHOWN = 10  # elements: longer constants show their type and shape only
+_PLAIN = (
+    AttributeProto.FLOAT, AttributeProto.FLOATS, AttributeProto.INT, AttributeProto.INTS,
+    AttributeProto.STRING, AttributeProto.STRINGS,
+)  # fmt: skip
 _DEEPEST = 24  # steps to the right: deep networks stay readable
 
 
@@ -79,18 +91,22 @@ def _nodes(nodes, indent: bool, margin: str) -> Iterator[str]:
 
 def _node(node: NodeProto) -> str:
     graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-    arguments = [*node.input, *(_attribute(a) for a in node.attribute if a.type not in graphs)]
+    arguments = [*node.input, *(attribute_text(a) for a in node.attribute if a.type not in graphs)]
     domain = f"{node.domain}." if node.domain not in ("", "ai.onnx") else ""
     return f"{domain}{node.op_type}({', '.join(arguments)}) -> {', '.join(node.output)}"
 
 
-def _attribute(attribute: AttributeProto) -> str:
+def attribute_text(attribute: AttributeProto) -> str:
+    """Return name and value of an attribute that holds no graph; long values are left out."""
     if attribute.ref_attr_name:
         return f"{attribute.name}=@{attribute.ref_attr_name}"
     if attribute.type == AttributeProto.TENSOR and np.prod(attribute.t.dims) <= _SHOWN:
         return f"{attribute.name}={numpy_helper.to_array(attribute.t).tolist()}"
     if attribute.type == AttributeProto.TENSOR:
         return f"{attribute.name}={_typed(attribute.t.data_type, attribute.t.dims)}"
+    if attribute.type not in _PLAIN:
+        kind = AttributeProto.AttributeType.Name(attribute.type)
+        return f"{attribute.name}={kind.lower()}"
     value = ir.serde.deserialize_attribute(attribute).value
     if not isinstance(value, (list, tuple)):
         return f"{attribute.name}={_number(value)}"
@@ -111,15 +127,23 @@ def _value(value) -> str:
     if kind not in (None, "tensor_type"):
         return f"name={value.name!r} type={kind.removesuffix('_type')}"
     tensor = value.type.tensor_type
+    return f"name={value.name!r} {_typed(tensor.elem_type, stated_shape(tensor))}"
+
+
+def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
+    """Return the lengths and symbols of a declared shape, None when there is none."""
     if not tensor.HasField("shape"):
-        return f"name={value.name!r} {_typed(tensor.elem_type, None)}"
-    dims = [
+        return None
+    return [
         d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim
     ]
-    return f"name={value.name!r} {_typed(tensor.elem_type, dims)}"
 
 
 def _typed(data_type: int, dims) -> str:
+    return f"type=dtype({dtype_name(data_type)!r}) shape={'?' if dims is None else tuple(dims)}"
+
+
+def dtype_name(data_type: int) -> str:
+    """Return the name that numpy has for a type of elements."""
     name = ir.DataType(data_type).name.lower()
-    kind = {"float": "float32", "double": "float64"}.get(name, name)
-    return f"type=dtype({kind!r}) shape={'?' if dims is None else tuple(dims)}"
+    return {"float": "float32", "double": "float64"}.get(name, name)

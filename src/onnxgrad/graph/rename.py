@@ -1,0 +1,222 @@
+"""Other names for the values of a model, which computes the same.
+
+Names have scopes: a branch or a loop body sees those of the graphs around it, a local function
+only its own. Every name that is given is unique in the whole model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+
+from onnxgrad.errors import ModelError
+from onnxgrad.graph.read import ModelLike, read
+from onnxgrad.graph.weights import METADATA, Site, names, sites, subgraphs
+
+# (graph, "input" | "initializer" | "result" | "node", old name) -> new name
+Choose = Callable[[GraphProto | None, str, str], str]
+Scope = ChainMap[str, str]
+
+_LOSS = "onnxgrad.loss"  # the metadata of `add_loss_output`, which name its label and prediction
+_PREFIXES = {"input": "r", "initializer": "i", "result": "r", "node": "n"}
+
+logger = logging.getLogger("onnxgrad")
+
+
+def onnx_rename_names(onx: ModelLike, verbose: int = 0) -> ModelProto:
+    """Return `onx` with short names: results `r0, r1...`, initializers `i0...`, nodes `n0...`.
+
+    The inputs and outputs of the model, and of its local functions, keep their names. Nodes without
+    a name get none.
+
+    Args:
+        onx: model, serialized model or path; never modified.
+        verbose: 1 reports the number of names through `logging`, 2 every name.
+
+    Raises:
+        ModelError: `onx` cannot be read, or a node reads what nothing gives.
+    """
+    made = _copy(onx)
+    kept = {v.name for v in (*made.graph.input, *made.graph.output)}
+    found: list[tuple[str, str]] = []
+    _rename_model(made, kept, _short(kept, found))
+    for function in made.functions:
+        kept = {*function.input, *function.output}
+        scope, choose = ChainMap({name: name for name in kept}), _short(kept, found)
+        _declare(
+            None, (("result", y) for node in function.node for y in node.output), scope, choose
+        )
+        _rename_nodes(None, function.node, scope, choose)
+        _rename_facts(function, scope)
+    _report(found, verbose)
+    return made
+
+
+def onnx_rename_weights(onx: ModelLike) -> ModelProto:
+    """Return `onx` with its weights named `I0_<name>, I1_<name>...`, in graph order.
+
+    So their alphabetical order is that of the graph; from eleven weights on, the numbers have as
+    many digits as the last one. Weights are what `get_train_initializer` lists. Coefficients that
+    are attributes of `ai.onnx.ml` nodes keep their names. A weight that is an output of the model
+    too is given to it, under the output's name, by an `Identity` node.
+
+    Args:
+        onx: model, serialized model or path; never modified.
+
+    Raises:
+        ModelError: `onx` cannot be read, or a node reads what nothing gives.
+    """
+    made = _copy(onx)
+    weights = [s for s in sites(made) if s.default and (s.node is None or not _is_ml(s.node))]
+    taken, digits = set(names(made.graph)), len(str(len(weights) - 1))
+    chosen = {}
+    for i, site in enumerate(weights):
+        name = base = f"I{i:0{digits}d}_{site.name}"
+        number = 0
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        chosen[id(site.graph), _held(site)] = name  # `weights` keeps the graphs, thus their ids
+
+    def choose(graph: GraphProto | None, kind: str, name: str) -> str:
+        return name if kind == "node" else chosen.get((id(graph), name), name)
+
+    _rename_model(made, (), choose)
+    outputs = {new: old for (graph, old), new in chosen.items() if graph == id(made.graph)}
+    for output in made.graph.output:
+        if output.name in outputs:
+            node = made.graph.node.add(op_type="Identity", input=[output.name])
+            output.name = outputs[output.name]
+            node.output.append(output.name)
+    return made
+
+
+def _copy(onx: ModelLike) -> ModelProto:
+    made = ModelProto()
+    made.CopyFrom(read(onx))
+    if made.training_info:
+        raise ModelError("the model holds training_info, whose names are not followed: remove it")
+    return made
+
+
+def _is_ml(node: NodeProto) -> bool:
+    return node.domain == "ai.onnx.ml"
+
+
+def _held(site: Site) -> str:
+    """Return the name of a weight in its graph."""
+    return site.read().name if site.node is None else site.node.output[0]
+
+
+def _short(kept: Iterable[str], found: list[tuple[str, str]]) -> Choose:
+    counts: Counter[str] = Counter()
+    taken = set(kept)
+
+    def choose(graph: GraphProto | None, kind: str, old: str) -> str:
+        prefix = _PREFIXES[kind]
+        while (name := f"{prefix}{counts[prefix]}") in taken:
+            counts[prefix] += 1
+        counts[prefix] += 1
+        found.append((old, name))
+        return name
+
+    return choose
+
+
+def _report(found: list[tuple[str, str]], verbose: int) -> None:
+    if not verbose:
+        return
+    before = logger.level
+    logger.setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
+    for old, new in found:
+        logger.debug("%s is called %s", old, new)
+    logger.info("%d names given", len(found))
+    logger.setLevel(before)
+
+
+def _rename_model(model: ModelProto, kept: Iterable[str], choose: Choose) -> None:
+    """Rename what the graph of `model` holds, in place, and in what the metadata say of it."""
+    scope: Scope = ChainMap({name: name for name in kept})
+    _rename_graph(model.graph, scope, choose)
+    for entry in model.metadata_props:
+        if entry.key == METADATA:
+            entry.value = json.dumps([scope.get(name, name) for name in json.loads(entry.value)])
+        elif entry.key == _LOSS:
+            facts = json.loads(entry.value)
+            named = {k: scope.get(v, v) for k, v in facts.items() if k in ("label", "prediction")}
+            entry.value = json.dumps(facts | named)
+
+
+def _rename_graph(graph: GraphProto, scope: Scope, choose: Choose) -> None:
+    """Rename the values of `graph`; the first map of `scope` is for its own."""
+    _declare(graph, _declared(graph), scope, choose)
+    for named in (
+        *graph.input,
+        *graph.initializer,
+        *(sparse.values for sparse in graph.sparse_initializer),
+        *graph.output,
+    ):
+        named.name = scope.get(named.name, named.name)
+    _rename_nodes(graph, graph.node, scope, choose)
+    _rename_facts(graph, scope)
+    _forget(graph.quantization_annotation, lambda fact: fact.tensor_name not in scope)
+    for annotation in graph.quantization_annotation:
+        annotation.tensor_name = scope[annotation.tensor_name]
+        for parameter in annotation.quant_parameter_tensor_names:
+            parameter.value = scope.get(parameter.value, parameter.value)
+
+
+def _declared(graph: GraphProto) -> Iterator[tuple[str, str]]:
+    """Yield kind and name of the values that `graph` gives."""
+    yield from (("input", x.name) for x in graph.input)
+    yield from (("initializer", t.name) for t in graph.initializer)
+    yield from (("initializer", s.values.name) for s in graph.sparse_initializer)
+    yield from (("result", name) for node in graph.node for name in node.output)
+
+
+def _declare(
+    graph: GraphProto | None, given: Iterable[tuple[str, str]], scope: Scope, choose: Choose
+) -> None:
+    own = scope.maps[0]
+    for kind, name in given:
+        if name and name not in own:
+            own[name] = choose(graph, kind, name)
+
+
+def _rename_nodes(
+    graph: GraphProto | None, nodes: Iterable[NodeProto], scope: Scope, choose: Choose
+) -> None:
+    for node in nodes:
+        for name in node.input:
+            if name and name not in scope:
+                where = f"{node.op_type} (node {node.name!r}, outputs {[*node.output]})"
+                raise ModelError(f"{where} reads {name!r}, which nothing gives")
+        for field in (node.input, node.output):
+            field[:] = [scope[name] if name else "" for name in field]
+        for configuration in node.device_configurations:
+            for spec in configuration.sharding_spec:
+                spec.tensor_name = scope.get(spec.tensor_name, spec.tensor_name)
+        if node.name:
+            node.name = choose(graph, "node", node.name)
+        for inner in subgraphs(node):
+            _rename_graph(inner, scope.new_child(), choose)
+
+
+def _rename_facts(holder: GraphProto | FunctionProto, scope: Scope) -> None:
+    """Rename the types that `holder` states."""
+    _forget(holder.value_info, lambda value: value.name not in scope)
+    for value in holder.value_info:
+        value.name = scope[value.name]
+
+
+def _forget(facts, wrong: Callable[[Any], bool]) -> None:
+    """Remove facts about values that are not there: one might be given such a name now."""
+    kept = [fact for fact in facts if not wrong(fact)]
+    if len(kept) < len(facts):
+        del facts[:]
+        facts.extend(kept)

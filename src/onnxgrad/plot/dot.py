@@ -1,0 +1,216 @@
+"""A model as boxes and arrows, and these as text in the DOT language."""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from math import prod
+
+from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, numpy_helper
+
+from onnxgrad.graph.read import ModelLike, read
+from onnxgrad.plot.text import attribute_text, dtype_name, stated_shape
+
+_SHOWN = 10  # elements: longer constants show their type and shape only
+_LONGEST = 60  # characters of an attribute
+_STYLES = {
+    "input": "shape=box color=red",
+    "output": "shape=box color=green",
+    "result": "shape=box",
+    "node": 'shape=box style="filled,rounded" color=orange',
+}
+_KEYWORDS = {"digraph", "edge", "graph", "node", "strict", "subgraph"}
+
+
+@dataclass
+class Box:
+    """A value or a node."""
+
+    id: str
+    kind: str  # a key of `_STYLES`
+    lines: list[str]
+
+
+@dataclass
+class Frame:
+    """The boxes of a graph, and the frames of the graphs that its nodes hold."""
+
+    title: str
+    boxes: list[Box] = field(default_factory=list)
+    inner: list[Frame] = field(default_factory=list)
+
+    def all_boxes(self) -> Iterator[Box]:
+        """Yield the boxes of this frame and of those inside."""
+        yield from self.boxes
+        for frame in self.inner:
+            yield from frame.all_boxes()
+
+
+def to_dot(model: ModelLike) -> str:
+    """Return the graph of `model` in the DOT language, for Graphviz and other viewers.
+
+    Inputs are red, outputs green, nodes orange and rounded, with their attributes; constants show
+    dtype, shape, and their values if these are few. Branches, loop bodies and local functions are
+    clusters.
+
+    Args:
+        model: model, serialized model or path.
+
+    Raises:
+        ModelError: `model` cannot be read.
+    """
+    drawing = Drawing(model)
+    lines = ["digraph {", "  orientation=portrait;", "  ranksep=0.25;", "  nodesep=0.05;"]
+    lines += _frame(drawing.frame, "  ", count())
+    # at the end: an edge in a cluster draws the boxes at both its ends into it
+    lines += [f"  {a} -> {b};" for a, b in drawing.edges]
+    return "\n".join([*lines, "}\n"])
+
+
+def _frame(frame: Frame, margin: str, numbers: Iterator[int]) -> Iterator[str]:
+    for box in frame.boxes:
+        yield f'{margin}{box.id} [{_STYLES[box.kind]} label="{_label(box.lines)}" fontsize=10];'
+    for inner in frame.inner:
+        yield f"{margin}subgraph cluster_{next(numbers)} {{"
+        yield f'{margin}  label="{_label([inner.title])}";'
+        yield from _frame(inner, margin + "  ", numbers)
+        yield f"{margin}}}"
+
+
+def _label(lines: Iterable[str]) -> str:
+    """Return `lines` as the inside of a quoted label, where `\\` and `&` begin escapes."""
+    text = (line.replace("\\", r"\\").replace('"', r"\"").replace("&", "&amp;") for line in lines)
+    return r"\n".join(text)
+
+
+class Drawing:
+    """The frame of a model's graph, with those of its local functions, and the arrows."""
+
+    def __init__(self, model: ModelLike) -> None:
+        proto = read(model)
+        self.edges: list[tuple[str, str]] = []  # ids of boxes
+        self._ids: set[str] = set()
+        self._counts: Counter[str] = Counter()
+        self.frame, _ = self._graph("", proto.graph, ChainMap())
+        for function in proto.functions:
+            self.frame.inner.append(self._function(function))
+
+    def _graph(
+        self, title: str, graph: GraphProto, scope: ChainMap[str, str]
+    ) -> tuple[Frame, list[str]]:
+        inputs = {x.name: [x.name, *_type(x)] for x in graph.input}
+        constants = {t.name: [t.name, *_tensor(t)] for t in graph.initializer}
+        for sparse in graph.sparse_initializer:
+            kind = f"sparse {_typed(sparse.values.data_type, sparse.dims)}"
+            constants[sparse.values.name] = [sparse.values.name, kind]
+        for name in inputs.keys() & constants.keys():  # an input with a default
+            inputs[name] = constants.pop(name)
+        outputs = [(y.name, [y.name, *_type(y)]) for y in graph.output]
+        return self._body(Frame(title), inputs, constants, graph.node, outputs, scope)
+
+    def _function(self, function: FunctionProto) -> Frame:
+        frame = Frame(f"{function.domain}.{function.name}")
+        inputs = {name: [name] for name in function.input}
+        outputs = [(name, [name]) for name in function.output]
+        return self._body(frame, inputs, {}, function.node, outputs, ChainMap())[0]
+
+    def _body(
+        self,
+        frame: Frame,
+        inputs: Mapping[str, list[str]],
+        constants: Mapping[str, list[str]],
+        nodes: Iterable[NodeProto],
+        outputs: list[tuple[str, list[str]]],
+        scope: ChainMap[str, str],
+    ) -> tuple[Frame, list[str]]:
+        """Fill `frame`; return it and the ids of its outputs. `scope`: the ids of values."""
+        own = scope.maps[0]
+        for name, lines in inputs.items():
+            own[name] = self._box(frame, "input", name, lines)
+        given = inputs.keys() | constants.keys()
+        made = {y: [y] for node in nodes for y in node.output if y and y not in given}
+        ends, passed = [], []
+        for name, lines in outputs:
+            ends.append(self._box(frame, "output", name, lines))
+            if name in made and name not in own:
+                own[name] = ends[-1]
+            else:  # an input, a constant or a value from outside, as it is
+                passed.append((name, ends[-1]))
+        for name, lines in (*constants.items(), *made.items()):
+            if name not in own:
+                own[name] = self._box(frame, "result", name, lines)
+        for node in nodes:
+            self._node(frame, node, scope)
+        self.edges += [(self._value(frame, name, scope), end) for name, end in passed]
+        return frame, ends
+
+    def _node(self, frame: Frame, node: NodeProto, scope: ChainMap[str, str]) -> None:
+        graphs = [
+            (a.name, g) for a in node.attribute for g in ([a.g] if _is_graph(a) else a.graphs)
+        ]
+        domain = f"{node.domain}." if node.domain not in ("", "ai.onnx") else ""
+        texts = [attribute_text(a) for a in node.attribute if not _is_graph(a) and not a.graphs]
+        short = [t if len(t) <= _LONGEST else f"{t[: _LONGEST - 3]}..." for t in texts]
+        name = [f"({node.name})"] if node.name else []
+        lines = [domain + node.op_type, *name, *short]
+        box = self._box(frame, "node", node.name or node.op_type, lines)
+        for x in node.input:
+            if x:
+                self.edges.append((self._value(frame, x, scope), box))
+        for y in node.output:
+            if y:
+                self.edges.append((box, self._value(frame, y, scope)))
+        for title, graph in graphs:
+            inner, ends = self._graph(title, graph, scope.new_child())
+            frame.inner.append(inner)
+            self.edges += [(end, box) for end in ends]
+
+    def _value(self, frame: Frame, name: str, scope: ChainMap[str, str]) -> str:
+        """Return the id of the box of a value."""
+        if name not in scope:  # nothing gives it: the model is not valid, and can be looked at
+            scope[name] = self._box(frame, "result", name, [name])
+        return scope[name]
+
+    def _box(self, frame: Frame, kind: str, name: str, lines: list[str]) -> str:
+        """Add a box; return its id, a plain word that no other box has."""
+        word = re.sub(r"\W", "_", name, flags=re.ASCII)
+        if not word or word[0].isdigit() or word.lower() in _KEYWORDS:
+            word = f"_{word}"
+        made = word
+        while made in self._ids:
+            self._counts[word] += 1
+            made = f"{word}_{self._counts[word]}"
+        self._ids.add(made)
+        frame.boxes.append(Box(made, kind, [_printable(line) for line in lines]))
+        return made
+
+
+def _is_graph(attribute: AttributeProto) -> bool:
+    return attribute.type == AttributeProto.GRAPH
+
+
+def _type(value) -> list[str]:
+    kind = value.type.WhichOneof("value")
+    if kind == "tensor_type":
+        tensor = value.type.tensor_type
+        return [_typed(tensor.elem_type, stated_shape(tensor))]
+    return [kind.removesuffix("_type")] if kind else []
+
+
+def _tensor(tensor: TensorProto) -> list[str]:
+    kind = [_typed(tensor.data_type, tensor.dims)]
+    if prod(tensor.dims) > _SHOWN:
+        return kind
+    return [*kind, " ".join(str(numpy_helper.to_array(tensor)).split())]
+
+
+def _typed(data_type: int, shape: Iterable[int | str] | None) -> str:
+    return f"{dtype_name(data_type)}({'?' if shape is None else tuple(shape)})"
+
+
+def _printable(text: str) -> str:
+    """Return `text` with escapes in place of line ends and what cannot be seen."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

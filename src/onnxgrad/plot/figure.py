@@ -1,0 +1,210 @@
+"""Models drawn on matplotlib axes, by Graphviz or, where that is not installed, by matplotlib."""
+
+from __future__ import annotations
+
+import io
+import logging
+import shutil
+import subprocess
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph.read import ModelLike
+from onnxgrad.plot.dot import Box, Drawing, to_dot
+
+logger = logging.getLogger("onnxgrad")
+
+_DPI = 96  # of the pictures that Graphviz makes
+_LARGEST = (40, 200)  # inches: what is larger is made smaller, or nothing could show it
+_QUICK = ("-Gnslimit=1", "-Gnslimit1=1")  # arrows a little longer, in a tenth of the time
+_PATIENCE = 60  # seconds for Graphviz, whose time grows with the length of the arrows
+_FONT = 8  # points
+_WIDTH, _HEIGHT = 0.6, 1.4  # of a character and of a line, in sizes of the font
+_COLORS = {"input": "red", "output": "green", "result": "black", "node": "orange"}
+
+
+def plot_onnxs(
+    *onx: ModelLike,
+    ax: Any = None,
+    renderer: str = "dot",
+    title: str | Sequence[str] | None = None,
+    show: bool = False,
+) -> Any:
+    """Draw models side by side, and return the axes.
+
+    Args:
+        *onx: models, serialized models or paths.
+        ax: axes to draw on, a list or array of them for several models; None makes a figure that is
+            large enough.
+        renderer: "dot": the layout of Graphviz if its program `dot` is installed (such as by
+            `apt install graphviz`) and done within a minute, otherwise as "matplotlib";
+            "matplotlib": a simpler layout, which needs nothing else and draws no frames around
+            branches.
+        title: a title, or one for every model.
+        show: call `matplotlib.pyplot.show()` at the end.
+
+    Returns:
+        The axes: one for one model, else an array of as many as there are models.
+
+    Raises:
+        ValueError: no model, an unknown renderer, or as many axes or titles as there are no models.
+        ModelError: a model cannot be read.
+        RuntimeError: Graphviz fails; the message is its own.
+    """
+    if not onx:
+        raise ValueError("plot_onnxs needs at least one model")
+    if renderer not in ("dot", "matplotlib"):
+        raise unknown("renderer", renderer, ["dot", "matplotlib"])
+    titles = [title] if isinstance(title, str) else title or [""] * len(onx)
+    given = None if ax is None else np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
+    for kind, many in (("titles", titles), ("axes", given)):
+        if many is not None and len(many) != len(onx):
+            raise ValueError(f"{len(onx)} models, but {len(many)} {kind}")
+    program = shutil.which("dot") if renderer == "dot" else None
+    pictures = [_picture(model, program) for model in onx]
+    import matplotlib.pyplot as plt
+
+    axes = given
+    if axes is None:
+        widths = [p.inches[0] for p in pictures]
+        size = (sum(widths), max(p.inches[1] for p in pictures))
+        shares = {"width_ratios": widths}
+        _, grid = plt.subplots(
+            1, len(onx), figsize=size, squeeze=False, gridspec_kw=shares, layout="constrained"
+        )
+        axes = grid.ravel()
+    for picture, on, text in zip(pictures, axes, titles, strict=True):
+        on.set_axis_off()
+        on.set_title(text)
+        picture.draw(on)
+    if show:
+        plt.show()
+    return axes[0] if len(onx) == 1 else axes
+
+
+def _picture(model: ModelLike, program: str | None) -> _Image | _Layers:
+    if program is not None:
+        try:
+            return _Image(model, program)
+        except subprocess.TimeoutExpired:
+            logger.warning("Graphviz takes longer than %d s: matplotlib draws", _PATIENCE)
+    return _Layers(model)
+
+
+class _Image:
+    """The picture that Graphviz makes of a model."""
+
+    def __init__(self, model: ModelLike, program: str) -> None:
+        import matplotlib.image
+
+        size = f"-Gsize={_LARGEST[0]},{_LARGEST[1]}"
+        command = [program, "-Tpng", f"-Gdpi={_DPI}", size, *_QUICK]
+        text = to_dot(model).encode()
+        done = subprocess.run(command, input=text, capture_output=True, timeout=_PATIENCE)
+        if done.returncode:
+            raise RuntimeError(f"{program} failed: {done.stderr.decode(errors='replace').strip()}")
+        self.pixels = matplotlib.image.imread(io.BytesIO(done.stdout))
+        self.inches = (self.pixels.shape[1] / _DPI, self.pixels.shape[0] / _DPI)
+
+    def draw(self, ax: Any) -> None:
+        """Show the pixels on `ax`."""
+        ax.imshow(self.pixels)
+        ax.set_anchor("N")
+
+
+@dataclass
+class _Placed:
+    box: Box
+    x: float
+    y: float
+
+    @property
+    def width(self) -> float:
+        return max(map(len, self.box.lines)) + 3.0
+
+
+class _Layers:
+    """The boxes of a model in layers, each as near as it can be above those that need it.
+
+    Units are those of text: characters to the right, lines downwards.
+    """
+
+    def __init__(self, model: ModelLike) -> None:
+        drawing = Drawing(model)
+        self.edges = drawing.edges
+        before, after = defaultdict[str, list[str]](list), defaultdict[str, list[str]](list)
+        for a, b in self.edges:
+            before[b].append(a)
+            after[a].append(b)
+        boxes = {box.id: box for box in drawing.frame.all_boxes()}
+        self.placed: dict[str, _Placed] = {}
+        self.lines = 0.0
+        for layer in _layers({name: after[name] for name in boxes}):
+            self._place([boxes[name] for name in layer], before)
+        left = min(p.x - p.width / 2 for p in self.placed.values())
+        for p in self.placed.values():
+            p.x -= left
+        self.columns = max(p.x + p.width / 2 for p in self.placed.values())
+        self.inches = (
+            min(max(self.columns * _WIDTH * _FONT / 72, 2.0), _LARGEST[0]),
+            min(max(self.lines * _HEIGHT * _FONT / 72, 2.0), _LARGEST[1]),
+        )
+
+    def _place(self, layer: list[Box], before: dict[str, list[str]]) -> None:
+        """Put boxes side by side, in the order of the middles of what they come from."""
+        above = {
+            box.id: [self.placed[a].x for a in before[box.id] if a in self.placed] for box in layer
+        }
+        middles = {name: sum(xs) / len(xs) if xs else 0.0 for name, xs in above.items()}
+        layer.sort(key=lambda box: middles[box.id])
+        widths = [_Placed(box, 0, 0).width for box in layer]
+        x = sum(middles.values()) / len(layer) - sum(widths) / 2
+        height = max(len(box.lines) for box in layer)
+        for box, width in zip(layer, widths, strict=True):
+            self.placed[box.id] = _Placed(box, x + width / 2, self.lines + height / 2)
+            x += width
+        self.lines += height + 2
+
+    def draw(self, ax: Any) -> None:
+        """Write the boxes on `ax`, so small that they fit."""
+        points = 72 / ax.figure.dpi  # of a pixel
+        font = min(
+            _FONT,
+            ax.bbox.width * points / (_WIDTH * self.columns),
+            ax.bbox.height * points / (_HEIGHT * self.lines),
+        )
+        ax.set(xlim=(0, self.columns), ylim=(self.lines, -0.5))
+        for a, b in self.edges:
+            start, end = self.placed[a], self.placed[b]
+            tip = (end.x, end.y - len(end.box.lines) / 2 - 0.3)
+            arrow = {"arrowstyle": "->", "lw": 0.06 * font, "color": "gray"}
+            ax.annotate("", tip, (start.x, start.y), arrowprops=arrow, zorder=1)
+        for p in self.placed.values():
+            style = {
+                "boxstyle": "round" if p.box.kind == "node" else "square",
+                "facecolor": "orange" if p.box.kind == "node" else "white",
+                "edgecolor": _COLORS[p.box.kind],
+                "lw": 0.08 * font,
+            }
+            text = "\n".join(p.box.lines)
+            ax.text(
+                p.x, p.y, text, ha="center", va="center", fontsize=font, zorder=2, bbox=style,
+                family="monospace", parse_math=False,
+            )  # fmt: skip
+
+
+def _layers(after: dict[str, list[str]]) -> list[list[str]]:
+    """Return the names in layers, each in the last layer before those after it."""
+    sorter = TopologicalSorter(after)
+    sorter.prepare()
+    layers = []
+    while sorter.is_active():
+        layers.append(list(sorter.get_ready()))
+        sorter.done(*layers[-1])
+    return layers[::-1]
