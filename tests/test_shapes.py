@@ -86,7 +86,10 @@ NKM = (value(("N", 3, "K")), value(("N", "K", "M")))
         ("ReduceMax", [value(("N", 3)), value((1,), [0])], {"keepdims": 0}, (3,)),
         ("ReduceSum", [value(("N", 3)), value((0,), [])], {}, None),  # all of them, or none
         ("ReduceSum", [value(("N", 3)), value((1,))], {}, None),
-        ("ReduceSum", [value(("N", 3))], {}, None),
+        ("ReduceSum", [value(("N", 3))], {}, (1, 1)),
+        ("ReduceMax", [value(("N", 3))], {"keepdims": 0}, ()),
+        ("ReduceSum", [value(("N", 3))], {"noop_with_empty_axes": 1}, None),
+        ("ReduceMax", [value(("N", 3))], {"axes": [0]}, None),
         ("Unsqueeze", [value(("N",)), value((2,), [-1, 0])], {}, (1, "N", 1)),
         ("Squeeze", [value(("N", 1)), value((1,), [-1])], {}, ("N",)),
         ("Reshape", [value(("N", 6)), value((2,), [0, -1])], {}, ("N", 6)),

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from onnxgrad.training.forward_backward import OrtGradientForwardBackward
     from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.loader import OrtDataLoader
+    from onnxgrad.training.partial import OrtGradientForwardBackwardOptimizer
     from onnxgrad.unreduced import unreduced_onnx_loss
 
 _MODULES = {
@@ -95,6 +96,7 @@ _MODULES = {
     "training.forward_backward": ("OrtGradientForwardBackward",),
     "training.full": ("OrtGradientOptimizer",),
     "training.loader": ("OrtDataLoader",),
+    "training.partial": ("OrtGradientForwardBackwardOptimizer",),
     "unreduced": ("unreduced_onnx_loss",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -120,6 +122,7 @@ __all__ = [
     "NoLearningPenalty",
     "OrtDataLoader",
     "OrtGradientForwardBackward",
+    "OrtGradientForwardBackwardOptimizer",
     "OrtGradientOptimizer",
     "Partition",
     "ProviderError",

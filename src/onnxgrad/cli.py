@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
     from onnxgrad.training.full import OrtGradientOptimizer
-    from onnxgrad.training.full import Progress as State
     from onnxgrad.training.tables import Table as Data
+    from onnxgrad.training.trainer import Progress as State
 
 app = typer.Typer(
     help="Differentiate and train ONNX models on the ordinary onnxruntime.",
@@ -179,9 +179,10 @@ def train(
     from onnxgrad.graph.read import read
     from onnxgrad.graph.weights import FLOATS, sites
     from onnxgrad.schedules import LearningRateSGD
-    from onnxgrad.training.full import OrtGradientOptimizer, trainable
+    from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.tables import read_table
     from onnxgrad.training.task import Task, split
+    from onnxgrad.training.trainer import trainable
 
     proto = read(model)
     known = [site.name for site in sites(proto) if site.read().data_type in FLOATS]

@@ -220,7 +220,7 @@ def add_loss_output(
     """
     kind = kind_of(score_name, reduction, kwargs)
     proto = read(onx)
-    chosen = _choose_output(proto, output_index)
+    chosen = choose_output(proto, output_index)
     for site in sites(proto):
         attribute = site.node is not None and site.node.domain == "ai.onnx.ml"
         if site.name in (penalty or {}) and (attribute or site.graph is not proto.graph):
@@ -324,8 +324,12 @@ def kind_of(score: str | Loss, reduction: str | None, options: Mapping[str, Any]
     return Kind(kind.function, reduction or kind.reduction, kind.classes)
 
 
-def _choose_output(proto: ModelProto, index: int | str | None) -> str:
-    """Return the name of the float tensor that `index` stands for."""
+def choose_output(
+    proto: ModelProto,
+    index: int | str | None,
+    remedy: str = "say which one with output_index=",
+) -> str:
+    """Return the name of the float tensor that `index` stands for; errors name the remedy."""
     outputs = list(proto.graph.output)
     floats = [o.name for o in outputs if not non_tensor(o) and _is_float(o)]
     if index is None:
@@ -334,7 +338,7 @@ def _choose_output(proto: ModelProto, index: int | str | None) -> str:
         behind = [tensor_behind(proto, o.name) for o in outputs if non_tensor(o)]
         choice = ", ".join(repr(c) for c in [*floats, *behind] if c)
         raise ValueError(
-            f"the model has {len(floats)} float outputs: say which one with output_index=, "
+            f"the model has {len(floats)} float outputs: {remedy}, "
             f"one of {choice or 'the float tensors inside'}"
         )
     if isinstance(index, str):

@@ -40,6 +40,26 @@ class BaseLearningRate(BaseEstimator):
             yield self.value
             self.update_learning_rate(t)
 
+    def build_onnx_function(
+        self,
+        opset: int | None = None,
+        device: str | None = None,
+        n_tensors: int = 1,
+        dtype: Any = np.float32,
+    ) -> BaseLearningRate:
+        """Set `axpy_onnx_`, the update of one weight of any shape as a model; returns `self`.
+
+        It is `axpy` of `function_onnx_graph`. `device` and `n_tensors` change nothing: the same
+        model runs everywhere, for every weight.
+
+        Raises:
+            ValueError: an opset or dtype that cannot be.
+        """
+        from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
+
+        self.axpy_onnx_ = function_onnx_graph("axpy", opset, dtype)
+        return self
+
     @staticmethod
     def select(choice: Any) -> BaseLearningRate:
         """Return the learning rate for a name, a number (`eta0`) or an instance.
@@ -121,26 +141,6 @@ class LearningRateSGD(BaseLearningRate):
                 self.value, self._stalled = max(self.value / 5, 1e-6), 0
         return self
 
-    def build_onnx_function(
-        self,
-        opset: int | None = None,
-        device: str | None = None,
-        n_tensors: int = 1,
-        dtype: Any = np.float32,
-    ) -> LearningRateSGD:
-        """Set `axpy_onnx_`, the update of one weight of any shape as a model; returns `self`.
-
-        It is `axpy` of `function_onnx_graph`. `device` and `n_tensors` change nothing: the same
-        model runs everywhere, for every weight.
-
-        Raises:
-            ValueError: an opset or dtype that cannot be.
-        """
-        from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
-
-        self.axpy_onnx_ = function_onnx_graph("axpy", opset, dtype)
-        return self
-
 
 class LearningRateSGDNesterov(LearningRateSGD):
     """Momentum: v <- m v - lr g;  w <- w + (m v - lr g if nesterov else v), g as in SGD.
@@ -176,7 +176,7 @@ class LearningRateSGDNesterov(LearningRateSGD):
     ) -> LearningRateSGDNesterov:
         """Set `axpyw_onnx_`: `axpyw2` of `function_onnx_graph`, or `axpyw` without `nesterov`.
 
-        All else is as in `LearningRateSGD`.
+        All else is as in `BaseLearningRate`.
         """
         from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
 

@@ -201,6 +201,8 @@ def _with_axes(
     """Return the shape after axes were added, taken away or reduced, when they are known now."""
     given = inputs[1] if len(inputs) > 1 else None
     axes = constant(given)
+    if given is None and op_type.startswith("Reduce") and not _names_axes(attributes):
+        return (1,) * len(shape) if attributes.get("keepdims", 1) else ()
     if axes is None or axes.size == 0:
         return None
     n = len(shape) + (axes.size if op_type == "Unsqueeze" else 0)
@@ -211,6 +213,11 @@ def _with_axes(
     if op_type != "Squeeze" and attributes.get("keepdims", 1):
         return tuple(1 if i in named else d for i, d in enumerate(shape))
     return tuple(d for i, d in enumerate(shape) if i not in named)
+
+
+def _names_axes(attributes: Mapping[str, Any]) -> bool:
+    """Tell whether a reduction without an operand of axes may leave some of them."""
+    return "axes" in attributes or bool(attributes.get("noop_with_empty_axes"))
 
 
 def _reshaped(shape: Dims, target: list[int], attributes: Mapping[str, Any]) -> Dims:

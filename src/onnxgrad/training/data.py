@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import Dims, dims
-from onnxgrad.losses import LABELS, loss_facts
+from onnxgrad.losses import LABELS
+from onnxgrad.small import to_numpy
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Field:
             ValueError: it holds text, NaN, infinity or numbers that the input's type cannot hold,
                 labels out of the class range, or has another shape; the message names rows.
         """
-        array = np.asarray(_to_numpy(given))
+        array = to_numpy(given)
         if array.dtype.kind not in "biuf":
             raise ValueError(f"{self.name!r} must hold numbers, not {array.dtype}")
         if array.ndim == 0:
@@ -72,10 +72,6 @@ class Field:
         return array
 
 
-def _to_numpy(given: Any) -> Any:
-    return given.detach().cpu().numpy() if hasattr(given, "detach") else given
-
-
 def _refuse(bad: np.ndarray, what: str) -> None:
     """Raise if any element is `bad`, naming the rows."""
     rows = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
@@ -87,8 +83,9 @@ def _refuse(bad: np.ndarray, what: str) -> None:
 class Fields:
     """The data inputs of a model with a loss: features, label, row weights."""
 
-    def __init__(self, proto: ModelProto, inputs: list[ir.Value], weight: str) -> None:
-        facts = loss_facts(proto)
+    def __init__(
+        self, inputs: list[ir.Value], weight: str | None, facts: Mapping[str, Any]
+    ) -> None:
         names = [str(x.name) for x in inputs]
         self.weight = weight if weight in names else None
         rest = [name for name in names if name != self.weight]
@@ -118,7 +115,7 @@ class Fields:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        given = dict(X) if isinstance(X, Mapping) else self._by_place(X)
+        given = self._by_name(X)
         if y is not None:
             if self.label is None:
                 raise ValueError("the model has no label input: pass y=None")
@@ -130,14 +127,21 @@ class Fields:
                     "add_loss_output(..., weight_name='weight')"
                 )
             given[self.weight] = sample_weight
+        return self._checked(given, list(self.fields))
+
+    def inputs(self, X: Any) -> dict[str, np.ndarray]:
+        """Return the checked arrays of the inputs beside label and row weights."""
+        return self._checked(self._by_name(X), self.features)
+
+    def _checked(self, given: Mapping[str, Any], names: list[str]) -> dict[str, np.ndarray]:
         for name in given:
-            if name not in self.fields:
-                raise unknown("input", name, self.fields)
-        missing = [name for name in self.fields if name not in given and name != self.weight]
+            if name not in names:
+                raise unknown("input", name, names)
+        missing = [name for name in names if name not in given and name != self.weight]
         if missing:
             raise ValueError(f"no data for the inputs {missing}; given: {list(given)}")
         made = {name: self.fields[name].check(value) for name, value in given.items()}
-        if self.weight is not None and self.weight not in made:
+        if self.weight in names and self.weight not in made:
             ones = np.ones(len(next(iter(made.values()))))
             made[self.weight] = self.fields[self.weight].check(ones)
         counts = {name: len(array) for name, array in made.items()}
@@ -149,9 +153,11 @@ class Fields:
                 f"the model has a fixed batch of {self.fixed_rows} rows: give a multiple of it, "
                 f"not {rows} rows, or export it with a symbolic batch"
             )
-        return {name: made[name] for name in self.fields}
+        return {name: made[name] for name in names}
 
-    def _by_place(self, X: Any) -> dict[str, Any]:
+    def _by_name(self, X: Any) -> dict[str, Any]:
+        if isinstance(X, Mapping):
+            return dict(X)
         if len(self.features) != 1:
             raise ValueError(f"the model has several inputs: pass a dict of {self.features}")
         return {self.features[0]: X}

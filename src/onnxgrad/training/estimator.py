@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import inspect
 import reprlib
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 try:
     from sklearn.base import BaseEstimator
+    from sklearn.exceptions import NotFittedError
 except ImportError:
+
+    class NotFittedError(ValueError, AttributeError):  # type: ignore[no-redef]
+        """What only `fit` makes was asked for before; scikit-learn's where it is installed."""
 
     class BaseEstimator:  # type: ignore[no-redef]
         """Reads and sets the arguments of `__init__`, as scikit-learn's base does."""
@@ -41,4 +47,25 @@ except ImportError:
             return f"{type(self).__name__}({listed})"
 
 
-__all__ = ["BaseEstimator"]
+class Selected:
+    """An argument of `__init__` that is kept as the object that a name or a number stands for.
+
+    What `select` does not know stays as it is: `fit` refuses it.
+    """
+
+    def __init__(self, select: Callable[[Any], Any]) -> None:
+        self.select = select
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else instance.__dict__[self.name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        with suppress(TypeError, ValueError):
+            value = self.select(value)
+        instance.__dict__[self.name] = value
+
+
+__all__ = ["BaseEstimator", "NotFittedError", "Selected"]

@@ -21,7 +21,7 @@ from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
 from onnxgrad.training.binding import Binding
-from onnxgrad.training.full import trainable
+from onnxgrad.training.trainer import trainable
 
 logger = logging.getLogger("onnxgrad")
 

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import as_inputs
-from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.training.data import Fields, Slice
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.session import session
-from onnxgrad.training.step import BATCH, Step
+from onnxgrad.training.step import Step
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C stay alive
-_ROWS = 1024  # of one call of the evaluation
+ROWS = 1024  # of one call of the evaluation
 
 
 class Runner:
@@ -113,24 +112,30 @@ class Evaluation:
 
     def __init__(
         self,
-        proto: ModelProto,
-        loss: str,
-        step: Step,
+        objective: Objective,
         fields: Fields,
         data: dict[str, np.ndarray],
         device: str,
+        work: float,
     ) -> None:
-        model = prepare(proto, batch=BATCH, output=loss)
-        as_inputs(proto, model.graph, step.weights)
-        self.rows, self.mean = fields.fixed_rows or _ROWS, fields.mean
-        self.session = session(to_proto(model), device, step.work * self.rows)
+        self.rows, self.mean = fields.fixed_rows or ROWS, fields.mean
+        self.session = session(objective.compute(objective.loss), device, work * self.rows)
         self.data = data
 
     def loss(self, weights: dict[str, np.ndarray]) -> float:
         """Return the mean loss of a row."""
         count, total = len(next(iter(self.data.values()))), 0.0
-        for start in range(0, count, self.rows):
-            part = {name: array[start : start + self.rows] for name, array in self.data.items()}
+        for part, rows in pieces(self.data, self.rows):
             (value,) = self.session.run(None, {**part, **weights})
-            total += float(np.sum(value)) * (min(self.rows, count - start) if self.mean else 1)
+            total += float(np.sum(value)) * (rows if self.mean else 1)
         return total / count
+
+
+def pieces(
+    arrays: Mapping[str, np.ndarray], size: int
+) -> Iterator[tuple[dict[str, np.ndarray], int]]:
+    """Yield the arrays in pieces of `size` rows, the last one shorter, and the rows of each."""
+    count = len(next(iter(arrays.values())))
+    for start in range(0, count, size):
+        rows = min(size, count - start)
+        yield {name: array[start : start + rows] for name, array in arrays.items()}, rows

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from math import prod
 
+import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import ProviderError
+from onnxgrad.graph import shapes
 
 # Multiply-adds of a forward pass that are worth a thread of their own: measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
@@ -46,3 +49,26 @@ def session(model: ModelProto, device: str, work: float) -> ort.InferenceSession
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     return ort.InferenceSession(model.SerializeToString(), options, providers=providers(device))
+
+
+def work(graph: ir.Graph) -> float:
+    """Return the multiply-adds of the matrix products and convolutions of one row."""
+    return float(sum(_node_work(node) for node in graph))
+
+
+def _node_work(node: ir.Node) -> int:
+    if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose"):
+        return 0
+    a, b, y = (shapes.dims(v) for v in (*node.inputs[:2], node.outputs[0]))
+    if a is None or b is None or y is None:
+        return 0
+    if node.op_type == "Conv":
+        return _known(y) * _known(b[1:])
+    if node.op_type == "ConvTranspose":
+        return _known(a) * _known(b[1:])
+    inner = a[0 if node.attributes.get_int("transA", 0) else -1]
+    return _known(y) * _known((inner,))
+
+
+def _known(shape: shapes.Dims) -> int:
+    return prod(d for d in shape if isinstance(d, int))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import as_constants, as_inputs
+from onnxgrad.autodiff.derivative import as_constants
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.prepare import prepare
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.optimizers import Inputs, Optimizer
+from onnxgrad.training.objective import Objective
+from onnxgrad.training.session import work
 
-BATCH = "onnxgrad_rows"  # a symbol that no model has for another axis
 PACKED = 1 << 14  # elements: to copy a weight this small costs less than the nodes of its update
 
 
@@ -96,23 +95,20 @@ def numpy_dtype(value: ir.Value) -> np.dtype:
     return value.dtype.numpy()
 
 
-def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: Optimizer) -> Step:
-    """Return the training step of a model that computes a loss.
+def build_step(objective: Objective, optimizer: Optimizer) -> Step:
+    """Return the training step, written into the graph of the objective.
 
     Raises:
-        ValueError: unknown names, a weight that is no float, or none that the loss depends on.
+        ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
-    model = prepare(proto, batch=BATCH, output=loss)
-    graph = model.graph
-    found, data, work = _scalar(graph.outputs[0]), list(graph.inputs), _work(graph)
-    trained = as_inputs(proto, graph, weights)
-
-    op = Emit(graph)
+    graph, found, trained = objective.model.graph, objective.loss, objective.weights
+    multiply_adds, op = work(graph), Emit(graph)
     inverse_rows = None if optimizer.rate_first else _input(op, "inverse_rows", found)
-    gradients = sweep(op, {found: inverse_rows or op.ones_like(found)}, trained)
+    gradients = sweep(op, _seeds(op, objective, inverse_rows), trained)
     if not gradients:
-        raise ValueError(f"no differentiable path from any of {list(weights)} to the loss {loss!r}")
+        names = [str(w.name) for w in trained]
+        raise ValueError(f"no differentiable path from any of {names} to the loss {found.name!r}")
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
 
@@ -128,22 +124,35 @@ def build_step(proto: ModelProto, weights: Sequence[str], loss: str, optimizer: 
             u, new = optimizer.update(op, g, group.slots, Inputs(group.state, *scalars))
             updated += [_moved(op, group.state, u), *(new[slot] for slot in group.slots)]
     states = [v for group, _ in groups for v in group.inputs]
-    graph.inputs[:] = [*states, *data, rate, *([number] if number.uses() else [])]
+    graph.inputs[:] = [*states, *objective.data, rate, *([number] if number.uses() else [])]
     protected = {*graph.inputs, found}
     graph.outputs[:] = [
         op.name_output(new, f"{old.name}.new", old, protected)
         for old, new in zip(states, updated, strict=True)
     ] + [found]
-    tidy(model)
+    tidy(objective.model)
     lost = [str(w.name) for w in unreached]
-    return Step(model, [g for g, _ in groups], data, rate, number, inverse_rows, lost, work)
+    made = [group for group, _ in groups]
+    return Step(
+        objective.model, made, objective.data, rate, number, inverse_rows, lost, multiply_adds
+    )
 
 
-def _scalar(y: ir.Value) -> ir.Value:
-    size = shapes.static(shapes.dims(y))
-    if size is None or prod(size) != 1:
-        raise ValueError(f"the loss {y.name!r} must hold one number; its shape is {y.shape}")
-    return y
+def _seeds(
+    op: Emit, objective: Objective, inverse_rows: ir.Value | None
+) -> dict[ir.Value, ir.Value]:
+    """Return what arrives where the gradient starts, times `inverse_rows` where it is read."""
+    made = {}
+    with op:
+        for value, g in objective.seeds.items():
+            if g is None:
+                made[value] = inverse_rows or op.ones_like(value)
+            elif inverse_rows is None:
+                made[value] = g
+            else:
+                broadcasts = (shapes.rank(g) or 0) >= (shapes.rank(inverse_rows) or 0)
+                made[value] = g * (inverse_rows if broadcasts else op.Reshape(inverse_rows, []))
+    return made
 
 
 def _input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
@@ -208,26 +217,3 @@ def _only_broadcast(w: ir.Value) -> bool:
         and node.inputs[1 - i] is not w
         for node, i in w.uses()
     )
-
-
-def _work(graph: ir.Graph) -> float:
-    """Return the multiply-adds of the matrix products and convolutions of one row."""
-    return float(sum(_node_work(node) for node in graph))
-
-
-def _node_work(node: ir.Node) -> int:
-    if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose"):
-        return 0
-    a, b, y = (shapes.dims(v) for v in (*node.inputs[:2], node.outputs[0]))
-    if a is None or b is None or y is None:
-        return 0
-    if node.op_type == "Conv":
-        return _known(y) * _known(b[1:])
-    if node.op_type == "ConvTranspose":
-        return _known(a) * _known(b[1:])
-    inner = a[0 if node.attributes.get_int("transA", 0) else -1]
-    return _known(y) * _known((inner,))
-
-
-def _known(shape: shapes.Dims) -> int:
-    return prod(d for d in shape if isinstance(d, int))

@@ -1,0 +1,151 @@
+"""The objective: what training minimizes, and where its gradient starts.
+
+The loss is either inside of the model, or written behind its prediction by a `BaseLearningLoss`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.graph import shapes
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference import infer
+from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.learning_losses import BaseLearningLoss
+from onnxgrad.losses import choose_output, loss_facts
+from onnxgrad.penalties import BaseLearningPenalty
+
+BATCH = "onnxgrad_rows"  # a symbol that no model has for another axis
+
+
+@dataclass
+class Objective:
+    """A prepared graph, its inputs sorted, the loss, and where the gradient starts.
+
+    `seeds` says for some values what gradient arrives there; None for one number that is the loss
+    or a part of it.
+    """
+
+    model: ir.Model
+    data: list[ir.Value]
+    weights: list[ir.Value]
+    loss: ir.Value  # one number
+    seeds: Mapping[ir.Value, ir.Value | None]
+    facts: Mapping[str, Any]  # of the loss: see `losses.METADATA`
+    row_weight: str | None  # name of the input of row weights, if there is one
+
+    def compute(self, *values: ir.Value) -> ModelProto:
+        """Return the model from data and weights to some values, which takes up the graph."""
+        self.model.graph.outputs[:] = values
+        tidy(self.model)
+        return to_proto(self.model)
+
+
+@dataclass
+class LossOutside(Objective):
+    """The objective of a model whose loss is outside of it."""
+
+    prediction: ir.Value
+    losses: ir.Value  # (rows,): what every row adds to the loss
+
+
+def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight: str) -> Objective:
+    """Return the objective of a model that computes its loss, as the output `loss`.
+
+    Raises:
+        ValueError: unknown names, a weight that is no float, or a loss of several numbers.
+    """
+    model = prepare(proto, batch=BATCH, output=loss)
+    found, data = model.graph.outputs[0], list(model.graph.inputs)
+    size = shapes.static(shapes.dims(found))
+    if size is None or prod(size) != 1:
+        raise ValueError(f"the loss {loss!r} must hold one number; its shape is {found.shape}")
+    trained, facts = as_inputs(proto, model.graph, weights), loss_facts(proto)
+    return Objective(model, data, trained, found, {found: None}, facts, row_weight)
+
+
+def predicted(proto: ModelProto) -> str:
+    """Return the name of the output that a loss outside of the model judges.
+
+    Raises:
+        ValueError: the model has none, or several.
+    """
+    remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
+    return choose_output(proto, None, remedy)
+
+
+def loss_outside(
+    proto: ModelProto,
+    weights: Sequence[str],
+    learning_loss: BaseLearningLoss,
+    penalty: BaseLearningPenalty,
+    loss_name: str,
+    weight_name: str | None,
+) -> LossOutside:
+    """Return the objective of a model and a loss of its prediction.
+
+    The gradient starts at the prediction, from what the loss writes, and at the penalty.
+
+    Args:
+        proto: the model, with one float output.
+        weights: names of the weights, those that the penalty is for.
+        learning_loss: writes the loss and its gradient.
+        penalty: what is added for the weights.
+        loss_name: name of the loss in the graph.
+        weight_name: name of the input of row weights; None for none.
+
+    Raises:
+        ValueError: unknown names, a weight that is no float, several outputs, or a prediction that
+            the loss does not take.
+    """
+    model = prepare(proto, batch=BATCH, output=predicted(proto))
+    graph, data = model.graph, list(model.graph.inputs)
+    prediction = graph.outputs[0]
+    trained = as_inputs(proto, graph, weights)
+    op = Emit(graph)
+    label = learning_loss.label(op, prediction, "label")
+    weight = None
+    if weight_name is not None:
+        weight = ir.Value(name=op.name(weight_name), type=prediction.type)  # (N,) or (N, 1)
+    added = [label] if weight is None else [label, weight]
+    graph.inputs.extend(added)
+    with op:
+        _require_rows(op, model, learning_loss, prediction, label)
+        rows, gradient = learning_loss.rows_and_gradient(op, prediction, label, weight)
+        seeds: dict[ir.Value, ir.Value | None] = {prediction: gradient}
+        loss = op.ReduceSum(rows, keepdims=1)
+        terms = [penalty.penalty(op, str(w.name), w) for w in trained if w.uses()]
+        penalties = [op.Cast(term, to=loss.dtype) for term in terms if term is not None]
+        if penalties:
+            seeds[summed := op.total(penalties)] = None
+            loss = loss + summed
+        losses = op.Reshape(rows, [-1])
+    loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
+    facts = {**learning_loss.facts(prediction), "label": label.name, "reduction": "sum"}
+    row_weight = None if weight is None else weight.name
+    return LossOutside(
+        model, [*data, *added], trained, loss, seeds, facts, row_weight, prediction, losses
+    )
+
+
+def _require_rows(
+    op: Emit, model: ir.Model, loss: BaseLearningLoss, prediction: ir.Value, label: ir.Value
+) -> None:
+    """Raise if the loss is one number for all rows, which row weights would be multiplied with."""
+    losses = loss.loss(op, prediction, label)
+    if losses.shape is None:
+        infer(model)
+    have, want = ((shapes.dims(v) or (None,))[0] for v in (losses, prediction))
+    if isinstance(have, int) and have != want:
+        raise ValueError(
+            f"{loss} writes {have} losses for the {want} rows of {prediction.name!r}: it must "
+            "write one for every element or row"
+        )

@@ -1,0 +1,234 @@
+"""Trainers among scikit-learn's tools, and gradients against those of its networks."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("skl2onnx")
+
+from skl2onnx import to_onnx
+from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LinearRegression, SGDClassifier
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from onnxgrad import (
+    ElasticLearningPenalty,
+    LearningRateSGD,
+    LearningRateSGDNesterov,
+    NegLogLearningLoss,
+    OrtGradientForwardBackwardOptimizer,
+    SquareLearningLoss,
+    get_train_initializer,
+    onnx_derivative,
+    select_model_inputs_outputs,
+)
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((40, 3))
+Y = X @ [1.0, -2.0, 0.5] + 3
+CLASS = (X[:, 0] + X[:, 1] > 0).astype(np.int64)
+SEVERAL = np.digitize(X[:, 0], [-0.5, 0.5])
+WEIGHT = RNG.random(40) + 0.5
+
+
+def network(kind, y, **options):
+    """Return a network of scikit-learn after one epoch, without penalty."""
+    made = kind(
+        hidden_layer_sizes=(5,), activation="tanh", alpha=0.0, solver="sgd", batch_size=10,
+        shuffle=False, max_iter=1, learning_rate_init=0.01, momentum=0.0, random_state=0, tol=0,
+        **options,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        return made.fit(X, y)
+
+
+def scores(net) -> onnx.ModelProto:
+    """Return the raw scores of a network, in float64: what its last Add computes."""
+    options = None if isinstance(net, MLPRegressor) else {"zipmap": False}
+    model = to_onnx(net, X[:1], options=options)
+    last = [node.output[0] for node in model.graph.node if node.op_type == "Add"][-1]
+    made = select_model_inputs_outputs(model, [last])
+    assert made.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.DOUBLE
+    return made
+
+
+def by_backprop(net, y, weight):
+    """Return the gradients that scikit-learn computes, in the order of the converted model."""
+    target = net._label_binarizer.transform(y) if hasattr(net, "_label_binarizer") else y[:, None]
+    layers = len(net.coefs_)
+    activations, deltas = [X] + [None] * layers, [None] * layers
+    coefs, intercepts = [None] * layers, [None] * layers
+    net._backprop(X, target, weight, activations, deltas, coefs, intercepts)
+    return [g for pair in zip(coefs, intercepts, strict=True) for g in pair]
+
+
+NETWORKS = {
+    "regressor": (MLPRegressor, Y, SquareLearningLoss()),
+    "two classes": (MLPClassifier, CLASS, NegLogLearningLoss()),
+    "three classes": (MLPClassifier, SEVERAL, NegLogLearningLoss(probability_function="softmax")),
+}
+
+
+@pytest.mark.parametrize("weight", [None, WEIGHT])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_the_gradient_is_that_of_backprop(kind, weight):
+    """By `onnx_derivative`, fed with the gradient of the loss; and by one step of training."""
+    made, y, loss = NETWORKS[kind]
+    net = network(made, y)
+    model = scores(net)
+    expected = by_backprop(net, y, weight)
+    rows = 40 if weight is None else weight.sum()  # what scikit-learn divides by
+    weights = {name: array for name, (array, _) in get_train_initializer(model).items()}
+
+    run = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]).run
+    label = y[:, None] if kind != "three classes" else y
+    [prediction] = run(None, {"X": X})
+    loss.build_onnx_function(
+        weight_name="weight", dtype=np.float64, shape=("N", prediction.shape[1])
+    )
+    _, start = loss.loss_gradient(label, prediction, weight)
+    gradient = onnx_derivative(model, list(weights), inputs=[])
+    feed = {"X": X, f"{model.graph.output[0].name}_grad": start, **weights}
+    session = ort.InferenceSession(gradient.SerializeToString(), providers=["CPUExecutionProvider"])
+    for found, wanted in zip(session.run(None, feed), expected, strict=True):
+        np.testing.assert_allclose(found.reshape(wanted.shape) / rows, wanted, atol=1e-9)
+
+    rate = LearningRateSGD(0.5, learning_rate="constant")
+    trainer = OrtGradientForwardBackwardOptimizer(
+        model, list(weights), max_iter=1, batch_size=40, learning_rate=rate, learning_loss=loss
+    ).fit(X, y, weight)
+    for (name, w), wanted in zip(trainer.get_state().items(), expected, strict=True):
+        found = (weights[name] - w.numpy()) / 0.5 * 40 / rows
+        np.testing.assert_allclose(found.reshape(wanted.shape), wanted, atol=1e-9)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_training_goes_the_way_of_scikit_learn(kind, momentum):
+    """The same batches, in the same order: the same weights and losses after each epoch."""
+    made, y, loss = NETWORKS[kind]
+    net = network(made, y, warm_start=True)
+    model = scores(net)
+    net.set_params(max_iter=3, momentum=momentum, nesterovs_momentum=True)
+    options = {"learning_rate": "constant"}
+    rate = (
+        LearningRateSGDNesterov(0.01, momentum=momentum, **options)
+        if momentum
+        else LearningRateSGD(0.01, **options)
+    )
+    trainer = OrtGradientForwardBackwardOptimizer(
+        model, max_iter=3, learning_rate=rate, learning_loss=loss
+    ).fit([(X[i : i + 10], y[i : i + 10]) for i in range(0, 40, 10)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        net.fit(X, y)
+    trained = [w.numpy() for w in trainer.trained_coef_.values()]
+    for w, b, coef, intercept in zip(
+        trained[::2], trained[1::2], net.coefs_, net.intercepts_, strict=True
+    ):
+        np.testing.assert_allclose(w, coef, rtol=1e-9)
+        np.testing.assert_allclose(b.ravel(), intercept, rtol=1e-9)
+    np.testing.assert_allclose(trainer.train_losses_, net.loss_curve_[-3:], rtol=1e-9)
+
+
+def linear() -> onnx.ModelProto:
+    net = LinearRegression().fit(X, 0 * Y)
+    return to_onnx(net, np.float32(X[:1]), black_op={"LinearRegressor"})
+
+
+def trainer(**options) -> OrtGradientForwardBackwardOptimizer:
+    defaults = {"max_iter": 20, "learning_rate": 0.1, "random_state": 0}
+    return OrtGradientForwardBackwardOptimizer(linear(), **defaults | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("learning_rate", [LearningRateSGD(v) for v in (1e-6, 0.1, 1e-4)]),
+        ("learning_rate", [1e-6, 0.1, 1e-4]),
+        ("learning_rate__eta0", [1e-6, 0.1, 1e-4]),
+        ("learning_penalty", [ElasticLearningPenalty(0.0, 9.0), None, {"coef": 99}]),
+        ("learning_loss", ["elastic", "square_error", SquareLearningLoss()]),
+        ("batch_size", [5, 2]),
+    ],
+)
+def test_a_search_over_parameters(name, values):
+    search = GridSearchCV(trainer(), {name: values}, cv=2, error_score="raise").fit(X, Y)
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+    if name.startswith("learning_rate") or name == "learning_penalty":
+        assert search.best_index_ == 1
+    best = clone(search.best_estimator_).fit(X, Y)
+    assert best.train_losses_ == search.best_estimator_.train_losses_
+    np.testing.assert_allclose(search.predict(X), best.predict(X))
+    assert search.score(X, Y) == best.score(X, Y)
+
+
+def test_cross_validation_in_a_pipeline():
+    """Features are scaled in float64, the model takes float32; labels have one axis."""
+    pipeline = make_pipeline(StandardScaler(), trainer(learning_loss="square_error"))
+    found = cross_val_score(pipeline, 100 * X, Y, cv=3, error_score="raise")
+    assert found.shape == (3,)
+    assert (found > -0.5).all()
+    assert (found <= 0).all()
+    fitted = pipeline.fit(100 * X, Y)
+    np.testing.assert_allclose(fitted.predict(100 * X).ravel(), Y, atol=0.5)
+    weighted = pipeline.fit(100 * X, Y, ortgradientforwardbackwardoptimizer__sample_weight=WEIGHT)
+    assert weighted.score(100 * X, Y) > -0.1
+
+
+def test_clone():
+    made = trainer(learning_penalty={"coef": {"l2": 0.1}}, learning_loss="log").fit(X, CLASS)
+    copy = clone(made)
+    assert not hasattr(copy, "trained_coef_")
+    assert copy.fit(X, CLASS).train_losses_ == made.train_losses_
+    params = made.get_params()
+    assert params["learning_rate__eta0"] == 0.1
+    assert params["learning_loss__eps"] == 1e-5
+    assert "OrtGradientForwardBackwardOptimizer(learning_loss=NegLogLearningLoss()" in repr(made)
+
+
+def test_the_dictionaries_of_a_classifier_are_no_prediction():
+    model = to_onnx(network(MLPClassifier, CLASS), X[:1])
+    with pytest.raises(ValueError, match=r"0 float outputs: keep one .* one of 'probabilities'"):
+        OrtGradientForwardBackwardOptimizer(model, learning_loss="log").fit(X, CLASS)
+
+
+def test_a_classifier_of_one_layer():
+    net = SGDClassifier(loss="log_loss", max_iter=1, tol=None, random_state=0).fit(X, CLASS)
+    options = {"zipmap": False, "raw_scores": True}
+    model = to_onnx(net, np.float32(X[:1]), options=options, black_op={"LinearClassifier"})
+    model = select_model_inputs_outputs(model, ["score"])
+    made = OrtGradientForwardBackwardOptimizer(
+        model, learning_loss="log", learning_rate=0.1, random_state=0, weight_init="normal"
+    ).fit(X, CLASS, WEIGHT)
+    assert made.train_losses_[-1] < made.train_losses_[0] / 3
+    assert ((made.predict(X)[:, 0] > 0) == CLASS).mean() >= 0.9
+
+
+def test_probabilities_by_the_gradient_of_the_log_loss():
+    """A network's probabilities, two classes in one column, judged by the cross entropy."""
+    net = network(MLPClassifier, CLASS)
+    model = to_onnx(net, X[:1], options={"zipmap": False})
+    sigmoid = [node.output[0] for node in model.graph.node if node.op_type == "Sigmoid"][-1]
+    rate = LearningRateSGD(0.5, learning_rate="constant")
+    made = OrtGradientForwardBackwardOptimizer(
+        select_model_inputs_outputs(model, [sigmoid]), max_iter=1, batch_size=40,
+        learning_rate=rate, learning_loss="binary_cross_entropy",
+    )  # fmt: skip
+    before = [array for array, _ in get_train_initializer(made.model_onnx).values()]
+    after = made.fit(X, CLASS).trained_coef_.values()
+    expected = by_backprop(net, CLASS, None)
+    for old, new, wanted in zip(before, after, expected, strict=True):
+        found = ((old - new.numpy()) / 0.5).reshape(wanted.shape)
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
