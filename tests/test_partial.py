@@ -498,15 +498,20 @@ def test_the_graphs_are_saved(tmp_path, fitted):
         "learning_loss": {"loss_grad_onnx_": "", "loss_score_onnx_": ""},
         "learning_penalty": {"penalty_grad_onnx_": "", "penalty_onnx_": ""},
         "zero_onnx_": "",
-        "train_function_": {"_trained_onnx": "", "_optimized_pre_grad_model": ""},
+        "train_function_": {
+            "_trained_onnx": "",
+            "_optimized_pre_grad_model": "",
+            "_forward_onnx": "",
+            "_backward_onnx": "",
+        },
         "epoch_onnx_": "",
     }
     files = sorted(folder.iterdir())
-    assert len(files) == 10
+    assert len(files) == 12
     assert Path(paths["learning_loss"]["loss_grad_onnx_"]) in files
     for path in files:
         model = onnx.load(path)
-        joint = "_optimized_pre_grad_model" in path.name
+        joint = "_trained_onnx" in path.name
         assert any(n.op_type == "YieldOp" for n in model.graph.node) == joint
         domains = {d.domain for d in model.opset_import} - {"ai.onnx.ml"}
         assert domains == ({"", "com.microsoft"} if joint else {""})
@@ -516,7 +521,7 @@ def test_the_graphs_are_saved(tmp_path, fitted):
     expected = X @ state["w"] + state["b"]
     model = onnx.load_from_string(serialized["model_onnx"])
     np.testing.assert_allclose(run(model, {"x": X})[0], expected, rtol=1e-5, atol=1e-6)
-    forward = onnx.load(paths["train_function_"]["_trained_onnx"])
+    forward = onnx.load(paths["train_function_"]["_optimized_pre_grad_model"])
     assert [x.name for x in forward.graph.input] == ["x", "w", "b"]
     np.testing.assert_allclose(run(forward, {"x": X} | state)[0], expected, rtol=1e-5, atol=1e-6)
 
@@ -565,7 +570,7 @@ def test_the_graphs_of_a_classifier_in_float64():
     np.testing.assert_allclose(run(graph, feed)[0].ravel(), np.log(np.e + 2) - 1)
     graph = onnx.load_from_string(made["learning_penalty"]["penalty_grad_onnx_"])
     np.testing.assert_allclose(run(graph, {"w": np.eye(2)})[0], np.eye(2))
-    joint = onnx.load_from_string(made["train_function_"]["_optimized_pre_grad_model"]).graph
+    joint = onnx.load_from_string(made["train_function_"]["_trained_onnx"]).graph
     [node] = [node for node in joint.node if node.op_type == "YieldOp"]
     assert list(node.input) == ["y"]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def check_writable(path: Path, overwrite: bool) -> None:
@@ -38,3 +39,30 @@ def replacing(path: Path) -> Iterator[Path]:
     with _temporary(path) as temporary:
         yield temporary
         temporary.replace(path)
+
+
+def write_models(
+    models: Mapping[str, Any], folder: str | os.PathLike | type[bytes], prefix: str = ""
+) -> dict[str, Any]:
+    """Write models, in dictionaries that may be nested, into a folder, which is made if missing.
+
+    Returns:
+        The same dictionaries, of paths; or with `bytes` in place of the folder, of serialized
+        models.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    made: dict[str, Any] = {}
+    for name, model in models.items():
+        full = f"{prefix}{name}"
+        if isinstance(model, dict):
+            made[name] = write_models(model, folder, f"{full}.")
+        elif isinstance(folder, type):
+            made[name] = model.SerializeToString()
+        else:
+            path = Path(folder) / f"{full}.onnx"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(model.SerializeToString())
+            made[name] = str(path)
+    return made

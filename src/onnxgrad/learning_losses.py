@@ -23,7 +23,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.shapes import dims, rank
-from onnxgrad.small import FLOATS, Draft, Shape, SmallFunctions, fit, shape_of, to_numpy
+from onnxgrad.small import FLOATS, Draft, Shape, SmallFunctions, fit, owned, shape_of, to_numpy
 from onnxgrad.training.data import Field
 
 EXPECTED, PREDICTED, LOSS, GRADIENT = "X1", "X2", "Y", "Z"  # as in `onnxgrad.functions`
@@ -138,7 +138,7 @@ class BaseLearningLoss(SmallFunctions):
         loss, gradient = self._run("loss_grad_onnx_", feed, binds)
         if len(shape_of(predicted)) == 1:  # computed as (N, 1)
             flat = to_numpy(gradient).reshape(-1)
-            gradient = ort.OrtValue.ortvalue_from_numpy(flat) if binds else flat
+            gradient = owned(flat) if binds else flat
         return loss, gradient
 
     def loss_scores(self, expected: Any, predicted: Any, weight: Any = None) -> Any:

@@ -16,7 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.small import Draft, SmallFunctions, to_numpy
+from onnxgrad.small import Draft, SmallFunctions, owned, to_numpy
 
 
 def penalty_loss_onnx(
@@ -158,7 +158,7 @@ class BaseLearningPenalty(SmallFunctions):
         if "penalty_onnx_" in self.__dict__:
             return self._run("penalty_onnx_", feed, binds)[0]
         zero = np.zeros((), self._dtype)
-        return ort.OrtValue.ortvalue_from_numpy(zero) if binds else zero
+        return owned(zero) if binds else zero
 
     def penalty_gradient(self, *weights: Any) -> list[Any]:
         """Return the gradient of the penalty by each weight, of its shape; None where none is.

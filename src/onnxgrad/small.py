@@ -153,8 +153,9 @@ class SmallFunctions(BaseEstimator):
         if not as_ortvalues:
             return running.run(None, {k: to_numpy(v) for k, v in feed.items()})
         binding, kind = running.io_binding(), self._device.partition(":")[0]
-        for key, value in feed.items():
-            binding.bind_ortvalue_input(key, to_ortvalue(value, kind))
+        held = {key: to_ortvalue(value, kind) for key, value in feed.items()}  # until it has run
+        for key, value in held.items():
+            binding.bind_ortvalue_input(key, value)
         for output in running.get_outputs():
             binding.bind_output(output.name, kind)
         running.run_with_iobinding(binding)
@@ -185,6 +186,20 @@ def to_ortvalue(value: Any, device: str) -> ort.OrtValue:
     if isinstance(value, ort.OrtValue):
         return value
     return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value), device)
+
+
+def owned(array: np.ndarray, device: str = "cpu") -> ort.OrtValue:
+    """Return an array as an OrtValue with memory of its own, on "cpu", "cuda" or "cuda:1".
+
+    One of `ortvalue_from_numpy` has the array's memory, and what its `numpy()` returns would not
+    keep that alive.
+    """
+    kind, _, index = device.partition(":")
+    made = ort.OrtValue.ortvalue_from_shape_and_type(
+        array.shape, array.dtype, kind, int(index or 0)
+    )
+    made.update_inplace(np.asarray(array, order="C"))
+    return made
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

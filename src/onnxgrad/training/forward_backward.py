@@ -6,17 +6,17 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
+from onnx import ModelProto
 
 from onnxgrad.autodiff.partition import partition
 from onnxgrad.errors import EvaluationError, ProviderError, unknown
 from onnxgrad.feeds import session_dtype
+from onnxgrad.files import write_models
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
@@ -120,6 +120,17 @@ class OrtGradientForwardBackward:
         )
         return forward, backward
 
+    def graphs(self) -> dict[str, ModelProto]:
+        """Return the models by the names that `save_onnx_graph` has for them."""
+        parts = self.partition
+        outputs = [y.name for y in parts.forward.graph.output][: len(self.output_names)]
+        return {
+            "_trained_onnx": parts.joint,
+            "_optimized_pre_grad_model": select_model_inputs_outputs(parts.forward, outputs),
+            "_forward_onnx": parts.forward,
+            "_backward_onnx": parts.backward,
+        }
+
     def save_onnx_graph(self, folder: str | os.PathLike | type[bytes]) -> dict[str, Any]:
         """Write the graphs into `folder`, which is made if it is missing.
 
@@ -128,23 +139,7 @@ class OrtGradientForwardBackward:
             `_trained_onnx` is the joint graph with its YieldOp, `_optimized_pre_grad_model` the
             model with its weights as inputs; `_forward_onnx` and `_backward_onnx` are what runs.
         """
-        parts = self.partition
-        outputs = [y.name for y in parts.forward.graph.output][: len(self.output_names)]
-        models = {
-            "_trained_onnx": parts.joint,
-            "_optimized_pre_grad_model": select_model_inputs_outputs(parts.forward, outputs),
-            "_forward_onnx": parts.forward,
-            "_backward_onnx": parts.backward,
-        }
-        if folder is bytes:
-            return {name: model.SerializeToString() for name, model in models.items()}
-        assert not isinstance(folder, type)
-        made = Path(folder)
-        made.mkdir(parents=True, exist_ok=True)
-        paths = {name: made / f"{self.class_name}.{name}.onnx" for name in models}
-        for name, path in paths.items():
-            onnx.save(models[name], path)
-        return {name: str(path) for name, path in paths.items()}
+        return write_models(self.graphs(), folder, f"{self.class_name}.")
 
     def check(self, what: str, value: Any, dtype: ir.DataType | None, shape: Dims | None) -> Tensor:
         """Return `value` as it can be bound, or raise for what does not fit."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.small import to_numpy
+from onnxgrad.small import owned, to_numpy
 from onnxgrad.training.session import providers
 
 
@@ -59,7 +59,6 @@ class OrtDataLoader:
         self.device, self.random_iter = device, random_iter
         self._arrays = tuple(arrays.values())
         self._rng = np.random.default_rng(random_state)
-        self._bound: tuple[ort.OrtValue, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -70,9 +69,6 @@ class OrtDataLoader:
             f"OrtDataLoader(..., ..., batch_size={self.batch_size}, device={self.device!r}, "
             f"random_iter={self.random_iter})"
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_bound": ()}
 
     @property
     def data(self) -> tuple[np.ndarray, ...]:
@@ -92,12 +88,9 @@ class OrtDataLoader:
             yield tuple(a[rows] if order is None else a[order[rows]] for a in self._arrays)
 
     def iter_ortvalue(self) -> Iterator[tuple[ort.OrtValue, ...]]:
-        """Yield batches as `onnxruntime.OrtValue`s on the device; on the CPU without a copy."""
-        kind, _, number = self.device.partition(":")
+        """Yield batches as `onnxruntime.OrtValue`s on the device."""
         for batch in self.iter_numpy():
-            yield tuple(
-                ort.OrtValue.ortvalue_from_numpy(array, kind, int(number or 0)) for array in batch
-            )
+            yield tuple(owned(array, self.device) for array in batch)
 
     def iter_bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
         """Bind batch after batch to inputs of `bind`, and yield the number of its rows.
@@ -121,7 +114,6 @@ class OrtDataLoader:
         for batch in self.iter_ortvalue():
             for name, value in zip(names, batch, strict=False):
                 bind.bind_ortvalue_input(name, value)
-            self._bound = batch  # `bind` reads their memory until it is given others
             yield batch[0].shape()[0]
 
 

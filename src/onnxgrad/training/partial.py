@@ -11,16 +11,17 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import unknown
+from onnxgrad.files import write_models
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.read import ModelLike, read, to_ir
 from onnxgrad.learning_losses import BaseLearningLoss
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.penalties import BaseLearningPenalty
 from onnxgrad.schedules import BaseLearningRate
-from onnxgrad.small import to_numpy
+from onnxgrad.small import owned, to_numpy
 from onnxgrad.training.data import Fields, is_iterable_of_batches
 from onnxgrad.training.estimator import Selected
-from onnxgrad.training.graphs import Graphs, training_graphs, write
+from onnxgrad.training.graphs import Graphs, training_graphs
 from onnxgrad.training.objective import LossOutside, loss_outside, predicted
 from onnxgrad.training.runner import ROWS, pieces
 from onnxgrad.training.session import session, work
@@ -197,9 +198,9 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
             return [self.get_state(k) for k in kind]
         trained = self._trained()
         if _known_kind(kind) == "weight":
-            return {name: self._ortvalue(array) for name, array in trained.items()}
+            return {name: owned(array, self.device) for name, array in trained.items()}
         return {
-            name: {slot: self._ortvalue(a) for slot, a in self._slots.get(name, {}).items()}
+            name: {slot: owned(a, self.device) for slot, a in self._slots.get(name, {}).items()}
             for name in trained
         }
 
@@ -271,13 +272,6 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         graph = to_ir(read(self.model_onnx)).graph
         return [str(x.name) for x in graph.inputs if x.name not in graph.initializers]
 
-    def _ortvalue(self, array: np.ndarray) -> ort.OrtValue:
-        """Return a copy that owns its memory, so that its `numpy()` outlives it."""
-        kind = self.device.partition(":")[0]
-        made = ort.OrtValue.ortvalue_from_shape_and_type(array.shape, array.dtype, kind)
-        made.update_inplace(np.asarray(array, order="C"))
-        return made
-
     # -- graphs -------------------------------------------------------------------------------
 
     def save_onnx_graph(self, folder: str | os.PathLike | type[bytes]) -> dict[str, Any]:
@@ -290,13 +284,11 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
             Paths, or with `bytes` serialized models, in nested dictionaries: `model_onnx`;
             `learning_rate`: `axpy_onnx_`, or `axpyw_onnx_` with momentum; `learning_loss`:
             `loss_grad_onnx_`, `loss_score_onnx_`; `learning_penalty`: `penalty_onnx_`,
-            `penalty_grad_onnx_` where there is one; `zero_onnx_`; `train_function_`:
-            `_trained_onnx`, the model with weights as inputs, and `_optimized_pre_grad_model`,
-            joined with its gradient by YieldOp; `epoch_onnx_`, which is all of that in one, and the
-            model that training runs.
+            `penalty_grad_onnx_` where there is one; `zero_onnx_`; `train_function_`: the graphs of
+            `OrtGradientForwardBackward`; `epoch_onnx_`, which is all of that in one, and the model
+            that training runs.
         """
-        graphs = self._graphs()
-        return write(graphs, None if folder is bytes else folder)  # type: ignore[arg-type]
+        return write_models(self._graphs(), folder)
 
     def _graphs(self) -> Graphs:
         rate = self._check()
