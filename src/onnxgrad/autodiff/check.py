@@ -19,12 +19,12 @@ from onnxgrad.autodiff.runtimes import (
     NoKernelError,
     on_onnxruntime,
     on_reference,
-    to_float64,
 )
 from onnxgrad.errors import unknown
 from onnxgrad.feeds import random_feed
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.precision import set_precision
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.shapes import is_real
@@ -245,7 +245,7 @@ def _compare(way: _Way, problem: _Problem) -> GradientReport:
     rng = np.random.default_rng(problem.seed)
     model = ir.from_proto(problem.primal)
     if way.dtype is np.float64:
-        to_float64(model)
+        set_precision(model, ir.DataType.DOUBLE)
     dtypes = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype is not None}
     point = {name: x.astype(dtypes[name]) for name, x in problem.point.items() if name in dtypes}
     primal, wrt = to_proto(model), problem.wrt

@@ -17,9 +17,6 @@ from onnxgrad.graph.read import non_tensor
 Feed = dict[str, np.ndarray]
 Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
 
-_LOW = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_DTYPES = ("to", "dtype", "output_dtype")  # attributes that name one
-_FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # float32 whatever the data is
 _ROUNDED = {"GridSample"}  # in float32 by onnx.reference
 
 
@@ -142,32 +139,3 @@ def _float_outputs(proto: ModelProto) -> list[str]:
     return [
         y.name for y in tensors if ir.DataType(y.type.tensor_type.elem_type).is_floating_point()
     ]
-
-
-def to_float64(model: ir.Model) -> None:
-    """Turn, in place, every lower float type of `model` into float64."""
-    kept = set()
-    graphs = (model.graph, *(function.graph for function in model.functions.values()))
-    for node in (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)):
-        place = _FLOAT32_OPERANDS.get(node.op_type)
-        if place is not None and place < len(node.inputs):
-            kept.add(node.inputs[place])
-        for value in node.outputs:
-            _widen(value)
-        for attribute in list(node.attributes.values()):
-            if attribute.name in _DTYPES and attribute.value in _LOW:
-                node.attributes[attribute.name] = ir.AttrInt64(attribute.name, ir.DataType.DOUBLE)
-            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _LOW:
-                wide = ir.tensor(attribute.value.numpy().astype(np.float64))
-                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, wide)
-    for value in (*model.graph.inputs, *model.graph.initializers.values()):
-        if value not in kept:
-            _widen(value)
-
-
-def _widen(value: ir.Value) -> None:
-    if value.dtype in _LOW:
-        value.dtype = ir.DataType.DOUBLE
-        if value.const_value is not None:
-            array = value.const_value.numpy().astype(np.float64)
-            value.const_value = ir.tensor(array, name=value.name)

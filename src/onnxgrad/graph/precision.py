@@ -1,0 +1,49 @@
+"""The precision of a graph: all its floats turned into one type."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+_FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_DTYPES = ("to", "dtype", "output_dtype")  # attributes that name one
+_FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # float32 whatever the data is
+
+
+def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
+    """Turn, in place, every float type of `model` into `dtype`, those that a Cast names too.
+
+    Finite numbers that `dtype` cannot hold become its largest ones: masks are made of such.
+    """
+    kept = set()
+    graphs = (model.graph, *(function.graph for function in model.functions.values()))
+    for node in (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)):
+        place = _FLOAT32_OPERANDS.get(node.op_type)
+        if place is not None and place < len(node.inputs):
+            kept.add(node.inputs[place])
+        for value in node.outputs:
+            _set(value, dtype)
+        for attribute in list(node.attributes.values()):
+            if attribute.name in _DTYPES and attribute.value in _FLOATS:
+                node.attributes[attribute.name] = ir.AttrInt64(attribute.name, dtype)
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _FLOATS:
+                tensor = _converted(attribute.value, dtype)
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in (*graph.inputs, *graph.initializers.values()):
+            if value not in kept:
+                _set(value, dtype)
+
+
+def _set(value: ir.Value, dtype: ir.DataType) -> None:
+    if value.dtype in _FLOATS:
+        value.dtype = dtype
+        if value.const_value is not None:
+            value.const_value = _converted(value.const_value, dtype)
+
+
+def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.Tensor:
+    array = tensor.numpy().astype(np.float64)
+    limit = float(dtype.max)
+    held = np.where(np.isinf(array), array, np.clip(array, -limit, limit))
+    return ir.Tensor(held.astype(dtype.numpy()), dtype, name=tensor.name)
