@@ -324,7 +324,7 @@ def test_a_fixed_batch_and_a_prediction_of_one_axis(optimizer):
 
 def test_arguments_and_defaults():
     made = OrtGradientForwardBackwardOptimizer(linear())
-    assert list(made.get_params(deep=False)) == sorted(
+    assert sorted(made.get_params(deep=False)) == sorted(
         "model_onnx weights_to_train loss_output_name max_iter training_optimizer_name batch_size "
         "learning_rate device warm_start verbose validation_every learning_loss enable_logging "
         "weight_name learning_penalty exc random_state weight_init".split()

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+# Before 1.31, what a binding returns is a part of it, and changes when it runs again.
+_OUTPUTS_STAY = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 31)
+
 
 class Binding:
     """Runs a session on arrays and OrtValues, without a copy where they are on its device.
@@ -28,6 +31,8 @@ class Binding:
         options: ort.RunOptions | None = None,
     ) -> list[ort.OrtValue]:
         """Return the outputs, in the order asked, on the device."""
+        if not _OUTPUTS_STAY:
+            self._binding, self._bound = self._session.io_binding(), {}
         for name, value in inputs.items():
             self._bind(name, value)
         self._binding.clear_binding_outputs()  # what was returned before keeps its memory
