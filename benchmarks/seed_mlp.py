@@ -1,11 +1,13 @@
-"""The same small network, trained by scikit-learn, PyTorch eager, onnxsim and onnxgrad on one core.
+"""The same small network, trained by onnxgrad and by others on one core.
 
 MLP 100-50-10-1, `make_regression(1000, 100)`, 750 rows, batch 15, 100 epochs, Nesterov 0.9, from
 the same weights at the same learning rate (onnxsim: plain momentum, all that it has). The time is
 that of the whole job, what each has to build included. The loss is the mean squared error of the
-training rows in the end.
+training rows in the end. Runs of all take turns; ratios are those of the medians, and in brackets
+the quartiles of the ratios turn by turn. onnxcustom runs in an environment of its own, which is
+built in FOLDER (Linux, Python 3.11) where it is missing.
 
-    python benchmarks/seed_mlp.py [--repeat 5]
+    python benchmarks/seed_mlp.py [--repeat 5] [--old FOLDER]
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ[_name] = "1"
@@ -25,51 +28,29 @@ if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 import numpy as np
-import onnx
+import old_package
 import onnxsim
 import torch
-from onnx import numpy_helper
+from common import MOMENTUM, RATE, ROWS, SIZES, data, model, network, ratio, start
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import make_regression
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.neural_network import MLPRegressor
 from torch.utils.data import DataLoader, TensorDataset
 
-from onnxgrad import LearningRateSGDNesterov, OrtGradientOptimizer, add_loss_output
+from onnxgrad import (
+    LearningRateSGDNesterov,
+    OrtGradientForwardBackwardOptimizer,
+    OrtGradientOptimizer,
+    add_loss_output,
+)
 
-SIZES, ROWS, BATCH, EPOCHS, RATE, MOMENTUM = (100, 50, 10, 1), 750, 15, 100, 0.001, 0.9
-BARS = {"scikit-learn": 5, "PyTorch eager": 10, "onnxsim": 4.5}
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    X, y = make_regression(1000, 100, random_state=0)
-    y = (y - y.mean()) / y.std()
-    return X[:ROWS].astype(np.float32), y[:ROWS].astype(np.float32)
-
-
-def start() -> list[np.ndarray]:
-    """Return weight, bias, weight, ... as scikit-learn draws them (Glorot)."""
-    rng, made = np.random.default_rng(0), []
-    for a, b in pairwise(SIZES):
-        bound = np.sqrt(6 / (a + b))
-        made += [rng.uniform(-bound, bound, s).astype(np.float32) for s in ((a, b), (b,))]
-    return made
-
-
-def model(batch: str, opset: int, tail: str = "") -> onnx.ModelProto:
-    label, loss = (f", float[{batch}, 1] label", "float loss") if tail else ("", "")
-    output = loss or f"float[{batch}, 1] y"
-    made = onnx.parser.parse_model(f"""
-        <ir_version: 8, opset_import: ["": {opset}]>
-        mlp (float[{batch}, 100] X{label}) => ({output}) {{
-            a = MatMul(X, w0)  b = Add(a, w1)  c = Relu(b)
-            d = MatMul(c, w2)  e = Add(d, w3)  f = Relu(e)
-            g = MatMul(f, w4)  y = Add(g, w5)  {tail}
-        }}""")
-    for i, w in enumerate(start()):
-        made.graph.initializer.append(numpy_helper.from_array(w, f"w{i}"))
-    return made
+BATCH, EPOCHS = 15, 100
+BARS = {  # how many times as fast each trainer is asked to be
+    "onnxgrad": {"scikit-learn": 5, "PyTorch eager": 10, "onnxsim": 4.5},
+    "onnxgrad, forward and backward": {"scikit-learn": 2, "onnxcustom": 4},
+}
+Job = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
 
 
 def mean_squared_error(X: np.ndarray, y: np.ndarray, weights: list[np.ndarray]) -> float:
@@ -110,13 +91,7 @@ def by_index(X: torch.Tensor, y: torch.Tensor) -> Callable[[], Iterable]:
 def pytorch(batches: Callable, X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    layers: list[torch.nn.Module] = []
-    for i, (a, b) in enumerate(pairwise(SIZES)):
-        layer = torch.nn.Linear(a, b)
-        layer.weight.data = torch.tensor(start()[2 * i].T.copy())
-        layer.bias.data = torch.tensor(start()[2 * i + 1])
-        layers += [layer, torch.nn.ReLU()]
-    net, criterion = torch.nn.Sequential(*layers[:-1]), torch.nn.MSELoss()
+    net, criterion = network(), torch.nn.MSELoss()
     optimizer = torch.optim.SGD(net.parameters(), RATE, momentum=MOMENTUM, nesterov=True)
     epoch = batches(torch.from_numpy(X), torch.from_numpy(y[:, None]))
     for _ in range(EPOCHS):
@@ -146,48 +121,70 @@ def simplifier(X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
     return [trained[name] for name in names]
 
 
-def ours(X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
-    trainer = OrtGradientOptimizer(
-        add_loss_output(model("N", 18)),
-        [f"w{i}" for i in range(6)],
-        max_iter=EPOCHS,
-        batch_size=BATCH,
-        learning_rate=LearningRateSGDNesterov(
-            RATE, learning_rate="constant", momentum=MOMENTUM, nesterov=True
-        ),
-        random_state=0,
-    )
+def settings(rate: float) -> dict[str, Any]:
+    schedule = {"learning_rate": "constant", "momentum": MOMENTUM, "nesterov": True}
+    return {
+        "weights_to_train": [f"w{i}" for i in range(6)],
+        "max_iter": EPOCHS,
+        "batch_size": BATCH,
+        "learning_rate": LearningRateSGDNesterov(rate, **schedule),
+        "random_state": 0,
+    }
+
+
+def in_the_graph(X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+    trainer = OrtGradientOptimizer(add_loss_output(model("N", 18)), **settings(RATE))
     return list(trainer.fit(X, y).trained_coef_.values())
+
+
+def forward_backward(X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+    rate = 2 * RATE  # its loss is half the square
+    trainer = OrtGradientForwardBackwardOptimizer(model("N", 18), **settings(rate))
+    return [w.numpy() for w in trainer.fit(X, y).trained_coef_.values()]
+
+
+def timed(job: Job, X: np.ndarray, y: np.ndarray) -> tuple[float, list[np.ndarray]]:
+    begin = time.perf_counter()
+    weights = job(X, y)
+    return time.perf_counter() - begin, weights
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeat", type=int, default=5, help="runs of each; the median counts")
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--old", type=Path, metavar="FOLDER", help="environment of onnxcustom")
+    options = parser.parse_args()
     X, y = data()
     jobs = {
-        "scikit-learn": scikit_learn,
-        "PyTorch eager": partial(pytorch, by_loader),
-        "PyTorch eager, no DataLoader": partial(pytorch, by_index),
-        "onnxsim": simplifier,
-        "onnxgrad": ours,
+        "scikit-learn": partial(timed, scikit_learn),
+        "PyTorch eager": partial(timed, partial(pytorch, by_loader)),
+        "PyTorch eager, no DataLoader": partial(timed, partial(pytorch, by_index)),
+        "onnxsim": partial(timed, simplifier),
+        "onnxgrad": partial(timed, in_the_graph),
+        "onnxgrad, forward and backward": partial(timed, forward_backward),
     }
+    if options.old:
+        given = {"batch_size": BATCH, "max_iter": EPOCHS, "rate": 2 * RATE, "momentum": MOMENTUM}
+        python, onx = old_package.environment(options.old), model("N", 15).SerializeToString()
+        jobs["onnxcustom"] = partial(old_package.run, python, onx, given)
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     losses = {}
-    for _ in range(repeat + 1):  # the first warms up
+    for i in range(options.repeat + 1):
         for name, job in jobs.items():
-            begin = time.perf_counter()
-            weights = job(X, y)
-            seconds[name].append(time.perf_counter() - begin)
+            taken, weights = job(X, y)
             losses[name] = mean_squared_error(X, y, weights)
-    mine = median(seconds["onnxgrad"][1:])
-    table = Table("", "seconds", "onnxgrad is faster by", "asked", "loss")
-    for name, times in seconds.items():
-        ratio = f"{median(times[1:]) / mine:.1f} x" if name != "onnxgrad" else ""
-        bar = f"{BARS[name]} x" if name in BARS else ""
-        table.add_row(name, f"{median(times[1:]):.3f}", ratio, bar, f"{losses[name]:.3g}")
-    Console().print(table)
+            if i:  # the first warms up
+                seconds[name].append(taken)
+    for mine, bars in BARS.items():
+        table = Table("", "seconds", "loss", "ratio (quartiles)", "asked")
+        for name in (*(name for name in seconds if name not in BARS), mine):
+            row = name, f"{median(seconds[name]):.3f}", f"{losses[name]:.2g}"
+            bar = f"{bars[name]} x" if name in bars else ""
+            table.add_row(*row, ratio(seconds[name], seconds[mine]) if name != mine else "", bar)
+        Console().print(table)
     print(f"loss before training: {mean_squared_error(X, y, start()):.3g}")
+    if not options.old:
+        print("onnxcustom: left out, as no folder was given for its environment (--old)")
 
 
 if __name__ == "__main__":

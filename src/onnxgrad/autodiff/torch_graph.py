@@ -26,7 +26,7 @@ from onnxgrad.graph.emit import RANDOM, Emit
 from onnxgrad.graph.prepare import prepare
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.training.session import providers
+from onnxgrad.training.session import providers, work
 
 DTYPES = {
     ir.DataType[name]: dtype
@@ -46,6 +46,9 @@ DTYPES = {
         "BOOL": torch.bool,
     }.items()
 }
+# Multiply-adds of a forward pass that are worth a thread of their own; more than in a training loop
+# of onnxruntime's, as its threads sleep while PyTorch computes.
+_WORK_PER_THREAD = 1e7
 _LOCK = threading.RLock()  # one for all: what it guards is built once
 _OPTIONS = ort.RunOptions()
 
@@ -53,9 +56,9 @@ _OPTIONS = ort.RunOptions()
 class Session:
     """Runs a model on tensors of one device, given and returned in its order."""
 
-    def __init__(self, proto: ModelProto, device: torch.device) -> None:
+    def __init__(self, proto: ModelProto, device: torch.device, threads: int) -> None:
         options = ort.SessionOptions()
-        options.intra_op_num_threads = torch.get_num_threads()
+        options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 4
         # between two runs the cores are PyTorch's
@@ -128,8 +131,9 @@ class Graph:
         kinds = [ir.DataType(y.type.tensor_type.elem_type) for y in proto.graph.output]
         self.outputs = len(kinds)
         self.real = [i for i, t in enumerate(kinds) if t.is_floating_point()]
-        self._plain: Session | None = None
-        self._passes: dict[tuple[bool, ...], _Passes] = {}
+        self._work = work(ir.from_proto(proto).graph)
+        self._plain: dict[int, Session] = {}
+        self._passes: dict[tuple[tuple[bool, ...], int], _Passes] = {}
         self._gradients: dict[tuple[str, ...], Graph] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -139,24 +143,32 @@ class Graph:
             NoGradientRule: a gradient is wanted, and an operator on the way has no rule.
             RuntimeError: onnxruntime has no kernel for an operator in this dtype.
         """
+        threads = self._threads(tensors)
         if torch.is_grad_enabled():
-            return _Function.apply(self, *tensors)
-        return self.plain()(tensors)
+            return _Function.apply(self, threads, *tensors)
+        return self.plain(threads)(tensors)
 
-    def plain(self) -> Session:
+    def _threads(self, tensors: Sequence[Tensor]) -> int:
+        """Return how many threads pay for these tensors: a rule, as in `training.session`."""
+        most = torch.get_num_threads()
+        if most == 1 or not tensors or not tensors[0].ndim:
+            return 1
+        return max(1, min(most, int(self._work * len(tensors[0]) / _WORK_PER_THREAD)))
+
+    def plain(self, threads: int) -> Session:
         """Return the session of the forward pass alone."""
-        if self._plain is None:
+        if threads not in self._plain:
             with _LOCK:
-                self._plain = self._plain or Session(self.proto, self.device)
-        return self._plain
+                self._plain.setdefault(threads, Session(self.proto, self.device, threads))
+        return self._plain[threads]
 
-    def passes(self, wanted: tuple[bool, ...]) -> _Passes:
+    def passes(self, wanted: tuple[bool, ...], threads: int) -> _Passes:
         """Return the passes for the gradient of those inputs that are wanted."""
-        found = self._passes.get(wanted)
+        found = self._passes.get((wanted, threads))
         if found is None:
             with _LOCK:
-                found = self._passes.get(wanted) or self._build(wanted)
-                self._passes[wanted] = found
+                found = self._passes.get((wanted, threads)) or self._build(wanted, threads)
+                self._passes[wanted, threads] = found
         return found
 
     def gradient(self, names: list[str]) -> Graph:
@@ -178,7 +190,7 @@ class Graph:
                 self._gradients.setdefault(key, Graph(proto, self.device, self.memory))
         return self._gradients[key]
 
-    def _build(self, wanted: tuple[bool, ...]) -> _Passes:
+    def _build(self, wanted: tuple[bool, ...], threads: int) -> _Passes:
         names = [name for name, w in zip(self.inputs, wanted, strict=True) if w]
         try:
             parts = partition(self.proto, [], names, self.memory) if names else None
@@ -187,21 +199,23 @@ class Graph:
                 raise
             parts = None
         if parts is None:
-            return _Passes(self.plain(), None, [], [], [], [])
+            return _Passes(self.plain(threads), None, [], [], [], [])
         names = [name for name in names if name in parts.gradients]
         made = [y.name for y in parts.forward.graph.output]
         kept = [made.index(tensor.name) for tensor in parts.saved]
         fed = [*self.inputs, *(made[i] for i in kept), *parts.arriving.values()]
         reads = [fed.index(x.name) for x in parts.backward.graph.input]
         places = [self.inputs.index(name) for name in names]
-        forward, backward = (Session(p, self.device) for p in (parts.forward, parts.backward))
+        forward, backward = (
+            Session(p, self.device, threads) for p in (parts.forward, parts.backward)
+        )
         return _Passes(forward, backward, names, places, kept, reads)
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, graph: Graph, *tensors: Tensor) -> tuple[Tensor, ...]:
-        passes = graph.passes(ctx.needs_input_grad[1:])
+    def forward(ctx, graph: Graph, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        passes = graph.passes(ctx.needs_input_grad[2:], threads)
         made = passes.forward(tensors)
         ctx.graph, ctx.passes = graph, passes
         if passes.backward is not None:
@@ -212,7 +226,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         graph, passes = ctx.graph, ctx.passes
-        result: list[Tensor | None] = [None] * (len(graph.inputs) + 1)
+        result: list[Tensor | None] = [None] * (len(graph.inputs) + 2)
         if passes.backward is None:
             return tuple(result)
         fed = [*ctx.saved_tensors, *[gradients[i] for i in graph.real]]
@@ -222,7 +236,7 @@ class _Function(torch.autograd.Function):
         else:
             made = passes.backward([fed[i] for i in passes.reads])
         for place, gradient in zip(passes.places, made, strict=True):
-            result[place + 1] = gradient
+            result[place + 2] = gradient
         return tuple(result)
 
 
