@@ -259,6 +259,7 @@ def test_the_graphs_are_saved(tmp_path):
     paths = parent.save_onnx_graph(tmp_path / "new")
     as_bytes = parent.save_onnx_graph(bytes)
     assert list(paths) == list(as_bytes)
+    assert parent.new_instance().save_onnx_graph(bytes) == as_bytes
     models = {name: onnx.load(path) for name, path in paths.items()}
     assert models == {name: onnx.load_from_string(b) for name, b in as_bytes.items()}
     assert "YieldOp" in {node.op_type for node in models.pop("_trained_onnx").graph.node}

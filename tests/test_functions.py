@@ -224,3 +224,16 @@ def test_learning_rates_write_their_update(nesterov):
         np.testing.assert_allclose(found["Z"], v)
         w, v = found["Y"], found["Z"]
     assert BaseLearningRate.select(rate) is rate
+
+
+def test_learning_rates_have_their_update_unasked():
+    """At once and in float32, as for a look at it after a training."""
+    g, w, v = (x.astype(np.float32) for x in (G, X2, X1))
+    a, m = np.array([-0.5], np.float32), np.array([0.9], np.float32)
+    found = run(LearningRateSGD().axpy_onnx_, X1=g, X2=w, alpha=a)
+    np.testing.assert_allclose(found["Y"], w - 0.5 * g, rtol=1e-5)
+    rate = LearningRateSGDNesterov(nesterov=False)
+    found = run(rate.axpyw_onnx_, X1=g, X2=w, G=v, alpha=a, beta=m)
+    np.testing.assert_allclose(found["Y"], w + 0.9 * v - 0.5 * g, rtol=1e-4, atol=1e-6)
+    rate.build_onnx_function(dtype=np.float64)
+    assert rate.axpyw_onnx_.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.DOUBLE

@@ -21,11 +21,8 @@ from onnxgrad import DerivativeOptions, onnx_derivative
 
 ROOT = Path(__file__).parent.parent
 HEAVY = "numpy onnx onnx_ir onnxruntime matplotlib pyarrow rich typer sklearn torch".split()
-TEXTS = sorted(
-    path
-    for pattern in ("*.md", "*.toml", "*.yml", "docs/**/*.md", "src/**/*.py", "tests/*.py")
-    for path in ROOT.glob(pattern)
-)
+PLACES = "*.md *.toml *.yml docs/**/*.md examples/*.md examples/*.py src/**/*.py tests/*.py"
+TEXTS = sorted(path for place in PLACES.split() for path in ROOT.glob(place))
 BANNED = re.compile(
     r"/(?:home|root|tmp|work|Users)/\w|\b(?:TODO|FIXME|blazing\w*|seamless\w*|effortless\w*"
     r"|cutting[- ]edge|state[- ]of[- ]the[- ]art|revolutionary|game[- ]chang\w*|world[- ]class)\b",

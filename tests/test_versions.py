@@ -7,7 +7,13 @@ import onnx
 import pytest
 
 from cases import run
-from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
+from onnxgrad import (
+    DerivativeOptions,
+    NoGradientRule,
+    add_loss_output,
+    check_gradient,
+    onnx_derivative,
+)
 
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
 
@@ -26,6 +32,19 @@ def opset(made: onnx.ModelProto) -> int:
 @pytest.mark.parametrize(("given", "made"), [(9, 18), (18, 18), (22, 22), (26, 26), (28, 26)])
 def test_opset_of_the_gradient(given, made):
     assert opset(onnx_derivative(model("y = Relu(x)", given))) == made
+
+
+@pytest.mark.parametrize("domain", ["", "ai.onnx"])
+def test_opset_that_is_stated_twice(domain):
+    """As skl2onnx does for linear regressions: the result is of one, which its nodes are of."""
+    given = model("h = ReduceMax<axes=[1]>(x)  y = Add(x, h)", 13)
+    given.opset_import.add(domain=domain, version=13)
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    for made in (onnx_derivative(given, options=ONES), add_loss_output(given)):
+        assert [(o.domain, o.version) for o in made.opset_import] == [("", 18)]
+    dx, y = run(onnx_derivative(given, options=ONES), {"x": x})
+    assert np.array_equal(y, x + x.max(axis=1, keepdims=True))
+    assert np.array_equal(dx, [[1, 1, 4], [1, 1, 4]])
 
 
 @pytest.mark.parametrize(

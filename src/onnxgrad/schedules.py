@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 from math import isfinite
 from typing import Any
 
 import numpy as np
+from onnx import ModelProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.training.estimator import BaseEstimator
@@ -39,6 +41,11 @@ class BaseLearningRate(BaseEstimator):
             assert self.value is not None
             yield self.value
             self.update_learning_rate(t)
+
+    @cached_property
+    def axpy_onnx_(self) -> ModelProto:
+        """The update without momentum, in float32 unless `build_onnx_function` made it."""
+        return vars(BaseLearningRate.build_onnx_function(self))["axpy_onnx_"]
 
     def build_onnx_function(
         self,
@@ -166,6 +173,11 @@ class LearningRateSGDNesterov(LearningRateSGD):
     def needs_grad(self) -> bool:
         """Tell whether the update keeps something of the last gradients: it does."""
         return True
+
+    @cached_property
+    def axpyw_onnx_(self) -> ModelProto:
+        """The update of one weight as a model, in float32 unless `build_onnx_function` made it."""
+        return vars(self.build_onnx_function())["axpyw_onnx_"]
 
     def build_onnx_function(
         self,

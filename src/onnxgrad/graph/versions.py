@@ -52,6 +52,8 @@ def raise_opset(proto: ModelProto) -> ModelProto:
     if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
         made.opset_import.add(domain="", version=WORKING_OPSET)
         return made
+    for twice in [o for o in made.opset_import if o.domain in ("", "ai.onnx")][1:]:
+        made.opset_import.remove(twice)  # as skl2onnx states it; the converter changes one only
     made.ir_version = max(made.ir_version, 8)
     if made.functions:
         names = ", ".join(f.name for f in made.functions)

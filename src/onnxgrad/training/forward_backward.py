@@ -267,6 +267,10 @@ class OrtGradientForwardBackwardFunction:
         gradients = parent.partition.gradients
         return [found.get(gradients.get(str(x.name), "")) for x in parent.inputs]
 
+    def save_onnx_graph(self, folder: str | os.PathLike | type[bytes]) -> dict[str, Any]:
+        """Write the graphs into `folder`, as `OrtGradientForwardBackward.save_onnx_graph`."""
+        return self.parent.save_onnx_graph(folder)
+
     @cached_property
     def _forward(self) -> Binding:
         return Binding(self.parent.sessions[0], self.parent.device, self.parent.device_index)

@@ -1,0 +1,45 @@
+"""The examples run as they stand, and check themselves."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import onnxgrad
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
+OPTIONAL = ("sklearn", "skl2onnx", "torch")
+
+
+def imports(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_example(path, tmp_path):
+    assert len(path.read_text().splitlines()) < 60
+    for name in imports(path).intersection(OPTIONAL):
+        pytest.importorskip(name)
+    package = str(Path(onnxgrad.__file__).parent.parent)
+    environment = {**os.environ, "MPLBACKEND": "Agg", "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_every_example_is_listed():
+    names = [path.name for path in SCRIPTS]
+    listed = re.findall(r"(?m)^\| \[.*\]\((.*)\)", (ROOT / "examples" / "README.md").read_text())
+    shown = re.findall(r'(?m)^--8<-- "examples/(.*)"$', (ROOT / "docs" / "examples.md").read_text())
+    assert sorted(listed) == sorted(shown) == names
