@@ -115,6 +115,17 @@ def test_cheap_nodes_are_repeated_where_that_saves_bytes():
     assert [s.name for s in partition(proto, memory="balanced").saved] == ["a"]
 
 
+def test_an_output_is_not_repeated_with_what_its_node_computes_beside_it():
+    proto = parse("""g (float[N, 1, 6] x) => (float[N, 1, 3] y) {
+        y = MaxPool<kernel_shape=[2], dilations=[3]> (x) }""")
+    x = np.float32([[[3, 1, 2, 4, 0, 5]]])
+    for memory in MEMORY:
+        parts = partition(proto, memory=memory)
+        onnx.checker.check_model(parts.backward, full_check=True)
+        found = both(parts, {"x": x, "y_grad": np.float32([[[7, 8, 9]]])})
+        np.testing.assert_array_equal(found["x_grad"], [[[0, 8, 0, 7, 0, 9]]])
+
+
 def test_random_results_are_saved_whatever_is_asked():
     text = """g (float[N, 50] x) => (float[N, 50] y) {
         a = Mul(x, w)  b = Dropout(a, half, true)  y = Mul(b, b) }"""

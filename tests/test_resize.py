@@ -133,6 +133,19 @@ def test_scales_are_no_weights():
     assert not any(site.default for site in sites(made))
 
 
+def test_scales_put_together_are_no_weights():
+    """As PyTorch exports `nn.Upsample` without folding constants."""
+    body = """a = Constant<value_floats=[1.0, 1.0]>()  b = Constant<value_floats=[2.0, 1.5]>()
+        c = Concat<axis=0>(a, b)  s = Identity(c)  z = Mul(x, w)  y = Resize<mode="linear">(z, , s)
+    """
+    made = parsed("float[n, 2, 6, 7] x", body, 20, "float[7] w={1, 2, 3, 4, 5, 6, 7}")
+    assert [site.name for site in sites(made) if site.default] == ["w"]
+    assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad", "w_grad"]
+    body = body.replace("b = Constant<value_floats=[2.0, 1.5]>()", "")
+    taken = parsed("float[n, 2, 6, 7] x, float[2] b", body, 20, "float[7] w={1, 2, 3, 4, 5, 6, 7}")
+    assert [y.name for y in onnx_derivative(taken, []).graph.output] == ["x_grad"]
+
+
 @pytest.mark.parametrize(
     ("attributes", "inputs", "refused"),
     [

@@ -92,6 +92,15 @@ def test_any_tensor_is_an_output_or_an_input():
     assert names(cut) == (["y"], ["y"], [])
 
 
+def test_one_of_two_results_of_a_node_becomes_an_input():
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[1,1,4] x) => (float[1,1,2] y) {
+            m, i = MaxPool<kernel_shape=[2], strides=[2]>(x)  f = Cast<to=1>(i)  y = Add(m, f) }""")
+    cut = select_model_inputs_outputs(made, ["y"], ["x", "m"])
+    onnx.checker.check_model(cut, full_check=True)
+    np.testing.assert_array_equal(run(cut, x=[[[2, 1, 0, 1]]], m=[[[10, 20]]]), [[[[10, 23]]]])
+
+
 def test_a_tensor_that_a_branch_reads_becomes_an_input():
     made = onnx.parser.parse_model(BRANCHES)
     cut = select_model_inputs_outputs(made, None, ["h", "x", "c"])

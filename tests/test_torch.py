@@ -523,28 +523,41 @@ def train_in_parallel(rank: int, folder: Path):
         timeout=timedelta(seconds=60),
     )
     try:
-        module = OnnxModule(folder / "model.onnx")
-        if rank:
-            for p in module.parameters():
-                p.data.zero_()
-        whole = nn.parallel.DistributedDataParallel(module)
-        optimizer = torch.optim.SGD(whole.parameters(), 0.1)
-        x, y = data(8)
-        for _ in range(3):
-            optimizer.zero_grad()
-            F.mse_loss(whole(x[rank::2]), y[rank::2]).backward()
-            optimizer.step()
-        torch.save(module.state_dict(), folder / f"{rank}.pt")
+        train_one_of_two(rank, folder)  # whose locals go first: the last one waits for threads
     finally:
         dist.destroy_process_group()
 
 
+def train_one_of_two(rank: int, folder: Path):
+    module = OnnxModule(folder / "model.onnx")
+    if rank:
+        for p in module.parameters():
+            p.data.zero_()
+    whole = nn.parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(whole.parameters(), 0.1)
+    x, y = data(8)
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.mse_loss(whole(x[rank::2]), y[rank::2]).backward()
+        optimizer.step()
+    torch.save(module.state_dict(), folder / f"{rank}.pt")
+
+
 def test_distributed_data_parallel(net, tmp_path):
     onnx.save(exported(net), tmp_path / "model.onnx")
-    code = "import sys, test_torch; test_torch.train_in_parallel(1, test_torch.Path(sys.argv[1]))"
-    other = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parent)
-    train_in_parallel(0, tmp_path)
-    assert other.wait(60) == 0
+    code = (
+        "from test_torch import Path, sys, train_in_parallel\n"
+        "train_in_parallel(int(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, rank, tmp_path], cwd=Path(__file__).parent)
+        for rank in "01"
+    ]
+    try:
+        assert [process.wait(120) for process in processes] == [0, 0]
+    finally:
+        for process in processes:
+            process.kill()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     x, y = data(8)
     for _ in range(3):
@@ -615,6 +628,15 @@ def test_functional_call_and_parametrization(net, module):
         module.get_submodule("2").parametrizations.weight.original1.grad,
         net[2].parametrizations.weight.original1.grad,
     )
+
+
+def test_compile_goes_around_it(net, module):
+    x = data()[0]
+    compiled = torch.compile(nn.Sequential(module, nn.Tanh()), backend="eager")
+    close(compiled(x), net(x).tanh())
+    compiled(x).sum().backward()
+    net(x).tanh().sum().backward()
+    same_gradients(module, net)
 
 
 def test_threads_do_not_mix_results(net, module):
@@ -690,6 +712,25 @@ def test_half():
     half.sum().backward()
     expected = x.T @ (1 - torch.tanh(x @ w) ** 2)
     close(module.w.grad.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_autocast(net, module):
+    """The layer in front returns bfloat16; the graph computes in float32."""
+    torch.manual_seed(0)
+    before, x = nn.Linear(6, 6), data()[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert before(x).dtype == torch.bfloat16
+        y = nn.Sequential(before, module)(x)
+    assert y.dtype == torch.float32
+    y.square().sum().backward()
+    h = before(x).detach().bfloat16().float()
+    close(y, net(h), rtol=1e-2, atol=1e-2)
+    net(h).square().sum().backward()
+    for p, q in zip(net.parameters(), module.parameters(), strict=True):
+        close(q.grad, p.grad, rtol=0.05, atol=0.05)
+    assert before.weight.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match=r"takes torch\.float32, not torch\.bfloat16"):
+        module(x.bfloat16())
 
 
 def test_numbers_that_half_cannot_hold():

@@ -158,9 +158,13 @@ class OnnxModule(nn.Module):
             NoGradientRule: a gradient is wanted, and an operator on the way has no rule.
             RuntimeError: onnxruntime has no kernel for an operator in this dtype.
         """
+        if torch.compiler.is_compiling():  # which cannot look into onnxruntime
+            return torch.compiler.disable(self.forward)(*inputs, **named)
         if named or len(inputs) != len(self._inputs):
             inputs = self._ordered(inputs, named)
         weights = self._read_weights()
+        if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            inputs = self._fitting(weights).cast(inputs)
         variant = self._current
         if variant is None or variant.doubtful(inputs, weights):
             variant = self._variant(inputs, weights)
@@ -264,13 +268,17 @@ class OnnxModule(nn.Module):
 
     def _variant(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> Variant:
         """Return the graph for the dtype and device of the weights, to which all tensors fit."""
+        variant = self._fitting(weights)
+        variant.check(inputs, weights)
+        self._current = variant
+        return variant
+
+    def _fitting(self, weights: Sequence[Tensor]) -> Variant:
         deciding = weights or [self._like]
         device, dtypes = deciding[0].device, tuple(w.dtype for w in deciding)
         variant = self._variants.get((device, dtypes))
         if variant is None:
             variant = self._variants.setdefault((device, dtypes), self._build(device, dtypes))
-        variant.check(inputs, weights)
-        self._current = variant
         return variant
 
     def _build(self, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Variant:

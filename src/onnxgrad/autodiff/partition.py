@@ -24,7 +24,7 @@ from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, read, to_ir
 from onnxgrad.graph.reads import reader, subgraphs
 from onnxgrad.graph.shapes import Dims, dims
-from onnxgrad.graph.surgery import as_input
+from onnxgrad.graph.surgery import as_input, name_rest
 from onnxgrad.graph.tidy import tidy
 
 _VIEWS = frozenset("Flatten Identity Reshape Shape Size Squeeze Unsqueeze".split())
@@ -289,6 +289,7 @@ def _backward(model: ir.Model, saved: list[ir.Value]) -> ModelProto:
     made = [as_input(graph, v) for v in (*saved, *_yielding(graph).outputs)]
     graph.inputs.extend(made)
     tidy(model)
+    name_rest(graph)
     for x in declared:
         if not x.uses():
             graph.inputs.remove(x)

@@ -79,6 +79,15 @@ class Variant:
             or [w for w in weights if w.device != device]
         )
 
+    def cast(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return `inputs` with the floats in the dtypes of the graph."""
+        return tuple(
+            x.to(port.dtype)
+            if isinstance(x, Tensor) and x.is_floating_point() and port.dtype.is_floating_point
+            else x
+            for port, x in zip(self.inputs, inputs, strict=True)
+        )
+
     def check(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> None:
         """Raise for the first tensor that does not fit."""
         for ports, tensors in ((self.inputs, inputs), (self.weights, weights)):

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx import ModelProto, TensorProto, numpy_helper
 
 from onnxgrad.errors import unknown
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind, to_ir
@@ -74,6 +75,7 @@ def select_model_inputs_outputs(
     if inputs is not None:
         graph.inputs[:] = [as_input(graph, values[name]) for name in inputs]
     tidy(model)
+    name_rest(graph)
     lost = [v.name for v in declared if v not in graph.inputs and v.uses()]
     if lost:
         raise ValueError(f"the outputs also depend on {lost}: add to `inputs`")
@@ -81,7 +83,7 @@ def select_model_inputs_outputs(
 
 
 def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Return an input that takes the place of `value`."""
+    """Return an input that takes the place of `value`, which has no name then: see `name_rest`."""
     if value.dtype is None:
         raise ValueError(f"the type of {value.name!r} is not known: it cannot become an input")
     if value.producer() is None:
@@ -92,6 +94,15 @@ def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
     value.name = None
     ir.convenience.replace_all_uses_with(value, made, replace_graph_outputs=True)
     return made
+
+
+def name_rest(graph: ir.Graph) -> None:
+    """Name the values without one: replaced by an input, of nodes kept for another output."""
+    nameless = [y for node in graph for y in node.outputs if y.name is None]
+    if nameless:
+        op = Emit(graph)
+        for y in nameless:
+            y.name = op.name("unused")
 
 
 def replace_initializers_into_onnx(model: ModelLike, results: Mapping[str, Any]) -> ModelProto:

@@ -37,6 +37,7 @@ ML_COEFFICIENTS = {
 
 # operands that tell how to compute: neither weights nor inputs by default
 _SETTINGS = {"Resize": (1, 2), "Upsample": (1,)}
+_MOVES = frozenset("Cast Concat Gather Identity Reshape Slice Squeeze Unsqueeze".split())
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
 
@@ -76,7 +77,7 @@ def sites(model: ModelProto) -> Iterator[Site]:
     a value computed elsewhere.
     """
     ours = {n for e in model.metadata_props if e.key == METADATA for n in json.loads(e.value)}
-    ours |= set(_settings(model.graph))
+    ours |= _settings(model.graph)
     found = list(_graph_sites(model.graph))
     constants = {site.name for site in found}
     computed = set(_computed(model.graph))
@@ -206,16 +207,30 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 def is_setting(value: ir.Value) -> bool:
     """Tell whether `value` tells some operator how to compute, as the scales of a Resize do."""
-    return any(place in _SETTINGS.get(node.op_type, ()) for node, place in value.uses())
+    moved = [value]
+    for v in moved:  # which grows
+        for node, place in v.uses():
+            if place in _SETTINGS.get(node.op_type, ()):
+                return True
+            if node.op_type in _MOVES:
+                moved.extend(y for y in node.outputs if y not in moved)
+    return False
 
 
-def _settings(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of operands that are no weights, in branches too."""
-    for node in graph.node:
+def _settings(graph: GraphProto) -> set[str]:
+    """Return the names of operands that are no weights, in branches too.
+
+    Exporters put scales together of those of the batch, the channels and the plane.
+    """
+    found: set[str] = set()
+    for node in reversed(graph.node):
         for place in _SETTINGS.get(node.op_type, ()):
-            yield from node.input[place : place + 1]
+            found.update(node.input[place : place + 1])
         for inner in subgraphs(node):
-            yield from _settings(inner)
+            found |= _settings(inner)
+        if node.op_type in _MOVES and not found.isdisjoint(node.output):
+            found.update(node.input)
+    return found - {""}
 
 
 def _computed(graph: GraphProto) -> Iterator[str]:
