@@ -185,6 +185,8 @@ def test_instances_keep_their_own():
         ([X.astype(float), W, B], "input 'x' must hold FLOAT, not DOUBLE"),
         ([X, W.T, B], r"input 'w' must have the shape \(3, 2\), not \(2, 3\)"),
         ([X, W, [["a", "b"]]], "input 'b' must hold FLOAT, not "),
+        ([None, W, B], "input 'x' is None"),
+        ({"x": X, "w": W, "b": B}, r"takes a list, of the inputs \['x', 'w', 'b'\], not a dict"),
     ],
 )
 def test_inputs_that_do_not_fit(inputs, message):
@@ -220,6 +222,9 @@ def test_gradients_that_do_not_fit(gradients, message):
             ProviderError,
             "Unknown execution provider 'CUDAProvider'",
         ),
+        ({"providers": "CPUExecutionProvider"}, ProviderError, "a list of names, not 'CPU"),
+        ({"weights_to_train": "w"}, ValueError, "a list of names of weights, not the text 'w'"),
+        ({"output_names": "y"}, ValueError, "a list of names of tensors, not the text 'y'"),
         ({"graph_builder_config": 3}, ValueError, "has no counterpart here"),
         ({"input_names": ["z"]}, ValueError, "Unknown tensor 'z'"),
         ({"output_names": ["z"]}, ValueError, "Unknown tensor 'z'"),
@@ -231,6 +236,41 @@ def test_gradients_that_do_not_fit(gradients, message):
 def test_bad_arguments(options, error, message):
     with pytest.raises(error, match=message):
         OrtGradientForwardBackward(linear(), **options)
+
+
+def test_a_provider_that_is_not_installed():
+    if "CUDAExecutionProvider" in ort.get_available_providers():
+        pytest.skip("there is one")
+    with pytest.raises(ProviderError, match=r"has no 'CUDAExecutionProvider', only .*: install"):
+        OrtGradientForwardBackward(linear(), providers=["CUDAExecutionProvider"])
+
+
+def test_what_a_binding_returned_is_passed_on():
+    """The values of an `OrtValueVector` are of another class than `onnxruntime.OrtValue`."""
+    session = ort.InferenceSession(
+        parse("g (float[N, 3] x, float[3, 2] w, float[2] b) => (float[N, 3] p, float[3, 2] q, "
+              "float[2] r) { p = Identity(x)  q = Identity(w)  r = Identity(b) }")
+        .SerializeToString()
+    )  # fmt: skip
+    binding = session.io_binding()
+    for name, array in {"x": X, "w": W, "b": B}.items():
+        binding.bind_cpu_input(name, array)
+    for name in "pqr":
+        binding.bind_output(name)
+    session.run_with_iobinding(binding)
+    made = passes(weights=["w", "b"])
+    (y,) = made.forward(binding.get_outputs_as_ortvaluevector(), training=True)
+    assert isinstance(y, ort.OrtValue)
+    np.testing.assert_allclose(y.numpy(), X @ W + B, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(made.backward([G])[1], X.T @ G, rtol=1e-4)
+
+
+def test_tensors_of_torch():
+    torch = pytest.importorskip("torch")
+    made = passes(weights=["w", "b"])
+    (y,) = made.forward([torch.tensor(X, requires_grad=True), W, B], training=True)
+    np.testing.assert_allclose(y, X @ W + B, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(made.backward([torch.tensor(G)])[1], X.T @ G, rtol=1e-4)
 
 
 def test_debug_names_the_result_that_is_not_finite():

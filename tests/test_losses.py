@@ -236,6 +236,24 @@ def test_log(weighted):
     np.testing.assert_allclose(gradient[1, 1], -weight[1] / p[1, 1] / 7)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_log_of_a_prediction_of_unknown_shape(weighted):
+    """Where it has other columns than two, it fails when it runs: one would be broadcast."""
+    p, y = SOFTMAX[:, :2], np.array([[0], [1], [1], [0], [1], [0], [1]])
+    model = scores(p.shape)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    made = add_loss_output(model, "log", weight_name="weight" if weighted else None)
+    assert loss_facts(made)["classes"] == 2
+    feed = {"x": p, "label": y, "weight": ROWS}
+    known = add_loss_output(scores(p.shape), "log", weight_name="weight" if weighted else None)
+    for found, expected in zip(evaluate(made, feed), evaluate(known, feed), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
+    for wrong in (p[:, :1], SOFTMAX):
+        with pytest.raises(Exception, match="Reshape"):
+            evaluate(made, feed | {"x": wrong})
+
+
 @pytest.mark.parametrize("name", ["squared_error", "cross_entropy", "log"])
 def test_row_weights_of_one_axis_or_two(name):
     f, y = {
@@ -361,6 +379,42 @@ def test_names_that_are_taken_give_ours_another():
     assert made.graph.output[1].name == "z"
     assert made.graph.output[0].name not in ("loss", "z")
     assert made.opset_import[0].version == 18
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_outputs_that_are_gone_do_not_take_names(native):
+    """A classifier has an output `label`, and so has the loss an input."""
+    if native:
+        text = """p_or_label, p = ai.onnx.ml.LinearClassifier <coefficients = [1.0, -1.0],
+            intercepts = [0.0, 0.0], classlabels_ints = [0, 1], post_transform = "SOFTMAX">(x)"""
+    else:
+        text = "p = Softmax(x)  p_or_label = ArgMax <axis = 1, keepdims = 0>(p)"
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 1]>
+        g (float[N,{1 if native else 2}] x) => (int64[N] label, float[N,2] p)
+        {{ {text.replace("p_or_label", "label")} }}""")
+    model.graph.node[0].name = "named"
+    made = add_loss_output(model, "log", output_index="p")
+    assert [x.name for x in made.graph.input] == ["x", "label"]
+    assert [y.name for y in made.graph.output] == ["loss", "p"]
+    assert list(get_train_initializer(made)) == list(get_train_initializer(model))
+    onnx.checker.check_model(made, full_check=True)
+    feed = {"x": F[:, : 1 if native else 2], "label": (Y[:, :1] > 0).astype(np.int64)}
+    logits = np.hstack([feed["x"], -feed["x"]]) if native else feed["x"]
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    loss, _ = evaluate(made, feed)
+    np.testing.assert_allclose(
+        loss[0, 0], -np.log(np.take_along_axis(p, feed["label"], 1)).mean(), rtol=1e-5
+    )
+
+
+def test_the_weights_of_a_nameless_classifier_keep_their_names():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 1]>
+        g (float[N,1] x) => (int64[N] label, float[N,2] p)
+        { label, p = ai.onnx.ml.LinearClassifier <coefficients = [1.0, -1.0],
+            intercepts = [0.0, 0.0], classlabels_ints = [0, 1], post_transform = "SOFTMAX">(x) }""")
+    made = add_loss_output(model, "log", output_index="p")
+    assert list(get_train_initializer(made)) == ["label.coefficients", "label.intercepts"]
+    assert made.graph.input[1].name != "label"
 
 
 @pytest.mark.parametrize("index", [1, -2, "z", np.int64(1)])

@@ -188,6 +188,8 @@ def test_adaptive_divides_by_five_when_the_loss_stalls():
 def test_learning_rates_by_name_or_number():
     assert BaseLearningRate.select(0.25).eta0 == 0.25
     assert BaseLearningRate.select(2).eta0 == 2.0
+    for number in (np.float32(0.25), np.float64(0.25), np.int64(2)):
+        assert BaseLearningRate.select(number).eta0 == number
     for name in ("SGD", "LearningRateSGD"):
         assert type(BaseLearningRate.select(name)) is LearningRateSGD
     for name in ("Nesterov", "SGDNesterov", "LearningRateSGDNesterov"):
@@ -196,7 +198,7 @@ def test_learning_rates_by_name_or_number():
     assert BaseLearningRate.select(rate) is rate
     assert not rate.needs_grad
     assert LearningRateSGDNesterov().needs_grad
-    for wrong in ("SDG", True, None):
+    for wrong in ("SDG", True, None, [0.1], {"eta0": 0.1}):
         with pytest.raises(ValueError, match="Unknown learning rate"):
             BaseLearningRate.select(wrong)
 
@@ -213,3 +215,12 @@ def test_learning_rates_by_name_or_number():
 def test_wrong_learning_rates(options, message):
     with pytest.raises(ValueError, match=message):
         LearningRateSGD(**options).init_learning_rate()
+
+
+@pytest.mark.parametrize("kind", [LearningRateSGD, LearningRateSGDNesterov])
+def test_an_unknown_rule_is_refused_at_once(kind):
+    with pytest.raises(ValueError, match="Did you mean 'constant'"):
+        kind(learning_rate="constnt")
+    rate = kind().set_params(learning_rate="constnt")
+    with pytest.raises(ValueError, match="Did you mean 'constant'"):
+        rate.init_learning_rate()

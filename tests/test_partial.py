@@ -682,6 +682,14 @@ def test_bad_input_changes_nothing(options, data, message):
         np.testing.assert_array_equal(w, state[name])
 
 
+@pytest.mark.parametrize("state", [None, [], [np.zeros((2, 1))]])
+@pytest.mark.parametrize("kind", [OrtGradientForwardBackwardOptimizer, OrtGradientOptimizer])
+def test_a_state_is_a_dictionary(kind, state):
+    made = kind(add_loss_output(linear()) if kind is OrtGradientOptimizer else linear())
+    with pytest.raises(ValueError, match="a state is a dict"):
+        made.set_state(state)
+
+
 def test_a_missing_device():
     if "CUDAExecutionProvider" in ort.get_available_providers():
         pytest.skip("there is one")

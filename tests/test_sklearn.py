@@ -27,6 +27,7 @@ from onnxgrad import (
     LearningRateSGDNesterov,
     NegLogLearningLoss,
     OrtGradientForwardBackwardOptimizer,
+    OrtGradientOptimizer,
     SquareLearningLoss,
     get_train_initializer,
     onnx_derivative,
@@ -195,7 +196,55 @@ def test_clone():
     params = made.get_params()
     assert params["learning_rate__eta0"] == 0.1
     assert params["learning_loss__eps"] == 1e-5
-    assert "OrtGradientForwardBackwardOptimizer(learning_loss=NegLogLearningLoss()" in repr(made)
+
+
+def test_how_a_trainer_shows_itself():
+    """All of its arguments in their order; models, which may be large, by their size."""
+    text = repr(trainer(learning_loss="log", weights_to_train=["coef"]))
+    assert text.startswith("OrtGradientForwardBackwardOptimizer(model_onnx=<ModelProto 'ONNX(")
+    assert "nodes>, weights_to_train=['coef'], loss_output_name='loss', max_iter=20" in text
+    assert "LearningRateSGD(eta0=0.1, alpha=0.0001, power_t=0.25, learning_rate='inv" in text
+    assert "NegLogLearningLoss(eps=1e-05, probability_function='sigmoid')" in text
+    data = linear().SerializeToString()
+    assert f"(model_onnx=<{len(data)} bytes>," in repr(OrtGradientOptimizer(data))
+
+
+def test_learning_rates_of_both_trainers_are_objects():
+    made = OrtGradientOptimizer(linear())
+    assert made.set_params(learning_rate__eta0=0.5).learning_rate.eta0 == 0.5
+    assert made.set_params(learning_rate="Nesterov").learning_rate.momentum == 0.9
+    assert clone(made).learning_rate.momentum == 0.9
+
+
+def test_tables():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(X, columns=list("abc")).assign(c=X[:, 2] > 0)  # an array of objects
+    expected = trainer().fit(np.c_[X[:, :2], X[:, 2] > 0], Y)
+    for given in (table, table.astype({"a": "Float64", "c": "boolean"}), table.astype(object)):
+        made = trainer().fit(given, pandas.Series(Y))
+        assert made.train_losses_ == expected.train_losses_
+        np.testing.assert_array_equal(made.predict(given), expected.predict(table.to_numpy()))
+        assert list(made.feature_names_in_) == ["a", "b", "c"]
+    swapped = table[["b", "a", "c"]]
+    for use in (made.predict, lambda x: made.score(x, Y), lambda x: made.losses(x, Y)):
+        with pytest.raises(ValueError, match="column 0 is 'b', and was 'a' in fit"):
+            use(swapped)
+    with pytest.raises(ValueError, match="column 2 is None, and was 'c' in fit"):
+        made.predict(table[["a", "b"]])
+    with pytest.raises(ValueError, match="column 0 is 'b'"):
+        trainer().fit(table, Y, X_val=swapped, y_val=Y)
+    assert made.fit(swapped, Y).predict(swapped).shape == (40, 1)
+    made.fit(X, Y).predict(swapped)  # an array has no names
+    missing = table.astype({"a": "Float64"})
+    missing.loc[5, "a"] = pandas.NA
+    with pytest.raises(ValueError, match="'X' must hold numbers, not <NA> as in row 5"):
+        trainer().fit(missing, Y)
+
+
+def test_sparse_data():
+    sparse = pytest.importorskip("scipy.sparse")
+    with pytest.raises(ValueError, match=r"'X' is sparse.* pass its .toarray\(\)"):
+        trainer().fit(sparse.csr_array(X), Y)
 
 
 def test_the_dictionaries_of_a_classifier_are_no_prediction():

@@ -12,8 +12,10 @@ from onnx import numpy_helper
 
 from onnxgrad import (
     add_initializer,
+    add_loss_output,
     get_onnx_opset,
     get_train_initializer,
+    onnx_rename_weights,
     replace_initializers_into_onnx,
     select_model_inputs_outputs,
 )
@@ -74,6 +76,20 @@ def test_what_is_kept():
     shape = cut.graph.output[0].type.tensor_type.shape.dim
     assert [d.dim_param or d.dim_value for d in shape] == ["N", 2]
     assert names(select_model_inputs_outputs(made)) == names(made)
+
+
+def test_initializers_keep_their_order():
+    """Large ones too, which the inference of shapes takes out for a while."""
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,2] x) => (float[N,4] y)
+        { a = MatMul(x, big)  b = Add(a, small)  c = MatMul(b, large)  y = Add(c, last) }""")
+    shapes = {"big": (2, 300), "small": (300,), "large": (300, 4), "last": (4,)}
+    for name, shape in shapes.items():
+        made.graph.initializer.append(numpy_helper.from_array(np.ones(shape, np.float32), name))
+    assert list(get_train_initializer(select_model_inputs_outputs(made))) == list(shapes)
+    cut = onnx_rename_weights(select_model_inputs_outputs(made, ["c"]))
+    assert [t.name for t in cut.graph.initializer] == ["I0_big", "I1_small", "I2_large"]
+    assert list(get_train_initializer(add_loss_output(made))) == list(shapes)
 
 
 def test_any_tensor_is_an_output_or_an_input():

@@ -544,6 +544,13 @@ def test_verbose_reports_every_epoch(caplog):
     assert sum("epoch" in m for m in caplog.messages) == 5
 
 
+def test_a_batch_size_of_numpy():
+    x, y = rows()
+    losses = trainer(batch_size=np.int64(7)).fit(x, y).train_losses_
+    assert losses == trainer(batch_size=7).fit(x, y).train_losses_
+    assert {type(v) for v in losses} == {float}
+
+
 def test_an_interruption_keeps_what_was_trained():
     x, y = rows()
 
@@ -732,6 +739,11 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
         ({"batch_size": 48}, (X, Y), "batch_size=48 is more than the 47 rows"),
         ({"max_iter": 1.5}, (X, Y), "max_iter must be a whole number"),
         ({"validation_every": 0}, (X, Y), "validation_every must be above 0"),
+        ({"validation_every": None}, (X, Y), "validation_every must be above 0, not None"),
+        ({"weights_to_train": 3}, (X, Y), "a list of names, not 3"),
+        ({"learning_rate": [0.1]}, (X, Y), r"Unknown learning rate \[0.1\]"),
+        ({"device": None}, (X, Y), "device None: the installed onnxruntime offers"),
+        ({}, (X, Y, None, None, None, 3), "callback must be a function of a Progress, not 3"),
         ({}, (X, Y[:40]), "different numbers of rows.*'x': 47, 'label': 40"),
         ({}, (X[:0], Y[:0]), "'x' is empty"),
         ({}, (X[:, :1], Y), r"'x' must have shape \(rows, 2\), not \(47, 1\)"),
@@ -742,6 +754,10 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
         ({}, (X.astype(str), Y), "'x' must hold numbers, not <U32"),
         ({}, (X * 1j, Y), "'x' must hold numbers, not complex"),
         ({}, (X.astype("M8[s]"), Y), "'x' must hold numbers, not datetime64"),
+        ({}, (np.ma.masked_less(X, 0), Y), "'x' has masked values"),
+        ({}, ([[1, 2], [None, 3]], Y), "'x' must hold numbers, not None as in row 1"),
+        ({}, (None, Y), "'x' must hold numbers, not NoneType"),
+        ({}, (np.zeros(47, "f4, f4"), Y), r"'x' must hold numbers, not \[\('f0', '<f4'\)"),
         ({}, (X,), r"no data for the inputs \['label'\]"),
         ({}, (3.0, Y), "'x' must have one entry per row"),
         ({}, (X, Y, np.ones(47)), "takes no row weights: build it with"),

@@ -22,7 +22,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind, to_ir
-from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.tidy import free, tidy
 from onnxgrad.graph.versions import raise_opset
 from onnxgrad.graph.weights import note_constants, sites
 
@@ -78,6 +78,8 @@ def elastic(op, prediction, label, l1_weight=0.5, l2_weight=0.5):
 @_loss("log", reduction="mean", classes=True)
 def log(op, prediction, label, eps=1e-6):
     """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
+    if (shapes.dims(prediction) or (None,))[-1] is None:
+        prediction = op.Reshape(prediction, [0, 2])  # fails where one column would be broadcast
     hit = op.Equal(label, op.value(np.arange(2)))
     return _number(op, prediction, hit, -1.0, 0.0) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
@@ -228,9 +230,13 @@ def add_loss_output(
             raise ValueError(f"{site.name!r} {where}: a penalty needs a tensor of the main graph")
     model = to_ir(raise_opset(proto))
     infer(model)
-    graph, op = model.graph, Emit(model.graph)
+    graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
     prediction = values[chosen]
+    graph.outputs[:] = [prediction, *(values[name] for name in penalty or () if name in values)]
+    tidy(model)
+    free(graph, {loss_name, label_name, weight_name})
+    op = Emit(graph)
     label = label_input(op, prediction, kind, label_name, kwargs)
     graph.inputs.append(label)
     with op:
@@ -286,7 +292,8 @@ def facts_of(kind: Kind, prediction: ir.Value, options: Mapping[str, Any]) -> di
     """Return what a trainer has to know of a loss, beside its names."""
     made: dict[str, Any] = {"reduction": kind.reduction}
     if kind.classes and not options.get("soft_labels"):
-        made["classes"] = (shapes.dims(prediction) or (None, None))[1]
+        columns = (shapes.dims(prediction) or (None, None))[1]
+        made["classes"] = 2 if kind.function is log else columns
         ignored = options.get("ignore_index", -100)
         made["ignore_index"] = ignored if kind.function is cross_entropy else None
     for name in LABELS:
@@ -372,9 +379,10 @@ def label_input(
     if dtype is None or not dtype.is_floating_point():
         raise ValueError(f"output {prediction.name!r} holds {dtype}: a loss needs floats")
     if kind.function is log:
-        if shape is None or len(shape) != 2 or shape[1] not in (2, None):
+        rows, *columns = (None, None) if shape is None else shape or (None,)
+        if columns not in ([2], [None]):
             raise ValueError(f"loss 'log' needs (N, 2) probabilities, not {shape}")
-        shape, dtype = (shape[0], 1), ir.DataType.INT64
+        shape, dtype = (rows, 1), ir.DataType.INT64
     elif kind.classes and not options.get("soft_labels"):
         if shape is None or len(shape) < 2:
             raise ValueError(f"loss 'cross_entropy' needs a prediction (N, C, ...), not {shape}")

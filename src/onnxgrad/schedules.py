@@ -76,7 +76,8 @@ class BaseLearningRate(BaseEstimator):
         """
         if isinstance(choice, BaseLearningRate):
             return choice
-        if isinstance(choice, (int, float)) and not isinstance(choice, bool):
+        number = (int, float, np.integer, np.floating)
+        if isinstance(choice, number) and not isinstance(choice, bool):
             return LearningRateSGD(float(choice))
         named = {
             "SGD": LearningRateSGD,
@@ -85,7 +86,7 @@ class BaseLearningRate(BaseEstimator):
             "SGDNesterov": LearningRateSGDNesterov,
             "LearningRateSGDNesterov": LearningRateSGDNesterov,
         }
-        if choice not in named:
+        if not isinstance(choice, str) or choice not in named:
             raise unknown("learning rate", choice, named)
         return named[choice]()
 
@@ -102,6 +103,9 @@ class LearningRateSGD(BaseLearningRate):
             eta0 (Bottou 2012, "Stochastic Gradient Descent Tricks"). `adaptive`: divided by 5,
             down to 1e-6, whenever two epochs in a row lower the training loss by less than 1e-4
             (scikit-learn's rule).
+
+    Raises:
+        ValueError: an unknown rule.
     """
 
     def __init__(
@@ -114,7 +118,7 @@ class LearningRateSGD(BaseLearningRate):
         self.eta0 = eta0
         self.alpha = alpha
         self.power_t = power_t
-        self.learning_rate = learning_rate
+        self.learning_rate = _known_rule(learning_rate)
 
     def init_learning_rate(self) -> LearningRateSGD:
         """Set `value` to the rate of the first epoch; returns `self`.
@@ -122,8 +126,7 @@ class LearningRateSGD(BaseLearningRate):
         Raises:
             ValueError: a rate that is not positive, or an unknown rule.
         """
-        if self.learning_rate not in _RULES:
-            raise unknown("learning_rate", self.learning_rate, _RULES)
+        _known_rule(self.learning_rate)
         if not (isfinite(self.eta0) and self.eta0 > 0):
             raise ValueError(f"eta0 must be a positive number, not {self.eta0!r}")
         if self.learning_rate == "optimal" and not self.alpha > 0:
@@ -195,3 +198,9 @@ class LearningRateSGDNesterov(LearningRateSGD):
         name = "axpyw2" if self.nesterov else "axpyw"
         self.axpyw_onnx_ = function_onnx_graph(name, opset, dtype)
         return self
+
+
+def _known_rule(rule: str) -> str:
+    if rule not in _RULES:
+        raise unknown("learning_rate", rule, _RULES)
+    return rule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
+from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as BoundValue
 
 from onnxgrad.errors import EvaluationError
 from onnxgrad.graph.emit import Emit
@@ -174,11 +176,50 @@ class SmallFunctions(BaseEstimator):
         return hash(type(self))
 
 
+def wrapped(value: Any) -> Any:
+    """Return the OrtValue of a binding (one of its `OrtValueVector`) as that of `onnxruntime`."""
+    return ort.OrtValue(value) if isinstance(value, BoundValue) else value
+
+
 def to_numpy(value: Any) -> np.ndarray:
     """Return an OrtValue, a tensor of torch or anything like an array, as an array."""
+    value = wrapped(value)
     if isinstance(value, ort.OrtValue):
         return value.numpy()
     return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+
+
+def to_numbers(name: str, given: Any) -> np.ndarray:
+    """Return `given` as an array of numbers; Python objects that are numbers are converted.
+
+    Raises:
+        ValueError: it is sparse, has masked values, or holds something else than real numbers.
+    """
+    if hasattr(given, "toarray"):
+        raise ValueError(f"{name!r} is sparse, which is not supported: pass its .toarray()")
+    if isinstance(given, np.ma.MaskedArray) and np.ma.is_masked(given):
+        raise ValueError(f"{name!r} has masked values: fill them, or drop their rows")
+    array = to_numpy(given)
+    if array.dtype == object and array.ndim:  # a table with columns of several dtypes, for one
+        array = _unboxed(name, array)
+    if array.dtype.kind in "OSUMmc" or array.dtype.names:  # names: of a structured array
+        kind = type(given).__name__ if array.dtype == object else array.dtype
+        raise ValueError(f"{name!r} must hold numbers, not {kind}")
+    return array
+
+
+def _unboxed(name: str, array: np.ndarray) -> np.ndarray:
+    try:
+        made = np.array(array.tolist())
+    except ValueError:  # of lists that differ in length
+        made = array
+    if made.dtype.kind not in "biuf":
+        for row, values in enumerate(array.reshape(len(array), -1)):
+            for value in values:
+                if not isinstance(value, (int, float, np.number, np.bool_)):
+                    shown = reprlib.repr(value)
+                    raise ValueError(f"{name!r} must hold numbers, not {shown} as in row {row}")
+    return made
 
 
 def to_ortvalue(value: Any, device: str) -> ort.OrtValue:

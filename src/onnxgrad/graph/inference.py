@@ -88,10 +88,15 @@ def _infer_with_onnx(model: ir.Model) -> None:
 def _run_inference(model: ir.Model) -> None:
     log = logging.getLogger("onnx_ir.passes.common.shape_inference")
     previous, log.level = log.level, logging.CRITICAL  # where it fails, run-time forms are used
+    initializers = model.graph.initializers
+    ordered = dict(initializers)
     try:
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
     finally:
         log.setLevel(previous)
+        if list(initializers) != list(ordered):  # the pass moves large ones to the end
+            initializers.clear()
+            initializers.update(ordered)
 
 
 def _refine(graph: ir.Graph) -> bool:

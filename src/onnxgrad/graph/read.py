@@ -129,7 +129,9 @@ def tensor_behind(proto: ModelProto, name: str) -> str | None:
 
 
 def once(kind: str, names: Sequence[str]) -> Sequence[str]:
-    """Return `names`, or raise if one of them is there twice."""
+    """Return `names`, or raise if they are no list, or one of them is there twice."""
+    if isinstance(names, str):
+        raise ValueError(f"give a list of names of {kind}s, not the text {names!r}")
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"{kind} {name!r} is named twice")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.reads import subgraphs
 
 
@@ -27,3 +30,12 @@ def tidy(model: ir.Model) -> None:
             needed.update(*(held.outputs for held in subgraphs(node)))
     model.graph.remove(unused, safe=True)
     RemoveUnusedNodesPass()(model)
+
+
+def free(graph: ir.Graph, names: Collection[str | None]) -> None:
+    """Rename the results of these names that nothing reads: the `label` beside probabilities."""
+    for node in graph:
+        keeps = node.domain == "ai.onnx.ml" and not node.name  # its weights are named after it
+        for y in node.outputs:
+            if y.name in names and not (keeps or y.uses() or y.is_graph_output()):
+                y.name = Emit(graph).name(str(y.name))

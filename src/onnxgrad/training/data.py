@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import onnx_ir as ir
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.losses import LABELS
-from onnxgrad.small import to_numpy
+from onnxgrad.small import to_numbers
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,11 @@ class Field:
             ValueError: it holds text, NaN, infinity or numbers that the input's type cannot hold,
                 labels out of the class range, or has another shape; the message names rows.
         """
-        array = to_numpy(given)
-        if array.dtype.kind not in "biuf":
-            raise ValueError(f"{self.name!r} must hold numbers, not {array.dtype}")
+        array = to_numbers(self.name, given)
         if array.ndim == 0:
             raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
         if len(array) == 0:
-            raise ValueError(f"{self.name!r} is empty: there is no row to train on")
+            raise ValueError(f"{self.name!r} is empty: it has no row")
         array = self._fit_shape(array)
         with np.errstate(all="ignore"):
             made = array.astype(self.dtype, copy=False)
@@ -206,7 +205,7 @@ class ArraySource:
     ) -> None:
         self.arrays = arrays
         self.rows: int | None = len(next(iter(arrays.values())))
-        self.batch_size = batch_size
+        self.batch_size = int(batch_size)
         self.rng = rng
 
     def epoch(self, budget: Any) -> Iterator[Slice]:
@@ -261,6 +260,21 @@ def is_iterable_of_batches(X: Any, y: Any) -> bool:
     first = X[0] if X else None
     pair = isinstance(first, list) and first and hasattr(first[0], "shape")  # of a DataLoader
     return isinstance(first, (tuple, Mapping)) or bool(pair)
+
+
+def columns(X: Any) -> list[str] | None:
+    """Return the names of the columns of a table, None for what has no such names."""
+    names = getattr(X, "columns", ())
+    return list(names) if len(names) and all(isinstance(n, str) for n in names) else None
+
+
+def same_columns(given: Sequence[str] | None, fitted: Sequence[str] | None) -> None:
+    """Raise if the columns of a table are others than those in `fit`, or in another order."""
+    if given is None or fitted is None or list(given) == list(fitted):
+        return
+    pairs = zip_longest(given, fitted)
+    place, (new, old) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise ValueError(f"column {place} is {new!r}, and was {old!r} in fit: give the same, in order")
 
 
 def make_source(

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
-import reprlib
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import signature
+from reprlib import Repr
 from typing import Any
 
 try:
-    from sklearn.base import BaseEstimator
+    from sklearn.base import BaseEstimator as Parameters
     from sklearn.exceptions import NotFittedError
 except ImportError:
 
     class NotFittedError(ValueError, AttributeError):  # type: ignore[no-redef]
         """What only `fit` makes was asked for before; scikit-learn's where it is installed."""
 
-    class BaseEstimator:  # type: ignore[no-redef]
+    class Parameters:  # type: ignore[no-redef]
         """Reads and sets the arguments of `__init__`, as scikit-learn's base does."""
 
         def get_params(self, deep: bool = True) -> dict[str, Any]:
             """Return the arguments of `__init__`, and with `deep` those of their values."""
             made: dict[str, Any] = {}
-            for name in inspect.signature(type(self)).parameters:
+            for name in signature(type(self)).parameters:
                 made[name] = value = getattr(self, name)
-                if deep and isinstance(value, BaseEstimator):
+                if deep and isinstance(value, Parameters):
                     made |= {f"{name}__{k}": v for k, v in value.get_params().items()}
             return made
 
@@ -41,10 +41,32 @@ except ImportError:
                     setattr(self, head, value)
             return self
 
-        def __repr__(self) -> str:
-            params = self.get_params(deep=False).items()
-            listed = ", ".join(f"{k}={reprlib.repr(v)}" for k, v in params)
-            return f"{type(self).__name__}({listed})"
+
+class BaseEstimator(Parameters):
+    """An estimator that shows all of its arguments, in their order, models by their size."""
+
+    def __repr__(self) -> str:
+        shown = (f"{k}={_SHORT.repr(getattr(self, k))}" for k in signature(type(self)).parameters)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class _Short(Repr):
+    """`repr`, but for what may be large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlist = self.maxtuple = self.maxdict = 20
+        self.maxstring = self.maxother = 400
+
+    def repr1(self, x: Any, level: int) -> str:
+        if isinstance(x, bytes):
+            return f"<{len(x)} bytes>"
+        if type(x).__name__ == "ModelProto":
+            return f"<ModelProto {x.graph.name!r}, {len(x.graph.node)} nodes>"
+        return super().repr1(x, level)
+
+
+_SHORT = _Short()
 
 
 class Selected:

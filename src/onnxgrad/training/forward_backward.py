@@ -20,6 +20,7 @@ from onnxgrad.files import write_models
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
+from onnxgrad.small import to_numpy, wrapped
 from onnxgrad.training.binding import Binding
 from onnxgrad.training.trainer import trainable
 
@@ -143,13 +144,15 @@ class OrtGradientForwardBackward:
 
     def check(self, what: str, value: Any, dtype: ir.DataType | None, shape: Dims | None) -> Tensor:
         """Return `value` as it can be bound, or raise for what does not fit."""
+        if value is None:
+            raise ValueError(f"{what} is None")
         if isinstance(value, ort.OrtValue):
             kind, given = session_dtype(value.data_type()), tuple(value.shape())
             place = value.device_name()
             if place != self.device:
                 raise ValueError(f"{what} is on {place!r}, the session on {self.device!r}")
         else:
-            value = np.ascontiguousarray(value).reshape(np.shape(value))
+            value = np.asarray(to_numpy(value), order="C")
             kind, given = ir.DataType.from_numpy(value.dtype), value.shape
         pairs = zip(given, shape or (), strict=False)
         if kind != dtype:
@@ -210,8 +213,11 @@ class OrtGradientForwardBackwardFunction:
                 another device.
         """
         parent, names = self.parent, self.parent.output_names
-        if len(inputs) != len(parent.inputs):
-            taken = [*parent.input_names, *parent.weights_to_train]
+        taken = [*parent.input_names, *parent.weights_to_train]
+        if isinstance(inputs, Mapping):
+            raise ValueError(f"forward takes a list, of the inputs {taken}, not a dict")
+        inputs = [wrapped(v) for v in inputs]
+        if len(inputs) != len(taken):
             raise ValueError(f"forward takes {len(taken)} inputs {taken}, not {len(inputs)}")
         fed = {
             str(x.name): parent.check(f"input {x.name!r}", value, x.dtype, dims(x))
@@ -241,6 +247,7 @@ class OrtGradientForwardBackwardFunction:
             ValueError: another number of gradients, or one of another shape, dtype or device.
         """
         parent, outputs, kept = self.parent, self._outputs, self._kept
+        grad_outputs = [wrapped(g) for g in grad_outputs]
         if outputs is None:
             raise EvaluationError("backward comes after forward(inputs, training=True)")
         if kept is None:
@@ -288,8 +295,15 @@ class OrtGradientForwardBackwardFunction:
 
 def _providers(given: Sequence[Any]) -> list[Any]:
     """Return names, or pairs of a name and its options, after a check of the names."""
+    if isinstance(given, str):
+        raise ProviderError(f"providers is a list of names, not {given!r}")
     available = ort.get_available_providers()
     for name in (p if isinstance(p, str) else p[0] for p in given):
+        if name not in available and name in ort.get_all_providers():
+            raise ProviderError(
+                f"the installed onnxruntime has no {name!r}, only {available}: install a build "
+                "that has it, such as onnxruntime-gpu"
+            )
         if name not in available:
             raise ProviderError(str(unknown("execution provider", name, available)))
     return list(given)

@@ -51,6 +51,7 @@ class OrtGradientOptimizer(Trainer):
         trained_coef_: `{name: array}`, the trained weights.
         n_iter_: epochs done.
         learning_rate_: the rate of the last epoch.
+        feature_names_in_: the columns, if `fit` got a table of which they have names.
     """
 
     def __init__(

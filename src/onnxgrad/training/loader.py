@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.small import owned, to_numpy
+from onnxgrad.small import owned, to_numbers
 from onnxgrad.training.session import providers
 
 
@@ -119,9 +119,7 @@ class OrtDataLoader:
 
 def _numbers(name: str, given: Any) -> np.ndarray:
     """Return `given` as a contiguous array with rows."""
-    array = to_numpy(given)
-    if array.dtype.kind in "OSUMm":
-        raise ValueError(f"{name!r} must hold numbers, not {array.dtype}")
+    array = to_numbers(name, given)
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{name!r} must have rows; its shape is {array.shape}")
     return np.ascontiguousarray(array)

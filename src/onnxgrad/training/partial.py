@@ -70,9 +70,9 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         trained_coef_: `{name: OrtValue}`, the trained weights.
         n_iter_: epochs done.
         learning_rate_: the rate of the last epoch.
+        feature_names_in_: the columns, if `fit` got a table of which they have names.
     """
 
-    learning_rate = Selected(BaseLearningRate.select)
     learning_loss = Selected(BaseLearningLoss.select)
     learning_penalty = Selected(BaseLearningPenalty.select)
 
@@ -133,6 +133,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         Arguments and errors are those of `fit`. Penalties, which are of weights and not of rows,
         are left out.
         """
+        self._check_columns(X)
         weighted = sample_weight is not None or is_iterable_of_batches(X, y)
         objective = self._objective(self.get_trained_onnx(), [], weighted)
         fields = Fields(objective.data, objective.row_weight, objective.facts)
@@ -157,6 +158,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         Raises:
             ValueError: data that the inputs do not take, or nothing was trained.
         """
+        self._check_columns(X)
         proto = self.get_trained_onnx()
         objective = self._objective(proto, [], False)
         fields = Fields(objective.data, objective.row_weight, objective.facts)
@@ -239,6 +241,8 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def _check_state(self, kind: str, state: State, zero: bool) -> dict[str, Any]:
         """Return copies of what is given, as arrays."""
         _known_kind(kind)
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a state is a dict by name, not {type(state).__name__}")
         given = {name: value for name, value in state.items() if value is not None}
         if kind == "weight":
             new = self._check_weights({name: to_numpy(value) for name, value in given.items()})

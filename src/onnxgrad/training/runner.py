@@ -22,8 +22,8 @@ class Runner:
     """Runs slices of batches; keeps the states on the device between calls."""
 
     def __init__(self, model: ModelProto, step: Step, mean: bool, device: str, work: float) -> None:
-        self.step, self.mean, self.device = step, mean, device.partition(":")[0]
         self.session = session(model, device, work)
+        self.step, self.mean, self.device = step, mean, device.partition(":")[0]
         self.names = [x.name for x in self.session.get_inputs()]
         self.outputs = [y.name for y in self.session.get_outputs()]
         self.states: list[ort.OrtValue] = []

@@ -23,7 +23,7 @@ def providers(device: str) -> list[str]:
     Raises:
         ProviderError: the installed onnxruntime has none for it.
     """
-    kind = device.partition(":")[0]
+    kind = str(device).partition(":")[0]
     available = ort.get_available_providers()
     if _PROVIDERS.get(kind) not in available:
         raise ProviderError(

@@ -6,7 +6,7 @@ import copy
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Self
@@ -24,11 +24,13 @@ from onnxgrad.training.data import (
     ArraySource,
     Fields,
     IterableSource,
+    columns,
     is_iterable_of_batches,
     make_source,
+    same_columns,
 )
 from onnxgrad.training.epoch import build_epoch
-from onnxgrad.training.estimator import BaseEstimator, NotFittedError
+from onnxgrad.training.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.runner import Evaluation, Runner
 from onnxgrad.training.step import Step, build_step
@@ -67,7 +69,7 @@ class Trainer(BaseEstimator):
     max_iter: int
     training_optimizer_name: str | Optimizer
     batch_size: int
-    learning_rate: Any
+    learning_rate = Selected(BaseLearningRate.select)
     device: str
     warm_start: bool
     verbose: int
@@ -124,6 +126,8 @@ class Trainer(BaseEstimator):
                 kept. With `exc=False`, where there is that argument, a `ConvergenceWarning`.
             KeyboardInterrupt: Ctrl-C; the state so far is kept.
         """
+        if callback is not None and not callable(callback):
+            raise ValueError(f"callback must be a function of a Progress, not {callback!r}")
         run = self._prepare(X, y, sample_weight, X_val, y_val)
         try:
             self._epochs(run, callback or (lambda progress: None))
@@ -154,6 +158,7 @@ class Trainer(BaseEstimator):
         source = make_source(fields, X, y, sample_weight, self.batch_size, rng)
         validation = None
         if X_val is not None:
+            same_columns(columns(X_val), columns(X))
             held = fields.gathered(X_val, y_val)
             objective = self._objective(proto, step.weights, weighted)
             validation = Evaluation(objective, fields, held, self.device, step.work)
@@ -168,6 +173,9 @@ class Trainer(BaseEstimator):
         if self.saved_gradient is not None:
             onnx.save(model, self.saved_gradient)
         self._begin(proto, step, optimizer, rng, again)
+        self.__dict__.pop("feature_names_in_", None)
+        if (names_in := columns(X)) is not None:
+            self.feature_names_in_ = np.array(names_in, dtype=object)
         untrained = {site.name: site.array() for site in constants.sites(proto)}
         runner.load({**untrained, **self._coef}, self._slots)
         for t, loss in enumerate(self.train_losses_, 1):
@@ -185,10 +193,11 @@ class Trainer(BaseEstimator):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name} must be a whole number above 0, not {value!r}")
-        if isinstance(self.weights_to_train, str):
-            raise ValueError(f"weights_to_train is a list of names, not {self.weights_to_train!r}")
-        if not self.validation_every > 0:
-            raise ValueError(f"validation_every must be above 0, not {self.validation_every!r}")
+        names, every = self.weights_to_train, self.validation_every
+        if names is not None and (isinstance(names, str) or not isinstance(names, Iterable)):
+            raise ValueError(f"weights_to_train is a list of names, not {names!r}")
+        if not isinstance(every, (int, float, np.number)) or not every > 0:
+            raise ValueError(f"validation_every must be above 0, not {every!r}")
         if self.weight_init not in _INITS:
             raise unknown("weight_init", self.weight_init, _INITS)
         rate = copy.deepcopy(BaseLearningRate.select(self.learning_rate))
@@ -281,6 +290,8 @@ class Trainer(BaseEstimator):
     def _check_weights(self, state: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return copies of the arrays of `state`, in the dtypes of the model."""
         known = self._known()
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a state is a dict of arrays by name, not {type(state).__name__}")
         for name, array in state.items():
             if name not in known:
                 raise unknown("weight", name, known)
@@ -296,6 +307,10 @@ class Trainer(BaseEstimator):
             self._coef = {}
             self._forget()
             self._rng = np.random.default_rng(self.random_state)
+
+    def _check_columns(self, X: Any) -> None:
+        """Raise if `X` is a table whose columns are not those of the table in `fit`."""
+        same_columns(columns(X), getattr(self, "feature_names_in_", None))
 
     def _known(self) -> dict[str, np.ndarray]:
         """Return the float constants of the model, by name."""
