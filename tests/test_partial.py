@@ -265,7 +265,7 @@ def test_precisions_and_targets_of_several_columns(kind, loss):
 def test_classes_in_all_precisions(kind):
     made = trainer(linear(kind), learning_loss="log", max_iter=20).fit(X, CLASS, WEIGHT)
     assert made.train_losses_[-1] < made.train_losses_[0]
-    assert ((made.predict(X)[:, 0] > 0) == CLASS).mean() > 0.9
+    assert ((made.predict(X) > 0) == CLASS).mean() > 0.9
 
 
 def test_integer_inputs_and_weights_in_constant_nodes():
@@ -339,6 +339,13 @@ def test_arguments_and_defaults():
     again = OrtGradientForwardBackwardOptimizer(**made.get_params(deep=False))
     for name, value in made.get_params(deep=False).items():
         assert getattr(again, name) is value
+
+
+def test_predictions_have_the_axes_of_the_labels():
+    made = trainer(max_iter=1).fit(X, Y)
+    assert made.predict(X).shape == (len(X), 1)
+    flat = made.fit(X, Y[:, 0])
+    np.testing.assert_array_equal(flat.predict(X), run(flat.get_trained_onnx(), {"x": X})[0][:, 0])
 
 
 def test_score_and_losses_are_in_the_order_of_the_rows():

@@ -233,7 +233,7 @@ def test_tables():
         made.predict(table[["a", "b"]])
     with pytest.raises(ValueError, match="column 0 is 'b'"):
         trainer().fit(table, Y, X_val=swapped, y_val=Y)
-    assert made.fit(swapped, Y).predict(swapped).shape == (40, 1)
+    assert made.fit(swapped, Y).predict(swapped).shape == (40,)
     made.fit(X, Y).predict(swapped)  # an array has no names
     missing = table.astype({"a": "Float64"})
     missing.loc[5, "a"] = pandas.NA
@@ -262,7 +262,7 @@ def test_a_classifier_of_one_layer():
         model, learning_loss="log", learning_rate=0.1, random_state=0, weight_init="normal"
     ).fit(X, CLASS, WEIGHT)
     assert made.train_losses_[-1] < made.train_losses_[0] / 3
-    assert ((made.predict(X)[:, 0] > 0) == CLASS).mean() >= 0.9
+    assert ((made.predict(X) > 0) == CLASS).mean() >= 0.9
 
 
 def test_probabilities_by_the_gradient_of_the_log_loss():

@@ -155,6 +155,8 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def predict(self, X: Any) -> np.ndarray:
         """Return what the trained model computes for `X`, an array or a dict of arrays.
 
+        One column is returned flat, (rows,), if the labels of `fit` were.
+
         Raises:
             ValueError: data that the inputs do not take, or nothing was trained.
         """
@@ -163,7 +165,8 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         objective = self._objective(proto, [], False)
         fields = Fields(objective.data, objective.row_weight, objective.facts)
         each = work(objective.model.graph)
-        return self._run(proto, each, fields, fields.inputs(X), predicted(proto))
+        made = self._run(proto, each, fields, fields.inputs(X), predicted(proto))
+        return made[:, 0] if self._flat and made.shape[1:] == (1,) else made
 
     def _run(
         self,

@@ -89,6 +89,7 @@ class Trainer(BaseEstimator):
     _slots: dict[str, dict[str, np.ndarray]]
     _rng: np.random.Generator
     _optimizer: Optimizer | None
+    _flat: bool = False
 
     def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
         """Return what is minimized; `weighted` tells whether the data may bring row weights."""
@@ -173,6 +174,7 @@ class Trainer(BaseEstimator):
         if self.saved_gradient is not None:
             onnx.save(model, self.saved_gradient)
         self._begin(proto, step, optimizer, rng, again)
+        self._flat = np.ndim(y) == 1  # so are predictions then, or y - f would be (rows, rows)
         self.__dict__.pop("feature_names_in_", None)
         if (names_in := columns(X)) is not None:
             self.feature_names_in_ = np.array(names_in, dtype=object)
