@@ -167,6 +167,13 @@ def test_without_training_nothing_is_saved_and_what_was_saved_stays():
         made.backward([G])
 
 
+def test_what_was_returned_may_be_changed():
+    made = passes(parse("g (float[N] x) => (float[N] y) { y = Exp(x) }"), [])
+    (y,) = made.forward([np.float32([0, 1])], training=True)
+    y *= 0
+    np.testing.assert_allclose(made.backward([np.float32([1, 1])])[0], np.exp([0, 1]), rtol=1e-6)
+
+
 def test_instances_keep_their_own():
     parent = OrtGradientForwardBackward(linear(), ["w", "b"])
     one, two = parent.new_instance(), parent.new_instance()

@@ -174,9 +174,9 @@ class OrtGradientForwardBackward:
                 array = value.numpy()
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     raise EvaluationError(f"{which}: {name!r} holds NaN or infinity")
-        return (
-            made if any(isinstance(v, ort.OrtValue) for v in given) else [v.numpy() for v in made]
-        )
+        if any(isinstance(v, ort.OrtValue) for v in given):
+            return made
+        return [np.array(v.numpy()) for v in made]  # copies: the backward pass may read the values
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "sessions"}
