@@ -153,6 +153,18 @@ def test_a_name_that_its_gradient_would_have_is_taken():
     np.testing.assert_array_equal(db, a)
 
 
+def test_an_output_has_the_name_of_a_gradient():
+    """As a model that is itself a gradient has it."""
+    text = "g (float[N] x, float[N] g) => (float[N] x_grad) { a = Mul(x, g)  x_grad = Mul(a, x) }"
+    made = passes(parse(text), [])
+    x, g, v = np.float32([1, 2]), np.float32([3, 5]), np.float32([7, 9])
+    [y] = made.forward([x, g], training=True)
+    np.testing.assert_array_equal(y, x * x * g)
+    dx, dg = made.backward([v])
+    np.testing.assert_array_equal(dx, 2 * x * g * v)
+    np.testing.assert_array_equal(dg, x * x * v)
+
+
 def test_without_training_nothing_is_saved_and_what_was_saved_stays():
     made = passes(weights=["w", "b"])
     with pytest.raises(EvaluationError, match=r"comes after forward\(inputs, training=True\)"):

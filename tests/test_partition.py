@@ -126,6 +126,31 @@ def test_an_output_is_not_repeated_with_what_its_node_computes_beside_it():
         np.testing.assert_array_equal(found["x_grad"], [[[0, 8, 0, 7, 0, 9]]])
 
 
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [("Attention-causal", "balanced"), ("Gather nothing", "least")],
+)
+def test_what_is_saved_has_a_rank(name, memory):
+    """Models whose inputs have none are none, for the checker."""
+    parts = partition(model(next(r for r in ROWS if r.id == name), "symbols"), [], memory=memory)
+    saved = [tensor.name for tensor in parts.saved]
+    assert [x.name for x in parts.backward.graph.input if x.name in saved] == saved
+    for x in (*parts.backward.graph.input, *parts.forward.graph.output[1:]):
+        assert x.type.tensor_type.HasField("shape"), x.name
+    onnx.checker.check_model(parts.backward, full_check=True)
+
+
+def test_a_rank_that_depends_on_lengths_is_not_stated():
+    proto = parse("""g (float[N, 3] x) => (float[N, 3] y) {
+        s = Sin(x)  a = Squeeze(s)  b = Exp(a)  d = Mul(b, b)  y = Mul(d, s) }""")
+    for rows in (1, 4):
+        arrays = seeded(proto, {"x": np.ones((rows, 3), np.float32)})
+        for memory in MEMORY:
+            found = both(partition(proto, memory=memory), arrays)
+            expected = run(onnx_derivative(proto), arrays)["x_grad"]
+            np.testing.assert_allclose(found["x_grad"], expected, rtol=1e-5)
+
+
 def test_random_results_are_saved_whatever_is_asked():
     text = """g (float[N, 50] x) => (float[N, 50] y) {
         a = Mul(x, w)  b = Dropout(a, half, true)  y = Mul(b, b) }"""

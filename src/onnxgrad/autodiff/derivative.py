@@ -176,6 +176,8 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     if dropped and options & flags.KeepOutputs:
         logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
     protected = {*graph.inputs, *kept, *seeds.values()}
+    if options & flags.KeepYieldOp:
+        protected.update(original_outputs)
     found = [x for x in wanted if x in gradients]
     if not found:
         raise ValueError(_nothing_to_do(proto, differentiated, wanted))

@@ -130,8 +130,12 @@ def partition(
 def _cut(joint: ModelProto, gradients: dict[str, str], memory: str) -> Partition:
     model = to_ir(joint)
     sides = _Sides(model.graph)
-    saved = _choose(sides, memory, _Sizes(joint, _LENGTH))
-    report = _report(joint, saved)
+    sizes, least = _Sizes(joint, _LENGTH), _Sizes(joint, 1)
+    saved = _choose(sides, memory, sizes)
+    for v in saved:
+        if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
+            v.shape = ir.Shape([None] * rank)  # without one, it could be no input
+    report = _report(joint, saved, least)
     return Partition(
         _forward(joint, report),
         _backward(model, saved),
@@ -227,6 +231,11 @@ class _Sizes:
         known = _named(dims(value))
         return _size(value if known else self._inferred[str(value.name)], self.length)
 
+    def rank(self, value: ir.Value) -> int | None:
+        """Return how many axes `value` has with these lengths; a Squeeze may leave more or less."""
+        shape = dims(self._inferred[str(value.name)])
+        return None if shape is None else len(shape)
+
     @cached_property
     def _inferred(self) -> dict[str, ir.Value]:
         """The values once more, with the shapes that follow from inputs of known shape."""
@@ -263,8 +272,8 @@ def _elements(value: ir.Value, length: int) -> int:
     return prod(d if isinstance(d, int) else length for d in lengths)
 
 
-def _report(joint: ModelProto, saved: list[ir.Value]) -> tuple[Saved, ...]:
-    sizes, rows = _Sizes(joint, 1), 1
+def _report(joint: ModelProto, saved: list[ir.Value], sizes: _Sizes) -> tuple[Saved, ...]:
+    rows = 1
     if joint.graph.input:
         batch = joint.graph.input[0].type.tensor_type.shape.dim[:1]
         rows = max([1, *(d.dim_value for d in batch)])
@@ -278,6 +287,9 @@ def _forward(joint: ModelProto, saved: tuple[Saved, ...]) -> ModelProto:
     model = to_ir(joint)
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
+    for tensor in saved:
+        if tensor.shape is not None:
+            values[tensor.name].shape = ir.Shape(tensor.shape)
     kept = dict.fromkeys([*_yielding(graph).inputs, *(values[tensor.name] for tensor in saved)])
     graph.outputs[:] = [v for v in kept if v is not None]
     return _finished(model)
