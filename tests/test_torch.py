@@ -820,6 +820,16 @@ def test_tensors_that_are_not_contiguous(net, module):
     close(module(x), net(x))
 
 
+def test_a_sign_that_is_still_to_be_changed(net, module):
+    z = torch.complex(torch.ones(7, 6), torch.tensor(normal(7, 6)))
+    x = z.conj().imag
+    assert x.is_neg()
+    close(module(x), net(x))
+    for m in (net, module):
+        m(x).backward(torch.complex(torch.ones(7, 2), torch.tensor(normal(7, 2))).conj().imag)
+    same_gradients(module, net)
+
+
 def test_no_rows(net, module):
     x = torch.zeros(0, 6, requires_grad=True)
     y = module(x)

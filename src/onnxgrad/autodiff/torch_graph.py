@@ -86,8 +86,8 @@ class Session:
         for t in tensors:
             if t.dtype is torch.bool:  # which DLPack passes as bytes
                 feeds.push_back(to_dlpack(t.contiguous().view(torch.uint8)), True)
-            else:
-                feeds.push_back(to_dlpack(t.contiguous()), False)
+            else:  # nor does it know of a sign that is still to be changed
+                feeds.push_back(to_dlpack(t.resolve_neg().contiguous()), False)
         if self._cuda is not None:  # onnxruntime has a stream of its own, and waits for it
             torch.cuda.current_stream(self._cuda).synchronize()
         self._run(_OPTIONS, self._inputs, feeds, self._outputs, fetches, self._devices)
@@ -159,7 +159,8 @@ class Graph:
         """Return the session of the forward pass alone."""
         if threads not in self._plain:
             with _LOCK:
-                self._plain.setdefault(threads, Session(self.proto, self.device, threads))
+                if threads not in self._plain:
+                    self._plain[threads] = Session(self.proto, self.device, threads)
         return self._plain[threads]
 
     def passes(self, wanted: tuple[bool, ...], threads: int) -> _Passes:
