@@ -267,14 +267,17 @@ def test_weights_in_constant_nodes():
     assert inputs(onnx_derivative(parse(text), ["two"], [])) == ["x", "two", "y_grad"]
 
 
-def test_weights_in_branches_are_found_and_the_branch_is_refused():
+def test_weights_in_branches():
     text = """g (float[N,2] x, bool c) => (float[N,2] y) {
         y = If (c) <
             then_branch = a () => (float[N,2] t) {
                 w = Constant<value = float[2] {2.0, 3.0}>()  t = Mul(x, w) },
             else_branch = b () => (float[N,2] e) { e = Neg(x) }> }"""
-    with pytest.raises(NoGradientRule, match=r"^If \(.*Path: \w+ -> \[If\]"):
-        onnx_derivative(parse(text))
+    model = parse(text)
+    assert inputs(onnx_derivative(model)) == ["x", "c", "w", "y_grad"]
+    for branch in (True, False):
+        feed = {"x": np.float32([[1, 2], [3, 4]]), "c": np.array(branch)}
+        assert check_gradient(model, feed=feed, order=2).ok
 
 
 def test_weights_that_the_outputs_do_not_depend_on_stay():

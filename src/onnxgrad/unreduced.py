@@ -13,7 +13,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, read, to_ir
-from onnxgrad.graph.reads import reader
+from onnxgrad.graph.reads import reads
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.versions import inlined, raise_opset
 from onnxgrad.losses import METADATA, loss_facts
@@ -88,7 +88,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
 
 def _dependents(graph: ir.Graph, data: list[ir.Value]) -> set[ir.Value]:
     """Return the values of `graph` that depend on `data`, and `data` itself."""
-    reads, found = reader(graph), set(data)
+    found = set(data)
     for node in graph:
         if not found.isdisjoint(reads(node)):
             found.update(node.outputs)

@@ -1,1 +1,5 @@
 """Differentiating ONNX graphs."""
+
+from onnxgrad.autodiff import control
+
+__all__ = ["control"]

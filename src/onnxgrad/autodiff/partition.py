@@ -22,7 +22,7 @@ from onnxgrad.graph.emit import RANDOM
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, read, to_ir
-from onnxgrad.graph.reads import reader, subgraphs
+from onnxgrad.graph.reads import reads, subgraphs
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import as_input, name_rest
 from onnxgrad.graph.tidy import tidy
@@ -150,7 +150,6 @@ class _Sides:
     """The nodes of a joint graph that do not depend on the gradients fed, and what others read."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        reads_of = reader(graph)
         self.reads: dict[ir.Node, list[ir.Value]] = {}
         self.before: list[ir.Node] = []
         after: set[ir.Value] = set()
@@ -161,15 +160,15 @@ class _Sides:
         pairs = zip(outputs, self.yielding.outputs, strict=True)
         self.arriving = {str(y.name): str(g.name) for y, g in pairs if y is not None}
         for node in graph:
-            reads = reads_of(node)
+            read = reads(node)
             if node is self.yielding:
                 after.update(node.outputs)
-            elif after.isdisjoint(reads):
-                self.reads[node] = reads
+            elif after.isdisjoint(read):
+                self.reads[node] = read
                 self.before.append(node)
             else:
                 after.update(node.outputs)
-                read_after |= dict.fromkeys(reads)
+                read_after |= dict.fromkeys(read)
         self.wanted = [v for v in read_after if v.producer() in self.reads]
         self.forward = self._needed_by(self.yielding.inputs)
 

@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules import CONSTANT, RULES, Refused, taken_gradients
+from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES, Refused, taken_gradients
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.reads import reader
+from onnxgrad.graph.reads import reads
 
 logger = logging.getLogger("onnxgrad")
 
@@ -34,7 +34,7 @@ def sweep(
             that its rule does not cover.
     """
     wrt, shortcuts = list(wrt), shortcuts or {}
-    active, walk = _active(op.graph, wrt, stops, shortcuts)
+    active, walk = dependent(op.graph, wrt, stops, shortcuts)
     arriving: dict[ir.Value, list[ir.Value]] = defaultdict(list)
     for value, g in seeds.items():
         arriving[value].append(g)
@@ -49,7 +49,7 @@ def sweep(
             if (node.domain, node.op_type) in CONSTANT or not any(g is not None for g in gs):
                 continue
             logger.debug("gradient of %s (%s)", node.op_type, node.name)
-            for x, dx in zip(node.inputs, _apply(op, node, gs, active, wrt), strict=False):
+            for x, dx in _apply(op, node, gs, active, wrt):
                 if x is None or dx is None or x not in active:
                     continue
                 if isinstance(dx, Refused):
@@ -58,14 +58,14 @@ def sweep(
         return {x: op.total(arriving[x]) for x in wrt if x in arriving}
 
 
-def _active(
+def dependent(
     graph: ir.Graph,
-    wrt: list[ir.Value],
-    stops: Collection[ir.Value],
-    shortcuts: Mapping[ir.Value, ir.Value],
+    wrt: Iterable[ir.Value],
+    stops: Collection[ir.Value] = (),
+    shortcuts: Mapping[ir.Value, ir.Value] | None = None,
 ) -> tuple[set[ir.Value], list[ir.Node]]:
-    """Return the values that depend on `wrt`, and the nodes between them."""
-    reads = reader(graph)
+    """Return the floats of `graph` that depend on `wrt`, and the nodes between them."""
+    shortcuts = shortcuts or {}
     active, walk = set(wrt), []
     for node in graph:
         origins = (shortcuts[y] for y in node.outputs if y in shortcuts)
@@ -78,8 +78,11 @@ def _active(
 
 
 def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
+    """Return pairs of an operand of `node` and its gradient."""
     lost = _where_types_end(node, active)
     at = lost or node
+    if lost is None and not node.domain and node.op_type in HOLDERS:
+        return HOLDERS[node.op_type](op, node, gs, active)
     function = RULES.get((at.domain, at.op_type))
     if function is None:
         raise _error(at, wrt, _no_rule(at))
@@ -92,7 +95,7 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     made = function(op, node, *gs[:taken])
     if isinstance(made, Refused):
         raise _error(node, wrt, made.reason)
-    return made if isinstance(made, (tuple, list)) else (made,)
+    return zip(node.inputs, made if isinstance(made, (tuple, list)) else (made,), strict=False)
 
 
 def _no_rule(node: ir.Node) -> str:
@@ -126,7 +129,6 @@ def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
 def _path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
     """Return the names on a shortest path from one of `wrt` to `node`."""
     assert isinstance(node.graph, ir.Graph)
-    reads = reader(node.graph)
     wanted, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}
     while queue:
         at, path = queue.popleft()

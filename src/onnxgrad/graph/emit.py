@@ -7,7 +7,7 @@ The same node is never written twice: asking for it again returns the first one'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -48,15 +48,20 @@ class Emit:
     """Writes nodes at the end of `graph`, or before the node that `before` is set to.
 
     Python numbers become constants of the neighbouring operand's dtype, lists of int become int64.
+    For a graph that a node holds, `outer` is the emitter of the graph around it, which keeps the
+    constants and the names of all.
     """
 
-    def __init__(self, graph: ir.Graph, names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, graph: ir.Graph, names: Iterable[str] = (), outer: Emit | None = None
+    ) -> None:
         self.graph = graph
+        self.outer = outer
         self.before: ir.Node | None = None
         self._written: set[ir.Node | None] = set()
         self._known: dict[Any, list[ir.Value]] = {}
         self._constants: dict[Any, ir.Value] = {}
-        self._names = _all_names(graph) | set(names)
+        self._names: set[str] = outer._names if outer else _all_names(graph) | set(names)
         self._counter = 0
         self._tokens: list[Any] = []  # one for every `with` that has been entered
 
@@ -75,6 +80,19 @@ class Emit:
         if not op_type[0].isupper():
             raise AttributeError(op_type)
         return lambda *inputs, **attributes: self.emit(op_type, inputs, attributes)
+
+    def give(self, values: Iterable[ir.Value]) -> None:
+        """Make `values` the outputs of the graph, each a result of a node of its own.
+
+        onnxruntime returns garbage where a body of a Scan hands on an input, or one result twice.
+        """
+        given: dict[ir.Value, None] = {}
+        for v in values:
+            made = v.producer()
+            if made is None or made.graph is not self.graph or v in given:
+                v = self.emit("Identity", [v], {}, fresh=True)
+            given[v] = None
+        self.graph.outputs[:] = given
 
     @property
     def wrote(self) -> bool:
@@ -112,11 +130,9 @@ class Emit:
         if found is None:
             node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
             found = list(node.outputs)
-            kind = _dtype(op_type, values, attributes)
-            for value in found:
-                value.name = self.name(op_type.lower())
-                if kind:
-                    value.dtype = kind
+            types = _types(op_type, values, attributes, outputs)
+            for value, kind in zip(found, types, strict=True):
+                value.name, value.type = self.name(op_type.lower()), kind
             shape = output_shape(op_type, values, attributes)
             found[0].shape = None if shape is None else ir.Shape(shape)
             if self.before is None:
@@ -196,6 +212,8 @@ class Emit:
         """Return `v` as a value: numbers, lists and arrays become shared initializers."""
         if v is None or isinstance(v, ir.Value):
             return v
+        if self.outer is not None:
+            return self.outer.value(v, dtype)
         if isinstance(v, (list, tuple)):
             v = np.asarray(v, dtype=np.int64)
         if not isinstance(v, (np.ndarray, np.generic)):
@@ -348,6 +366,17 @@ class Emit:
             return terms[0]
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.like(y, terms[0]) if y.shape is None else y
+
+
+def _types(
+    op_type: str, operands: list, attributes: dict, outputs: int
+) -> Sequence[ir.TypeProtocol | None]:
+    """Return the types of the outputs: those of the graph that the node holds, or by one dtype."""
+    held = attributes.get("body", attributes.get("then_branch"))
+    if held is not None:
+        return [y.type for y in held.outputs[op_type == "Loop" :]]
+    dtype = _dtype(op_type, operands, attributes)
+    return [None if dtype is None else ir.TensorType(dtype)] * outputs
 
 
 def _dtype(op_type: str, operands: list, attributes: dict) -> ir.DataType | None:

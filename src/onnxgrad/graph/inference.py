@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
-from onnxgrad.graph.shapes import Dim, Dims, dims, output_shape, static
+from onnxgrad.graph.shapes import Dims, dims, is_stated, output_shape, static
+from onnxgrad.graph.states import assume_states, forget_declared
 from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
 
 # Exporters write these for "I do not know": the same text twice does not mean the same size.
@@ -24,17 +25,23 @@ def infer(model: ir.Model) -> None:
     declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
     for y in declared:  # exporters write wrong ones, or symbols that hide what they equal
         y.shape = None
-    spell_out(model.graph)
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    forget_declared(nodes)
+    spell_out(nodes)
     _name_axes(model.graph)
     _infer_with_onnx(model)
-    while drop_windows(model.graph):
-        for node in model.graph:
+    while drop_windows(nodes):
+        for node in nodes:
             for y in node.outputs:
                 y.shape = None
         _infer_with_onnx(model)
-    if _refine(model.graph):
+    while assume_states(nodes):
         _infer_with_onnx(model)
-        _refine(model.graph)
+    if _refine(nodes):
+        _infer_with_onnx(model)
+        _refine(nodes)
+    while assume_states(nodes):
+        _infer_with_onnx(model)
     for y, shape in declared.items():
         _complete(y, shape)
 
@@ -72,8 +79,10 @@ def _complete(value: ir.Value, declared: Dims | None) -> None:
     shape = dims(value)
     if declared is not None and (shape is None or len(shape) == len(declared)):
         known = shape or (None,) * len(declared)
-        named = [d if d not in _PLACEHOLDERS and _stated(d) else None for d in declared]
-        value.shape = ir.Shape([k if _stated(k) else d for k, d in zip(known, named, strict=True)])
+        named = [d if d not in _PLACEHOLDERS and is_stated(d) else None for d in declared]
+        value.shape = ir.Shape(
+            [k if is_stated(k) else d for k, d in zip(known, named, strict=True)]
+        )
 
 
 def _infer_with_onnx(model: ir.Model) -> None:
@@ -99,26 +108,22 @@ def _run_inference(model: ir.Model) -> None:
             initializers.update(ordered)
 
 
-def _refine(graph: ir.Graph) -> bool:
+def _refine(nodes: Iterable[ir.Node]) -> bool:
     """Replace symbols that onnx made up by those they are proven equal to; tell whether any was."""
     found = False
-    for node in graph:
+    for node in nodes:
         shape = dims(node.outputs[0])
-        if node.domain or (shape is not None and all(_stated(d) for d in shape)):
+        if node.domain or (shape is not None and all(is_stated(d) for d in shape)):
             continue
         attributes = {a.name: a.value for a in node.attributes.values()}
         better = output_shape(node.op_type, node.inputs, attributes)
         if better is not None and len(shape or better) == len(better):
             known = shape or (None,) * len(better)
             pairs = zip(known, better, strict=True)
-            merged = [d if b is None or _stated(d) else b for d, b in pairs]
+            merged = [d if b is None or is_stated(d) else b for d, b in pairs]
             found |= tuple(merged) != shape
             node.outputs[0].shape = ir.Shape(merged)
     return found
-
-
-def _stated(d: Dim) -> bool:
-    return isinstance(d, int) or (d is not None and not d.startswith("unk__"))
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

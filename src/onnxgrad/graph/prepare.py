@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
-from onnxgrad.autodiff.rules import CONSTANT, RULES
+from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
 from onnxgrad.errors import unknown
 from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
@@ -50,20 +50,34 @@ def prepare(
         tidy(model)
     if batch is not None:
         name_rows(model.graph, batch)
+    _clean_bodies(model.graph)
     infer(model)
     _lower(model, keep)
-    while bodies.expand(model, [n for n in model.graph if _has_no_other_way(model, n)]):
+    while bodies.expand(model, [n for n in model.graph.all_nodes() if _has_no_other_way(model, n)]):
         infer(model)
         _lower(model, keep)
-    if all(exists(n, NEWEST_OPSET) for n in model.graph):
+    if all(exists(n, NEWEST_OPSET) for n in model.graph.all_nodes()):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
+
+
+def _clean_bodies(graph: ir.Graph) -> None:
+    """Let the graphs inside of nodes return results of their own, and forget what they declare.
+
+    Exporters write down the shapes of the iteration that they have seen.
+    """
+    op = Emit(graph)
+    for body in list(graph.subgraphs()):
+        for node in body:
+            for y in node.outputs:
+                y.shape = None
+        Emit(body, outer=op).give(body.outputs)
 
 
 def _has_no_other_way(model: ir.Model, node: ir.Node) -> bool:
     """Tell whether `node` has neither rule nor lowering, or is too new for the runtime."""
     key = (node.domain, node.op_type)
-    known = key in RULES or key in CONSTANT or key in LOWERINGS
+    known = key in RULES or key in CONSTANT or key in LOWERINGS or node.op_type in HOLDERS
     return not known or not exists(node, min(model.opset_imports[""], NEWEST_OPSET))
 
 
@@ -79,29 +93,30 @@ def _lower(model: ir.Model, keep: Collection[str]) -> None:
 
     Inference does not know `ai.onnx.ml`: of its operators, one behind another waits for a round.
     """
-    waiting = [n for n in model.graph if (n.domain, n.op_type) in LOWERINGS]
+    waiting = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in LOWERINGS]
     while waiting:
         ready = [n for n in waiting if not n.domain or rank(n.inputs[0]) is not None] or waiting
         done = set(ready)
         waiting = [n for n in waiting if n not in done]
-        op = Emit(model.graph)
-        with op:
-            for node in ready:
-                op.before = node
+        main = Emit(model.graph)
+        emitters: dict[ir.Graph, Emit] = {model.graph: main}
+        for node in ready:
+            assert isinstance(node.graph, ir.Graph)
+            op = emitters.setdefault(node.graph, Emit(node.graph, outer=main))
+            op.before = node
+            with op:
                 made = LOWERINGS[node.domain, node.op_type](op, node)
                 if made is not None:
-                    _replace(model.graph, op, node, made, keep)
-        if op.wrote or any(node.domain for node in ready):
+                    _replace(op, node, made, keep)
+        if any(op.wrote for op in emitters.values()) or any(node.domain for node in ready):
             infer(model)
 
 
-def _replace(
-    graph: ir.Graph, op: Emit, node: ir.Node, made: list[ir.Value], keep: Collection[str]
-) -> None:
+def _replace(op: Emit, node: ir.Node, made: list[ir.Value], keep: Collection[str]) -> None:
     for old, new in zip(node.outputs, made, strict=True):
-        if old in graph.outputs or old.name in keep:
+        if old in op.graph.outputs or old.name in keep:
             new = op.emit("Identity", [new], {}, fresh=True)
             new.name, old.name = old.name, None
             new.shape, new.dtype = old.shape, old.dtype
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+    op.graph.remove(node, safe=True)

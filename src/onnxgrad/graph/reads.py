@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import onnx_ir as ir
-from onnx_ir.analysis import analyze_implicit_usage
 
 
-def reader(graph: ir.Graph) -> Callable[[ir.Node], list[ir.Value]]:
-    """Return the function that lists what a node of `graph`, as it is now, reads."""
-    captured = analyze_implicit_usage(graph)
+def reads(node: ir.Node) -> list[ir.Value]:
+    """Return what `node` reads, each value once, in the order of the graph."""
+    inputs = dict.fromkeys(v for v in node.inputs if v is not None)
+    return list(inputs | dict.fromkeys(captured(node)))
 
-    def reads(node: ir.Node) -> list[ir.Value]:
-        inner = (v for g in subgraphs(node) for v in captured.get(g, ()))
-        return [v for v in (*node.inputs, *inner) if v is not None]
 
-    return reads
+def captured(node: ir.Node) -> list[ir.Value]:
+    """Return what the graphs that `node` holds take from around it, each value once, in order."""
+    own: set[ir.Value] = set()
+    taken: dict[ir.Value, None] = {}
+    for held in subgraphs(node):
+        own.update(held.inputs, held.initializers.values())
+        for n in held.all_nodes():
+            own.update(n.outputs)
+            for inner in subgraphs(n):
+                own.update(inner.inputs, inner.initializers.values())
+            taken |= dict.fromkeys(v for v in n.inputs if v is not None)
+    return [v for v in taken if v not in own]
 
 
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:

@@ -59,6 +59,11 @@ def equal(a: Dims | None, b: Dims | None) -> bool:
     return a is not None and a == b and None not in a
 
 
+def is_stated(d: Dim) -> bool:
+    """Tell whether a dimension is a length or a symbol, but for those that onnx makes up."""
+    return isinstance(d, int) or (d is not None and not d.startswith("unk__"))
+
+
 def broadcast(*shapes: Dims | None) -> Dims | None:
     """Return the shape of an elementwise result; a dimension that cannot be told is None."""
     known = [s for s in shapes if s is not None]

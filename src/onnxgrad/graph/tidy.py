@@ -17,9 +17,15 @@ def tidy(model: ir.Model) -> None:
     The nodes of the main graph are removed at once: the pass takes one by one, asks for the list of
     outputs each time, and stumbles over branches that still read what it removes.
     """
-    needed: set[ir.Value | None] = set(model.graph.outputs)
+    drop_unused(model.graph)
+    RemoveUnusedNodesPass()(model)
+
+
+def drop_unused(graph: ir.Graph) -> None:
+    """Remove, in place, the nodes that no output of `graph` needs."""
+    needed: set[ir.Value | None] = set(graph.outputs)
     unused = []
-    for node in reversed(model.graph):
+    for node in reversed(graph):
         inner = [n for held in subgraphs(node) for n in held.all_nodes()]
         if needed.isdisjoint(node.outputs):
             unused.append(node)
@@ -28,8 +34,7 @@ def tidy(model: ir.Model) -> None:
         else:
             needed.update(node.inputs, *(n.inputs for n in inner))
             needed.update(*(held.outputs for held in subgraphs(node)))
-    model.graph.remove(unused, safe=True)
-    RemoveUnusedNodesPass()(model)
+    graph.remove(unused, safe=True)
 
 
 def free(graph: ir.Graph, names: Collection[str | None]) -> None:

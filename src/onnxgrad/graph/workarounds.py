@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,11 +13,11 @@ from onnxgrad.graph.shapes import Dims, constant, dims, einsum_shape, static
 _HIDDEN = "onnxgrad.hidden"  # a domain that onnx knows nothing about
 
 
-def spell_out(graph: ir.Graph) -> None:
+def spell_out(nodes: Iterable[ir.Node]) -> None:
     """State what onnx infers wrong shapes from: the default of STFT's `onesided`, which it takes
     for 0, and the padding of a ConvTranspose with `auto_pad` and `output_padding`.
     """
-    for node in graph:
+    for node in nodes:
         if (node.domain, node.op_type) == ("", "STFT"):
             node.attributes.setdefault("onesided", ir.AttrInt64("onesided", 1))
         elif (node.domain, node.op_type) == ("", "ConvTranspose"):
@@ -39,12 +39,12 @@ def _state_padding(node: ir.Node) -> None:
     del node.attributes["auto_pad"]
 
 
-def drop_windows(graph: ir.Graph) -> bool:
+def drop_windows(nodes: Iterable[ir.Node]) -> bool:
     """Cut padding of pools in which a window would start beyond x: there is none, but before
     opset 22 onnx counts it. Tell whether any was cut.
     """
     found = False
-    for node in graph:
+    for node in nodes:
         get, shape = node.attributes.get_ints, dims(node.inputs[0]) if node.inputs else None
         lengths = None if shape is None else static(shape[2:])
         pool = not node.domain and node.op_type in ("AveragePool", "LpPool", "MaxPool")

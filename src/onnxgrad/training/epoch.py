@@ -27,7 +27,7 @@ def build_epoch(step: Step) -> ModelProto:
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
     outputs = op.emit("Scan", inputs, attributes, outputs=len(body.outputs))
     for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
-        outer.name, outer.dtype = f"{inner.name}/last", inner.dtype
+        outer.name = f"{inner.name}/last"
         outer.shape = _stacked(inner) if i >= count else inner.shape
     graph.outputs.extend(outputs)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))

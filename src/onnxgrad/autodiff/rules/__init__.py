@@ -24,6 +24,7 @@ from onnxgrad.autodiff.rules import (
 )
 from onnxgrad.autodiff.rules.registry import (
     CONSTANT,
+    HOLDERS,
     RULES,
     Refused,
     elementwise,
@@ -31,4 +32,4 @@ from onnxgrad.autodiff.rules.registry import (
     taken_gradients,
 )
 
-__all__ = ["CONSTANT", "RULES", "Refused", "elementwise", "rule", "taken_gradients"]
+__all__ = ["CONSTANT", "HOLDERS", "RULES", "Refused", "elementwise", "rule", "taken_gradients"]

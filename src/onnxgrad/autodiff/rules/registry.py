@@ -14,6 +14,9 @@ Rule: TypeAlias = Callable[..., Any]  # (op, node, *gradients of the outputs) ->
 
 RULES: dict[tuple[str, str], Rule] = {}
 CONSTANT: dict[tuple[str, str], str] = {}  # operators without gradient, each with a word why
+# Operators that hold graphs: (op, node, gradients of the outputs, values that depend on what is
+# asked for) -> pairs of what the node reads, around its graphs too, and a gradient of it
+HOLDERS: dict[str, Callable[..., list[tuple[ir.Value, ir.Value]]]] = {}
 
 
 @dataclass(frozen=True)
