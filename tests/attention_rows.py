@@ -82,7 +82,7 @@ for update, more in {
             opset=27,
             runs=False,
             outputs=("y", "z"),
-            needs="lengths",
+            needs="rank",
         )
 add(
     "RotaryEmbedding",

@@ -13,7 +13,6 @@ from onnx import numpy_helper
 
 from onnxgrad import (
     DerivativeOptions,
-    NoGradientRule,
     add_loss_output,
     check_gradient,
     onnx_derivative,

@@ -17,12 +17,13 @@ from onnxgrad import check_gradient
 from onnxgrad.autodiff.rules import CONSTANT, RULES
 from shipped import FLOATS, Case, cases, errors
 
-# operators that hold graphs or sequences, or run over time
-LATER = {"RNN", "GRU", "LSTM", "If", "Loop", "Scan", "OptionalGetElement"}
+# operators of sequences, or that run over time
+LATER = {"RNN", "GRU", "LSTM", "OptionalGetElement"}
 PREVIEW = {"ai.onnx.preview", "ai.onnx.preview.training"}
 
 # patterns of names, and why
 NOT_RUN = {
+    "test_scan_sum": "of opset 8, refused: onnx converts it into another function",
     "mod_float_edge_cases_fmod_0": "by numbers near zero: a jump lies within every step",
     "dequantizelinear_float4e2m1": "onnxruntime has no kernel for this type",
     "dequantizelinear_(u?int[24]|e4m3fn.*|e5m2)-fed": "numpy arrays of this type cannot be fed",

@@ -9,7 +9,7 @@ import pytest
 from cases import run
 from onnxgrad import (
     DerivativeOptions,
-    NoGradientRule,
+    ModelError,
     add_loss_output,
     check_gradient,
     onnx_derivative,
@@ -78,5 +78,15 @@ def test_body_is_the_last_resort():
 def test_body_with_a_loop():
     text = """<ir_version: 10, opset_import: ["": 27]> g (float[N, T, 4] q) => (float[N, T, 4] y) {
         y, s = LinearAttention<q_num_heads=2, kv_num_heads=2, update_rule="linear">(q, q, q) }"""
-    with pytest.raises(NoGradientRule, match=r"Scan .*no rule"):
+    feed = {"q": np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)}
+    report = check_gradient(onnx.parser.parse_model(text), feed=feed, order=2)
+    assert report.ok, str(report)
+
+
+def test_scan_over_a_batch():
+    text = """<ir_version: 4, opset_import: ["": 8]>
+        g (float[2,3] s, float[2,4,3] x) => (float[2,3] y) {
+        y = Scan<num_scan_inputs = 1, body = b (float[3] a, float[3] u) => (float[3] c) {
+            c = Add(a, u) }>(, s, x) }"""
+    with pytest.raises(ModelError, match="Scan of opset 8"):
         onnx_derivative(onnx.parser.parse_model(text))

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from onnxgrad.graph.shapes import Dims, dims, is_stated, output_shape, static
-from onnxgrad.graph.states import assume_states, forget_declared
+from onnxgrad.graph.states import assume_states, constants_in_bodies, forget_declared
 from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
 
 # Exporters write these for "I do not know": the same text twice does not mean the same size.
@@ -100,7 +100,8 @@ def _run_inference(model: ir.Model) -> None:
     initializers = model.graph.initializers
     ordered = dict(initializers)
     try:
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        with constants_in_bodies(model.graph):
+            ShapeInferencePass(check_type=False, strict_mode=False)(model)
     finally:
         log.setLevel(previous)
         if list(initializers) != list(ordered):  # the pass moves large ones to the end

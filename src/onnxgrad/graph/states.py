@@ -1,14 +1,16 @@
-"""What is known of the shapes of the values that a Loop hands from one iteration to the next."""
+"""What onnx has to be told for the shapes in graphs that nodes hold, and what it does not find."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import onnx_ir as ir
 
 from onnxgrad.graph.reads import subgraphs
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 
+_SMALL = 64  # elements of a constant that tells a shape
 _CHANGES = "onnxgrad.changes"  # noted at a state whose number of axes changes
 
 
@@ -23,6 +25,28 @@ def forget_declared(nodes: Iterable[ir.Node]) -> None:
                 counter.shape = ir.Shape(())
         for _, state, _, _ in _states(node):
             state.meta.pop(_CHANGES, None)
+
+
+@contextmanager
+def constants_in_bodies(graph: ir.Graph) -> Iterator[None]:
+    """Give the graphs inside of nodes the small integer constants that they read from around.
+
+    onnx looks into constants, such as the target of a Reshape, of the same graph only.
+    """
+    added = []
+    for body in graph.subgraphs():
+        read = {x for node in body for x in node.inputs if x is not None and x.is_initializer()}
+        read.difference_update(body.initializers.values())
+        for x in read:
+            tensor = x.const_value
+            if tensor is None or tensor.size > _SMALL or not tensor.dtype.is_integer():
+                continue
+            twin = ir.Value(name=x.name, type=x.type, shape=x.shape, const_value=tensor)
+            body.register_initializer(twin)
+            added.append((body, x.name))
+    yield
+    for body, name in added:
+        body.initializers.pop(str(name))
 
 
 def assume_states(nodes: Iterable[ir.Node]) -> bool:
@@ -59,7 +83,7 @@ def _is_open(start: ir.Value | None, state: ir.Value) -> bool:
 
 
 def _states(node: ir.Node) -> Iterator[tuple]:
-    """Yield of each state: what it starts as, what an iteration starts and ends with, the result."""
+    """Yield of each state what it starts as, its start and end in an iteration, and the result."""
     if (node.domain, node.op_type) == ("", "Loop"):
         body, starts = node.attributes["body"].as_graph(), node.inputs[2:]
         n = len(starts)

@@ -61,6 +61,11 @@ def raise_opset(proto: ModelProto) -> ModelProto:
             f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
             f"rule ({names}): export the model at opset {WORKING_OPSET} or newer"
         )
+    if version == 8 and any(node.op_type == "Scan" for node in made.graph.node):
+        raise ModelError(
+            "the Scan of opset 8 runs over a batch, which onnx does not convert: export the model "
+            "at opset 9 or newer"
+        )
     upsampled = {n.output[0] for n in made.graph.node if n.op_type == "Upsample"}
     try:
         made = version_converter.convert_version(made, WORKING_OPSET)

@@ -14,7 +14,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.lowerings.registry import lowering
 from onnxgrad.graph.shapes import dims
 
-_MOST_ROWS = 64  # that are worth a dozen nodes each; more are left to the function body's Scan
+_MOST_ROWS = 64  # a dozen nodes each; more are left to the Scan of the function body, in float32
 
 
 @lowering("LinearAttention")

@@ -1,0 +1,102 @@
+"""A copy of a graph that a node holds, to which its gradient is appended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import NoGradientRule
+from onnxgrad.graph.emit import RANDOM, Emit
+from onnxgrad.graph.tidy import drop_unused
+
+Pairs = list[tuple[ir.Value, ir.Value]]
+
+
+class Copy:
+    """A copy of a graph of `node`, under names of its own.
+
+    Its inputs are no inputs any more: the backward pass says what they are.
+    """
+
+    def __init__(self, op: Emit, node: ir.Node, attribute: str) -> None:
+        self.node, self.original = node, node.attributes[attribute].as_graph()
+        self.graph = self.original.clone(allow_outer_scope_values=True)
+        self.op = Emit(self.graph, outer=op)
+        self.inputs, self.outputs = list(self.graph.inputs), list(self.graph.outputs)
+        pairs = zip(self.original, self.graph, strict=True)
+        self._origins = {c: o for n, m in pairs for o, c in zip(n.outputs, m.outputs, strict=True)}
+        self.graph.inputs.clear()
+        results = (y for n in self.graph.all_nodes() for y in n.outputs if y.name)
+        for value in (*self.inputs, *results):
+            value.name = op.name(str(value.name))
+
+    @property
+    def where(self) -> str:
+        """The node, for messages."""
+        return f"{self.node.op_type} {self.node.name!r} (output {self.node.outputs[0].name!r})"
+
+    def sweep(
+        self, seeds: Iterable[tuple[ir.Value, ir.Value]], wrt: Iterable[ir.Value]
+    ) -> dict[ir.Value, ir.Value]:
+        """Append the gradient, and return it for those of `wrt` that it reaches."""
+        arriving: dict[ir.Value, list[ir.Value]] = {}
+        for y, g in seeds:
+            arriving.setdefault(y, []).append(g)
+        with self.op:
+            totals = {y: self.op.total(gs) for y, gs in arriving.items()}
+        try:
+            return sweep(self.op, totals, wrt)
+        except NoGradientRule as e:
+            raise NoGradientRule(f"in a graph of {self.where}: {e}") from e
+
+    def give(self, outputs: Iterable[ir.Value]) -> None:
+        """Make these the outputs, and remove what they do not need."""
+        self.op.give(outputs)
+        drop_unused(self.graph)
+
+    def draws(self) -> Pairs:
+        """Take out what is drawn at random: return what stands for it, and the original."""
+        made = []
+        for node in [n for n in self.graph.all_nodes() if n.op_type in RANDOM and not n.domain]:
+            if node.graph is not self.graph:
+                raise NoGradientRule(
+                    f"{node.op_type} {node.name!r} is in a graph inside of a graph of "
+                    f"{self.where}: its random numbers would be drawn anew in the backward pass; "
+                    "draw them outside"
+                )
+            made += self.take_out(node.outputs)
+        return made
+
+    def take_out(self, results: Iterable[ir.Value]) -> Pairs:
+        """Compute these no more: return what stands for those that are used, and the originals."""
+        made = []
+        for y in results:
+            if y.uses():
+                stand_in = self.op.like(ir.Value(name=self.op.name(str(y.name))), y)
+                ir.convenience.replace_all_uses_with(y, stand_in)
+                made.append((stand_in, self._origins[y]))
+        drop_unused(self.graph)
+        return made
+
+
+def hand_out(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Value:
+    """Make `value` one more output of a graph that `node` holds; return that of the node."""
+    graph = node.attributes[attribute].as_graph()
+    made = Emit(graph, outer=op).emit("Identity", [value], {}, fresh=True)
+    graph.outputs.append(op.like(made, value))
+    node.resize_outputs(len(node.outputs) + 1)
+    y = node.outputs[-1]
+    y.name, y.type = op.name(str(value.name)), value.type
+    return y
+
+
+def new(op: Emit, like: ir.Value) -> ir.Value:
+    """Return a value for the gradient of `like`, which nothing computes yet."""
+    return op.like(ir.Value(name=op.name(f"{like.name}_grad")), like)
+
+
+def several(made: ir.Value | list[ir.Value]) -> list[ir.Value]:
+    """Return the outputs of a node as a list."""
+    return [made] if isinstance(made, ir.Value) else made
