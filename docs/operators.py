@@ -9,6 +9,7 @@ import ast
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.insert(0, str(FOLDER.parent / "tests"))
 import onnx
 
 import covered
+from microsoft_rows import CASES
 from onnxgrad.autodiff.rules import CONSTANT, RULES
 from onnxgrad.graph.bodies import has_body
 from onnxgrad.graph.lowerings import LOWERINGS
@@ -37,12 +39,17 @@ gradient against central differences in float64, first and second order, lengths
 known by rank only, or unknown. *Shipped* counts the node cases of onnx {version}, run with constant
 and with fed operands; those of ai.onnx.ml are compared with the kernels of onnxruntime on models of
 their own. What is refused raises `NoGradientRule` where it is needed.
+
+The last table is of operators of com.microsoft, which onnxruntime's optimizers leave in models: all
+are lowered, and compared with its kernels, or with formulas where the CPU has no kernel. Others of
+that domain are refused.
 """
 TABLES = {
     "With a gradient": "| Operator | By | Gradient of | Not of | Rows | Shipped | Mathematics "
     "| Notes | Kinks: slopes | Refused |",
     "Declared without a gradient": "| Operator | Why |",
     "Not differentiated yet": "| Operator | Why |",
+    "Of onnxruntime": "| Operator | Cases | Mathematics | Notes |",
 }
 WHY = {
     "If|Loop|Scan": "holds graphs",
@@ -73,6 +80,11 @@ def text() -> str:
             more = f"{doc} | {'; '.join(kinks.get(schema.name, ()))} | {refused}"
             cells = f"{name} | {how} | {yes} | {no} | {numbers} | {more}"
             parts["With a gradient"].append(f"| {cells} |")
+    cases = Counter(match.group(1) for c in CASES if (match := re.search(r"= (\w+)", c.node)))
+    for key in sorted(LOWERINGS):
+        if key[0] == "com.microsoft":
+            line = f"| `{key[1]}` | {cases[key[1]]} | {_doc(key)} |"
+            parts["Of onnxruntime"].append(line)
     return "\n".join([HEAD.format(version=onnx.__version__), *_tables(parts)])
 
 

@@ -206,7 +206,7 @@ def test_random_numbers_two_graphs_deep_are_refused():
             p = If(c) <then_branch = a () => (q) { half = Constant<value = float {0.5}>()
                 t = Constant<value = bool {1}>()  q, m = Dropout(h, half, t) },
                 else_branch = b () => (r) { r = Neg(h) }> }>(n, , x) }"""
-    with pytest.raises(NoGradientRule, match="Dropout .* draw them outside"):
+    with pytest.raises(NoGradientRule, match=r"Dropout .* draw them outside"):
         onnx_derivative(parse(text))
 
 

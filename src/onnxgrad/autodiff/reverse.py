@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES, Refused, taken_gradients
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.lowerings.microsoft import remedy
 from onnxgrad.graph.reads import reads
 
 logger = logging.getLogger("onnxgrad")
@@ -102,6 +103,8 @@ def _no_rule(node: ir.Node) -> str:
     hidden = [x.name for x in node.inputs if x is not None and x.shape is None]
     domain = f", domain={node.domain!r}" if node.domain else ""
     add = f"add one with @rule({node.op_type!r}{domain}), or stop before it"
+    if (instead := remedy(node)) is not None:
+        return f"no rule; {instead}; or {add}"
     if hidden:
         return f"no rule while the rank of its input {hidden[0]!r} is not known; {add}"
     return f"no rule; {add}"

@@ -95,6 +95,14 @@ class Emit:
         self.graph.outputs[:] = given
 
     @property
+    def opset(self) -> int:
+        """The version of the standard operators, which the outermost graph states."""
+        at = self
+        while at.outer is not None:
+            at = at.outer
+        return at.graph.opset_imports.get("", 0)
+
+    @property
     def wrote(self) -> bool:
         """Tell whether any node was written."""
         return bool(self._written)
@@ -376,7 +384,7 @@ def _types(
     if held is not None:
         return [y.type for y in held.outputs[op_type == "Loop" :]]
     dtype = _dtype(op_type, operands, attributes)
-    return [None if dtype is None else ir.TensorType(dtype)] * outputs
+    return [None if dtype is None else ir.TensorType(dtype) for _ in range(outputs)]
 
 
 def _dtype(op_type: str, operands: list, attributes: dict) -> ir.DataType | None:

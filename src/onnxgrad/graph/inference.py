@@ -7,11 +7,15 @@ from collections.abc import Iterable, Iterator
 from itertools import count
 
 import onnx_ir as ir
+from onnx import defs
+from onnx.shape_inference import infer_node_outputs
 from onnx_ir.passes.common import ShapeInferencePass
 
-from onnxgrad.graph.shapes import Dims, dims, is_stated, output_shape, static
+from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
 from onnxgrad.graph.states import assume_states, constants_in_bodies, forget_declared
 from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
+
+_SMALL = 64  # elements: a constant this size may be a shape, or axes
 
 # Exporters write these for "I do not know": the same text twice does not mean the same size.
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
@@ -44,6 +48,47 @@ def infer(model: ir.Model) -> None:
         _infer_with_onnx(model)
     for y, shape in declared.items():
         _complete(y, shape)
+
+
+def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
+    """Fill in what is known of the inputs of `node`, through the nodes that make them.
+
+    `done` holds the nodes that were inferred before, and is added to.
+    """
+    waiting = [node]
+    while waiting:
+        at = waiting[-1]
+        unknown = (x for x in at.inputs if x is not None and (x.type is None or x.shape is None))
+        before = [n for n in (x.producer() for x in unknown) if n is not None and n not in done]
+        waiting.extend(before)
+        if not before:
+            waiting.pop()
+            if at is not node and at not in done:
+                _infer_node(at, opset)
+                done.add(at)
+
+
+def _infer_node(node: ir.Node, opset: int) -> None:
+    if node.domain or not defs.has(node.op_type, opset):
+        return
+    inputs = [x for x in node.inputs if x is not None]
+    types = {str(x.name): ir.serde.serialize_value(x).type for x in inputs if x.type is not None}
+    small = (x for x in inputs if x.const_value is not None and x.const_value.size <= _SMALL)
+    data = {
+        str(x.name): ir.serde.serialize_tensor(x.const_value)
+        for x in small
+        if constant(x) is not None and x.const_value is not None
+    }
+    schema = defs.get_schema(node.op_type, opset)
+    try:
+        found = infer_node_outputs(schema, ir.to_proto(node), types, data)
+    except Exception:  # of several types; where it fails, run-time forms are used
+        return
+    for y in node.outputs:
+        if (kind := found.get(str(y.name))) is None:
+            continue
+        y.type = y.type or ir.serde.deserialize_type_proto_for_type(kind)
+        y.shape = ir.serde.deserialize_type_proto_for_shape(kind) if y.shape is None else y.shape
 
 
 def name_rows(graph: ir.Graph, symbol: str) -> None:

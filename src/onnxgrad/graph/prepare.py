@@ -18,12 +18,18 @@ from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
 from onnxgrad.errors import unknown
 from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference import infer, name_rows
+from onnxgrad.graph.inference import infer, infer_behind, name_rows
 from onnxgrad.graph.lowerings import LOWERINGS
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.versions import NEWEST_OPSET, exists, inlined, min_ir_version, raise_opset
+from onnxgrad.graph.versions import (
+    NEWEST_OPSET,
+    exists,
+    inlined,
+    min_ir_version,
+    raise_opset,
+)
 
 
 def prepare(
@@ -56,6 +62,7 @@ def prepare(
     while bodies.expand(model, [n for n in model.graph.all_nodes() if _has_no_other_way(model, n)]):
         infer(model)
         _lower(model, keep)
+    _drop_imports(model)
     if all(exists(n, NEWEST_OPSET) for n in model.graph.all_nodes()):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
@@ -91,16 +98,22 @@ def to_proto(model: ir.Model) -> ModelProto:
 def _lower(model: ir.Model, keep: Collection[str]) -> None:
     """Rewrite the operators of `LOWERINGS`, and fill in what is known of the shapes then.
 
-    Inference does not know `ai.onnx.ml`: of its operators, one behind another waits for a round.
+    Inference stops at operators of other domains, and so it is carried on from one to the next.
     """
     waiting = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in LOWERINGS]
+    stuck = False  # whether inputs of all that wait stay without a rank
+    opset = model.opset_imports[""]
     while waiting:
-        ready = [n for n in waiting if not n.domain or rank(n.inputs[0]) is not None] or waiting
-        done = set(ready)
-        waiting = [n for n in waiting if n not in done]
+        left, inferred = list[ir.Node](), set[ir.Node]()
         main = Emit(model.graph)
         emitters: dict[ir.Graph, Emit] = {model.graph: main}
-        for node in ready:
+        stops = any(node.domain or not exists(node, opset) for node in waiting)
+        for node in waiting:
+            if stops:
+                infer_behind(node, opset, inferred)
+            if node.domain and not stuck and rank(node.inputs[0]) is None:
+                left.append(node)
+                continue
             assert isinstance(node.graph, ir.Graph)
             op = emitters.setdefault(node.graph, Emit(node.graph, outer=main))
             op.before = node
@@ -108,8 +121,19 @@ def _lower(model: ir.Model, keep: Collection[str]) -> None:
                 made = LOWERINGS[node.domain, node.op_type](op, node)
                 if made is not None:
                     _replace(op, node, made, keep)
-        if any(op.wrote for op in emitters.values()) or any(node.domain for node in ready):
+        stuck = len(left) == len(waiting)
+        if stops or any(op.wrote for op in emitters.values()):
             infer(model)
+        waiting = left
+
+
+def _drop_imports(model: ir.Model) -> None:
+    """Drop the domains of which no operator is left, or never was one: optimizers state many."""
+    functions = model.functions.values()
+    graphs = (model.graph, *(function.graph for function in functions))
+    used = {n.domain for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)}
+    for domain in model.opset_imports.keys() - used - {f.domain for f in functions} - {""}:
+        del model.opset_imports[domain]
 
 
 def _replace(op: Emit, node: ir.Node, made: list[ir.Value], keep: Collection[str]) -> None:

@@ -9,6 +9,10 @@ from onnx import ModelProto, defs, inliner, numpy_helper, version_converter
 
 from onnxgrad.autodiff.rules import RULES
 from onnxgrad.errors import ModelError
+from onnxgrad.graph.weights import subgraphs
+
+_UNKNOWN = ("LayerNormalization", "SimplifiedLayerNormalization")  # the first until opset 17
+_HIDDEN = "onnxgrad.hidden"  # a domain that the converter leaves alone
 
 WORKING_OPSET = 18
 NEWEST_OPSET = 26  # that onnxruntime 1.31 loads
@@ -68,12 +72,35 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         )
     upsampled = {n.output[0] for n in made.graph.node if n.op_type == "Upsample"}
     try:
-        made = version_converter.convert_version(made, WORKING_OPSET)
+        made = _converted(made)
     except Exception as e:  # the converter raises several undeclared types
         raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
     if version < 11:
         _keep_places(made.graph, upsampled)
     return made
+
+
+def _converted(proto: ModelProto) -> ModelProto:
+    """Return `proto`, which is written to, at the working opset.
+
+    The converter fails at operators that onnx does not know, or not yet, and onnxruntime calls
+    standard: its optimizer leaves them at any opset.
+    """
+    proto.opset_import.add(domain=_HIDDEN, version=1)
+    _move(proto.graph, ("", "ai.onnx"), _HIDDEN)
+    made = version_converter.convert_version(proto, WORKING_OPSET)
+    _move(made.graph, (_HIDDEN,), "")
+    for hidden in [o for o in made.opset_import if o.domain == _HIDDEN]:
+        made.opset_import.remove(hidden)
+    return made
+
+
+def _move(graph: onnx.GraphProto, domains: tuple[str, ...], domain: str) -> None:
+    for node in graph.node:
+        if node.domain in domains and node.op_type in _UNKNOWN:
+            node.domain = domain
+        for inner in subgraphs(node):
+            _move(inner, domains, domain)
 
 
 def _keep_places(graph: onnx.GraphProto, upsampled: set[str]) -> None:

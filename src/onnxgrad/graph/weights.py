@@ -36,7 +36,12 @@ ML_COEFFICIENTS = {
 }
 
 # operands that tell how to compute: neither weights nor inputs by default
-_SETTINGS = {"Resize": (1, 2), "Upsample": (1,)}
+_SETTINGS = {
+    "Resize": (1, 2),
+    "Upsample": (1,),
+    "com.microsoft.GroupQueryAttention": (7, 8),  # tables of cosines and sines
+    "com.microsoft.RotaryEmbedding": (2, 3),
+}
 _MOVES = frozenset("Cast Concat Gather Identity Reshape Slice Squeeze Unsqueeze".split())
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
@@ -210,11 +215,16 @@ def is_setting(value: ir.Value) -> bool:
     moved = [value]
     for v in moved:  # which grows
         for node, place in v.uses():
-            if place in _SETTINGS.get(node.op_type, ()):
+            if place in _settings_of(node):
                 return True
             if node.op_type in _MOVES:
                 moved.extend(y for y in node.outputs if y not in moved)
     return False
+
+
+def _settings_of(node: NodeProto | ir.Node) -> tuple[int, ...]:
+    domain = "" if node.domain in ("", "ai.onnx") else f"{node.domain}."
+    return _SETTINGS.get(domain + node.op_type, ())
 
 
 def _settings(graph: GraphProto) -> set[str]:
@@ -224,7 +234,7 @@ def _settings(graph: GraphProto) -> set[str]:
     """
     found: set[str] = set()
     for node in reversed(graph.node):
-        for place in _SETTINGS.get(node.op_type, ()):
+        for place in _settings_of(node):
             found.update(node.input[place : place + 1])
         for inner in subgraphs(node):
             found |= _settings(inner)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import Vector, alike, quotient
 from onnxgrad.graph.shapes import dims, rank
@@ -26,8 +26,6 @@ def dft(op, node, g):
     """
     x, inverse = node.inputs[0], node.attributes.get_int("inverse", 0)
     onesided, axis = node.attributes.get_int("onesided", 0), _axis(op, node)
-    if isinstance(axis, Refused):
-        return axis
     n = have = _length(op, x, axis)
     if len(node.inputs) > 1 and node.inputs[1] is not None:
         n = _vector(op, node.inputs[1])
@@ -48,8 +46,6 @@ def stft(op, node, g):
     Allen & Rabiner 1977, doi:10.1109/PROC.1977.10770.
     """
     signal, step, w, length = (*node.inputs, None, None)[:4]
-    if "" not in op.graph.opset_imports:
-        return _UNKNOWN
     x = op.Reshape(signal, [0, 0, -1])  # onnxruntime also takes signals without the last axis
     if w is not None or length is None:
         n = _length(op, signal, 1) if w is None else _length(op, w, 0)
@@ -82,7 +78,7 @@ def _adjoint(op, g, x, n: Vector, axis, inverse: int, onesided: int):
 
 def _transform(op, g, axis, **attributes):
     """Return a DFT over all of `axis`; onnx infers wrong symbols where a length is given."""
-    if op.graph.opset_imports[""] < 20:
+    if op.opset < 20:
         return op.DFT(g, axis=axis, **attributes)
     at = op.Reshape(axis, []) if isinstance(axis, ir.Value) else np.int64(axis)
     return op.DFT(g, None, at, **attributes)
@@ -113,15 +109,9 @@ def _weights(op, x, n: Vector, axis):
     return op.Reshape(times, op.Where(at, op.value(np.int64(-1)), _ONE))
 
 
-_UNKNOWN = Refused("the opset of the graph that it is in is not known")
-
-
-def _axis(op, node) -> int | ir.Value | Refused:
+def _axis(op, node) -> int | ir.Value:
     """Return the axis of a DFT: an attribute up to opset 19, an operand from 20 on."""
-    version = op.graph.opset_imports.get("")
-    if version is None:
-        return _UNKNOWN
-    if version < 20:
+    if op.opset < 20:
         return node.attributes.get_int("axis", 1)
     given = node.inputs[2] if len(node.inputs) > 2 else None
     known = op.constant(given)

@@ -1,6 +1,16 @@
 """Operators that `prepare` rewrites, so that no rule has to know them: one file per family."""
 
-from onnxgrad.graph.lowerings import attention, basic, linear_attention, ml, svm
+from onnxgrad.graph.lowerings import (
+    attention,
+    basic,
+    linear_attention,
+    microsoft,
+    microsoft_attention,
+    microsoft_grouped,
+    microsoft_norms,
+    ml,
+    svm,
+)
 from onnxgrad.graph.lowerings.registry import LOWERINGS, lowering
 
 __all__ = ["LOWERINGS", "lowering"]

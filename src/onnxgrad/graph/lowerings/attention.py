@@ -28,7 +28,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
     get = node.attributes
     packed = rank(q) == 3 if rank(q) is not None else "q_num_heads" in get
     q, k, v = (
-        _heads_apart(op, x, get.get_int(f"{which}_num_heads")) if packed else x
+        heads_apart(op, x, get.get_int(f"{which}_num_heads")) if packed else x
         for x, which in ((q, "q"), (k, "kv"), (v, "kv"))
     )
     if past_key is not None:
@@ -37,7 +37,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
     bias = _bias(op, q, k, mask, visible)
 
     transposed = op.Transpose(k, perm=[0, 1, 3, 2])
-    exposed = scores = _grouped(op, q, k, lambda a: op.MatMul(a * _scale(op, node, q), transposed))
+    exposed = scores = grouped(op, q, k, lambda a: op.MatMul(a * _scale(op, node, q), transposed))
     cap, mode = get.get_float("softcap", 0.0), get.get_int("qk_matmul_output_mode", 0)
     if cap > 0:
         scores = op.Tanh(scores / cap) * cap
@@ -51,20 +51,21 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
     exposed = weights if mode == 3 else exposed
     if len(node.outputs) > 3:  # behind past keys, onnx infers 0 of them
         node.outputs[3].shape = exposed.shape
-    y = _grouped(op, weights, v, lambda a: op.MatMul(a, v))
-    return [_heads_together(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
+    y = grouped(op, weights, v, lambda a: op.MatMul(a, v))
+    return [heads_together(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
 
 
-def _heads_apart(op: Emit, x: ir.Value, heads: int) -> ir.Value:
+def heads_apart(op: Emit, x: ir.Value, heads: int) -> ir.Value:
     """(batch, rows, heads size) -> (batch, heads, rows, size)."""
     return op.Transpose(op.Reshape(x, [0, 0, heads, -1]), perm=[0, 2, 1, 3])
 
 
-def _heads_together(op: Emit, y: ir.Value) -> ir.Value:
+def heads_together(op: Emit, y: ir.Value) -> ir.Value:
+    """(batch, heads, rows, size) -> (batch, rows, heads size)."""
     return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, -1])
 
 
-def _grouped(op: Emit, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
+def grouped(op: Emit, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
     """Return product(a), where several consecutive heads of `a` share one of `b`.
 
     The rows of those heads are put one below the other, so that `b` is not repeated.
@@ -82,6 +83,11 @@ def _grouped(op: Emit, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
 def _scale(op: Emit, node: ir.Node, q: ir.Value) -> Any:
     if "scale" in node.attributes:
         return node.attributes.get_float("scale")
+    return scale_of(op, q)
+
+
+def scale_of(op: Emit, q: ir.Value) -> Any:
+    """Return one over the root of the size of a head."""
     size = op.size(q, 3)
     if isinstance(size, int):
         return size**-0.5
@@ -121,8 +127,8 @@ def _visible(
     right = node.attributes.get_int("right_window_size", -1)
     if node.attributes.get_int("is_causal", 0):
         right = 0
-    j, conditions = _range(op, keys), []
-    place = op.Unsqueeze(_range(op, rows), [1])
+    j, conditions = places(op, keys), []
+    place = op.Unsqueeze(places(op, rows), [1])
     if past is not None:
         place = place + op.value(op.size(past, _ROWS), ir.DataType.INT64)
     if lengths is not None:
@@ -136,7 +142,8 @@ def _visible(
     return reduce(op.And, conditions) if conditions else None
 
 
-def _range(op: Emit, n: Length) -> ir.Value:
+def places(op: Emit, n: Length) -> ir.Value:
+    """Return 0, 1, ..., n - 1, int64."""
     if isinstance(n, int):
         return op.value(np.arange(n))
     return op.Range(np.int64(0), op.Squeeze(n, [0]), np.int64(1))

@@ -34,11 +34,16 @@ def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     a, b = node.inputs
     if 1 not in (rank(a), rank(b)) or None in (rank(a), rank(b)):
         return None
+    return [product(op, a, b)]
+
+
+def product(op: Emit, a: Any, b: Any) -> ir.Value:
+    """Return the product of matrices, either of which may have rank one."""
+    axes = [-2] * (rank(a) == 1) + [-1] * (rank(b) == 1)
     y = op.MatMul(
         op.Unsqueeze(a, [0]) if rank(a) == 1 else a, op.Unsqueeze(b, [1]) if rank(b) == 1 else b
     )
-    axes = [-2] * (rank(a) == 1) + [-1] * (rank(b) == 1)
-    return [op.Squeeze(y, axes)]
+    return op.Squeeze(y, axes) if axes else y
 
 
 @lowering("Swish")

@@ -1,0 +1,444 @@
+"""Cases of operators of `com.microsoft`: a node, its operands, and where its kernel is not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+RNG = np.random.default_rng(7)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One node `y, ... = Operator<...>(a, b, ...)` and its operands by name."""
+
+    id: str
+    node: str
+    feed: dict[str, np.ndarray]
+    outputs: tuple[str, ...] = ("y",)
+    formula: object = None  # in numpy, where onnxruntime has no kernel for the CPU
+    half: bool = False  # there is a kernel in float16
+    single: tuple[str, ...] = ()  # outputs that stay float32 then
+    opset: int = 18
+    kinds: dict[str, str] = field(default_factory=dict)  # of the outputs that are not float
+
+
+CASES: list[Case] = []
+
+
+def add(name: str, node: str, shapes: dict, given: dict | None = None, **options) -> None:
+    """Add a case: operands of these shapes hold normal numbers, those `given` are as they are."""
+    feed = {n: RNG.standard_normal(shape).astype(np.float32) for n, shape in shapes.items()}
+    outputs = tuple(y.strip() for y in node.partition("=")[0].split(","))
+    CASES.append(Case(name, node, feed | (given or {}), outputs, **options))
+
+
+def i32(*values) -> np.ndarray:
+    """Return whole numbers as most operators take them."""
+    return np.array(values, np.int32)
+
+
+def one(value: int) -> np.ndarray:
+    """Return a scalar."""
+    return np.array(value, np.int32)
+
+
+def flags(*shape: int) -> np.ndarray:
+    """Return zeros and ones, of which every row of the last axis has a one."""
+    made = RNG.integers(0, 2, shape).astype(np.int32)
+    made[..., 0] = 1
+    return made
+
+
+# -- products ------------------------------------------------------------------------------------
+
+ON = {"a": (2, 3, 4, 5), "b": (2, 3, 5, 2)}
+for attributes, shapes in {
+    "alpha=0.5": ON,
+    "transA=1": ON | {"a": (2, 3, 5, 4)},
+    "transB=1, alpha=2.0": ON | {"b": (2, 3, 2, 5)},
+    "transA=1, transB=1": ON | {"a": (2, 3, 5, 4), "b": (2, 3, 2, 5)},
+    "transBatchA=1": ON | {"a": (4, 2, 3, 5)},
+    "transBatchB=1": ON | {"b": (5, 2, 3, 2)},
+    "transBatchA=1, transA=1": ON | {"a": (5, 2, 3, 4)},
+    "transBatchA=1, transBatchB=1, transB=1": {"a": (4, 3, 5), "b": (2, 3, 5)},
+}.items():
+    add(f"FusedMatMul {attributes}", f"y = FusedMatMul<{attributes}>(a, b)", shapes)
+add("FusedMatMul vectors", "y = FusedMatMul<transA=1>(a, b)", {"a": (5,), "b": (2, 5, 3)})
+add("FusedMatMul vector", "y = FusedMatMul<transB=1>(a, b)", {"a": (2, 5), "b": (5,)})
+add("TransposeMatMul", "y = TransposeMatMul<transA=1, alpha=3.0>(a, b)", {"a": (4, 2), "b": (4, 3)})
+
+GEMM = {"a": (3, 4), "b": (4, 2), "c": (2,)}
+for kind in "Relu Tanh Sigmoid Softplus Softsign".split():
+    add(f"FusedGemm {kind}", f'y = FusedGemm<activation="{kind}">(a, b, c)', GEMM)
+for (
+    kind
+) in "LeakyRelu Elu Celu Selu HardSigmoid ThresholdedRelu ScaledTanh ParametricSoftplus".split():
+    how = f'activation="{kind}", activation_alpha=0.3, activation_beta=0.6, activation_gamma=1.2'
+    add(f"FusedGemm {kind}", f"y = FusedGemm<{how}>(a, b, c)", GEMM)
+how = 'alpha=0.5, beta=2.0, transA=1, transB=1, activation="Tanh"'
+add("FusedGemm all", f"y = FusedGemm<{how}>(a, b, c)", {"a": (4, 3), "b": (2, 4), "c": (3, 1)})
+add("FusedGemm no c", 'y = FusedGemm<activation="Tanh">(a, b)', {"a": (3, 4), "b": (4, 2)})
+
+CONV = {"a": (2, 2, 5, 4), "w": (4, 2, 3, 2), "b": (4,)}
+for kind, parameters in {
+    "Relu": "",
+    "Tanh": "",
+    "Sigmoid": "",
+    "HardSwish": "",
+    "LeakyRelu": "0.3",
+    "Clip": "-0.5, 0.7",
+    "HardSigmoid": "0.3, 0.6",
+}.items():
+    how = f'activation="{kind}"' + (f", activation_params=[{parameters}]" if parameters else "")
+    add(f"FusedConv {kind}", f"y = FusedConv<{how}>(a, w, b)", CONV)
+add(
+    "FusedConv all",
+    """y = FusedConv<activation="Sigmoid", group=2, pads=[1, 0, 0, 1], strides=[2, 1],
+        dilations=[1, 2], kernel_shape=[3, 2]>(a, w, b, z)""",
+    {"a": (2, 4, 5, 4), "w": (4, 2, 3, 2), "b": (4,), "z": (2, 4, 2, 3)},
+)
+add("FusedConv z", "y = FusedConv(a, w, , z)", {"a": (1, 2, 5), "w": (3, 2, 2), "z": (1, 3, 4)})
+add(
+    "FusedConv auto_pad",
+    'y = FusedConv<auto_pad="SAME_UPPER", activation="Tanh">(a, w)',
+    {"a": (1, 2, 5), "w": (3, 2, 2)},
+)
+
+# -- activations ---------------------------------------------------------------------------------
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Return x P(x)."""
+    from math import erf
+
+    return 0.5 * x * (1 + np.vectorize(erf)(x / np.sqrt(2)))
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    """Return the softmax over the last axis."""
+    made = np.exp(x - x.max(-1, keepdims=True))
+    return made / made.sum(-1, keepdims=True)
+
+
+def split_gelu(x: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return the first half of x + b times the Gelu of the other."""
+    left, right = np.split(x + b, 2, -1)
+    return left * gelu(right)
+
+
+XB = {"x": (2, 3, 4), "b": (4,)}
+for opset in (18, 20):
+    add(f"Gelu {opset}", "y = Gelu(x)", {"x": (2, 3)}, opset=opset)
+    add(f"BiasGelu {opset}", "y = BiasGelu(x, b)", XB, opset=opset)
+    add(f"FastGelu {opset}", "y = FastGelu(x, b)", XB, opset=opset)
+add("FastGelu no bias", "y = FastGelu(x)", {"x": (2, 3)})
+add("QuickGelu", "y = QuickGelu(x)", {"x": (2, 3)})
+add("QuickGelu alpha", "y = QuickGelu<alpha=1.0>(x)", {"x": (2, 3)})
+add("BiasSplitGelu", "y = BiasSplitGelu(x, b)", XB, formula=split_gelu)
+add("BiasAdd", "y = BiasAdd(x, b, z)", XB | {"z": (2, 3, 4)}, formula=lambda x, b, z: x + b + z)
+add("BiasSoftmax", "y = BiasSoftmax<axis=2, is_inner_broadcast=1>(x, b)", XB | {"b": (2, 1, 4)},
+    formula=lambda x, b: softmax(x + b))  # fmt: skip
+add("BiasSoftmax axes", "y = BiasSoftmax<axis=1, is_inner_broadcast=0>(x, b)", XB | {"b": (3, 4)},
+    formula=lambda x, b: softmax((x + b).reshape(2, 12)).reshape(x.shape))  # fmt: skip
+add("BiasDropout", "y, m = BiasDropout(x, b, z)", XB | {"z": (2, 3, 4)}, kinds={"m": "bool"},
+    formula=lambda x, b, z: (x + b + z, np.ones(x.shape, bool)))  # fmt: skip
+add("BiasDropout alone", "y = BiasDropout(x, b)", XB, formula=lambda x, b: x + b)
+add("GatherND", "y = GatherND(x, i)", {"x": (3, 4)}, {"i": np.array([[0, 1], [2, 2]])})
+add("Pad", "y = Pad(x, p, v)", {"x": (2, 3), "v": (1,)}, {"p": np.array([0, 1, 2, 0])})
+add("Trilu", "y = Trilu<upper=0>(x, k)", {"x": (3, 4)}, {"k": np.array([1])})
+add("ExpandDims", "y = ExpandDims(x, i)", {"x": (3, 4)}, {"i": one(1)})
+
+# -- normalizations ------------------------------------------------------------------------------
+
+add(
+    "SimplifiedLayerNormalization",
+    "y, r = SimplifiedLayerNormalization(x, s)",
+    {"x": (2, 3, 4), "s": (4,)},
+    half=True,
+    single=("r",),
+)
+add(
+    "SimplifiedLayerNormalization 23",
+    "y = SimplifiedLayerNormalization<epsilon=0.1>(x, s)",
+    {"x": (2, 3, 4), "s": (4,)},
+    opset=23,
+)
+add(
+    "SimplifiedLayerNormalization axis",
+    "y, r = SimplifiedLayerNormalization<axis=1, epsilon=0.1>(x, s)",
+    {"x": (2, 3, 4), "s": (3, 4)},
+)
+add(
+    "LayerNormalization 12",
+    "y, m, r = LayerNormalization<axis=1, epsilon=0.1>(x, s, b)",
+    {"x": (2, 3, 4), "s": (3, 4), "b": (3, 4)},
+    opset=12,
+)
+add(
+    "SimplifiedLayerNormalization 12",
+    "y = SimplifiedLayerNormalization(x, s)",
+    {"x": (2, 3, 4), "s": (4,)},
+    opset=12,
+)
+SKIP = {"x": (2, 3, 4), "z": (2, 3, 4), "s": (4,), "t": (4,), "b": (4,)}
+add(
+    "SkipLayerNormalization",
+    "y, m, r, u = SkipLayerNormalization<epsilon=0.1>(x, z, s, t, b)",
+    SKIP,
+    half=True,
+    single=("m", "r"),
+)
+add(
+    "SkipLayerNormalization sum",
+    "y, , , u = SkipLayerNormalization(x, z, s)",
+    {n: SKIP[n] for n in "xzs"},
+)
+for shape in ((3, 4), (1, 3, 4)):
+    add(
+        f"SkipLayerNormalization {len(shape)}",
+        "y = SkipLayerNormalization(x, z, s, , b)",
+        {**{n: SKIP[n] for n in "xsb"}, "z": shape},
+    )
+add(
+    "SkipSimplifiedLayerNormalization",
+    "y, m, r, u = SkipSimplifiedLayerNormalization<epsilon=0.1>(x, z, s, b)",
+    {n: SKIP[n] for n in "xzsb"},
+    half=True,
+    single=("m", "r"),
+)
+add(
+    "SkipSimplifiedLayerNormalization 2",
+    "y = SkipSimplifiedLayerNormalization(x, z, s)",
+    {"x": (3, 4), "z": (3, 4), "s": (4,)},
+    opset=23,
+)
+add(
+    "SkipSimplifiedLayerNormalization sum",
+    "y, , , u = SkipSimplifiedLayerNormalization(x, z, s)",
+    {"x": (2, 3, 4), "z": (3, 4), "s": (4,)},
+)
+
+EMBED = {"w": (5, 4), "p": (6, 4), "k": (2, 4), "s": (4,), "t": (4,)}
+IDS = {"i": i32([0, 1, 2], [3, 1, 1]), "g": i32([0, 1, 1], [0, 0, 1])}
+MASK, AT = {"m": i32([1, 1, 0], [1, 0, 0])}, {"a": i32([2, 0, 5], [1, 1, 3])}
+add(
+    "EmbedLayerNormalization",
+    "y, l, e = EmbedLayerNormalization<epsilon=0.1>(i, g, w, p, k, s, t, m)",
+    EMBED,
+    IDS | MASK,
+    kinds={"l": "int32"},
+)
+add(
+    "EmbedLayerNormalization places",
+    "y, l, e = EmbedLayerNormalization(i, g, w, p, k, s, t, , a)",
+    EMBED,
+    IDS | AT,
+    kinds={"l": "int32"},
+)
+add(
+    "EmbedLayerNormalization same places",
+    "y, l = EmbedLayerNormalization(i, , w, p, , s, t, , a)",
+    {n: EMBED[n] for n in "wpst"},
+    {"i": IDS["i"], "a": i32([2, 0, 5])},
+    kinds={"l": "int32"},
+)
+add(
+    "EmbedLayerNormalization no segments",
+    "y, l = EmbedLayerNormalization(i, , w, p, , s, t)",
+    {n: EMBED[n] for n in "wpst"},
+    {"i": IDS["i"]},
+    kinds={"l": "int32"},
+)
+
+# -- attention -----------------------------------------------------------------------------------
+
+ATT = {"x": (2, 3, 5), "w": (5, 24), "b": (24,)}
+LOW = "mask_filter_value=-2.0"
+for name, attributes, mask in (
+    ("none", "", None),
+    ("scale causal", "scale=0.3, unidirectional=1, ", None),
+    ("ends", f"{LOW}, ", i32(2, 3)),
+    ("ends and starts", f"{LOW}, unidirectional=1, ", i32(2, 3, 1, 2)),
+    ("lengths", f"{LOW}, ", i32(2, 3, 0, 2, 5, 0, 2, 5)),
+    ("keys", f"{LOW}, ", i32([1, 1, 0], [0, 1, 1])),
+    ("keys causal", f"{LOW}, unidirectional=1, ", i32([1, 1, 0], [0, 1, 1])),
+    ("pairs", f"{LOW}, ", flags(2, 3, 3)),
+    ("pairs causal", f"{LOW}, unidirectional=1, ", flags(2, 3, 3)),
+    ("default mask", "", i32([1, 1, 0], [0, 1, 1])),
+):
+    more = {} if mask is None else {"m": mask}
+    add(
+        f"Attention {name}",
+        f"y = Attention<{attributes}num_heads=2>(x, w, b{', m' * bool(more)})",
+        ATT,
+        more,
+    )
+for batch, heads in ((1, 1), (2, 1), (1, 2), (2, 2)):
+    add(
+        f"Attention bias {batch} {heads}",
+        "y = Attention<num_heads=2>(x, w, b, , , r)",
+        ATT | {"r": (batch, heads, 3, 3)},
+    )
+add(
+    "Attention bias and mask",
+    "y = Attention<num_heads=2>(x, w, b, m, , r)",
+    ATT | {"r": (1, 2, 3, 3)},
+    {"m": i32(2, 3)},
+)
+PAST = ATT | {"p": (2, 2, 2, 2, 4)}
+add("Attention past", "y, q = Attention<num_heads=2>(x, w, b, , p)", PAST)
+add(
+    "Attention past causal",
+    f"y, q = Attention<num_heads=2, unidirectional=1, {LOW}>(x, w, b, m, p)",
+    PAST,
+    {"m": flags(2, 5)},
+)
+add(
+    "Attention past one row",
+    "y, q = Attention<num_heads=2, unidirectional=1>(x, w, b, , p)",
+    PAST | {"x": (2, 1, 5)},
+)
+add("Attention present", "y, q = Attention<num_heads=2>(x, w, b)", ATT)
+add(
+    "Attention sizes",
+    "y = Attention<num_heads=2, qkv_hidden_sizes=[8, 8, 4]>(x, w, b)",
+    ATT | {"w": (5, 20), "b": (20,)},
+)
+
+
+def attended(q, k, v, bias=0.0, mask=0.0) -> np.ndarray:
+    """Return the attention of Q, K and V (batch, heads, rows, size)."""
+    scores = q @ k.swapaxes(2, 3) / np.sqrt(q.shape[3]) + bias + mask
+    y = (softmax(scores) @ v).transpose(0, 2, 1, 3)
+    return y.reshape(*y.shape[:2], -1)
+
+
+def apart(x: np.ndarray, heads: int = 2) -> np.ndarray:
+    """Return (batch, heads, rows, size)."""
+    return x.reshape(*x.shape[:2], heads, -1).transpose(0, 2, 1, 3)
+
+
+MEGATRON = np.tril(np.ones((6, 6), np.int32))[None, None].repeat(2, 0)
+add("Attention of all places", "y = Attention<num_heads=2>(x, w, b, m)", ATT, {"m": MEGATRON},
+    formula=lambda x, w, b, m: attended(*map(apart, np.split(x @ w + b, 3, -1)), mask=(m[:, :, :3, :3] - 1) * 1e4))  # fmt: skip
+add("Attention no bias", "y = Attention<num_heads=2>(x, w)", {n: ATT[n] for n in "xw"},
+    formula=lambda x, w: attended(*map(apart, np.split(x @ w, 3, -1))))  # fmt: skip
+
+QKV = {"q": (2, 3, 8), "k": (2, 4, 8), "v": (2, 4, 6)}
+SELF = {"q": (2, 3, 8), "k": (2, 3, 8), "v": (2, 3, 8)}
+KEYS = {"k": (2, 2, 4, 4), "v": (2, 2, 4, 4)}
+BEFORE = {"c": (2, 2, 2, 4), "d": (2, 2, 2, 4)}
+for name, attributes, shapes, more, given in (
+    ("plain", "", QKV, "", {}),
+    ("scale", "scale=0.3, ", QKV, "", {}),
+    ("bias", "", QKV | {"b": (22,)}, ", b", {}),
+    ("causal", "unidirectional=1, ", SELF, "", {}),
+    ("causal one row", "unidirectional=1, ", SELF | {"q": (2, 1, 8)}, "", {}),
+    ("lengths", f"{LOW}, ", QKV, ", , m", {"m": i32(2, 3)}),
+    ("many lengths", f"{LOW}, ", QKV, ", , m", {"m": i32(2, 3, 0, 3, 6, 0, 4, 8)}),
+    ("keys", f"{LOW}, ", QKV, ", , m", {"m": flags(2, 4)}),
+    ("pairs", f"{LOW}, unidirectional=1, ", SELF, ", , m", {"m": flags(2, 3, 3)}),
+    ("relative", "", QKV | {"r": (1, 2, 3, 4)}, ", , , r", {}),
+    ("relative and keys", f"{LOW}, ", QKV | {"r": (2, 1, 3, 4)}, ", , m, r", {"m": flags(2, 4)}),
+    ("other keys", "", {"q": (2, 3, 8)} | KEYS, "", {}),
+    ("other keys and bias", "", {"q": (2, 3, 8), "b": (24,)} | KEYS, ", b", {}),
+):
+    node = f"MultiHeadAttention<{attributes}num_heads=2>(q, k, v{more})"
+    add(f"MultiHeadAttention {name}", f"y = {node}", shapes, given)
+for name, attributes, given in (
+    ("past", "", {}),
+    ("past causal", "unidirectional=1, ", {}),
+    ("past keys", f"{LOW}, ", {"m": flags(2, 5)}),
+):
+    node = f"MultiHeadAttention<{attributes}num_heads=2>(q, k, v, , {'m' * bool(given)}, , c, d)"
+    add(f"MultiHeadAttention {name}", f"y, e, f, s = {node}", SELF | BEFORE, given)
+add("MultiHeadAttention packed keys", "y = MultiHeadAttention<num_heads=2>(q, k)", {"q": (2, 3, 8), "k": (2, 4, 2, 2, 4)},
+    formula=lambda q, k: attended(apart(q), *k.transpose(3, 0, 2, 1, 4)))  # fmt: skip
+add("MultiHeadAttention packed", "y = MultiHeadAttention<num_heads=2>(q, , , b)", {"q": (2, 3, 2, 3, 4), "b": (24,)},
+    formula=lambda q, b: attended(*(q + b.reshape(3, 2, 4).swapaxes(0, 1)).transpose(3, 0, 2, 1, 4)))  # fmt: skip
+
+# -- rotation and groups -------------------------------------------------------------------------
+
+TURNS, AROUND = {"c": (6, 2), "s": (6, 2)}, {"p": np.array([[0, 1, 5], [2, 3, 1]])}
+for interleaved in (0, 1):
+    for name, how, x in (
+        ("3", "", (2, 3, 8)),
+        ("4", "", (2, 2, 3, 4)),
+        ("part", "num_heads=2, rotary_embedding_dim=4, ", (2, 3, 16)),
+        ("part of 4", "num_heads=2, rotary_embedding_dim=4, ", (2, 2, 3, 8)),
+    ):
+        for given in (AROUND, {"p": np.array([2])}):
+            node = f"y = RotaryEmbedding<{how}interleaved={interleaved}, scale=2.0>(x, p, c, s)"
+            add(
+                f"RotaryEmbedding {interleaved} {name} {given['p'].ndim}",
+                node,
+                {"x": x} | TURNS,
+                given,
+                half=True,
+            )
+
+GROUP = {"q": (2, 4, 32), "k": (2, 4, 16), "v": (2, 4, 16)}
+ALL = {"l": i32(3, 3), "t": one(4)}
+HOW = "num_heads=4, kv_num_heads=2"
+ROTARY = {"q": (2, 4, 64), "k": (2, 4, 32), "v": (2, 4, 32), "c": (8, 8), "s": (8, 8)}
+for name, attributes, shapes, more, given in (
+    ("plain", "", GROUP, "", {}),
+    ("scale softcap", ", scale=0.5, softcap=1.5", GROUP, "", {}),
+    ("window", ", local_window_size=2", GROUP, "", {}),
+    ("smooth", ", smooth_softmax=1", GROUP, "", {}),
+    ("sink", "", GROUP | {"h": (4,)}, ", , , , , h", {}),
+    ("bias softcap", ", softcap=1.5", GROUP | {"r": (1, 4, 4, 4)}, ", , , , r", {}),
+    ("bias of batch", "", GROUP | {"r": (2, 1, 4, 4)}, ", , , , r", {}),
+    ("not causal", ", causal=0", GROUP, "", {}),
+    ("rotary", ", do_rotary=1", ROTARY, ", c, s", {}),
+    ("rotary interleaved", ", do_rotary=1, rotary_interleaved=1", ROTARY, ", c, s", {}),
+    ("rotary places", ", do_rotary=1", ROTARY, ", c, s, p", {"p": np.array([[2, 9, 9, 9]] * 2)}),
+):
+    node = f"y, e, f = GroupQueryAttention<{HOW}{attributes}>(q, k, v, , , l, t{more})"
+    add(f"GroupQueryAttention {name}", node, shapes, ALL | given, half=True)
+PACKED = f"y = GroupQueryAttention<{HOW}>(q, , , , , l, t)"
+add("GroupQueryAttention packed", PACKED, {"q": (2, 4, 64)}, ALL)
+for kind in (1, 2):
+    node = f"y, e, f, z = GroupQueryAttention<{HOW}, qk_output={kind}>(q, k, v, , , l, t)"
+    add(f"GroupQueryAttention scores {kind}", node, GROUP, ALL)
+for name, attributes, rows, held, given in (
+    ("one more", "", 1, 3, {"l": i32(3, 3), "t": one(4)}),
+    ("one more, of lengths", ", local_window_size=2", 1, 3, {"l": i32(2, 3), "t": one(4)}),
+    ("long buffer", "", 1, 6, {"l": i32(3, 2), "t": one(4)}),
+    ("long buffer, all new", "", 4, 6, ALL),
+    ("empty past", "", 4, 0, ALL),
+):
+    shapes = {n: (*x[:1], rows, *x[2:]) if n in "qkv" else x for n, x in ROTARY.items()}
+    shapes |= {"a": (2, 2, held, 16), "b": (2, 2, held, 16)}
+    node = (
+        f"y, e, f = GroupQueryAttention<{HOW}{attributes}, do_rotary=1>(q, k, v, a, b, l, t, c, s)"
+    )
+    add(f"GroupQueryAttention {name}", node, shapes, given)
+ONE = {n: (1, *x[1:]) if n in "qkv" else x for n, x in ROTARY.items()}
+node = f"y, e, f = GroupQueryAttention<{HOW}, do_rotary=1>(q, k, v, a, b, l, t, c, s, p)"
+add("GroupQueryAttention several more", node, ONE | {"a": (1, 2, 3, 16), "b": (1, 2, 3, 16)},
+    {"l": i32(6), "t": one(7), "p": np.array([[3, 5, 4, 6]])})  # fmt: skip
+
+
+def normed(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return x over the root of its mean square, scaled."""
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + 0.1) * scale
+
+
+def with_norms(q, k, v, g, h, *_) -> tuple[np.ndarray, ...]:
+    """Return the attention of a row to the keys before it, and what it remembers."""
+    q, k, v = normed(apart(q, 4), g), normed(apart(k), h), apart(v)
+    later = np.triu(np.full((4, 4), -np.inf), 1)
+    return attended(q, k.repeat(2, 1), v.repeat(2, 1), mask=later), k, v
+
+
+add(
+    "GroupQueryAttention norms",
+    f"y, e, f = GroupQueryAttention<{HOW}, qk_norm_epsilon=0.1>"
+    "(q, k, v, , , l, t, , , , , , , , g, h)",
+    GROUP | {"g": (8,), "h": (8,)},
+    ALL,
+    formula=with_norms,
+)
