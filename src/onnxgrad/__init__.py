@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onnxgrad.autodiff.check import GradientReport, check_gradient
     from onnxgrad.autodiff.derivative import DerivativeOptions, onnx_derivative
+    from onnxgrad.autodiff.higher import hessian, hvp, jacobian, jvp, vjp
     from onnxgrad.autodiff.partition import Partition, partition
     from onnxgrad.autodiff.rules import Refused, rule
     from onnxgrad.errors import (
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "autodiff.check": ("GradientReport", "check_gradient"),
     "autodiff.derivative": ("DerivativeOptions", "onnx_derivative"),
+    "autodiff.higher": ("hessian", "hvp", "jacobian", "jvp", "vjp"),
     "autodiff.partition": ("Partition", "partition"),
     "autodiff.rules": ("Refused", "rule"),
     "errors": (
@@ -137,6 +139,10 @@ __all__ = [
     "get_onnx_opset",
     "get_supported_functions",
     "get_train_initializer",
+    "hessian",
+    "hvp",
+    "jacobian",
+    "jvp",
     "momentum",
     "nesterov",
     "onnx_derivative",
@@ -154,6 +160,7 @@ __all__ = [
     "sgd",
     "to_dot",
     "unreduced_onnx_loss",
+    "vjp",
 ]
 
 

@@ -151,13 +151,13 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     original_outputs = list(graph.outputs)
     stops = _results(graph, "stop_gradient", asked.stop_gradient)
     shortcuts = {y: _origin(y) for y in _results(graph, "straight_through", asked.straight_through)}
-    chosen_inputs = _choose_inputs(graph, asked.inputs, asked.labels)
+    chosen_inputs = choose_inputs(graph, asked.inputs, asked.labels)
     chosen_weights = as_inputs(proto, graph, asked.weights)
     wanted = [*chosen_inputs, *chosen_weights]
 
     op = Emit(graph)
     if loss is not None:
-        differentiated = [_by_name("output", loss, original_outputs)]
+        differentiated = [by_name("output", loss, original_outputs)]
     else:
         differentiated = [y for y in original_outputs if is_real(y)]
     seeds = _seeds(op, graph, differentiated, original_outputs, options)
@@ -272,22 +272,28 @@ def require_path(asked, gradients, outputs) -> None:
         )
 
 
-def _choose_inputs(
-    graph: ir.Graph, names: Sequence[str] | None, labels: Sequence[str]
+def choose_inputs(
+    graph: ir.Graph, names: Sequence[str] | None, labels: Sequence[str] = ()
 ) -> list[ir.Value]:
+    """Return the inputs to differentiate by, in order; None: all floats but labels and settings.
+
+    Raises:
+        ValueError: an unknown name, one named twice, or an input that is no float.
+    """
     floats = [x for x in graph.inputs if is_real(x)]
     for name in labels:
-        _by_name("input", name, graph.inputs)
+        by_name("input", name, graph.inputs)
     if names is None:
         return [x for x in floats if x.name not in labels and not constants.is_setting(x)]
-    made = [_by_name("input", name, graph.inputs) for name in once("input", names)]
+    made = [by_name("input", name, graph.inputs) for name in once("input", names)]
     for x in made:
         if x not in floats:
             raise ValueError(f"input {x.name!r} holds {x.dtype}: only floats have a gradient")
     return made
 
 
-def _by_name(kind: str, name: str, values: Sequence[ir.Value]) -> ir.Value:
+def by_name(kind: str, name: str, values: Sequence[ir.Value]) -> ir.Value:
+    """Return the value of this name; `kind` says in the error what is unknown."""
     for value in values:
         if value.name == name:
             return value
