@@ -12,6 +12,7 @@ import pytest
 
 from convolution_cases import CASES, Case
 from onnxgrad import check_gradient, onnx_derivative
+from onnxgrad.autodiff.rules import windows
 
 RUN_TIME_SHAPES = {"Shape", "Size", "ConstantOfShape", "Range", "NonZero"}
 CNN = Path(__file__).parent.parent / "data" / "digits_cnn.onnx"
@@ -54,6 +55,33 @@ def test_gradient(case, known):
 def test_no_run_time_shapes_for_symbolic_rows(case):
     made = onnx_derivative(model(case, "rows"))
     assert not RUN_TIME_SHAPES & {node.op_type for node in made.graph.node}
+
+
+LARGE = [
+    Case("padding", "Conv<pads=[1,1,1,1]>(x, w)", ((2, 8, 6, 7), (5, 8, 3, 3))),
+    Case("uneven", "Conv<pads=[0,1,2,1], dilations=[1,2]>(x, w)", ((2, 8, 6, 9), (5, 8, 3, 2))),
+    Case("groups", "Conv<group=2, pads=[2,0,1,1]>(x, w)", ((1, 16, 6, 7), (4, 8, 3, 3))),
+    Case("auto_pad", 'Conv<auto_pad="SAME_UPPER">(x, w)', ((2, 9, 6, 7), (5, 9, 4, 3))),
+    Case("3-D", "Conv(x, w)", ((1, 8, 4, 4, 5), (3, 8, 2, 3, 2))),
+    Case("1x1", "Conv(x, w)", ((2, 8, 5), (3, 8, 1))),
+    Case("strides", "Conv<strides=[2]>(x, w)", ((1, 8, 9), (3, 8, 3))),
+    Case("padding beyond the kernel", "Conv<pads=[3,3]>(x, w)", ((1, 8, 5), (3, 8, 2))),
+    Case("transposed", "ConvTranspose<group=2>(x, w)", ((2, 4, 6, 7), (4, 8, 3, 3))),
+]
+
+
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.id)
+def test_gradient_of_large_images(case, monkeypatch):
+    """Which is written with fewer elements in memory at once."""
+    small = len(onnx_derivative(model(case, "all")).graph.node)
+    monkeypatch.setattr(windows, "_LARGE", 1)
+    made = onnx_derivative(model(case, "all"))
+    kinds = {node.op_type for node in made.graph.node}
+    assert ("ConvTranspose" in kinds) == (case.id in ("strides", "padding beyond the kernel"))
+    assert len(made.graph.node) > small
+    for order in (1, 2):
+        report = check_gradient(model(case, "all"), feed=feed(case), order=order)
+        assert report.ok, f"order {order}\n{report}"
 
 
 def test_no_run_time_shapes_in_the_gradient_of_a_cnn():

@@ -89,6 +89,18 @@ def test_places_read_often_get_all_of_their_gradient():
         np.testing.assert_array_equal(dx.ravel(), np.bincount(i.ravel() % 10))
 
 
+def test_rows_of_a_table_are_added_in_its_own_shape():
+    """A gradient that is reshaped at the end is copied, all of the table."""
+    i = np.array([[2, -1, 2], [0, 2, -5]])
+    arrays = {"x": np.zeros((5, 3, 2)), "i": i}
+    (dx,) = gradients("y = Gather(x, i)", arrays)
+    np.testing.assert_array_equal(dx[:, 0, 0], np.bincount(i.ravel() % 5, minlength=5))
+    text = """<ir_version: 9, opset_import: ["": 20]>
+        g (float[5, 3, 2] x, int64[2, N] i) => (float[2, N, 3, 2] y) { y = Gather(x, i) }"""
+    last = onnx_derivative(onnx.parser.parse_model(text)).graph.node[-1]
+    assert last.op_type == "ScatterElements"
+
+
 def test_scatternd_is_written_without_reduction_only():
     """onnxruntime's adds from several threads, without a lock."""
     written = 0

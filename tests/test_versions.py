@@ -90,3 +90,27 @@ def test_scan_over_a_batch():
             c = Add(a, u) }>(, s, x) }"""
     with pytest.raises(ModelError, match="Scan of opset 8"):
         onnx_derivative(onnx.parser.parse_model(text))
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_slopes_before_opset_7_are_of_channels(length):
+    """Later they are of the last axis, which the converter of onnx forgets."""
+    made = onnx.parser.parse_model(f"""<ir_version: 3, opset_import: ["": 6]>
+        g (float[2, 3, 3] x, float[{length}] s) => (float[2, 3, 3] y) {{ y = PRelu(x, s) }}""")
+    x = np.random.default_rng(0).standard_normal((2, 3, 3)).astype(np.float32)
+    s = np.array([1, 10, 100][:length], np.float32)
+    dx, ds, y = run(onnx_derivative(made, options=ONES), {"x": x, "s": s})
+    slopes = np.broadcast_to(s[:, None], (3, 1))
+    np.testing.assert_allclose(y, np.where(x > 0, x, slopes * x))
+    np.testing.assert_allclose(dx, np.where(x > 0, 1, slopes * np.ones_like(x)))
+    np.testing.assert_allclose(
+        ds, np.minimum(x, 0).sum(axis=(0, 2) if length > 1 else None).reshape(length), rtol=1e-5
+    )
+
+
+def test_slopes_before_opset_7_need_a_rank():
+    made = onnx.parser.parse_model("""<ir_version: 3, opset_import: ["": 6]>
+        g (float[] x, float[3] s) => (float[] y) { y = PRelu(x, s) }""")
+    made.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ModelError, match=r"PRelu.*rank of 'x'"):
+        onnx_derivative(made)

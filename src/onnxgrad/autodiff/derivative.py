@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntFlag
 
-import onnx
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
 from onnxgrad.graph import weights as constants
@@ -22,6 +22,7 @@ from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind
 from onnxgrad.graph.shapes import dims, is_real, static
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.write import save
 
 logger = logging.getLogger("onnxgrad")
 
@@ -70,7 +71,7 @@ def onnx_derivative(
         options: see `DerivativeOptions`.
         loss: with `Loss`, the output that holds the loss.
         label: with `Loss`, the label input or inputs, for which no gradient is computed.
-        path_name: where to save the result too.
+        path_name: where to `save` the result too.
         verbose: 1 reports progress through `logging`, 2 every node.
         stop_gradient: names of results that count as constants: no gradient goes back through them.
         straight_through: names of results whose gradient goes to what they were made from as it is,
@@ -84,7 +85,7 @@ def onnx_derivative(
             a weight that is no float, one that the outputs do not depend on, or a result that no
             gradient can go straight through.
         ModelError: `onx` cannot be read.
-        NoGradientRule: an operator on the way has no rule.
+        NoGradientRule: an operator on the way has no rule, or computes with what was quantized.
     """
     labels = _check(options, loss, label)
     proto = read(onx)
@@ -97,7 +98,7 @@ def onnx_derivative(
     finally:
         logger.setLevel(before)
     if path_name is not None:
-        onnx.save(made, os.fspath(path_name))
+        save(made, path_name)
     return made
 
 
@@ -161,6 +162,7 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     else:
         differentiated = [y for y in original_outputs if is_real(y)]
     seeds = _seeds(op, graph, differentiated, original_outputs, options)
+    refuse_quantized(graph, wanted, differentiated, stops, shortcuts)
     gradients = sweep(op, seeds, wanted, stops, shortcuts)
     named = [*(chosen_inputs if asked.inputs else ()), *(chosen_weights if asked.weights else ())]
     if asked.all_reached:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import ModelProto, defs, inliner, numpy_helper, version_converter
+from onnx import ModelProto, NodeProto, defs, inliner, numpy_helper, version_converter
 
 from onnxgrad.autodiff.rules import RULES
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.weights import subgraphs
+from onnxgrad.graph.weights import names, subgraphs
 
 _UNKNOWN = ("LayerNormalization", "SimplifiedLayerNormalization")  # the first until opset 17
 _HIDDEN = "onnxgrad.hidden"  # a domain that the converter leaves alone
@@ -60,11 +62,13 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         made.opset_import.remove(twice)  # as skl2onnx states it; the converter changes one only
     made.ir_version = max(made.ir_version, 8)
     if made.functions:
-        names = ", ".join(f.name for f in made.functions)
+        ruled = ", ".join(f.name for f in made.functions)
         raise ModelError(
             f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
-            f"rule ({names}): export the model at opset {WORKING_OPSET} or newer"
+            f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"
         )
+    if version < 7:
+        _keep_channels(made)
     if version == 8 and any(node.op_type == "Scan" for node in made.graph.node):
         raise ModelError(
             "the Scan of opset 8 runs over a batch, which onnx does not convert: export the model "
@@ -101,6 +105,41 @@ def _move(graph: onnx.GraphProto, domains: tuple[str, ...], domain: str) -> None
             node.domain = domain
         for inner in subgraphs(node):
             _move(inner, domains, domain)
+
+
+def _keep_channels(model: ModelProto) -> None:
+    """Write slopes of PRelu as what they were before opset 7: one for each channel, axis 1.
+
+    Later they broadcast from the last axis, which the converter forgets.
+    """
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    values = (*graph.input, *graph.output, *graph.value_info)
+    shapes = {v.name: v.type.tensor_type.shape.dim for v in values if _has_shape(v)}
+    lengths = {n: [d.dim_value for d in shape] for n, shape in shapes.items()}
+    lengths |= {t.name: list(t.dims) for t in graph.initializer}
+    taken = set(names(graph))
+    for place, node in reversed(list(enumerate(model.graph.node))):
+        if node.op_type != "PRelu" or lengths.get(node.input[1]) in ([], [1]):
+            continue
+        for name in node.input:
+            if name not in lengths:
+                raise ModelError(
+                    f"PRelu {node.name!r} (output {node.output[0]!r}) before opset 7: the rank of "
+                    f"{name!r} must be known"
+                )
+        x, slope = (len(lengths[name]) for name in node.input)
+        if x > 2 and slope == 1:
+            made = next(n for i in count() if (n := f"{node.input[1]}_{i}") not in taken)
+            taken.add(made)
+            wide = NodeProto(op_type="Unsqueeze", input=[node.input[1]], output=[made])
+            axes = list(range(1, x - 1))
+            wide.attribute.add(name="axes", type=onnx.AttributeProto.INTS, ints=axes)
+            node.input[1] = made
+            model.graph.node.insert(place, wide)
+
+
+def _has_shape(value: onnx.ValueInfoProto) -> bool:
+    return value.type.tensor_type.HasField("shape")
 
 
 def _keep_places(graph: onnx.GraphProto, upsampled: set[str]) -> None:

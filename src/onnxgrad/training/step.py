@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.derivative import as_constants
+from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
@@ -105,8 +106,10 @@ def build_step(objective: Objective, optimizer: Optimizer) -> Step:
     graph, found, trained = objective.model.graph, objective.loss, objective.weights
     multiply_adds, op = work(graph), Emit(graph)
     inverse_rows = None if optimizer.rate_first else _input(op, "inverse_rows", found)
+    refuse_quantized(graph, trained, objective.seeds)
     gradients = sweep(op, _seeds(op, objective, inverse_rows), trained)
     if not gradients:
+        refuse_quantized(graph, objective.data, objective.seeds)
         names = [str(w.name) for w in trained]
         raise ValueError(f"no differentiable path from any of {names} to the loss {found.name!r}")
     unreached = [w for w in trained if w not in gradients]

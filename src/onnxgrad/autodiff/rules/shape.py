@@ -148,8 +148,21 @@ def gather(op, node, g):
         return op.Pad(op.Unsqueeze(g, [axis]), op.vector(*before, *after)), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
         row = None if shape is None else static(shape[1:])
+        if row is not None and prod(row):
+            return _scattered_rows(op, x, i, g, row), None
         width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
         first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
         positions = first + op.Range(np.int64(0), op.value(width, first.dtype), np.int64(1))
         return scatter_flat(op, x, positions, g), None
     return moved(op, node, g), None
+
+
+def _scattered_rows(op, x, i, g, row: tuple[int, ...]):
+    """Return zeros of the shape of `x` with the rows of `g` added at rows `i`.
+
+    In the shape of x itself: a table of embeddings is large, and a Reshape of an output copies it.
+    """
+    g = op.Reshape(op.Cast(g, to=wide(x.dtype)), [-1, *row])
+    rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape(g))
+    zeros = op.Expand(op.value(0.0, g.dtype), op.shape(x))
+    return op.Cast(op.ScatterElements(zeros, rows, g, axis=0, reduction="add"), to=x.dtype)

@@ -18,6 +18,8 @@ from onnxgrad.autodiff.rules.registry import Refused
 from onnxgrad.graph.shapes import dims, rank, static
 
 _MOST_COLUMNS = 64  # elements of a window that are worth a node each
+_LARGE = 2**21  # elements of all windows of an image: more than a cache holds
+_NARROW = 8  # channels: a product with fewer takes longer than to go through memory
 _LAST = 2**63 - 1  # as the end of a Slice: up to the last element
 
 Vector = Any  # np.ndarray | ir.Value: one int64 per spatial axis
@@ -161,6 +163,10 @@ def scatter_windows(op, g, weight, where: Windows, like, group: int = 1):
     if pads is not None and where.kernel and known is not None and counts is not None:
         reached = (np.array(counts) - 1) * where.strides + reach(op, where) - where.begin
         beyond = reached - known
+        if _is_large(weight, counts) and max(where.strides) == 1:
+            turned = _turned(op, g, weight, where, beyond, group)
+            if turned is not None:
+                return turned
         attributes["pads"] = [*where.begin.tolist(), *np.maximum(beyond, 0).tolist()]
         attributes["output_padding"] = np.maximum(-beyond, 0).tolist()
         return op.ConvTranspose(g, weight, **attributes)
@@ -171,12 +177,46 @@ def scatter_windows(op, g, weight, where: Windows, like, group: int = 1):
     return op.Slice(whole, begin, begin + op.Shape(like, start=2), where.axes)
 
 
+def _is_large(weight, counts: tuple[int, ...] | None) -> bool:
+    """Tell whether it costs more to copy all windows of an image, as many as `counts`, than to
+    multiply by one place of them after the other: they leave the cache, and have channels enough.
+    """
+    shape = static(dims(weight))
+    if shape is None or counts is None or shape[1] < _NARROW:
+        return False
+    return prod(shape[1:]) * prod(counts) >= _LARGE
+
+
+def _turned(op, g, weight, where: Windows, beyond: np.ndarray, group: int):
+    """Return `scatter_windows` of stride 1 as a convolution with the kernel turned around, or None
+    where its padding would be below zero.
+
+    onnxruntime's ConvTranspose writes all windows at once, its Conv a few at a time.
+    """
+    extents, swap = reach(op, where), [1, 0, *where.axes]
+    begin, end = extents - 1 - where.begin, extents - 1 - beyond
+    back = Windows(where.kernel, where.strides, where.dilations, begin, end)
+    if back.pads is None:
+        return None
+    if group == 1:
+        turned = op.Transpose(weight, perm=swap)
+    else:  # (group M, C / group, ...) -> (C, M, ...)
+        made, per_group, *kernel = static(dims(weight)) or ()
+        split = op.Reshape(weight, [group, made // group, per_group, *kernel])
+        split = op.Transpose(split, perm=[0, 2, 1, *(axis + 1 for axis in where.axes)])
+        turned = op.Reshape(split, [group * per_group, made // group, *kernel])
+    if max(where.kernel) > 1:
+        last = [-1] * len(where.axes)
+        turned = op.Slice(turned, last, [-_LAST] * len(where.axes), where.axes, last)
+    return weigh_windows(op, g, turned, back, group)
+
+
 def correlate(op, x, g, where: Windows, weight, group: int):
     """Return the gradient of `weight` (M, C / group, kernel): for every place k in a window, the
     sum over rows and windows of g (N, M, windows) times the x (N, C, ...) there.
 
-    As one product of matrices: faster than a convolution with g as its kernel, unless the windows
-    are large.
+    As one product of matrices, or for large images one for each place: faster than a convolution
+    with g as its kernel, unless the windows are large.
     """
     shape, kernel = static(dims(weight)), where.kernel
     swap = [1, 0, *where.axes]
@@ -185,11 +225,16 @@ def correlate(op, x, g, where: Windows, weight, group: int):
     made, per_group, *_ = shape
     x = with_padding(op, op.Transpose(x, perm=swap), where)
     columns = [_column(op, x, place, where) for place in product(*map(range, kernel))]
-    stacked = columns[0] if len(columns) == 1 else op.Concat(*columns, axis=1)
-    stacked = op.Reshape(stacked, [group, per_group * len(columns), -1])
+    if len(columns) > 1 and not _is_large(weight, lengths(g)):
+        columns = [op.Concat(*columns, axis=1)]
     g = op.Reshape(op.Transpose(g, perm=swap), [group, made // group, -1])
-    product_ = op.MatMul(g, op.Transpose(stacked, perm=[0, 2, 1]))
-    return op.like(op.Reshape(product_, list(shape)), weight)
+    stacked = [
+        op.Reshape(c, [group, per_group * prod(kernel) // len(columns), -1]) for c in columns
+    ]
+    products = [op.MatMul(g, op.Transpose(c, perm=[0, 2, 1])) for c in stacked]
+    if len(products) > 1:  # a place each
+        products = [op.Concat(*(op.Unsqueeze(p, [-1]) for p in products), axis=-1)]
+    return op.like(op.Reshape(products[0], list(shape)), weight)
 
 
 def _convolved(op, x, g, where: Windows, weight, group: int):

@@ -1,0 +1,117 @@
+"""Quantized models are refused, with the operator and a way out; what is beside them is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    quantize_dynamic,
+    quantize_static,
+)
+
+from onnxgrad import (
+    NoGradientRule,
+    OrtGradientForwardBackwardOptimizer,
+    OrtGradientOptimizer,
+    add_loss_output,
+    get_train_initializer,
+    onnx_derivative,
+)
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.standard_normal((1, 3, 8, 8)).astype(np.float32), np.ones((1, 5), np.float32)
+
+
+class Samples(CalibrationDataReader):
+    def __init__(self):
+        self.left = [{"x": X}]
+
+    def get_next(self):
+        return self.left.pop() if self.left else None
+
+
+@pytest.fixture(scope="module", params=["QDQ", "QOperator", "dynamic"])
+def quantized(request, tmp_path_factory) -> tuple[str, onnx.ModelProto]:
+    """A small network as onnxruntime quantizes it, and the first operators that round."""
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 17]>
+        g (float[1, 3, 8, 8] x) => (float[1, 5] y) { c = Conv<kernel_shape=[3, 3]>(x, w, b)
+        r = Relu(c)  f = Flatten(r)  h = MatMul(f, v)  y = Add(h, u) }""")
+    for name, shape in {"w": (4, 3, 3, 3), "b": (4,), "v": (144, 5), "u": (5,)}.items():
+        array = RNG.standard_normal(shape).astype(np.float32)
+        made.graph.initializer.append(numpy_helper.from_array(array, name))
+    folder = tmp_path_factory.mktemp("quantized")
+    given, path = folder / "float.onnx", folder / "quantized.onnx"
+    onnx.save(made, given)
+    if request.param == "dynamic":
+        quantize_dynamic(given, path)
+    else:
+        quantize_static(given, path, Samples(), quant_format=QuantFormat[request.param])
+    operators = {"QDQ": "QuantizeLinear", "QOperator": "QLinear", "dynamic": "(Conv|MatMul)Integer"}
+    return operators[request.param], onnx.load(path)
+
+
+def message(operator: str) -> str:
+    remedy = ".*straight_through" if operator == "QuantizeLinear" else ""
+    return rf"{operator}.* \(node '.*', output '.+'\): .*train the float model{remedy}"
+
+
+@pytest.mark.parametrize("weights", [None, []])
+def test_gradient(quantized, weights):
+    operator, model = quantized
+    with pytest.raises(NoGradientRule, match=message(operator)):
+        onnx_derivative(model, weights)
+
+
+def test_training(quantized):
+    operator, model = quantized
+    trainer = OrtGradientForwardBackwardOptimizer(model, max_iter=1, batch_size=1)
+    with pytest.raises(NoGradientRule, match=message(operator)):
+        trainer.fit(X, Y)
+    with_loss = add_loss_output(model)
+    inside = OrtGradientOptimizer(with_loss, list(get_train_initializer(with_loss)), batch_size=1)
+    with pytest.raises(NoGradientRule, match=message(operator)):
+        inside.fit(X, Y)
+
+
+BEHIND = """s = Constant<value_float=0.1>()  q = QuantizeLinear(x, s)  d = DequantizeLinear(q, s)
+    h = MatMul(d, w)  y = Tanh(h)"""
+
+
+def small() -> onnx.ModelProto:
+    made = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 20]>
+        g (float[2, 3] x) => (float[2, 4] y) {{ {BEHIND} }}""")
+    w = RNG.standard_normal((3, 4)).astype(np.float32)
+    made.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    return made
+
+
+def test_remedies_of_the_message():
+    made = small()
+    with pytest.raises(NoGradientRule, match=r"QuantizeLinear .*output 'q'"):
+        onnx_derivative(made)
+    through = onnx_derivative(made, straight_through=["d"])
+    assert {y.name for y in through.graph.output} >= {"x_grad", "w_grad"}
+    behind = onnx_derivative(made, weights=["w"], inputs=[])
+    assert [y.name for y in behind.graph.output] == ["w_grad"]
+    stopped = onnx_derivative(made, stop_gradient=["d"])
+    assert [y.name for y in stopped.graph.output] == ["w_grad"]
+
+
+def test_a_way_past_what_is_rounded():
+    """Its gradient is the right one: that of rounding is zero."""
+    made = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        g (float[3] x) => (float[3] y) { s = Constant<value_float=0.1>()
+        q = QuantizeLinear(x, s)  d = DequantizeLinear(q, s)  y = Add(x, d) }""")
+    assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad"]
+
+
+def test_weights_that_are_kept_in_integers():
+    """Their scales are trained: nothing is rounded when the model runs."""
+    made = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        g (float[2, 3] x, int8[3, 4] q, float[4] s) => (float[2, 4] y) {
+        w = DequantizeLinear<axis=1>(q, s)  y = MatMul(x, w) }""")
+    assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad", "s_grad"]
