@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         replace_initializers_into_onnx,
         select_model_inputs_outputs,
     )
+    from onnxgrad.graph.write import save
     from onnxgrad.learning_losses import (
         AbsoluteLearningLoss,
         BaseLearningLoss,
@@ -76,6 +77,7 @@ _MODULES = {
         "replace_initializers_into_onnx",
         "select_model_inputs_outputs",
     ),
+    "graph.write": ("save",),
     "learning_losses": (
         "AbsoluteLearningLoss",
         "BaseLearningLoss",
@@ -156,6 +158,7 @@ __all__ = [
     "random_feed",
     "replace_initializers_into_onnx",
     "rule",
+    "save",
     "select_model_inputs_outputs",
     "sgd",
     "to_dot",

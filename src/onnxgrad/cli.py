@@ -250,9 +250,9 @@ def _save(
     trainer: OrtGradientOptimizer, proto: ModelProto, output: Path, curves: Path
 ) -> list[Path]:
     """Write the trained model, then the curves of its losses; return the paths."""
-    trained = trainer.get_trained_onnx(proto).SerializeToString()
-    with replacing(output) as temporary:
-        temporary.write_bytes(trained)
+    from onnxgrad.graph.write import save
+
+    save(trainer.get_trained_onnx(proto), output)
     if not trainer.train_losses_:
         return [output]
     from onnxgrad.plot.curves import plot_losses
@@ -349,14 +349,14 @@ def grad(
         raise ValueError("--fill-grad needs --keep-outputs")
     from onnxgrad import DerivativeOptions, onnx_derivative
     from onnxgrad.graph.read import read
+    from onnxgrad.graph.write import save
 
     proto = read(model)
     options = DerivativeOptions(
         keep_outputs * DerivativeOptions.KeepOutputs | fill_grad * DerivativeOptions.FillGrad
     )
     made = onnx_derivative(proto, weights or None, inputs or None, options)
-    with replacing(output) as temporary:
-        temporary.write_bytes(made.SerializeToString())
+    save(made, output)
     counts = Counter(node.op_type for node in made.graph.node).most_common(8)
     table = Table(show_header=False)
     table.add_row("nodes", f"{len(proto.graph.node)} -> {len(made.graph.node)}")

@@ -53,6 +53,8 @@ def write_models(
     Raises:
         OSError: the folder cannot be written.
     """
+    from onnxgrad.graph.write import save  # slow to import, and the command line starts here
+
     made: dict[str, Any] = {}
     for name, model in models.items():
         full = f"{prefix}{name}"
@@ -63,6 +65,6 @@ def write_models(
         else:
             path = Path(folder) / f"{full}.onnx"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(model.SerializeToString())
+            save(model, path)
             made[name] = str(path)
     return made

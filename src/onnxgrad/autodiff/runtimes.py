@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from onnxgrad.graph.read import non_tensor
+from onnxgrad.training.session import loaded
 
 Feed = dict[str, np.ndarray]
 Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
@@ -29,8 +30,7 @@ def on_onnxruntime(proto: ModelProto) -> Function:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        data, providers = proto.SerializeToString(), ["CPUExecutionProvider"]
-        session = ort.InferenceSession(data, options, providers=providers)
+        session = loaded(proto, options, providers=["CPUExecutionProvider"])
     except Exception as e:  # onnxruntime's errors have no common base
         raise NoKernelError(f"onnxruntime cannot load the model: {e}") from e
     taken, outputs = {x.name for x in session.get_inputs()}, _float_outputs(proto)

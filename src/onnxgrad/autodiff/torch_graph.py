@@ -26,7 +26,7 @@ from onnxgrad.graph.emit import RANDOM, Emit
 from onnxgrad.graph.prepare import prepare
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.training.session import providers, work
+from onnxgrad.training.session import loaded, providers, work
 
 DTYPES = {
     ir.DataType[name]: dtype
@@ -64,9 +64,7 @@ class Session:
         # between two runs the cores are PyTorch's
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            session = ort.InferenceSession(
-                proto.SerializeToString(), options, providers=_providers(device)
-            )
+            session = loaded(proto, options, providers=_providers(device))
         except Exception as e:  # onnxruntime's errors have no common base
             raise RuntimeError(f"onnxruntime cannot run the graph on {device}: {e}") from e
         self._run = session.run_with_ortvaluevector

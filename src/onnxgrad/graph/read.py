@@ -11,10 +11,10 @@ from typing import TypeAlias
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.weights import sites
+from onnxgrad.graph.external import resolve
 
 _ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
 
@@ -22,7 +22,9 @@ ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
 def read(model: ModelLike) -> ModelProto:
-    """Return `model` as a `ModelProto` that holds all its tensors; a given one is not modified.
+    """Return `model` as a `ModelProto`; a given one is not modified.
+
+    It holds its tensors, but for those of a large model: see `external`.
 
     Raises:
         TypeError: `model` is nothing that can be a model.
@@ -30,21 +32,17 @@ def read(model: ModelLike) -> ModelProto:
     """
     if isinstance(model, ModelProto):
         proto, where = model, "the given ModelProto"
-        _check_external(proto, None, where)
+        resolve(proto, None, where)
     elif isinstance(model, (bytes, bytearray, memoryview)):
         proto, where = _parse(bytes(model), "the given bytes"), "the given bytes"
-        _check_external(proto, None, where)
+        resolve(proto, None, where)
     elif isinstance(model, (str, os.PathLike)):
         path, where = Path(model), f"{os.fspath(model)!r}"
         try:
             proto = _parse(path.read_bytes(), where)
         except OSError as e:
             raise ModelError(f"cannot read {where}: {e.strerror or e}") from None
-        _check_external(proto, path.parent, where)
-        try:
-            onnx.load_external_data_for_model(proto, str(path.parent))
-        except (OSError, ValueError, onnx.checker.ValidationError) as e:
-            raise ModelError(f"the external data of {where} cannot be read: {e}") from None
+        resolve(proto, path, where)
     else:
         raise TypeError(f"a model is a ModelProto, bytes or a path, not {type(model).__name__}")
     if not proto.graph.node and not proto.graph.output:
@@ -62,31 +60,6 @@ def _parse(data: bytes, where: str) -> ModelProto:
             f"{where} ({len(data)} bytes) is no ONNX model, or is truncated: "
             "it does not parse as a ModelProto"
         ) from None
-
-
-def _check_external(proto: ModelProto, folder: Path | None, where: str) -> None:
-    for site in sites(proto):
-        tensor = site.read()
-        if tensor.data_location != TensorProto.EXTERNAL:
-            continue
-        place = {e.key: e.value for e in tensor.external_data}
-        file = place.get("location", "?")
-        if folder is None:
-            raise ModelError(
-                f"{where} keeps {site.name!r} in the external file {file!r}; pass the path of "
-                "the .onnx file instead, or call onnx.load_external_data_for_model first"
-            )
-        if not (folder / file).is_file():
-            raise ModelError(
-                f"{where} keeps {site.name!r} in the external file {file!r}, which is not in "
-                f"{os.fspath(folder.resolve())!r}; put it beside the model"
-            )
-        needed = int(place.get("offset", 0)) + int(place.get("length", 0))
-        if (size := (folder / file).stat().st_size) < needed:
-            raise ModelError(
-                f"{where} keeps {site.name!r} in the external file {file!r}, which is truncated: "
-                f"{size} bytes where {needed} are needed"
-            )
 
 
 def to_ir(proto: ModelProto) -> ir.Model:

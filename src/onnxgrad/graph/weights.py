@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
 from onnxgrad.errors import unknown
+from onnxgrad.graph import external
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -68,8 +69,8 @@ class Site:
     place: int = 0  # for ai.onnx.ml: the input of the node that takes it once it is lifted
 
     def array(self) -> np.ndarray:
-        """Return the tensor's current value."""
-        return numpy_helper.to_array(self.read())
+        """Return the tensor's current value, which is not to be written to."""
+        return external.array(self.read())
 
 
 def sites(model: ModelProto) -> Iterator[Site]:

@@ -21,6 +21,10 @@ def build_epoch(step: Step) -> ModelProto:
     body = step.model.graph
     count = sum(len(group.inputs) for group in step.groups)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
+    for value in list(body.initializers.values()):
+        if isinstance(value.const_value, ir.ExternalTensor):
+            # onnxruntime before 1.21 reads data from files for the outermost graph only
+            graph.register_initializer(body.initializers.pop(str(value.name)))
     inputs = [_outer(v, stacked=i >= count) for i, v in enumerate(body.inputs)]
     graph.inputs.extend(inputs if step.inverse_rows is None else [*inputs, step.inverse_rows])
     op = Emit(graph, [str(v.name) for v in body.inputs])

@@ -22,6 +22,7 @@ from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
 from onnxgrad.small import to_numpy, wrapped
 from onnxgrad.training.binding import Binding
+from onnxgrad.training.session import loaded
 from onnxgrad.training.trainer import trainable
 
 logger = logging.getLogger("onnxgrad")
@@ -111,8 +112,8 @@ class OrtGradientForwardBackward:
             options = ort.SessionOptions()
             options.log_severity_level = 3
         forward, backward = (
-            ort.InferenceSession(
-                model.SerializeToString(),
+            loaded(
+                model,
                 options,
                 providers=self.providers,
                 provider_options=self.provider_options,

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import ProviderError
-from onnxgrad.graph import shapes
+from onnxgrad.graph import external, shapes
 
 # Multiply-adds of a forward pass that are worth a thread of their own: measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
+_KNOWS_FOLDER = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 21)
+_FOLDER = "session.model_external_initializers_file_folder_path"
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
@@ -48,7 +53,27 @@ def session(model: ModelProto, device: str, work: float) -> ort.InferenceSession
     options.intra_op_num_threads = threads(work)
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    return ort.InferenceSession(model.SerializeToString(), options, providers=providers(device))
+    return loaded(model, options, providers=providers(device))
+
+
+def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
+    """Return a session for a model of any size.
+
+    External data stay mapped into memory: onnxruntime would pack weights anew, and compute
+    transposed ones beforehand. `options` then hold the folder of the data, too.
+    """
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        if external.held(model) > external.IN_MODEL:
+            data = Path(folder).resolve() / "data"
+            model = external.written_out(model, data, data)
+        if files := {file: file.resolve() for file in external.files_of(model)}:
+            if _KNOWS_FOLDER:  # if not, it takes absolute paths
+                home = os.path.commonpath([file.parent for file in files.values()])
+                model = external.relocated(model, lambda file: files[file].relative_to(home))
+                options.add_session_config_entry(_FOLDER, home)
+            options.add_session_config_entry("session.disable_prepacking", "1")
+            more["disabled_optimizers"] = ["ConstantFolding"]
+        return ort.InferenceSession(model.SerializeToString(), options, **more)
 
 
 def work(graph: ir.Graph) -> float:

@@ -68,9 +68,11 @@ class Task:
 
     def accuracy(self, trained: ModelProto, data: Table) -> float:
         """Return the share of the labels in `data` that `trained`, which has the loss, predicts."""
-        from onnxruntime import InferenceSession
+        from onnxruntime import SessionOptions
 
-        session = InferenceSession(trained.SerializeToString(), providers=["CPUExecutionProvider"])
+        from onnxgrad.training.session import loaded
+
+        session = loaded(trained, SessionOptions(), providers=["CPUExecutionProvider"])
         right = counted = 0
         wanted = data[self._facts["label"]]
         for start in range(0, len(wanted), _CHUNK):

@@ -12,12 +12,12 @@ from math import prod
 from typing import Any, Self
 
 import numpy as np
-import onnx
 from onnx import ModelProto
 
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.read import ModelLike, read
+from onnxgrad.graph.write import save
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
 from onnxgrad.training.data import (
@@ -172,7 +172,7 @@ class Trainer(BaseEstimator):
                 f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
             )
         if self.saved_gradient is not None:
-            onnx.save(model, self.saved_gradient)
+            save(model, self.saved_gradient)
         self._begin(proto, step, optimizer, rng, again)
         self._flat = np.ndim(y) == 1  # so are predictions then, or y - f would be (rows, rows)
         self.__dict__.pop("feature_names_in_", None)
@@ -321,6 +321,8 @@ class Trainer(BaseEstimator):
 
     def get_trained_onnx(self, model: ModelLike | None = None) -> ModelProto:
         """Return the model with the trained weights, everything else of it unchanged.
+
+        One of more than 1 GB refers to the files of what was not trained: `save` writes it.
 
         Args:
             model: another model with the same weights, such as the one without the loss; None for
