@@ -16,7 +16,9 @@ from onnxgrad import (
     add_loss_output,
     check_gradient,
     get_train_initializer,
+    jvp,
     onnx_derivative,
+    vjp,
 )
 from onnxgrad.autodiff.partition import partition
 
@@ -170,6 +172,22 @@ def test_gradient(name, known, order):
     report = check_gradient(model, feed=feed, order=order)
     assert report.ok, str(report)
     assert report.computed.startswith("float64")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_mode(name):
+    """<u, J v> = <JT u, v>."""
+    model, feed = case(name)
+    floats = [n for n, a in feed.items() if a.dtype == np.float32]
+    vs = {n: normal(*feed[n].shape, seed=5 + i) for i, n in enumerate(floats)}
+    pushed = run(jvp(model), feed | {f"{n}_tangent": v for n, v in vs.items()})
+    ys = [n for n in pushed if not n.endswith("_tangent")]
+    us = {n: normal(*pushed[n].shape, seed=50 + i) for i, n in enumerate(ys)}
+    pulled = run(vjp(model), feed | {f"{n}_grad": u for n, u in us.items()})
+    left = [float(np.sum(us[n] * pushed[f"{n}_tangent"])) for n in ys]
+    right = [float(np.sum(v * pulled[f"{n}_grad"])) for n, v in vs.items() if f"{n}_grad" in pulled]
+    size = 1e-6 + sum(map(abs, (*left, *right)))
+    assert abs(sum(left) - sum(right)) < 1e-5 * size
 
 
 def test_random_numbers_are_those_of_the_forward_pass():

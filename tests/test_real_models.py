@@ -22,7 +22,7 @@ FOLDER = CACHE if GIVEN == "download" else Path(GIVEN)
 pytestmark = pytest.mark.real
 
 # operators on the way to the weights that have no rule yet
-WITHOUT_RULE = {"silero-vad-v6": "LSTM", "silero-vad": "If", "aecmos": "GRU"}
+WITHOUT_RULE = {"silero-vad-v6": "LSTM", "aecmos": "GRU"}
 
 
 def judge(model: Published) -> Judge:

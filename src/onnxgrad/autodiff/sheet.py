@@ -134,13 +134,23 @@ class Sheet:
         return to_proto(self.model)
 
     def _replace(self, dummy: ir.Value, y: ir.Value) -> None:
-        """Put `y` in the place of a dummy, of which only shapes may still depend."""
+        """Put `y` in the place of a dummy, of which only shapes may still depend.
+
+        Loops and branches may carry along what they do not use, which cannot be told from outside:
+        they get NaN of the shape of `y`, which shows where it is used.
+        """
         op = Emit(self.graph)
         op.before = next(iter(self.graph))  # what reads inputs only may come first
+        readers, holds = _readers_of(self.graph, dummy)
         with op:
-            for node in _shapes_of(dummy, self.graph.outputs):
+            for node in readers:
                 if node.op_type == "Shape" and node.inputs[0] is not dummy:
                     self._shape_from_inputs(op, node)
+            if holds:
+                nodes = list(self.graph)
+                made = y.producer()
+                op.before = nodes[0 if made is None else nodes.index(made) + 1]
+                y = op.like(op.Expand(op.value(np.nan, y.dtype), op.shape(y)), y)
         ir.convenience.replace_all_uses_with(dummy, y)
         self.graph.inputs.remove(dummy)
 
@@ -250,17 +260,16 @@ def _moved(op: Emit, v: ir.Value, axis: int) -> ir.Value:
     return op.Transpose(v, perm=order)
 
 
-def _shapes_of(value: ir.Value, outputs: Sequence[ir.Value]) -> list[ir.Node]:
-    """Return the nodes that read the shape of what is computed from `value`.
-
-    Loops and branches may carry along what they do not use, which cannot be told from outside.
+def _readers_of(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
+    """Return the nodes that read the shape of what is computed from `value`, and whether it is read
+    in other ways in the graphs that nodes hold.
 
     Raises:
         NoGradientRule: an output depends on `value` itself.
     """
-    seen, queue, found = {value}, [value], []
+    seen, queue, found, holds = {value}, [value], [], False
     for v in queue:  # which grows
-        if v in outputs:
+        if v in graph.outputs:
             raise NoGradientRule(
                 f"output {v.name!r} depends on the values of the gradient {value.name!r}: a rule "
                 "on the way is not linear in the gradient that it takes, so that there is no "
@@ -269,10 +278,12 @@ def _shapes_of(value: ir.Value, outputs: Sequence[ir.Value]) -> list[ir.Node]:
         for node, _ in v.uses():
             if node.op_type in ("Shape", "Size"):
                 found.append(node)
-            elif not any(subgraphs(node)):
+            elif any(subgraphs(node)) or node.graph is not graph:
+                holds = True
+            else:
                 queue += [y for y in node.outputs if y not in seen]
                 seen.update(node.outputs)
-    return found
+    return found, holds
 
 
 def _depending(graph: ir.Graph, value: ir.Value) -> list[ir.Node]:
