@@ -7,19 +7,23 @@ benchmark; else the variable names a folder where they lie.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
-from published import CACHE, Judge, Published, UnavailableError, fetch, models
+from published import CACHE, Judge, Published, UnavailableError, fetch, models, run, session
 
-from onnxgrad import NoGradientRule
+from onnxgrad import NoGradientRule, hvp, jvp
 from onnxgrad.graph import weights as constants
+from onnxgrad.training.trainer import trainable
 
 GIVEN = os.environ.get("ONNXGRAD_MODELS", "")
 FOLDER = CACHE if GIVEN == "download" else Path(GIVEN)
 pytestmark = pytest.mark.real
+
+SECOND = {"minilm", "spindle"}
 
 # operators on the way to the weights that have no rule yet
 WITHOUT_RULE = {"silero-vad-v6": "LSTM", "aecmos": "GRU"}
@@ -62,3 +66,43 @@ def test_training_step(model):
     zeros = {name: np.zeros_like(w) for name, w in judged.weights.items()}
     both = [constants.replace(proto, zeros) for proto in (trained, judged.proto)]
     assert both[0].SerializeToString() == both[1].SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "model", [m for m in models() if m.name in SECOND], ids=lambda model: model.name
+)
+def test_products(model):
+    """J v and H v, by all weights, against central differences of outputs and of gradients."""
+    judged = judge(model)
+    names = [n for n in trainable(judged.proto) if n not in judged.exponents]
+    rng = np.random.default_rng(4)
+    weights = {n: judged.weights[n] for n in names}
+    sizes = {n: rng.standard_normal(w.shape) * w.std() for n, w in weights.items()}
+    vs = {n: np.asarray(v, np.float32) for n, v in sizes.items()}
+    point = judged.feed | weights
+    pushed = run(session(jvp(judged.proto, names, [])), point | suffixed(vs, "tangent"))
+    twice = session(hvp(judged.proto, names, []))
+    found = run(twice, point | suffixed(vs, "vector") | judged.factors)
+
+    def moved(h: float) -> dict[str, np.ndarray]:
+        at = {n: np.asarray(w + h * vs[n], w.dtype) for n, w in weights.items()}
+        return run(twice, judged.feed | at | suffixed(vs, "vector") | judged.factors)
+
+    h = 1e-3
+    ends = [moved(h), moved(-h)]
+    for made, suffix, values in (
+        (pushed, "tangent", {y: y for y in judged.outputs if f"{y}_tangent" in pushed}),
+        (found, "hvp", {n: f"{n}_grad" for n in names}),
+    ):
+        a, b = (joined(end[value] for value in values.values()) for end in ends)
+        got = joined(made[f"{n}_{suffix}"] for n in values)
+        error = np.linalg.norm(got - (a - b) / (2 * h)) / np.linalg.norm(got)
+        assert error < 0.03, (suffix, error)
+
+
+def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    return np.concatenate([a.ravel().astype(np.float64) for a in arrays])
+
+
+def suffixed(arrays: dict[str, np.ndarray], suffix: str) -> dict[str, np.ndarray]:
+    return {f"{n}_{suffix}": a for n, a in arrays.items()}
