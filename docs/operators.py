@@ -23,7 +23,7 @@ import covered
 from microsoft_rows import CASES
 from onnxgrad.autodiff.rules import CONSTANT, RULES
 from onnxgrad.graph.bodies import has_body
-from onnxgrad.graph.lowerings import LOWERINGS
+from onnxgrad.graph.lowerings import LATE, LOWERINGS
 from test_shipped import LATER
 
 FLOATS = {"tensor(float)", "tensor(double)"}
@@ -53,7 +53,6 @@ TABLES = {
 }
 WHY = {
     "If|Loop|Scan": "holds graphs",
-    "RNN|GRU|LSTM": "runs over time",
     ".*Sequence.*|Optional.*": "works on sequences or optional values",
     "CastMap|DictVectorizer|ZipMap": "works on maps: select the tensor before it",
     "Scatter|Upsample": "deprecated; models that have it are converted",
@@ -99,7 +98,7 @@ def _how(schema: Any) -> str | None:
     key = (schema.domain, schema.name)
     if key in RULES:
         return "rule"
-    if key in LOWERINGS:
+    if key in LOWERINGS or key in LATE:
         return "lowering"
     return "body" if has_body(schema) else None
 
@@ -116,7 +115,7 @@ def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, st
 
 def _doc(key: tuple[str, str]) -> str:
     """Return the docstring as two cells: the mathematics, which come first, and the rest."""
-    function = RULES.get(key) or LOWERINGS.get(key)
+    function = RULES.get(key) or LOWERINGS.get(key) or LATE.get(key)
     doc = inspect.getdoc(function) if function else ""
     first, _, rest = (doc or "").replace("|", "\\|").partition("\n\n")
     mathematics = _slope(key[1], function) or " ".join(first.split()).rstrip(".")

@@ -15,17 +15,19 @@ import pytest
 from onnx import defs
 
 import covered
-from onnxgrad.autodiff.rules import CONSTANT, RULES
+from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
 from onnxgrad.graph.bodies import has_body
-from onnxgrad.graph.lowerings import LOWERINGS
+from onnxgrad.graph.lowerings import LATE, LOWERINGS
 from test_shipped import LATER
 
 FLAGS = set(
     """align_corners allowzero antialias causal ceil_mode count_include_pad exclude_outside
-    exclusive fmod interleaved inverse is_causal keepdims largest noop_with_empty_axes onesided
+    exclusive fmod input_forget interleaved inverse is_causal keepdims largest layout
+    linear_before_reset noop_with_empty_axes onesided
     reverse sorted storage_order training_mode transA transB unidirectional upper""".split()
 )
 AUTO_PAD = {"NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID"}
+WAYS = {"forward", "reverse", "bidirectional"}
 SCATTERED, LOSS = {"none", "add", "mul", "max", "min"}, {"none", "sum", "mean"}
 CHOICES = {
     ("AveragePool", "auto_pad"): AUTO_PAD,
@@ -54,6 +56,7 @@ CHOICES = {
         "asymmetric",
         "tf_crop_and_resize",
     },
+    **{(name, "direction"): WAYS for name in ("RNN", "GRU", "LSTM")},
     ("RoiAlign", "mode"): {"avg", "max"},
     ("RoiAlign", "coordinate_transformation_mode"): {"half_pixel", "output_half_pixel"},
     ("Attention", "qk_matmul_output_mode"): {0, 1, 2, 3},
@@ -78,7 +81,7 @@ def of_operators() -> list:
     made = []
     for schema in covered.operators():
         key = (schema.domain, schema.name)
-        known = key in RULES or key in LOWERINGS or has_body(schema)
+        known = key in RULES or key in LOWERINGS or key in LATE or has_body(schema)
         if not schema.domain and known and key not in CONSTANT and schema.name not in LATER:
             made += [(schema.name, a) for a in schema.attributes.values()]
     return made
@@ -109,7 +112,7 @@ def test_attribute_has_cases(name, attribute, tested):
 
 
 def test_gradients_can_be_differentiated():
-    known = {*RULES, *CONSTANT, *LOWERINGS}
+    known = {*RULES, *CONSTANT, *LOWERINGS, *(("", name) for name in HOLDERS)}
     assert {key: rows for key, rows in covered.in_gradients().items() if key not in known} == {}
 
 

@@ -17,8 +17,8 @@ from onnxgrad import check_gradient
 from onnxgrad.autodiff.rules import CONSTANT, RULES
 from shipped import FLOATS, Case, cases, errors
 
-# operators of sequences, or that run over time
-LATER = {"RNN", "GRU", "LSTM", "OptionalGetElement"}
+# operators of sequences
+LATER = {"OptionalGetElement"}
 PREVIEW = {"ai.onnx.preview", "ai.onnx.preview.training"}
 
 # patterns of names, and why
@@ -37,6 +37,7 @@ NOT_IN_FLOAT64 = {
 }
 NOT_TWICE = {
     "reduce_(max|min)_empty_set": "shares of the extremum of nothing are 0 / 0",
+    "test_rnn_seq_length|simple_rnn_bidirectional": "saturated: tanh'' is rounded away",
     "roialign_mode_max": "its gradient needs RoiAlign itself, without a kernel at opset 22",
 }
 

@@ -1,5 +1,5 @@
 """Differentiating ONNX graphs."""
 
-from onnxgrad.autodiff import control
+from onnxgrad.autodiff import control, late
 
-__all__ = ["control"]
+__all__ = ["control", "late"]

@@ -125,7 +125,7 @@ def check_gradient(
     sites = {site.name: site for site in constants.sites(proto)}
     if weights is None:
         weights = [name for name, site in sites.items() if site.default]
-    prepared = prepare(proto)
+    prepared = prepare(proto, late=True)  # the kernels know float32 only
     point = random_feed(prepared.graph.inputs, batch=3, empty_dimension=2, random_state=seed)
     for name in (*(feed or ()), *(inputs or ())):
         if name not in point:

@@ -23,19 +23,21 @@ def sweep(
     wrt: Iterable[ir.Value],
     stops: Collection[ir.Value] = (),
     shortcuts: Mapping[ir.Value, ir.Value] | None = None,
+    nodes: Iterable[ir.Node] | None = None,
 ) -> dict[ir.Value, ir.Value]:
     """Write the gradient of the seeded values, and return it for those of `wrt` that it reaches.
 
     `seeds` gives for some values the gradient that arrives there, of the same shape. No gradient
     goes back through `stops`; what arrives at a key of `shortcuts` goes to its value as it is. What
-    is missing in the result has no differentiable path to a seeded value.
+    is missing in the result has no differentiable path to a seeded value. `nodes` are those to go
+    through, of the graph of `op`; None: all.
 
     Raises:
         NoGradientRule: a gradient arrives at an operator that has no rule, or at a part of it
             that its rule does not cover.
     """
     wrt, shortcuts = list(wrt), shortcuts or {}
-    active, walk = dependent(op.graph, wrt, stops, shortcuts)
+    active, walk = dependent(op.graph if nodes is None else nodes, wrt, stops, shortcuts)
     arriving: dict[ir.Value, list[ir.Value]] = defaultdict(list)
     for value, g in seeds.items():
         arriving[value].append(g)
@@ -60,15 +62,15 @@ def sweep(
 
 
 def dependent(
-    graph: ir.Graph,
+    nodes: Iterable[ir.Node],
     wrt: Iterable[ir.Value],
     stops: Collection[ir.Value] = (),
     shortcuts: Mapping[ir.Value, ir.Value] | None = None,
 ) -> tuple[set[ir.Value], list[ir.Node]]:
-    """Return the floats of `graph` that depend on `wrt`, and the nodes between them."""
+    """Return the floats of `nodes` that depend on `wrt`, and the nodes between."""
     shortcuts = shortcuts or {}
     active, walk = set(wrt), []
-    for node in graph:
+    for node in nodes:
         origins = (shortcuts[y] for y in node.outputs if y in shortcuts)
         if active.isdisjoint(reads(node)) and active.isdisjoint(origins):
             continue

@@ -58,7 +58,7 @@ class Emit:
         self.graph = graph
         self.outer = outer
         self.before: ir.Node | None = None
-        self._written: set[ir.Node | None] = set()
+        self._written: dict[ir.Node, None] = {}
         self._known: dict[Any, list[ir.Value]] = {}
         self._constants: dict[Any, ir.Value] = {}
         self._names: set[str] = outer._names if outer else _all_names(graph) | set(names)
@@ -107,6 +107,11 @@ class Emit:
         """Tell whether any node was written."""
         return bool(self._written)
 
+    @property
+    def written(self) -> list[ir.Node]:
+        """Return the nodes that were written, in that order."""
+        return list(self._written)
+
     # -- writing nodes ------------------------------------------------------------------------
 
     def emit(
@@ -147,7 +152,7 @@ class Emit:
                 self.graph.append(node)
             else:
                 self.graph.insert_before(self.before, node)
-            self._written.add(node)
+            self._written[node] = None
             if op_type not in RANDOM and not fresh:
                 self._known[key] = found
         return found[0] if outputs == 1 else found

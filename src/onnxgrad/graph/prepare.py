@@ -7,7 +7,7 @@ lowering, or by its function body in the specification.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import onnx
 import onnx_ir as ir
@@ -19,7 +19,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, infer_behind, name_rows
-from onnxgrad.graph.lowerings import LOWERINGS
+from onnxgrad.graph.lowerings import LATE, LOWERINGS
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import tidy
@@ -37,13 +37,16 @@ def prepare(
     batch: str | None = None,
     output: str | None = None,
     keep: Collection[str] = (),
+    late: bool = False,
 ) -> ir.Model:
     """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is.
 
     With `batch`, the first axis of every input that is not of a fixed length gets that symbol:
     the caller knows that they all have the same number of rows. With `output`, only that output
     is kept, and what it needs. `keep` names results of nodes that keep their names.
+    With `late`, operators are lowered too that else wait until a gradient arrives.
     """
+    table = LOWERINGS | LATE if late else LOWERINGS
     made = inlined(proto)
     weights.lift(made)
     model = to_ir(raise_opset(made))
@@ -58,11 +61,12 @@ def prepare(
         name_rows(model.graph, batch)
     _clean_bodies(model.graph)
     infer(model)
-    _lower(model, keep)
+    _lower(model, table, keep)
     while bodies.expand(model, [n for n in model.graph.all_nodes() if _has_no_other_way(model, n)]):
         infer(model)
-        _lower(model, keep)
+        _lower(model, table, keep)
     _drop_imports(model)
+    _free_outputs(model)
     if all(exists(n, NEWEST_OPSET) for n in model.graph.all_nodes()):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
@@ -88,6 +92,19 @@ def _has_no_other_way(model: ir.Model, node: ir.Node) -> bool:
     return not known or not exists(node, min(model.opset_imports[""], NEWEST_OPSET))
 
 
+def _free_outputs(model: ir.Model) -> None:
+    """Let no output of a graph be the result of an operator that may be lowered later."""
+    waiting = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in LATE]
+    given = [(n.graph, y) for n in waiting for y in n.outputs if y.is_graph_output()]
+    main = Emit(model.graph) if given else None
+    for graph, y in given:
+        assert isinstance(graph, ir.Graph)
+        op = Emit(graph, outer=main)
+        result = op.like(op.emit("Identity", [y], {}, fresh=True), y)
+        result.name, y.name = y.name, result.name
+        graph.outputs[list(graph.outputs).index(y)] = result
+
+
 def to_proto(model: ir.Model) -> ModelProto:
     """Return `model` as a `ModelProto` of the lowest IR version that its opsets allow."""
     imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
@@ -95,12 +112,12 @@ def to_proto(model: ir.Model) -> ModelProto:
     return ir.to_proto(model)
 
 
-def _lower(model: ir.Model, keep: Collection[str]) -> None:
-    """Rewrite the operators of `LOWERINGS`, and fill in what is known of the shapes then.
+def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:
+    """Rewrite the operators of `table`, and fill in what is known of the shapes then.
 
     Inference stops at operators of other domains, and so it is carried on from one to the next.
     """
-    waiting = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in LOWERINGS]
+    waiting = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in table]
     stuck = False  # whether inputs of all that wait stay without a rank
     opset = model.opset_imports[""]
     while waiting:
@@ -118,7 +135,7 @@ def _lower(model: ir.Model, keep: Collection[str]) -> None:
             op = emitters.setdefault(node.graph, Emit(node.graph, outer=main))
             op.before = node
             with op:
-                made = LOWERINGS[node.domain, node.op_type](op, node)
+                made = table[node.domain, node.op_type](op, node)
                 if made is not None:
                     _replace(op, node, made, keep)
         stuck = len(left) == len(waiting)

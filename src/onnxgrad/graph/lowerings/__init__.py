@@ -9,8 +9,9 @@ from onnxgrad.graph.lowerings import (
     microsoft_grouped,
     microsoft_norms,
     ml,
+    recurrent,
     svm,
 )
-from onnxgrad.graph.lowerings.registry import LOWERINGS, lowering
+from onnxgrad.graph.lowerings.registry import LATE, LOWERINGS, lowering
 
-__all__ = ["LOWERINGS", "lowering"]
+__all__ = ["LATE", "LOWERINGS", "lowering"]

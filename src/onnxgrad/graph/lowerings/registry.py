@@ -10,17 +10,18 @@ from onnxgrad.graph.emit import Emit
 
 Lowering = Callable[[Emit, ir.Node], "list[ir.Value] | None"]
 LOWERINGS: dict[tuple[str, str], Lowering] = {}
+LATE: dict[tuple[str, str], Lowering] = {}  # where a gradient arrives only: they slow the forward
 
 
-def lowering(op_type: str, domain: str = "") -> Callable[[Lowering], Lowering]:
+def lowering(op_type: str, domain: str = "", late: bool = False) -> Callable[[Lowering], Lowering]:
     """Register the function below as the lowering of an operator.
 
     It takes the emitter and the node, and returns the values that take the place of the node's
-    outputs, or None to leave it as it is.
+    outputs, or None to leave it as it is. With `late`, `prepare` leaves the node to the sweep.
     """
 
     def register(function: Lowering) -> Lowering:
-        LOWERINGS[domain, op_type] = function
+        (LATE if late else LOWERINGS)[domain, op_type] = function
         return function
 
     return register
