@@ -15,7 +15,7 @@ import onnx
 import pytest
 from published import CACHE, Judge, Published, UnavailableError, fetch, models, run, session
 
-from onnxgrad import NoGradientRule, hvp, jvp
+from onnxgrad import hvp, jvp
 from onnxgrad.graph import weights as constants
 from onnxgrad.training.trainer import trainable
 
@@ -24,9 +24,6 @@ FOLDER = CACHE if GIVEN == "download" else Path(GIVEN)
 pytestmark = pytest.mark.real
 
 SECOND = {"minilm", "spindle"}
-
-# operators on the way to the weights that have no rule yet
-WITHOUT_RULE = {"silero-vad-v6": "LSTM", "aecmos": "GRU"}
 
 
 def judge(model: Published) -> Judge:
@@ -40,24 +37,14 @@ def judge(model: Published) -> Judge:
         pytest.skip(str(e))
 
 
-def listed() -> list:
-    made = []
-    for model in models():
-        missing = WITHOUT_RULE.get(model.name)
-        reason = f"{missing} has no rule"
-        xfail = pytest.mark.xfail(raises=NoGradientRule, strict=True, reason=reason)
-        made.append(pytest.param(model, id=model.name, marks=[xfail] if missing else []))
-    return made
-
-
-@pytest.mark.parametrize("model", listed())
+@pytest.mark.parametrize("model", models(), ids=lambda model: model.name)
 def test_gradient(model):
     """That of all weights, and that of each float input, in a random direction."""
     errors = judge(model).errors(directions=1)
     assert all(error < 0.03 for error in errors.values()), errors
 
 
-@pytest.mark.parametrize("model", listed())
+@pytest.mark.parametrize("model", models(), ids=lambda model: model.name)
 def test_training_step(model):
     """The loss falls, and nothing but weights is another in the model that comes back."""
     judged = judge(model)
