@@ -73,9 +73,9 @@ class Copy:
         """Compute these no more: return what stands for those that are used, and the originals."""
         made = []
         for y in results:
-            if y.uses():
+            if y.uses() or y.is_graph_output():
                 stand_in = self.op.like(ir.Value(name=self.op.name(str(y.name))), y)
-                ir.convenience.replace_all_uses_with(y, stand_in)
+                ir.convenience.replace_all_uses_with(y, stand_in, replace_graph_outputs=True)
                 made.append((stand_in, self._origins[y]))
         drop_unused(self.graph)
         return made

@@ -1,8 +1,8 @@
 """Work that the iterations of a backward Scan need not do.
 
 A matrix by which they multiply gets its gradient from one product of all iterations, for which the
-factors are stacked, and the products of the forward pass are kept: if they are no larger than all
-that an iteration carries, reads and returns, so that memory stays proportional to it.
+factors are stacked; products and transcendental functions of the forward pass are kept. All that if
+it is no larger than what an iteration carries, reads and returns: memory stays proportional to it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from onnxgrad.graph.emit import RANDOM, Emit
 from onnxgrad.graph.reads import reads, subgraphs
 from onnxgrad.graph.shapes import dims, is_stated, rank
 
+_TRANSCENDENTAL = frozenset("Erf Exp Gelu Log Pow Sigmoid Softmax Softplus Tanh".split())
 _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
 
@@ -59,6 +60,13 @@ def put_off(back: Iterations) -> list[Product]:
         transposed, alpha = bool(get.get_int("transB", 0)), get.get_float("alpha", 1.0)
         found.append(Product(y, a, w, hidden, transposed, alpha))
     return found
+
+
+def transcendental(back: Iterations) -> list[ir.Value]:
+    """Return the results in the body that are worth keeping, and small enough."""
+    room = _Room(back)
+    found = (node for node in back.copy.graph if node.op_type in _TRANSCENDENTAL)
+    return [node.outputs[0] for node in found if room.holds(node.outputs[0])]
 
 
 def show(products: Iterable[Product]) -> None:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import Pairs, hand_out, new, several
 from onnxgrad.autodiff.control.iterations import Carried, Iterations
-from onnxgrad.autodiff.control.motion import Product, move_out, put_off, show
+from onnxgrad.autodiff.control.motion import Product, move_out, put_off, show, transcendental
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
@@ -32,12 +32,13 @@ def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     count = node.attributes.get_int("num_scan_inputs", 0)
     back = Iterations(op, node, gs, active, len(node.inputs) - count)
     arriving = {y: new(op, y) for y in back.arriving}
-    products = put_off(back)
+    products, costly = put_off(back), transcendental(back)
     carried, found = back.differentiate(arriving, [p.y for p in products])
     show(products)
     if not carried and not found:
         return []
-    return _Backward(back, carried, found, [p for p in products if p.y in found]).written(arriving)
+    products = [p for p in products if p.y in found]
+    return _Backward(back, carried, found, products, costly).written(arriving)
 
 
 class _Backward:
@@ -52,9 +53,11 @@ class _Backward:
         carried: list[Carried],
         found: dict[ir.Value, ir.Value],
         products: list[Product],
+        costly: list[ir.Value],
     ) -> None:
         self.back, self.op, self.copy, self.node = back, back.op, back.copy, back.node
         self.carried, self.found, self.products = carried, found, products
+        self.costly = costly
         self.ways = _ways(self.node, "input", len(back.elements))
 
     def written(self, arriving: dict[ir.Value, ir.Value]) -> Pairs:
@@ -65,7 +68,8 @@ class _Backward:
         factors = [p.a for p in self.products if p.a not in at_hand]
         single = dict.fromkeys([*self.found.values(), *factors])
         copy.give([*(c.after for c in self.carried), *single])
-        kept = [*copy.draws(), *copy.take_out(p.y for p in self.products)]
+        kept = [*copy.draws(), *copy.take_out(self.costly)]
+        kept += copy.take_out(p.y for p in self.products)
         used = [a for a in back.states if a.uses() or any(p.a is a for p in self.products)]
         for v, original in [*kept, *((a, back.original(a)) for a in used)]:
             stacks[v] = Stack(self._taped(original), 0, 1)
@@ -80,9 +84,9 @@ class _Backward:
         ]
         of_products: list[tuple[Product, _Output, Stack | _Output]] = []
         for p in self.products:
-            a = known.get(p.a, (inner[p.a], 0, 1) if p.a in inner else None)
+            factor = inner.get(p.a, p.a)
+            a = known.get(factor, (factor, 0, 1))
             way = a.way if isinstance(a, Stack) else 1
-            assert a is not None
             of_products.append((p, (inner[self.found[p.y]], 0, way), a))
         wanted = [g for _, g in of_elements] + [g for _, g, _ in of_products]
         wanted += [a for *_, a in of_products if not isinstance(a, Stack)]
