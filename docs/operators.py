@@ -24,9 +24,8 @@ from microsoft_rows import CASES
 from onnxgrad.autodiff.rules import CONSTANT, RULES
 from onnxgrad.graph.bodies import has_body
 from onnxgrad.graph.lowerings import LATE, LOWERINGS
-from test_shipped import LATER
 
-FLOATS = {"tensor(float)", "tensor(double)"}
+FLOATS = {"tensor(float)", "tensor(double)", "seq(tensor(float))"}
 HEAD = """# Operators
 
 What has a gradient, by which operands, and how that is checked. Made by `python docs/operators.py`
@@ -53,7 +52,6 @@ TABLES = {
 }
 WHY = {
     "If|Loop|Scan": "holds graphs",
-    ".*Sequence.*|Optional.*": "works on sequences or optional values",
     "CastMap|DictVectorizer|ZipMap": "works on maps: select the tensor before it",
     "Scatter|Upsample": "deprecated; models that have it are converted",
 }
@@ -69,7 +67,7 @@ def text() -> str:
         name = f"`{schema.name}`" + (f" ({schema.domain})" if schema.domain else "")
         if key in CONSTANT:
             parts["Declared without a gradient"].append(f"| {name} | {CONSTANT[key]} |")
-        elif (how := _how(schema)) is None or schema.name in LATER:
+        elif (how := _how(schema)) is None:
             why = next(w for names, w in WHY.items() if re.fullmatch(names, schema.name))
             parts["Not differentiated yet"].append(f"| {name} | {why} |")
         else:

@@ -285,9 +285,9 @@ def test_tables_of_a_rotation_are_no_weights():
 @pytest.mark.parametrize(
     ("node", "why"),
     [
-        ("com.microsoft.MatMulNBits<K=4, N=4, bits=4, block_size=16>(x, w)", "before quantization"),
-        ("com.microsoft.QLinearAdd(x, w)", "before quantization"),
-        ("com.microsoft.DynamicQuantizeMatMul(x, w)", "before quantization"),
+        ("com.microsoft.MatMulNBits<K=4, N=4, bits=4, block_size=16>(x, w)", "quantiz"),
+        ("com.microsoft.QLinearAdd(x, w)", "quantiz"),
+        ("com.microsoft.DynamicQuantizeMatMul(x, w)", "quantiz"),
         ("com.microsoft.Inverse(x)", "ORT_ENABLE_BASIC at most"),
         ("com.microsoft.nchwc.Conv(x, w)", "ORT_ENABLE_EXTENDED at most"),
         ("com.microsoft.Attention<num_heads=2, do_rotary=1>(x, w)", "before optimization"),

@@ -206,12 +206,16 @@ FLAT = {
     "QLinearConv": QUANTIZED.format("QLinearConv(q, s, o, t, s, o, s, o)").replace(
         "[2, 3]", "[1, 2, 3]"
     ),
+    "SequenceLength": BOOLEAN.format("SequenceLength(s)").replace(
+        "b =", "s = SplitToSequence(x)  b ="
+    ),
+    "OptionalHasElement": BOOLEAN.format("OptionalHasElement(x)"),
     "BitCast": TIMES_ZERO.format("r = BitCast<to=6>(x)"),
 }
 WITHOUT_FLOATS = set(
     """Constant BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BlackmanWindow ConvInteger
     HammingWindow HannWindow ImageDecoder MatMulInteger RandomNormal RandomUniform RegexFullMatch
-    StringConcat StringNormalizer StringSplit TfIdfVectorizer""".split()
+    SequenceEmpty StringConcat StringNormalizer StringSplit TfIdfVectorizer""".split()
 )
 
 

@@ -188,6 +188,12 @@ def claims_and_shapes(made: onnx.ModelProto, arrays: dict) -> tuple[dict, dict]:
     made.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(missing))
     names = [y.name for y in made.graph.output]
     found = dict(zip(names, run(made, arrays), strict=True))
+    for name, elements in [(n, a) for n, a in found.items() if not isinstance(a, np.ndarray)]:
+        claim = claims.pop(name, None)  # of a sequence, that of all elements; None holds nothing
+        for i, array in enumerate(elements or ()):
+            found[f"{name}[{i}]"] = array
+            claims |= {} if claim is None else {f"{name}[{i}]": claim}
+        del found[name]
     shapes = {name: np.shape(array) for name, array in found.items()}
     inputs = {str(x.name): dims(x) for x in graph.inputs}
     claims |= {name: shape for name, shape in inputs.items() if shape is not None}

@@ -17,8 +17,6 @@ from onnxgrad import check_gradient
 from onnxgrad.autodiff.rules import CONSTANT, RULES
 from shipped import FLOATS, Case, cases, errors
 
-# operators of sequences
-LATER = {"OptionalGetElement"}
 PREVIEW = {"ai.onnx.preview", "ai.onnx.preview.training"}
 
 # patterns of names, and why
@@ -44,7 +42,7 @@ NOT_TWICE = {
 
 def differentiable(node: onnx.NodeProto) -> bool:
     constant = (node.domain, node.op_type) in CONSTANT
-    return not constant and node.op_type not in LATER and node.domain not in PREVIEW
+    return not constant and node.domain not in PREVIEW
 
 
 FROZEN, FED = (cases(frozen, differentiable) for frozen in (True, False))

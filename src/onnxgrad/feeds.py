@@ -56,6 +56,8 @@ def _describe(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
     if isinstance(x, ir.Value):
         if x.dtype is None:
             raise ValueError(f"input {x.name!r} states no type")
+        if not isinstance(x.type, ir.TensorType):
+            raise ValueError(f"input {x.name!r} is no tensor but {x.type}")
         shape = () if x.shape is None else x.shape
         return str(x.name), x.dtype, [d if isinstance(d, int) else d.value for d in shape]
     dtype = session_dtype(x.type)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntFlag
@@ -20,7 +20,7 @@ from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind
-from onnxgrad.graph.shapes import dims, is_real, static
+from onnxgrad.graph.shapes import dims, has_reals, is_real, static
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.write import save
 
@@ -67,7 +67,7 @@ def onnx_derivative(
         weights: names of the weights, which become inputs. None: every float constant of the model
             (`get_train_initializer`) that the outputs depend on; `[]`: none, they stay.
         inputs: names of the inputs. None: every float input that the outputs depend on, but for the
-            scales and regions of a Resize.
+            scales and regions of a Resize. The gradient of a sequence is a sequence of gradients.
         options: see `DerivativeOptions`.
         loss: with `Loss`, the output that holds the loss.
         label: with `Loss`, the label input or inputs, for which no gradient is computed.
@@ -152,7 +152,7 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     original_outputs = list(graph.outputs)
     stops = _results(graph, "stop_gradient", asked.stop_gradient)
     shortcuts = {y: _origin(y) for y in _results(graph, "straight_through", asked.straight_through)}
-    chosen_inputs = choose_inputs(graph, asked.inputs, asked.labels)
+    chosen_inputs = choose_inputs(graph, asked.inputs, asked.labels, has_reals)
     chosen_weights = as_inputs(proto, graph, asked.weights)
     wanted = [*chosen_inputs, *chosen_weights]
 
@@ -219,10 +219,10 @@ def _origin(y: ir.Value) -> ir.Value:
 def _nothing_to_do(proto: ModelProto, outputs: list[ir.Value], wanted: list[ir.Value]) -> str:
     if outputs:
         return f"no differentiable path from any of {[x.name for x in wanted]} to an output"
+    behind = {o.name: tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)}
     hints = [
-        f" {o.name!r} is no tensor: select {tensor_behind(proto, o.name)!r} instead"
-        for o in proto.graph.output
-        if non_tensor(o)
+        f" {y!r} is no tensor: select {repr(x) if x else 'a tensor that it is made of'} instead"
+        for y, x in behind.items()
     ]
     return f"the model has no float tensor among its outputs.{';'.join(hints)}"
 
@@ -275,14 +275,17 @@ def require_path(asked, gradients, outputs) -> None:
 
 
 def choose_inputs(
-    graph: ir.Graph, names: Sequence[str] | None, labels: Sequence[str] = ()
+    graph: ir.Graph,
+    names: Sequence[str] | None,
+    labels: Sequence[str] = (),
+    varies: Callable[[ir.Value], bool] = is_real,
 ) -> list[ir.Value]:
     """Return the inputs to differentiate by, in order; None: all floats but labels and settings.
 
     Raises:
         ValueError: an unknown name, one named twice, or an input that is no float.
     """
-    floats = [x for x in graph.inputs if is_real(x)]
+    floats = [x for x in graph.inputs if varies(x)]
     for name in labels:
         by_name("input", name, graph.inputs)
     if names is None:

@@ -17,7 +17,7 @@ from onnxgrad.autodiff.derivative import (
     derivative,
     garbage_kept,
 )
-from onnxgrad.errors import unknown
+from onnxgrad.errors import NoGradientRule, unknown
 from onnxgrad.graph.emit import RANDOM
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
@@ -200,17 +200,30 @@ def _choose(sides: _Sides, memory: str, sizes: _Sizes) -> list[ir.Value]:
     def made_of(value: ir.Value) -> list[ir.Value] | None:
         node = value.producer()
         assert node is not None
-        if not sides.repeated(node, memory):
+        again = sides.repeated(node, memory) or (not _is_tensor(value) and _repeats(node))
+        if not again:
             return None
         return [x for x in sides.reads[node] if x.producer() in sides.reads]
 
     def price(value: ir.Value) -> float:
-        if not isinstance(value.type, ir.TensorType):  # only a tensor passes between models
+        if not _is_tensor(value):
             return inf
         return 0 if value in outputs else sizes[value]
 
     saved = cheapest(sides.wanted, price, made_of)
-    return [y for node in sides.before for y in node.outputs if y in saved]
+    found = [y for node in sides.before for y in node.outputs if y in saved]
+    for v in found:
+        if not _is_tensor(v):
+            raise NoGradientRule(
+                f"{v.name!r} is a sequence of random numbers, which cannot pass from the forward "
+                "to the backward model: draw them outside of the Loop that makes it"
+            )
+    return found
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    """Tell whether `value` can pass between models, as only a tensor can."""
+    return isinstance(value.type, ir.TensorType)
 
 
 def _repeats(node: ir.Node) -> bool:

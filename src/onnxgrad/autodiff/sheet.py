@@ -276,7 +276,7 @@ def _readers_of(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
                 'forward mode; `vjp`, and `jacobian` with mode="reverse", do without'
             )
         for node, _ in v.uses():
-            if node.op_type in ("Shape", "Size"):
+            if node.op_type in ("Shape", "Size", "SequenceLength"):
                 found.append(node)
             elif any(subgraphs(node)) or node.graph is not graph:
                 holds = True

@@ -7,22 +7,18 @@ The same node is never written twice: asking for it again returns the first one'
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import broadcast, constant, dims, equal, output_shape, rank, static
+from onnxgrad.graph import sequences
+from onnxgrad.graph.reads import all_names, attribute_key
+from onnxgrad.graph.shapes import broadcast, constant, dims, equal, rank, static
+from onnxgrad.graph.types import output_shape, output_types
 
-_OUTPUT_DTYPE = {
-    **dict.fromkeys(("Shape", "Size", "NonZero", "ArgMax", "ArgMin"), ir.DataType.INT64),
-    **dict.fromkeys(
-        "Equal Greater GreaterOrEqual Less LessOrEqual Not And Or Xor IsNaN IsInf".split(),
-        ir.DataType.BOOL,
-    ),
-}
 _SMALL = 64  # elements: a constant this size is looked at, and folded
 RANDOM = frozenset(  # twice the same node draws twice
     "Bernoulli Dropout Multinomial "
@@ -61,7 +57,7 @@ class Emit:
         self._written: dict[ir.Node, None] = {}
         self._known: dict[Any, list[ir.Value]] = {}
         self._constants: dict[Any, ir.Value] = {}
-        self._names: set[str] = outer._names if outer else _all_names(graph) | set(names)
+        self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
         self._counter = 0
         self._tokens: list[Any] = []  # one for every `with` that has been entered
 
@@ -138,12 +134,12 @@ class Emit:
         ):
             return simpler
         attrs = ir.convenience.convert_attributes(attributes)
-        key = (domain, op_type, outputs, tuple(map(id, values)), tuple(map(_attr_key, attrs)))
+        key = (domain, op_type, outputs, tuple(map(id, values)), tuple(map(attribute_key, attrs)))
         found = None if fresh else self._known.get(key)
         if found is None:
             node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
             found = list(node.outputs)
-            types = _types(op_type, values, attributes, outputs)
+            types = output_types(op_type, values, attributes, outputs)
             for value, kind in zip(found, types, strict=True):
                 value.name, value.type = self.name(op_type.lower()), kind
             shape = output_shape(op_type, values, attributes)
@@ -267,6 +263,8 @@ class Emit:
 
     def _filled(self, number: int, x: ir.Value) -> ir.Value:
         assert x.dtype is not None
+        if not isinstance(x.type, ir.TensorType):
+            return sequences.filled(self, number, x)
         shape = static(dims(x))
         if shape is not None and math.prod(shape) < _SMALL:
             return self.value(np.full(shape, number, x.dtype.numpy()))
@@ -331,8 +329,8 @@ class Emit:
         return self.like(self.Expand(g, self.shape(like)), like)
 
     def like(self, y: ir.Value, x: ir.Value) -> ir.Value:
-        """Record that `y` has the shape and dtype of `x`."""
-        y.shape, y.type = x.shape, x.type
+        """Record that `y` has the shape and dtype of `x`, or of what an Optional `x` holds."""
+        y.shape, y.type = x.shape, sequences.content(x.type)
         return y
 
     def sum_to(self, g: ir.Value, x: ir.Value) -> ir.Value:
@@ -377,40 +375,10 @@ class Emit:
         """Add up terms of one shape."""
         if len(terms) == 1:
             return terms[0]
+        if sequences.is_sequence(terms[0]):
+            return sequences.total(self, terms)
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.like(y, terms[0]) if y.shape is None else y
-
-
-def _types(
-    op_type: str, operands: list, attributes: dict, outputs: int
-) -> Sequence[ir.TypeProtocol | None]:
-    """Return the types of the outputs: those of the graph that the node holds, or by one dtype."""
-    held = attributes.get("body", attributes.get("then_branch"))
-    if held is not None:
-        return [y.type for y in held.outputs[op_type == "Loop" :]]
-    dtype = _dtype(op_type, operands, attributes)
-    return [None if dtype is None else ir.TensorType(dtype) for _ in range(outputs)]
-
-
-def _dtype(op_type: str, operands: list, attributes: dict) -> ir.DataType | None:
-    """Return the dtype of the outputs, by the operator or by the first operand that counts."""
-    if op_type == "Cast":
-        return ir.DataType(attributes["to"])
-    if op_type in _OUTPUT_DTYPE:
-        return _OUTPUT_DTYPE[op_type]
-    counted = operands[1:] if op_type == "Where" else operands
-    return next((v.dtype for v in counted if v is not None and v.dtype), None)
-
-
-def _attr_key(attr: ir.Attr) -> Any:
-    value = attr.value
-    if isinstance(value, (list, tuple)):
-        value = tuple(value)
-    elif attr.type == ir.AttributeType.TENSOR:
-        value = (value.dtype, tuple(value.shape), value.tobytes())
-    elif attr.type == ir.AttributeType.GRAPH:
-        value = id(value)
-    return attr.name, value
 
 
 def _expanded(x: ir.Value) -> ir.Value | None:
@@ -423,10 +391,3 @@ def _squared(x: ir.Value) -> ir.Value | None:
     if node is None or node.op_type != "Mul" or node.inputs[0] is not node.inputs[1]:
         return None
     return node.inputs[0]
-
-
-def _all_names(graph: ir.Graph) -> set[str]:
-    names = {v.name for node in graph.all_nodes() for v in node.outputs if v.name}
-    for g in (graph, *graph.subgraphs()):
-        names.update(v.name for v in (*g.inputs, *g.initializers.values()) if v.name)
-    return names

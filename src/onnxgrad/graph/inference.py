@@ -11,14 +11,24 @@ from onnx import defs
 from onnx.shape_inference import infer_node_outputs
 from onnx_ir.passes.common import ShapeInferencePass
 
+from onnxgrad.graph.kinds import correct_types
+from onnxgrad.graph.reads import subgraphs
+from onnxgrad.graph.sequences import OPERATORS
 from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
-from onnxgrad.graph.states import assume_states, constants_in_bodies, forget_declared
+from onnxgrad.graph.states import (
+    assume_states,
+    constants_in_bodies,
+    forget_declared,
+    starts_as_states,
+)
 from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
 
 _SMALL = 64  # elements: a constant this size may be a shape, or axes
 
 # Exporters write these for "I do not know": the same text twice does not mean the same size.
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
+
+_ROUNDS = 8  # at most, for types of sequences that follow from each other
 
 
 def infer(model: ir.Model) -> None:
@@ -39,13 +49,10 @@ def infer(model: ir.Model) -> None:
             for y in node.outputs:
                 y.shape = None
         _infer_with_onnx(model)
+    _complement(model, nodes)
     while assume_states(nodes):
         _infer_with_onnx(model)
-    if _refine(nodes):
-        _infer_with_onnx(model)
-        _refine(nodes)
-    while assume_states(nodes):
-        _infer_with_onnx(model)
+        _complement(model, nodes)
     for y, shape in declared.items():
         _complete(y, shape)
 
@@ -113,6 +120,9 @@ def _name_axes(graph: ir.Graph) -> None:
         shape = dims(value)
         if static(shape) is not None or shape is None:
             continue
+        if value in inputs and not isinstance(value.type, ir.TensorType):
+            value.shape = ir.Shape([d if isinstance(d, int) else None for d in shape])
+            continue  # elements of a sequence may differ in what is not a number
         named = [None if d in _PLACEHOLDERS else d for d in shape]
         if value in inputs:
             named = [next(fresh) if d is None else d for d in named]
@@ -132,6 +142,14 @@ def _complete(value: ir.Value, declared: Dims | None) -> None:
 
 def _infer_with_onnx(model: ir.Model) -> None:
     _run_inference(model)
+    for _ in range(_ROUNDS):
+        if not correct_types(model.graph):
+            break
+        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+            if node.op_type not in OPERATORS and not any(subgraphs(node)):
+                for y in node.outputs:
+                    y.shape = None
+        _run_inference(model)
     hidden: list[ir.Node] = []
     while (wrong := wrongly_inferred(model.graph, hidden)) is not None:
         hidden.append(wrong)
@@ -145,13 +163,20 @@ def _run_inference(model: ir.Model) -> None:
     initializers = model.graph.initializers
     ordered = dict(initializers)
     try:
-        with constants_in_bodies(model.graph):
+        with constants_in_bodies(model.graph), starts_as_states(model.graph):
             ShapeInferencePass(check_type=False, strict_mode=False)(model)
     finally:
         log.setLevel(previous)
         if list(initializers) != list(ordered):  # the pass moves large ones to the end
             initializers.clear()
             initializers.update(ordered)
+
+
+def _complement(model: ir.Model, nodes: list[ir.Node]) -> None:
+    """Fill in what onnx does not find, and what follows from it."""
+    if _refine(nodes):
+        _infer_with_onnx(model)
+        _refine(nodes)
 
 
 def _refine(nodes: Iterable[ir.Node]) -> bool:

@@ -29,6 +29,9 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
             elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _FLOATS:
                 tensor = _converted(attribute.value, dtype)
                 node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
+            elif attribute.type == ir.AttributeType.TYPE_PROTO:  # of an Optional
+                kind = attribute.value.type
+                kind.dtype = dtype if kind.dtype in _FLOATS else kind.dtype
     for graph in (model.graph, *model.graph.subgraphs()):
         for value in (*graph.inputs, *graph.initializers.values()):
             if value not in kept:

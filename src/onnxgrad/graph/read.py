@@ -17,6 +17,7 @@ from onnxgrad.errors import ModelError
 from onnxgrad.graph.external import resolve
 
 _ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
+_OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
 
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
@@ -72,7 +73,7 @@ def to_ir(proto: ModelProto) -> ir.Model:
         kept.CopyFrom(proto)
         dropped = {o.name for o in kept.graph.output if non_tensor(o)}
         _keep(kept.graph.output, lambda o: o.name not in dropped)
-        _keep(kept.graph.node, lambda n: not dropped.intersection(n.output))
+        _keep(kept.graph.node, lambda n: n.op_type not in _ON_MAPS or n.output[0] not in dropped)
         _keep(kept.graph.value_info, lambda v: v.name not in dropped)
         proto = kept
     for node in proto.graph.node:
@@ -96,7 +97,7 @@ def non_tensor(value: onnx.ValueInfoProto) -> bool:
 def tensor_behind(proto: ModelProto, name: str) -> str | None:
     """Return the float tensor that the non-tensor output `name` is made from, if it is known."""
     for node in proto.graph.node:
-        if name in node.output and node.op_type == "ZipMap":
+        if name in node.output and node.op_type in _OF_TENSORS:
             return node.input[0]
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import onnx_ir as ir
 
@@ -34,3 +35,23 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
             yield attribute.as_graph()
         elif attribute.type == ir.AttributeType.GRAPHS:
             yield from attribute.as_graphs()
+
+
+def all_names(graph: ir.Graph) -> set[str]:
+    """Return the names of the values of `graph`, and of the graphs inside of its nodes."""
+    names = {v.name for node in graph.all_nodes() for v in node.outputs if v.name}
+    for g in (graph, *graph.subgraphs()):
+        names.update(v.name for v in (*g.inputs, *g.initializers.values()) if v.name)
+    return names
+
+
+def attribute_key(attr: ir.Attr) -> Any:
+    """Return what is the same for attributes that say the same."""
+    value = attr.value
+    if isinstance(value, (list, tuple)):
+        value = tuple(value)
+    elif attr.type == ir.AttributeType.TENSOR:
+        value = (value.dtype, tuple(value.shape), value.tobytes())
+    elif attr.type == ir.AttributeType.GRAPH:
+        value = id(value)
+    return attr.name, value

@@ -29,7 +29,14 @@ _LIKE_FIRST = frozenset(
 
 
 def is_real(value: ir.Value) -> bool:
-    """Tell whether `value` holds floats fine enough for a gradient: of 16 bits or more."""
+    """Tell whether `value` is a tensor of floats fine enough for a gradient: of 16 bits or more."""
+    return isinstance(value.type, ir.TensorType) and has_reals(value)
+
+
+def has_reals(value: ir.Value) -> bool:
+    """Tell whether `value` is a tensor of such floats, or a sequence of such tensors."""
+    if isinstance(value.type, ir.OptionalType):
+        return False
     dtype = value.dtype
     return dtype is not None and dtype.is_floating_point() and dtype.bitwidth >= 16
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import onnx_ir as ir
 
 from onnxgrad.graph.reads import subgraphs
+from onnxgrad.graph.sequences import is_empty
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 
 _SMALL = 64  # elements of a constant that tells a shape
@@ -23,7 +24,7 @@ def forget_declared(nodes: Iterable[ir.Node]) -> None:
         if (node.domain, node.op_type) == ("", "Loop"):
             for counter in node.attributes["body"].as_graph().inputs[:2]:
                 counter.shape = ir.Shape(())
-        for _, state, _, _ in _states(node):
+        for _, state, _, _ in states(node):
             state.meta.pop(_CHANGES, None)
 
 
@@ -49,18 +50,44 @@ def constants_in_bodies(graph: ir.Graph) -> Iterator[None]:
         body.initializers.pop(str(name))
 
 
+@contextmanager
+def starts_as_states(graph: ir.Graph) -> Iterator[None]:
+    """Let Loops start with stand-ins of their states, where these are sequences.
+
+    onnx takes the elements of the result for those of the sequence that a Loop starts with.
+    """
+    before: list[tuple[ir.Node, int, ir.Value]] = []
+    inputs = len(graph.inputs)
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        for i, (start, state, _, _) in enumerate(states(node), 2):
+            if start is not None and not isinstance(start.type, ir.TensorType | None):
+                name = f"onnxgrad.start_{len(before)}"
+                graph.inputs.append(ir.Value(name=name, type=start.type, shape=state.shape))
+                node.replace_input_with(i, graph.inputs[-1])
+                before.append((node, i, start))
+    yield
+    for node, i, start in before:
+        node.replace_input_with(i, start)
+    del graph.inputs[inputs:]
+
+
 def assume_states(nodes: Iterable[ir.Node]) -> bool:
     """Correct what is assumed of the states of Loops; tell whether to infer once more.
 
+    Of a sequence that is its elements' shape; one that starts empty has those of its first ones.
     A state has the shape that it starts with if, whenever an iteration starts with that shape, it
     ends with it. Lengths for which this is not so are forgotten.
     """
-    states = [of for node in nodes for of in _states(node)]
-    new = [(start, state) for start, state, _, _ in states if _is_open(start, state)]
-    for start, state in new:
-        state.shape = ir.Shape(_known(start) or ())
+    of_all = [of for node in nodes for of in states(node)]
+    new = [
+        (state, shape)
+        for start, state, end, _ in of_all
+        if state.shape is None and not changes(state) and (shape := _first(start, end)) is not None
+    ]
+    for state, shape in new:
+        state.shape = ir.Shape(shape)
     changed = False
-    for _, state, end, _ in () if new else states:
+    for _, state, end, _ in () if new else of_all:
         assumed, found = _known(state), _known(end)
         if assumed is None or found is None or len(found) != len(assumed):
             kept = None
@@ -73,17 +100,25 @@ def assume_states(nodes: Iterable[ir.Node]) -> bool:
         for node in nodes:
             for y in node.outputs:
                 y.shape = None
-    for _, state, _, result in states:
+    for _, state, _, result in of_all:
         result.shape = state.shape
     return changed or bool(new)
 
 
-def _is_open(start: ir.Value | None, state: ir.Value) -> bool:
-    return state.shape is None and _known(start) is not None and not state.meta.get(_CHANGES)
+def _first(start: ir.Value | None, end: ir.Value) -> Dims | None:
+    """Return the shape that a state starts with, or that its first elements have."""
+    return _known(end if start is not None and is_empty(start) else start)
 
 
-def _states(node: ir.Node) -> Iterator[tuple]:
-    """Yield of each state what it starts as, its start and end in an iteration, and the result."""
+def changes(state: ir.Value) -> bool:
+    """Tell whether the number of axes of a state of a Loop was found to change."""
+    return bool(state.meta.get(_CHANGES))
+
+
+def states(node: ir.Node) -> Iterator[tuple]:
+    """Yield of each state of a Loop: what it starts as, what an iteration starts and ends with, and
+    the result.
+    """
     if (node.domain, node.op_type) == ("", "Loop"):
         body, starts = node.attributes["body"].as_graph(), node.inputs[2:]
         n = len(starts)

@@ -25,6 +25,8 @@ def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Val
         found.append(copy.sweep([(y, _as(copy.op, g, y)) for y, g in pairs], around))
     reached = [v for v in around if any(v in gradients for gradients in found)]
     if not reached:
+        for copy in copies:
+            copy.discard()
         return []
     for copy, gradients, name in zip(copies, found, _BRANCHES, strict=True):
         with copy.op as inner:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import RANDOM, Emit
+from onnxgrad.graph.reads import reads
 from onnxgrad.graph.tidy import drop_unused
 
 Pairs = list[tuple[ir.Value, ir.Value]]
@@ -56,6 +57,11 @@ class Copy:
         self.op.give(outputs)
         drop_unused(self.graph)
 
+    def discard(self) -> None:
+        """Let the copy read nothing from around: it is not used."""
+        for node in self.graph.all_nodes():
+            node.resize_inputs(0)
+
     def draws(self) -> Pairs:
         """Take out what is drawn at random: return what stands for it, and the original."""
         made = []
@@ -68,6 +74,20 @@ class Copy:
                 )
             made += self.take_out(node.outputs)
         return made
+
+    def read_from(self, states: Iterable[ir.Value]) -> Pairs:
+        """Take out the tensors that are read from those of `states` that are sequences."""
+        handed, found = {a for a in states if not is_tensor(a)}, []
+        for node in self.graph:
+            if not handed.isdisjoint(reads(node)):
+                handed.update(y for y in node.outputs if not is_tensor(y))
+                found += [y for y in node.outputs if is_tensor(y) and y in self._origins]
+        return self.take_out(found)
+
+    def counterpart(self, original: ir.Value) -> ir.Value:
+        """Return the copy of a value of the original graph."""
+        copies = dict(zip(self.original.inputs, self.inputs, strict=True))
+        return (copies | {o: c for c, o in self._origins.items()})[original]
 
     def take_out(self, results: Iterable[ir.Value]) -> Pairs:
         """Compute these no more: return what stands for those that are used, and the originals."""
@@ -95,6 +115,11 @@ def hand_out(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Val
 def new(op: Emit, like: ir.Value) -> ir.Value:
     """Return a value for the gradient of `like`, which nothing computes yet."""
     return op.like(ir.Value(name=op.name(f"{like.name}_grad")), like)
+
+
+def is_tensor(value: ir.Value) -> bool:
+    """Tell whether `value` is a tensor: no sequence, and no Optional."""
+    return isinstance(value.type, ir.TensorType)
 
 
 def several(made: ir.Value | list[ir.Value]) -> list[ir.Value]:

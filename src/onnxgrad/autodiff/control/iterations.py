@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, new
+from onnxgrad.autodiff.control.copies import Copy, is_tensor, new
 from onnxgrad.autodiff.reverse import dependent
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.reads import captured, reads
@@ -107,9 +107,10 @@ class Iterations:
         with inner:
             for i, d in ds.items():
                 a, start = self.states[i], self._result_gs[i]
-                zeros = inner.zeros_like(d if equal(dims(a), dims(d)) else a)
+                same = is_tensor(a) and equal(dims(a), dims(d))
+                went = found[a] if a in found else inner.zeros_like(d if same else a)
                 start = op.zeros_like(self.results[i]) if start is None else start
-                carried.append(Carried(self.initial[i], start, d, found.get(a, zeros)))
+                carried.append(Carried(self.initial[i], start, d, went))
             for v in self.around:
                 if v in found:
                     before = new(inner, v)

@@ -7,12 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out, several
+from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out, is_tensor, several
 from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.motion import move_out
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, equal
+from onnxgrad.graph.shapes import dims, equal, is_stated
 
 _COUNTER = ir.TensorType(ir.DataType.INT64)
 _CONDITION = ir.TensorType(ir.DataType.BOOL)
@@ -26,6 +26,7 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     arriving = {y: op.like(ir.Value(name=op.name("slice")), y) for y in back.arriving}
     carried, _ = back.differentiate(arriving)
     if not carried:
+        copy.discard()
         return []
     counter = ir.Value(name=op.name("i"), type=_COUNTER, shape=ir.Shape(()))
     going = ir.Value(name=op.name("going"), type=_CONDITION, shape=ir.Shape(()))
@@ -47,12 +48,19 @@ def _bind(
     `stacks` maps values of the body to the stacks of what they are in each iteration.
     """
     op, copy = back.op, back.copy
-    drawn = copy.draws()
-    used = [a for a in back.states if a.uses()]
-    steady = [a for a in used if _is_steady(back, a)]
-    kept = [*drawn, *((a, back.original(a)) for a in steady)]
+    drawn, elements = copy.draws(), copy.read_from(back.states)
+    used = {a: back.original(a) for a in back.states if a.uses()} | dict(elements)
+    steady = {v: o for v, o in used.items() if _is_steady(back, v)}
+    others = {v: o for v, o in used.items() if v not in steady}
+    if others and drawn:
+        raise NoGradientRule(
+            f"{copy.where}: the backward pass needs what {[o.name for o in others.values()]} were "
+            "in each iteration, sequences, or tensors of changing shape, beside random numbers: "
+            "draw these outside, or stack tensors of one shape"
+        )
+    kept = [*drawn, *steady.items()]
     stacks = {**stacks, **{v: hand_out(op, back.node, "body", o) for v, o in kept}}
-    sequences = _recorded(back, [a for a in used if a not in steady], bool(drawn))
+    sequences = _recorded(back, {v: o for v, o in others.items() if is_tensor(v)})
     replace = ir.convenience.replace_all_uses_with
     copy.op.before = next(iter(copy.graph), None)
     with copy.op as inner:
@@ -64,37 +72,49 @@ def _bind(
                 replace(value, inner.like(inner.Gather(stack, t, axis=0), value))
         for value, sequence in sequences.items():
             replace(value, inner.like(inner.SequenceAt(sequence, t), value))
+        for a, start in _run_again(back, t, [a for a in others if not is_tensor(a)]).items():
+            replace(a, inner.like(start, a))
 
 
-def _is_steady(back: Iterations, state: ir.Value) -> bool:
-    """Tell whether a state is a tensor that is proven to keep its shape."""
-    end = back.ends[back.states.index(state)]
-    return isinstance(state.type, ir.TensorType) and equal(dims(state), dims(end))
+def _is_steady(back: Iterations, value: ir.Value) -> bool:
+    """Tell whether a state, or what is read in the body, is a tensor proven to keep its shape."""
+    if not is_tensor(value):
+        return False
+    if value in back.states:
+        return equal(dims(value), dims(back.ends[back.states.index(value)]))
+    return all(map(is_stated, dims(value) or (None,)))
 
 
-def _recorded(
-    back: Iterations, states: Sequence[ir.Value], drawn: bool
-) -> dict[ir.Value, ir.Value]:
-    """Run the loop once more, for the sequences of what `states` were in each iteration."""
+def _recorded(back: Iterations, wanted: Mapping[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Run the loop once more, for the sequences of what `wanted` were in each iteration."""
     op, node = back.op, back.node
-    if not states:
+    if not wanted:
         return {}
     copy, n = Copy(op, node, "body"), len(back.states)
-    if drawn or not all(isinstance(a.type, ir.TensorType) for a in states):
-        raise NoGradientRule(
-            f"{copy.where}: the backward pass needs what {[a.name for a in states]} were in each "
-            "iteration, sequences, or tensors of changing shape beside random numbers: draw these "
-            "outside, or stack tensors of one shape"
-        )
-    types = [ir.SequenceType(ir.TensorType(a.dtype or ir.DataType.FLOAT)) for a in states]
-    before = [ir.Value(name=op.name("recorded"), type=of) for of in types]
+    now = [copy.counterpart(original) for original in wanted.values()]
+    empty = [op.emit("SequenceEmpty", [], {"dtype": v.dtype}, fresh=True) for v in now]
+    before = [ir.Value(name=op.name("recorded"), type=nothing.type) for nothing in empty]
     copy.graph.inputs[:] = [*copy.inputs, *before]
-    now = [copy.inputs[2 + back.states.index(a)] for a in states]
-    after = [copy.op.SequenceInsert(s, a) for s, a in zip(before, now, strict=True)]
-    empty = [op.emit("SequenceEmpty", [], {"dtype": a.dtype}, fresh=True) for a in states]
-    for grown, nothing, of in zip(after, empty, types, strict=True):
-        grown.type = nothing.type = of
+    after = [copy.op.SequenceInsert(s, v) for s, v in zip(before, now, strict=True)]
     copy.give([*copy.outputs[: 1 + n], *after])
     operands = [*node.inputs, *empty]
-    made = op.emit("Loop", operands, {"body": copy.graph}, n + len(states), fresh=True)
-    return dict(zip(states, several(made)[n:], strict=True))
+    made = op.emit("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)
+    return dict(zip(wanted, several(made)[n:], strict=True))
+
+
+def _run_again(
+    back: Iterations, t: ir.Value, states: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value]:
+    """Run the loop up to iteration `t`, in the backward body, for what `states` were at its start.
+
+    That is for sequences of which more is needed than single elements: there are no sequences of
+    sequences to record them in.
+    """
+    if not states:
+        return {}
+    copy, n = Copy(back.op, back.node, "body"), len(back.states)
+    copy.graph.inputs[:] = copy.inputs
+    copy.give(copy.outputs[: 1 + n])
+    operands = [t, np.bool_(True), *back.initial]
+    made = several(back.copy.op.emit("Loop", operands, {"body": copy.graph}, n, fresh=True))
+    return {a: made[back.states.index(a)] for a in states}

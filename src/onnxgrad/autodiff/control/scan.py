@@ -36,6 +36,7 @@ def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     carried, found = back.differentiate(arriving, [p.y for p in products])
     show(products)
     if not carried and not found:
+        back.copy.discard()
         return []
     products = [p for p in products if p.y in found]
     return _Backward(back, carried, found, products, costly).written(arriving)

@@ -19,6 +19,7 @@ from onnxgrad.autodiff.rules import (
     regions,
     resize,
     sampling,
+    sequences,
     shape,
     spectral,
 )

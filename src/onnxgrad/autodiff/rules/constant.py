@@ -22,10 +22,11 @@ constant(
         "works on bits: no useful derivative",
     )
     | dict.fromkeys(
-        "Shape Size EyeLike ConstantOfShape".split(), "depends on the shape of its input only"
+        "Shape Size EyeLike ConstantOfShape SequenceLength OptionalHasElement".split(),
+        "depends on the shape of its input only",
     )
     | dict.fromkeys(
-        "BlackmanWindow HammingWindow HannWindow MelWeightMatrix Constant".split(),
+        "BlackmanWindow HammingWindow HannWindow MelWeightMatrix Constant SequenceEmpty".split(),
         "a constant: its operands are lengths and settings",
     )
     | dict.fromkeys(

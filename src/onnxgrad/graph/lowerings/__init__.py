@@ -10,6 +10,7 @@ from onnxgrad.graph.lowerings import (
     microsoft_norms,
     ml,
     recurrent,
+    sequences,
     svm,
 )
 from onnxgrad.graph.lowerings.registry import LATE, LOWERINGS, lowering
