@@ -302,7 +302,7 @@ def test_refused(node, why):
         opset_import: ["": 18, "com.microsoft": 1, "com.microsoft.nchwc": 1]>
         g (float[2,3,4] x, float[2,3,4] w, int32[2] i) => (float[2,3,4] y) {{
         a = Exp(x) b = {node.replace("(x", "(a")} y = Tanh(b) }}""")
-    with pytest.raises(NoGradientRule, match=f"^{domain}::{name} .*{why}.*Path: "):
+    with pytest.raises(NoGradientRule, match=f"^{domain}::{name} .*{why}"):
         onnx_derivative(made, weights=[])
     made.graph.node[2].input[0] = "a"  # beside the path, it does not matter
     onnx_derivative(made, weights=[])
