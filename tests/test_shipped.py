@@ -82,13 +82,13 @@ def test_second_order(case):
     assert found.ok, str(found)
 
 
-@pytest.mark.parametrize(("chosen", "bar"), [(FROZEN, 750), (FED, 743)], ids=["frozen", "fed"])
+@pytest.mark.parametrize(("chosen", "bar"), [(FROZEN, 770), (FED, 762)], ids=["frozen", "fed"])
 def test_enough_agree(chosen, bar):
     """Every case not excepted has a test of its own above; here they are counted."""
     agreeing = but_for(chosen, NOT_RUN, NOT_IN_FLOAT32)
     on_onnxruntime = sum(c.forward[1] for c in agreeing)
     assert on_onnxruntime >= bar
-    assert len(agreeing) - on_onnxruntime >= 40
+    assert len(agreeing) - on_onnxruntime >= 45
 
 
 # -- function bodies ----------------------------------------------------------------------------
