@@ -114,3 +114,42 @@ def test_slopes_before_opset_7_need_a_rank():
     made.graph.input[0].type.tensor_type.ClearField("shape")
     with pytest.raises(ModelError, match=r"PRelu.*rank of 'x'"):
         onnx_derivative(made)
+
+
+IN_BRANCH = """g (float[1,1,H,L] x, bool c) => (float[1,1,P,Q] y) {{ y = If(c) <
+    then_branch = t () => (p) {{ {body} }}, else_branch = e () => (q) {{ q = Exp(x) }}> }}"""
+SCALES = "s = Constant<value = float[4] {1.0, 1.0, 1.5, 2.0}>() "
+
+
+@pytest.mark.parametrize(
+    ("body", "opset"),
+    [
+        ('p = Upsample<mode = "linear", scales = [1.0, 1.0, 2.0, 3.0]>(x)', 7),
+        (SCALES + 'p = Upsample<mode = "linear">(x, s)', 9),
+        (SCALES + 'p = Upsample<mode = "nearest">(x, s)', 9),
+        (SCALES + 'p = Resize<mode = "linear">(x, s)', 10),
+        (SCALES.replace("1.5, 2.0", "0.7, 0.4") + 'p = Resize<mode = "nearest">(x, s)', 10),
+    ],
+)
+def test_places_before_opset_11_in_branches(body, opset):
+    made = onnx.parser.parse_model(
+        f'<ir_version: 6, opset_import: ["": {opset}]> {IN_BRANCH.format(body=body)}'
+    )
+    x = np.random.default_rng(0).standard_normal((1, 1, 4, 6)).astype(np.float32)
+    report = check_gradient(made, feed={"x": x, "c": np.array(True)})
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("body", "opset", "match"),
+    [
+        ("p = PRelu(x, x)", 6, "PRelu .*in the graph 't' before opset 7"),
+        ("p = Scan<num_scan_inputs = 1, body = b (a) => (z) { z = Neg(a) }>(, x)", 8, "opset 8"),
+    ],
+)
+def test_what_is_not_converted_in_branches_is_refused(body, opset, match):
+    made = onnx.parser.parse_model(
+        f'<ir_version: 6, opset_import: ["": {opset}]> {IN_BRANCH.format(body=body)}'
+    )
+    with pytest.raises(ModelError, match=match):
+        onnx_derivative(made)

@@ -20,6 +20,7 @@ from onnxgrad.graph.states import (
     constants_in_bodies,
     forget_declared,
     starts_as_states,
+    trust_ranks,
 )
 from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
 
@@ -53,6 +54,8 @@ def infer(model: ir.Model) -> None:
     while assume_states(nodes):
         _infer_with_onnx(model)
         _complement(model, nodes)
+    if trust_ranks(nodes):
+        _infer_with_onnx(model)
     for y, shape in declared.items():
         _complete(y, shape)
 

@@ -21,6 +21,9 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
         place = _FLOAT32_OPERANDS.get(node.op_type)
         if place is not None and place < len(node.inputs):
             kept.add(node.inputs[place])
+        if (node.domain, node.op_type) == ("", "ConstantOfShape"):
+            zero = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32)))
+            node.attributes.setdefault("value", zero)
         for value in node.outputs:
             _set(value, dtype)
         for attribute in list(node.attributes.values()):

@@ -22,6 +22,7 @@ from onnxgrad.graph.inference import infer, infer_behind, name_rows
 from onnxgrad.graph.lowerings import LATE, LOWERINGS
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.states import note_ranks
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.versions import (
     NEWEST_OPSET,
@@ -78,6 +79,7 @@ def _clean_bodies(graph: ir.Graph) -> None:
     Exporters write down the shapes of the iteration that they have seen.
     """
     op = Emit(graph)
+    note_ranks(graph.all_nodes())
     for body in list(graph.subgraphs()):
         for node in body:
             for y in node.outputs:
@@ -158,6 +160,6 @@ def _replace(op: Emit, node: ir.Node, made: list[ir.Value], keep: Collection[str
         if old in op.graph.outputs or old.name in keep:
             new = op.emit("Identity", [new], {}, fresh=True)
             new.name, old.name = old.name, None
-            new.shape, new.dtype = old.shape, old.dtype
+            new.shape, new.type = old.shape or new.shape, old.type or new.type
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     op.graph.remove(node, safe=True)

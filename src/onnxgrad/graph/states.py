@@ -9,10 +9,30 @@ import onnx_ir as ir
 
 from onnxgrad.graph.reads import subgraphs
 from onnxgrad.graph.sequences import is_empty
-from onnxgrad.graph.shapes import Dims, dims, is_stated
+from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
 
 _SMALL = 64  # elements of a constant that tells a shape
 _CHANGES = "onnxgrad.changes"  # noted at a state whose number of axes changes
+_RANKS = "onnxgrad.ranks"  # noted at the body of a Scan: those that its outputs declare
+
+
+def note_ranks(nodes: Iterable[ir.Node]) -> None:
+    """Note what the bodies of Scans declare of their outputs: onnxruntime has to be told ranks."""
+    for node in nodes:
+        if (node.domain, node.op_type) == ("", "Scan"):
+            body = node.attributes["body"].as_graph()
+            body.meta[_RANKS] = [rank(y) for y in body.outputs]
+
+
+def trust_ranks(nodes: Iterable[ir.Node]) -> bool:
+    """Fill in the ranks that were noted and are not known otherwise; tell whether there was one."""
+    found = False
+    for node in nodes:
+        for body in subgraphs(node):
+            for y, n in zip(body.outputs, body.meta.get(_RANKS, ()), strict=False):
+                if y.shape is None and n is not None:
+                    y.shape, found = ir.Shape([None] * n), True
+    return found
 
 
 def forget_declared(nodes: Iterable[ir.Node]) -> None:
@@ -22,8 +42,9 @@ def forget_declared(nodes: Iterable[ir.Node]) -> None:
             for value in (*graph.inputs, *graph.outputs):
                 value.shape = None
         if (node.domain, node.op_type) == ("", "Loop"):
-            for counter in node.attributes["body"].as_graph().inputs[:2]:
-                counter.shape = ir.Shape(())
+            inputs = node.attributes["body"].as_graph().inputs
+            for x, dtype in zip(inputs, (ir.DataType.INT64, ir.DataType.BOOL), strict=False):
+                x.shape, x.dtype = ir.Shape(()), dtype
         for _, state, _, _ in states(node):
             state.meta.pop(_CHANGES, None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -22,19 +22,28 @@ def tidy(model: ir.Model) -> None:
 
 
 def drop_unused(graph: ir.Graph) -> None:
-    """Remove, in place, the nodes that no output of `graph` needs."""
+    """Remove, in place, the nodes that no output of `graph` needs, in graphs that nodes hold too.
+
+    What a removed node held lets go of what it has read, which could not be removed otherwise.
+    """
     needed: set[ir.Value | None] = set(graph.outputs)
     unused = []
     for node in reversed(graph):
-        inner = [n for held in subgraphs(node) for n in held.all_nodes()]
         if needed.isdisjoint(node.outputs):
             unused.append(node)
-            for n in inner:
-                n.resize_inputs(0)
+            release(subgraphs(node))
         else:
-            needed.update(node.inputs, *(n.inputs for n in inner))
-            needed.update(*(held.outputs for held in subgraphs(node)))
+            needed.update(node.inputs)
+            for held in subgraphs(node):
+                drop_unused(held)
+                needed.update(held.outputs, *(n.inputs for n in held.all_nodes()))
     graph.remove(unused, safe=True)
+
+
+def release(graphs: Iterable[ir.Graph]) -> None:
+    """Let graphs that nothing will hold read nothing any more."""
+    for node in (node for graph in graphs for node in graph.all_nodes()):
+        node.resize_inputs(0)
 
 
 def free(graph: ir.Graph, names: Collection[str | None]) -> None:

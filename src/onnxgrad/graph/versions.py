@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 
 import numpy as np
@@ -39,14 +40,28 @@ def inlined(proto: ModelProto) -> ModelProto:
 
     Functions that have a rule stay.
     """
-    ruled = [(f.domain, f.name) for f in proto.functions if (f.domain, f.name) in RULES]
-    if ruled:
-        return inliner.inline_selected_functions(proto, ruled, exclude=True)
-    if proto.functions:
-        return inliner.inline_local_functions(proto, convert_version=True)
     made = ModelProto()
     made.CopyFrom(proto)
+    for function in made.functions:
+        _copy_what_is_handed_on(function.node)
+    ruled = [(f.domain, f.name) for f in made.functions if (f.domain, f.name) in RULES]
+    if ruled:
+        return inliner.inline_selected_functions(made, ruled, exclude=True)
+    if made.functions:
+        return inliner.inline_local_functions(made, convert_version=True)
     return made
+
+
+def _copy_what_is_handed_on(nodes: Iterable[NodeProto]) -> None:
+    """Write Identities in graphs of nodes that return an input: the inliner loses its new name."""
+    for graph in (graph for node in nodes for graph in subgraphs(node)):
+        _copy_what_is_handed_on(graph.node)
+        inputs, taken = {x.name for x in graph.input}, set(names(graph))
+        for y in (y for y in graph.output if y.name in inputs):
+            copy = next(n for i in count() if (n := f"{y.name}_{i}") not in taken)
+            taken.add(copy)
+            graph.node.add(op_type="Identity", input=[y.name], output=[copy])
+            y.name = copy
 
 
 def raise_opset(proto: ModelProto) -> ModelProto:
@@ -69,19 +84,27 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         )
     if version < 7:
         _keep_channels(made)
-    if version == 8 and any(node.op_type == "Scan" for node in made.graph.node):
+    if version == 8 and any(node.op_type == "Scan" for node in _nodes(made.graph)):
         raise ModelError(
             "the Scan of opset 8 runs over a batch, which onnx does not convert: export the model "
             "at opset 9 or newer"
         )
-    upsampled = {n.output[0] for n in made.graph.node if n.op_type == "Upsample"}
+    upsampled = {n.output[0] for n in _nodes(made.graph) if n.op_type == "Upsample"}
     try:
         made = _converted(made)
     except Exception as e:  # the converter raises several undeclared types
         raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
     if version < 11:
-        _keep_places(made.graph, upsampled)
+        _keep_places(made.graph, upsampled, {})
     return made
+
+
+def _nodes(graph: onnx.GraphProto) -> Iterator[NodeProto]:
+    """Yield all nodes, those in graphs that nodes hold too."""
+    for node in graph.node:
+        yield node
+        for inner in subgraphs(node):
+            yield from _nodes(inner)
 
 
 def _converted(proto: ModelProto) -> ModelProto:
@@ -100,11 +123,9 @@ def _converted(proto: ModelProto) -> ModelProto:
 
 
 def _move(graph: onnx.GraphProto, domains: tuple[str, ...], domain: str) -> None:
-    for node in graph.node:
+    for node in _nodes(graph):
         if node.domain in domains and node.op_type in _UNKNOWN:
             node.domain = domain
-        for inner in subgraphs(node):
-            _move(inner, domains, domain)
 
 
 def _keep_channels(model: ModelProto) -> None:
@@ -112,6 +133,12 @@ def _keep_channels(model: ModelProto) -> None:
 
     Later they broadcast from the last axis, which the converter forgets.
     """
+    for held in (held for node in model.graph.node for held in subgraphs(node)):
+        for node in (n for n in _nodes(held) if n.op_type == "PRelu"):
+            raise ModelError(
+                f"PRelu {node.name!r} (output {node.output[0]!r}) in the graph {held.name!r} "
+                "before opset 7: export the model at opset 7 or newer"
+            )
     graph = onnx.shape_inference.infer_shapes(model).graph
     values = (*graph.input, *graph.output, *graph.value_info)
     shapes = {v.name: v.type.tensor_type.shape.dim for v in values if _has_shape(v)}
@@ -142,15 +169,19 @@ def _has_shape(value: onnx.ValueInfoProto) -> bool:
     return value.type.tensor_type.HasField("shape")
 
 
-def _keep_places(graph: onnx.GraphProto, upsampled: set[str]) -> None:
+def _keep_places(
+    graph: onnx.GraphProto, upsampled: set[str], around: Mapping[str, onnx.TensorProto]
+) -> None:
     """Say at each Resize what was meant before opset 11, which the converter forgets.
 
     Places were multiples of 1 / scale; onnxruntime takes the element before them where it makes an
     axis longer, and the one after where it makes it shorter.
     """
-    tensors = {t.name: t for t in graph.initializer}
+    tensors = {**around, **{t.name: t for t in graph.initializer}}
     tensors |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
     for node in graph.node:
+        for inner in subgraphs(node):
+            _keep_places(inner, upsampled, tensors)
         if node.op_type != "Resize":
             continue
         said = {"coordinate_transformation_mode": "asymmetric"}

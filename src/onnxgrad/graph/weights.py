@@ -255,16 +255,16 @@ def _computed(graph: GraphProto) -> Iterator[str]:
             yield from _computed(inner)
 
 
-def _graph_sites(graph: GraphProto, main: bool = True) -> Iterator[Site]:
+def _graph_sites(graph: GraphProto) -> Iterator[Site]:
     for tensor in graph.initializer:
         yield _tensor_site(tensor, tensor.name, graph, None, tensor.data_type in FLOATS)
     for node in graph.node:
         if node.op_type == "Constant" and node.domain in ("", "ai.onnx"):
             yield from _constant_sites(node, graph)
-        elif node.domain == "ai.onnx.ml" and main:
+        elif node.domain == "ai.onnx.ml":
             yield from _ml_sites(node, graph)
         for inner in subgraphs(node):
-            yield from _graph_sites(inner, main=False)
+            yield from _graph_sites(inner)
 
 
 def _tensor_site(

@@ -11,6 +11,7 @@ from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out, several
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.reads import captured
 from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.tidy import release
 
 _BRANCHES = ("then_branch", "else_branch")
 
@@ -25,8 +26,7 @@ def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Val
         found.append(copy.sweep([(y, _as(copy.op, g, y)) for y, g in pairs], around))
     reached = [v for v in around if any(v in gradients for gradients in found)]
     if not reached:
-        for copy in copies:
-            copy.discard()
+        release(copy.graph for copy in copies)
         return []
     for copy, gradients, name in zip(copies, found, _BRANCHES, strict=True):
         with copy.op as inner:

@@ -26,8 +26,7 @@ class Copy:
         self.graph = self.original.clone(allow_outer_scope_values=True)
         self.op = Emit(self.graph, outer=op)
         self.inputs, self.outputs = list(self.graph.inputs), list(self.graph.outputs)
-        pairs = zip(self.original, self.graph, strict=True)
-        self._origins = {c: o for n, m in pairs for o, c in zip(n.outputs, m.outputs, strict=True)}
+        self._originals = dict(zip(self.graph, self.original, strict=True))
         self.graph.inputs.clear()
         results = (y for n in self.graph.all_nodes() for y in n.outputs if y.name)
         for value in (*self.inputs, *results):
@@ -57,11 +56,6 @@ class Copy:
         self.op.give(outputs)
         drop_unused(self.graph)
 
-    def discard(self) -> None:
-        """Let the copy read nothing from around: it is not used."""
-        for node in self.graph.all_nodes():
-            node.resize_inputs(0)
-
     def draws(self) -> Pairs:
         """Take out what is drawn at random: return what stands for it, and the original."""
         made = []
@@ -81,13 +75,17 @@ class Copy:
         for node in self.graph:
             if not handed.isdisjoint(reads(node)):
                 handed.update(y for y in node.outputs if not is_tensor(y))
-                found += [y for y in node.outputs if is_tensor(y) and y in self._origins]
+                if (original := self._originals.get(node)) is not None:
+                    own = node.outputs[: len(original.outputs)]
+                    found += [y for y in own if is_tensor(y)]
         return self.take_out(found)
 
     def counterpart(self, original: ir.Value) -> ir.Value:
         """Return the copy of a value of the original graph."""
-        copies = dict(zip(self.original.inputs, self.inputs, strict=True))
-        return (copies | {o: c for c, o in self._origins.items()})[original]
+        found = dict(zip(self.original.inputs, self.inputs, strict=True))
+        for copied, node in self._originals.items():
+            found.update(zip(node.outputs, copied.outputs, strict=False))
+        return found[original]
 
     def take_out(self, results: Iterable[ir.Value]) -> Pairs:
         """Compute these no more: return what stands for those that are used, and the originals."""
@@ -96,9 +94,22 @@ class Copy:
             if y.uses() or y.is_graph_output():
                 stand_in = self.op.like(ir.Value(name=self.op.name(str(y.name))), y)
                 ir.convenience.replace_all_uses_with(y, stand_in, replace_graph_outputs=True)
-                made.append((stand_in, self._origins[y]))
+                made.append((stand_in, self._origin(y)))
         drop_unused(self.graph)
         return made
+
+    def _origin(self, y: ir.Value) -> ir.Value:
+        """Return what `y` is a copy of, after asking for it where only the gradient did."""
+        node, place = y.producer(), y.index()
+        assert node is not None
+        assert place is not None
+        original = self._originals[node]
+        if place >= len(original.outputs):
+            original.resize_outputs(place + 1)
+        found = original.outputs[place]
+        if not found.name:
+            self.op.like(found, y).name = self.op.name(str(y.name))
+        return found
 
 
 def hand_out(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Value:

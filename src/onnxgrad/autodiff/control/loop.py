@@ -9,10 +9,12 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out, is_tensor, several
 from onnxgrad.autodiff.control.iterations import Iterations
+from onnxgrad.autodiff.control.lookups import put_off, show
 from onnxgrad.autodiff.control.motion import move_out
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, is_stated
+from onnxgrad.graph.tidy import release
 
 _COUNTER = ir.TensorType(ir.DataType.INT64)
 _CONDITION = ir.TensorType(ir.DataType.BOOL)
@@ -24,20 +26,29 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     back = Iterations(op, node, gs, active, states, (2, 1))
     copy = back.copy
     arriving = {y: op.like(ir.Value(name=op.name("slice")), y) for y in back.arriving}
-    carried, _ = back.differentiate(arriving)
-    if not carried:
-        copy.discard()
+    lookups = put_off(back)
+    carried, found = back.differentiate(arriving, [row.y for row in lookups])
+    show(lookups)
+    lookups = [row for row in lookups if row.y in found]
+    if not carried and not lookups:
+        release([copy.graph])
         return []
     counter = ir.Value(name=op.name("i"), type=_COUNTER, shape=ir.Shape(()))
     going = ir.Value(name=op.name("going"), type=_CONDITION, shape=ir.Shape(()))
     copy.graph.inputs[:] = [counter, going, *(c.before for c in carried)]
-    copy.give([going, *(c.after for c in carried)])
+    rows = [v for row in lookups for v in (found[row.y], row.i)]
+    copy.give([going, *(c.after for c in carried), *rows])
     trips = op.Squeeze(op.Shape(hand_out(op, node, "body", copy.original.inputs[0])), [0])
     _bind(back, counter, trips - 1, {arriving[y]: g for y, g in back.arriving.items()})
     move_out(copy.graph, op, may_not_run=True)
-    operands = [trips, None, *(c.start for c in carried)]
-    made = op.emit("Loop", operands, {"body": copy.graph}, len(carried), fresh=True)
-    return [(c.of, op.like(d, c.of)) for c, d in zip(carried, several(made), strict=True) if c.of]
+    going_on = None if carried else np.bool_(True)  # an operand left out at the end is none
+    operands = [trips, going_on, *(c.start for c in carried)]
+    width = len(carried) + len(rows)
+    made = several(op.emit("Loop", operands, {"body": copy.graph}, width, fresh=True))
+    pairs = [(c.of, op.like(d, c.of)) for c, d in zip(carried, made, strict=False) if c.of]
+    stacks = iter(made[len(carried) :])
+    pairs += [(row.x, row.gradient(op, next(stacks), next(stacks))) for row in lookups]
+    return pairs
 
 
 def _bind(

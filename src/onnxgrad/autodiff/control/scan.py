@@ -13,6 +13,7 @@ from onnxgrad.autodiff.control.motion import Product, move_out, put_off, show, t
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.tidy import release
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     carried, found = back.differentiate(arriving, [p.y for p in products])
     show(products)
     if not carried and not found:
-        back.copy.discard()
+        release([back.copy.graph])
         return []
     products = [p for p in products if p.y in found]
     return _Backward(back, carried, found, products, costly).written(arriving)

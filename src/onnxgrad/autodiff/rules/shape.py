@@ -150,15 +150,22 @@ def gather(op, node, g):
         row = None if shape is None else static(shape[1:])
         if row is not None and prod(row):
             return _scattered_rows(op, x, i, g, row), None
-        width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
-        first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
-        positions = first + op.Range(np.int64(0), op.value(width, first.dtype), np.int64(1))
-        return scatter_flat(op, x, positions, g), None
+        return scatter_rows(op, x, i, g), None
     return moved(op, node, g), None
 
 
+def scatter_rows(op, x, i, g):
+    """Return zeros of the shape of `x` with the rows of `g` added at rows `i`."""
+    shape = dims(x)
+    row = None if shape is None else static(shape[1:])
+    width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
+    first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
+    positions = first + op.Range(np.int64(0), op.value(width, first.dtype), np.int64(1))
+    return scatter_flat(op, x, positions, g)
+
+
 def _scattered_rows(op, x, i, g, row: tuple[int, ...]):
-    """Return zeros of the shape of `x` with the rows of `g` added at rows `i`.
+    """Return what `scatter_rows` does, of rows of the static shape `row`.
 
     In the shape of x itself: a table of embeddings is large, and a Reshape of an output copies it.
     """
