@@ -50,6 +50,7 @@ def prepare(
     table = LOWERINGS | LATE if late else LOWERINGS
     made = inlined(proto)
     weights.lift(made)
+    weights.densify(made.graph)
     model = to_ir(raise_opset(made))
     RemoveInitializersFromInputsPass()(model)
     if output is not None:

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    SparseTensorProto,
+    TensorProto,
+    numpy_helper,
+)
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph import external
@@ -167,6 +175,32 @@ def lift(model: ModelProto) -> None:
             site.node.input.extend([""] * missing)
             site.node.input[site.place] = site.name
         model.graph.initializer.append(tensor)
+
+
+def densify(graph: GraphProto) -> None:
+    """Turn the sparse constants of `graph` into dense ones, in place, in branches too."""
+    for sparse in graph.sparse_initializer:
+        graph.initializer.append(_dense(sparse, sparse.values.name))
+    graph.ClearField("sparse_initializer")
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == AttributeProto.SPARSE_TENSOR:
+                attribute.name, attribute.type = "value", AttributeProto.TENSOR
+                attribute.t.CopyFrom(_dense(attribute.sparse_tensor, node.output[0]))
+                attribute.ClearField("sparse_tensor")
+        for inner in subgraphs(node):
+            densify(inner)
+
+
+def _dense(sparse: SparseTensorProto, name: str) -> TensorProto:
+    """Return the dense tensor: places are flat, or have one number for each axis."""
+    values, places = (numpy_helper.to_array(t) for t in (sparse.values, sparse.indices))
+    dense = np.zeros(tuple(sparse.dims), values.dtype)
+    if places.ndim == 1:
+        dense.ravel()[places] = values
+    else:
+        dense[tuple(places.T)] = values
+    return numpy_helper.from_array(dense, name)
 
 
 def _take_out(model: ModelProto, site: Site, node: NodeProto) -> None:
