@@ -21,9 +21,10 @@ import onnx
 
 import covered
 from microsoft_rows import CASES
-from onnxgrad.autodiff.rules import CONSTANT, RULES
+from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
 from onnxgrad.graph.bodies import has_body
 from onnxgrad.graph.lowerings import LATE, LOWERINGS
+from test_control import CASES as OF_GRAPHS
 
 FLOATS = {"tensor(float)", "tensor(double)", "seq(tensor(float))"}
 HEAD = """# Operators
@@ -51,7 +52,6 @@ TABLES = {
     "Of onnxruntime": "| Operator | Cases | Mathematics | Notes |",
 }
 WHY = {
-    "If|Loop|Scan": "holds graphs",
     "CastMap|DictVectorizer|ZipMap": "works on maps: select the tensor before it",
     "Scatter|Upsample": "deprecated; models that have it are converted",
 }
@@ -72,7 +72,9 @@ def text() -> str:
             parts["Not differentiated yet"].append(f"| {name} | {why} |")
         else:
             yes, no = _operands(schema, answers.get(key))
-            numbers = f"{rows[key] or ''} | {shipped[key] or ''}"
+            held = sum(bool(re.search(rf"\b{key[1]} ?[<(]", t)) for t, _ in OF_GRAPHS.values())
+            count = held if key in _holders() else rows[key]
+            numbers = f"{count or ''} | {shipped[key] or ''}"
             doc, refused = _doc(key), "; ".join(dict.fromkeys(_refused(key)))
             more = f"{doc} | {'; '.join(kinks.get(schema.name, ()))} | {refused}"
             cells = f"{name} | {how} | {yes} | {no} | {numbers} | {more}"
@@ -98,12 +100,19 @@ def _how(schema: Any) -> str | None:
         return "rule"
     if key in LOWERINGS or key in LATE:
         return "lowering"
-    return "body" if has_body(schema) else None
+    return "rule" if key in _holders() else "body" if has_body(schema) else None
+
+
+def _holders() -> dict[tuple[str, str], Any]:
+    """Return the functions for operators that hold graphs."""
+    return {("", name): f for name, f in HOLDERS.items() if ("", name) not in LATE}
 
 
 def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, str]:
     """Return the names of the float operands with a gradient, and of those without."""
     floats = [(i, x.name) for i, x in enumerate(schema.inputs) if not FLOATS.isdisjoint(x.types)]
+    if ("", schema.name) in _holders():
+        return ", ".join([*(name for _, name in floats), "all that its graphs read"]), ""
     if answers is None:
         return ", ".join(name for _, name in floats), ""
     yes = [name for i, name in floats if "value" in answers.get(i, ())]
@@ -113,7 +122,7 @@ def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, st
 
 def _doc(key: tuple[str, str]) -> str:
     """Return the docstring as two cells: the mathematics, which come first, and the rest."""
-    function = RULES.get(key) or LOWERINGS.get(key) or LATE.get(key)
+    function = (RULES | LOWERINGS | LATE | _holders()).get(key)
     doc = inspect.getdoc(function) if function else ""
     first, _, rest = (doc or "").replace("|", "\\|").partition("\n\n")
     mathematics = _slope(key[1], function) or " ".join(first.split()).rstrip(".")

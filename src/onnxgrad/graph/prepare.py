@@ -104,7 +104,7 @@ def _free_outputs(model: ir.Model) -> None:
         assert isinstance(graph, ir.Graph)
         op = Emit(graph, outer=main)
         result = op.like(op.emit("Identity", [y], {}, fresh=True), y)
-        result.name, y.name = y.name, result.name
+        result.name, y.name = y.name, op.name(str(y.name))
         graph.outputs[list(graph.outputs).index(y)] = result
 
 
