@@ -19,7 +19,12 @@ from onnxgrad import (
     OrtGradientOptimizer,
     add_loss_output,
     get_train_initializer,
+    hvp,
+    jacobian,
+    jvp,
     onnx_derivative,
+    partition,
+    vjp,
 )
 
 RNG = np.random.default_rng(0)
@@ -115,3 +120,27 @@ def test_weights_that_are_kept_in_integers():
         g (float[2, 3] x, int8[3, 4] q, float[4] s) => (float[2, 4] y) {
         w = DequantizeLinear<axis=1>(q, s)  y = MatMul(x, w) }""")
     assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad", "s_grad"]
+
+
+IN_GRAPHS = {
+    "beside": "q = QuantizeLinear(x, s, z)  d = DequantizeLinear(q, s, z)  y = Mul(d, w)",
+    "branch": """c = Constant<value = bool {1}>()  y = If(c) <
+        then_branch = t () => (p) {
+            q = QuantizeLinear(x, s, z)  d = DequantizeLinear(q, s, z)  p = Mul(d, w) },
+        else_branch = e () => (r) { r = Mul(x, w) }>""",
+    "loop": """n = Constant<value = int64 {2}>()
+        y = Loop<body = b (int64 i, bool k, a) => (l, p) { l = Identity(k)
+            q = QuantizeLinear(a, s, z)  d = DequantizeLinear(q, s, z)  p = Mul(d, w) }>(n, , x)""",
+}
+
+
+@pytest.mark.parametrize("function", [onnx_derivative, vjp, jvp, hvp, jacobian, partition])
+@pytest.mark.parametrize("where", IN_GRAPHS)
+def test_refused_everywhere(where, function):
+    """Never a zero for what was rounded: not in graphs of nodes, nor by another door."""
+    model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 20]>
+        g (float[2,3] x, float[3] w) => (float[2,3] y) {{
+        s = Constant<value = float {{0.1}}>()  z = Constant<value = int8 {{0}}>()
+        {IN_GRAPHS[where]} }}""")
+    with pytest.raises(NoGradientRule, match=r"QuantizeLinear .* the model is quantized"):
+        function(model)

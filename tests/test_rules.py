@@ -202,15 +202,17 @@ FLAT = {
     "MelWeightMatrix": """n = Constant<value_int=8>()  r = Constant<value_int=64>()
         s = ReduceMax<keepdims=0>(x)  l = Sigmoid(s)  h = Constant<value_float=20.0>()
         z = MelWeightMatrix(n, n, r, l, h)""",
-    "QLinearMatMul": QUANTIZED.format("QLinearMatMul(q, s, o, t, s, o, s, o)"),
-    "QLinearConv": QUANTIZED.format("QLinearConv(q, s, o, t, s, o, s, o)").replace(
-        "[2, 3]", "[1, 2, 3]"
-    ),
     "SequenceLength": BOOLEAN.format("SequenceLength(s)").replace(
         "b =", "s = SplitToSequence(x)  b ="
     ),
     "OptionalHasElement": BOOLEAN.format("OptionalHasElement(x)"),
     "BitCast": TIMES_ZERO.format("r = BitCast<to=6>(x)"),
+}
+PRODUCTS_OF_QUANTIZED = {
+    "QLinearMatMul": QUANTIZED.format("QLinearMatMul(q, s, o, t, s, o, s, o)"),
+    "QLinearConv": QUANTIZED.format("QLinearConv(q, s, o, t, s, o, s, o)").replace(
+        "[2, 3]", "[1, 2, 3]"
+    ),
 }
 WITHOUT_FLOATS = set(
     """Constant BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BlackmanWindow ConvInteger
@@ -227,8 +229,17 @@ def test_what_has_no_gradient_adds_none(name):
     assert report.ok, str(report)
 
 
+@pytest.mark.parametrize("name", PRODUCTS_OF_QUANTIZED)
+def test_products_of_quantized_are_refused(name):
+    body = f"{PRODUCTS_OF_QUANTIZED[name]}  total = ReduceSum<keepdims=0>(z)  y = Mul(x, total)"
+    row = Row(name, body, {"x": (2, 3)})
+    with pytest.raises(NoGradientRule, match=f"{name} .* the model is quantized"):
+        check_gradient(model(row), feed=feed(row))
+
+
 def test_every_operator_without_gradient_has_a_case():
-    assert {name for domain, name in CONSTANT if not domain} == set(FLAT) | WITHOUT_FLOATS
+    cases = {*FLAT, *PRODUCTS_OF_QUANTIZED, *WITHOUT_FLOATS}
+    assert {name for domain, name in CONSTANT if not domain} == cases
     for name in WITHOUT_FLOATS:
         kinds = {t for x in onnx.defs.get_schema(name, 26).inputs for t in x.types}
         assert kinds.isdisjoint({"tensor(float)", "tensor(double)"}), name

@@ -13,7 +13,6 @@ from enum import IntFlag
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
 from onnxgrad.graph import weights as constants
@@ -162,7 +161,6 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     else:
         differentiated = [y for y in original_outputs if is_real(y)]
     seeds = _seeds(op, graph, differentiated, original_outputs, options)
-    refuse_quantized(graph, wanted, differentiated, stops, shortcuts)
     gradients = sweep(op, seeds, wanted, stops, shortcuts)
     named = [*(chosen_inputs if asked.inputs else ()), *(chosen_weights if asked.weights else ())]
     if asked.all_reached:

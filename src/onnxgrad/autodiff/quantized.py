@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -14,7 +14,7 @@ _MICROSOFT = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulIntege
 
 
 def refuse_quantized(
-    graph: ir.Graph,
+    nodes: Sequence[ir.Node],
     wanted: Iterable[ir.Value],
     outputs: Iterable[ir.Value],
     stops: Collection[ir.Value] = (),
@@ -26,22 +26,22 @@ def refuse_quantized(
     Raises:
         NoGradientRule: naming the operator, and what can be done.
     """
-    if not any(_is_quantized(node) for node in graph):
+    if not any(_is_quantized(node) for node in nodes):
         return
     wanted, outputs = list(wanted), list(outputs)
-    live = _live(graph, outputs, stops, shortcuts or {}, True)
-    for node in _between(graph, wanted, live):
+    live = _live(nodes, outputs, stops, shortcuts or {}, True)
+    for node in _between(nodes, wanted, live):
         if _is_quantized(node) and node.op_type != "QuantizeLinear":
             raise _error(node, " or")
-    smooth = _live(graph, outputs, stops, shortcuts or {}, False)
-    for node in _between(graph, [x for x in wanted if x not in smooth], live):
+    smooth = _live(nodes, outputs, stops, shortcuts or {}, False)
+    for node in _between(nodes, [x for x in wanted if x not in smooth], live):
         if _is_quantized(node):
             through = "the result of the DequantizeLinear behind it in straight_through"
             raise _error(node, f" name {through} of onnx_derivative, or")
 
 
 def _live(
-    graph: ir.Graph,
+    nodes: Sequence[ir.Node],
     outputs: Iterable[ir.Value],
     stops: Collection[ir.Value],
     shortcuts: Mapping[ir.Value, ir.Value],
@@ -49,7 +49,7 @@ def _live(
 ) -> set[ir.Value]:
     """Return what `outputs` depend on, what is `rounded` on the way included or not."""
     live = set(outputs)
-    for node in reversed(list(graph)):
+    for node in reversed(nodes):
         here = live.intersection(node.outputs)
         live.update(shortcuts[y] for y in here if y in shortcuts)
         through = any(y not in stops and y not in shortcuts for y in here)
@@ -59,11 +59,11 @@ def _live(
 
 
 def _between(
-    graph: ir.Graph, origins: Iterable[ir.Value], live: Collection[ir.Value]
+    nodes: Sequence[ir.Node], origins: Iterable[ir.Value], live: Collection[ir.Value]
 ) -> Iterable[ir.Node]:
     """Yield the nodes on the way from `origins` to `live` values, of any dtype."""
     reached = set(origins)
-    for node in graph:
+    for node in nodes:
         after = [y for y in node.outputs if y in live]
         if after and not reached.isdisjoint(reads(node)):
             reached.update(after)

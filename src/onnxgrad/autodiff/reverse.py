@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
+from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES, Refused, taken_gradients
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
@@ -34,10 +35,12 @@ def sweep(
 
     Raises:
         NoGradientRule: a gradient arrives at an operator that has no rule, or at a part of it
-            that its rule does not cover.
+            that its rule does not cover; or one computes with what was quantized.
     """
     wrt, shortcuts = list(wrt), shortcuts or {}
-    active, walk = dependent(op.graph if nodes is None else nodes, wrt, stops, shortcuts)
+    through = list(op.graph if nodes is None else nodes)
+    refuse_quantized(through, wrt, seeds, stops, shortcuts)
+    active, walk = dependent(through, wrt, stops, shortcuts)
     arriving: dict[ir.Value, list[ir.Value]] = defaultdict(list)
     for value, g in seeds.items():
         arriving[value].append(g)

@@ -106,10 +106,9 @@ def build_step(objective: Objective, optimizer: Optimizer) -> Step:
     graph, found, trained = objective.model.graph, objective.loss, objective.weights
     multiply_adds, op = work(graph), Emit(graph)
     inverse_rows = None if optimizer.rate_first else _input(op, "inverse_rows", found)
-    refuse_quantized(graph, trained, objective.seeds)
     gradients = sweep(op, _seeds(op, objective, inverse_rows), trained)
     if not gradients:
-        refuse_quantized(graph, objective.data, objective.seeds)
+        refuse_quantized(list(graph), objective.data, objective.seeds)
         names = [str(w.name) for w in trained]
         raise ValueError(f"no differentiable path from any of {names} to the loss {found.name!r}")
     unreached = [w for w in trained if w not in gradients]
