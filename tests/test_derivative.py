@@ -301,7 +301,7 @@ def test_local_functions(opset):
     model.graph.initializer.append(numpy_helper.from_array(np.float32([1, -2]), "w"))
     report = check_gradient(model)
     assert report.ok, str(report)
-    assert [row.name for row in report.rows[1:]] == ["x", "w"]
+    assert [row.name for row in report.rows[1:]] == ["x", "w", "k"]
     made = onnx_derivative(model)
     assert not made.functions
     onnx.checker.check_model(made, full_check=True)

@@ -338,7 +338,7 @@ def choose_output(
 ) -> str:
     """Return the name of the float tensor that `index` stands for; errors name the remedy."""
     outputs = list(proto.graph.output)
-    floats = [o.name for o in outputs if not non_tensor(o) and _is_float(o)]
+    floats = list(dict.fromkeys(o.name for o in outputs if not non_tensor(o) and _is_float(o)))
     if index is None:
         if len(floats) == 1:
             return floats[0]

@@ -17,7 +17,8 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.graph.guards import require_equal_lengths
+from onnxgrad.graph.prepare import listed_as, prepare, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind
 from onnxgrad.graph.shapes import dims, has_reals, is_real, static
 from onnxgrad.graph.tidy import tidy
@@ -146,7 +147,7 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
     flags, options, loss = DerivativeOptions, asked.options, asked.loss
     model = prepare(proto, keep={*asked.stop_gradient, *asked.straight_through})
-    graph = model.graph
+    graph, inputs = model.graph, list(model.graph.inputs)
     logger.info("prepared: %d nodes", graph.num_nodes())
     original_outputs = list(graph.outputs)
     stops = _results(graph, "stop_gradient", asked.stop_gradient)
@@ -168,7 +169,7 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     if asked.weights is None:
         as_constants(graph, [w for w in chosen_weights if w not in gradients])
 
-    others = [y for y in original_outputs if loss is None or y is not differentiated[0]]
+    others = [listed_as(y) for y in original_outputs if loss is None or y is not differentiated[0]]
     kept = ([] if loss is None else differentiated) + (
         others if options & flags.KeepOutputs else []
     )
@@ -184,6 +185,8 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     made = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in found]
     graph.outputs[:] = [*kept[:1], *made, *kept[1:]] if loss is not None else [*made, *kept]
     tidy(model)
+    if not options & flags.KeepYieldOp:
+        require_equal_lengths(graph, inputs, dict(zip(found, made, strict=True)))
     constants.note_constants(model, proto)
     logger.info("gradient: %d nodes", graph.num_nodes())
     names = {str(x.name): str(g.name) for x, g in zip(found, made, strict=True)}
@@ -328,6 +331,6 @@ def _seeds(
         gradients = [ir.Value() for _ in differentiated]
         graph.inputs.extend(gradients)
     for y, g in zip(differentiated, gradients, strict=True):
-        g.name = op.name(f"{y.name}_grad")
+        g.name = op.name(f"{listed_as(y).name}_grad")
         g.type, g.shape = y.type, y.shape
     return dict(zip(differentiated, gradients, strict=True))

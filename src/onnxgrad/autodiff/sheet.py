@@ -15,6 +15,7 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.guards import require_equal_lengths
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.reads import reads, subgraphs
@@ -64,6 +65,7 @@ class Sheet:
             self.model = prepare(self.origin, batch=symbol)
             chosen = choose_inputs(self.model.graph, inputs)
         self.graph = self.model.graph
+        self._original_inputs = list(self.graph.inputs)
         self._cut_to(outputs)
         self._optional = chosen if inputs is None else []
         made = as_inputs(self.origin, self.graph, weights)
@@ -74,7 +76,6 @@ class Sheet:
         self.real = [y for y in self.kept if is_real(y)]
         self.op = Emit(self.graph)
         self._dummies: dict[ir.Value, ir.Value] = {}
-        self._held: list[ir.Node | ir.Value] = []  # alive: the emitter knows values by their ids
 
     def _cut_to(self, outputs: Sequence[str] | None) -> None:
         dropped = [o.name for o in self.origin.graph.output if non_tensor(o)]
@@ -129,6 +130,7 @@ class Sheet:
             self._replace(dummy, y)
         if self._dummies:
             tidy(self.model)
+        require_equal_lengths(self.graph, self._original_inputs, {})
         constants.note_constants(self.model, self.origin)
         logger.info("finished: %d nodes", self.graph.num_nodes())
         return to_proto(self.model)
@@ -216,7 +218,6 @@ class Sheet:
                 nodes.append(v.producer())
             outs.append(v)
         self.graph.remove(nodes)
-        self._held += [place, *nodes]
         kept = _needed(nodes, outs)
         if not outs:
             return []

@@ -17,11 +17,11 @@ _DOMAIN = "onnxgrad.bodies"
 def expand(model: ir.Model, nodes: Iterable[ir.Node]) -> bool:
     """Replace those of `nodes` that have a body by it, in place; tell whether there was one."""
     found = False
-    for node in nodes:
+    for i, node in enumerate(nodes):
         body = _body(node, model.opset_imports)
         if body is not None:
             function = ir.serde.deserialize_function(body)
-            function.domain, function.name = _DOMAIN, f"{node.op_type}_{id(node)}"
+            function.domain, function.name = _DOMAIN, f"{node.op_type}_{i}"
             function.opset_imports.clear()  # its operators mean the same at the model's version
             model.functions[function.identifier()] = function
             _state_defaults(node, model.opset_imports)

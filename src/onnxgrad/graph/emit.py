@@ -134,9 +134,10 @@ class Emit:
         ):
             return simpler
         attrs = ir.convenience.convert_attributes(attributes)
-        key = (domain, op_type, outputs, tuple(map(id, values)), tuple(map(attribute_key, attrs)))
+        key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
         found = None if fresh else self._known.get(key)
-        if found is None:
+        before = None if found is None else found[0].producer()
+        if found is None or before is None or before.graph is not self.graph:  # or removed since
             node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
             found = list(node.outputs)
             types = output_types(op_type, values, attributes, outputs)

@@ -32,10 +32,12 @@ _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
 _ROUNDS = 8  # at most, for types of sequences that follow from each other
 
 
-def infer(model: ir.Model) -> None:
+def infer(model: ir.Model, trust_branches: bool = True) -> None:
     """Fill in types and shapes of `model` in place, after giving each unnamed input axis a symbol.
 
     The symbols are unique to their axis, so nothing is assumed that the model does not state.
+    Without `trust_branches`, what the model states of outputs behind an If, Loop or Scan is not
+    believed: tracing exporters write the shape of the one branch or iteration that they have seen.
     """
     declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
     for y in declared:  # exporters write wrong ones, or symbols that hide what they equal
@@ -56,8 +58,10 @@ def infer(model: ir.Model) -> None:
         _complement(model, nodes)
     if trust_ranks(nodes):
         _infer_with_onnx(model)
+    traced = set() if trust_branches else _behind_subgraphs(nodes)
     for y, shape in declared.items():
-        _complete(y, shape)
+        if y not in traced:
+            _complete(y, shape)
 
 
 def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
@@ -130,6 +134,15 @@ def _name_axes(graph: ir.Graph) -> None:
         if value in inputs:
             named = [next(fresh) if d is None else d for d in named]
         value.shape = ir.Shape(named)
+
+
+def _behind_subgraphs(nodes: Iterable[ir.Node]) -> set[ir.Value]:
+    """Return the values that depend on a node with subgraphs."""
+    behind: set[ir.Value] = set()
+    for node in nodes:
+        if any(subgraphs(node)) or not behind.isdisjoint(node.inputs):
+            behind.update(node.outputs)
+    return behind
 
 
 def _complete(value: ir.Value, declared: Dims | None) -> None:

@@ -19,18 +19,21 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, infer_behind, name_rows
+from onnxgrad.graph.local_functions import inlined
 from onnxgrad.graph.lowerings import LATE, LOWERINGS
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.stated import complete_stated, forget_stated
 from onnxgrad.graph.states import note_ranks
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.versions import (
     NEWEST_OPSET,
     exists,
-    inlined,
     min_ir_version,
     raise_opset,
 )
+
+_LISTED_AS = "onnxgrad.listed_as"
 
 
 def prepare(
@@ -50,9 +53,9 @@ def prepare(
     table = LOWERINGS | LATE if late else LOWERINGS
     made = inlined(proto)
     weights.lift(made)
-    weights.densify(made.graph)
     model = to_ir(raise_opset(made))
     RemoveInitializersFromInputsPass()(model)
+    _tell_apart(model.graph)
     if output is not None:
         kept = [y for y in model.graph.outputs if y.name == output]
         if not kept:
@@ -61,11 +64,15 @@ def prepare(
         tidy(model)
     if batch is not None:
         name_rows(model.graph, batch)
-    _clean_bodies(model.graph)
-    infer(model)
+    note_ranks(model.graph.all_nodes())
+    stated = forget_stated(model.graph)
+    trust_branches = output is not None  # a loss needs to know, and trainers check what they feed
+    infer(model, trust_branches)
+    if complete_stated(model.graph, stated):
+        infer(model, trust_branches)
     _lower(model, table, keep)
     while bodies.expand(model, [n for n in model.graph.all_nodes() if _has_no_other_way(model, n)]):
-        infer(model)
+        infer(model, trust_branches)
         _lower(model, table, keep)
     _drop_imports(model)
     _free_outputs(model)
@@ -74,18 +81,21 @@ def prepare(
     return model
 
 
-def _clean_bodies(graph: ir.Graph) -> None:
-    """Let the graphs inside of nodes return results of their own, and forget what they declare.
+def _tell_apart(graph: ir.Graph) -> None:
+    """Let an output that is listed several times be several values: each has a cotangent."""
+    listed: set[ir.Value] = set()
+    for i, y in enumerate(list(graph.outputs)):
+        if y in listed:
+            op = Emit(graph)
+            copy = op.like(op.emit("Identity", [y], {}, fresh=True), y)
+            copy.name, copy.meta[_LISTED_AS] = op.name(str(y.name)), y
+            graph.outputs[i] = copy
+        listed.add(y)
 
-    Exporters write down the shapes of the iteration that they have seen.
-    """
-    op = Emit(graph)
-    note_ranks(graph.all_nodes())
-    for body in list(graph.subgraphs()):
-        for node in body:
-            for y in node.outputs:
-                y.shape = None
-        Emit(body, outer=op).give(body.outputs)
+
+def listed_as(y: ir.Value) -> ir.Value:
+    """Return the output that the model lists several times, of which `y` may be a copy."""
+    return y.meta.get(_LISTED_AS, y)
 
 
 def _has_no_other_way(model: ir.Model, node: ir.Node) -> bool:

@@ -15,6 +15,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.external import resolve
+from onnxgrad.graph.normalize import normalized
 
 _ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
 _OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
@@ -68,14 +69,16 @@ def to_ir(proto: ModelProto) -> ir.Model:
 
     Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not know them.
     """
+    kept = normalized(proto)
     if any(non_tensor(o) for o in proto.graph.output):
-        kept = ModelProto()
-        kept.CopyFrom(proto)
+        if kept is proto:
+            kept = ModelProto()
+            kept.CopyFrom(proto)
         dropped = {o.name for o in kept.graph.output if non_tensor(o)}
         _keep(kept.graph.output, lambda o: o.name not in dropped)
         _keep(kept.graph.node, lambda n: n.op_type not in _ON_MAPS or n.output[0] not in dropped)
         _keep(kept.graph.value_info, lambda v: v.name not in dropped)
-        proto = kept
+    proto = kept
     for node in proto.graph.node:
         if node.domain == "ai.onnx.ml" and node.op_type in _ON_MAPS:
             where = f"{node.op_type} (node {node.name!r}, output {node.output[0]!r})"

@@ -52,6 +52,4 @@ def attribute_key(attr: ir.Attr) -> Any:
         value = tuple(value)
     elif attr.type == ir.AttributeType.TENSOR:
         value = (value.dtype, tuple(value.shape), value.tobytes())
-    elif attr.type == ir.AttributeType.GRAPH:
-        value = id(value)
     return attr.name, value

@@ -15,8 +15,10 @@ from typing import Any
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
 
 from onnxgrad.errors import ModelError
+from onnxgrad.graph.normalize import names
 from onnxgrad.graph.read import ModelLike, read
-from onnxgrad.graph.weights import METADATA, Site, names, sites, subgraphs
+from onnxgrad.graph.sites import subgraphs
+from onnxgrad.graph.weights import METADATA, Site, sites
 
 # (graph, "input" | "initializer" | "result" | "node", old name) -> new name
 Choose = Callable[[GraphProto | None, str, str], str]

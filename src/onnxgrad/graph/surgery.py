@@ -12,10 +12,11 @@ from onnx import ModelProto, TensorProto, numpy_helper
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
+from onnxgrad.graph.normalize import names
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.weights import names, replace, sites
+from onnxgrad.graph.weights import replace, sites
 
 
 def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorProto]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import count
+from collections.abc import Mapping
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import ModelProto, NodeProto, defs, inliner, numpy_helper, version_converter
+from onnx import AttributeProto, ModelProto, NodeProto, defs, numpy_helper, version_converter
 
-from onnxgrad.autodiff.rules import RULES
 from onnxgrad.errors import ModelError
-from onnxgrad.graph.weights import names, subgraphs
+from onnxgrad.graph.local_functions import inlined
+from onnxgrad.graph.normalize import all_nodes, names, unused
+from onnxgrad.graph.sites import subgraphs
 
 _UNKNOWN = ("LayerNormalization", "SimplifiedLayerNormalization")  # the first until opset 17
 _HIDDEN = "onnxgrad.hidden"  # a domain that the converter leaves alone
@@ -35,35 +35,6 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
     return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
 
 
-def inlined(proto: ModelProto) -> ModelProto:
-    """Return a copy of `proto` with the nodes of its local functions in place of their calls.
-
-    Functions that have a rule stay.
-    """
-    made = ModelProto()
-    made.CopyFrom(proto)
-    for function in made.functions:
-        _copy_what_is_handed_on(function.node)
-    ruled = [(f.domain, f.name) for f in made.functions if (f.domain, f.name) in RULES]
-    if ruled:
-        return inliner.inline_selected_functions(made, ruled, exclude=True)
-    if made.functions:
-        return inliner.inline_local_functions(made, convert_version=True)
-    return made
-
-
-def _copy_what_is_handed_on(nodes: Iterable[NodeProto]) -> None:
-    """Write Identities in graphs of nodes that return an input: the inliner loses its new name."""
-    for graph in (graph for node in nodes for graph in subgraphs(node)):
-        _copy_what_is_handed_on(graph.node)
-        inputs, taken = {x.name for x in graph.input}, set(names(graph))
-        for y in (y for y in graph.output if y.name in inputs):
-            copy = next(n for i in count() if (n := f"{y.name}_{i}") not in taken)
-            taken.add(copy)
-            graph.node.add(op_type="Identity", input=[y.name], output=[copy])
-            y.name = copy
-
-
 def raise_opset(proto: ModelProto) -> ModelProto:
     """Return `proto`, or where its opset is below the working one, a copy at that."""
     version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
@@ -73,8 +44,6 @@ def raise_opset(proto: ModelProto) -> ModelProto:
     if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
         made.opset_import.add(domain="", version=WORKING_OPSET)
         return made
-    for twice in [o for o in made.opset_import if o.domain in ("", "ai.onnx")][1:]:
-        made.opset_import.remove(twice)  # as skl2onnx states it; the converter changes one only
     made.ir_version = max(made.ir_version, 8)
     if made.functions:
         ruled = ", ".join(f.name for f in made.functions)
@@ -84,27 +53,21 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         )
     if version < 7:
         _keep_channels(made)
-    if version == 8 and any(node.op_type == "Scan" for node in _nodes(made.graph)):
+    if version == 8 and any(node.op_type == "Scan" for node in all_nodes(made.graph.node)):
         raise ModelError(
             "the Scan of opset 8 runs over a batch, which onnx does not convert: export the model "
             "at opset 9 or newer"
         )
-    upsampled = {n.output[0] for n in _nodes(made.graph) if n.op_type == "Upsample"}
+    upsampled = {n.output[0] for n in all_nodes(made.graph.node) if n.op_type == "Upsample"}
     try:
         made = _converted(made)
+    except ModelError:
+        raise
     except Exception as e:  # the converter raises several undeclared types
         raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
     if version < 11:
         _keep_places(made.graph, upsampled, {})
     return made
-
-
-def _nodes(graph: onnx.GraphProto) -> Iterator[NodeProto]:
-    """Yield all nodes, those in graphs that nodes hold too."""
-    for node in graph.node:
-        yield node
-        for inner in subgraphs(node):
-            yield from _nodes(inner)
 
 
 def _converted(proto: ModelProto) -> ModelProto:
@@ -114,18 +77,50 @@ def _converted(proto: ModelProto) -> ModelProto:
     standard: its optimizer leaves them at any opset.
     """
     proto.opset_import.add(domain=_HIDDEN, version=1)
-    _move(proto.graph, ("", "ai.onnx"), _HIDDEN)
+    for node in all_nodes(proto.graph.node):
+        if not node.domain and (node.op_type in _UNKNOWN or _trains(node)):
+            node.domain = _HIDDEN
+    read = {name for node in all_nodes(proto.graph.node) for name in node.input}
+    read.update(y.name for y in proto.graph.output)
     made = version_converter.convert_version(proto, WORKING_OPSET)
-    _move(made.graph, (_HIDDEN,), "")
+    for node in all_nodes(made.graph.node):
+        if node.domain == _HIDDEN:
+            node.domain = ""
+            if _trains(node):
+                _state_training(node, read)
     for hidden in [o for o in made.opset_import if o.domain == _HIDDEN]:
         made.opset_import.remove(hidden)
     return made
 
 
-def _move(graph: onnx.GraphProto, domains: tuple[str, ...], domain: str) -> None:
-    for node in _nodes(graph):
-        if node.domain in domains and node.op_type in _UNKNOWN:
-            node.domain = domain
+def _trains(node: NodeProto) -> bool:
+    """Tell whether `node` is a BatchNormalization before opset 14 that uses the batch's statistics.
+
+    Its outputs said so, and the converter refuses more than three.
+    """
+    return node.op_type == "BatchNormalization" and any(node.output[1:])
+
+
+def _state_training(node: NodeProto, read: set[str]) -> None:
+    """Write a BatchNormalization in training mode as from opset 14 on.
+
+    Raises:
+        ModelError: something reads the statistics of the batch, which are no outputs any more, or
+            they are those of single elements (`spatial=0`, until opset 8).
+    """
+    where = f"BatchNormalization {node.name!r} (output {node.output[0]!r}) before opset 14"
+    if used := [y for y in node.output[3:] if y in read]:
+        raise ModelError(
+            f"{where}: its output {used[0]!r}, a statistic of the batch, cannot be kept: compute "
+            "it with ReduceMean, or export the model at opset 14 or newer"
+        )
+    if any(a.name == "spatial" and not a.i for a in node.attribute):
+        raise ModelError(f"{where}: spatial=0 was removed from ONNX: export the model anew")
+    del node.output[3:]
+    kept = [a for a in node.attribute if a.name in ("epsilon", "momentum")]
+    kept.append(AttributeProto(name="training_mode", type=AttributeProto.INT, i=1))
+    del node.attribute[:]
+    node.attribute.extend(kept)
 
 
 def _keep_channels(model: ModelProto) -> None:
@@ -134,7 +129,7 @@ def _keep_channels(model: ModelProto) -> None:
     Later they broadcast from the last axis, which the converter forgets.
     """
     for held in (held for node in model.graph.node for held in subgraphs(node)):
-        for node in (n for n in _nodes(held) if n.op_type == "PRelu"):
+        for node in (n for n in all_nodes(held.node) if n.op_type == "PRelu"):
             raise ModelError(
                 f"PRelu {node.name!r} (output {node.output[0]!r}) in the graph {held.name!r} "
                 "before opset 7: export the model at opset 7 or newer"
@@ -156,8 +151,7 @@ def _keep_channels(model: ModelProto) -> None:
                 )
         x, slope = (len(lengths[name]) for name in node.input)
         if x > 2 and slope == 1:
-            made = next(n for i in count() if (n := f"{node.input[1]}_{i}") not in taken)
-            taken.add(made)
+            made = unused(node.input[1], taken)
             wide = NodeProto(op_type="Unsqueeze", input=[node.input[1]], output=[made])
             axes = list(range(1, x - 1))
             wide.attribute.add(name="axes", type=onnx.AttributeProto.INTS, ints=axes)

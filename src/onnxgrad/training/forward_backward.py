@@ -97,7 +97,8 @@ class OrtGradientForwardBackward:
         declared = {x.name: ir.from_proto(x) for x in self.partition.forward.graph.input}
         self.input_names = [name for name in declared if name not in self.weights_to_train]
         self.inputs = list(declared.values())
-        self.output_names = [y.name for y in self.onnx_model.graph.output if not non_tensor(y)]
+        tensors = [y for y in self.onnx_model.graph.output if not non_tensor(y)]
+        self.output_names = [y.name for y in self.partition.forward.graph.output][: len(tensors)]
         self.read = [x.name for x in self.partition.backward.graph.input]
 
     def new_instance(self) -> OrtGradientForwardBackwardFunction:

@@ -1,0 +1,217 @@
+"""Local functions: bound to the attributes of each call, and inlined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    defs,
+    inliner,
+)
+
+from onnxgrad.autodiff.rules import RULES
+from onnxgrad.errors import ModelError
+from onnxgrad.graph.normalize import all_nodes, own_results, use_standard_domain
+from onnxgrad.graph.sites import Site, subgraphs
+from onnxgrad.graph.weights import sites, take_out
+
+Key = tuple[str, str, str]  # domain, name, overload
+
+_MARK = "onnxgrad.site:"  # begins the name of a Constant's tensor that stands for a site
+_LARGE = 1024  # elements: a larger tensor is not repeated for every call
+
+
+def inlined(proto: ModelProto) -> ModelProto:
+    """Return a copy of `proto` with the nodes of its local functions in place of their calls.
+
+    A constant of a function becomes one initializer, which all calls share. Functions that have a
+    rule stay. In the copy, every subgraph returns results of its own nodes, each once.
+
+    Raises:
+        ModelError: a function calls itself.
+    """
+    model = ModelProto()
+    model.CopyFrom(proto)
+    use_standard_domain(model)
+    own_results(model)
+    if model.functions:
+        tensors = _mark_constants(model)
+        ruled = _bind(model)
+        _use_opset_of_model(model)
+        try:
+            model = inliner.inline_local_functions(model, convert_version=True)
+        except RuntimeError as e:  # of the converter
+            raise ModelError(f"the local functions cannot be inlined: {e}") from e
+        model.functions.extend(ruled)
+        _share_constants(model, tensors)
+    return model
+
+
+# -- constants ---------------------------------------------------------------------------------
+
+
+def _mark_constants(model: ModelProto) -> dict[str, TensorProto]:
+    """Mark the constants of functions by the names that `sites` gives them; return the tensors."""
+    tensors = {}
+    for site in list(sites(model)):
+        if site.function is None and site.attribute is None:
+            continue
+        if _holder(site) in RULES:
+            continue
+        tensor = TensorProto()
+        tensor.CopyFrom(site.read())
+        tensor.name = site.name
+        tensors[site.name] = tensor
+        _mark(site)
+    return tensors
+
+
+def _use_opset_of_model(model: ModelProto) -> None:
+    """Let functions import the opset of the model, where their operators mean the same at both."""
+    version = next((o.version for o in model.opset_import if not o.domain), None)
+    for function in model.functions:
+        kinds = {n.op_type for n in all_nodes(function.node) if not n.domain}
+        for entry in function.opset_import:
+            if version is not None and not entry.domain:
+                same = all(_since(op, entry.version) == _since(op, version) for op in kinds)
+                entry.version = version if same else entry.version
+
+
+def _since(op_type: str, version: int) -> int | None:
+    """Return the opset in which an operator became what it is at `version`."""
+    exists = defs.has(op_type, version)
+    return defs.get_schema(op_type, version).since_version if exists else None
+
+
+def _holder(site: Site) -> tuple[str, str] | None:
+    """Return the local function that has the constant, as a body or as an attribute of a call."""
+    if site.function is not None:
+        return site.function.domain, site.function.name
+    return None if site.node is None else (site.node.domain, site.node.op_type)
+
+
+def _mark(site: Site) -> None:
+    """Let a marked Constant node stand for `site`."""
+    mark = TensorProto()
+    mark.CopyFrom(site.read())
+    mark.name = _MARK + site.name
+    if site.attribute is not None:  # of a call: other nodes than a Constant may read it, too
+        site.attribute.t.CopyFrom(mark)
+        return
+    if prod(mark.dims) > _LARGE:
+        mark = TensorProto(name=mark.name, data_type=mark.data_type, dims=[0])
+    node = site.node
+    if node is not None and node.op_type == "Constant":
+        del node.attribute[:]
+        node.attribute.add(name="value", type=AttributeProto.TENSOR, t=mark)
+        return
+    constant = NodeProto(op_type="Constant")
+    constant.attribute.add(name="value", type=AttributeProto.TENSOR, t=mark)
+    if node is None:  # an initializer of a subgraph
+        constant.output.append(site.take_away())
+    else:
+        constant.output.append(f"{node.output[0]}.{site.name}")
+        site.as_operand(constant.output[0])
+    site.graph.node.insert(0, constant)
+
+
+def _share_constants(model: ModelProto, tensors: dict[str, TensorProto]) -> None:
+    """Turn the marked Constants of all calls into initializers of the main graph."""
+    used = set()
+    for graph in [model.graph, *(g for n in all_nodes(model.graph.node) for g in subgraphs(n))]:
+        for node in [n for n in graph.node if n.op_type == "Constant"]:
+            mark = node.attribute[0].t.name if node.attribute else ""
+            if mark.startswith(_MARK):
+                name = mark.removeprefix(_MARK)
+                used.add(name)
+                take_out(model, graph, node, name)
+    model.graph.initializer.extend(tensor for name, tensor in tensors.items() if name in used)
+
+
+# -- attributes --------------------------------------------------------------------------------
+
+
+def _bind(model: ModelProto) -> list[FunctionProto]:
+    """Let every call be one of a function without attributes, in which those of the call stand.
+
+    The inliner forgets the defaults of attributes. Return the functions that have a rule, with
+    those that they call, which are no longer in `model`: their calls state every attribute.
+    """
+    functions = {_key(f): f for f in model.functions}
+    bound: dict[tuple[Key, bytes], FunctionProto] = {}
+    reading: list[Key] = []  # the calls that lead to where we are
+
+    def name_of(key: Key, attributes: dict[str, AttributeProto]) -> str:
+        said = b"".join(attributes[n].SerializeToString() for n in sorted(attributes))
+        if (key, said) not in bound:
+            if key in reading:
+                raise ModelError(f"the local function {key[1]!r} of {key[0]!r} calls itself")
+            reading.append(key)
+            copy = FunctionProto()
+            copy.CopyFrom(functions[key])
+            _put_in(copy.node, attributes)
+            for field in ("attribute", "attribute_proto", "overload", "value_info"):
+                copy.ClearField(field)
+            copy.name = f"{copy.name}.{len(bound)}"
+            bound[key, said] = copy
+            call(copy.node)
+            reading.pop()
+        return bound[key, said].name
+
+    def call(nodes: Iterable[NodeProto]) -> None:
+        for node in all_nodes(nodes):
+            key = (node.domain, node.op_type, node.overload)
+            if key not in functions:
+                continue
+            stated = {a.name: a for a in functions[key].attribute_proto}
+            stated |= {a.name: a for a in node.attribute}
+            attributes = list(stated.values())
+            del node.attribute[:]
+            if key[:2] in RULES:
+                node.attribute.extend(attributes)
+            else:
+                node.op_type = name_of(key, stated)
+                node.overload = ""
+
+    call(model.graph.node)
+    kept = _reachable(functions, [key for key in functions if key[:2] in RULES])
+    ruled = [f for key, f in functions.items() if key in kept]
+    del model.functions[:]
+    model.functions.extend(bound.values())
+    return ruled
+
+
+def _key(function: FunctionProto) -> Key:
+    return function.domain, function.name, function.overload
+
+
+def _reachable(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]:
+    reached = list(dict.fromkeys(keys))
+    for key in reached:  # which grows
+        for node in all_nodes(functions[key].node):
+            called = (node.domain, node.op_type, node.overload)
+            if called in functions and called not in reached:
+                reached.append(called)
+    return set(reached)
+
+
+def _put_in(nodes: Iterable[NodeProto], attributes: dict[str, AttributeProto]) -> None:
+    """Replace references to attributes of a function by their values; drop those without one."""
+    for node in all_nodes(nodes):
+        if not any(a.ref_attr_name for a in node.attribute):
+            continue
+        resolved = []
+        for a in node.attribute:
+            value = attributes.get(a.ref_attr_name) if a.ref_attr_name else a
+            if value is not None:
+                resolved.append(AttributeProto())
+                resolved[-1].CopyFrom(value)
+                resolved[-1].name = a.name
+        del node.attribute[:]
+        node.attribute.extend(resolved)
