@@ -72,7 +72,9 @@ def test_what_is_checked():
     assert [row.name for row in check_gradient(tanh(), weights=[]).rows[1:]] == ["x"]
     assert [row.name for row in check_gradient(tanh(), inputs=[]).rows[1:]] == ["w"]
     report = check_gradient(tanh(), ["x"], ["w"], order=2)
-    assert [row.name for row in report.rows[1:]] == ["x", "w", "y_grad"]
+    rows = [(row.order, row.name) for row in report.rows[1:]]
+    assert rows == [(1, "x"), (1, "w"), (2, "x"), (2, "w"), (2, "y_grad")]
+    assert "second order" in str(report)
 
 
 def test_an_input_without_gradient_must_have_derivative_zero():
@@ -199,3 +201,53 @@ def test_an_input_that_is_no_tensor():
     for inputs in (model.graph.input, session.get_inputs()):
         with pytest.raises(ValueError, match="input 'x' is no tensor"):
             random_feed(inputs)
+
+
+# -- mistakes before the sweep -------------------------------------------------------------------
+
+
+
+
+def test_a_wrong_lowering_is_found(monkeypatch):
+    from onnxgrad.graph.lowerings import LOWERINGS
+
+    model = parse("g (float[N,2] x) => (float[N,2] y) { t = Swish(x)  y = Mul(t, w) }", w=[2, 3])
+    model.opset_import[0].version = 24
+    model.ir_version = 11
+    assert check_gradient(model).ok
+    wrong = lambda op, node: [op.Mul(node.inputs[0], op.Tanh(node.inputs[0]))]  # noqa: E731
+    monkeypatch.setitem(LOWERINGS, ("", "Swish"), wrong)
+    assert [row.ok for row in check_gradient(model).rows] == [False, False, False]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        """{ n, t = Split<num_outputs=2, axis=1>(x) y = Loop(turns, , n)<body = b (int64 i, bool c,
+            float[N,1] a) => (bool d, float[N,1] e) <float[1] w = {2}, bool d = {1}>
+            { e = Mul(a, w) }> }""",
+        """{ n = Mul(x, x) y = If(yes)<then_branch = b () => (float[1] w) <float[1] w = {2}>
+            { z = Identity(w) }, else_branch = d () => (float[N,2] e) { e = Tanh(x) }> }""",
+    ],
+)
+def test_a_weight_that_is_lost_is_found(monkeypatch, text):
+    """What reads a weight of a subgraph reads a copy, which is no weight: its gradient is zero."""
+    from onnxgrad.graph import weights
+
+    text = f"g (float[N,2] x) => (float[N,k] y) <int64 turns = {{2}}, bool yes = {{1}}> {text}"
+    model = parse(text)
+    assert check_gradient(model, weights=["w"]).ok
+    lift = weights.lift
+
+    def losing(model):
+        lift(model)
+        for tensor in [t for t in model.graph.initializer if t.name == "w"]:
+            model.graph.initializer.add().CopyFrom(tensor)
+            model.graph.initializer[-1].name = "copy"
+            weights.rename_uses(model.graph, "w", "copy")
+
+    monkeypatch.setattr(weights, "lift", losing)
+    report = check_gradient(model, weights=["w"])
+    assert report.rows[0].ok
+    assert not report.ok
+    assert report.rows[-1].found == 0

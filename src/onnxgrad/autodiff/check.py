@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isnan, nan
 from typing import Any
 
@@ -12,6 +13,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.model_as_given import ModelAsGiven, in_precision
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.runtimes import (
     Feed,
@@ -24,7 +26,6 @@ from onnxgrad.errors import unknown
 from onnxgrad.feeds import random_feed
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.precision import set_precision
 from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.shapes import is_real
@@ -44,6 +45,7 @@ class GradientRow:
     found: float
     error: float  # relative
     rtol: float
+    order: int = 1
 
     @property
     def undefined(self) -> bool:
@@ -77,7 +79,9 @@ class GradientReport:
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.rows)
         lines = [f"{'':{width}}  {'expected':>14}  {'found':>14}  {'error':>9}"]
-        for row in self.rows:
+        for i, row in enumerate(self.rows):
+            if row.order > 1 and self.rows[i - 1].order == 1:
+                lines.append("second order")
             numbers = f"{row.expected:14.7g}  {row.found:14.7g}  {row.error:9.2g}"
             mark = "  (undefined)" if row.undefined else "" if row.ok else "  <-- wrong"
             lines.append(f"{row.name:{width}}  {numbers}{mark}")
@@ -97,10 +101,12 @@ def check_gradient(
 
     For every input and weight x, with random factors u of the outputs y and a random direction v,
     the derivative of f = sum(u y) along v that follows from the gradient is compared with
-    `(4 D(h/2) - D(h)) / 3`, `D(h) = (f(x + h v) - f(x - h v)) / 2h` (Richardson 1911). An x that
-    no gradient is computed for must have derivative zero. All is computed in float64, by
-    onnxruntime, or by `onnx.reference` where onnxruntime lacks a kernel; in float32 where neither
-    can. The first row of the report compares the outputs with those of `model` as it is.
+    `(4 D(h/2) - D(h)) / 3`, `D(h) = (f(x + h v) - f(x - h v)) / 2h` (Richardson 1911). f is
+    computed by `model` itself, with the values of x written to where it keeps them. An x that no
+    gradient is computed for must have derivative zero. All is computed in float64, by onnxruntime,
+    or by `onnx.reference` where onnxruntime lacks a kernel; in float32 where neither can run
+    `model`. The first row of the report compares the outputs that the gradient model starts from
+    with those of `model`.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -108,7 +114,8 @@ def check_gradient(
             regions of a Resize.
         weights: names of the weights to check; None: every one that is trained by default.
         rtol: largest relative error; None: 1e-6 in float64, 0.02 in float32.
-        order: 1, or 2 to check the gradient of the gradient.
+        order: 1, or 2 to check the gradient of the gradient too, whose rows follow those of the
+            gradient: there, f is computed by the gradient model.
         feed: where to check, `{input: array}`; inputs that it lacks are drawn by `random_feed`.
         random_state: seed of feed and directions; None draws a new one.
 
@@ -143,7 +150,8 @@ def check_gradient(
     as_inputs(proto, prepared.graph, weights)
     point |= {name: sites[name].array() for name in weights}
     primal = to_proto(prepared)
-    return _judge(_Problem(primal, point, [*inputs, *weights], values, close, rtol, order, seed))
+    wrt = [*inputs, *weights]
+    return _judge(_Problem(proto, primal, point, wrt, weights, values, close, rtol, order, seed))
 
 
 def _judge(problem: _Problem) -> GradientReport:
@@ -193,6 +201,18 @@ class _Way:
     rtol: float
     steps: tuple[float, ...]  # a kink that lies within one step does not within a smaller one
 
+    def convert(self, proto: ModelProto) -> ModelProto:
+        """Return `proto` in the precision of this way."""
+        return in_precision(proto, ir.DataType.DOUBLE) if self.dtype is np.float64 else proto
+
+    def run(self, proto: ModelProto, feed: Feed) -> list[np.ndarray]:
+        """Return the float outputs of `proto`, by this runtime or by the other one."""
+        try:
+            return self.load(proto)(feed)
+        except NoKernelError:
+            other = on_onnxruntime if self.load is on_reference else on_reference
+            return other(proto)(feed)
+
 
 _STEPS = (1e-3, 1e-4, 1e-5, 1e-6)
 _WAYS = (
@@ -207,9 +227,11 @@ _WAYS = (
 
 @dataclass(frozen=True)
 class _Problem:
+    given: ModelProto  # as the user has it
     primal: ModelProto  # in the working dialect, the weights as inputs
     point: Feed
     wrt: list[str]
+    weights: Sequence[str]
     values: list[np.ndarray]  # of the float outputs of the model as it is, at `point`
     rtol_of_values: float
     rtol: float | None
@@ -243,42 +265,77 @@ def _seed(op: Emit, y: ir.Value) -> ir.Value:
 
 def _compare(way: _Way, problem: _Problem) -> GradientReport:
     rng = np.random.default_rng(problem.seed)
-    model = ir.from_proto(problem.primal)
-    if way.dtype is np.float64:
-        set_precision(model, ir.DataType.DOUBLE)
-    dtypes = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype is not None}
-    point = {name: x.astype(dtypes[name]) for name, x in problem.point.items() if name in dtypes}
-    primal, wrt = to_proto(model), problem.wrt
-    function = way.load(primal)
+    primal = way.convert(problem.primal)
+    kinds = {x.name: x.dtype for x in ir.from_proto(primal).graph.inputs if x.dtype is not None}
+    point = {n: x.astype(kinds[n].numpy()) for n, x in problem.point.items() if n in kinds}
+    given = ModelAsGiven(way.convert(problem.given), way.load, problem.weights)
+    function: Function = given
     outputs = function(point)
-    rows = [_row_of_values(outputs, problem.values, problem.rtol_of_values)]
+    again = function(point)
+    if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, outputs, strict=True)):
+        raise ValueError("two runs differ: a model whose outputs are random cannot be checked")
+    rows = [_row_of_values(way.run(primal, point), problem.values, problem.rtol_of_values)]
+    wrt = problem.wrt
     for order in range(1, problem.order + 1):
         gradient = _Gradient(primal, wrt)
         factors = [np.where(np.isfinite(y), _normal(rng, y), 0).astype(y.dtype) for y in outputs]
         fed = dict(zip(gradient.seeds, factors, strict=True))
+        arrays = dict(zip(gradient.outputs, way.run(gradient.model, point | fed), strict=True))
+        held = given.held if order == 1 else lambda name, x: x
+        at = _At(function, point, outputs, factors, arrays, held)
+        rtol = way.rtol if problem.rtol is None else problem.rtol
+        rows += [_row(way, at, name, _normal(rng, point[name]), rtol, order) for name in wrt]
         if order < problem.order:
             primal, wrt, point = gradient.model, [*wrt, *fed], point | fed
-            function = way.load(primal)
+            function = partial(way.run, primal)
             outputs = function(point)
-    again = function(point)
-    if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, outputs, strict=True)):
-        raise ValueError("two runs differ: a model whose outputs are random cannot be checked")
-
-    def objective(values: Feed) -> float:
-        return sum(_dot(u, y) for u, y in zip(factors, function(values), strict=True))
-
-    size = sum(_dot(np.abs(u), np.abs(y)) for u, y in zip(factors, outputs, strict=True))
-    arrays = dict(zip(gradient.outputs, way.load(gradient.model)(point | fed), strict=True))
-    rtol = way.rtol if problem.rtol is None else problem.rtol
-    floor = _FLOOR * size + float(np.finfo(way.dtype).eps) / (way.steps[0] * way.rtol)
-    for name in wrt:
-        v = _normal(rng, point[name])
-        found = float(np.vdot(arrays[name], v)) if name in arrays else 0.0
-        differences = [_difference(objective, point, name, h * v) / h for h in way.steps]
-        errors = [_error(found, d, floor) for d in differences]
-        best = int(np.nanargmin(errors)) if np.isfinite(errors).any() else 0
-        rows.append(GradientRow(name, differences[best], found, errors[best], rtol))
     return GradientReport(tuple(rows), way.name)
+
+
+@dataclass(frozen=True)
+class _At:
+    """A function at a point: sum(u y), u the factors of its outputs y, and its gradients."""
+
+    function: Function
+    point: Feed
+    outputs: Sequence[np.ndarray]
+    factors: Sequence[np.ndarray]
+    gradients: Mapping[str, np.ndarray]
+    held: Callable[[str, np.ndarray], np.ndarray]  # a value as the function can hold it
+
+    def __call__(self, name: str, x: np.ndarray) -> float:
+        """Return sum(u y) with another value of one variable."""
+        found = self.function({**self.point, name: x})
+        return sum(_dot(u, y) for u, y in zip(self.factors, found, strict=True))
+
+    @property
+    def size(self) -> float:
+        """Return sum(|u y|), of which differences are small parts."""
+        return sum(
+            _dot(np.abs(u), np.abs(y)) for u, y in zip(self.factors, self.outputs, strict=True)
+        )
+
+    def difference(self, name: str, v: np.ndarray) -> tuple[float, float]:
+        """Return the derivative along v, of which the third and fourth orders cancel, and what the
+        gradient says that it is, for the steps that the function could really take.
+        """
+        x, g = self.point[name], self.gradients.get(name)
+        expected = found = 0.0
+        for step, share in ((v, -1 / 6), (v / 2, 8 / 6)):
+            ahead, behind = (self.held(name, np.asarray(x + s)) for s in (step, -step))
+            expected += share * (self(name, ahead) - self(name, behind))
+            found += share * (0.0 if g is None else float(np.vdot(g, ahead - behind)))
+        return expected, found
+
+
+def _row(way: _Way, at: _At, name: str, v: np.ndarray, rtol: float, order: int) -> GradientRow:
+    """Return the comparison along v, by the step that agrees best."""
+    floor = _FLOOR * at.size + float(np.finfo(way.dtype).eps) / (way.steps[0] * way.rtol)
+    pairs = [np.divide(at.difference(name, h * v), h).tolist() for h in way.steps]
+    errors = [_error(found, expected, floor) for expected, found in pairs]
+    best = int(np.nanargmin(errors)) if np.isfinite(errors).any() else 0
+    expected, found = pairs[best]
+    return GradientRow(name, expected, found, errors[best], rtol, order)
 
 
 def _normal(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
@@ -291,16 +348,6 @@ def _dot(u: np.ndarray, y: np.ndarray) -> float:
         return nan
     counted = u != 0
     return float(np.dot(u[counted], y[counted]))
-
-
-def _difference(objective: Callable[[Feed], float], point: Feed, name: str, v: np.ndarray) -> float:
-    """Return the derivative along v, of which the third and fourth orders cancel."""
-
-    def at(step: np.ndarray) -> float:
-        return objective({**point, name: np.asarray(point[name] + step)})
-
-    whole, half = (at(step) - at(-step) for step in (v, v / 2))
-    return (4 * 2 * half - whole) / 6
 
 
 def _error(found: float, expected: float, floor: float) -> float:

@@ -33,7 +33,8 @@ def on_onnxruntime(proto: ModelProto) -> Function:
         session = loaded(proto, options, providers=["CPUExecutionProvider"])
     except Exception as e:  # onnxruntime's errors have no common base
         raise NoKernelError(f"onnxruntime cannot load the model: {e}") from e
-    taken, outputs = {x.name for x in session.get_inputs()}, _float_outputs(proto)
+    inputs = (*session.get_inputs(), *session.get_overridable_initializers())
+    taken, outputs = {x.name for x in inputs}, _float_outputs(proto)
 
     def run(feed: Feed) -> list[np.ndarray]:
         try:

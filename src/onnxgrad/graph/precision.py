@@ -27,7 +27,11 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
         for value in node.outputs:
             _set(value, dtype)
         for attribute in list(node.attributes.values()):
-            if attribute.name in _DTYPES and attribute.value in _FLOATS:
+            if attribute.name in ("value_float", "value_floats") and not attribute.is_ref():
+                array = np.asarray(attribute.value, np.float64)  # else a Constant of float32
+                del node.attributes[attribute.name]
+                node.attributes["value"] = ir.AttrTensor("value", _rounded(array, dtype, None))
+            elif attribute.name in _DTYPES and attribute.value in _FLOATS:
                 node.attributes[attribute.name] = ir.AttrInt64(attribute.name, dtype)
             elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in _FLOATS:
                 tensor = _converted(attribute.value, dtype)
@@ -35,7 +39,7 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
             elif attribute.type == ir.AttributeType.TYPE_PROTO:  # of an Optional
                 kind = attribute.value.type
                 kind.dtype = dtype if kind.dtype in _FLOATS else kind.dtype
-    for graph in (model.graph, *model.graph.subgraphs()):
+    for graph in (g for outer in graphs for g in (outer, *outer.subgraphs())):
         for value in (*graph.inputs, *graph.initializers.values()):
             if value not in kept:
                 _set(value, dtype)
@@ -49,7 +53,10 @@ def _set(value: ir.Value, dtype: ir.DataType) -> None:
 
 
 def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.Tensor:
-    array = tensor.numpy().astype(np.float64)
+    return _rounded(tensor.numpy().astype(np.float64), dtype, tensor.name)
+
+
+def _rounded(array: np.ndarray, dtype: ir.DataType, name: str | None) -> ir.Tensor:
     limit = float(dtype.max)
     held = np.where(np.isinf(array), array, np.clip(array, -limit, limit))
-    return ir.Tensor(held.astype(dtype.numpy()), dtype, name=tensor.name)
+    return ir.Tensor(held.astype(dtype.numpy()), dtype, name=name)
