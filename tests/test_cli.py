@@ -154,12 +154,117 @@ def test_a_model_that_computes_its_own_loss(here):
     np.testing.assert_allclose(weights("trained.onnx")["W"], [[2], [-1]], atol=1e-3)
 
 
+WIDE = ("--target", "y", "--loss", "squared_error", "--epochs", 1, "--batch-size", 1)
+OLD, NEW = ("train", "linear.onnx", "wide.csv", *WIDE), ("train", "trained.onnx", "wide.csv", *WIDE)
+
+
+def wide(header, values="1,2,3"):
+    Path("wide.csv").write_text(f"{header}\n" + f"{values}\n" * 5)
+
+
+def test_the_order_of_the_columns_is_told_and_kept(here):
+    wide("a,b,y")
+    made = run(*OLD)
+    assert made.exit_code == 0, made.output
+    assert "columns of input x, in this order: a, b\n" in made.stdout
+    kept = {e.key: e.value for e in onnx.load("trained.onnx").metadata_props}
+    assert kept == {"onnxgrad.columns": '{"x": ["a", "b"]}', "onnxgrad.target": '["y"]'}
+    again = ("--output", "again.onnx", "--overwrite")
+    wide("y,a,b")
+    made = run(*NEW, *again)
+    assert made.exit_code == 0, made.output
+    assert "in this order" not in made.stdout
+    for header, message in (
+        ("b,a,y", "input 'x': column 1 is 'b', and was 'a' in training: reorder the columns"),
+        ("a,c,y", "no column 'b' and column 'c' that was not in training"),
+        ("a,y,B", "no column 'b' and column 'B' that"),
+        ("a,b,y,c", "column 'c' that was not in training"),
+    ):
+        wide(header, "1,2,3,4" if header.count(",") == 3 else "1,2,3")
+        made = run(*NEW, *again)
+        assert made.exit_code == 2
+        [line] = made.stderr.splitlines()
+        assert message in line
+
+
+def test_names_of_columns_cannot_write_to_the_terminal(here):
+    wide("\x1b[31ma,\x9bb,y")
+    made = run(*OLD)
+    assert made.exit_code == 0, made.output
+    assert r"\x1b[31ma, \x9bb" in made.stdout
+    wide("\x1b[31mb,\x9bc,y")
+    errors = run(*NEW, "--output", "again.onnx").stderr
+    wide("\x1b[31ma,\x1b[31ma,y")
+    errors += run(*OLD, "--overwrite").stderr
+    wide("a,b,y", "\x1b[31mred,2,3")
+    errors += run(*OLD, "--overwrite").stderr
+    assert errors.count("Error: ") == 3
+    assert not {"\x1b", "\x9b"} & set(errors + made.stdout)
+
+
+def test_targets_keep_their_order(here):
+    save("pair.onnx", LOGITS.replace("[N,3]", "[N,2]"), W=np.eye(2), b=np.zeros(2))
+    wide("a,b,u,v", "1,2,3,4")
+    both = ("--loss", "l2", "--epochs", 1, "--batch-size", 1, "--overwrite")
+    made = run("train", "pair.onnx", "wide.csv", "--target", "u", "--target", "v", *both)
+    assert made.exit_code == 0, made.output
+    made = run("train", "trained.onnx", "wide.csv", "--target", "v", "--target", "u", *both)
+    assert "the target: column 1 is 'v', and was 'u' in training" in made.stderr
+
+
+EMBEDDED = """<ir_version: 8, opset_import: ["": 18]>
+g (float[N] u, int64[N,T] ids, float[N,T] mask) => (float[N,1] y) {
+    e = Gather(table, ids) c = Unsqueeze(u, last) s = Mul(e, c) m = Mul(s, mask)
+    y = ReduceSum(m, last)}"""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, None),
+        ({"ids": 5}, r"input 'ids' holds indices into 'table', of length 5, .*not 5 \(row 8\)"),
+        ({"ids": -6}, r"not -6 \(row 8\)"),
+        ({"ids": 1.5}, r"'ids' takes int64, not 1.5 \(row 8\)"),
+        ({"ids": np.nan}, "empty cells in column 'ids', row 8"),
+        (
+            {"mask": np.ones((20, 3))},
+            "'mask' has length 3 along axis 1, and 'ids', axis 1 has",
+        ),
+    ],
+)
+def test_ids_beyond_a_table_and_axes_that_differ(here, values, message):
+    model = save("ids.onnx", EMBEDDED, table=np.zeros(5))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "last"))
+    onnx.save(model, "ids.onnx")
+    ids = np.float64(np.arange(40).reshape(20, 2) % 5)  # exact floats are taken
+    data = {"u": np.ones(20), "ids": ids, "mask": np.ones((20, 2)), "y": np.ones(20)}
+    if "ids" in values:
+        ids[7, 1] = values["ids"]
+    else:
+        data |= values
+    np.savez("ids.npz", **data)
+    made = run("train", "ids.onnx", "ids.npz", *REGRESSION, "--batch-size", 4, "--epochs", 1)
+    if message is None:
+        assert made.exit_code == 0, made.output
+    else:
+        [line] = made.stderr.splitlines()
+        assert re.search(message, line), line
+
+
 def bad(text):
     return lambda: Path("bad.csv").write_text(text)
 
 
 def cells(text):
     return ("train", "linear.onnx", "bad.csv", *REGRESSION), bad(f"a,b,y\n{text}")
+
+
+def csv(text):
+    return ("train", "linear.onnx", "bad.csv", *REGRESSION), bad(text)
+
+
+def encoded(encoding):
+    return csv("")[0], lambda: Path("bad.csv").write_text("a,b,y\n1,2,3\n", encoding)
 
 
 def labels(*values):
@@ -203,6 +308,20 @@ def truncate():
         (*cells("1,2,3\n,inf,3\n"), "column 'a', row 2; column 'b', row 2"),
         (*cells("1,2,3\n1,2,nan\n"), "column 'y', row 2"),
         (*cells(""), "'bad.csv' holds no rows"),
+        (*cells("1,2,3\n1,2\n"), "'bad.csv' .* row 2: Expected 3 columns, got 2: '1,2'"),
+        (*cells("1,2,3\n1,2,3,4\n"), "row 2: Expected 3 columns, got 4"),
+        (*cells("1,2,3\n" * 100_000 + "\n7\n"), "row 10000.: Expected 3 columns, got 1: '7'"),
+        (*cells('"1,234",2,3\n'), "'a' is text, first in row 1: '1,234'; .* separators of thou"),
+        (*cells("yes,2,3\nno,1,2\n"), "'a' is text, first in row 1: 'yes'; write 1 and 0"),
+        (*cells("1,?,3\n"), "'b' is text, first in row 1: '.'; fill in what is missing"),
+        (*cells("2020-01-31,2,3\n"), "'a' holds datetime64.*2020-01-31.*days for instance"),
+        (*cells("12:30:00,2,3\n"), "column 'a' is time, first in row 1"),
+        (*csv("a;b;y\n1,5;2;3\n"), "'a' is text, first in row 1: '1,5'; .* decimal point"),
+        (*csv("a,a,y\n1,2,3\n"), "two columns are called 'a'"),
+        (*csv(",a,y\n0,2,3\n"), "column 1 is called '', .* leave it out .pandas: index=False"),
+        (*csv("a,y,Unnamed: 0\n0,2,3\n"), "column 2 is called 'Unnamed: 0'"),
+        ((*cells("1,2,3\n")[0], "--target", "y"), cells("1,2,3\n")[1], "a target is named twice"),
+        (*encoded("utf-16"), "its header is not text in UTF-8"),
         (*labels(0, 3), "'y': the 3 classes are numbered 0 to 2, not 3 .row 2."),
         (*labels(0, -1), "not -1 .row 2."),
         (*labels(1.5, 2), "takes int64, not 1.5 .row 1."),

@@ -22,11 +22,13 @@ from rich.table import Table
 from rich.text import Text
 
 from onnxgrad import __version__
+from onnxgrad.errors import printable
 from onnxgrad.files import check_writable, replacing
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
+    from onnxgrad.training.columns import Names
     from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.tables import Table as Data
     from onnxgrad.training.trainer import Progress as State
@@ -78,12 +80,16 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def _say(message: str, console: Console = stdout, style: str = "") -> None:
+    console.print(Text(printable(message), style=style), soft_wrap=True)
+
+
 def _complain(message: str) -> None:
-    stderr.print(Text(f"Error: {' '.join(message.split())}", style="red"), soft_wrap=True)
+    _say(f"Error: {' '.join(message.split())}", stderr, "red")
 
 
 def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
-    stderr.print(Text(f"Warning: {message}", style="yellow"), soft_wrap=True)
+    _say(f"Warning: {message}", stderr, "yellow")
 
 
 def _show_version(asked: bool) -> None:
@@ -166,8 +172,9 @@ def train(
     One input: it takes all columns that are no target, in their order, reshaped to its shape.
     Several inputs: each takes the column (or .npz array) of its name. Columns may hold lists.
 
-    The result is MODEL with new weights, those after the last epoch. Ctrl-C stops early and writes
-    what was trained so far.
+    The result is MODEL with new weights, those after the last epoch, and in its metadata the names
+    of the columns, which are compared when it is trained again. Ctrl-C stops early and writes what
+    was trained so far.
     """
     check_writable(output, overwrite)
     curves = output.with_suffix(".png")
@@ -213,16 +220,16 @@ def train(
     began = time.perf_counter()
     rows, ended, code = _fit(trainer, task.rows(training), held_data, output)
     seconds = time.perf_counter() - began
-    written = _save(trainer, proto, output, curves)
+    written = _save(trainer, proto, task.names, output, curves)
     accuracy = None
     if task.classifies and held_data:
         accuracy = task.accuracy(trainer.get_trained_onnx(), held_data)
     stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
     stdout.print(f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
     for path in written:
-        stdout.print(Text(f"wrote {path}"), soft_wrap=True)
-    if task.ignored:
-        stdout.print(Text(f"ignored columns: {', '.join(task.ignored)}"), soft_wrap=True)
+        _say(f"wrote {path}")
+    for remark in task.remarks:
+        _say(remark)
     if ended:
         _complain(ended)
         raise typer.Exit(code)
@@ -247,12 +254,13 @@ def _fit(
 
 
 def _save(
-    trainer: OrtGradientOptimizer, proto: ModelProto, output: Path, curves: Path
+    trainer: OrtGradientOptimizer, proto: ModelProto, names: Names, output: Path, curves: Path
 ) -> list[Path]:
     """Write the trained model, then the curves of its losses; return the paths."""
     from onnxgrad.graph.write import save
 
-    save(trainer.get_trained_onnx(proto), output)
+    names.keep(trained := trainer.get_trained_onnx(proto))
+    save(trained, output)
     if not trainer.train_losses_:
         return [output]
     from onnxgrad.plot.curves import plot_losses
@@ -364,7 +372,7 @@ def grad(
     table.add_row("inputs", _listed(made.graph.input))
     table.add_row("outputs", _listed(made.graph.output))
     stdout.print(table)
-    stdout.print(Text(f"wrote {output}"), soft_wrap=True)
+    _say(f"wrote {output}")
 
 
 def _listed(values) -> Text:

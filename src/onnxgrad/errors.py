@@ -39,3 +39,8 @@ def unknown(kind: str, name: object, valid: Iterable[str]) -> ValueError:
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")
+
+
+def printable(text: str) -> str:
+    """Return `text` with control characters escaped, which a file may bring to a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

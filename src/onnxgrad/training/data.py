@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.losses import LABELS
 from onnxgrad.small import to_numbers
+from onnxgrad.training.columns import (
+    Part,
+    column_names,
+    fit_shape,
+    is_table,
+    stacked,
+    target_names,
+)
+from onnxgrad.training.ids import Table
+
+if TYPE_CHECKING:
+    from onnxgrad.training.objective import Objective  # it imports losses, which check data
 
 
 @dataclass(frozen=True)
@@ -26,20 +36,22 @@ class Field:
     classes: int | None = None
     ignored: int | None = None
     allowed: tuple[str, Callable[[np.ndarray], np.ndarray]] | None = None  # see `losses.LABELS`
+    tables: tuple[Table, ...] = ()  # into which it holds indices
 
     def check(self, given: Any) -> np.ndarray:
-        """Return `given` as the array that the input takes.
+        """Return `given` as the array that the input takes; columns are brought into its shape.
 
         Raises:
             ValueError: it holds text, NaN, infinity or numbers that the input's type cannot hold,
                 labels out of the class range, or has another shape; the message names rows.
         """
-        array = to_numbers(self.name, given)
+        table = is_table(given)
+        array = stacked(self.name, given) if table else to_numbers(self.name, given)
         if array.ndim == 0:
             raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
         if len(array) == 0:
             raise ValueError(f"{self.name!r} is empty: it has no row")
-        array = self._fit_shape(array)
+        array = fit_shape(array, self.shape, repr(self.name), reshape=table)
         with np.errstate(all="ignore"):
             made = array.astype(self.dtype, copy=False)
         if self.dtype.kind in "iub":
@@ -56,19 +68,11 @@ class Field:
             _refuse(~test(made), f"{self.name!r} must hold labels {text}; others")
         return made
 
-    def _fit_shape(self, array: np.ndarray) -> np.ndarray:
-        if self.shape is None:
-            return array
-        missing = len(self.shape) - array.ndim
-        if missing == 1 and self.shape[-1] in (1, None):
-            array = array[..., None]
-        elif missing == -1 and array.shape[-1] == 1:
-            array = array[..., 0]
-        fixed = zip(self.shape[1:], array.shape[1:], strict=False)
-        if len(self.shape) != array.ndim or any(isinstance(a, int) and a != b for a, b in fixed):
-            wanted = ", ".join(["rows", *map(str, self.shape[1:])])
-            raise ValueError(f"{self.name!r} must have shape ({wanted}), not {array.shape}")
-        return array
+    def check_indices(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raise if what is fed, one of the `arrays`, holds indices that a table lacks."""
+        for table in self.tables:
+            wrong = table.outside(arrays[self.name], arrays)
+            _refuse(wrong, f"{self.name!r} must hold {table}; others")
 
 
 def _refuse(bad: np.ndarray, what: str) -> None:
@@ -80,11 +84,14 @@ def _refuse(bad: np.ndarray, what: str) -> None:
 
 
 class Fields:
-    """The data inputs of a model with a loss: features, label, row weights."""
+    """The data inputs of a model with a loss: features, label, row weights.
 
-    def __init__(
-        self, inputs: list[ir.Value], weight: str | None, facts: Mapping[str, Any]
-    ) -> None:
+    `names` are those of the columns: of an earlier training, or else of the first table that comes.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        inputs, weight, facts = objective.data, objective.row_weight, objective.facts
+        self.names = objective.names.copy()
         names = [str(x.name) for x in inputs]
         self.weight = weight if weight in names else None
         rest = [name for name in names if name != self.weight]
@@ -96,9 +103,9 @@ class Fields:
         self.fields = {}
         for x, name in zip(inputs, names, strict=True):
             assert x.dtype is not None
-            limits: dict[str, Any] = {}
+            limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
             if name == self.label:
-                limits = {"classes": facts.get("classes"), "ignored": facts.get("ignore_index")}
+                limits |= {"classes": facts.get("classes"), "ignored": facts.get("ignore_index")}
                 limits["allowed"] = LABELS.get(facts.get("loss", ""))
             shape = dims(x)
             if name == self.weight and shape is None:
@@ -114,7 +121,7 @@ class Fields:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        given = self._by_name(X)
+        given = self._by_name(X, y is None, sample_weight is None)
         if y is not None:
             if self.label is None:
                 raise ValueError("the model has no label input: pass y=None")
@@ -136,6 +143,7 @@ class Fields:
         for name in given:
             if name not in names:
                 raise unknown("input", name, names)
+        self._check_columns(given)
         missing = [name for name in names if name not in given and name != self.weight]
         if missing:
             raise ValueError(f"no data for the inputs {missing}; given: {list(given)}")
@@ -152,14 +160,62 @@ class Fields:
                 f"the model has a fixed batch of {self.fixed_rows} rows: give a multiple of it, "
                 f"not {rows} rows, or export it with a symbolic batch"
             )
+        self.check_axes(made)
+        for name in made:
+            self.fields[name].check_indices(made)
         return {name: made[name] for name in names}
 
-    def _by_name(self, X: Any) -> dict[str, Any]:
+    def check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raise if axes differ in length that the model declares as one and the same."""
+        lengths: dict[str, tuple[int, str]] = {}
+        for name, array in arrays.items():
+            for axis, d in enumerate(self.fields[name].shape or ()):
+                if not isinstance(d, str) or not is_stated(d):
+                    continue
+                length, first = lengths.setdefault(d, (array.shape[axis], f"{name!r}, axis {axis}"))
+                if length != array.shape[axis]:
+                    raise ValueError(
+                        f"{name!r} has length {array.shape[axis]} along axis {axis}, and {first} "
+                        f"has length {length}: the model declares both as {d!r}, so they must be "
+                        "the same"
+                    )
+
+    def _check_columns(self, given: Mapping[str, Any]) -> None:
+        """Raise if tables have other columns than those before; keep the names of the first."""
+        for name, value in given.items():
+            if name == self.label:
+                if names := target_names(value):
+                    self.names.check_target(names)
+            elif (names := column_names(value)) and name != self.weight:
+                self.names.check(name, names)
+
+    def _by_name(self, X: Any, label: bool = False, weight: bool = False) -> dict[str, Any]:
         if isinstance(X, Mapping):
             return dict(X)
-        if len(self.features) != 1:
-            raise ValueError(f"the model has several inputs: pass a dict of {self.features}")
-        return {self.features[0]: X}
+        if len(self.features) == 1:
+            return {self.features[0]: X}
+        names = column_names(X)
+        if names is None:
+            raise ValueError(
+                f"the model has several inputs: pass a dict of {self.features}, or a table with "
+                "columns of these names"
+            )
+        more = [self.label] * label + [self.weight] * weight
+        return self._split(X, names, [name for name in more if name in names])
+
+    def _split(self, X: Any, names: list[str], more: list[Any]) -> dict[str, Any]:
+        """Return the columns of a table by the input that takes them, the one of its name."""
+        taken = {n: self.names.columns.get(n, [n]) for n in [*self.features, *more]}
+        used = [name for columns in taken.values() for name in columns]
+        for name in used:
+            if name not in names:
+                raise unknown("column (every input of the model needs one)", name, names)
+        if unused := [name for name in names if name not in used]:
+            raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
+        return {
+            name: X[name] if columns == [name] else Part(X, columns)
+            for name, columns in taken.items()
+        }
 
     def batch(self, item: Any) -> dict[str, np.ndarray]:
         """Return the checked arrays of one batch of an iterable: (X, y), (X, y, weight), dict."""
@@ -253,28 +309,15 @@ class IterableSource:
 
 def is_iterable_of_batches(X: Any, y: Any) -> bool:
     """Tell whether `X` yields batches, rather than being an array or a dict of arrays."""
-    if y is not None or isinstance(X, Mapping) or hasattr(X, "__array__") or hasattr(X, "dtype"):
+    if y is not None or isinstance(X, Mapping) or is_table(X):
+        return False
+    if hasattr(X, "__array__") or hasattr(X, "dtype"):
         return False
     if not isinstance(X, (list, tuple)):
         return isinstance(X, Iterable)
     first = X[0] if X else None
     pair = isinstance(first, list) and first and hasattr(first[0], "shape")  # of a DataLoader
     return isinstance(first, (tuple, Mapping)) or bool(pair)
-
-
-def columns(X: Any) -> list[str] | None:
-    """Return the names of the columns of a table, None for what has no such names."""
-    names = getattr(X, "columns", ())
-    return list(names) if len(names) and all(isinstance(n, str) for n in names) else None
-
-
-def same_columns(given: Sequence[str] | None, fitted: Sequence[str] | None) -> None:
-    """Raise if the columns of a table are others than those in `fit`, or in another order."""
-    if given is None or fitted is None or list(given) == list(fitted):
-        return
-    pairs = zip_longest(given, fitted)
-    place, (new, old) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise ValueError(f"column {place} is {new!r}, and was {old!r} in fit: give the same, in order")
 
 
 def make_source(

@@ -6,7 +6,7 @@ The loss is either inside of the model, or written behind its prediction by a `B
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -22,6 +22,8 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.learning_losses import BaseLearningLoss
 from onnxgrad.losses import choose_output, loss_facts
 from onnxgrad.penalties import BaseLearningPenalty
+from onnxgrad.training.columns import Names, read_names
+from onnxgrad.training.ids import Table, tables
 
 BATCH = "onnxgrad_rows"  # a symbol that no model has for another axis
 
@@ -31,7 +33,8 @@ class Objective:
     """A prepared graph, its inputs sorted, the loss, and where the gradient starts.
 
     `seeds` says for some values what gradient arrives there; None for one number that is the loss
-    or a part of it.
+    or a part of it. `tables` says into which tables data inputs hold indices, `names` what the
+    columns were called that an earlier training fed them.
     """
 
     model: ir.Model
@@ -41,6 +44,8 @@ class Objective:
     seeds: Mapping[ir.Value, ir.Value | None]
     facts: Mapping[str, Any]  # of the loss: see `losses.METADATA`
     row_weight: str | None  # name of the input of row weights, if there is one
+    tables: Mapping[str, tuple[Table, ...]] = field(kw_only=True)
+    names: Names = field(kw_only=True)
 
     def compute(self, *values: ir.Value) -> ModelProto:
         """Return the model from data and weights to some values, which takes up the graph."""
@@ -69,7 +74,8 @@ def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight
     if size is None or prod(size) != 1:
         raise ValueError(f"the loss {loss!r} must hold one number; its shape is {found.shape}")
     trained, facts = as_inputs(proto, model.graph, weights), loss_facts(proto)
-    return Objective(model, data, trained, found, {found: None}, facts, row_weight)
+    more: dict[str, Any] = {"tables": tables(model.graph, data), "names": read_names(proto)}
+    return Objective(model, data, trained, found, {found: None}, facts, row_weight, **more)
 
 
 def predicted(proto: ModelProto) -> str:
@@ -131,9 +137,11 @@ def loss_outside(
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     facts = {**learning_loss.facts(prediction), "label": label.name, "reduction": "sum"}
     row_weight = None if weight is None else weight.name
+    inputs = [*data, *added]
     return LossOutside(
-        model, [*data, *added], trained, loss, seeds, facts, row_weight, prediction, losses
-    )
+        model, inputs, trained, loss, seeds, facts, row_weight, prediction, losses,
+        tables=tables(graph, inputs), names=read_names(proto),
+    )  # fmt: skip
 
 
 def _require_rows(

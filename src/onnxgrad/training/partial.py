@@ -133,10 +133,9 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         Arguments and errors are those of `fit`. Penalties, which are of weights and not of rows,
         are left out.
         """
-        self._check_columns(X)
         weighted = sample_weight is not None or is_iterable_of_batches(X, y)
         objective = self._objective(self.get_trained_onnx(), [], weighted)
-        fields = Fields(objective.data, objective.row_weight, objective.facts)
+        fields = Fields(objective)
         if sample_weight is None:
             arrays = fields.gathered(X, y)
         else:
@@ -153,17 +152,16 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         return -float(self.losses(X, y, sample_weight).mean(dtype=np.float64))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return what the trained model computes for `X`, an array or a dict of arrays.
+        """Return what the trained model computes for `X`, an array, a table or a dict of them.
 
         One column is returned flat, (rows,), if the labels of `fit` were.
 
         Raises:
             ValueError: data that the inputs do not take, or nothing was trained.
         """
-        self._check_columns(X)
         proto = self.get_trained_onnx()
         objective = self._objective(proto, [], False)
-        fields = Fields(objective.data, objective.row_weight, objective.facts)
+        fields = Fields(objective)
         each = work(objective.model.graph)
         made = self._run(proto, each, fields, fields.inputs(X), predicted(proto))
         return made[:, 0] if self._flat and made.shape[1:] == (1,) else made

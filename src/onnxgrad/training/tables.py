@@ -5,8 +5,8 @@ Rows are counted from 1 in every message; the header of a CSV file is not one.
 
 from __future__ import annotations
 
-import math
 import os
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import dims
 from onnxgrad.losses import LABELS
+from onnxgrad.training.columns import DataError, Names, check_names, fit_shape, same_columns
 
 Table = dict[str, np.ndarray]
-
-
-class DataError(ValueError):
-    """The data cannot be used; the message says which part of it, and what to do."""
 
 
 def read_table(path: str | os.PathLike) -> Table:
@@ -61,10 +59,29 @@ def read_table(path: str | os.PathLike) -> Table:
 def _read_csv(file: BinaryIO) -> Table:
     from pyarrow import csv
 
-    header = file.readline().decode(errors="replace")
-    file.seek(0)
-    delimiter = max(",;\t", key=header.count)
-    return _columns(csv.read_csv(file, parse_options=csv.ParseOptions(delimiter=delimiter)))
+    try:
+        header = file.readline().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError("its header is not text in UTF-8: save it in that encoding") from None
+    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", header).count)
+    wrong: list[Any] = []
+
+    def skip(row: Any) -> str:
+        wrong.append(row)
+        return "skip"
+
+    for threads in (True, False):  # with several, a row has no number
+        file.seek(0)
+        wrong.clear()
+        options = csv.ParseOptions(delimiter=delimiter, invalid_row_handler=skip)
+        table = csv.read_csv(file, csv.ReadOptions(use_threads=threads), options)
+        if not wrong:
+            return _columns(table)
+    row = wrong[0]
+    raise ValueError(
+        f"row {row.number - 1}: Expected {row.expected_columns} columns, got {row.actual_columns}: "
+        f"{_short(row.text)}; complete the row, or quote cells that hold {delimiter!r}"
+    )
 
 
 def _read_parquet(file: BinaryIO) -> Table:
@@ -112,28 +129,43 @@ def _to_numpy(name: str, column) -> np.ndarray:
     return column.to_numpy().reshape(shape)
 
 
-def assign(table: Table, targets: Sequence[str], inputs: Sequence[ir.Value]) -> dict[str, Table]:
+def assign(
+    table: Table,
+    targets: Sequence[str],
+    inputs: Sequence[ir.Value],
+    trained: Names = Names(),  # noqa: B008 - it is only read
+) -> dict[str, Table]:
     """Return the columns of `table` that each of the `inputs` is made from.
 
-    Several inputs take the column of their name. A single input takes the column of its name if
-    that holds arrays, else all columns that are no target, in the order of the file.
+    Several inputs take the columns that they were trained on, or else the column of their name. A
+    single input takes the column of its name if that holds arrays, else all columns that are no
+    target, in the order of the file, which must be that of the columns that it was trained on.
 
     Raises:
-        ValueError: a target or an input without a column.
+        ValueError: a target or an input without a column, columns that an input was not trained
+            on, or in another order.
     """
     for name in targets:
         if name not in table:
             raise unknown("column", name, table)
+    if len(set(targets)) < len(targets):
+        raise DataError(f"a target is named twice: {', '.join(map(repr, targets))}")
+    if sorted(targets) == sorted(trained.target):
+        same_columns(targets, trained.target, "the target", "training", first=1)
     rest = {name: array for name, array in table.items() if name not in targets}
     if not rest:
         raise DataError("every column is a target: none is left for the inputs of the model")
     names = [str(x.name) for x in inputs]
     if len(names) == 1 and not (names[0] in rest and rest[names[0]].ndim > 1):
+        check_names(list(rest))
+        if known := trained.columns.get(names[0]):
+            same_columns(list(rest), known, f"input {names[0]!r}", "training", first=1)
         return {names[0]: rest}
-    for name in names:
+    taken = {name: trained.columns.get(name, [name]) for name in names}
+    for name in (column for columns in taken.values() for column in columns):
         if name not in rest:
             raise unknown("column (every input of the model needs one)", name, rest)
-    return {name: {name: rest[name]} for name in names}
+    return {name: {column: rest[column] for column in taken[name]} for name in names}
 
 
 def labels(
@@ -157,24 +189,25 @@ def labels(
     made = as_value({name: table[name] for name in targets}, label, what)
     if (loss := facts.get("loss")) in LABELS:
         allowed, test = LABELS[loss]
-        _refuse(~test(made), made, f"{what}: loss {loss!r} takes labels {allowed}")
+        refuse(~test(made), made, f"{what}: loss {loss!r} takes labels {allowed}")
     if (count := facts.get("classes")) is not None:
         outside = ((made < 0) | (made >= count)) & (made != facts.get("ignore_index"))
-        _refuse(outside, made, f"{what}: the {count} classes are numbered 0 to {count - 1}")
+        refuse(outside, made, f"{what}: the {count} classes are numbered 0 to {count - 1}")
     return made
 
 
 def as_value(columns: Table, value: ir.Value, what: str) -> np.ndarray:
     """Return `columns` side by side as one array of the shape and type of `value`."""
     if value.dtype == ir.DataType.STRING:
-        return _fit(np.concatenate([_flat(a) for a in columns.values()], axis=1), value, what)
+        array = np.concatenate([_flat(a) for a in columns.values()], axis=1)
+        return fit_shape(array, dims(value), what, reshape=True)
     array = stack(columns, what)
     dtype = value.dtype.numpy() if value.dtype else np.dtype(np.float32)
     with np.errstate(all="ignore"):
         made = array.astype(dtype)
     lost = made != array if dtype.kind in "biu" else ~np.isfinite(made)
-    _refuse(lost, array, f"{what} takes {dtype}")
-    return _fit(made, value, what)
+    refuse(lost, array, f"{what} takes {dtype}")
+    return fit_shape(made, dims(value), what, reshape=True)
 
 
 def stack(columns: Table, what: str) -> np.ndarray:
@@ -205,43 +238,46 @@ def _check_numeric(name: str, array: np.ndarray) -> None:
     if array.dtype.kind in "biuf":
         return
     if array.dtype.kind not in "OSU":
-        raise DataError(f"column {name!r} holds {array.dtype}, not numbers: convert it")
+        raise DataError(
+            f"column {name!r} holds {array.dtype} ({_flat(array)[0, 0]}), not numbers: "
+            "convert it, dates to days for instance, or leave it out of the file"
+        )
     rows = _flat(array)[:, 0].tolist()
     first = next((i for i, value in enumerate(rows) if not _is_number(value)), 0)
+    kind = "text" if isinstance(rows[first], (str, bytes)) else type(rows[first]).__name__
     raise DataError(
-        f"column {name!r} is text, first in row {first + 1}: {rows[first]!r}; "
-        "turn it into numbers, or leave it out of the file"
+        f"column {name!r} is {kind}, first in row {first + 1}: {_short(rows[first])}; "
+        f"{_remedy(rows[first])}"
     )
 
 
 def _is_number(value: Any) -> bool:
     try:
         float("nan" if value is None else value)
-    except ValueError:
+    except (ValueError, TypeError):
         return False
-    return True
+    return "_" not in str(value)  # Python takes 1_000
 
 
-def _fit(array: np.ndarray, value: ir.Value, what: str) -> np.ndarray:
-    """Return `array` in the shape of `value`, whose first axis is that of the rows."""
-    if value.shape is None:
-        return array
-    dims = [d if isinstance(d, int) and d > 0 else None for d in value.shape][1:]
-    given = array.shape[1:]
-    if len(given) == len(dims) and all(d in (None, n) for d, n in zip(dims, given, strict=True)):
-        return array
-    found, known = math.prod(given), math.prod(d for d in dims if d)
-    free = dims.count(None)
-    if free > 1 or (found % known if free else found != known):
-        least = "a multiple of " * bool(free)
-        raise DataError(
-            f"{what} takes {least}{known} values a row (shape {value.shape}); "
-            f"the data has {found} (shape {list(array.shape)})"
-        )
-    return array.reshape(len(array), *(-1 if d is None else d for d in dims))
+def _remedy(value: Any) -> str:
+    """Return what to do about a cell that is no number."""
+    text = value.strip() if isinstance(value, str) else ""
+    if re.fullmatch(r"[+-]?[\d.]*(,\d+)+", text):
+        return "write numbers without separators of thousands, and with a decimal point"
+    if text.lower() in ("yes", "no", "y", "n", "t", "f", "true", "false", "on", "off"):
+        return "write 1 and 0"
+    if text.lower() in ("na", "n/a", "nan", "null", "none", "?", "-", "."):
+        return "fill in what is missing, or leave these rows out"
+    return "turn it into numbers, or leave it out of the file"
 
 
-def _refuse(wrong: np.ndarray, values: np.ndarray, rule: str) -> None:
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def refuse(wrong: np.ndarray, values: np.ndarray, rule: str) -> None:
+    """Raise if any of `values` is `wrong`, naming the rows."""
     if wrong.any():
         raise DataError(f"{rule}, not {values[wrong][0]} ({_rows(wrong)})")
 

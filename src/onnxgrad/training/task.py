@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.graph.read import to_ir
 from onnxgrad.losses import add_loss_output, loss_facts
-from onnxgrad.training.tables import DataError, Table, as_value, assign, labels
+from onnxgrad.training.columns import DataError, Names
+from onnxgrad.training.data import Fields
+from onnxgrad.training.objective import Objective, loss_inside
+from onnxgrad.training.tables import Table, as_value, assign, labels, refuse
 
 _CHUNK = 1000  # rows per call of the runtime
 
@@ -20,7 +22,9 @@ class Task:
     """A model with a loss, and the arrays that it is trained on.
 
     - `model`, `loss_output`: the model, and the name of its loss.
-    - `count`: rows of data; `ignored`: columns that no input takes.
+    - `count`: rows of data; `names`: of the columns.
+    - `remarks`: what is to be told of the columns: an order that only the file says, and which of
+      them no input takes.
     - `classifies`: is a prediction right or wrong, so that `accuracy` has a meaning?
     """
 
@@ -41,8 +45,8 @@ class Task:
             self.model = add_loss_output(proto, loss, output_index=output_index, **options)
             self.loss_output = self.model.graph.output[0].name
         self._facts = loss_facts(self.model)
-        graph = to_ir(self.model).graph
-        inputs = {str(x.name): x for x in graph.inputs if x.name not in graph.initializers}
+        objective = loss_inside(self.model, [], self.loss_output, "weight")
+        inputs = {str(x.name): x for x in objective.data}
         label = self._facts.get("label") or next((t for t in targets if t in inputs), "label")
         if label not in inputs:
             raise ValueError(
@@ -50,17 +54,35 @@ class Task:
                 f"--target must be the input that takes the labels, one of {', '.join(inputs)}"
             )
         target = inputs.pop(label)
-        columns = assign(table, targets, list(inputs.values()))
+        columns = assign(table, targets, list(inputs.values()), objective.names)
         self._data = {n: as_value(columns[n], x, f"input {n!r}") for n, x in inputs.items()}
         self._data[label] = labels(table, targets, target, self._facts)
+        named = {n: list(g) for n, g in columns.items() if any(a.ndim == 1 for a in g.values())}
+        self.names = Names(named, list(targets) if named else [])
         counts = {name: len(array) for name, array in self._data.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"the arrays differ in their number of rows: {counts}")
         self.count = counts[label]
+        self._check_together(objective, label)
         used = {*targets, *(name for group in columns.values() for name in group)}
-        self.ignored = [name for name in table if name not in used]
+        self.remarks = [
+            f"columns of input {name}, in this order: {_listed(list(group))}"
+            for name, group in columns.items()
+            if len(group) > 1 and name not in objective.names.columns
+        ]
+        if ignored := [name for name in table if name not in used]:
+            self.remarks.append(f"ignored columns: {_listed(ignored)}")
         self._threshold = self._facts.get("threshold")
         self.classifies = "classes" in self._facts or self._threshold is not None
+
+    def _check_together(self, objective: Objective, label: str) -> None:
+        """Raise if arrays do not fit each other, or hold indices that a table lacks."""
+        Fields(objective).check_axes(self._data)
+        for name, each in objective.tables.items():
+            what = "the target" if name == label else f"input {name!r}"
+            for table in each if name in self._data else ():
+                array = self._data[name]
+                refuse(table.outside(array, self._data), array, f"{what} holds {table}")
 
     def rows(self, chosen: np.ndarray) -> Table:
         """Return the chosen rows of the data, by input."""
@@ -98,6 +120,11 @@ def _check_loss(proto: ModelProto, name: str) -> None:
             f"the model has no output {name!r} (it has {', '.join(outputs)}): "
             "name a loss with --loss, or the output that is one with --loss-output"
         )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - 12} more" if len(names) > 12 else ""
+    return ", ".join(names[:12]) + more
 
 
 def split(rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

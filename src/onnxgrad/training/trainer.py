@@ -20,14 +20,13 @@ from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.write import save
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
+from onnxgrad.training.columns import Names, column_names
 from onnxgrad.training.data import (
     ArraySource,
     Fields,
     IterableSource,
-    columns,
     is_iterable_of_batches,
     make_source,
-    same_columns,
 )
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.estimator import BaseEstimator, NotFittedError, Selected
@@ -90,6 +89,7 @@ class Trainer(BaseEstimator):
     _rng: np.random.Generator
     _optimizer: Optimizer | None
     _flat: bool = False
+    _names_of_columns: Names | None = None  # of the tables in the last `fit`
 
     def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
         """Return what is minimized; `weighted` tells whether the data may bring row weights."""
@@ -109,9 +109,11 @@ class Trainer(BaseEstimator):
         """Train for `max_iter` epochs.
 
         Args:
-            X: array (rows, ...) of numbers that the input's dtype can hold; a dict of arrays for
-                several inputs; or an iterable of batches `(X, y)`, `(X, y, sample_weight)` or
-                dicts, read anew every epoch (a torch DataLoader), with `y=None`.
+            X: array (rows, ...) of numbers that the input's dtype can hold; a table (DataFrame),
+                of which each row is brought into the shape of the input; for several inputs a dict
+                of these, or a table with columns of their names; or an iterable of batches
+                `(X, y)`, `(X, y, sample_weight)` or dicts, read anew every epoch (a torch
+                DataLoader), with `y=None`.
             y: labels in the shape of the label input, an axis of length one more or less.
             sample_weight: (rows,) or (rows, 1), for a loss with row weights.
             X_val: validation data, as X.
@@ -154,12 +156,13 @@ class Trainer(BaseEstimator):
         weighted = sample_weight is not None or batches
         objective = self._objective(proto, names, weighted)
         step = build_step(objective, optimizer)
-        fields = Fields(objective.data, objective.row_weight, objective.facts)
+        fields = Fields(objective)
+        if again and self._names_of_columns:
+            fields.names = self._names_of_columns.copy()
         rng = self._rng if again else np.random.default_rng(self.random_state)
         source = make_source(fields, X, y, sample_weight, self.batch_size, rng)
         validation = None
         if X_val is not None:
-            same_columns(columns(X_val), columns(X))
             held = fields.gathered(X_val, y_val)
             objective = self._objective(proto, step.weights, weighted)
             validation = Evaluation(objective, fields, held, self.device, step.work)
@@ -176,7 +179,8 @@ class Trainer(BaseEstimator):
         self._begin(proto, step, optimizer, rng, again)
         self._flat = np.ndim(y) == 1  # so are predictions then, or y - f would be (rows, rows)
         self.__dict__.pop("feature_names_in_", None)
-        if (names_in := columns(X)) is not None:
+        self._names_of_columns = fields.names
+        if (names_in := column_names(X)) is not None:
             self.feature_names_in_ = np.array(names_in, dtype=object)
         untrained = {site.name: site.array() for site in constants.sites(proto)}
         runner.load({**untrained, **self._coef}, self._slots)
@@ -310,17 +314,17 @@ class Trainer(BaseEstimator):
             self._forget()
             self._rng = np.random.default_rng(self.random_state)
 
-    def _check_columns(self, X: Any) -> None:
-        """Raise if `X` is a table whose columns are not those of the table in `fit`."""
-        same_columns(columns(X), getattr(self, "feature_names_in_", None))
-
     def _known(self) -> dict[str, np.ndarray]:
         """Return the float constants of the model, by name."""
         sites = constants.sites(read(self.model_onnx))
         return {s.name: s.array() for s in sites if s.read().data_type in constants.FLOATS}
 
     def get_trained_onnx(self, model: ModelLike | None = None) -> ModelProto:
-        """Return the model with the trained weights, everything else of it unchanged.
+        """Return the model with the trained weights, and all else of it as it is.
+
+        If `fit` got tables, the names of their columns, in their order, are kept in the metadata:
+        `onnxgrad.columns`, for the label `onnxgrad.target`. So tables of other columns are refused
+        when the model is trained again. Arrays have no names, and add nothing.
 
         One of more than 1 GB refers to the files of what was not trained: `save` writes it.
 
@@ -332,7 +336,10 @@ class Trainer(BaseEstimator):
             ValueError: nothing was trained, or `model` lacks a trained weight.
         """
         trained = self._trained()
-        return constants.replace(read(self.model_onnx if model is None else model), trained)
+        made = constants.replace(read(self.model_onnx if model is None else model), trained)
+        if self._names_of_columns is not None:
+            self._names_of_columns.keep(made)
+        return made
 
     def _trained(self) -> dict[str, np.ndarray]:
         if not hasattr(self, "_coef"):
