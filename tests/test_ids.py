@@ -210,10 +210,10 @@ def test_labels_of_a_loss_in_the_model():
 
 
 def test_a_fixed_batch_of_selected_indices():
-    nodes = "a = Gather<axis=1>(i, at) b = Reshape(a, four) y = Gather(t, b)"
+    nodes = "a = Gather<axis=1>(i, at) b = Reshape(a, four) e = Gather(t, b) y = Reshape(e, back)"
     model = parse(
         f"g (int64[4,2] i) => (float[4,1] y) {{ {nodes} }}",
-        **TABLE, at=np.array(0), four=np.array([4]),
+        **TABLE, at=np.array(0), four=np.array([2, 2]), back=np.array([4, 1]),
     )  # fmt: skip
     good = np.stack([np.arange(20) % 5, np.full(20, 50)], 1)
     outside(model, batch_size=4).fit(good, Y)

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from onnxgrad.training.columns import Names
 from onnxgrad.training.tables import DataError, as_value, assign, labels, read_table
 
 
@@ -202,3 +203,19 @@ def test_arrays_of_different_length():
     table = {"a": np.arange(2), "b": np.arange(3), "y": np.arange(2)}
     with pytest.raises(DataError, match="differ in their number of rows"):
         fed(table, image("N", 2))
+
+
+def test_columns_that_the_model_was_trained_on():
+    table = {"b": np.array([1, 2]), "y": np.arange(2), "a": np.array([3, 4])}
+    assert list(assign(table, ["y"], [image("N", 2)], Names({"image": ["b", "a"]}))["image"]) == [
+        "b",
+        "a",
+    ]
+    with pytest.raises(DataError, match="'image': column 1 is 'b', and was 'a' in training"):
+        assign(table, ["y"], [image("N", 2)], Names({"image": ["a", "b"]}))
+    inputs = [value("u", "FLOAT", "N", 2), value("v", "FLOAT", "N", 1)]
+    names = Names({"u": ["a", "b"], "v": ["c"]})
+    columns = assign(table | {"c": np.arange(2)}, ["y"], inputs, names)
+    assert as_value(columns["u"], inputs[0], "u").tolist() == [[3, 1], [4, 2]]
+    with pytest.raises(ValueError, match=r"column .* 'c'"):
+        assign(table, ["y"], inputs, names)

@@ -78,10 +78,13 @@ class Table:
 
 
 class Selection:
-    """The part of a graph from an input to indices that are some of its elements."""
+    """The part of a graph from an input to indices that are some of its elements.
 
-    def __init__(self, proto: ModelProto, source: str) -> None:
-        self.proto, self.source = proto, source
+    It runs on as many `rows` at a time as the input has, if their number is fixed.
+    """
+
+    def __init__(self, proto: ModelProto, source: str, rows: int | None) -> None:
+        self.proto, self.source, self.rows = proto, source, rows
 
     @cached_property
     def _session(self) -> ort.InferenceSession:
@@ -92,15 +95,19 @@ class Selection:
         )
 
     def __getstate__(self) -> dict[str, object]:
-        return {"proto": self.proto, "source": self.source}
+        return {name: value for name, value in self.__dict__.items() if name != "_session"}
 
     def positions(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return the flat positions in `array` of the indices; None where that cannot be told."""
-        places = np.arange(array.size).reshape(array.shape)
+        fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
+        size = self.rows or len(array)
         try:
             names = [x.name for x in self._session.get_inputs()]
-            fed = {n: places if n == self.source else arrays[n] for n in names}
-            return self._session.run(None, fed)[0]
+            pieces = [
+                self._session.run(None, {n: fed[n][start : start + size] for n in names})[0]
+                for start in range(0, len(array), size)
+            ]
+            return np.concatenate(pieces)
         except Exception:  # of several types: onnxruntime then says itself what does not fit
             return None
 
@@ -110,8 +117,8 @@ def tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> dict[str, tuple[Table
 
     An index that is computed is left to onnxruntime: so may be one that no row of data holds.
     """
-    found = {str(x.name): tuple(_tables(graph, x)) for x in inputs if x.dtype in _NUMBERS}
-    return {name: each for name, each in found.items() if each}
+    by_input = {str(x.name): tuple(_tables(graph, x)) for x in inputs if x.dtype in _NUMBERS}
+    return {name: each for name, each in by_input.items() if each}
 
 
 def _tables(graph: ir.Graph, x: ir.Value) -> Iterator[Table]:
@@ -177,13 +184,13 @@ def _table(node: ir.Node, operand: int) -> Table | None:
         lengths = shape[1:2]
     else:
         return None
-    known = static(lengths)
-    if not known:
+    fixed = static(lengths)
+    if not fixed:
         return None
     if kind in _CLASS_LOSSES:
         ignored = node.attributes.get("ignore_index")
-        return Table(_name(data), known, False, None if ignored is None else ignored.as_int())
-    return Table(_name(data), known)
+        return Table(_name(data), fixed, False, None if ignored is None else ignored.as_int())
+    return Table(_name(data), fixed)
 
 
 def _name(data: ir.Value) -> str:
@@ -222,7 +229,9 @@ def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | Non
             nodes.add(node)
             shape = node.op_type in ("Shape", "Size")
             waiting += [u for u in node.inputs if u is not None and not (shape and u in held)]
-    return Selection(_extract(graph, x, index, path, nodes, values), str(x.name))
+    rows = (dims(x) or (None,))[0]
+    proto = _extract(graph, x, index, path, nodes, values)
+    return Selection(proto, str(x.name), rows if isinstance(rows, int) and rows > 0 else None)
 
 
 def _extract(
@@ -237,21 +246,21 @@ def _extract(
     model = ModelProto(ir_version=8)
     for domain, version in graph.opset_imports.items():
         model.opset_import.add(domain=domain, version=version)
-    made = model.graph
-    made.name = "positions"
+    part = model.graph
+    part.name = "positions"
     for v in sorted(values, key=lambda v: str(v.name)):
         if constant(v) is not None and v.const_value is not None:
-            made.initializer.add().CopyFrom(ir.to_proto(v.const_value))
-            made.initializer[-1].name = str(v.name)
+            part.initializer.add().CopyFrom(ir.to_proto(v.const_value))
+            part.initializer[-1].name = str(v.name)
         else:
             assert v.dtype is not None
             kind = ir.DataType.INT64 if v is x else v.dtype
-            made.input.add(name=str(v.name)).type.tensor_type.elem_type = kind.value
+            part.input.add(name=str(v.name)).type.tensor_type.elem_type = kind.value
     for node in graph:
         if node in nodes:
-            made.node.add().CopyFrom(ir.to_proto(node))
+            part.node.add().CopyFrom(ir.to_proto(node))
             if node in path and node.op_type == "Cast":
-                made.node[-1].op_type = "Identity"
-                made.node[-1].ClearField("attribute")
-    made.output.add(name=str(index.name)).type.tensor_type.elem_type = ir.DataType.INT64.value
+                part.node[-1].op_type = "Identity"
+                part.node[-1].ClearField("attribute")
+    part.output.add(name=str(index.name)).type.tensor_type.elem_type = ir.DataType.INT64.value
     return model

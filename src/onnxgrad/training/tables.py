@@ -158,8 +158,8 @@ def assign(
     names = [str(x.name) for x in inputs]
     if len(names) == 1 and not (names[0] in rest and rest[names[0]].ndim > 1):
         check_names(list(rest))
-        if known := trained.columns.get(names[0]):
-            same_columns(list(rest), known, f"input {names[0]!r}", "training", first=1)
+        if order := trained.columns.get(names[0]):
+            same_columns(list(rest), order, f"input {names[0]!r}", "training", first=1)
         return {names[0]: rest}
     taken = {name: trained.columns.get(name, [name]) for name in names}
     for name in (column for columns in taken.values() for column in columns):
