@@ -224,9 +224,9 @@ def add_loss_output(
     proto = read(onx)
     chosen = choose_output(proto, output_index)
     for site in sites(proto):
-        attribute = site.node is not None and site.node.domain == "ai.onnx.ml"
+        attribute = site.attribute or (site.node and site.node.domain == "ai.onnx.ml")
         if site.name in (penalty or {}) and (attribute or site.graph is not proto.graph):
-            where = "is an attribute" if attribute else "sits in a branch"
+            where = "is an attribute" if attribute else "sits in a branch or a local function"
             raise ValueError(f"{site.name!r} {where}: a penalty needs a tensor of the main graph")
     model = to_ir(raise_opset(proto))
     infer(model)

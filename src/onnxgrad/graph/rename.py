@@ -17,11 +17,11 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.normalize import names
 from onnxgrad.graph.read import ModelLike, read
-from onnxgrad.graph.sites import subgraphs
-from onnxgrad.graph.weights import METADATA, Site, sites
+from onnxgrad.graph.sites import Holder, Site, subgraphs
+from onnxgrad.graph.weights import METADATA, SPARSE, sites
 
 # (graph, "input" | "initializer" | "result" | "node", old name) -> new name
-Choose = Callable[[GraphProto | None, str, str], str]
+Choose = Callable[[Holder, str, str], str]
 Scope = ChainMap[str, str]
 
 _LOSS = "onnxgrad.loss"  # the metadata of `add_loss_output`, which name its label and prediction
@@ -48,13 +48,7 @@ def onnx_rename_names(onx: ModelLike, verbose: int = 0) -> ModelProto:
     found: list[tuple[str, str]] = []
     _rename_model(made, kept, _short(kept, found))
     for function in made.functions:
-        kept = {*function.input, *function.output}
-        scope, choose = ChainMap({name: name for name in kept}), _short(kept, found)
-        _declare(
-            None, (("result", y) for node in function.node for y in node.output), scope, choose
-        )
-        _rename_nodes(None, function.node, scope, choose)
-        _rename_facts(function, scope)
+        _rename_function(function, _short({*function.input, *function.output}, found))
     _report(found, verbose)
     return made
 
@@ -63,9 +57,9 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
     """Return `onx` with its weights named `I0_<name>, I1_<name>...`, in graph order.
 
     So their alphabetical order is that of the graph; from eleven weights on, the numbers have as
-    many digits as the last one. Weights are what `get_train_initializer` lists. Coefficients that
-    are attributes of `ai.onnx.ml` nodes keep their names. A weight that is an output of the model
-    too is given to it, under the output's name, by an `Identity` node.
+    many digits as the last one. Weights are what `get_train_initializer` lists. Those that are
+    attributes of nodes, or outputs of local functions, keep their names. A weight that is an output
+    of the model too is given to it, under the output's name, by an `Identity` node.
 
     Args:
         onx: model, serialized model or path; never modified.
@@ -74,7 +68,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
         ModelError: `onx` cannot be read, or a node reads what nothing gives.
     """
     made = _copy(onx)
-    weights = [s for s in sites(made) if s.default and (s.node is None or not _is_ml(s.node))]
+    weights = [site for site in sites(made) if site.default and not _keeps_name(site)]
     taken, digits = set(names(made.graph)), len(str(len(weights) - 1))
     chosen = {}
     for i, site in enumerate(weights):
@@ -83,12 +77,14 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
         while name in taken:
             number += 1
             name = f"{base}_{number}"
-        chosen[id(site.graph), _held(site)] = name  # `weights` keeps the graphs, thus their ids
+        chosen[id(site.graph), site.graph_name] = name  # `weights` keeps the graphs, thus their ids
 
-    def choose(graph: GraphProto | None, kind: str, name: str) -> str:
+    def choose(graph: Holder, kind: str, name: str) -> str:
         return name if kind == "node" else chosen.get((id(graph), name), name)
 
     _rename_model(made, (), choose)
+    for function in made.functions:
+        _rename_function(function, choose)
     outputs = {new: old for (graph, old), new in chosen.items() if graph == id(made.graph)}
     for output in made.graph.output:
         if output.name in outputs:
@@ -106,20 +102,17 @@ def _copy(onx: ModelLike) -> ModelProto:
     return made
 
 
-def _is_ml(node: NodeProto) -> bool:
-    return node.domain == "ai.onnx.ml"
-
-
-def _held(site: Site) -> str:
-    """Return the name of a weight in its graph."""
-    return site.read().name if site.node is None else site.node.output[0]
+def _keeps_name(site: Site) -> bool:
+    ml = site.node is not None and site.node.domain == "ai.onnx.ml"
+    returned = site.function is not None and site.graph_name in site.function.output
+    return ml or returned or site.attribute is not None
 
 
 def _short(kept: Iterable[str], found: list[tuple[str, str]]) -> Choose:
     counts: Counter[str] = Counter()
     taken = set(kept)
 
-    def choose(graph: GraphProto | None, kind: str, old: str) -> str:
+    def choose(graph: Holder, kind: str, old: str) -> str:
         prefix = _PREFIXES[kind]
         while (name := f"{prefix}{counts[prefix]}") in taken:
             counts[prefix] += 1
@@ -146,12 +139,21 @@ def _rename_model(model: ModelProto, kept: Iterable[str], choose: Choose) -> Non
     scope: Scope = ChainMap({name: name for name in kept})
     _rename_graph(model.graph, scope, choose)
     for entry in model.metadata_props:
-        if entry.key == METADATA:
+        if entry.key in (METADATA, SPARSE):
             entry.value = json.dumps([scope.get(name, name) for name in json.loads(entry.value)])
         elif entry.key == _LOSS:
             facts = json.loads(entry.value)
             named = {k: scope.get(v, v) for k, v in facts.items() if k in ("label", "prediction")}
             entry.value = json.dumps(facts | named)
+
+
+def _rename_function(function: FunctionProto, choose: Choose) -> None:
+    """Rename the values of `function`, but for its inputs and outputs."""
+    scope: Scope = ChainMap({name: name for name in (*function.input, *function.output)})
+    results = (("result", y) for node in function.node for y in node.output)
+    _declare(function, results, scope, choose)
+    _rename_nodes(function, function.node, scope, choose)
+    _rename_facts(function, scope)
 
 
 def _rename_graph(graph: GraphProto, scope: Scope, choose: Choose) -> None:
@@ -181,18 +183,14 @@ def _declared(graph: GraphProto) -> Iterator[tuple[str, str]]:
     yield from (("result", name) for node in graph.node for name in node.output)
 
 
-def _declare(
-    graph: GraphProto | None, given: Iterable[tuple[str, str]], scope: Scope, choose: Choose
-) -> None:
+def _declare(graph: Holder, given: Iterable[tuple[str, str]], scope: Scope, choose: Choose) -> None:
     own = scope.maps[0]
     for kind, name in given:
         if name and name not in own:
             own[name] = choose(graph, kind, name)
 
 
-def _rename_nodes(
-    graph: GraphProto | None, nodes: Iterable[NodeProto], scope: Scope, choose: Choose
-) -> None:
+def _rename_nodes(graph: Holder, nodes: Iterable[NodeProto], scope: Scope, choose: Choose) -> None:
     for node in nodes:
         for name in node.input:
             if name and name not in scope:

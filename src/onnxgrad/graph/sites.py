@@ -62,8 +62,13 @@ class Site:
     operand: int = 0  # for ai.onnx.ml: the input of the node that takes it once it is lifted
     function: FunctionProto | None = None  # the local function in which it is, at any depth
     attribute: AttributeProto | None = None  # of a call, or a default of a function's attribute
-    sparse: bool = False
+    stored: Callable[[], np.ndarray] | None = None  # which elements a sparse tensor stores
     graph_name: str = ""  # what its graph calls it: `name` is unique in the whole model
+
+    @property
+    def sparse(self) -> bool:
+        """Tell whether it is a sparse tensor."""
+        return self.stored is not None
 
     def array(self) -> np.ndarray:
         """Return the tensor's current value, which is not to be written to."""
@@ -180,16 +185,17 @@ def _of_tensor(
 def _of_sparse(
     sparse: SparseTensorProto, name: str, holder: Holder, node: NodeProto | None, default: bool
 ) -> Site:
+    def stored() -> np.ndarray:
+        mask = SparseTensorProto()
+        mask.CopyFrom(sparse)
+        mask.values.CopyFrom(numpy_helper.from_array(np.ones(sparse.values.dims, bool)))
+        return numpy_helper.to_array(dense(mask, ""))
+
     def write(array: np.ndarray) -> None:
         """Keep the elements that are stored, and store those that are no longer zero."""
-        stored = np.zeros(array.shape, bool)
-        indices = numpy_helper.to_array(sparse.indices)
-        if indices.ndim == 1:
-            stored.ravel()[indices] = True
-        else:
-            stored[tuple(indices.T)] = True
-        flat = np.flatnonzero(stored | (array != 0))
-        rows = flat if indices.ndim == 1 else np.stack(np.unravel_index(flat, array.shape), 1)
+        flat = np.flatnonzero(stored() | (array != 0))
+        whole = len(sparse.indices.dims) == 1
+        rows = flat if whole else np.stack(np.unravel_index(flat, array.shape), 1)
         values = numpy_helper.from_array(array.ravel()[flat], sparse.values.name)
         sparse.values.CopyFrom(values)
         sparse.indices.CopyFrom(numpy_helper.from_array(rows.astype(np.int64), sparse.indices.name))
@@ -197,7 +203,7 @@ def _of_sparse(
     def read() -> TensorProto:
         return dense(sparse, name)
 
-    return Site(name, read, write, default, holder, node, graph_name=name, sparse=True)
+    return Site(name, read, write, default, holder, node, graph_name=name, stored=stored)
 
 
 def _of_constant(node: NodeProto, holder: Holder) -> Iterator[Site]:

@@ -9,7 +9,7 @@ came from.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -31,6 +31,7 @@ _SETTINGS = {
 _MOVES = frozenset("Cast Concat Gather Identity Reshape Slice Squeeze Unsqueeze".split())
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
+SPARSE = "onnxgrad.sparse"  # names of initializers that were sparse, as JSON
 
 
 def sites(model: ModelProto) -> Iterator[Site]:
@@ -42,7 +43,7 @@ def sites(model: ModelProto) -> Iterator[Site]:
     Branches may use one name twice; the later ones get a number, as does one whose name is that of
     a value computed elsewhere.
     """
-    noted = {n for e in model.metadata_props if e.key == METADATA for n in json.loads(e.value)}
+    noted = _noted(model, METADATA)
     settings = {"": _settings(model.graph)}
     settings |= {function.name: _settings(function) for function in model.functions}
     everything = list(scan(model))
@@ -62,12 +63,31 @@ def sites(model: ModelProto) -> Iterator[Site]:
 
 
 def note_constants(model: ir.Model, origin: ModelProto) -> None:
-    """Note in `model`, made of `origin`, which float initializers are no weights of `origin`."""
-    weights = {site.name for site in sites(origin) if site.default}
+    """Note in `model`, made of `origin`, which float initializers are no weights of `origin`, and
+    which of them are sparse there.
+    """
+    everything = list(sites(origin))
+    weights = {site.name for site in everything if site.default}
     values = model.graph.initializers.items()
     ours = [n for n, v in values if v.dtype and v.dtype.is_floating_point() and n not in weights]
-    if ours:
-        model.metadata_props[METADATA] = json.dumps(ours)
+    sparse = [site.name for site in everything if site.sparse]
+    for key, names in ((METADATA, ours), (SPARSE, sparse)):
+        if names:
+            model.metadata_props[key] = json.dumps(names)
+
+
+def stored(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
+    """Return, for the sparse ones of the named tensors, which of their elements are stored."""
+    noted = _noted(model, SPARSE)
+    return {
+        site.name: site.array() != 0 if site.stored is None else site.stored()
+        for site in sites(model)
+        if site.name in names and (site.sparse or site.name in noted)
+    }
+
+
+def _noted(model: ModelProto, key: str) -> set[str]:
+    return {name for e in model.metadata_props if e.key == key for name in json.loads(e.value)}
 
 
 def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:

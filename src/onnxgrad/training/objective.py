@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.graph import shapes
+from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import prepare, to_proto
@@ -34,7 +36,8 @@ class Objective:
 
     `seeds` says for some values what gradient arrives there; None for one number that is the loss
     or a part of it. `tables` says into which tables data inputs hold indices, `names` what the
-    columns were called that an earlier training fed them.
+    columns were called that an earlier training fed them, and `stored` which elements of sparse
+    weights are stored: the others are not trained.
     """
 
     model: ir.Model
@@ -46,6 +49,7 @@ class Objective:
     row_weight: str | None  # name of the input of row weights, if there is one
     tables: Mapping[str, tuple[Table, ...]] = field(kw_only=True)
     names: Names = field(kw_only=True)
+    stored: Mapping[str, np.ndarray] = field(kw_only=True)
 
     def compute(self, *values: ir.Value) -> ModelProto:
         """Return the model from data and weights to some values, which takes up the graph."""
@@ -74,8 +78,18 @@ def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight
     if size is None or prod(size) != 1:
         raise ValueError(f"the loss {loss!r} must hold one number; its shape is {found.shape}")
     trained, facts = as_inputs(proto, model.graph, weights), loss_facts(proto)
-    more: dict[str, Any] = {"tables": tables(model.graph, data), "names": read_names(proto)}
+    more = _about(proto, model.graph, data, weights)
     return Objective(model, data, trained, found, {found: None}, facts, row_weight, **more)
+
+
+def _about(
+    proto: ModelProto, graph: ir.Graph, data: Sequence[ir.Value], weights: Sequence[str]
+) -> dict[str, Any]:
+    return {
+        "tables": tables(graph, data),
+        "names": read_names(proto),
+        "stored": constants.stored(proto, weights),
+    }
 
 
 def predicted(proto: ModelProto) -> str:
@@ -138,10 +152,10 @@ def loss_outside(
     facts = {**learning_loss.facts(prediction), "label": label.name, "reduction": "sum"}
     row_weight = None if weight is None else weight.name
     inputs = [*data, *added]
+    more = _about(proto, graph, inputs, weights)
     return LossOutside(
-        model, inputs, trained, loss, seeds, facts, row_weight, prediction, losses,
-        tables=tables(graph, inputs), names=read_names(proto),
-    )  # fmt: skip
+        model, inputs, trained, loss, seeds, facts, row_weight, prediction, losses, **more
+    )
 
 
 def _require_rows(

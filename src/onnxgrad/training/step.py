@@ -111,6 +111,10 @@ def build_step(objective: Objective, optimizer: Optimizer) -> Step:
         refuse_quantized(list(graph), objective.data, objective.seeds)
         names = [str(w.name) for w in trained]
         raise ValueError(f"no differentiable path from any of {names} to the loss {found.name!r}")
+    for w in gradients:
+        if (stored := objective.stored.get(str(w.name))) is not None:  # what is zero stays zero
+            with op:
+                gradients[w] = op.like(gradients[w] * stored.astype(numpy_dtype(w)), w)
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
 
