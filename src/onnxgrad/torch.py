@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from operator import attrgetter
 from os import PathLike
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
@@ -32,7 +30,6 @@ from onnxgrad.autodiff.partition import MEMORY
 from onnxgrad.autodiff.torch_graph import DTYPES, Graph
 from onnxgrad.autodiff.torch_ports import Port, Variant
 from onnxgrad.errors import unknown
-from onnxgrad.files import replacing
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import set_precision
@@ -40,6 +37,7 @@ from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, read, tensor_behind
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.write import save
 from onnxgrad.training.session import providers
 from onnxgrad.training.trainer import trainable as trained_by_default
 
@@ -181,7 +179,7 @@ class OnnxModule(nn.Module):
         """Return the model with the weights as they are now, everything else of it unchanged.
 
         Args:
-            path: where to save it too.
+            path: where to `onnxgrad.save` it too, with what that raises.
         """
         values = {
             name: _array(get(self))
@@ -189,8 +187,7 @@ class OnnxModule(nn.Module):
         }
         made = constants.replace(self._model, values)
         if path is not None:
-            with replacing(Path(path)) as temporary:
-                onnx.save(made, temporary)
+            save(made, path)
         return made
 
     def extra_repr(self) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import count
+from contextlib import ExitStack
+from itertools import chain, count
 from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
+from onnx import ModelProto
 
-from onnxgrad.files import replacing
+from onnxgrad.files import replacing, target_of
 from onnxgrad.graph import external
 from onnxgrad.graph.read import ModelLike, read
 
@@ -25,41 +27,77 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
     larger model does. Those in the folder of `path`, or below, are referred to and not copied;
     others are copied into it, once. More than 1 GB of tensors that `model` holds itself go to a new
     file, `<name of path>.<number>.data`. No file of data is written over: only such a new file, of
-    the model that was at `path` before, is removed when nothing refers to it any more.
+    the model that was at `path` before, is removed when no model in that folder refers to it.
 
     Args:
         model: model, serialized model or path; never modified.
-        path: where to write it to, in a folder that exists; a model that is there is replaced.
+        path: where to write it to, in a folder that exists; a model that is there is replaced, and
+            keeps its mode. Where it is a symbolic link, its target is written.
 
     Raises:
-        OSError: the folder cannot be written, or the disk is full: what was there before stays.
+        OSError: `path` is no regular file, the folder cannot be written, or the disk is full: what
+            was there before stays.
+        ValueError: `path` is a file of data that `model` refers to.
         ModelError: `model` cannot be read.
     """
-    made, path = read(model), Path(path)
-    home, before = path.parent.resolve(), _own_data(path)
+    proto, target = read(model), target_of(path)
+    _check_not_data(proto, model, target)
+    home, before = target.parent, _own_data(target)
+    large = external.held(proto) > external.IN_MODEL
+    if (large or external.files_of(proto)) and Path(path).parent.resolve() != home:
+        reason = f"a model with data in other files is not read through a link: save to {target}"
+        raise OSError(errno.EINVAL, reason, os.fspath(path))
     with ExitStack() as undo:
-        if external.held(made) > external.IN_MODEL:
-            data = next(f for f in _numbered(home / path.name, ".data") if not f.exists())
-            with _added(undo, data) as temporary:
-                made = external.written_out(made, temporary, data)
-        places = {file: _placed(file, home, undo) for file in external.files_of(made)}
+        if large:
+            data = _reserved(_numbered(target, ".data"), undo)
+            with replacing(data) as temporary:
+                proto = external.written_out(proto, temporary, data)
+        places = {file: _placed(file, home, undo) for file in external.files_of(proto)}
         if places:
-            made = external.relocated(made, lambda file: places[file].relative_to(home))
+            proto = external.relocated(proto, lambda file: places[file].relative_to(home))
         formats = onnx.serialization.registry
-        kind = formats.get_format_from_file_extension(path.suffix) or "protobuf"
+        kind = formats.get_format_from_file_extension(Path(path).suffix) or "protobuf"
         with replacing(path) as temporary:
-            temporary.write_bytes(formats.get(kind).serialize_proto(made))
+            temporary.write_bytes(formats.get(kind).serialize_proto(proto))
         undo.pop_all()
     for file in before.difference(places.values()):
-        file.unlink(missing_ok=True)
+        if not _is_shared(file):
+            file.unlink(missing_ok=True)
 
 
-@contextmanager
-def _added(undo: ExitStack, file: Path) -> Iterator[Path]:
-    """Yield a name beside `file`, which becomes a new file that `undo` removes."""
-    with replacing(file) as temporary:
-        yield temporary
-    undo.callback(file.unlink)
+def data_files(path: str | os.PathLike) -> set[Path]:
+    """Return the files that the model at `path` refers to, none if there is no model."""
+    if not Path(path).is_file():
+        return set()
+    try:
+        model = onnx.load_model_from_string(Path(path).read_bytes())
+    except (OSError, DecodeError):
+        return set()
+    return {Path(path).parent.resolve() / file for file in external.files_of(model)}
+
+
+def _check_not_data(proto: ModelProto, model: ModelLike, target: Path) -> None:
+    files = external.files_of(proto)
+    if isinstance(model, (str, os.PathLike)):
+        files |= data_files(model)
+    if target.exists() and any(file.exists() and file.samefile(target) for file in files):
+        raise ValueError(f"{target} holds data that the model refers to: save to another path")
+
+
+def _reserved(names: Iterator[Path], undo: ExitStack) -> Path:
+    """Return the first name that is free, taken by an empty new file, which `undo` removes."""
+    file = next(file for file in names if _is_new(file))
+    undo.callback(file.unlink, missing_ok=True)
+    return file
+
+
+def _is_new(file: Path) -> bool:
+    """Create `file`, unless it exists: threads may save beside each other."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _placed(file: Path, home: Path, undo: ExitStack) -> Path:
@@ -74,7 +112,8 @@ def _placed(file: Path, home: Path, undo: ExitStack) -> Path:
     while place.is_symlink() or (place.exists() and _stamp(place) != _stamp(real)):
         place = next(others)
     if not place.exists():
-        with _added(undo, place) as temporary:
+        place = _reserved(chain([place], others), undo)
+        with replacing(place) as temporary:
             shutil.copy2(real, temporary)
     return place
 
@@ -90,13 +129,16 @@ def _numbered(stem: Path, suffix: str) -> Iterator[Path]:
 
 
 def _own_data(path: Path) -> set[Path]:
-    """Return the files of data that `save` made for the model that is at `path`."""
-    home, pattern = path.parent.resolve(), re.compile(rf"{re.escape(path.name)}\.\d+\.data")
-    named = {file for file in home.glob("*.data") if pattern.fullmatch(file.name)}
-    if not named or not path.is_file():
-        return set()
+    """Return the files of data that `save` wrote for the model that is at `path`."""
+    pattern = re.compile(rf"{re.escape(path.name)}\.\d+\.data")
+    named = {file for file in path.parent.glob("*.data") if pattern.fullmatch(file.name)}
+    return data_files(path) & named if named else set()
+
+
+def _is_shared(file: Path) -> bool:
+    """Tell whether a model in the folder of `file` may refer to it."""
+    models = (model for model in file.parent.glob("*.onnx") if model.is_file())
     try:
-        model = onnx.load_model_from_string(path.read_bytes())
-    except DecodeError:
-        return set()
-    return {home / file for file in external.files_of(model)} & named
+        return any(file.name.encode() in model.read_bytes() for model in models)
+    except OSError:
+        return True

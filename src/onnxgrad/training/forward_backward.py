@@ -141,6 +141,10 @@ class OrtGradientForwardBackward:
             `{name: path}`, or with `bytes` in place of the folder `{name: serialized model}`.
             `_trained_onnx` is the joint graph with its YieldOp, `_optimized_pre_grad_model` the
             model with its weights as inputs; `_forward_onnx` and `_backward_onnx` are what runs.
+
+        Raises:
+            ValueError: `class_name`, with which the names of the files begin, is no plain name.
+            OSError: the folder cannot be written.
         """
         return write_models(self.graphs(), folder, f"{self.class_name}.")
 
