@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 import warnings
 from collections import Counter
@@ -17,21 +18,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from onnxgrad import __version__
+from onnxgrad.bar import Bar, unseen
 from onnxgrad.errors import printable
-from onnxgrad.files import check_writable, replacing
+from onnxgrad.files import check_not_input, check_writable, one_line, replacing
+from onnxgrad.signals import Stopped, StopRequests
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from onnxgrad.training.columns import Names
     from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.tables import Table as Data
-    from onnxgrad.training.trainer import Progress as State
 
 app = typer.Typer(
     help="Differentiate and train ONNX models on the ordinary onnxruntime.",
@@ -40,6 +40,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 stdout, stderr = Console(), Console(stderr=True)
+stop = StopRequests()
 
 
 class OptimizerName(StrEnum):
@@ -64,24 +65,30 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         try:
-            with warnings.catch_warnings():
+            with stop, warnings.catch_warnings():
                 warnings.showwarning = _warn
                 function(*args, debug=debug, **kwargs)
         except (typer.Exit, BrokenPipeError):
             raise
+        except Stopped as e:
+            trained = "nothing was trained yet, and " if function.__name__ == "train" else ""
+            _complain(f"{e}: {trained}no file was written")
+            raise typer.Exit(e.code) from None
         except Exception as e:
             if debug:
                 raise
             expected = isinstance(e, (ValueError, OSError, NotImplementedError))
             hint = "" if expected else " (unexpected: --debug shows where)"
-            _complain(f"{e or type(e).__name__}{hint}")
+            message = one_line(e) if isinstance(e, OSError) else str(e)
+            _complain(f"{message or type(e).__name__}{hint}")
             raise typer.Exit(2 if expected else 1) from None
 
     return command
 
 
 def _say(message: str, console: Console = stdout, style: str = "") -> None:
-    console.print(Text(printable(message), style=style), soft_wrap=True)
+    with unseen():
+        console.print(Text(printable(message), style=style), soft_wrap=True)
 
 
 def _complain(message: str) -> None:
@@ -162,8 +169,11 @@ def train(
         typer.Option(help="Weight to train; repeat for several.", show_default="all"),
     ] = None,
     output: Annotated[
-        Path, typer.Option(help="Where the trained model goes; its loss curves beside it.")
-    ] = Path("trained.onnx"),
+        str,  # a Path forgets the '/' at its end
+        typer.Option(
+            metavar="PATH", help="Where the trained model goes; its loss curves beside it."
+        ),
+    ] = "trained.onnx",
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
@@ -173,18 +183,19 @@ def train(
     Several inputs: each takes the column (or .npz array) of its name. Columns may hold lists.
 
     The result is MODEL with new weights, those after the last epoch, and in its metadata the names
-    of the columns, which are compared when it is trained again. Ctrl-C stops early and writes what
-    was trained so far.
+    of the columns, which are compared when it is trained again. Ctrl-C, SIGTERM and SIGHUP stop
+    early and write what was trained so far.
     """
-    check_writable(output, overwrite)
-    curves = output.with_suffix(".png")
-    if output == curves:
+    path = check_writable(output, overwrite, (model, data))
+    curves = _curves(path)
+    if os.path.realpath(path) == os.path.realpath(curves):
         raise ValueError(f"--output {output} is the name of the loss curves: use one in .onnx")
-    check_writable(curves, overwrite)
+    check_writable(curves, overwrite, (model, data))
 
     from onnxgrad.errors import unknown
     from onnxgrad.graph.read import read
     from onnxgrad.graph.weights import FLOATS, sites
+    from onnxgrad.graph.write import data_files
     from onnxgrad.schedules import LearningRateSGD
     from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.tables import read_table
@@ -192,6 +203,9 @@ def train(
     from onnxgrad.training.trainer import trainable
 
     proto = read(model)
+    if overwrite:
+        for file in (path, curves):
+            check_not_input(file, data_files(model))
     known = [site.name for site in sites(proto) if site.read().data_type in FLOATS]
     for name in weights or []:
         if name not in known:
@@ -218,56 +232,77 @@ def train(
     )
     held_data = task.rows(held) if len(held) else None
     began = time.perf_counter()
-    rows, ended, code = _fit(trainer, task.rows(training), held_data, output)
+    rows, ended, code = _fit(trainer, task.rows(training), held_data)
     seconds = time.perf_counter() - began
-    written = _save(trainer, proto, task.names, output, curves)
+    task.names.keep(trained := trainer.get_trained_onnx(proto))
+    files = _save(trainer, trained, path, overwrite)
     accuracy = None
     if task.classifies and held_data:
         accuracy = task.accuracy(trainer.get_trained_onnx(), held_data)
-    stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
-    stdout.print(f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
-    for path in written:
-        _say(f"wrote {path}")
-    for remark in task.remarks:
+    with unseen():
+        stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
+        stdout.print(f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
+    for remark in (*(f"wrote {file}" for file in files), *task.remarks):
         _say(remark)
+    if not ended and stop.request:
+        ended, code = (str(stop.request), "all that was to be trained"), stop.request.code
     if ended:
-        _complain(ended)
+        _complain(f"{ended[0]}; {files[0] if files else 'no file'} holds {ended[1]}")
+    if files != _expected(trainer, path):
+        raise typer.Exit(1)
+    if code:
         raise typer.Exit(code)
 
 
 def _fit(
-    trainer: OrtGradientOptimizer, data: Data, held: Data | None, output: Path
-) -> tuple[int, str, int]:
-    """Train; return the rows seen, and what ended it early with the exit code for that."""
+    trainer: OrtGradientOptimizer, data: Data, held: Data | None
+) -> tuple[int, tuple[str, str] | None, int]:
+    """Train; return the rows seen, what ended it early and is kept, and the exit code."""
     from onnxgrad.errors import ConvergenceError
 
-    with _Bar() as bar:
+    with Bar(stderr, stop) as bar:
         try:
             trainer.fit(data, X_val=held, callback=bar)
-        except KeyboardInterrupt:
+        except Stopped as e:
             if not bar.rows:
                 raise
-            return bar.rows, f"interrupted; {output} holds what was trained so far", 130
+            return bar.rows, (str(e), "what was trained so far"), e.code
         except ConvergenceError as e:
-            return bar.rows, f"{e}. {output} holds the state before that", 1
-    return bar.rows, "", 0
+            return bar.rows, (str(e), "the state before that"), 1
+        finally:
+            stop.hold()
+    return bar.rows, None, 0
+
+
+def _expected(trainer: OrtGradientOptimizer, output: Path) -> list[Path]:
+    """Return the files to write; curves need an epoch."""
+    return [output, _curves(output)] if trainer.train_losses_ else [output]
+
+
+def _curves(output: Path) -> Path:
+    return output.with_suffix(".png")
 
 
 def _save(
-    trainer: OrtGradientOptimizer, proto: ModelProto, names: Names, output: Path, curves: Path
+    trainer: OrtGradientOptimizer, trained: ModelProto, output: Path, overwrite: bool
 ) -> list[Path]:
-    """Write the trained model, then the curves of its losses; return the paths."""
-    from onnxgrad.graph.write import save
+    """Write the trained model, then the curves of its losses; return what could be written."""
+    from onnxgrad.rescue import Keeper
 
-    names.keep(trained := trainer.get_trained_onnx(proto))
-    save(trained, output)
-    if not trainer.train_losses_:
-        return [output]
+    written = Keeper(trained, stop, _complain).write(output, overwrite)
+    if written is None or not trainer.train_losses_:
+        return [] if written is None else [written]
     from onnxgrad.plot.curves import plot_losses
 
-    with replacing(curves) as temporary:
-        plot_losses(trainer.train_losses_, trainer.validation_losses_, temporary)
-    return [output, curves]
+    curves = _curves(written)
+    try:
+        check_writable(curves, overwrite and written == output)
+        with replacing(curves) as temporary:
+            plot_losses(trainer.train_losses_, trainer.validation_losses_, temporary)
+    except OSError as e:
+        _complain(f"the loss curves are not written: {one_line(e)}")
+        return [written]
+    return [written, curves]
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -278,44 +313,6 @@ def _option(text: str) -> tuple[str, Any]:
         raise ValueError(
             f"--loss-option {text!r} is not NAME=VALUE with a number, true or false"
         ) from None
-
-
-class _Bar:
-    """The progress bar; what `fit` calls back."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-
-    def __enter__(self) -> _Bar:
-        self.progress = Progress(
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[report]}"),
-            TimeRemainingColumn(),
-            console=stderr,
-        )
-        self.bar = self.progress.add_task("", total=None, epoch="", report="")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.rows:  # else it was never shown
-            self.progress.stop()
-
-    def __call__(self, state: State) -> None:
-        """Show the state after a slice of batches."""
-        assert state.total_rows is not None  # as it is for an iterable of batches
-        self.progress.start()
-        self.rows = state.epoch * state.total_rows + state.rows
-        parts = [f"loss {state.loss:.4g}"]
-        if state.validation_loss is not None:
-            parts.append(f"validation {state.validation_loss:.4g}")
-        self.progress.update(
-            self.bar,
-            total=state.epochs * state.total_rows,
-            completed=self.rows,
-            epoch=f"{state.epoch + 1}/{state.epochs}",
-            report=", ".join([*parts, f"{state.rows_per_second:,.0f} rows/s"]),
-        )
 
 
 def _results(train: list[float], validation: list[float], accuracy: float | None) -> Table:
@@ -333,7 +330,9 @@ def _results(train: list[float], validation: list[float], accuracy: float | None
 @_command
 def grad(
     model: Model,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the gradient goes.")],
+    output: Annotated[
+        str, typer.Option("--output", "-o", metavar="PATH", help="Where the gradient goes.")
+    ],
     weights: Annotated[
         list[str] | None,
         typer.Option(help="Weight to differentiate by; repeat.", show_default="all"),
@@ -352,14 +351,15 @@ def grad(
     debug: Debug = False,
 ) -> None:
     """Write the model that computes the gradient of MODEL."""
-    check_writable(output, overwrite)
+    check_writable(output, overwrite, (model,))
     if fill_grad and not keep_outputs:
         raise ValueError("--fill-grad needs --keep-outputs")
     from onnxgrad import DerivativeOptions, onnx_derivative
     from onnxgrad.graph.read import read
-    from onnxgrad.graph.write import save
+    from onnxgrad.graph.write import data_files, save
 
     proto = read(model)
+    check_not_input(output, data_files(model))
     options = DerivativeOptions(
         keep_outputs * DerivativeOptions.KeepOutputs | fill_grad * DerivativeOptions.FillGrad
     )

@@ -1,0 +1,70 @@
+"""Ctrl-C, SIGTERM and SIGHUP: a command that they end loses nothing that it computed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.code = 128 + number  # as shells report it
+
+
+class StopRequests:
+    """While it is entered, signals that ask to stop raise `Stopped`.
+
+    Only the first one does, as another must not end the clean-up. After `hold`, none does: they
+    wait for `check`, which is called where nothing is lost. What is ignored already stays so, as
+    SIGHUP is under nohup.
+    """
+
+    def __init__(self) -> None:
+        self.request: Stopped | None = None
+        self._held = False
+
+    def __enter__(self) -> Self:
+        self.request, self._held = None, False
+        self._before: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.request = self.request or Stopped(number)
+        if not self._held:
+            self._held = True
+            raise Stopped(number)
+
+    def hold(self) -> None:
+        """Let signals wait for `check` from now on."""
+        self._held = True
+
+    def check(self) -> None:
+        """Raise `Stopped` if a signal came."""
+        if self.request is not None:
+            raise self.request
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Let a signal raise again, while a user is asked something."""
+        self._held = False
+        try:
+            yield
+        finally:
+            self._held = True
