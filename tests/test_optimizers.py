@@ -224,3 +224,80 @@ def test_an_unknown_rule_is_refused_at_once(kind):
     rate = kind().set_params(learning_rate="constnt")
     with pytest.raises(ValueError, match="Did you mean 'constant'"):
         rate.init_learning_rate()
+
+
+@dataclass(frozen=True)
+class TrustRatio(Optimizer):
+    """u -> |w| / |u| u, with the norms of the whole tensors: You et al. 2020, arXiv:1904.00962."""
+
+    def update(self, op, u, slots, inputs):
+        def norm(x):
+            return op.Sqrt(op.ReduceSum(x * x, keepdims=0))
+
+        return u * (norm(inputs.weight) / norm(u)), {}
+
+
+class Clipped(ScaleByLearningRate):
+    """Inherits from a class that is elementwise, and is not."""
+
+    def update(self, op, u, slots, inputs):
+        u = u / op.Sqrt(op.ReduceSum(u * u, keepdims=0))
+        return super().update(op, u, slots, inputs)
+
+
+def trust_ratio(w, g):
+    return np.linalg.norm(w) / np.linalg.norm(g) * g
+
+
+def clipped(w, g):
+    return g / np.linalg.norm(g)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "step"),
+    [
+        (Chain((TrustRatio(), ScaleByLearningRate())), trust_ratio),
+        (Chain((TrustRatio(), onnxgrad.sgd())), trust_ratio),
+        (Clipped(), clipped),
+    ],
+)
+def test_a_transform_of_whole_tensors_gets_each_small_weight_in_its_shape(optimizer, step):
+    model, rng = network("double"), np.random.default_rng(1)
+    x, y = rng.standard_normal((5, 4)), np.zeros((5, LAST))
+    assert not optimizer.elementwise
+    trained = OrtGradientOptimizer(
+        add_loss_output(model),
+        ["w", "b"],
+        max_iter=3,
+        batch_size=5,
+        training_optimizer_name=optimizer,
+        learning_rate=RATE,
+    ).fit(x, y)
+    start = weights(model)
+    w, b, u = start["w"], start["b"], start["u"]
+    for _ in range(3):
+        j = np.tanh(x @ w + b)
+        d = 2 / 5 * (j @ u) @ u.T * (1 - j * j)
+        w, b = w - 0.1 * step(w, x.T @ d), b - 0.1 * step(b, d.sum(0))
+    np.testing.assert_allclose(trained.trained_coef_["w"], w, rtol=1e-9)
+    np.testing.assert_allclose(trained.trained_coef_["b"], b, rtol=1e-9)
+
+
+def test_which_optimizers_are_elementwise():
+    for choose in onnxgrad.optimizers.OPTIMIZERS.values():
+        assert choose().elementwise
+    assert Chain((onnxgrad.adam(), onnxgrad.momentum())).elementwise
+    assert not Doubled().elementwise
+    assert not Chain((onnxgrad.adam(), Doubled())).elementwise
+
+    class Renamed(ScaleByLearningRate):
+        pass
+
+    class Stated(Doubled):
+        elementwise = True
+
+        def update(self, op, u, slots, inputs):
+            return super().update(op, u, slots, inputs)
+
+    assert Renamed().elementwise
+    assert Stated().elementwise

@@ -30,17 +30,30 @@ Slots = dict[str, ir.Value]
 
 
 class Optimizer:
-    """Slots, and the nodes that turn a gradient into the step that is added to the weight."""
+    """Slots, and the nodes that turn a gradient into the step that is added to the weight.
+
+    Attributes:
+        elementwise: whether each element of the step depends on the same element of the gradient,
+            the weight and the slots only. Small weights are then updated as one flat vector.
+            False, the default of a class that writes its own `update`, means that `update` gets
+            each weight in its own shape, as whatever reads a norm, a mean or an axis needs.
+        rate_first: whether the learning rate is read once, to multiply the gradient before all
+            else. False, too, for a class that writes its own `update`.
+    """
+
+    elementwise: bool = False
+    rate_first: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for claim in ("elementwise", "rate_first"):  # a base class makes them for its own `update`
+            if "update" in vars(cls) and claim not in vars(cls):
+                setattr(cls, claim, False)
 
     @property
     def slots(self) -> tuple[str, ...]:
         """The names of what is kept for a weight."""
         return ()
-
-    @property
-    def rate_first(self) -> bool:
-        """Tell whether the learning rate is read once, to multiply the gradient before all else."""
-        return False
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the nodes that turn the step `u` into another; return it, and the new slots."""
@@ -59,7 +72,12 @@ class Chain(Optimizer):
         return tuple(name for names in self._names() for name in names.values())
 
     @property
-    def rate_first(self) -> bool:
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Tell whether all parts are."""
+        return all(part.elementwise for part in self.parts)
+
+    @property
+    def rate_first(self) -> bool:  # type: ignore[override]
         """Tell whether the first part, and no other, multiplies by the learning rate."""
         return [i for i, part in enumerate(self.parts) if part.rate_first] == [0]
 
@@ -85,6 +103,7 @@ class ScaleByLearningRate(Optimizer):
     """u -> -lr u."""
 
     rate_first = True
+    elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the product."""
@@ -101,6 +120,7 @@ class Trace(Optimizer):
     decay: float
     nesterov: bool = False
     slots = ("velocity",)
+    elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the velocity."""
@@ -119,6 +139,7 @@ class ScaleByAdam(Optimizer):
     b2: float = 0.999
     eps: float = 1e-8
     slots = ("m", "v")
+    elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the moments and their quotient."""
@@ -136,6 +157,7 @@ class AddDecayedWeights(Optimizer):
     """u -> u + decay w.  Loshchilov & Hutter 2019, arXiv:1711.05101."""
 
     decay: float
+    elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the sum."""

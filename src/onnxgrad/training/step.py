@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -118,7 +118,8 @@ def build_step(objective: Objective, optimizer: Optimizer) -> Step:
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
 
-    groups = [_pack(op, members, gradients, optimizer) for members in _together(gradients)]
+    together = _together(gradients, PACKED if optimizer.elementwise else 0)
+    groups = [_pack(op, members, gradients, optimizer) for members in together]
     widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)
     rate, number = (
         _input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
@@ -167,11 +168,11 @@ def _input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -
     )
 
 
-def _together(weights: Mapping[ir.Value, ir.Value]) -> list[list[ir.Value]]:
-    """Put the small weights of one dtype together, and every other one by itself."""
+def _together(weights: Iterable[ir.Value], limit: int) -> list[list[ir.Value]]:
+    """Put weights of up to `limit` elements together by dtype, and every other one by itself."""
     groups: dict[object, list[ir.Value]] = {}
     for w in weights:
-        groups.setdefault(w.dtype if _size(w) <= PACKED else w.name, []).append(w)
+        groups.setdefault(w.dtype if 0 < _size(w) <= limit else w.name, []).append(w)
     return list(groups.values())
 
 
