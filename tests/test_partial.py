@@ -685,7 +685,7 @@ def test_bad_input_changes_nothing(options, data, message):
     with pytest.raises(ValueError, match=message):
         made.fit(*data)
     assert made.n_iter_ == 5
-    for name, w in made._coef.items():
+    for name, w in made._state.values.weights.items():
         np.testing.assert_array_equal(w, state[name])
 
 

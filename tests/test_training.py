@@ -830,14 +830,6 @@ def test_an_integer_weight_an_unknown_operator_and_a_missing_device():
             trainer(device="cuda").fit(X, Y)
 
 
-def test_the_training_model_is_saved_when_asked(tmp_path):
-    path = tmp_path / "epoch.onnx"
-    trainer(saved_gradient=str(path)).fit(X, Y)
-    saved = onnx.load(path)
-    assert [node.op_type for node in saved.graph.node] == ["Scan"]
-    assert {d.domain for d in saved.opset_import} <= {"", "ai.onnx.ml"}
-
-
 def test_no_warning_on_an_ordinary_fit():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -55,6 +55,7 @@ class OrtGradientForwardBackward:
     Attributes:
         input_names, weights_to_train, output_names: as they are passed and returned.
         partition: the forward and the backward model, `onnxgrad.Partition`.
+        cls_type_: the class of what `new_instance` returns.
 
     Raises:
         ValueError: an unknown name, inputs that are missing, a `graph_builder_config`.
@@ -104,6 +105,11 @@ class OrtGradientForwardBackward:
     def new_instance(self) -> OrtGradientForwardBackwardFunction:
         """Return a pair of passes, which keeps what its last forward pass saved."""
         return OrtGradientForwardBackwardFunction(self)
+
+    @property
+    def cls_type_(self) -> type[OrtGradientForwardBackwardFunction]:
+        """The class of what `new_instance` returns."""
+        return OrtGradientForwardBackwardFunction
 
     @cached_property
     def sessions(self) -> tuple[ort.InferenceSession, ort.InferenceSession]:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
+import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.graph.read import ModelLike
+from onnxgrad.autodiff.derivative import Asked, DerivativeOptions, derivative
+from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules import BaseLearningRate
+from onnxgrad.training.fitted import Fitted
+from onnxgrad.training.forward_backward import (
+    OrtGradientForwardBackward,
+    OrtGradientForwardBackwardFunction,
+)
 from onnxgrad.training.objective import Objective, loss_inside
+from onnxgrad.training.session import providers, session
 from onnxgrad.training.trainer import Trainer
 
 
@@ -39,7 +49,9 @@ class OrtGradientOptimizer(Trainer):
             are empty again for another optimizer, and when weights are added.
         verbose: 1 reports every epoch through `logging`.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
-        saved_gradient: path to which the training model is saved.
+        saved_gradient: path to which `fit` saves the gradient model, with inputs for data and
+            weights, the loss and `<weight>_grad` as outputs; the training model, which is what
+            runs, goes to the same path with ".training.onnx" behind it.
         sample_weight_name: name of the input of row weights.
         random_state: seed of the order of rows and of `weight_init`; None draws a new one.
         weight_init: "model" starts from the model's weights. "glorot" (Glorot & Bengio 2010,
@@ -50,8 +62,22 @@ class OrtGradientOptimizer(Trainer):
         validation_losses_: the same for the validation rows, per validation.
         trained_coef_: `{name: array}`, the trained weights.
         n_iter_: epochs done.
+        n_steps_: batches that the optimizer has counted.
         learning_rate_: the rate of the last epoch.
+        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (of the loss, a
+            weight or the validation loss), "interrupted" (Ctrl-C), or "error" (any other); None
+            while it runs.
         feature_names_in_: the columns, if `fit` got a table of which they have names.
+        train_session_: an `onnxruntime.InferenceSession` of the gradient model, as
+            `saved_gradient` saves it, for one batch.
+        input_names_, output_names_: those of `train_session_`: data, label and weights; the loss
+            and the gradients.
+        train_function_: the model as a forward and a backward pass (`OrtGradientForwardBackward`),
+            of the inputs of the model and then the trained weights.
+        cls_type_: the class of `train_function_`.
+
+    During `fit`, a callback reads them as they are at that moment. The sessions and passes are
+    built when they are asked for.
     """
 
     def __init__(
@@ -67,7 +93,7 @@ class OrtGradientOptimizer(Trainer):
         warm_start: bool = False,
         verbose: int = 0,
         validation_every: int | float = 0.1,
-        saved_gradient: str | None = None,
+        saved_gradient: str | os.PathLike | None = None,
         sample_weight_name: str = "weight",
         random_state: int | None = None,
         weight_init: str = "model",
@@ -88,29 +114,51 @@ class OrtGradientOptimizer(Trainer):
         self.random_state = random_state
         self.weight_init = weight_init
 
-    @property
-    def trained_coef_(self) -> dict[str, np.ndarray]:
-        """The trained weights, `{name: array}`."""
-        return self._trained()
+    trained_coef_ = Fitted(lambda self: self.get_state())
+    train_session_ = Fitted(lambda self: self._built("session", self._session))
+    train_function_ = Fitted(lambda self: self._built("passes", self._passes))
+    input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
+    output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
     def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
         return loss_inside(proto, weights, self.loss_output_name, self.sample_weight_name)
+
+    def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
+        loss = DerivativeOptions.Loss
+        return derivative(proto, Asked(weights, [], loss, self.loss_output_name))[0]
+
+    def _session(self) -> ort.InferenceSession:
+        model = self._gradient(read(self.model_onnx), self._trained())
+        return session(model, self.device, work=0.0)
+
+    def _passes(self) -> OrtGradientForwardBackwardFunction:
+        passes = OrtGradientForwardBackward(
+            self.model_onnx, self._trained(), providers=providers(self.device)
+        )
+        return passes.new_instance()
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return a copy of the weights, `{name: array}`, in the shapes and dtypes of the model.
 
         Raises:
-            ValueError: nothing was trained.
+            NotFittedError: nothing was trained.
         """
-        return {name: array.copy() for name, array in self._trained().items()}
+        return {name: array.copy() for name, array in self._fitted().values.weights.items()}
 
-    def set_state(self, state: Mapping[str, np.ndarray]) -> Self:
+    def set_state(self, state: Mapping[str, np.ndarray], check_trained: bool = False) -> Self:
         """Set weights, `{name: array}`; with `warm_start` the next `fit` goes on from them.
 
+        Args:
+            state: values of weights, trained or not; the others stay as they are.
+            check_trained: refuse what the last `fit` did not train.
+
         Raises:
-            ValueError: a name that no float tensor of the model has, or an array of another shape.
+            ValueError: a name that no float tensor of the model has, or an array of another shape;
+                with `check_trained`, a weight that was not trained.
+            NotFittedError: `check_trained`, and there was no `fit`.
         """
-        new = self._check_weights(state)
-        self._start()
-        self._coef |= new
+        new = self._check_weights(state, check_trained)
+        started = self._start()
+        old = started.values
+        started.values = replace(old, weights=old.weights | new)
         return self

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
-import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.files import write_models
-from onnxgrad.graph import weights as constants
 from onnxgrad.graph.read import ModelLike, read, to_ir
 from onnxgrad.learning_losses import BaseLearningLoss
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.penalties import BaseLearningPenalty
 from onnxgrad.schedules import BaseLearningRate
 from onnxgrad.small import owned, to_numpy
-from onnxgrad.training.data import Fields, is_iterable_of_batches
+from onnxgrad.training.data import is_iterable_of_batches
 from onnxgrad.training.estimator import Selected
+from onnxgrad.training.fitted import Fitted
+from onnxgrad.training.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.graphs import Graphs, training_graphs
 from onnxgrad.training.objective import LossOutside, loss_outside, predicted
-from onnxgrad.training.runner import ROWS, pieces
-from onnxgrad.training.session import session, work
+from onnxgrad.training.prediction import Computation, prediction, row_losses
+from onnxgrad.training.session import providers
+from onnxgrad.training.state import TrainState
 from onnxgrad.training.trainer import Trainer
 
 State = Mapping[str, Any]
+_PIECES = ("learning_rate", "learning_loss", "learning_penalty")
 
 
 class OrtGradientForwardBackwardOptimizer(Trainer):
@@ -69,12 +72,43 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         validation_losses_: the same for the validation rows, per validation.
         trained_coef_: `{name: OrtValue}`, the trained weights.
         n_iter_: epochs done.
+        n_steps_: batches that the optimizer has counted.
         learning_rate_: the rate of the last epoch.
+        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (of the loss, a
+            weight or the validation loss), "interrupted" (Ctrl-C), or "error" (any other); None
+            while it runs.
         feature_names_in_: the columns, if `fit` got a table of which they have names.
+        train_session_: the model as an `OrtGradientForwardBackward`.
+        train_function_: its forward and backward pass, an instance of `cls_type_`.
+        input_names_: what `train_function_.forward` takes: the inputs, then the trained weights.
+        output_names_: the gradients that `train_function_.backward` returns for them, None where
+            there is none.
+        loss_grad_onnx_, loss_score_onnx_, axpy_onnx_ (axpyw_onnx_ with momentum), penalty_onnx_ and
+            penalty_grad_onnx_ (where there is a penalty), zero_onnx_, epoch_onnx_: the graphs of
+            `save_onnx_graph`.
+
+    During `fit`, a callback reads them as they are at that moment. The sessions and graphs are
+    built when they are asked for.
     """
 
     learning_loss = Selected(BaseLearningLoss.select)
     learning_penalty = Selected(BaseLearningPenalty.select)
+
+    trained_coef_ = Fitted(lambda self: self.get_state())
+    train_session_ = Fitted(lambda self: self._built("passes", self._passes))
+    train_function_ = Fitted(lambda self: self._built("function", self.train_session_.new_instance))
+    input_names_ = Fitted(
+        lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
+    )
+    output_names_ = Fitted(lambda self: self._gradient_names())
+    loss_grad_onnx_ = Fitted(lambda self: self._graph("loss_grad_onnx_"))
+    loss_score_onnx_ = Fitted(lambda self: self._graph("loss_score_onnx_"))
+    axpy_onnx_ = Fitted(lambda self: self._graph("axpy_onnx_"))
+    axpyw_onnx_ = Fitted(lambda self: self._graph("axpyw_onnx_"))
+    penalty_onnx_ = Fitted(lambda self: self._graph("penalty_onnx_"))
+    penalty_grad_onnx_ = Fitted(lambda self: self._graph("penalty_grad_onnx_"))
+    zero_onnx_ = Fitted(lambda self: self._graph("zero_onnx_"))
+    epoch_onnx_ = Fitted(lambda self: self._graph("epoch_onnx_"))
 
     def __init__(
         self,
@@ -134,14 +168,12 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         are left out.
         """
         weighted = sample_weight is not None or is_iterable_of_batches(X, y)
-        objective = self._objective(self.get_trained_onnx(), [], weighted)
-        fields = Fields(objective)
+        compute = self._built(
+            f"losses {weighted}", lambda: self._row_losses(weighted), self._fitted().values
+        )
         if sample_weight is None:
-            arrays = fields.gathered(X, y)
-        else:
-            arrays = fields.arrays(X, y, sample_weight)
-        each, model = work(objective.model.graph), objective.compute(objective.losses)
-        return self._run(model, each, fields, arrays)
+            return compute(compute.fields.gathered(X, y))
+        return compute(compute.fields.arrays(X, y, sample_weight))
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Return the negative mean of `losses`: higher is better.
@@ -159,33 +191,20 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         Raises:
             ValueError: data that the inputs do not take, or nothing was trained.
         """
-        proto = self.get_trained_onnx()
-        objective = self._objective(proto, [], False)
-        fields = Fields(objective)
-        each = work(objective.model.graph)
-        made = self._run(proto, each, fields, fields.inputs(X), predicted(proto))
-        return made[:, 0] if self._flat and made.shape[1:] == (1,) else made
+        compute = self._built("prediction", self._prediction, self._fitted().values)
+        predictions = compute(compute.fields.inputs(X))
+        flat = self._state.flat and predictions.shape[1:] == (1,)
+        return predictions[:, 0] if flat else predictions
 
-    def _run(
-        self,
-        model: ModelProto,
-        each: float,
-        fields: Fields,
-        arrays: dict[str, np.ndarray],
-        output: str | None = None,
-    ) -> np.ndarray:
-        """Return an output of `model`, which does `each` multiply-adds per row, for all rows."""
-        size = fields.fixed_rows or ROWS
-        running = session(model, self.device, each * size)
-        wanted = None if output is None else [output]
-        return np.concatenate([running.run(wanted, part)[0] for part, _ in pieces(arrays, size)])
+    def _prediction(self) -> Computation:
+        proto = self.get_trained_onnx()
+        return prediction(proto, self._objective(proto, [], False), self.device)
+
+    def _row_losses(self, weighted: bool) -> Computation:
+        objective = self._objective(self.get_trained_onnx(), [], weighted)
+        return row_losses(objective, self.device)
 
     # -- state --------------------------------------------------------------------------------
-
-    @property
-    def trained_coef_(self) -> dict[str, ort.OrtValue]:
-        """The trained weights, `{name: OrtValue}`."""
-        return self.get_state()
 
     def get_state(self, kind: Any = "weight") -> Any:
         """Return a copy of what was trained, by the name of the weight.
@@ -199,12 +218,12 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         """
         if not isinstance(kind, str):
             return [self.get_state(k) for k in kind]
-        trained = self._trained()
+        values, device = self._fitted().values, self.device
         if _known_kind(kind) == "weight":
-            return {name: owned(array, self.device) for name, array in trained.items()}
+            return {name: owned(array, device) for name, array in values.weights.items()}
         return {
-            name: {slot: owned(a, self.device) for slot, a in self._slots.get(name, {}).items()}
-            for name in trained
+            name: {slot: owned(a, device) for slot, a in values.slots.get(name, {}).items()}
+            for name in values.weights
         }
 
     def get_full_state(self, kind: Any = "weight") -> Any:
@@ -214,7 +233,9 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         state = self.get_state(kind)
         return dict.fromkeys(self._data_names()) | state
 
-    def set_state(self, state: Any, kind: Any = "weight", zero: bool = False) -> Self:
+    def set_state(
+        self, state: Any, kind: Any = "weight", zero: bool = False, check_trained: bool = False
+    ) -> Self:
         """Set what `get_state` returns; with `warm_start` the next `fit` goes on from it.
 
         Args:
@@ -224,54 +245,67 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
             kind: "weight", "grad", or a list of them.
             zero: set zeros in place of the values given. Where no slot is left but zeros, the steps
                 are counted anew, too.
+            check_trained: refuse weights that the last `fit` did not train.
 
         Raises:
-            ValueError: a kind, weight or slot that is not known, or an array of another shape.
+            ValueError: a kind, weight or slot that is not known, or an array of another shape; with
+                `check_trained`, a weight that was not trained.
+            NotFittedError: `check_trained`, and there was no `fit`.
         """
         several = not isinstance(kind, str)
         pairs = list(zip(kind, state, strict=True)) if several else [(kind, state)]
-        checked = [(k, self._check_state(k, given, zero)) for k, given in pairs]
-        self._start()
+        checked = [(k, self._check_state(k, one, zero, check_trained)) for k, one in pairs]
+        started = self._start()
         for k, new in checked:
+            old = started.values
             if k == "weight":
-                self._coef |= new
+                started.values = replace(old, weights=old.weights | new)
             else:
-                self._set_slots(new, zero)
+                self._set_slots(started, new, zero)
         return self
 
-    def _check_state(self, kind: str, state: State, zero: bool) -> dict[str, Any]:
+    def _check_state(
+        self, kind: str, state: State, zero: bool, check_trained: bool
+    ) -> dict[str, Any]:
         """Return copies of what is given, as arrays."""
         _known_kind(kind)
         if not isinstance(state, Mapping):
             raise ValueError(f"a state is a dict by name, not {type(state).__name__}")
-        given = {name: value for name, value in state.items() if value is not None}
+        wanted = {name: value for name, value in state.items() if value is not None}
         if kind == "weight":
-            new = self._check_weights({name: to_numpy(value) for name, value in given.items()})
+            arrays = {name: to_numpy(value) for name, value in wanted.items()}
+            new = self._check_weights(arrays, check_trained)
             return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
-        known, valid = self._known(), self._select_optimizer(self._check()).slots
-        for name, slots in given.items():
+        known = self._known()
+        self._check_weights({n: known[n] for n in wanted if n in known}, check_trained)
+        valid = self._select_optimizer(self._check()).slots
+        for name, slots in wanted.items():
             if name not in known:
                 raise unknown("weight", name, known)
             for slot in () if zero else slots:
                 if slot not in valid:
                     raise unknown(f"slot of {name!r}", slot, valid)
         if zero:
-            return {name: dict.fromkeys(valid, np.zeros_like(known[name])) for name in given}
-        made: dict[str, dict[str, np.ndarray]] = {}
+            return {name: dict.fromkeys(valid, np.zeros_like(known[name])) for name in wanted}
+        checked: dict[str, dict[str, np.ndarray]] = {}
         for slot in valid:
-            arrays = {name: to_numpy(s[slot]) for name, s in given.items() if slot in s}
+            arrays = {name: to_numpy(s[slot]) for name, s in wanted.items() if slot in s}
             for name, array in self._check_weights(arrays).items():
-                made.setdefault(name, {})[slot] = array
-        return made
+                checked.setdefault(name, {})[slot] = array
+        return checked
 
-    def _set_slots(self, new: dict[str, dict[str, np.ndarray]], zero: bool) -> None:
-        optimizer = self._select_optimizer(self._check())
-        if optimizer != self._optimizer or (zero and new.keys() >= self._slots.keys()):
-            self._slots, self.n_steps_, self._optimizer = {}, 0, optimizer
-        for name in self._names(read(self.model_onnx)):  # those not given start at zero
-            self._slots.setdefault(name, {})
-        for name, slots in new.items():
-            self._slots[name] = self._slots.get(name, {}) | slots
+    def _set_slots(
+        self, state: TrainState, new: dict[str, dict[str, np.ndarray]], zero: bool
+    ) -> None:
+        optimizer, old = self._select_optimizer(self._check()), state.values
+        slots, steps = old.slots, old.steps
+        if optimizer != state.optimizer or (zero and new.keys() >= slots.keys()):
+            slots, steps = {}, 0
+        names = self._names(read(self.model_onnx))  # those not given start at zero
+        slots = {name: {} for name in names} | slots
+        slots |= {name: slots.get(name, {}) | arrays for name, arrays in new.items()}
+        state.values = replace(old, slots=slots, steps=steps)
+        state.optimizer = optimizer
 
     def _data_names(self) -> list[str]:
         graph = to_ir(read(self.model_onnx)).graph
@@ -297,13 +331,32 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
 
     def _graphs(self) -> Graphs:
         rate = self._check()
-        optimizer, proto = self._select_optimizer(rate), read(self.model_onnx)
-        if hasattr(self, "_coef"):
-            proto = constants.replace(proto, self._coef)
+        optimizer, proto = self._select_optimizer(rate), self._model(vars(self).get("_state"))
         objective = self._objective(proto, self._names(proto), False)
         loss = BaseLearningLoss.select(self.learning_loss)
         penalty = BaseLearningPenalty.select(self.learning_penalty)
         return training_graphs(proto, objective, optimizer, rate, loss, penalty)
+
+    def _graph(self, name: str) -> ModelProto:
+        graphs = self._built("graphs", self._graphs, self._state.values)
+        for group in (graphs, *(graphs[piece] for piece in _PIECES)):
+            if name in group:
+                return group[name]
+        raise AttributeError(f"{name}: there is no such graph for {self}")
+
+    def _passes(self) -> OrtGradientForwardBackward:
+        proto = read(self.model_onnx)
+        return OrtGradientForwardBackward(
+            proto,
+            self._trained(),
+            output_names=[predicted(proto)],
+            providers=providers(self.device),
+            enable_logging=self.enable_logging,
+        )
+
+    def _gradient_names(self) -> list[str | None]:
+        passes = self.train_session_
+        return [passes.partition.gradients.get(name) for name in self.input_names_]
 
 
 def _known_kind(kind: str) -> str:

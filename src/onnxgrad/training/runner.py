@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import onnxruntime as ort
@@ -12,6 +12,7 @@ from onnx import ModelProto
 from onnxgrad.training.data import Fields, Slice
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.session import session
+from onnxgrad.training.state import Values
 from onnxgrad.training.step import Step
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C stay alive
@@ -26,40 +27,37 @@ class Runner:
         self.step, self.mean, self.device = step, mean, device.partition(":")[0]
         self.names = [x.name for x in self.session.get_inputs()]
         self.outputs = [y.name for y in self.session.get_outputs()]
-        self.states: list[ort.OrtValue] = []
+        self.now: tuple[list[ort.OrtValue], int] = ([], 0)  # the states, and the steps done
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
 
-    def load(
-        self, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping[str, np.ndarray]]
-    ) -> None:
-        """Set the states; a slot that is not given starts at zero."""
-        self.states = []
+    def load(self, values: Values) -> None:
+        """Set the states; a slot that is missing starts at zero."""
+        states = []
         for group in self.step.groups:
-            self._add(group.pack(weights))
+            states.append(group.pack(values.weights))
             for slot in group.slots:
                 zeros = {name: np.zeros(shape) for name, shape in group.shapes.items()}
-                given = {n: s[slot] for n, s in slots.items() if slot in s and n in zeros}
-                self._add(group.pack(zeros | given))
-
-    def _add(self, state: np.ndarray) -> None:
-        self.states.append(ort.OrtValue.ortvalue_from_numpy(state, self.device))
+                kept = {n: s[slot] for n, s in values.slots.items() if slot in s and n in zeros}
+                states.append(group.pack(zeros | kept))
+        on_device = [ort.OrtValue.ortvalue_from_numpy(state, self.device) for state in states]
+        self.now = on_device, values.steps
 
     def budget(self) -> int:
         """Return how many batches the next call may run."""
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
-    def run(self, piece: Slice, rate: float, done: int) -> np.ndarray | None:
-        """Train on the batches of `piece`, after `done` steps; returns the summed loss of each.
+    def run(self, piece: Slice, rate: float) -> np.ndarray | None:
+        """Train on the batches of `piece`; returns the summed loss of each.
 
         None where the loss or a weight is not finite: the states are then left as they were.
         """
         start = time.perf_counter()
-        binding = self.session.io_binding()
+        binding, (states, done) = self.session.io_binding(), self.now
         fed = [*piece.arrays.values(), *self._scalars(piece, rate, done)]
-        for name, state in zip(self.names, self.states, strict=False):
+        for name, state in zip(self.names, states, strict=False):
             binding.bind_ortvalue_input(name, state)
-        for name, array in zip(self.names[len(self.states) :], fed, strict=True):
+        for name, array in zip(self.names[len(states) :], fed, strict=True):
             binding.bind_cpu_input(name, array)
         for name in self.outputs:
             binding.bind_output(name, self.device)
@@ -68,7 +66,7 @@ class Runner:
         values = losses.numpy().astype(np.float64)
         if not np.isfinite(values).all() or not all(np.isfinite(s.numpy()).all() for s in states):
             return None
-        self.states = states
+        self.now = states, done + piece.batches  # at once: an interruption never parts them
         self.last = piece.batches
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return values.ravel() * (piece.rows if self.mean else 1)
@@ -87,24 +85,20 @@ class Runner:
             fed.append(step.like_loss(inverse))
         return fed
 
-    def weights(self) -> dict[str, np.ndarray]:
-        """Return the weights, by name."""
-        return {name: a for arrays in self._unpacked() for name, a in arrays[0].items()}
-
-    def slots(self) -> dict[str, dict[str, np.ndarray]]:
-        """Return the slots of every weight, by name."""
-        made: dict[str, dict[str, np.ndarray]] = {}
-        for group, (_, *slots) in zip(self.step.groups, self._unpacked(), strict=True):
-            for slot, arrays in zip(group.slots, slots, strict=True):
-                for name, array in arrays.items():
-                    made.setdefault(name, {})[slot] = array
-        return made
-
-    def _unpacked(self) -> list[list[dict[str, np.ndarray]]]:
-        states = iter(self.states)
-        return [
-            [group.unpack(next(states).numpy()) for _ in group.inputs] for group in self.step.groups
-        ]
+    def unpacked(
+        self, states: Sequence[ort.OrtValue]
+    ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+        """Return the weights in `states`, and the slots of every weight, by name."""
+        weights: dict[str, np.ndarray] = {}
+        slots: dict[str, dict[str, np.ndarray]] = {}
+        arrays = (state.numpy() for state in states)
+        for group in self.step.groups:
+            weights |= group.unpack(next(arrays))
+            slots |= {name: {} for name in group.shapes}
+            for slot in group.slots:
+                for name, array in group.unpack(next(arrays)).items():
+                    slots[name][slot] = array
+        return weights, slots
 
 
 class Evaluation:

@@ -1,15 +1,12 @@
-"""What training with the loss inside of the graph and outside have in common: the fit loop."""
+"""What training with the loss inside of the graph and outside have in common."""
 
 from __future__ import annotations
 
 import copy
-import logging
-import time
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from onnx import ModelProto
@@ -20,7 +17,7 @@ from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.write import save
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
-from onnxgrad.training.columns import Names, column_names
+from onnxgrad.training.columns import column_names
 from onnxgrad.training.data import (
     ArraySource,
     Fields,
@@ -30,34 +27,14 @@ from onnxgrad.training.data import (
 )
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.estimator import BaseEstimator, NotFittedError, Selected
+from onnxgrad.training.fitted import Built, Fitted, fingerprint, model_fingerprint
+from onnxgrad.training.loop import ERROR, INTERRUPTED, NOT_FINITE, Loop, Progress
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.runner import Evaluation, Runner
+from onnxgrad.training.state import INITS, TrainState, Values
 from onnxgrad.training.step import Step, build_step
 
-logger = logging.getLogger("onnxgrad")
-
-
-@dataclass
-class Progress:
-    """Where training stands, after a slice of batches."""
-
-    epoch: int
-    epochs: int
-    rows: int
-    total_rows: int | None
-    loss: float  # mean loss of a row so far in this epoch
-    validation_loss: float | None
-    rows_per_second: float
-
-
-@dataclass
-class _Run:
-    """One call of `fit`, after all that can be checked beforehand."""
-
-    rate: BaseLearningRate
-    source: ArraySource | IterableSource
-    runner: Runner
-    validation: Evaluation | None
+T = TypeVar("T")
 
 
 class Trainer(BaseEstimator):
@@ -76,20 +53,18 @@ class Trainer(BaseEstimator):
     random_state: int | None
     weight_init: str
     # arguments of some subclasses only
-    saved_gradient: str | None = None
+    saved_gradient: str | os.PathLike | None = None
     enable_logging: bool = False
     exc: bool = True
 
-    train_losses_: list[float]
-    validation_losses_: list[float]
-    n_iter_: int
-    learning_rate_: float | None
-    _coef: dict[str, np.ndarray]
-    _slots: dict[str, dict[str, np.ndarray]]
-    _rng: np.random.Generator
-    _optimizer: Optimizer | None
-    _flat: bool = False
-    _names_of_columns: Names | None = None  # of the tables in the last `fit`
+    train_losses_ = Fitted(lambda self: self._state.losses)
+    validation_losses_ = Fitted(lambda self: self._state.validation_losses)
+    n_iter_ = Fitted(lambda self: len(self._state.losses))
+    n_steps_ = Fitted(lambda self: self._state.values.steps)
+    learning_rate_ = Fitted(lambda self: self._state.learning_rate)
+    stop_reason_ = Fitted(lambda self: self._state.stop_reason)
+    cls_type_ = Fitted(lambda self: type(self.train_function_))
+    _state: TrainState
 
     def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
         """Return what is minimized; `weighted` tells whether the data may bring row weights."""
@@ -104,7 +79,7 @@ class Trainer(BaseEstimator):
         sample_weight: Any = None,
         X_val: Any = None,
         y_val: Any = None,
-        callback: Callable[[Progress], None] | None = None,
+        callback: Callable[[Progress], bool | str | None] | None = None,
     ) -> Self:
         """Train for `max_iter` epochs.
 
@@ -119,48 +94,64 @@ class Trainer(BaseEstimator):
             X_val: validation data, as X.
             y_val: validation labels, as y.
             callback: called with a `Progress` after every slice of batches, and every validation.
+                Returning False or "stop" ends training at once, None or True goes on. It may read
+                the trainer, and set its state: weights, slots and counts are those of that moment.
 
         Raises:
             ValueError: parameters, names or data that do not fit; nothing is changed then, but
-                for a batch of an iterable, which is looked at when its turn comes.
+                for a batch of an iterable, which is looked at when its turn comes. Also a callback
+                that returns something else.
             NoGradientRule: an operator between the weights and the loss has no rule.
             ProviderError: the installed onnxruntime does not offer the device.
-            ConvergenceError: the loss or a weight became NaN or infinite; the state before it is
-                kept. With `exc=False`, where there is that argument, a `ConvergenceWarning`.
-            KeyboardInterrupt: Ctrl-C; the state so far is kept.
+            ConvergenceError: the loss, a weight or the validation loss became NaN or infinite. With
+                `exc=False`, where there is that argument, a `ConvergenceWarning`.
+            KeyboardInterrupt: Ctrl-C.
+            RuntimeError: called by its own callback.
+
+        Whatever ends training, the state after the last slice of batches is kept; if none was
+        finished, that of an earlier `fit`. `stop_reason_` tells what ended it.
         """
         if callback is not None and not callable(callback):
             raise ValueError(f"callback must be a function of a Progress, not {callback!r}")
-        run = self._prepare(X, y, sample_weight, X_val, y_val)
+        before = vars(self).get("_state")
+        if before is not None and before.running:
+            raise RuntimeError("fit is running: it cannot be called again before it ends")
+        loop = self._prepare(X, y, sample_weight, X_val, y_val)
+        ended = ERROR
         try:
-            self._epochs(run, callback or (lambda progress: None))
+            self._state, self._kept = loop.state, Built()
+            ended = loop.run(callback or (lambda progress: None))
+        except KeyboardInterrupt:
+            ended = INTERRUPTED
+            raise
         except ConvergenceError as e:
+            ended = NOT_FINITE
             if self.exc:
                 raise
             warnings.warn(str(e), ConvergenceWarning, stacklevel=2)
         finally:
-            self._coef |= run.runner.weights()
-            self._slots |= run.runner.slots()
+            self._state = loop.state if before is None or loop.moved else before
+            self._state.stop_reason = ended
+            loop.state.end()
         return self
 
-    def _prepare(self, X: Any, y: Any, sample_weight: Any, X_val: Any, y_val: Any) -> _Run:
-        """Check everything, and only then begin anew, or where the last `fit` ended."""
+    def _prepare(self, X: Any, y: Any, sample_weight: Any, X_val: Any, y_val: Any) -> Loop:
+        """Check everything, and return the loop of the epochs; nothing of `self` is changed."""
         rate = self._check()
         optimizer = self._select_optimizer(rate)
-        again = self.warm_start and hasattr(self, "_coef")
-        proto = read(self.model_onnx)
-        if again:
-            proto = constants.replace(proto, self._coef)
-        names = self._names(proto)
+        before = vars(self).get("_state") if self.warm_start else None
+        proto = self._model(before)
         batches = is_iterable_of_batches(X, y) or is_iterable_of_batches(X_val, y_val)
         weighted = sample_weight is not None or batches
-        objective = self._objective(proto, names, weighted)
+        objective = self._objective(proto, self._names(proto), weighted)
         step = build_step(objective, optimizer)
         fields = Fields(objective)
-        if again and self._names_of_columns:
-            fields.names = self._names_of_columns.copy()
-        rng = self._rng if again else np.random.default_rng(self.random_state)
-        source = make_source(fields, X, y, sample_weight, self.batch_size, rng)
+        if before is not None:
+            fields.names = before.names.copy()
+        state = self._first_state(proto, step, optimizer, before)
+        state.flat = np.ndim(y) == 1  # so are predictions then, or y - f would be (rows, rows)
+        state.names, state.columns = fields.names, column_names(X)
+        source = make_source(fields, X, y, sample_weight, self.batch_size, state.rng)
         validation = None
         if X_val is not None:
             held = fields.gathered(X_val, y_val)
@@ -170,23 +161,41 @@ class Trainer(BaseEstimator):
             raise ValueError("y_val is given without X_val")
         model = build_epoch(step)
         runner = Runner(model, step, fields.mean, self.device, step.work * self.batch_size)
+        loop = self._loop(state, runner, rate, source, validation)
         if step.unreached:
             warnings.warn(
                 f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
             )
         if self.saved_gradient is not None:
-            save(model, self.saved_gradient)
-        self._begin(proto, step, optimizer, rng, again)
-        self._flat = np.ndim(y) == 1  # so are predictions then, or y - f would be (rows, rows)
-        self.__dict__.pop("feature_names_in_", None)
-        self._names_of_columns = fields.names
-        if (names_in := column_names(X)) is not None:
-            self.feature_names_in_ = np.array(names_in, dtype=object)
-        untrained = {site.name: site.array() for site in constants.sites(proto)}
-        runner.load({**untrained, **self._coef}, self._slots)
-        for t, loss in enumerate(self.train_losses_, 1):
+            save(self._gradient(proto, step.weights), self.saved_gradient)
+            save(model, f"{os.fspath(self.saved_gradient)}.training.onnx")
+        return loop
+
+    def _loop(
+        self,
+        state: TrainState,
+        runner: Runner,
+        rate: BaseLearningRate,
+        source: ArraySource | IterableSource,
+        validation: Evaluation | None,
+    ) -> Loop:
+        """Return the loop, with the state on the device and the rate where the state left it."""
+        state.begin(runner)
+        for t, loss in enumerate(state.losses, 1):
             rate.update_learning_rate(t, loss)
-        return _Run(rate, source, runner, validation)
+        every = self.validation_every
+        every = max(1, round(every if every >= 1 else every * self.max_iter))
+        logs = self.enable_logging, bool(self.verbose or self.enable_logging)
+        return Loop(state, runner, rate, source, validation, self.max_iter, every, *logs)
+
+    def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
+        """Return the model of the loss and of its gradient with respect to each weight."""
+        raise NotImplementedError
+
+    def _model(self, state: TrainState | None) -> ModelProto:
+        """Return the model with the weights of `state`, if there is one."""
+        proto = read(self.model_onnx)
+        return proto if state is None else constants.replace(proto, state.values.weights)
 
     def _names(self, proto: ModelProto) -> list[str]:
         """Return the names of the weights that are trained."""
@@ -204,8 +213,8 @@ class Trainer(BaseEstimator):
             raise ValueError(f"weights_to_train is a list of names, not {names!r}")
         if not isinstance(every, (int, float, np.number)) or not every > 0:
             raise ValueError(f"validation_every must be above 0, not {every!r}")
-        if self.weight_init not in _INITS:
-            raise unknown("weight_init", self.weight_init, _INITS)
+        if self.weight_init not in INITS:
+            raise unknown("weight_init", self.weight_init, INITS)
         rate = copy.deepcopy(BaseLearningRate.select(self.learning_rate))
         rate.init_learning_rate()
         return rate
@@ -221,103 +230,86 @@ class Trainer(BaseEstimator):
             )
         return Chain((ScaleByLearningRate(), Trace(rate.momentum, rate.nesterov)))
 
-    def _begin(
-        self,
-        proto: ModelProto,
-        step: Step,
-        optimizer: Optimizer,
-        rng: np.random.Generator,
-        again: bool,
-    ) -> None:
-        """Set the state that training begins with."""
-        if not again:
-            found = {site.name: site.array() for site in constants.sites(proto)}
-            initial, kept = _INITS[self.weight_init], set(step.weights)
-            self._coef = {n: initial(rng, found[n]) for n in self._names(proto) if n in kept}
-            self._forget()
-        elif optimizer != self._optimizer or not self._slots.keys() >= set(step.weights):
-            self._slots, self.n_steps_ = {}, 0
-        self._rng, self._optimizer = rng, optimizer
-
-    def _forget(self) -> None:
-        self._slots, self._optimizer = {}, None
-        self.train_losses_, self.validation_losses_ = [], []
-        self.n_iter_ = self.n_steps_ = 0
-
-    def _epochs(self, run: _Run, report: Callable[[Progress], None]) -> None:
-        rate, every = run.rate, self.validation_every
-        every = max(1, round(every if every >= 1 else every * self.max_iter))
-        self._log(logging.INFO, "fit: %s on %s", self._optimizer, self.device)
-        for epoch in range(self.max_iter):
-            progress = self._epoch(run, epoch, report)
-            self.train_losses_.append(progress.loss)
-            self.n_iter_ += 1
-            self.learning_rate_ = rate.value
-            rate.update_learning_rate(self.n_iter_, progress.loss)
-            if run.validation is not None and (epoch + 1) % every == 0:
-                value = run.validation.loss(run.runner.weights())
-                self.validation_losses_.append(value)
-                report(replace(progress, validation_loss=value))
-            if self.verbose or self.enable_logging:
-                logger.info("epoch %d/%d loss %g", epoch + 1, self.max_iter, progress.loss)
-
-    def _epoch(self, run: _Run, epoch: int, report: Callable[[Progress], None]) -> Progress:
-        """Run one epoch; returns where it ended."""
-        rate = run.rate.value
-        assert rate is not None
-        total, rows, start = 0.0, 0, time.perf_counter()
-        for piece in run.source.epoch(run.runner.budget):
-            losses = run.runner.run(piece, rate, self.n_steps_)
-            if losses is None:
-                recent = ", ".join(f"{v:.6g}" for v in self.train_losses_[-5:]) or "none"
-                raise ConvergenceError(
-                    f"the loss or a weight became NaN or infinite in epoch {epoch + 1} at learning "
-                    f"rate {rate:g} (losses of the epochs before: {recent}); the state "
-                    "before it is kept. Lower the learning rate, or scale the data"
-                )
-            self.n_steps_ += piece.batches
-            rows += piece.batches * piece.rows
-            total = float(np.cumsum([total, *losses])[-1])  # however the epoch is cut
-            speed = rows / max(time.perf_counter() - start, 1e-9)
-            validated = self.validation_losses_[-1] if self.validation_losses_ else None
-            progress = Progress(
-                epoch, self.max_iter, rows, run.source.rows, total / rows, validated, speed
-            )
-            self._log(logging.DEBUG, "step %d loss %g", self.n_steps_, progress.loss)
-            report(progress)
-        return progress
-
-    def _log(self, level: int, message: str, *arguments: Any) -> None:
-        if self.enable_logging:
-            logger.log(level, message, *arguments)
+    def _first_state(
+        self, proto: ModelProto, step: Step, optimizer: Optimizer, before: TrainState | None
+    ) -> TrainState:
+        """Return the state that training begins with: a new one, or a copy of the one `before`."""
+        arrays = {site.name: site.array() for site in constants.sites(proto)}
+        if before is None:
+            rng = np.random.default_rng(self.random_state)
+            state, initial, kept = TrainState(rng), INITS[self.weight_init], set(step.weights)
+            names = [name for name in self._names(proto) if name in kept]
+            state.values = Values({name: initial(rng, arrays[name]) for name in names})
+        else:
+            state, old = before.copy(), before.values
+            weights = old.weights | {name: arrays[name] for name in step.weights}
+            same = optimizer == before.optimizer and old.slots.keys() >= set(step.weights)
+            state.values = Values(weights, old.slots, old.steps) if same else Values(weights)
+        state.optimizer, state.trained, state.stop_reason = optimizer, step.weights, None
+        return state
 
     # -- results ------------------------------------------------------------------------------
 
-    def _check_weights(self, state: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    def _fitted(self) -> TrainState:
+        """Return the state.
+
+        Raises:
+            NotFittedError: there is none.
+        """
+        if "_state" not in vars(self):
+            raise NotFittedError("nothing was trained yet: call fit first")
+        return self._state
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return "_state" in vars(self)
+
+    @property
+    def feature_names_in_(self) -> np.ndarray:
+        """The names of the columns, if `fit` got a table that has them."""
+        names = self._fitted().columns
+        if names is None:
+            raise AttributeError("feature_names_in_: fit got no table with names of columns")
+        return np.array(names, dtype=object)
+
+    def _check_weights(
+        self, state: Mapping[str, Any], check_trained: bool = False
+    ) -> dict[str, np.ndarray]:
         """Return copies of the arrays of `state`, in the dtypes of the model."""
         known = self._known()
         if not isinstance(state, Mapping):
             raise ValueError(f"a state is a dict of arrays by name, not {type(state).__name__}")
+        if check_trained:
+            known = {name: known[name] for name in self._trained() if name in known}
         for name, array in state.items():
             if name not in known:
-                raise unknown("weight", name, known)
+                raise unknown("trained weight" if check_trained else "weight", name, known)
             if np.shape(array) != known[name].shape:
                 raise ValueError(
                     f"{name!r} has shape {known[name].shape}, the given one {np.shape(array)}"
                 )
         return {name: np.array(array, known[name].dtype) for name, array in state.items()}
 
-    def _start(self) -> None:
-        """Begin with an empty state, unless there is one."""
-        if not hasattr(self, "_coef"):
-            self._coef = {}
-            self._forget()
-            self._rng = np.random.default_rng(self.random_state)
+    def _start(self) -> TrainState:
+        """Return the state, an empty one if there was none."""
+        if "_state" not in vars(self):
+            self._state = TrainState(np.random.default_rng(self.random_state))
+        return self._state
 
     def _known(self) -> dict[str, np.ndarray]:
         """Return the float constants of the model, by name."""
         sites = constants.sites(read(self.model_onnx))
         return {s.name: s.array() for s in sites if s.read().data_type in constants.FLOATS}
+
+    def _trained(self) -> list[str]:
+        """Return the names of the weights that the last `fit` moved.
+
+        Raises:
+            NotFittedError: there was no `fit`; `set_state` alone trains nothing.
+        """
+        names = self._fitted().trained
+        if not names:
+            raise NotFittedError("the state was set, but nothing was trained yet: call fit first")
+        return names
 
     def get_trained_onnx(self, model: ModelLike | None = None) -> ModelProto:
         """Return the model with the trained weights, and all else of it as it is.
@@ -335,16 +327,28 @@ class Trainer(BaseEstimator):
         Raises:
             ValueError: nothing was trained, or `model` lacks a trained weight.
         """
-        trained = self._trained()
-        made = constants.replace(read(self.model_onnx if model is None else model), trained)
-        if self._names_of_columns is not None:
-            self._names_of_columns.keep(made)
-        return made
+        state = self._fitted()
+        trained = constants.replace(
+            read(self.model_onnx if model is None else model), state.values.weights
+        )
+        state.names.keep(trained)
+        return trained
 
-    def _trained(self) -> dict[str, np.ndarray]:
-        if not hasattr(self, "_coef"):
-            raise NotFittedError("nothing was trained yet: call fit first")
-        return self._coef
+    # -- what is built when it is asked for ---------------------------------------------------
+
+    def _built(self, name: str, build: Callable[[], T], *depends: Any) -> T:
+        """Return what `build` returns, built again when a parameter or `depends` changed."""
+
+        def key() -> Any:
+            params = self.get_params(deep=False)
+            params.pop("random_state")
+            return *depends, model_fingerprint(params.pop("model_onnx")), fingerprint(params)
+
+        return self.__dict__.setdefault("_kept", Built()).get(name, key, build)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {name: value for name, value in vars(self).items() if name != "_kept"}
+        return kept | ({"_state": self._state.copy()} if "_state" in kept else {})
 
 
 def trainable(proto: ModelProto) -> list[str]:
@@ -364,18 +368,3 @@ def trainable(proto: ModelProto) -> list[str]:
         for site in constants.sites(proto)
         if site.default and site.read().dims and site.name not in statistics
     ]
-
-
-def _glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
-    if w.ndim < 2:
-        return w
-    receptive = prod(w.shape[2:])
-    limit = np.sqrt(6 / ((w.shape[0] + w.shape[1]) * receptive))
-    return rng.uniform(-limit, limit, w.shape).astype(w.dtype)
-
-
-_INITS: dict[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
-    "model": lambda rng, w: w,
-    "glorot": _glorot,
-    "normal": lambda rng, w: rng.standard_normal(w.shape).astype(w.dtype) if w.ndim > 1 else w,
-}
