@@ -370,6 +370,9 @@ def test_nothing_is_stale_after_a_file_changed(tmp_path, external, sessions):
         assert path.read_bytes() == main
         os.utime(path, ns=(1, 1))
     check(made, 6.0)
+    path.write_bytes(b"no model")
+    with pytest.raises(ValueError, match="is no ONNX model"):
+        made.predict(X)
     path.unlink()
     with pytest.raises(ValueError, match="cannot read"):
         made.predict(X)

@@ -98,7 +98,7 @@ def model_fingerprint(model: Any) -> Any:
     try:
         stamp = _stamp(path)
         return os.fspath(path), stamp, tuple(map(_stamp, _data_files(path, stamp)))
-    except OSError:
+    except Exception:  # missing or no model: reading it to build something says what is wrong
         return object()
 
 
@@ -106,7 +106,7 @@ def _content(model: ModelProto) -> Any:
     try:
         digest = hashlib.blake2b(model.SerializeToString()).digest()
         return digest, tuple((file, _stamp(file)) for file in sorted(external.files_of(model)))
-    except (OSError, ValueError):  # a file is missing, or it is larger than can be serialized
+    except Exception:  # a file is missing, or the model is larger than can be serialized
         return object()
 
 

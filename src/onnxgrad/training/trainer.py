@@ -94,8 +94,9 @@ class Trainer(BaseEstimator):
             X_val: validation data, as X.
             y_val: validation labels, as y.
             callback: called with a `Progress` after every slice of batches, and every validation.
-                Returning False or "stop" ends training at once, None or True goes on. It may read
-                the trainer, and set its state: weights, slots and counts are those of that moment.
+                Returning False or "stop" ends training at once, None or True goes on; an epoch that
+                is cut short counts neither in `n_iter_` nor in `train_losses_`. It may read the
+                trainer, whose weights, slots and counts are those of that moment, and set them.
 
         Raises:
             ValueError: parameters, names or data that do not fit; nothing is changed then, but
