@@ -208,7 +208,8 @@ def test_targets_keep_their_order(here):
     both = ("--loss", "l2", "--epochs", 1, "--batch-size", 1, "--overwrite")
     made = run("train", "pair.onnx", "wide.csv", "--target", "u", "--target", "v", *both)
     assert made.exit_code == 0, made.output
-    made = run("train", "trained.onnx", "wide.csv", "--target", "v", "--target", "u", *both)
+    turned = ("--target", "v", "--target", "u", "--output", "again.onnx")
+    made = run("train", "trained.onnx", "wide.csv", *turned, *both)
     assert "the target: column 1 is 'v', and was 'u' in training" in made.stderr
 
 
