@@ -20,7 +20,7 @@ FUNCTIONS = {
     "copy": lambda x: [x.copy()],
     "grad_loss_square_error": lambda y, f: [np.sum((y - f) ** 2), 2 * (f - y)],
     "grad_loss_absolute_error": lambda y, f: [np.sum(np.abs(y - f)), np.sign(f - y)],
-    "update_penalty_elastic_error": lambda x: [x - 0.01 * np.sign(x) - 0.02 * x],
+    "update_penalty_elastic_error": lambda x: [x - 1e-4 * np.sign(x) - 2e-4 * x],
 }
 
 

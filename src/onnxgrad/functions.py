@@ -143,14 +143,14 @@ def square_error(
 def grad_square_error(
     opset: int | None, dtype: Any, weight_name: str | None = None, multiply: float = 2
 ) -> ModelProto:
-    """Y = multiply w (X2 - X1), the gradient of `square_error` by the prediction X2."""
-    return _square({"Y": "gradient"}, opset, dtype, weight_name, multiply)
+    """Y_grad = multiply w (X2 - X1), the gradient of `square_error` with respect to X2."""
+    return _square({GRADIENT: "gradient"}, opset, dtype, weight_name, multiply)
 
 
 def grad_loss_square_error(
     opset: int | None, dtype: Any, weight_name: str | None = None, multiply: float = 2
 ) -> ModelProto:
-    """Y = `square_error`, Z = its gradient by the prediction X2."""
+    """Y = `square_error`, Y_grad = its gradient with respect to X2."""
     return _square(_BOTH, opset, dtype, weight_name, multiply)
 
 
@@ -174,7 +174,7 @@ def absolute_error(opset: int | None, dtype: Any, weight_name: str | None = None
 def grad_loss_absolute_error(
     opset: int | None, dtype: Any, weight_name: str | None = None
 ) -> ModelProto:
-    """Y = `absolute_error`, Z = w sign(X2 - X1), its gradient by the prediction X2."""
+    """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient with respect to X2."""
     return loss_onnx(AbsoluteLearningLoss(), _BOTH, opset, dtype, weight_name)
 
 
@@ -197,7 +197,7 @@ def grad_loss_elastic_error(
     l1_weight: float = 0.01,
     l2_weight: float = 0.01,
 ) -> ModelProto:
-    """Y = `elastic_error`, Z = w (l1_weight sign(d) + 2 l2_weight d), d = X2 - X1."""
+    """Y = `elastic_error`, Y_grad = w (l1_weight sign(d) + 2 l2_weight d), d = X2 - X1."""
     return loss_onnx(ElasticLearningLoss(l1_weight, l2_weight), _BOTH, opset, dtype, weight_name)
 
 
@@ -205,7 +205,7 @@ def grad_sigmoid_neg_log_loss_error(
     opset: int | None, dtype: Any, weight_name: str | None = None, eps: float = 1e-5
 ) -> ModelProto:
     """Y = sum of w times -log of the probability of the int64 label X1, 0 or 1, clipped to
-    [eps, 1 - eps], where class 1 has the probability sigmoid(X2); Z = w (sigmoid(X2) - X1).
+    [eps, 1 - eps], where class 1 has the probability sigmoid(X2); Y_grad = w (sigmoid(X2) - X1).
     """
     return loss_onnx(NegLogLearningLoss(eps), _BOTH, opset, dtype, weight_name)
 
@@ -214,7 +214,8 @@ def grad_softmax_neg_log_loss_error(
     opset: int | None, dtype: Any, weight_name: str | None = None, eps: float = 1e-5
 ) -> ModelProto:
     """Y = sum of w times -log of the probability of the int64 label X1 (N,), clipped to
-    [eps, 1 - eps], the classes of X2 (N, k) having the probabilities softmax(X2); Z = its gradient.
+    [eps, 1 - eps], the classes of X2 (N, k) having the probabilities softmax(X2); Y_grad = its
+    gradient with respect to X2.
     """
     return loss_onnx(NegLogLearningLoss(eps, "softmax"), _BOTH, opset, dtype, weight_name)
 
@@ -226,16 +227,16 @@ def grad_penalty_elastic_error(
     l2_weight: float = 0.01,
     shape: Shape | None = None,
 ) -> ModelProto:
-    """Y = l1_weight |X| + l2_weight X^2, summed, a scalar; Z = its gradient, of the shape of X."""
+    """Y = l1_weight |X| + l2_weight X^2, summed, a scalar; Y_grad = its gradient."""
     draft = Draft("grad_penalty_elastic_error", opset, dtype)
     op, x = draft.op, draft.input("X", shape)
     with op:
         summed, gradient = _penalty(op, x, l1_weight, l2_weight)
-        return draft.model({"Y": op.Reshape(summed, []), "Z": gradient})
+        return draft.model({LOSS: op.Reshape(summed, []), GRADIENT: gradient})
 
 
 def update_penalty_elastic_error(
-    opset: int | None, dtype: Any, l1: float = 0.01, l2: float = 0.01, shape: Shape | None = None
+    opset: int | None, dtype: Any, l1: float = 1e-4, l2: float = 1e-4, shape: Shape | None = None
 ) -> ModelProto:
     """Y = X - (l1 sign(X) + 2 l2 X): a weight after a step against its penalty."""
     draft = Draft("update_penalty_elastic_error", opset, dtype)

@@ -26,7 +26,7 @@ from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.small import FLOATS, Draft, Shape, SmallFunctions, fit, owned, shape_of, to_numpy
 from onnxgrad.training.data import Field
 
-EXPECTED, PREDICTED, LOSS, GRADIENT = "X1", "X2", "Y", "Z"  # as in `onnxgrad.functions`
+EXPECTED, PREDICTED, LOSS, GRADIENT = "X1", "X2", "Y", "Y_grad"  # as in `onnxgrad.functions`
 
 
 class BaseLearningLoss(SmallFunctions):
@@ -98,9 +98,9 @@ class BaseLearningLoss(SmallFunctions):
         """Write the models that `loss_gradient` and `loss_scores` run; returns `self`.
 
         `loss_grad_onnx_` has the inputs X1 (expected), X2 (predicted) and the row weights, and the
-        outputs Y, the summed loss, a scalar, and Z, its gradient by X2. `loss_score_onnx_` has the
-        same inputs and the output Y, the loss of every row, (N, 1). Row weights that are not fed
-        are ones.
+        outputs Y, the summed loss, a scalar, and Y_grad, its gradient with respect to X2.
+        `loss_score_onnx_` has the same inputs and the output Y, the loss of every row, (N, 1).
+        Row weights that are not fed are ones.
 
         Args:
             opset: of the models, 14 to 26; None is 18.
