@@ -114,6 +114,38 @@ def test_penalty_nodes(dtype, options, opset):
     np.testing.assert_allclose(found, [[expected]], rtol=4e-3 if dtype == np.float16 else 1e-5)
 
 
+@pytest.mark.parametrize("options", [{"l1": 0.5}, {"l2": 0.25}, {"l1": 1, "l2": 1}])
+def test_penalty_nodes_of_several_weights_in_one_graph(options):
+    """One set goes from call to call; every node is needed, and every name is given once."""
+    weights = {"coef": WEIGHTS[0], "penalty_coef": WEIGHTS[1]}
+    taken = {"const", *weights}
+    nodes, tensors, ends = [], [], []
+    for name in weights:
+        before = set(taken)
+        some, more = penalty_loss_onnx(name, np.float64, existing_names=taken, **options)
+        given = [t.name for t in some] + [y for node in more for y in node.output]
+        assert len(set(given)) == len(given)
+        assert taken == before | set(given)
+        assert before.isdisjoint(given)
+        read = {x for node in more for x in node.input}
+        ends.append(more[-1].output[0])
+        assert read == {name, *given} - {ends[-1]}  # no node, no initializer that nothing needs
+        nodes += more
+        tensors += some
+    assert re.fullmatch(r"penalty_coef_\d+", ends[0])
+    assert ends[1] == "penalty_penalty_coef"
+    alone = penalty_loss_onnx("coef", np.float64, **options)[1]
+    assert alone[-1].output == ["penalty_coef"]
+    kind = onnx.TensorProto.DOUBLE
+    values = [onnx.helper.make_tensor_value_info(n, kind, None) for n in (*weights, *ends)]
+    graph = onnx.helper.make_graph(nodes, "g", values[:2], values[2:], tensors)
+    opset = [onnx.helper.make_opsetid("", 18)]
+    found = run(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), **weights)
+    for value, w in zip(found, weights.values(), strict=True):
+        expected = options.get("l1", 0) * abs(w).sum() + options.get("l2", 0) * (w * w).sum()
+        np.testing.assert_allclose(value, [[expected]])
+
+
 @pytest.mark.parametrize("options", [{}, {"l1": 0}, {"l1": None, "l2": 0.0}])
 def test_a_null_penalty(options):
     with pytest.raises(ValueError, match="the penalty of 'w' is null"):

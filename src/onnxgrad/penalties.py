@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableSet, Sequence
 from math import isfinite
 from typing import Any
 
@@ -16,6 +16,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import tidy
 from onnxgrad.small import Draft, SmallFunctions, owned, to_numpy
 
 
@@ -28,7 +29,7 @@ def penalty_loss_onnx(
 ) -> tuple[list[TensorProto], list[NodeProto]]:
     """Return the initializers and nodes that compute `l1 |w| + l2 w^2`, summed, for a weight w.
 
-    The last node's output holds the penalty, of shape (1, 1) and of the weight's dtype.
+    The last node computes the penalty, `penalty_<name>`, of shape (1, 1) and of the weight's dtype.
     They are valid from opset 13 on.
 
     Args:
@@ -36,20 +37,30 @@ def penalty_loss_onnx(
         dtype: its numpy dtype.
         l1: coefficient of the absolute values, None or 0 for none.
         l2: coefficient of the squares, None or 0 for none.
-        existing_names: names that the graph has already.
+        existing_names: names that the graph already has. Those of the results and initializers
+            are different, with a number at their end if need be. A set is updated with them, so
+            that it can be passed on for the next weight.
 
     Raises:
-        ValueError: both coefficients are null.
+        ValueError: both coefficients are zero.
     """
     kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
     weight = ir.Value(name=name, type=kind)
     graph = ir.Graph([weight], [], nodes=[], opset_imports={"": 18})
     op = Emit(graph, existing_names or ())
     with op:
-        penalty(op, weight, l1, l2)
-    tensors = (v.const_value for v in graph.initializers.values())
-    initializers = [ir.to_proto(t) for t in tensors if t is not None]
-    return initializers, [ir.to_proto(node) for node in graph]
+        output = penalty(op, weight, l1, l2)
+    output.name = op.name(f"penalty_{name}")
+    graph.outputs.append(output)
+    tidy(ir.Model(graph, ir_version=8))
+    tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
+    nodes = [ir.to_proto(node) for node in graph]
+    for node in nodes:
+        node.name = ""  # or those of two penalties would have the same names
+    if isinstance(existing_names, MutableSet):
+        existing_names |= {str(t.name) for t in tensors}
+        existing_names |= {y for node in nodes for y in node.output}
+    return [ir.to_proto(t) for t in tensors], nodes
 
 
 def penalty(op: Emit, w: ir.Value, l1: float | None, l2: float | None) -> ir.Value:
