@@ -188,6 +188,33 @@ def test_figures(renderer, tmp_path):
         plt.close(ax.figure)
 
 
+@pytest.mark.parametrize("ax", [None, "new"])
+def test_one_title_for_several_models(ax):
+    import matplotlib.pyplot as plt
+
+    axes = plot_onnxs(parse(SEED), parse(BRANCHES), ax=ax, renderer="matplotlib", title="both")
+    assert [axes[0].figure.get_suptitle(), axes[0].get_title()] == ["both", ""]
+    assert axes[0].figure is axes[1].figure
+    one = plot_onnxs(parse(SEED), ax="new", renderer="matplotlib", title="loss")
+    assert one.get_title() == "loss"
+    assert one.figure is not axes[0].figure
+    for figure in (one.figure, axes[0].figure):
+        plt.close(figure)
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
+def test_resolution():
+    import matplotlib.pyplot as plt
+
+    made = [plot_onnxs(parse(SEED), ax="new", dpi=dpi) for dpi in (50, 200)]
+    (low, _), (high, _) = (ax.images[0].get_size() for ax in made)
+    assert high == pytest.approx(4 * low, rel=0.02)
+    sizes = [ax.figure.get_size_inches() for ax in made]
+    np.testing.assert_allclose(sizes[0], sizes[1], rtol=0.02)
+    for ax in made:
+        plt.close(ax.figure)
+
+
 def test_boxes_of_a_figure_do_not_overlap():
     figure = Figure(figsize=(4, 4))
     FigureCanvasAgg(figure)
@@ -253,6 +280,12 @@ def test_wrong_arguments():
         plot_onnxs(parse(SEED), renderer="svg")
     with pytest.raises(ValueError, match="1 models, but 2 titles"):
         plot_onnxs(parse(SEED), title=["a", "b"])
+    for dpi in (0, -96, np.nan, np.inf):
+        with pytest.raises(ValueError, match="dpi must be above 0"):
+            plot_onnxs(parse(SEED), dpi=dpi)
+    grid = Figure().subplots(2, 1)
+    with pytest.raises(ValueError, match="one title for 2 models is that of a new figure"):
+        plot_onnxs(parse(SEED), parse(SEED), ax=grid, title="both")
     with pytest.raises(ValueError, match="2 models, but 1 axes"):
         plot_onnxs(parse(SEED), parse(SEED), ax=Figure().add_subplot())
     with pytest.raises(ModelError):

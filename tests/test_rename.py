@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import numpy as np
 import onnx
@@ -132,6 +133,47 @@ function: own.scaled(r1)
   Tanh(r2) -> w
   return w"""
     )
+
+
+SHARED = """<ir_version: 8, opset_import: ["": 18]> g (float[N] x, bool c) => (float[N] y)
+    <float[1] one = {1}, float[1] again = {1}> {
+        [first] a = Exp(x)  %s [second] b = Exp(a)  d = LeakyRelu<alpha=0.5>(b)  u = Add(d, one)
+        v = Mul(u, again)
+        y = If (c) <then_branch = t () => (float[N] r) { r = Exp(v) },
+                    else_branch = e () => (float[N] s) { s = LeakyRelu<alpha=0.25>(v) }> }"""
+
+
+def test_names_by_type():
+    """Equal operators and values have equal digests; what is added elsewhere changes no name."""
+    made = onnx.parser.parse_model(SHARED % "")
+    renamed = onnx_rename_names(made, "type")
+    onnx.checker.check_model(renamed, full_check=True)
+    assert onnx_rename_names(renamed, strategy="type") == renamed
+    x = np.float32([-1, 2])
+    for c in (True, False):
+        equal(renamed, made, x=x, c=np.array(c))
+    graph = renamed.graph
+    first, second, leaky, add, mul, branch = graph.node
+    assert re.fullmatch("r0_[0-9A-F]{2}", first.output[0])
+    assert second.output[0] == f"{first.output[0]}_2"
+    assert (first.name, second.name) == (n := f"n{first.output[0][2:]}", f"{n}_2")
+    inner = branch.attribute[0].g.node[0].output[0], branch.attribute[1].g.node[0].output[0]
+    assert inner[0] == f"{first.output[0]}_3"
+    assert not inner[1].startswith(leaky.output[0])  # another alpha
+    assert [t.name for t in graph.initializer] == [add.input[1], mul.input[1]]
+    assert mul.input[1] == f"{add.input[1]}_2"
+    assert [v.name for v in (*graph.input, *graph.output)] == ["x", "c", "y"]
+    more = onnx_rename_names(onnx.parser.parse_model(SHARED % "z = Tanh(x)"), "type").graph
+    names = [y for node in more.node for y in node.output if node.op_type != "Tanh"]
+    assert names == [y for node in graph.node for y in node.output]
+    scoped = onnx_rename_names(scopes(), "type")
+    for c in (True, False):
+        equal(scoped, scopes(), c=np.array(c), **FEED)
+
+
+def test_a_strategy_that_is_not_known():
+    with pytest.raises(ValueError, match=r"Unknown strategy 'simpel'\. Did you mean 'simple'"):
+        onnx_rename_names(scopes(), "simpel")
 
 
 def test_nodes_and_what_is_said_of_values():

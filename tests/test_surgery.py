@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 
 import numpy as np
@@ -48,6 +49,38 @@ def test_selecting_outputs_and_inputs():
     x, z = np.float32([[[1, 2]], [[3, 4]]])
     session = ort.InferenceSession(cut.SerializeToString(), providers=["CPUExecutionProvider"])
     np.testing.assert_allclose(session.run(None, {"x": x, "b": z})[0], -z)
+
+
+def test_selecting_one_name():
+    made = onnx.parser.parse_model(CHAIN)
+    one = select_model_inputs_outputs(made, "c", "b")
+    assert one == select_model_inputs_outputs(made, ["c"], ["b"])
+    assert names(one) == (["b"], ["c"], ["Neg"])
+
+
+@pytest.mark.parametrize("infer_shapes", [True, False])
+def test_shapes_that_the_model_does_not_state(infer_shapes):
+    made = onnx.parser.parse_model(CHAIN)
+    cut = select_model_inputs_outputs(made, ["b", "y"], infer_shapes=infer_shapes)
+    stated = [y.type.tensor_type.HasField("shape") for y in cut.graph.output]
+    assert stated == [infer_shapes, True]
+    assert [y.type.tensor_type.elem_type for y in cut.graph.output] == [1, 1]
+    assert cut.graph.output[1].type == made.graph.output[0].type
+    x, z = np.float32([[[1, 2]], [[3, 4]]])
+    np.testing.assert_allclose(run(cut, x=x, z=z)[0], np.exp(x) * z, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("verbose", "lines"), [(0, 0), (1, 1), (2, 5)])
+def test_verbose(caplog, verbose, lines):
+    caplog.set_level(logging.WARNING, "onnxgrad")
+    caplog.handler.setLevel(logging.NOTSET)
+    select_model_inputs_outputs(onnx.parser.parse_model(CHAIN), ["b"], verbose=verbose)
+    written = [record.getMessage() for record in caplog.records]
+    assert len(written) == lines
+    if written:
+        assert written[-1] == "2 of 4 nodes are kept"
+        fates = [line.split()[-1] for line in written[:-1]]
+        assert fates == ["kept", "kept", "removed", "removed"][: lines - 1]
 
 
 def test_wrong_selections():

@@ -10,11 +10,20 @@ import json
 import logging
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator
+from hashlib import sha256
+from itertools import chain, count
 from typing import Any
 
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+)
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, unknown
 from onnxgrad.graph.normalize import names
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.sites import Holder, Site, subgraphs
@@ -30,7 +39,7 @@ _PREFIXES = {"input": "r", "initializer": "i", "result": "r", "node": "n"}
 logger = logging.getLogger("onnxgrad")
 
 
-def onnx_rename_names(onx: ModelLike, verbose: int = 0) -> ModelProto:
+def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0) -> ModelProto:
     """Return `onx` with short names: results `r0, r1...`, initializers `i0...`, nodes `n0...`.
 
     The inputs and outputs of the model, and of its local functions, keep their names. Nodes without
@@ -38,17 +47,26 @@ def onnx_rename_names(onx: ModelLike, verbose: int = 0) -> ModelProto:
 
     Args:
         onx: model, serialized model or path; never modified.
+        strategy: "simple" counts. "type" has a digest of the operator and its attributes, or of the
+            values of an initializer, in place of the number, as short as it can be: `r0_4F` (0 for
+            the first output of the node), `i_A3`, `n_4F`; equal ones are numbered, `r0_4F_2`. Such
+            names stay the same when other operators are added.
         verbose: 1 reports the number of names through `logging`, 2 every name.
 
     Raises:
+        ValueError: an unknown strategy.
         ModelError: `onx` cannot be read, or a node reads what nothing gives.
     """
+    if strategy not in _STRATEGIES:
+        raise unknown("strategy", strategy, _STRATEGIES)
+    naming = _STRATEGIES[strategy]
     made = _copy(onx)
     kept = {v.name for v in (*made.graph.input, *made.graph.output)}
     found: list[tuple[str, str]] = []
-    _rename_model(made, kept, _short(kept, found))
+    _rename_model(made, kept, naming(made.graph, kept, found))
     for function in made.functions:
-        _rename_function(function, _short({*function.input, *function.output}, found))
+        kept = {*function.input, *function.output}
+        _rename_function(function, naming(function, kept, found))
     _report(found, verbose)
     return made
 
@@ -108,7 +126,8 @@ def _keeps_name(site: Site) -> bool:
     return ml or returned or site.attribute is not None
 
 
-def _short(kept: Iterable[str], found: list[tuple[str, str]]) -> Choose:
+def _numbered(holder: Holder, kept: Iterable[str], found: list[tuple[str, str]]) -> Choose:
+    """Return the names of the strategy "simple"; `found` gets every pair of names."""
     counts: Counter[str] = Counter()
     taken = set(kept)
 
@@ -121,6 +140,55 @@ def _short(kept: Iterable[str], found: list[tuple[str, str]]) -> Choose:
         return name
 
     return choose
+
+
+def _digested(holder: Holder, kept: Iterable[str], found: list[tuple[str, str]]) -> Choose:
+    """Return the names of the strategy "type"; `found` gets every pair of names."""
+    described = {(id(place), *key): about for place, *key, about in _described(holder)}
+    taken = dict.fromkeys(kept, "")  # name -> digest
+
+    def choose(graph: Holder, kind: str, old: str) -> str:
+        _, prefix, digest = described.get((id(graph), kind, old), (graph, _PREFIXES[kind], "0" * 8))
+        names = (f"{prefix}_{digest[:length]}" for length in range(2, len(digest) + 1, 2))
+        base = next(name for name in names if taken.get(name, digest) == digest)
+        numbered = (f"{base}_{i}" for i in count(2))
+        name = next(name for name in chain([base], numbered) if name not in taken)
+        taken[name] = digest
+        found.append((old, name))
+        return name
+
+    return choose
+
+
+def _described(holder: Holder) -> Iterator[tuple[Any, str, str, tuple]]:
+    """Yield graph, kind, name and (graph, prefix, digest) for what `holder` gives.
+
+    The graph is repeated so that it is held: its id is a key.
+    """
+    if isinstance(holder, GraphProto):
+        for tensor in (*holder.initializer, *(s.values for s in holder.sparse_initializer)):
+            values = TensorProto()
+            values.CopyFrom(tensor)
+            for field in ("name", "doc_string", "external_data"):  # files are not read for a name
+                values.ClearField(field)
+            yield holder, "initializer", tensor.name, (holder, "i", _digest(values))
+    for node in holder.node:
+        operator = NodeProto(domain=node.domain, op_type=node.op_type)
+        held = (AttributeProto.GRAPH, AttributeProto.GRAPHS)  # they hold names
+        operator.attribute.extend(a for a in node.attribute if a.type not in held)
+        digest = _digest(operator)
+        yield holder, "node", node.name, (holder, "n", digest)
+        for i, name in enumerate(node.output):
+            yield holder, "result", name, (holder, f"r{i}", digest)
+        for inner in subgraphs(node):
+            yield from _described(inner)
+
+
+def _digest(content: TensorProto | NodeProto) -> str:
+    return sha256(content.SerializeToString(deterministic=True)).hexdigest().upper()
+
+
+_STRATEGIES = {"simple": _numbered, "type": _digested}
 
 
 def _report(found: list[tuple[str, str]], verbose: int) -> None:
@@ -207,7 +275,7 @@ def _rename_nodes(graph: Holder, nodes: Iterable[NodeProto], scope: Scope, choos
             _rename_graph(inner, scope.new_child(), choose)
 
 
-def _rename_facts(holder: GraphProto | FunctionProto, scope: Scope) -> None:
+def _rename_facts(holder: Holder, scope: Scope) -> None:
     """Rename the types that `holder` states."""
     _forget(holder.value_info, lambda value: value.name not in scope)
     for value in holder.value_info:

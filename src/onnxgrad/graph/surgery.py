@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.weights import replace, sites
+
+logger = logging.getLogger("onnxgrad")
 
 
 def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorProto]]:
@@ -42,14 +45,21 @@ def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorP
 
 
 def select_model_inputs_outputs(
-    onx: ModelLike, outputs: Sequence[str] | None = None, inputs: Sequence[str] | None = None
+    onx: ModelLike,
+    outputs: str | Sequence[str] | None = None,
+    inputs: str | Sequence[str] | None = None,
+    infer_shapes: bool = True,
+    verbose: int = 0,
 ) -> ModelProto:
     """Return the part of `onx` between `inputs` and `outputs`, without the nodes it needs no more.
 
     Args:
         onx: model, serialized model or path; never modified.
-        outputs: names of any tensors of the graph; None keeps the outputs.
-        inputs: names of any tensors of the graph; None keeps the inputs, all of them.
+        outputs: a name, or names, of any tensors of the graph; None keeps the outputs.
+        inputs: a name, or names, of any tensors of the graph; None keeps the inputs, all of them.
+        infer_shapes: False declares the shapes that `onx` states, and no others. The types of new
+            inputs and outputs are inferred in any case.
+        verbose: 1 reports the number of nodes through `logging`, 2 every node, kept or removed.
 
     Raises:
         ValueError: an unknown name, one named twice, an output that is no tensor, or outputs that
@@ -57,16 +67,22 @@ def select_model_inputs_outputs(
         ModelError: `onx` cannot be read.
     """
     proto = read(onx)
+    outputs = [outputs] if isinstance(outputs, str) else outputs
+    inputs = [inputs] if isinstance(inputs, str) else inputs
     for y in proto.graph.output:
         if non_tensor(y) and (outputs is None or y.name in outputs):
             behind = tensor_behind(proto, y.name)
             hint = f", {behind!r} for one" if behind else ""
             raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
     model = to_ir(proto)
-    infer(model)
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
-    declared = list(graph.inputs)
+    stated = {v: v.shape.copy() if v.shape else v.shape for v in values.values()}
+    infer(model)
+    if not infer_shapes:
+        for value, shape in stated.items():
+            value.shape = shape
+    declared, nodes = list(graph.inputs), list(graph)
     for chosen in (outputs or (), inputs or ()):
         for name in once("tensor", chosen):
             if name not in values:
@@ -80,7 +96,22 @@ def select_model_inputs_outputs(
     lost = [v.name for v in declared if v not in graph.inputs and v.uses()]
     if lost:
         raise ValueError(f"the outputs also depend on {lost}: add to `inputs`")
+    _report(nodes, graph, verbose)
     return to_proto(model)
+
+
+def _report(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
+    """Log which of `nodes` are still in `graph`."""
+    if not verbose:
+        return
+    before = logger.level
+    logger.setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
+    for node in nodes:
+        outputs = ", ".join(str(y.name) for y in node.outputs)
+        fate = "kept" if node.graph is graph else "removed"
+        logger.debug("%s %s -> %s: %s", node.op_type, node.name, outputs, fate)
+    logger.info("%d of %d nodes are kept", sum(1 for _ in graph), len(nodes))
+    logger.setLevel(before)
 
 
 def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,8 @@ from onnxgrad.plot.dot import Box, Drawing, to_dot
 
 logger = logging.getLogger("onnxgrad")
 
-_DPI = 96  # of the pictures that Graphviz makes
 _LARGEST = (40, 200)  # inches: what is larger is made smaller, or nothing could show it
+_MOST = (3840, 19200)  # pixels
 _QUICK = ("-Gnslimit=1", "-Gnslimit1=1")  # arrows a little longer, in a tenth of the time
 _PATIENCE = 60  # seconds for Graphviz, whose time grows with the length of the arrows
 _FONT = 8  # points
@@ -32,28 +33,32 @@ _COLORS = {"input": "red", "output": "green", "result": "black", "node": "orange
 def plot_onnxs(
     *onx: ModelLike,
     ax: Any = None,
+    dpi: float = 96,
     renderer: str = "dot",
-    title: str | Sequence[str] | None = None,
     show: bool = False,
+    title: str | Sequence[str] | None = None,
 ) -> Any:
     """Draw models side by side, and return the axes.
 
     Args:
         *onx: models, serialized models or paths.
-        ax: axes to draw on, a list or array of them for several models; None makes a figure that is
-            large enough.
+        ax: axes to draw on, a list or array of them for several models; None or "new" makes a
+            figure that is large enough.
+        dpi: resolution of the pictures that Graphviz makes, in pixels per inch. They have at most
+            3840 by 19200 pixels: what would be larger is made smaller.
         renderer: "dot": the layout of Graphviz if its program `dot` is installed (such as by
             `apt install graphviz`) and done within a minute, otherwise as "matplotlib";
             "matplotlib": a simpler layout, which needs nothing else and draws no frames around
             branches.
-        title: a title, or one for every model.
         show: call `matplotlib.pyplot.show()` at the end.
+        title: a title, of the figure if there are several models, or one for every model.
 
     Returns:
         The axes: one for one model, else an array of as many as there are models.
 
     Raises:
-        ValueError: no model, an unknown renderer, or as many axes or titles as there are no models.
+        ValueError: no model, an unknown renderer, a dpi that is not positive, a number of axes or
+            titles that is not that of the models, or one title for the figure of given axes.
         ModelError: a model cannot be read.
         RuntimeError: Graphviz fails; the message is its own.
     """
@@ -61,13 +66,21 @@ def plot_onnxs(
         raise ValueError("plot_onnxs needs at least one model")
     if renderer not in ("dot", "matplotlib"):
         raise unknown("renderer", renderer, ["dot", "matplotlib"])
-    titles = [title] if isinstance(title, str) else title or [""] * len(onx)
-    given = None if ax is None else np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
+    if not (isfinite(dpi) and dpi > 0):
+        raise ValueError(f"dpi must be above 0, not {dpi!r}")
+    new = ax is None or (isinstance(ax, str) and ax == "new")
+    given = None if new else np.atleast_1d(np.asarray(ax, dtype=object)).ravel()
+    over = title if isinstance(title, str) and len(onx) > 1 else None
+    if over is not None and not new:
+        raise ValueError(f"one title for {len(onx)} models is that of a new figure: give ax='new'")
+    titles = [title] if isinstance(title, str) else title or [""]
+    if over is not None or not title:
+        titles = [""] * len(onx)
     for kind, many in (("titles", titles), ("axes", given)):
         if many is not None and len(many) != len(onx):
             raise ValueError(f"{len(onx)} models, but {len(many)} {kind}")
     program = shutil.which("dot") if renderer == "dot" else None
-    pictures = [_picture(model, program) for model in onx]
+    pictures = [_picture(model, program, dpi) for model in onx]
     import matplotlib.pyplot as plt
 
     axes = given
@@ -75,9 +88,11 @@ def plot_onnxs(
         widths = [p.inches[0] for p in pictures]
         size = (sum(widths), max(p.inches[1] for p in pictures))
         shares = {"width_ratios": widths}
-        _, grid = plt.subplots(
+        figure, grid = plt.subplots(
             1, len(onx), figsize=size, squeeze=False, gridspec_kw=shares, layout="constrained"
         )
+        if over is not None:
+            figure.suptitle(over)
         axes = grid.ravel()
     for picture, on, text in zip(pictures, axes, titles, strict=True):
         on.set_axis_off()
@@ -88,10 +103,10 @@ def plot_onnxs(
     return axes[0] if len(onx) == 1 else axes
 
 
-def _picture(model: ModelLike, program: str | None) -> _Image | _Layers:
+def _picture(model: ModelLike, program: str | None, dpi: float) -> _Image | _Layers:
     if program is not None:
         try:
-            return _Image(model, program)
+            return _Image(model, program, dpi)
         except subprocess.TimeoutExpired:
             logger.warning("Graphviz takes longer than %d s: matplotlib draws", _PATIENCE)
     return _Layers(model)
@@ -100,17 +115,17 @@ def _picture(model: ModelLike, program: str | None) -> _Image | _Layers:
 class _Image:
     """The picture that Graphviz makes of a model."""
 
-    def __init__(self, model: ModelLike, program: str) -> None:
+    def __init__(self, model: ModelLike, program: str, dpi: float) -> None:
         import matplotlib.image
 
-        size = f"-Gsize={_LARGEST[0]},{_LARGEST[1]}"
-        command = [program, "-Tpng", f"-Gdpi={_DPI}", size, *_QUICK]
+        width, height = (min(i, n / dpi) for i, n in zip(_LARGEST, _MOST, strict=True))
+        command = [program, "-Tpng", f"-Gdpi={dpi}", f"-Gsize={width},{height}", *_QUICK]
         text = to_dot(model).encode()
         done = subprocess.run(command, input=text, capture_output=True, timeout=_PATIENCE)
         if done.returncode:
             raise RuntimeError(f"{program} failed: {done.stderr.decode(errors='replace').strip()}")
         self.pixels = matplotlib.image.imread(io.BytesIO(done.stdout))
-        self.inches = (self.pixels.shape[1] / _DPI, self.pixels.shape[0] / _DPI)
+        self.inches = (self.pixels.shape[1] / dpi, self.pixels.shape[0] / dpi)
 
     def draw(self, ax: Any) -> None:
         """Show the pixels on `ax`."""
