@@ -202,17 +202,30 @@ def test_one_title_for_several_models(ax):
         plt.close(figure)
 
 
-@pytest.mark.skipif(shutil.which("dot") is None, reason="Graphviz is not installed")
-def test_resolution():
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script in place of Graphviz")
+@pytest.mark.parametrize(
+    ("dpi", "asked"), [(50, "40.0,200.0"), (96, "40.0,200.0"), (200, "19.2,96.0")]
+)
+def test_resolution(monkeypatch, tmp_path, dpi, asked):
     import matplotlib.pyplot as plt
 
-    made = [plot_onnxs(parse(SEED), ax="new", dpi=dpi) for dpi in (50, 200)]
-    (low, _), (high, _) = (ax.images[0].get_size() for ax in made)
-    assert high == pytest.approx(4 * low, rel=0.02)
-    sizes = [ax.figure.get_size_inches() for ax in made]
-    np.testing.assert_allclose(sizes[0], sizes[1], rtol=0.02)
-    for ax in made:
-        plt.close(ax.figure)
+    plt.imsave(tmp_path / "p.png", np.zeros((600, 400, 3)))
+    program = tmp_path / "dot"
+    program.write_text(
+        f"""#!/bin/sh
+        echo "$@" > {tmp_path}/asked
+        while read line; do :; done
+        /bin/cat {tmp_path}/p.png"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ax = plot_onnxs(parse(SEED), ax="new", dpi=dpi)
+    given = (tmp_path / "asked").read_text().split()
+    sizes = [float(n) for a in given if a.startswith("-Gsize=") for n in a[7:].split(",")]
+    assert f"-Gdpi={dpi}" in given
+    np.testing.assert_allclose(sizes, [float(n) for n in asked.split(",")])
+    np.testing.assert_allclose(ax.figure.get_size_inches(), [400 / dpi, 600 / dpi])
+    plt.close(ax.figure)
 
 
 def test_boxes_of_a_figure_do_not_overlap():
