@@ -155,24 +155,29 @@ def check_not_input(path: str | os.PathLike, inputs: Iterable[str | os.PathLike]
 
 
 def write_models(
-    models: Mapping[str, Any], folder: str | os.PathLike | type[bytes], prefix: str = ""
+    models: Mapping[str, Any],
+    folder: str | os.PathLike | type[bytes],
+    prefix: str | None = None,
+    suffix: str | None = None,
 ) -> dict[str, Any]:
     """Write models, in dictionaries that may be nested, into a folder, created if missing.
+
+    The model `models["a"]["b"]` is the file `<prefix>a.b<suffix>.onnx`.
 
     Returns:
         The same dictionaries, of paths; or with `bytes` in place of the folder, of serialized
         models.
 
     Raises:
-        ValueError: a name, or `prefix`, that would be no plain name of a file in `folder`; nothing
-            is written then.
+        ValueError: a name, with `prefix` and `suffix`, that would be no plain name of a file in
+            `folder`; nothing is written then.
         OSError: the folder cannot be written.
     """
     if isinstance(folder, type):
-        return _mapped(models, lambda name, model: model.SerializeToString(), prefix)
+        return _mapped(models, lambda name, model: model.SerializeToString())
     from onnxgrad.graph.write import save  # slow to import, and the command line starts here
 
-    home, paths = Path(folder), {}
+    home, paths, around = Path(folder), dict[str, Path](), (prefix or "", suffix or "")
 
     def check(name: str, model: Any) -> None:
         if name in paths:
@@ -183,19 +188,22 @@ def write_models(
         save(model, paths[name])
         return str(paths[name])
 
-    _mapped(models, check, prefix)
+    _mapped(models, check, *around)
     home.mkdir(parents=True, exist_ok=True)
-    return _mapped(models, write, prefix)
+    return _mapped(models, write, *around)
 
 
 def _mapped(
-    models: Mapping[str, Any], function: Callable[[str, Any], Any], prefix: str
+    models: Mapping[str, Any],
+    function: Callable[[str, Any], Any],
+    prefix: str = "",
+    suffix: str = "",
 ) -> dict[str, Any]:
     """Return the same dictionaries, of what `function` returns for full names and models."""
     return {
-        name: _mapped(model, function, f"{prefix}{name}.")
+        name: _mapped(model, function, f"{prefix}{name}.", suffix)
         if isinstance(model, Mapping)
-        else function(f"{prefix}{name}", model)
+        else function(f"{prefix}{name}{suffix}", model)
         for name, model in models.items()
     }
 

@@ -178,7 +178,7 @@ class BaseLearningLoss(SmallFunctions):
         return feed
 
     @staticmethod
-    def select(choice: Any, **options: Any) -> BaseLearningLoss:
+    def select(class_name: Any, **options: Any) -> BaseLearningLoss:
         """Return the loss for an instance, a class, a name, or a function `(op, f, y)`.
 
         Names: those of the classes here, `square_error`, `squared_error`, `square`, `l2`;
@@ -188,20 +188,20 @@ class BaseLearningLoss(SmallFunctions):
         Raises:
             ValueError: an unknown name or option, or options beside an instance.
         """
-        if isinstance(choice, BaseLearningLoss):
+        if isinstance(class_name, BaseLearningLoss):
             if options:
-                raise ValueError(f"{choice} has its options: {list(options)} go with a name")
-            return choice
-        made = _CLASSES.get(choice) if isinstance(choice, str) else choice
+                raise ValueError(f"{class_name} has its options: {list(options)} go with a name")
+            return class_name
+        made = _CLASSES.get(class_name) if isinstance(class_name, str) else class_name
         if not (isinstance(made, type) and issubclass(made, BaseLearningLoss)):
-            if not callable(choice) and choice not in _FUNCTIONS:
-                raise unknown("loss", choice, [*_CLASSES, *_FUNCTIONS])
-            losses.kind_of(choice, None, options)
-            return FunctionLearningLoss(choice, options or None)
+            if not callable(class_name) and class_name not in _FUNCTIONS:
+                raise unknown("loss", class_name, [*_CLASSES, *_FUNCTIONS])
+            losses.kind_of(class_name, None, options)
+            return FunctionLearningLoss(class_name, options or None)
         valid = list(inspect.signature(made).parameters)
         for name in options:
             if name not in valid:
-                raise unknown(f"option of loss {choice!r}", name, valid)
+                raise unknown(f"option of loss {class_name!r}", name, valid)
         return made(**options)
 
 

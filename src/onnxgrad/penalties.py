@@ -198,7 +198,7 @@ class BaseLearningPenalty(SmallFunctions):
         return feed, isinstance(weights[0], ort.OrtValue)
 
     @staticmethod
-    def select(choice: Any = None, **options: Any) -> BaseLearningPenalty:
+    def select(class_name: Any = None, **options: Any) -> BaseLearningPenalty:
         """Return the penalty for an instance, a class, a name, None, a number, or a dictionary.
 
         Names: `elastic`, `l1l2`, and those of the classes; None and "" are `NoLearningPenalty`. A
@@ -208,22 +208,22 @@ class BaseLearningPenalty(SmallFunctions):
         Raises:
             ValueError: an unknown name or option, or a penalty in a dictionary that is null.
         """
-        made = _CLASSES.get(choice) if isinstance(choice, (str, type(None))) else choice
+        made = _CLASSES.get(class_name) if isinstance(class_name, (str, type(None))) else class_name
         if isinstance(made, type) and issubclass(made, BaseLearningPenalty):
             valid = list(inspect.signature(made).parameters)
             for name in options:
                 if name not in valid:
-                    raise unknown(f"option of penalty {choice!r}", name, valid)
+                    raise unknown(f"option of penalty {class_name!r}", name, valid)
             return made(**options)
-        if options and not isinstance(choice, str):
-            raise ValueError(f"{choice!r} is a penalty already: {list(options)} go with a name")
-        if isinstance(choice, BaseLearningPenalty):
-            return choice
-        if isinstance(choice, Mapping):
-            return PerWeightLearningPenalty(dict(choice))
-        if isinstance(choice, (int, float, np.number)) and not isinstance(choice, bool):
-            return ElasticLearningPenalty(0.0, float(choice))
-        raise unknown("penalty", choice, [name for name in _CLASSES if name])
+        if options and not isinstance(class_name, str):
+            raise ValueError(f"{class_name!r} is a penalty already: {list(options)} go with a name")
+        if isinstance(class_name, BaseLearningPenalty):
+            return class_name
+        if isinstance(class_name, Mapping):
+            return PerWeightLearningPenalty(dict(class_name))
+        if isinstance(class_name, (int, float, np.number)) and not isinstance(class_name, bool):
+            return ElasticLearningPenalty(0.0, float(class_name))
+        raise unknown("penalty", class_name, [name for name in _CLASSES if name])
 
 
 class NoLearningPenalty(BaseLearningPenalty):

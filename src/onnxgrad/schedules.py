@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from inspect import signature
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import EvaluationError, unknown
 from onnxgrad.training.estimator import BaseEstimator
+
+if TYPE_CHECKING:
+    from onnxgrad.updates import Update
 
 _RULES = ("constant", "invscaling", "optimal", "adaptive")
 
@@ -56,8 +60,8 @@ class BaseLearningRate(BaseEstimator):
     ) -> BaseLearningRate:
         """Set `axpy_onnx_`, the update of one weight of any shape as a model; returns `self`.
 
-        It is `axpy` of `function_onnx_graph`. `device` and `n_tensors` change nothing: the same
-        model runs everywhere, for every weight.
+        It is `axpy` of `function_onnx_graph`, which `update_weights` runs on `device`. `n_tensors`
+        changes nothing: the same model serves for every weight.
 
         Raises:
             ValueError: an opset or dtype that cannot be.
@@ -65,20 +69,57 @@ class BaseLearningRate(BaseEstimator):
         from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
 
         self.axpy_onnx_ = function_onnx_graph("axpy", opset, dtype)
+        self._device = device
         return self
 
-    @staticmethod
-    def select(choice: Any) -> BaseLearningRate:
-        """Return the learning rate for a name, a number (`eta0`) or an instance.
+    def update_weights(
+        self, weight: Any, gradient: Any, batch_size: int = 1, velocity: Any = None
+    ) -> Any:
+        """Return the weight after a step at the rate `value`, by `axpy_onnx_`.
+
+        Args:
+            weight: an array or OrtValue, float32 unless `build_onnx_function` was told otherwise.
+            gradient: of the summed loss of a batch, of the weight's shape and dtype.
+            batch_size: rows of the batch, by which the gradient is divided.
+            velocity: None; with momentum, see `LearningRateSGDNesterov`.
 
         Raises:
-            ValueError: an unknown name.
+            EvaluationError: `init_learning_rate` was not called.
+            ValueError: another shape or dtype, or a velocity.
         """
-        if isinstance(choice, BaseLearningRate):
-            return choice
+        if velocity is not None:
+            raise ValueError(f"{type(self).__name__} has no momentum: leave out the velocity")
+        alpha = {"alpha": -self._current() / batch_size}
+        return self._update("axpy_onnx_").run(alpha, X1=gradient, X2=weight)[0]
+
+    def _current(self) -> float:
+        if self.value is None:
+            raise EvaluationError(f"{type(self).__name__}: call init_learning_rate first")
+        return self.value
+
+    def _update(self, name: str) -> Update:
+        """Return what runs the model of that name, the same one from step to step."""
+        from onnxgrad.updates import Update  # it brings onnxruntime
+
+        model, last = getattr(self, name), vars(self).get("_last_update")
+        if last is None or last.model is not model:
+            last = self._last_update = Update(model, vars(self).get("_device"))
+        return last
+
+    @staticmethod
+    def select(class_name: Any, **options: Any) -> BaseLearningRate:
+        """Return the learning rate for a name, a class, a number (`eta0`) or an instance.
+
+        Raises:
+            ValueError: an unknown name or option, or options beside an instance.
+        """
+        if isinstance(class_name, BaseLearningRate):
+            if options:
+                raise ValueError(f"{class_name} has its options: {list(options)} go with a name")
+            return class_name
         number = (int, float, np.integer, np.floating)
-        if isinstance(choice, number) and not isinstance(choice, bool):
-            return LearningRateSGD(float(choice))
+        if isinstance(class_name, number) and not isinstance(class_name, bool):
+            return BaseLearningRate.select("SGD", eta0=float(class_name), **options)
         named = {
             "SGD": LearningRateSGD,
             "LearningRateSGD": LearningRateSGD,
@@ -86,9 +127,14 @@ class BaseLearningRate(BaseEstimator):
             "SGDNesterov": LearningRateSGDNesterov,
             "LearningRateSGDNesterov": LearningRateSGDNesterov,
         }
-        if not isinstance(choice, str) or choice not in named:
-            raise unknown("learning rate", choice, named)
-        return named[choice]()
+        chosen = named.get(class_name) if isinstance(class_name, str) else class_name
+        if not (isinstance(chosen, type) and issubclass(chosen, BaseLearningRate)):
+            raise unknown("learning rate", class_name, named)
+        valid = list(signature(chosen).parameters)
+        for name in options:
+            if name not in valid:
+                raise unknown(f"option of learning rate {class_name!r}", name, valid)
+        return chosen(**options)
 
 
 class LearningRateSGD(BaseLearningRate):
@@ -197,7 +243,25 @@ class LearningRateSGDNesterov(LearningRateSGD):
 
         name = "axpyw2" if self.nesterov else "axpyw"
         self.axpyw_onnx_ = function_onnx_graph(name, opset, dtype)
+        self._device = device
         return self
+
+    def update_weights(
+        self, weight: Any, gradient: Any, batch_size: int = 1, velocity: Any = None
+    ) -> Any:
+        """Return the weight and the velocity after a step, by `axpyw_onnx_`.
+
+        The velocity is of the weight's shape and dtype, zeros before the first step. All else is as
+        in `BaseLearningRate`.
+
+        Raises:
+            ValueError: no velocity.
+        """
+        if velocity is None:
+            raise ValueError(f"{type(self).__name__} needs the velocity, zeros in the first step")
+        numbers = {"alpha": -self._current() / batch_size, "beta": self.momentum}
+        update = self._update("axpyw_onnx_")
+        return tuple(update.run(numbers, X1=gradient, X2=weight, G=velocity))
 
 
 def _known_rule(rule: str) -> str:

@@ -26,7 +26,7 @@ _PLAIN = (
 _DEEPEST = 24  # steps to the right: deep networks stay readable
 
 
-def onnx_simple_text_plot(model: ModelLike, indent: bool = True) -> str:
+def onnx_simple_text_plot(model: ModelLike, *, indent: bool = True) -> str:
     """Return the graph of `model` as text, a line a node, in the order of the file.
 
     A node stands one step to the right of the leftmost node that feeds it; the graphs that it

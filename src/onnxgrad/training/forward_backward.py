@@ -140,8 +140,15 @@ class OrtGradientForwardBackward:
             "_backward_onnx": parts.backward,
         }
 
-    def save_onnx_graph(self, folder: str | os.PathLike | type[bytes]) -> dict[str, Any]:
+    def save_onnx_graph(
+        self,
+        folder: str | os.PathLike | type[bytes],
+        prefix: str | None = None,
+        suffix: str | None = None,
+    ) -> dict[str, Any]:
         """Write the graphs into `folder`, which is made if it is missing.
+
+        The names of the files are `<prefix><class_name>.<name><suffix>.onnx`.
 
         Returns:
             `{name: path}`, or with `bytes` in place of the folder `{name: serialized model}`.
@@ -152,7 +159,7 @@ class OrtGradientForwardBackward:
             ValueError: `class_name`, with which the names of the files begin, is no plain name.
             OSError: the folder cannot be written.
         """
-        return write_models(self.graphs(), folder, f"{self.class_name}.")
+        return write_models(self.graphs(), folder, f"{prefix or ''}{self.class_name}.", suffix)
 
     def check(self, what: str, value: Any, dtype: ir.DataType | None, shape: Dims | None) -> Tensor:
         """Return `value` as it can be bound, or raise for what does not fit."""
@@ -286,9 +293,14 @@ class OrtGradientForwardBackwardFunction:
         gradients = parent.partition.gradients
         return [found.get(gradients.get(str(x.name), "")) for x in parent.inputs]
 
-    def save_onnx_graph(self, folder: str | os.PathLike | type[bytes]) -> dict[str, Any]:
+    def save_onnx_graph(
+        self,
+        folder: str | os.PathLike | type[bytes],
+        prefix: str | None = None,
+        suffix: str | None = None,
+    ) -> dict[str, Any]:
         """Write the graphs into `folder`, as `OrtGradientForwardBackward.save_onnx_graph`."""
-        return self.parent.save_onnx_graph(folder)
+        return self.parent.save_onnx_graph(folder, prefix, suffix)
 
     @cached_property
     def _forward(self) -> Binding:

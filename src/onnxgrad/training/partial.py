@@ -313,11 +313,18 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
 
     # -- graphs -------------------------------------------------------------------------------
 
-    def save_onnx_graph(self, folder: str | os.PathLike | type[bytes]) -> dict[str, Any]:
+    def save_onnx_graph(
+        self,
+        folder: str | os.PathLike | type[bytes],
+        prefix: str | None = None,
+        suffix: str | None = None,
+    ) -> dict[str, Any]:
         """Save the graphs that make up the training, before or after `fit`.
 
         Args:
             folder: where to, created where it is missing; `bytes` saves nothing.
+            prefix: what the names of the files begin with, such as `<prefix>model_onnx.onnx`.
+            suffix: what follows the name of the graph, as in `zero_onnx_<suffix>.onnx`.
 
         Returns:
             Paths, or with `bytes` serialized models, in nested dictionaries: `model_onnx`;
@@ -327,7 +334,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
             `OrtGradientForwardBackward`; `epoch_onnx_`, which is all of that in one, and the model
             that training runs.
         """
-        return write_models(self._graphs(), folder)
+        return write_models(self._graphs(), folder, prefix, suffix)
 
     def _graphs(self) -> Graphs:
         rate = self._check()
