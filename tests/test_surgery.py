@@ -51,13 +51,6 @@ def test_selecting_outputs_and_inputs():
     np.testing.assert_allclose(session.run(None, {"x": x, "b": z})[0], -z)
 
 
-def test_selecting_one_name():
-    made = onnx.parser.parse_model(CHAIN)
-    one = select_model_inputs_outputs(made, "c", "b")
-    assert one == select_model_inputs_outputs(made, ["c"], ["b"])
-    assert names(one) == (["b"], ["c"], ["Neg"])
-
-
 @pytest.mark.parametrize("infer_shapes", [True, False])
 def test_shapes_that_the_model_does_not_state(infer_shapes):
     made = onnx.parser.parse_model(CHAIN)

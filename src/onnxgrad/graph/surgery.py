@@ -46,8 +46,8 @@ def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorP
 
 def select_model_inputs_outputs(
     onx: ModelLike,
-    outputs: str | Sequence[str] | None = None,
-    inputs: str | Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
     infer_shapes: bool = True,
     verbose: int = 0,
 ) -> ModelProto:
@@ -55,8 +55,8 @@ def select_model_inputs_outputs(
 
     Args:
         onx: model, serialized model or path; never modified.
-        outputs: a name, or names, of any tensors of the graph; None keeps the outputs.
-        inputs: a name, or names, of any tensors of the graph; None keeps the inputs, all of them.
+        outputs: names of any tensors of the graph; None keeps the outputs.
+        inputs: names of any tensors of the graph; None keeps the inputs, all of them.
         infer_shapes: False declares the shapes that `onx` states, and no others. The types of new
             inputs and outputs are inferred in any case.
         verbose: 1 reports the number of nodes through `logging`, 2 every node, kept or removed.
@@ -67,8 +67,6 @@ def select_model_inputs_outputs(
         ModelError: `onx` cannot be read.
     """
     proto = read(onx)
-    outputs = [outputs] if isinstance(outputs, str) else outputs
-    inputs = [inputs] if isinstance(inputs, str) else inputs
     for y in proto.graph.output:
         if non_tensor(y) and (outputs is None or y.name in outputs):
             behind = tensor_behind(proto, y.name)
