@@ -21,8 +21,8 @@ from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.shapes import constant
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.versions import NEWEST_OPSET, WORKING_OPSET
+from onnxgrad.runtime.session import providers, session
 from onnxgrad.training.estimator import BaseEstimator
-from onnxgrad.training.session import providers, session
 
 OLDEST_OPSET = 14
 Shape = Sequence[int | str | None]

@@ -40,7 +40,7 @@ from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, read, tensor_behind
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.training.session import providers
+from onnxgrad.runtime.session import providers
 from onnxgrad.training.trainer import trainable as trained_by_default
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}

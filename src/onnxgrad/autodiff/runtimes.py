@@ -13,7 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from onnxgrad.graph.read import non_tensor
-from onnxgrad.training.session import loaded
+from onnxgrad.runtime.session import loaded
 
 Feed = dict[str, np.ndarray]
 Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model

@@ -26,7 +26,7 @@ from onnxgrad.graph.emit import RANDOM, Emit
 from onnxgrad.graph.prepare import prepare
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.training.session import loaded, providers, work
+from onnxgrad.runtime.session import loaded, providers, work
 
 DTYPES = {
     ir.DataType[name]: dtype
@@ -147,7 +147,7 @@ class Graph:
         return self.plain(threads)(tensors)
 
     def _threads(self, tensors: Sequence[Tensor]) -> int:
-        """Return how many threads pay for these tensors: a rule, as in `training.session`."""
+        """Return how many threads pay for these tensors: a rule, as in `runtime.session`."""
         most = torch.get_num_threads()
         if most == 1 or not tensors or not tensors[0].ndim:
             return 1

@@ -20,9 +20,9 @@ from onnxgrad.files import write_models
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
+from onnxgrad.runtime.binding import Binding
+from onnxgrad.runtime.session import loaded
 from onnxgrad.small import to_numpy, wrapped
-from onnxgrad.training.binding import Binding
-from onnxgrad.training.session import loaded
 from onnxgrad.training.trainer import trainable
 
 logger = logging.getLogger("onnxgrad")

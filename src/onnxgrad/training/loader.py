@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxgrad.runtime.session import providers
 from onnxgrad.small import owned, to_numbers
-from onnxgrad.training.session import providers
 
 
 class OrtDataLoader:

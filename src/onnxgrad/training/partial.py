@@ -17,6 +17,7 @@ from onnxgrad.graph.read import ModelLike, read, to_ir
 from onnxgrad.learning_losses import BaseLearningLoss
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.penalties import BaseLearningPenalty
+from onnxgrad.runtime.session import session, work
 from onnxgrad.schedules import BaseLearningRate
 from onnxgrad.small import owned, to_numpy
 from onnxgrad.training.data import Fields, is_iterable_of_batches
@@ -24,7 +25,6 @@ from onnxgrad.training.estimator import Selected
 from onnxgrad.training.graphs import Graphs, training_graphs
 from onnxgrad.training.objective import LossOutside, loss_outside, predicted
 from onnxgrad.training.runner import ROWS, pieces
-from onnxgrad.training.session import session, work
 from onnxgrad.training.trainer import Trainer
 
 State = Mapping[str, Any]

@@ -9,9 +9,9 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.runtime.session import session
 from onnxgrad.training.data import Fields, Slice
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.session import session
 from onnxgrad.training.step import Step
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C stay alive

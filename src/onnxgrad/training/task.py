@@ -70,7 +70,7 @@ class Task:
         """Return the share of the labels in `data` that `trained`, which has the loss, predicts."""
         from onnxruntime import SessionOptions
 
-        from onnxgrad.training.session import loaded
+        from onnxgrad.runtime.session import loaded
 
         session = loaded(trained, SessionOptions(), providers=["CPUExecutionProvider"])
         right = counted = 0
