@@ -40,7 +40,7 @@ from onnxgrad.graph.prepare import prepare, to_proto
 from onnxgrad.graph.read import ModelLike, read, tensor_behind
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.runtime.session import providers
+from onnxgrad.runtime.device import Device
 from onnxgrad.training.trainer import trainable as trained_by_default
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
@@ -282,7 +282,7 @@ class OnnxModule(nn.Module):
         return variant
 
     def _build(self, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Variant:
-        providers(device.type)
+        Device.of(device).check()
         if dtypes == self._native:
             proto = self._primal
         elif len(set(dtypes)) > 1 or dtypes[0] not in _FLOATS:
@@ -304,7 +304,7 @@ class OnnxModule(nn.Module):
 def _require_provider(device: torch.device | None) -> None:
     """Raise for a device on which onnxruntime cannot run; on meta nothing ever runs."""
     if device is not None and device.type != "meta":
-        providers(device.type)
+        Device.of(device).check()
 
 
 def _choose(proto: ModelProto, trainable: str | Sequence[str] | None) -> list[str]:

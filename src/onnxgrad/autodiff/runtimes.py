@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from onnxgrad.graph.read import non_tensor
+from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import loaded
 
 Feed = dict[str, np.ndarray]
@@ -30,7 +31,7 @@ def on_onnxruntime(proto: ModelProto) -> Function:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        session = loaded(proto, options, providers=["CPUExecutionProvider"])
+        session = loaded(proto, options, providers=CPU.providers)
     except Exception as e:  # onnxruntime's errors have no common base
         raise NoKernelError(f"onnxruntime cannot load the model: {e}") from e
     taken, outputs = {x.name for x in session.get_inputs()}, _float_outputs(proto)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
@@ -26,7 +25,8 @@ from onnxgrad.graph.emit import RANDOM, Emit
 from onnxgrad.graph.prepare import prepare
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.runtime.session import loaded, providers, work
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded, work
 
 DTYPES = {
     ir.DataType[name]: dtype
@@ -63,15 +63,16 @@ class Session:
         options.log_severity_level = 4
         # between two runs the cores are PyTorch's
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        own = Device.of(device)
+        providers = own.providers
         try:
-            session = loaded(proto, options, providers=_providers(device))
+            session = loaded(proto, options, providers=providers)
         except Exception as e:  # onnxruntime's errors have no common base
             raise RuntimeError(f"onnxruntime cannot run the graph on {device}: {e}") from e
         self._run = session.run_with_ortvaluevector
         self._inputs = [x.name for x in proto.graph.input]
         self._outputs = [y.name for y in proto.graph.output]
-        index = device.index or 0
-        self._devices = [ort.OrtDevice.make(device.type, index)._get_c_device()]
+        self._devices = [ort.OrtDevice.make(own.kind, own.index)._get_c_device()]
         self._devices *= len(self._outputs)
         kinds = [y.type.tensor_type.elem_type for y in proto.graph.output]
         self._bools = [i for i, kind in enumerate(kinds) if kind == ir.DataType.BOOL]
@@ -93,13 +94,6 @@ class Session:
         for i in self._bools:
             made[i] = made[i].view(torch.bool)
         return made
-
-
-def _providers(device: torch.device) -> list[Any]:
-    names = providers(device.type)
-    if device.type == "cpu":
-        return names
-    return [(names[0], {"device_id": str(device.index or 0)}), *names[1:]]
 
 
 @dataclass(frozen=True)

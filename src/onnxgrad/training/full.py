@@ -34,7 +34,7 @@ class OrtGradientOptimizer(Trainer):
         batch_size: rows of a batch.
         learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
             momentum, and goes with "SGDOptimizer" only.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
         warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
             are empty again for another optimizer, and when weights are added.
         verbose: 1 reports every epoch through `logging`.

@@ -17,6 +17,7 @@ from onnxgrad.graph.read import ModelLike, read, to_ir
 from onnxgrad.learning_losses import BaseLearningLoss
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.penalties import BaseLearningPenalty
+from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
 from onnxgrad.schedules import BaseLearningRate
 from onnxgrad.small import owned, to_numpy
@@ -50,7 +51,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         batch_size: rows of a batch.
         learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
             momentum, and goes with "SGDOptimizer" only.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
         warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
             are empty again for another optimizer, and when weights are added.
         verbose: 1 reports every epoch through `logging`.
@@ -178,7 +179,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     ) -> np.ndarray:
         """Return an output of `model`, which does `each` multiply-adds per row, for all rows."""
         size = fields.fixed_rows or ROWS
-        running = session(model, self.device, each * size)
+        running = session(model, Device.of(self.device), each * size)
         wanted = None if output is None else [output]
         return np.concatenate([running.run(wanted, part)[0] for part, _ in pieces(arrays, size)])
 
@@ -202,10 +203,11 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         if not isinstance(kind, str):
             return [self.get_state(k) for k in kind]
         trained = self._trained()
+        device = Device.of(self.device).check()
         if _known_kind(kind) == "weight":
-            return {name: owned(array, self.device) for name, array in trained.items()}
+            return {name: owned(array, device) for name, array in trained.items()}
         return {
-            name: {slot: owned(a, self.device) for slot, a in self._slots.get(name, {}).items()}
+            name: {slot: owned(a, device) for slot, a in self._slots.get(name, {}).items()}
             for name in trained
         }
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 from onnxgrad.training.data import Fields, Slice
 from onnxgrad.training.objective import Objective
@@ -21,9 +23,10 @@ ROWS = 1024  # of one call of the evaluation
 class Runner:
     """Runs slices of batches; keeps the states on the device between calls."""
 
-    def __init__(self, model: ModelProto, step: Step, mean: bool, device: str, work: float) -> None:
-        self.session = session(model, device, work)
-        self.step, self.mean, self.device = step, mean, device.partition(":")[0]
+    def __init__(self, model: ModelProto, step: Step, mean: bool, device: Any, work: float) -> None:
+        self.device = Device.of(device)
+        self.session = session(model, self.device, work)
+        self.step, self.mean = step, mean
         self.names = [x.name for x in self.session.get_inputs()]
         self.outputs = [y.name for y in self.session.get_outputs()]
         self.states: list[ort.OrtValue] = []
@@ -43,7 +46,7 @@ class Runner:
                 self._add(group.pack(zeros | given))
 
     def _add(self, state: np.ndarray) -> None:
-        self.states.append(ort.OrtValue.ortvalue_from_numpy(state, self.device))
+        self.states.append(self.device.ortvalue(state))
 
     def budget(self) -> int:
         """Return how many batches the next call may run."""
@@ -61,8 +64,7 @@ class Runner:
             binding.bind_ortvalue_input(name, state)
         for name, array in zip(self.names[len(self.states) :], fed, strict=True):
             binding.bind_cpu_input(name, array)
-        for name in self.outputs:
-            binding.bind_output(name, self.device)
+        self.device.bind_outputs(binding, self.outputs)
         self.session.run_with_iobinding(binding)
         *states, losses = binding.get_outputs()
         values = losses.numpy().astype(np.float64)
@@ -115,11 +117,13 @@ class Evaluation:
         objective: Objective,
         fields: Fields,
         data: dict[str, np.ndarray],
-        device: str,
+        device: Any,
         work: float,
     ) -> None:
         self.rows, self.mean = fields.fixed_rows or ROWS, fields.mean
-        self.session = session(objective.compute(objective.loss), device, work * self.rows)
+        self.session = session(
+            objective.compute(objective.loss), Device.of(device), work * self.rows
+        )
         self.data = data
 
     def loss(self, weights: dict[str, np.ndarray]) -> float:

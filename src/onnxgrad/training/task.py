@@ -70,9 +70,10 @@ class Task:
         """Return the share of the labels in `data` that `trained`, which has the loss, predicts."""
         from onnxruntime import SessionOptions
 
+        from onnxgrad.runtime.device import CPU
         from onnxgrad.runtime.session import loaded
 
-        session = loaded(trained, SessionOptions(), providers=["CPUExecutionProvider"])
+        session = loaded(trained, SessionOptions(), providers=CPU.providers)
         right = counted = 0
         wanted = data[self._facts["label"]]
         for start in range(0, len(wanted), _CHUNK):
