@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
@@ -14,8 +13,7 @@ from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.lowerings.microsoft import remedy
 from onnxgrad.graph.reads import reads
-
-logger = logging.getLogger("onnxgrad")
+from onnxgrad.reporting import logger
 
 
 def sweep(

@@ -7,7 +7,6 @@ only its own. Every name that is given is unique in the whole model.
 from __future__ import annotations
 
 import json
-import logging
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
 from onnxgrad.errors import ModelError
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.weights import METADATA, Site, names, sites, subgraphs
+from onnxgrad.reporting import level_of, logger, reporting
 
 # (graph, "input" | "initializer" | "result" | "node", old name) -> new name
 Choose = Callable[[GraphProto | None, str, str], str]
@@ -24,8 +24,6 @@ Scope = ChainMap[str, str]
 
 _LOSS = "onnxgrad.loss"  # the metadata of `add_loss_output`, which name its label and prediction
 _PREFIXES = {"input": "r", "initializer": "i", "result": "r", "node": "n"}
-
-logger = logging.getLogger("onnxgrad")
 
 
 def onnx_rename_names(onx: ModelLike, verbose: int = 0) -> ModelProto:
@@ -36,7 +34,8 @@ def onnx_rename_names(onx: ModelLike, verbose: int = 0) -> ModelProto:
 
     Args:
         onx: model, serialized model or path; never modified.
-        verbose: 1 reports the number of names through `logging`, 2 every name.
+        verbose: 1 reports the number of names through `logging`, to stderr where it is not
+            configured; 2 every name.
 
     Raises:
         ModelError: `onx` cannot be read, or a node reads what nothing gives.
@@ -131,12 +130,10 @@ def _short(kept: Iterable[str], found: list[tuple[str, str]]) -> Choose:
 def _report(found: list[tuple[str, str]], verbose: int) -> None:
     if not verbose:
         return
-    before = logger.level
-    logger.setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
-    for old, new in found:
-        logger.debug("%s is called %s", old, new)
-    logger.info("%d names given", len(found))
-    logger.setLevel(before)
+    with reporting(level_of(verbose)):
+        for old, new in found:
+            logger.debug("%s is called %s", old, new)
+        logger.info("%d names given", len(found))
 
 
 def _rename_model(model: ModelProto, kept: Iterable[str], choose: Choose) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import shutil
 import subprocess
 from collections import defaultdict
@@ -17,8 +16,7 @@ import numpy as np
 from onnxgrad.errors import unknown
 from onnxgrad.graph.read import ModelLike
 from onnxgrad.plot.dot import Box, Drawing, to_dot
-
-logger = logging.getLogger("onnxgrad")
+from onnxgrad.reporting import logger
 
 _DPI = 96  # of the pictures that Graphviz makes
 _LARGEST = (40, 200)  # inches: what is larger is made smaller, or nothing could show it

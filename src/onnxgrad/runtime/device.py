@@ -67,8 +67,8 @@ class Device:
         name = {"cpu": _CPU, "cuda": _CUDA}[self.kind]
         if name not in available:
             raise ProviderError(
-                f"device {self.written or str(self)!r}: the installed onnxruntime offers {available}; "
-                "use device='cpu', or install onnxruntime-gpu for 'cuda'"
+                f"device {self.written or str(self)!r}: the installed onnxruntime offers "
+                f"{available}; use device='cpu', or install onnxruntime-gpu for 'cuda'"
             )
         cpu: Provider = (_CPU, {})
         return [cpu] if self.kind == "cpu" else [(_CUDA, {"device_id": self.index}), cpu]

@@ -20,13 +20,12 @@ from onnxgrad.files import write_models
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
+from onnxgrad.reporting import logger, reporting
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import device_of, read_providers
 from onnxgrad.runtime.session import loaded
 from onnxgrad.small import to_numpy, wrapped
 from onnxgrad.training.trainer import trainable
-
-logger = logging.getLogger("onnxgrad")
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
 
@@ -51,7 +50,7 @@ class OrtGradientForwardBackward:
         run_options: `onnxruntime.RunOptions` of every call.
         graph_builder_config: None. It configured the gradients of onnxruntime-training.
         device_index: number of the GPU; None is that of `providers` or their options, or 0.
-        enable_logging: report every call through `logging`.
+        enable_logging: report every call through `logging`, to stderr where it is not configured.
         debug: look for NaN and infinity in what is returned.
 
     Attributes:
@@ -164,7 +163,8 @@ class OrtGradientForwardBackward:
     ) -> list[Tensor]:
         """Return results as what was given: OrtValues or arrays."""
         if self.enable_logging:
-            logger.info("%s of %s: %s", which, self.class_name, ", ".join(names))
+            with reporting(logging.INFO):
+                logger.info("%s of %s: %s", which, self.class_name, ", ".join(names))
         if self.debug:
             for name, value in zip(names, made, strict=True):
                 array = value.numpy()

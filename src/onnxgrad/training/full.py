@@ -37,7 +37,7 @@ class OrtGradientOptimizer(Trainer):
         device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
         warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
             are empty again for another optimizer, and when weights are added.
-        verbose: 1 reports every epoch through `logging`.
+        verbose: 1 reports every epoch through `logging`, to stderr where it is not configured.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         saved_gradient: path to which the training model is saved.
         sample_weight_name: name of the input of row weights.

@@ -54,10 +54,10 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
         warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
             are empty again for another optimizer, and when weights are added.
-        verbose: 1 reports every epoch through `logging`.
+        verbose: 1 reports every epoch through `logging`, to stderr where it is not configured.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         learning_loss: name, function or `BaseLearningLoss` (see `BaseLearningLoss.select`).
-        enable_logging: reports through `logging`, every call of the runtime at level DEBUG.
+        enable_logging: as `verbose`, and every call of the runtime at level DEBUG.
         weight_name: name of the row weights in the saved graphs; None leaves them out there.
         learning_penalty: None, a name, number, `BaseLearningPenalty`, or `{weight: penalty}`.
         exc: whether NaN or infinity raises; else it warns, and `fit` ends.

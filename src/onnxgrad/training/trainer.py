@@ -19,6 +19,7 @@ from onnxgrad.graph import weights as constants
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.write import save
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
+from onnxgrad.reporting import level_of, logger, reporting
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
 from onnxgrad.training.data import (
     ArraySource,
@@ -34,8 +35,6 @@ from onnxgrad.training.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.runner import Evaluation, Runner
 from onnxgrad.training.step import Step, build_step
-
-logger = logging.getLogger("onnxgrad")
 
 
 @dataclass
@@ -131,7 +130,8 @@ class Trainer(BaseEstimator):
             raise ValueError(f"callback must be a function of a Progress, not {callback!r}")
         run = self._prepare(X, y, sample_weight, X_val, y_val)
         try:
-            self._epochs(run, callback or (lambda progress: None))
+            with reporting(logging.DEBUG if self.enable_logging else level_of(self.verbose)):
+                self._epochs(run, callback or (lambda progress: None))
         except ConvergenceError as e:
             if self.exc:
                 raise
