@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onnxgrad import __version__
+from onnxgrad.errors import escape, printable, printable_lines
 from onnxgrad.files import check_writable, replacing
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
             raise
         except Exception as e:
             if debug:
+                escape(e)
                 raise
             expected = isinstance(e, (ValueError, OSError, NotImplementedError))
             hint = "" if expected else " (unexpected: --debug shows where)"
@@ -79,11 +81,13 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _complain(message: str) -> None:
-    stderr.print(Text(f"Error: {' '.join(message.split())}", style="red"), soft_wrap=True)
+    stderr.print(
+        Text(f"Error: {printable(' '.join(message.split()))}", style="red"), soft_wrap=True
+    )
 
 
 def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
-    stderr.print(Text(f"Warning: {message}", style="yellow"), soft_wrap=True)
+    stderr.print(Text(f"Warning: {printable_lines(message)}", style="yellow"), soft_wrap=True)
 
 
 def _show_version(asked: bool) -> None:
@@ -220,9 +224,11 @@ def train(
     stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
     stdout.print(f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
     for path in written:
-        stdout.print(Text(f"wrote {path}"), soft_wrap=True)
+        stdout.print(Text(f"wrote {printable(path)}"), soft_wrap=True)
     if task.ignored:
-        stdout.print(Text(f"ignored columns: {', '.join(task.ignored)}"), soft_wrap=True)
+        stdout.print(
+            Text(f"ignored columns: {', '.join(map(printable, task.ignored))}"), soft_wrap=True
+        )
     if ended:
         _complain(ended)
         raise typer.Exit(code)
@@ -360,15 +366,15 @@ def grad(
     counts = Counter(node.op_type for node in made.graph.node).most_common(8)
     table = Table(show_header=False)
     table.add_row("nodes", f"{len(proto.graph.node)} -> {len(made.graph.node)}")
-    table.add_row("operators", ", ".join(f"{n} {op}" for op, n in counts))
+    table.add_row("operators", Text(", ".join(f"{n} {printable(op)}" for op, n in counts)))
     table.add_row("inputs", _listed(made.graph.input))
     table.add_row("outputs", _listed(made.graph.output))
     stdout.print(table)
-    stdout.print(Text(f"wrote {output}"), soft_wrap=True)
+    stdout.print(Text(f"wrote {printable(output)}"), soft_wrap=True)
 
 
 def _listed(values) -> Text:
-    names = [v.name for v in values]
+    names = [printable(v.name) for v in values]
     more = f", and {len(names) - 12} more" if len(names) > 12 else ""
     return Text(", ".join(names[:12]) + more)
 

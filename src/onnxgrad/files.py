@@ -8,19 +8,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from onnxgrad.errors import printable
+
 
 def check_writable(path: Path, overwrite: bool) -> None:
     """Raise now for what would otherwise fail after hours of training."""
     if path.is_dir():
-        raise ValueError(f"{path} is a folder: name a file")
+        raise ValueError(f"{printable(path)} is a folder: name a file")
     if path.exists() and not overwrite:
-        raise ValueError(f"{path} exists: choose another --output, or pass --overwrite")
+        raise ValueError(f"{printable(path)} exists: choose another --output, or pass --overwrite")
     try:
         with _temporary(path) as temporary:
             temporary.touch()
     except OSError as e:
         raise ValueError(
-            f"cannot write {path}: {e.strerror}; choose another --output, or create its folder"
+            f"cannot write {printable(path)}: {e.strerror}; choose another --output, "
+            "or create its folder"
         ) from None
 
 

@@ -8,7 +8,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
 
+from onnxgrad.errors import printable
+
 logger = logging.getLogger("onnxgrad")
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Make a message printable, as names are shown in it."""
+    text = record.getMessage()
+    if not text.isprintable():
+        record.msg, record.args = printable(text), None
+    return True
+
+
+logger.addFilter(_escape)
 
 _SILENT = logging.CRITICAL + 1
 # of the running call, so that calls in other threads do not report what this one asks for

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as BoundValue
 
-from onnxgrad.errors import EvaluationError
+from onnxgrad.errors import EvaluationError, escaping
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
@@ -149,6 +149,7 @@ class SmallFunctions(BaseEstimator):
             sessions[name] = session(model, self._device, work=0.0)
         return sessions[name]
 
+    @escaping()
     def _run(self, name: str, feed: Mapping[str, Any], as_ortvalues: bool) -> list[Any]:
         """Run a model on numpy arrays and OrtValues alike; returns either."""
         running = self._session(name)

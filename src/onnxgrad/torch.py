@@ -31,7 +31,7 @@ from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.partition import MEMORY
 from onnxgrad.autodiff.torch_graph import DTYPES, Graph
 from onnxgrad.autodiff.torch_ports import Port, Variant
-from onnxgrad.errors import unknown
+from onnxgrad.errors import printable, unknown
 from onnxgrad.files import replacing
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
@@ -228,8 +228,8 @@ class OnnxModule(nn.Module):
             given, own = state_dict.get(prefix + key), get(self)
             if isinstance(given, Tensor) and given.shape != own.shape:
                 raise RuntimeError(
-                    f"size mismatch for {prefix + key}: the weight has shape {tuple(own.shape)}, "
-                    f"the given one {tuple(given.shape)}; no weight was changed"
+                    f"size mismatch for {printable(prefix + key)}: the weight has shape "
+                    f"{tuple(own.shape)}, the given one {tuple(given.shape)}; no weight was changed"
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

@@ -12,6 +12,7 @@ from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from onnxgrad.errors import PrintableError
 from onnxgrad.graph.read import non_tensor
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import loaded
@@ -22,7 +23,7 @@ Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
 _ROUNDED = {"GridSample"}  # in float32 by onnx.reference
 
 
-class NoKernelError(RuntimeError):
+class NoKernelError(PrintableError, RuntimeError):
     """A runtime cannot run a model in some precision."""
 
 

@@ -21,6 +21,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from onnxgrad.autodiff.derivative import onnx_derivative
 from onnxgrad.autodiff.partition import partition
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import escaping, printable_lines
 from onnxgrad.graph.emit import RANDOM, Emit
 from onnxgrad.graph.prepare import prepare
 from onnxgrad.graph.shapes import constant, is_real
@@ -68,7 +69,9 @@ class Session:
         try:
             session = loaded(proto, options, providers=providers)
         except Exception as e:  # onnxruntime's errors have no common base
-            raise RuntimeError(f"onnxruntime cannot run the graph on {device}: {e}") from e
+            raise RuntimeError(
+                f"onnxruntime cannot run the graph on {device}: {printable_lines(e)}"
+            ) from e
         self._run = session.run_with_ortvaluevector
         self._inputs = [x.name for x in proto.graph.input]
         self._outputs = [y.name for y in proto.graph.output]
@@ -89,7 +92,8 @@ class Session:
                 feeds.push_back(to_dlpack(t.resolve_neg().contiguous()), False)
         if self._cuda is not None:  # onnxruntime has a stream of its own, and waits for it
             torch.cuda.current_stream(self._cuda).synchronize()
-        self._run(_OPTIONS, self._inputs, feeds, self._outputs, fetches, self._devices)
+        with escaping():
+            self._run(_OPTIONS, self._inputs, feeds, self._outputs, fetches, self._devices)
         made = fetches.to_dlpacks(from_dlpack)
         for i in self._bools:
             made[i] = made[i].view(torch.bool)

@@ -15,7 +15,7 @@ from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
-from onnxgrad.errors import unknown
+from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, infer_behind, name_rows
@@ -33,6 +33,7 @@ from onnxgrad.graph.versions import (
 )
 
 
+@escaping()
 def prepare(
     proto: ModelProto,
     batch: str | None = None,

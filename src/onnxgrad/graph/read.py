@@ -13,7 +13,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.external import resolve
 
 _ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
@@ -63,6 +63,7 @@ def _parse(data: bytes, where: str) -> ModelProto:
         ) from None
 
 
+@escaping()
 def to_ir(proto: ModelProto) -> ir.Model:
     """Return `proto` as an `onnx_ir` model, without the outputs that hold no tensor.
 

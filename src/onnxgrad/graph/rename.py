@@ -13,7 +13,7 @@ from typing import Any
 
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.weights import METADATA, Site, names, sites, subgraphs
 from onnxgrad.reporting import level_of, logger, reporting
@@ -191,7 +191,7 @@ def _rename_nodes(
     for node in nodes:
         for name in node.input:
             if name and name not in scope:
-                where = f"{node.op_type} (node {node.name!r}, outputs {[*node.output]})"
+                where = f"{printable(node.op_type)} (node {node.name!r}, outputs {[*node.output]})"
                 raise ModelError(f"{where} reads {name!r}, which nothing gives")
         for field in (node.input, node.output):
             field[:] = [scope[name] if name else "" for name in field]

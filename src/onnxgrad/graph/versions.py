@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx import ModelProto, NodeProto, defs, inliner, numpy_helper, version_converter
 
 from onnxgrad.autodiff.rules import RULES
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, escaping, printable
 from onnxgrad.graph.weights import names, subgraphs
 
 _UNKNOWN = ("LayerNormalization", "SimplifiedLayerNormalization")  # the first until opset 17
@@ -35,6 +35,7 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
     return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
 
 
+@escaping()
 def inlined(proto: ModelProto) -> ModelProto:
     """Return a copy of `proto` with the nodes of its local functions in place of their calls.
 
@@ -64,6 +65,7 @@ def _copy_what_is_handed_on(nodes: Iterable[NodeProto]) -> None:
             y.name = copy
 
 
+@escaping()
 def raise_opset(proto: ModelProto) -> ModelProto:
     """Return `proto`, or where its opset is below the working one, a copy at that."""
     version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
@@ -77,7 +79,7 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         made.opset_import.remove(twice)  # as skl2onnx states it; the converter changes one only
     made.ir_version = max(made.ir_version, 8)
     if made.functions:
-        ruled = ", ".join(f.name for f in made.functions)
+        ruled = ", ".join(printable(f.name) for f in made.functions)
         raise ModelError(
             f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
             f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import printable_lines, unknown
 from onnxgrad.graph.read import ModelLike
 from onnxgrad.plot.dot import Box, Drawing, to_dot
 from onnxgrad.reporting import logger
@@ -79,7 +79,7 @@ def plot_onnxs(
         axes = grid.ravel()
     for picture, on, text in zip(pictures, axes, titles, strict=True):
         on.set_axis_off()
-        on.set_title(text)
+        on.set_title(printable_lines(text))
         picture.draw(on)
     if show:
         plt.show()
@@ -103,10 +103,11 @@ class _Image:
 
         size = f"-Gsize={_LARGEST[0]},{_LARGEST[1]}"
         command = [program, "-Tpng", f"-Gdpi={_DPI}", size, *_QUICK]
-        text = to_dot(model).encode()
-        done = subprocess.run(command, input=text, capture_output=True, timeout=_PATIENCE)
+        graph = to_dot(model).encode()
+        done = subprocess.run(command, input=graph, capture_output=True, timeout=_PATIENCE)
         if done.returncode:
-            raise RuntimeError(f"{program} failed: {done.stderr.decode(errors='replace').strip()}")
+            text = printable_lines(done.stderr.decode(errors="replace").strip())
+            raise RuntimeError(f"{program} failed: {text}")
         self.pixels = matplotlib.image.imread(io.BytesIO(done.stdout))
         self.inches = (self.pixels.shape[1] / _DPI, self.pixels.shape[0] / _DPI)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import CPU, Device
 
 # Before 1.31, what a binding returns is a part of it, and changes when it runs again.
@@ -39,7 +40,8 @@ class Binding:
             self._bind(name, value)
         self._binding.clear_binding_outputs()  # what was returned before keeps its memory
         self._device.bind_outputs(self._binding, outputs)
-        self._session.run_with_iobinding(self._binding, options)
+        with escaping():
+            self._session.run_with_iobinding(self._binding, options)
         return self._binding.get_outputs()
 
     def _bind(self, name: str, value: np.ndarray | ort.OrtValue) -> None:

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.errors import ProviderError
+from onnxgrad.errors import ProviderError, escaping
 from onnxgrad.graph import external, shapes
 from onnxgrad.runtime.device import Device, Provider
 
@@ -37,10 +37,11 @@ def session(model: ModelProto, device: Device, work: float) -> ort.InferenceSess
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # errors are raised; the log shows names as they are
     return loaded(model, options, providers=device.providers)
 
 
+@escaping()
 def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
     """Return a session for a model of any size.
 

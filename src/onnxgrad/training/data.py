@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.losses import LABELS
 from onnxgrad.small import to_numbers
@@ -66,7 +66,7 @@ class Field:
             array = array[..., 0]
         fixed = zip(self.shape[1:], array.shape[1:], strict=False)
         if len(self.shape) != array.ndim or any(isinstance(a, int) and a != b for a, b in fixed):
-            wanted = ", ".join(["rows", *map(str, self.shape[1:])])
+            wanted = ", ".join(["rows", *map(printable, self.shape[1:])])
             raise ValueError(f"{self.name!r} must have shape ({wanted}), not {array.shape}")
         return array
 

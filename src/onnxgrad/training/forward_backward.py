@@ -14,7 +14,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.partition import partition
-from onnxgrad.errors import EvaluationError
+from onnxgrad.errors import EvaluationError, printable
 from onnxgrad.feeds import session_dtype
 from onnxgrad.files import write_models
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read
@@ -110,7 +110,7 @@ class OrtGradientForwardBackward:
         options = self.sess_options
         if options is None:
             options = ort.SessionOptions()
-            options.log_severity_level = 3
+            options.log_severity_level = 4
         forward, backward = (
             loaded(model, options, providers=self.providers)
             for model in (self.partition.forward, self.partition.backward)
@@ -178,8 +178,9 @@ class OrtGradientForwardBackward:
         return {name: value for name, value in self.__dict__.items() if name != "sessions"}
 
     def __repr__(self) -> str:
-        taken = ", ".join([*self.input_names, *self.weights_to_train])
-        return f"{type(self).__name__}({taken} -> {', '.join(self.output_names)})"
+        taken = ", ".join(map(printable, [*self.input_names, *self.weights_to_train]))
+        returned = ", ".join(map(printable, self.output_names))
+        return f"{type(self).__name__}({taken} -> {returned})"
 
 
 class OrtGradientForwardBackwardFunction:
@@ -286,4 +287,4 @@ class OrtGradientForwardBackwardFunction:
         return {"parent": self.parent, "_outputs": None, "_kept": None}
 
     def __repr__(self) -> str:
-        return f"{self.parent.class_name}({self.parent!r})"
+        return f"{printable(self.parent.class_name)}({self.parent!r})"

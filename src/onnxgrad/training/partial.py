@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import escaping, unknown
 from onnxgrad.files import write_models
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.read import ModelLike, read, to_ir
@@ -169,6 +169,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         made = self._run(proto, each, fields, fields.inputs(X), predicted(proto))
         return made[:, 0] if self._flat and made.shape[1:] == (1,) else made
 
+    @escaping()
     def _run(
         self,
         model: ModelProto,

@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 from onnxgrad.training.data import Fields, Slice
@@ -65,7 +66,8 @@ class Runner:
         for name, array in zip(self.names[len(self.states) :], fed, strict=True):
             binding.bind_cpu_input(name, array)
         self.device.bind_outputs(binding, self.outputs)
-        self.session.run_with_iobinding(binding)
+        with escaping():
+            self.session.run_with_iobinding(binding)
         *states, losses = binding.get_outputs()
         values = losses.numpy().astype(np.float64)
         if not np.isfinite(values).all() or not all(np.isfinite(s.numpy()).all() for s in states):
@@ -126,6 +128,7 @@ class Evaluation:
         )
         self.data = data
 
+    @escaping()
     def loss(self, weights: dict[str, np.ndarray]) -> float:
         """Return the mean loss of a row."""
         count, total = len(next(iter(self.data.values()))), 0.0

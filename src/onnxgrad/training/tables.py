@@ -16,13 +16,13 @@ from typing import Any, BinaryIO
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import PrintableError, printable, unknown
 from onnxgrad.losses import LABELS
 
 Table = dict[str, np.ndarray]
 
 
-class DataError(ValueError):
+class DataError(PrintableError, ValueError):
     """The data cannot be used; the message says which part of it, and what to do."""
 
 
@@ -235,7 +235,7 @@ def _fit(array: np.ndarray, value: ir.Value, what: str) -> np.ndarray:
     if free > 1 or (found % known if free else found != known):
         least = "a multiple of " * bool(free)
         raise DataError(
-            f"{what} takes {least}{known} values a row (shape {value.shape}); "
+            f"{what} takes {least}{known} values a row (shape {printable(value.shape)}); "
             f"the data has {found} (shape {list(array.shape)})"
         )
     return array.reshape(len(array), *(-1 if d is None else d for d in dims))
