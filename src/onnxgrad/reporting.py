@@ -23,6 +23,14 @@ def _escape(record: logging.LogRecord) -> bool:
 
 logger.addFilter(_escape)
 
+
+def escape_loggers(package: str) -> None:
+    """Make the messages of the loggers that another package has by now printable."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(f"{package}."):
+            logging.getLogger(name).addFilter(_escape)
+
+
 _SILENT = logging.CRITICAL + 1
 # of the running call, so that calls in other threads do not report what this one asks for
 _asked: ContextVar[int] = ContextVar("onnxgrad_level", default=_SILENT)

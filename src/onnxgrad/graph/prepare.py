@@ -31,6 +31,9 @@ from onnxgrad.graph.versions import (
     min_ir_version,
     raise_opset,
 )
+from onnxgrad.reporting import escape_loggers
+
+escape_loggers("onnx_ir")  # of its passes, too
 
 
 @escaping()

@@ -15,6 +15,9 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.external import resolve
+from onnxgrad.reporting import escape_loggers
+
+escape_loggers("onnx_ir")  # which warns of invalid models, by the names in them
 
 _ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
 _OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
