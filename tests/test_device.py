@@ -337,6 +337,7 @@ def test_options_stay_those_of_the_caller(machine):
         ([CUDA, PLAIN], [ONE], None, "1 provider_options for 2 providers"),
         (PLAIN, None, None, "a list of names, not 'CPU.*'cuda:1'"),
         ("tpu", None, None, "a list of names, not 'tpu'"),
+        ([(CUDA, {"device_id": "one"})], None, None, "device_id='one' must be the number"),
         (["TPU"], None, None, "Unknown execution provider 'TPU'"),
     ],
 )
@@ -352,6 +353,13 @@ def test_a_tensor_on_another_gpu(machine):
     weights = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
     with pytest.raises(ValueError, match="input 'x' is on 'cuda:1', the session on 'cuda:2'"):
         made.forward([Device("cuda", 1).ortvalue(X), *weights])
+
+
+def test_a_tensor_whose_gpu_onnxruntime_does_not_tell(machine, monkeypatch):
+    monkeypatch.setattr(ort.OrtValue, "__dlpack_device__", None, raising=False)
+    made = OrtGradientForwardBackward(linear(), providers="cuda:2").new_instance()
+    weights = [np.float32([[0.1], [0.2]]), np.float32([0.3])]
+    made.forward([Device("cuda", 2).ortvalue(X), *weights])
 
 
 # -- PyTorch ---------------------------------------------------------------------------------------

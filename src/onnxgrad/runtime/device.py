@@ -91,15 +91,16 @@ class Device:
         for name in names:
             binding.bind_output(name, self.kind, self.index)
 
+    def check_holds(self, what: str, value: ort.OrtValue) -> None:
+        """Raise `ValueError` if `value` is elsewhere; not every onnxruntime tells on which GPU."""
+        kind = value.device_name().lower().replace("gpu", "cuda")
+        tell = getattr(value, "__dlpack_device__", None) if kind == "cuda" else None
+        own = Device(kind, tell()[1] if tell is not None else self.index if kind == "cuda" else 0)
+        if own != self:
+            raise ValueError(f"{what} is on '{own}', the session on '{self}'")
+
 
 CPU = Device()
-
-
-def device_of(value: ort.OrtValue) -> Device:
-    """Return the device of a tensor; that with number 0 where onnxruntime does not tell."""
-    kind = Device.of(value.device_name()).kind
-    tell = getattr(value, "__dlpack_device__", None)
-    return Device(kind, tell()[1] if kind == "cuda" and tell is not None else 0)
 
 
 def read_providers(
@@ -119,7 +120,7 @@ def read_providers(
     """
     pairs = _pairs(providers, options)
     on_gpu = [given for name, given in pairs if name in _ON_CUDA]
-    numbers = {int(given["device_id"]) for given in on_gpu if "device_id" in given}
+    numbers = {_number(given["device_id"]) for given in on_gpu if "device_id" in given}
     if index is not None:
         if index and not on_gpu:
             raise ProviderError(
@@ -136,6 +137,12 @@ def read_providers(
     for given in on_gpu:
         given["device_id"] = number
     return pairs, Device("cuda", number) if on_gpu else CPU
+
+
+def _number(device_id: Any) -> int:
+    if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
+        raise ValueError(f"device_id={device_id!r} must be the number of a GPU")
+    return int(device_id)
 
 
 def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[Provider]:

@@ -22,7 +22,7 @@ from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
 from onnxgrad.reporting import logger, reporting
 from onnxgrad.runtime.binding import Binding
-from onnxgrad.runtime.device import device_of, read_providers
+from onnxgrad.runtime.device import read_providers
 from onnxgrad.runtime.session import loaded
 from onnxgrad.small import to_numpy, wrapped
 from onnxgrad.training.trainer import trainable
@@ -144,8 +144,7 @@ class OrtGradientForwardBackward:
             raise ValueError(f"{what} is None")
         if isinstance(value, ort.OrtValue):
             kind, given = session_dtype(value.data_type()), tuple(value.shape())
-            if (own := device_of(value)) != self.device:
-                raise ValueError(f"{what} is on '{own}', the session on '{self.device}'")
+            self.device.check_holds(what, value)
         else:
             value = np.asarray(to_numpy(value), order="C")
             kind, given = ir.DataType.from_numpy(value.dtype), value.shape
