@@ -14,7 +14,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as BoundValue
 
-from onnxgrad.errors import EvaluationError, escaping
+from onnxgrad.errors import EvaluationError, escaping, printable, printable_lines
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
@@ -109,7 +109,8 @@ class Draft:
                 onnx.checker.check_node(node, context)
         except onnx.checker.ValidationError as e:
             raise ValueError(
-                f"{self.graph.name} cannot be written in opset {opset}, use {WORKING_OPSET}: {e}"
+                f"{printable(self.graph.name)} cannot be written in opset {opset}, "
+                f"use {WORKING_OPSET}: {printable_lines(e)}"
             ) from e
         return proto
 
