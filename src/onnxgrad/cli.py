@@ -23,7 +23,7 @@ from rich.text import Text
 
 from onnxgrad import __version__
 from onnxgrad.bar import Bar, unseen
-from onnxgrad.errors import printable
+from onnxgrad.errors import escape, printable, printable_lines
 from onnxgrad.files import check_not_input, check_writable, one_line, replacing
 from onnxgrad.signals import Stopped, StopRequests
 
@@ -76,6 +76,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(e.code) from None
         except Exception as e:
             if debug:
+                escape(e)
                 raise
             expected = isinstance(e, (ValueError, OSError, NotImplementedError))
             hint = "" if expected else " (unexpected: --debug shows where)"
@@ -88,7 +89,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _say(message: str, console: Console = stdout, style: str = "") -> None:
     with unseen():
-        console.print(Text(printable(message), style=style), soft_wrap=True)
+        console.print(Text(printable_lines(message), style=style), soft_wrap=True)
 
 
 def _complain(message: str) -> None:
@@ -368,7 +369,7 @@ def grad(
     counts = Counter(node.op_type for node in made.graph.node).most_common(8)
     table = Table(show_header=False)
     table.add_row("nodes", f"{len(proto.graph.node)} -> {len(made.graph.node)}")
-    table.add_row("operators", ", ".join(f"{n} {op}" for op, n in counts))
+    table.add_row("operators", Text(", ".join(f"{n} {printable(op)}" for op, n in counts)))
     table.add_row("inputs", _listed(made.graph.input))
     table.add_row("outputs", _listed(made.graph.output))
     stdout.print(table)
@@ -376,7 +377,7 @@ def grad(
 
 
 def _listed(values) -> Text:
-    names = [v.name for v in values]
+    names = [printable(v.name) for v in values]
     more = f", and {len(names) - 12} more" if len(names) > 12 else ""
     return Text(", ".join(names[:12]) + more)
 

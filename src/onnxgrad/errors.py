@@ -1,32 +1,84 @@
-"""The errors that are this package's own; every message names what is wrong and the remedy."""
+"""The errors that are this package's own; every message names what is wrong and the remedy.
+
+Names come from files: what a terminal would act on is escaped wherever they are shown.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
-class ModelError(ValueError):
+def printable(text: object) -> str:
+    """Return `text` with escapes such as `\\x1b` for what cannot be seen: a name, on one line.
+
+    These are line ends, other control characters, those that change the direction of text or have
+    no width, and those that are no characters.
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def printable_lines(text: object) -> str:
+    """Return `text` as `printable`, with its line feeds: a message."""
+    return "\n".join(map(printable, str(text).split("\n")))
+
+
+def escape(error: BaseException | None) -> None:
+    """Make the messages of an error, and of those that it came from, printable."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        shown = [printable_lines(a) if isinstance(a, str) else a for a in error.args]
+        if shown != [*error.args]:
+            error.args = tuple(shown)
+        error = error.__cause__ or error.__context__
+
+
+@contextmanager
+def escaping() -> Iterator[None]:
+    """Make the messages of errors printable: those of onnx and onnxruntime show names as they are.
+
+    As a decorator, it does so for a function.
+    """
+    try:
+        yield
+    except Exception as e:
+        escape(e)
+        raise
+
+
+class PrintableError(Exception):
+    """An error whose message is printable."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable_lines(a) if isinstance(a, str) else a for a in args))
+
+
+class ModelError(PrintableError, ValueError):
     """The given model cannot be read: not an ONNX file, truncated, or its data is missing."""
 
 
-class NoGradientRule(NotImplementedError):
+class NoGradientRule(PrintableError, NotImplementedError):
     """A gradient arrives at an operator for which no rule is known."""
 
 
-class ConvergenceError(RuntimeError):
+class ConvergenceError(PrintableError, RuntimeError):
     """The loss became NaN or infinite. The state before that is kept."""
 
 
-class ConvergenceWarning(UserWarning):
+class ConvergenceWarning(PrintableError, UserWarning):
     """The loss became NaN or infinite, and the caller asked not to be stopped by that."""
 
 
-class EvaluationError(RuntimeError):
+class EvaluationError(PrintableError, RuntimeError):
     """A loss or penalty cannot be evaluated: what computes it was not built yet."""
 
 
-class ProviderError(ValueError):
+class ProviderError(PrintableError, ValueError):
     """The requested device has no execution provider in the installed onnxruntime."""
 
 
@@ -39,8 +91,3 @@ def unknown(kind: str, name: object, valid: Iterable[str]) -> ValueError:
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters escaped, which a file may bring to a terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

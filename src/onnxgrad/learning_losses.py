@@ -104,7 +104,7 @@ class BaseLearningLoss(SmallFunctions):
 
         Args:
             opset: of the models, 14 to 26; None is 18.
-            device: "cpu", "cuda" or "cuda:1"; None is "cpu".
+            device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
             weight_name: name of an input of row weights, (N,); None for none.
             dtype: numpy dtype of the prediction.
             shape: shape of the prediction, with strings for unknown lengths.
@@ -138,7 +138,7 @@ class BaseLearningLoss(SmallFunctions):
         loss, gradient = self._run("loss_grad_onnx_", feed, binds)
         if len(shape_of(predicted)) == 1:  # computed as (N, 1)
             flat = to_numpy(gradient).reshape(-1)
-            gradient = owned(flat) if binds else flat
+            gradient = owned(flat, self._device) if binds else flat
         return loss, gradient
 
     def loss_scores(self, expected: Any, predicted: Any, weight: Any = None) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
@@ -278,7 +278,7 @@ def _weighted(
     if not shape:
         raise ValueError(
             f"row weights need a loss per row, of known rank; that of {prediction.name!r} has the "
-            f"shape {losses.shape}"
+            f"shape {printable(losses.shape)}"
         )
     ones = [1] * (len(shape) - 1)
     weight = op.Reshape(weight, [-1, *ones])
@@ -353,7 +353,7 @@ def choose_output(
     elif -len(outputs) <= index < len(outputs):
         name = outputs[index].name
     else:
-        raise ValueError(f"output_index={index}: the model has {len(outputs)} outputs")
+        raise ValueError(f"output_index={index!r}: the model has {len(outputs)} outputs")
     for output in outputs:
         if output.name == name and non_tensor(output):
             raise ValueError(

@@ -132,7 +132,7 @@ class BaseLearningPenalty(SmallFunctions):
 
         Args:
             opset: of the models, 14 to 26; None is 18.
-            device: "cpu", "cuda" or "cuda:1"; None is "cpu".
+            device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
             n_tensors: the number of weights, if they are not named: W0, W1, ...
             dtype: numpy dtype of the weights.
             names: names of the weights.
@@ -169,7 +169,7 @@ class BaseLearningPenalty(SmallFunctions):
         if "penalty_onnx_" in self.__dict__:
             return self._run("penalty_onnx_", feed, binds)[0]
         zero = np.zeros((), self._dtype)
-        return owned(zero) if binds else zero
+        return owned(zero, self._device) if binds else zero
 
     def penalty_gradient(self, *weights: Any) -> list[Any]:
         """Return the gradient of the penalty by each weight, of its shape; None where none is.

@@ -65,9 +65,12 @@ class BaseLearningRate(BaseEstimator):
 
         Raises:
             ValueError: an opset or dtype that cannot be.
+            ProviderError: the installed onnxruntime has none for `device`.
         """
         from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
+        from onnxgrad.runtime.device import CPU, Device
 
+        (CPU if device is None else Device.of(device)).check()
         self.axpy_onnx_ = function_onnx_graph("axpy", opset, dtype)
         self._device = device
         return self
@@ -240,7 +243,9 @@ class LearningRateSGDNesterov(LearningRateSGD):
         All else is as in `BaseLearningRate`.
         """
         from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
+        from onnxgrad.runtime.device import CPU, Device
 
+        (CPU if device is None else Device.of(device)).check()
         name = "axpyw2" if self.nesterov else "axpyw"
         self.axpyw_onnx_ = function_onnx_graph(name, opset, dtype)
         self._device = device

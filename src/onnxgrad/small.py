@@ -14,15 +14,16 @@ import onnxruntime as ort
 from onnx import ModelProto
 from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as BoundValue
 
-from onnxgrad.errors import EvaluationError
+from onnxgrad.errors import EvaluationError, escaping, printable, printable_lines
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.shapes import constant
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.versions import NEWEST_OPSET, WORKING_OPSET
+from onnxgrad.runtime.device import CPU, Device
+from onnxgrad.runtime.session import session
 from onnxgrad.training.estimator import BaseEstimator
-from onnxgrad.training.session import providers, session
 
 OLDEST_OPSET = 14
 Shape = Sequence[int | str | None]
@@ -108,7 +109,8 @@ class Draft:
                 onnx.checker.check_node(node, context)
         except onnx.checker.ValidationError as e:
             raise ValueError(
-                f"{self.graph.name} cannot be written in opset {opset}, use {WORKING_OPSET}: {e}"
+                f"{printable(self.graph.name)} cannot be written in opset {opset}, "
+                f"use {WORKING_OPSET}: {printable_lines(e)}"
             ) from e
         return proto
 
@@ -130,11 +132,10 @@ class SmallFunctions(BaseEstimator):
     are.
     """
 
-    def _keep(self, device: str | None, **models: ModelProto) -> None:
+    def _keep(self, device: Any, **models: ModelProto) -> None:
         """Keep `models` as attributes, to run on `device`."""
-        device = device or "cpu"
-        providers(device)  # raises where there is none
-        self._device, self._sessions = device, dict[str, ort.InferenceSession]()
+        self._device = CPU if device is None else Device.of(device).check()
+        self._sessions = dict[str, ort.InferenceSession]()
         for name, model in models.items():
             setattr(self, name, model)
 
@@ -149,17 +150,19 @@ class SmallFunctions(BaseEstimator):
             sessions[name] = session(model, self._device, work=0.0)
         return sessions[name]
 
+    @escaping()
     def _run(self, name: str, feed: Mapping[str, Any], as_ortvalues: bool) -> list[Any]:
         """Run a model on numpy arrays and OrtValues alike; returns either."""
         running = self._session(name)
         if not as_ortvalues:
             return running.run(None, {k: to_numpy(v) for k, v in feed.items()})
-        binding, kind = running.io_binding(), self._device.partition(":")[0]
-        held = {key: to_ortvalue(value, kind) for key, value in feed.items()}  # until it has run
+        binding = running.io_binding()
+        held = {
+            key: to_ortvalue(value, self._device) for key, value in feed.items()
+        }  # until it has run
         for key, value in held.items():
             binding.bind_ortvalue_input(key, value)
-        for output in running.get_outputs():
-            binding.bind_output(output.name, kind)
+        self._device.bind_outputs(binding, [y.name for y in running.get_outputs()])
         running.run_with_iobinding(binding)
         return binding.get_outputs()
 
@@ -222,23 +225,20 @@ def _unboxed(name: str, array: np.ndarray) -> np.ndarray:
     return made
 
 
-def to_ortvalue(value: Any, device: str) -> ort.OrtValue:
+def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
     """Return an array or an OrtValue as an OrtValue; on the CPU the memory is shared."""
     if isinstance(value, ort.OrtValue):
         return value
-    return ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value), device)
+    return device.ortvalue(np.ascontiguousarray(value))
 
 
-def owned(array: np.ndarray, device: str = "cpu") -> ort.OrtValue:
-    """Return an array as an OrtValue with memory of its own, on "cpu", "cuda" or "cuda:1".
+def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
+    """Return an array as an OrtValue with memory of its own.
 
     One of `ortvalue_from_numpy` has the array's memory, and what its `numpy()` returns would not
     keep that alive.
     """
-    kind, _, index = device.partition(":")
-    made = ort.OrtValue.ortvalue_from_shape_and_type(
-        array.shape, array.dtype, kind, int(index or 0)
-    )
+    made = device.empty(array.shape, array.dtype)
     made.update_inplace(np.asarray(array, order="C"))
     return made
 

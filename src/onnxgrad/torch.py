@@ -29,7 +29,7 @@ from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.partition import MEMORY
 from onnxgrad.autodiff.torch_graph import DTYPES, Graph
 from onnxgrad.autodiff.torch_ports import Port, Variant
-from onnxgrad.errors import unknown
+from onnxgrad.errors import printable, unknown
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.precision import set_precision
@@ -38,7 +38,7 @@ from onnxgrad.graph.read import ModelLike, read, tensor_behind
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.write import save
-from onnxgrad.training.session import providers
+from onnxgrad.runtime.device import Device
 from onnxgrad.training.trainer import trainable as trained_by_default
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
@@ -225,8 +225,8 @@ class OnnxModule(nn.Module):
             given, own = state_dict.get(prefix + key), get(self)
             if isinstance(given, Tensor) and given.shape != own.shape:
                 raise RuntimeError(
-                    f"size mismatch for {prefix + key}: the weight has shape {tuple(own.shape)}, "
-                    f"the given one {tuple(given.shape)}; no weight was changed"
+                    f"size mismatch for {printable(prefix + key)}: the weight has shape "
+                    f"{tuple(own.shape)}, the given one {tuple(given.shape)}; no weight was changed"
                 )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -279,7 +279,7 @@ class OnnxModule(nn.Module):
         return variant
 
     def _build(self, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Variant:
-        providers(device.type)
+        Device.of(device).check()
         if dtypes == self._native:
             proto = self._primal
         elif len(set(dtypes)) > 1 or dtypes[0] not in _FLOATS:
@@ -301,7 +301,7 @@ class OnnxModule(nn.Module):
 def _require_provider(device: torch.device | None) -> None:
     """Raise for a device on which onnxruntime cannot run; on meta nothing ever runs."""
     if device is not None and device.type != "meta":
-        providers(device.type)
+        Device.of(device).check()
 
 
 def _choose(proto: ModelProto, trainable: str | Sequence[str] | None) -> list[str]:

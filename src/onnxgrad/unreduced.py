@@ -8,6 +8,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
@@ -180,4 +181,4 @@ def _one_column(op: Any, losses: ir.Value, mean: bool) -> ir.Value:
 
 
 def _where(node: ir.Node) -> str:
-    return f"{node.op_type} (node {node.name!r}, output {node.outputs[0].name!r})"
+    return f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"

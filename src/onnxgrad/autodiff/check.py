@@ -22,7 +22,7 @@ from onnxgrad.autodiff.runtimes import (
     on_onnxruntime,
     on_reference,
 )
-from onnxgrad.errors import unknown
+from onnxgrad.errors import printable, unknown
 from onnxgrad.feeds import random_feed
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
@@ -77,14 +77,15 @@ class GradientReport:
         return float(np.max(errors, initial=0.0))
 
     def __str__(self) -> str:
-        width = max(len(row.name) for row in self.rows)
+        names = [printable(row.name) for row in self.rows]
+        width = max(map(len, names))
         lines = [f"{'':{width}}  {'expected':>14}  {'found':>14}  {'error':>9}"]
-        for i, row in enumerate(self.rows):
+        for i, (name, row) in enumerate(zip(names, self.rows, strict=True)):
             if row.order > 1 and self.rows[i - 1].order == 1:
                 lines.append("second order")
             numbers = f"{row.expected:14.7g}  {row.found:14.7g}  {row.error:9.2g}"
             mark = "  (undefined)" if row.undefined else "" if row.ok else "  <-- wrong"
-            lines.append(f"{row.name:{width}}  {numbers}{mark}")
+            lines.append(f"{name:{width}}  {numbers}{mark}")
         return "\n".join([*lines, f"{'ok' if self.ok else 'WRONG'}, {self.computed}"])
 
 

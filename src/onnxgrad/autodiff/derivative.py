@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +22,7 @@ from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind
 from onnxgrad.graph.shapes import dims, has_reals, is_real, static
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.write import save
-
-logger = logging.getLogger("onnxgrad")
+from onnxgrad.reporting import level_of, logger, reporting
 
 
 class DerivativeOptions(IntFlag):
@@ -72,7 +70,8 @@ def onnx_derivative(
         loss: with `Loss`, the output that holds the loss.
         label: with `Loss`, the label input or inputs, for which no gradient is computed.
         path_name: where to `save` the result too.
-        verbose: 1 reports progress through `logging`, 2 every node.
+        verbose: 1 reports progress through `logging`, to stderr where it is not configured; 2
+            every node.
         stop_gradient: names of results that count as constants: no gradient goes back through them.
         straight_through: names of results whose gradient goes to what they were made from as it is,
             such as those of Round, Sign, or a DequantizeLinear behind a QuantizeLinear (Bengio,
@@ -89,14 +88,9 @@ def onnx_derivative(
     """
     labels = _check(options, loss, label)
     proto = read(onx)
-    report = logging.DEBUG if verbose > 1 else logging.INFO if verbose else logging.WARNING
-    before, logger.level = logger.level, min(report, logger.getEffectiveLevel())
-    try:
-        with garbage_kept():
-            asked = Asked(weights, inputs, options, loss, labels, stop_gradient, straight_through)
-            made, _ = derivative(proto, asked)
-    finally:
-        logger.setLevel(before)
+    with reporting(level_of(verbose)), garbage_kept():
+        asked = Asked(weights, inputs, options, loss, labels, stop_gradient, straight_through)
+        made, _ = derivative(proto, asked)
     if path_name is not None:
         save(made, path_name)
     return made

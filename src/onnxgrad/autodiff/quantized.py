@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.errors import NoGradientRule
+from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.reads import reads
 
 _PRODUCTS = {"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
@@ -77,7 +77,7 @@ def _is_quantized(node: ir.Node) -> bool:
 
 
 def _error(node: ir.Node, remedy: str) -> NoGradientRule:
-    where = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
     return NoGradientRule(
         f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): the model is quantized, "
         "and what is rounded to integers has no gradient: train the float model and quantize it "

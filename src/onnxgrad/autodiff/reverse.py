@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 
@@ -10,12 +9,11 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES, Refused, taken_gradients
-from onnxgrad.errors import NoGradientRule
+from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.lowerings.microsoft import remedy
 from onnxgrad.graph.reads import reads
-
-logger = logging.getLogger("onnxgrad")
+from onnxgrad.reporting import logger
 
 
 def sweep(
@@ -127,8 +125,8 @@ def _where_types_end(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
 
 
 def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
-    where = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-    path = " -> ".join(_path(node, wrt))
+    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
+    path = " -> ".join(map(printable, _path(node, wrt)))
     return NoGradientRule(
         f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}. Path: {path}"
     )

@@ -12,6 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules import CONSTANT
+from onnxgrad.errors import printable
 from onnxgrad.graph.reads import reads
 from onnxgrad.graph.shapes import Dim, constant, dims, einsum_terms, rank, static
 
@@ -99,8 +100,8 @@ def _leading_to(graph: ir.Graph, outputs: Sequence[ir.Value]) -> set[ir.Node]:
 
 def _error(node: ir.Node, what: str) -> ValueError:
     return ValueError(
-        f"{node.op_type} (node {node.name!r}, output {node.outputs[0].name!r}) {what}: use "
-        'batched=False, or batched="unchecked" if you know that row i of the output depends on '
+        f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r}) {what}: "
+        'use batched=False, or batched="unchecked" if you know that row i of the output depends on '
         "row i of the input only"
     )
 

@@ -12,8 +12,10 @@ from onnx import ModelProto
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
+from onnxgrad.errors import PrintableError
 from onnxgrad.graph.read import non_tensor
-from onnxgrad.training.session import loaded
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import loaded
 
 Feed = dict[str, np.ndarray]
 Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
@@ -21,7 +23,7 @@ Function = Callable[[Feed], list[np.ndarray]]  # the float outputs of a model
 _ROUNDED = {"GridSample"}  # in float32 by onnx.reference
 
 
-class NoKernelError(RuntimeError):
+class NoKernelError(PrintableError, RuntimeError):
     """A runtime cannot run a model in some precision."""
 
 
@@ -30,7 +32,7 @@ def on_onnxruntime(proto: ModelProto) -> Function:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     try:
-        session = loaded(proto, options, providers=["CPUExecutionProvider"])
+        session = loaded(proto, options, providers=CPU.providers)
     except Exception as e:  # onnxruntime's errors have no common base
         raise NoKernelError(f"onnxruntime cannot load the model: {e}") from e
     inputs = (*session.get_inputs(), *session.get_overridable_initializers())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +20,7 @@ from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.reads import reads, subgraphs
 from onnxgrad.graph.shapes import dims, is_real, rank
 from onnxgrad.graph.tidy import tidy
-
-logger = logging.getLogger("onnxgrad")
+from onnxgrad.reporting import logger
 
 Result = tuple[str, ir.Value]  # the name that an output gets, and the output
 

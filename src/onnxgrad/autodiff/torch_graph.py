@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 import onnxruntime as ort
@@ -22,11 +21,13 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from onnxgrad.autodiff.derivative import onnx_derivative
 from onnxgrad.autodiff.partition import partition
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import escaping, printable_lines
 from onnxgrad.graph.emit import RANDOM, Emit
 from onnxgrad.graph.prepare import prepare
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.training.session import loaded, providers, work
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded, work
 
 DTYPES = {
     ir.DataType[name]: dtype
@@ -63,15 +64,18 @@ class Session:
         options.log_severity_level = 4
         # between two runs the cores are PyTorch's
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        own = Device.of(device)
+        providers = own.providers
         try:
-            session = loaded(proto, options, providers=_providers(device))
+            session = loaded(proto, options, providers=providers)
         except Exception as e:  # onnxruntime's errors have no common base
-            raise RuntimeError(f"onnxruntime cannot run the graph on {device}: {e}") from e
+            raise RuntimeError(
+                f"onnxruntime cannot run the graph on {device}: {printable_lines(e)}"
+            ) from e
         self._run = session.run_with_ortvaluevector
         self._inputs = [x.name for x in proto.graph.input]
         self._outputs = [y.name for y in proto.graph.output]
-        index = device.index or 0
-        self._devices = [ort.OrtDevice.make(device.type, index)._get_c_device()]
+        self._devices = [ort.OrtDevice.make(own.kind, own.index)._get_c_device()]
         self._devices *= len(self._outputs)
         kinds = [y.type.tensor_type.elem_type for y in proto.graph.output]
         self._bools = [i for i, kind in enumerate(kinds) if kind == ir.DataType.BOOL]
@@ -88,18 +92,12 @@ class Session:
                 feeds.push_back(to_dlpack(t.resolve_neg().contiguous()), False)
         if self._cuda is not None:  # onnxruntime has a stream of its own, and waits for it
             torch.cuda.current_stream(self._cuda).synchronize()
-        self._run(_OPTIONS, self._inputs, feeds, self._outputs, fetches, self._devices)
+        with escaping():
+            self._run(_OPTIONS, self._inputs, feeds, self._outputs, fetches, self._devices)
         made = fetches.to_dlpacks(from_dlpack)
         for i in self._bools:
             made[i] = made[i].view(torch.bool)
         return made
-
-
-def _providers(device: torch.device) -> list[Any]:
-    names = providers(device.type)
-    if device.type == "cpu":
-        return names
-    return [(names[0], {"device_id": str(device.index or 0)}), *names[1:]]
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,7 @@ class Graph:
         return self.plain(threads)(tensors)
 
     def _threads(self, tensors: Sequence[Tensor]) -> int:
-        """Return how many threads pay for these tensors: a rule, as in `training.session`."""
+        """Return how many threads pay for these tensors: a rule, as in `runtime.session`."""
         most = torch.get_num_threads()
         if most == 1 or not tensors or not tensors[0].ndim:
             return 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from onnxgrad.autodiff.torch_graph import DTYPES, Graph
+from onnxgrad.errors import printable
 from onnxgrad.graph.shapes import Dims, dims
 
 
@@ -29,11 +30,11 @@ class Port:
         return Port(kind, str(value.name), dtype, dims(value))
 
     def __str__(self) -> str:
-        return f"{self.name}: {str(self.dtype).removeprefix('torch.')}{self._lengths()}"
+        return f"{printable(self.name)}: {str(self.dtype).removeprefix('torch.')}{self._lengths()}"
 
     def _lengths(self) -> str:
         shape = ["..."] if self.shape is None else ["?" if d is None else d for d in self.shape]
-        return f"[{', '.join(map(str, shape))}]"
+        return f"[{', '.join(map(printable, shape))}]"
 
     def check(self, x: Any, device: torch.device) -> None:
         """Raise if `x` does not fit."""

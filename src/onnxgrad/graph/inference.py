@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from itertools import count
 
@@ -23,6 +22,9 @@ from onnxgrad.graph.states import (
     trust_ranks,
 )
 from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
+from onnxgrad.reporting import hush, quiet
+
+hush("onnx_ir.passes.common.shape_inference")  # while `_run_inference` runs
 
 _SMALL = 64  # elements: a constant this size may be a shape, or axes
 
@@ -174,15 +176,13 @@ def _infer_with_onnx(model: ir.Model) -> None:
 
 
 def _run_inference(model: ir.Model) -> None:
-    log = logging.getLogger("onnx_ir.passes.common.shape_inference")
-    previous, log.level = log.level, logging.CRITICAL  # where it fails, run-time forms are used
     initializers = model.graph.initializers
     ordered = dict(initializers)
     try:
-        with constants_in_bodies(model.graph), starts_as_states(model.graph):
+        # where it fails, run-time forms are used
+        with quiet(), constants_in_bodies(model.graph), starts_as_states(model.graph):
             ShapeInferencePass(check_type=False, strict_mode=False)(model)
     finally:
-        log.setLevel(previous)
         if list(initializers) != list(ordered):  # the pass moves large ones to the end
             initializers.clear()
             initializers.update(ordered)

@@ -16,7 +16,7 @@ from onnx import (
 )
 
 from onnxgrad.autodiff.rules import RULES
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.normalize import all_nodes, own_results, use_standard_domain
 from onnxgrad.graph.sites import Site, subgraphs
 from onnxgrad.graph.weights import sites, take_out
@@ -27,6 +27,7 @@ _MARK = "onnxgrad.site:"  # begins the name of a Constant's tensor that stands f
 _LARGE = 1024  # elements: a larger tensor is not repeated for every call
 
 
+@escaping()
 def inlined(proto: ModelProto) -> ModelProto:
     """Return a copy of `proto` with the nodes of its local functions in place of their calls.
 

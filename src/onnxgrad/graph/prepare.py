@@ -15,7 +15,7 @@ from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
-from onnxgrad.errors import unknown
+from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, infer_behind, name_rows
@@ -32,10 +32,14 @@ from onnxgrad.graph.versions import (
     min_ir_version,
     raise_opset,
 )
+from onnxgrad.reporting import escape_loggers
+
+escape_loggers("onnx_ir")  # of its passes, too
 
 _LISTED_AS = "onnxgrad.listed_as"
 
 
+@escaping()
 def prepare(
     proto: ModelProto,
     batch: str | None = None,

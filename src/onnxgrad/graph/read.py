@@ -13,9 +13,12 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.external import resolve
 from onnxgrad.graph.normalize import normalized
+from onnxgrad.reporting import escape_loggers
+
+escape_loggers("onnx_ir")  # which warns of invalid models, by the names in them
 
 _ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
 _OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
@@ -64,6 +67,7 @@ def _parse(data: bytes, where: str) -> ModelProto:
         ) from None
 
 
+@escaping()
 def to_ir(proto: ModelProto) -> ir.Model:
     """Return `proto` as an `onnx_ir` model, without the outputs that hold no tensor.
 

@@ -7,7 +7,6 @@ only its own. Every name that is given is unique in the whole model.
 from __future__ import annotations
 
 import json
-import logging
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
@@ -23,11 +22,12 @@ from onnx import (
     TensorProto,
 )
 
-from onnxgrad.errors import ModelError, unknown
+from onnxgrad.errors import ModelError, printable, unknown
 from onnxgrad.graph.normalize import names
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.sites import Holder, Site, subgraphs
 from onnxgrad.graph.weights import METADATA, SPARSE, sites
+from onnxgrad.reporting import level_of, logger, reporting
 
 # (graph, "input" | "initializer" | "result" | "node", old name) -> new name
 Choose = Callable[[Holder, str, str], str]
@@ -35,8 +35,6 @@ Scope = ChainMap[str, str]
 
 _LOSS = "onnxgrad.loss"  # the metadata of `add_loss_output`, which name its label and prediction
 _PREFIXES = {"input": "r", "initializer": "i", "result": "r", "node": "n"}
-
-logger = logging.getLogger("onnxgrad")
 
 
 def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0) -> ModelProto:
@@ -51,7 +49,8 @@ def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0
             values of an initializer, in place of the number, as short as it can be: `r0_4F` (0 for
             the first output of the node), `i_A3`, `n_4F`; equal ones are numbered, `r0_4F_2`. Such
             names stay the same when other operators are added.
-        verbose: 1 reports the number of names through `logging`, 2 every name.
+        verbose: 1 reports the number of names through `logging`, to stderr where it is not
+            configured; 2 every name.
 
     Raises:
         ValueError: an unknown strategy.
@@ -194,12 +193,10 @@ _STRATEGIES = {"simple": _numbered, "type": _digested}
 def _report(found: list[tuple[str, str]], verbose: int) -> None:
     if not verbose:
         return
-    before = logger.level
-    logger.setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
-    for old, new in found:
-        logger.debug("%s is called %s", old, new)
-    logger.info("%d names given", len(found))
-    logger.setLevel(before)
+    with reporting(level_of(verbose)):
+        for old, new in found:
+            logger.debug("%s is called %s", old, new)
+        logger.info("%d names given", len(found))
 
 
 def _rename_model(model: ModelProto, kept: Iterable[str], choose: Choose) -> None:
@@ -262,7 +259,7 @@ def _rename_nodes(graph: Holder, nodes: Iterable[NodeProto], scope: Scope, choos
     for node in nodes:
         for name in node.input:
             if name and name not in scope:
-                where = f"{node.op_type} (node {node.name!r}, outputs {[*node.output]})"
+                where = f"{printable(node.op_type)} (node {node.name!r}, outputs {[*node.output]})"
                 raise ModelError(f"{where} reads {name!r}, which nothing gives")
         for field in (node.input, node.output):
             field[:] = [scope[name] if name else "" for name in field]

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, NodeProto, defs, numpy_helper, version_converter
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, escaping, printable
 from onnxgrad.graph.local_functions import inlined
 from onnxgrad.graph.normalize import all_nodes, names, unused
 from onnxgrad.graph.sites import subgraphs
@@ -35,6 +35,7 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
     return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
 
 
+@escaping()
 def raise_opset(proto: ModelProto) -> ModelProto:
     """Return `proto`, or where its opset is below the working one, a copy at that."""
     version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
@@ -46,7 +47,7 @@ def raise_opset(proto: ModelProto) -> ModelProto:
         return made
     made.ir_version = max(made.ir_version, 8)
     if made.functions:
-        ruled = ", ".join(f.name for f in made.functions)
+        ruled = ", ".join(printable(f.name) for f in made.functions)
         raise ModelError(
             f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
             f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"

@@ -11,6 +11,7 @@ from math import prod
 
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, numpy_helper
 
+from onnxgrad.errors import printable
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.plot.text import attribute_text, dtype_name, stated_shape
 
@@ -75,7 +76,7 @@ def _frame(frame: Frame, margin: str, numbers: Iterator[int]) -> Iterator[str]:
         yield f'{margin}{box.id} [{_STYLES[box.kind]} label="{_label(box.lines)}" fontsize=10];'
     for inner in frame.inner:
         yield f"{margin}subgraph cluster_{next(numbers)} {{"
-        yield f'{margin}  label="{_label([inner.title])}";'
+        yield f'{margin}  label="{_label([printable(inner.title)])}";'
         yield from _frame(inner, margin + "  ", numbers)
         yield f"{margin}}}"
 
@@ -184,7 +185,7 @@ class Drawing:
             self._counts[word] += 1
             made = f"{word}_{self._counts[word]}"
         self._ids.add(made)
-        frame.boxes.append(Box(made, kind, [_printable(line) for line in lines]))
+        frame.boxes.append(Box(made, kind, [printable(line) for line in lines]))
         return made
 
 
@@ -209,8 +210,3 @@ def _tensor(tensor: TensorProto) -> list[str]:
 
 def _typed(data_type: int, shape: Iterable[int | str] | None) -> str:
     return f"{dtype_name(data_type)}({'?' if shape is None else tuple(shape)})"
-
-
-def _printable(text: str) -> str:
-    """Return `text` with escapes in place of line ends and what cannot be seen."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import shutil
 import subprocess
 from collections import defaultdict
@@ -15,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import printable_lines, unknown
 from onnxgrad.graph.read import ModelLike
 from onnxgrad.plot.dot import Box, Drawing, to_dot
-
-logger = logging.getLogger("onnxgrad")
+from onnxgrad.reporting import logger
 
 _LARGEST = (40, 200)  # inches: what is larger is made smaller, or nothing could show it
 _MOST = (3840, 19200)  # pixels
@@ -96,7 +94,7 @@ def plot_onnxs(
         axes = grid.ravel()
     for picture, on, text in zip(pictures, axes, titles, strict=True):
         on.set_axis_off()
-        on.set_title(text)
+        on.set_title(printable_lines(text))
         picture.draw(on)
     if show:
         plt.show()
@@ -120,10 +118,11 @@ class _Image:
 
         width, height = (min(i, n / dpi) for i, n in zip(_LARGEST, _MOST, strict=True))
         command = [program, "-Tpng", f"-Gdpi={dpi}", f"-Gsize={width},{height}", *_QUICK]
-        text = to_dot(model).encode()
-        done = subprocess.run(command, input=text, capture_output=True, timeout=_PATIENCE)
+        graph = to_dot(model).encode()
+        done = subprocess.run(command, input=graph, capture_output=True, timeout=_PATIENCE)
         if done.returncode:
-            raise RuntimeError(f"{program} failed: {done.stderr.decode(errors='replace').strip()}")
+            text = printable_lines(done.stderr.decode(errors="replace").strip())
+            raise RuntimeError(f"{program} failed: {text}")
         self.pixels = matplotlib.image.imread(io.BytesIO(done.stdout))
         self.inches = (self.pixels.shape[1] / dpi, self.pixels.shape[0] / dpi)
 

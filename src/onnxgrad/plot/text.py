@@ -16,6 +16,7 @@ from onnx import (
     numpy_helper,
 )
 
+from onnxgrad.errors import printable
 from onnxgrad.graph.read import ModelLike, read
 
 _SHOWN = 10  # elements: longer constants show their type and shape only
@@ -42,14 +43,15 @@ def onnx_simple_text_plot(model: ModelLike, *, indent: bool = True) -> str:
         lines.append(f"function: {function.domain}.{function.name}({', '.join(function.input)})")
         lines += _nodes(function.node, indent, "  ")
         lines.append(f"  return {', '.join(function.output)}")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def onnx_text_plot_io(model: ModelLike) -> str:
     """Return the opsets, the inputs, the constants and the outputs of `model` as text."""
     proto = read(model)
     constants = [_tensor(t) for t in proto.graph.initializer]
-    return "\n".join([*_opsets(proto), *_inputs(proto.graph), *constants, *_outputs(proto.graph)])
+    lines = [*_opsets(proto), *_inputs(proto.graph), *constants, *_outputs(proto.graph)]
+    return "\n".join(map(printable, lines))
 
 
 def _opsets(proto: ModelProto) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.errors import PrintableError, printable
 from onnxgrad.graph.shapes import Dims
 from onnxgrad.small import to_numbers
 
@@ -25,7 +26,7 @@ TARGET = "onnxgrad.target"  # metadata: names of the columns of the label, as JS
 _INDEX_NAMES = ("", "Unnamed: 0", "__index_level_0__")
 
 
-class DataError(ValueError):
+class DataError(PrintableError, ValueError):
     """The data cannot be used; the message says which part of it, and what to do."""
 
 
@@ -222,7 +223,7 @@ def fit_shape(array: np.ndarray, shape: Dims | None, what: str, reshape: bool) -
         pairs = zip(lengths, candidate.shape[1:], strict=False)
         if candidate.ndim == len(shape) and all(d in (None, n) for d, n in pairs):
             return candidate
-    wanted = ", ".join(["rows", *map(str, shape[1:])])
+    wanted = ", ".join(["rows", *map(printable, shape[1:])])
     if not reshape or not shape:
         raise DataError(f"{what} must have shape ({wanted}), not {array.shape}")
     count, least = math.prod(array.shape[1:]), math.prod(d for d in lengths if d)

@@ -14,18 +14,18 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.partition import partition
-from onnxgrad.errors import EvaluationError, ProviderError, unknown
+from onnxgrad.errors import EvaluationError, printable
 from onnxgrad.feeds import session_dtype
 from onnxgrad.files import write_models
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
+from onnxgrad.reporting import logger, reporting
+from onnxgrad.runtime.binding import Binding
+from onnxgrad.runtime.device import read_providers
+from onnxgrad.runtime.session import loaded
 from onnxgrad.small import to_numpy, wrapped
-from onnxgrad.training.binding import Binding
-from onnxgrad.training.session import loaded
 from onnxgrad.training.trainer import trainable
-
-logger = logging.getLogger("onnxgrad")
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
 
@@ -44,12 +44,13 @@ class OrtGradientForwardBackward:
             model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
         class_name: what the pair of passes is called, in messages and names of files.
         sess_options: `onnxruntime.SessionOptions` of both sessions.
-        providers: execution providers of onnxruntime, as it takes them; None is the CPU.
-        provider_options: their options, a dict for each.
+        providers: a device, as "cpu" or "cuda:1", or execution providers of onnxruntime, as it
+            takes them: a list of names or of pairs (name, options). None is the CPU.
+        provider_options: options of a list of names, a dict for each.
         run_options: `onnxruntime.RunOptions` of every call.
         graph_builder_config: None. It configured the gradients of onnxruntime-training.
-        device_index: number of the device.
-        enable_logging: report every call through `logging`.
+        device_index: number of the GPU; None is that of `providers` or their options, or 0.
+        enable_logging: report every call through `logging`, to stderr where it is not configured.
         debug: look for NaN and infinity in what is returned.
 
     Attributes:
@@ -59,7 +60,8 @@ class OrtGradientForwardBackward:
 
     Raises:
         ValueError: an unknown name, inputs that are missing, a `graph_builder_config`.
-        ProviderError: a provider that the installed onnxruntime does not have.
+        ProviderError: a provider that the installed onnxruntime does not have, or numbers of GPUs
+            that contradict each other.
         ModelError: `onnx_model` cannot be read.
         NoGradientRule: an operator on the way has no rule.
     """
@@ -72,25 +74,23 @@ class OrtGradientForwardBackward:
         output_names: Sequence[str] | None = None,
         class_name: str | None = None,
         sess_options: ort.SessionOptions | None = None,
-        providers: Sequence[Any] | None = None,
+        providers: str | Sequence[Any] | None = None,
         provider_options: Sequence[Mapping[str, Any]] | None = None,
         run_options: ort.RunOptions | None = None,
         graph_builder_config: None = None,
-        device_index: int = 0,
+        device_index: int | None = None,
         enable_logging: bool = False,
         debug: bool = False,
     ) -> None:
         if graph_builder_config is not None:
             raise ValueError("graph_builder_config has no counterpart here: leave it out")
-        self.providers = _providers(providers or ["CPUExecutionProvider"])
+        self.providers, self.device = read_providers(providers, provider_options, device_index)
         self.onnx_model = read(onnx_model)
         if output_names is not None or input_names is not None:
             self.onnx_model = select_model_inputs_outputs(onnx_model, output_names, input_names)
         self.class_name = class_name or "OrtGradientForwardBackwardFunction"
         self.sess_options, self.run_options = sess_options, run_options
-        self.provider_options = provider_options
-        self.device = "cuda" if "CUDAExecutionProvider" in str(self.providers) else "cpu"
-        self.device_index, self.enable_logging, self.debug = device_index, enable_logging, debug
+        self.enable_logging, self.debug = enable_logging, debug
 
         names = trainable(self.onnx_model) if weights_to_train is None else weights_to_train
         self.weights_to_train = list(once("weight", names))
@@ -117,14 +117,9 @@ class OrtGradientForwardBackward:
         options = self.sess_options
         if options is None:
             options = ort.SessionOptions()
-            options.log_severity_level = 3
+            options.log_severity_level = 4
         forward, backward = (
-            loaded(
-                model,
-                options,
-                providers=self.providers,
-                provider_options=self.provider_options,
-            )
+            loaded(model, options, providers=self.providers)
             for model in (self.partition.forward, self.partition.backward)
         )
         return forward, backward
@@ -167,9 +162,7 @@ class OrtGradientForwardBackward:
             raise ValueError(f"{what} is None")
         if isinstance(value, ort.OrtValue):
             kind, given = session_dtype(value.data_type()), tuple(value.shape())
-            place = value.device_name()
-            if place != self.device:
-                raise ValueError(f"{what} is on {place!r}, the session on {self.device!r}")
+            self.device.check_holds(what, value)
         else:
             value = np.asarray(to_numpy(value), order="C")
             kind, given = ir.DataType.from_numpy(value.dtype), value.shape
@@ -187,7 +180,8 @@ class OrtGradientForwardBackward:
     ) -> list[Tensor]:
         """Return results as what was given: OrtValues or arrays."""
         if self.enable_logging:
-            logger.info("%s of %s: %s", which, self.class_name, ", ".join(names))
+            with reporting(logging.INFO):
+                logger.info("%s of %s: %s", which, self.class_name, ", ".join(names))
         if self.debug:
             for name, value in zip(names, made, strict=True):
                 array = value.numpy()
@@ -201,8 +195,9 @@ class OrtGradientForwardBackward:
         return {name: value for name, value in self.__dict__.items() if name != "sessions"}
 
     def __repr__(self) -> str:
-        taken = ", ".join([*self.input_names, *self.weights_to_train])
-        return f"{type(self).__name__}({taken} -> {', '.join(self.output_names)})"
+        taken = ", ".join(map(printable, [*self.input_names, *self.weights_to_train]))
+        returned = ", ".join(map(printable, self.output_names))
+        return f"{type(self).__name__}({taken} -> {returned})"
 
 
 class OrtGradientForwardBackwardFunction:
@@ -304,30 +299,14 @@ class OrtGradientForwardBackwardFunction:
 
     @cached_property
     def _forward(self) -> Binding:
-        return Binding(self.parent.sessions[0], self.parent.device, self.parent.device_index)
+        return Binding(self.parent.sessions[0], self.parent.device)
 
     @cached_property
     def _backward(self) -> Binding:
-        return Binding(self.parent.sessions[1], self.parent.device, self.parent.device_index)
+        return Binding(self.parent.sessions[1], self.parent.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"parent": self.parent, "_outputs": None, "_kept": None}
 
     def __repr__(self) -> str:
-        return f"{self.parent.class_name}({self.parent!r})"
-
-
-def _providers(given: Sequence[Any]) -> list[Any]:
-    """Return names, or pairs of a name and its options, after a check of the names."""
-    if isinstance(given, str):
-        raise ProviderError(f"providers is a list of names, not {given!r}")
-    available = ort.get_available_providers()
-    for name in (p if isinstance(p, str) else p[0] for p in given):
-        if name not in available and name in ort.get_all_providers():
-            raise ProviderError(
-                f"the installed onnxruntime has no {name!r}, only {available}: install a build "
-                "that has it, such as onnxruntime-gpu"
-            )
-        if name not in available:
-            raise ProviderError(str(unknown("execution provider", name, available)))
-    return list(given)
+        return f"{printable(self.parent.class_name)}({self.parent!r})"

@@ -14,6 +14,8 @@ from onnx import ModelProto
 from onnxgrad.autodiff.derivative import Asked, DerivativeOptions, derivative
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.optimizers import Optimizer
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session
 from onnxgrad.schedules import BaseLearningRate
 from onnxgrad.training.fitted import Fitted
 from onnxgrad.training.forward_backward import (
@@ -21,7 +23,6 @@ from onnxgrad.training.forward_backward import (
     OrtGradientForwardBackwardFunction,
 )
 from onnxgrad.training.objective import Objective, loss_inside
-from onnxgrad.training.session import providers, session
 from onnxgrad.training.trainer import Trainer
 
 
@@ -44,10 +45,10 @@ class OrtGradientOptimizer(Trainer):
         batch_size: rows of a batch.
         learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
             momentum, and goes with "SGDOptimizer" only.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
         warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
             are empty again for another optimizer, and when weights are added.
-        verbose: 1 reports every epoch through `logging`.
+        verbose: 1 reports every epoch through `logging`, to stderr where it is not configured.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         saved_gradient: path to which `fit` saves the gradient model, with inputs for data and
             weights, the loss and `<weight>_grad` as outputs; the training model, which is what
@@ -129,12 +130,10 @@ class OrtGradientOptimizer(Trainer):
 
     def _session(self) -> ort.InferenceSession:
         model = self._gradient(read(self.model_onnx), self._trained())
-        return session(model, self.device, work=0.0)
+        return session(model, Device.of(self.device), work=0.0)
 
     def _passes(self) -> OrtGradientForwardBackwardFunction:
-        passes = OrtGradientForwardBackward(
-            self.model_onnx, self._trained(), providers=providers(self.device)
-        )
+        passes = OrtGradientForwardBackward(self.model_onnx, self._trained(), providers=self.device)
         return passes.new_instance()
 
     def get_state(self) -> dict[str, np.ndarray]:

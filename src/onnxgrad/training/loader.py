@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxgrad.runtime.device import Device
 from onnxgrad.small import owned, to_numbers
-from onnxgrad.training.session import providers
 
 
 class OrtDataLoader:
@@ -21,7 +21,7 @@ class OrtDataLoader:
         y: targets, (N, ...), kept in their dtype and with their columns; (N,) becomes (N, 1).
         sample_weight: row weights, (N,) or (N, 1), or None; given out as (N,).
         batch_size: rows of a batch, at least 1.
-        device: where OrtValues are put: "cpu", "cuda" or "cuda:1".
+        device: where OrtValues are put: "cpu", "cuda" or "cuda:1", a GPU by its number.
         random_iter: draw the rows in random order, another one every pass; else as they are.
         random_state: seed of that order, or a `numpy.random.Generator`; None is random.
 
@@ -55,7 +55,7 @@ class OrtDataLoader:
         self.batch_size = operator.index(batch_size)
         if self.batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: a batch has at least 1 row")
-        providers(device)  # raises where there is none
+        self._device = Device.of(device).check()
         self.device, self.random_iter = device, random_iter
         self._arrays = tuple(arrays.values())
         self._rng = np.random.default_rng(random_state)
@@ -90,7 +90,7 @@ class OrtDataLoader:
     def iter_ortvalue(self) -> Iterator[tuple[ort.OrtValue, ...]]:
         """Yield batches as `onnxruntime.OrtValue`s on the device."""
         for batch in self.iter_numpy():
-            yield tuple(owned(array, self.device) for array in batch)
+            yield tuple(owned(array, self._device) for array in batch)
 
     def iter_bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
         """Bind batch after batch to inputs of `bind`, and yield the number of its rows.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,12 +10,11 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import ConvergenceError
+from onnxgrad.reporting import logger
 from onnxgrad.schedules import BaseLearningRate
 from onnxgrad.training.data import ArraySource, IterableSource
 from onnxgrad.training.runner import Evaluation, Runner
 from onnxgrad.training.state import TrainState
-
-logger = logging.getLogger("onnxgrad")
 
 # why `fit` ended
 MAX_ITER, CALLBACK, NOT_FINITE = "max_iter", "callback", "not finite"

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
@@ -76,7 +77,9 @@ def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight
     found, data = model.graph.outputs[0], list(model.graph.inputs)
     size = shapes.static(shapes.dims(found))
     if size is None or prod(size) != 1:
-        raise ValueError(f"the loss {loss!r} must hold one number; its shape is {found.shape}")
+        raise ValueError(
+            f"the loss {loss!r} must hold one number; its shape is {printable(found.shape)}"
+        )
     trained, facts = as_inputs(proto, model.graph, weights), loss_facts(proto)
     more = _about(proto, model.graph, data, weights)
     return Objective(model, data, trained, found, {found: None}, facts, row_weight, **more)

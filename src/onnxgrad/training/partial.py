@@ -16,6 +16,7 @@ from onnxgrad.graph.read import ModelLike, read, to_ir
 from onnxgrad.learning_losses import BaseLearningLoss
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.penalties import BaseLearningPenalty
+from onnxgrad.runtime.device import Device
 from onnxgrad.schedules import BaseLearningRate
 from onnxgrad.small import owned, to_numpy
 from onnxgrad.training.data import is_iterable_of_batches
@@ -25,7 +26,6 @@ from onnxgrad.training.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.graphs import Graphs, training_graphs
 from onnxgrad.training.objective import LossOutside, loss_outside, predicted
 from onnxgrad.training.prediction import Computation, prediction, row_losses
-from onnxgrad.training.session import providers
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.trainer import Trainer
 
@@ -53,13 +53,13 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         batch_size: rows of a batch.
         learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
             momentum, and goes with "SGDOptimizer" only.
-        device: "cpu" or "cuda".
+        device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
         warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
             are empty again for another optimizer, and when weights are added.
-        verbose: 1 reports every epoch through `logging`.
+        verbose: 1 reports every epoch through `logging`, to stderr where it is not configured.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         learning_loss: name, function or `BaseLearningLoss` (see `BaseLearningLoss.select`).
-        enable_logging: reports through `logging`, every call of the runtime at level DEBUG.
+        enable_logging: as `verbose`, and every call of the runtime at level DEBUG.
         weight_name: name of the row weights in the saved graphs; None leaves them out there.
         learning_penalty: None, a name, number, `BaseLearningPenalty`, or `{weight: penalty}`.
         exc: whether NaN or infinity raises; else it warns, and `fit` ends.
@@ -198,11 +198,11 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
 
     def _prediction(self) -> Computation:
         proto = self.get_trained_onnx()
-        return prediction(proto, self._objective(proto, [], False), self.device)
+        return prediction(proto, self._objective(proto, [], False), Device.of(self.device))
 
     def _row_losses(self, weighted: bool) -> Computation:
         objective = self._objective(self.get_trained_onnx(), [], weighted)
-        return row_losses(objective, self.device)
+        return row_losses(objective, Device.of(self.device))
 
     # -- state --------------------------------------------------------------------------------
 
@@ -218,7 +218,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         """
         if not isinstance(kind, str):
             return [self.get_state(k) for k in kind]
-        values, device = self._fitted().values, self.device
+        values, device = self._fitted().values, Device.of(self.device).check()
         if _known_kind(kind) == "weight":
             return {name: owned(array, device) for name, array in values.weights.items()}
         return {
@@ -357,7 +357,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
             proto,
             self._trained(),
             output_names=[predicted(proto)],
-            providers=providers(self.device),
+            providers=self.device,
             enable_logging=self.enable_logging,
         )
 

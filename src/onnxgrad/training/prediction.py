@@ -9,10 +9,12 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.errors import escaping
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session, work
 from onnxgrad.training.data import Fields
 from onnxgrad.training.objective import LossOutside, predicted
 from onnxgrad.training.runner import ROWS, pieces
-from onnxgrad.training.session import session, work
 
 
 @dataclass(frozen=True)
@@ -31,18 +33,19 @@ class Computation:
         fields.names = self.checks.names.copy()
         return fields
 
+    @escaping()
     def __call__(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
         """Return the output for all rows."""
         parts = pieces(arrays, self.size)
         return np.concatenate([self.session.run([self.output], part)[0] for part, _ in parts])
 
 
-def prediction(proto: ModelProto, objective: LossOutside, device: str) -> Computation:
+def prediction(proto: ModelProto, objective: LossOutside, device: Device) -> Computation:
     """Return what computes the output of `proto` that the loss of `objective` judges."""
     return _computation(proto, predicted(proto), objective, work(objective.model.graph), device)
 
 
-def row_losses(objective: LossOutside, device: str) -> Computation:
+def row_losses(objective: LossOutside, device: Device) -> Computation:
     """Return what computes the loss of every row, which takes up the graph of `objective`."""
     multiply_adds = work(objective.model.graph)
     model = objective.compute(objective.losses)
@@ -50,7 +53,7 @@ def row_losses(objective: LossOutside, device: str) -> Computation:
 
 
 def _computation(
-    model: ModelProto, output: str, objective: LossOutside, multiply_adds: float, device: str
+    model: ModelProto, output: str, objective: LossOutside, multiply_adds: float, device: Device
 ) -> Computation:
     fields = Fields(objective)
     size = fields.fixed_rows or ROWS

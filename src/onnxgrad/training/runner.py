@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.errors import escaping
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session
 from onnxgrad.training.data import Fields, Slice
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.session import session
 from onnxgrad.training.state import Values
 from onnxgrad.training.step import Step
 
@@ -22,9 +25,10 @@ ROWS = 1024  # of one call of the evaluation
 class Runner:
     """Runs slices of batches; keeps the states on the device between calls."""
 
-    def __init__(self, model: ModelProto, step: Step, mean: bool, device: str, work: float) -> None:
-        self.session = session(model, device, work)
-        self.step, self.mean, self.device = step, mean, device.partition(":")[0]
+    def __init__(self, model: ModelProto, step: Step, mean: bool, device: Any, work: float) -> None:
+        self.device = Device.of(device)
+        self.session = session(model, self.device, work)
+        self.step, self.mean = step, mean
         self.names = [x.name for x in self.session.get_inputs()]
         self.outputs = [y.name for y in self.session.get_outputs()]
         self.now: tuple[list[ort.OrtValue], int] = ([], 0)  # the states, and the steps done
@@ -40,8 +44,7 @@ class Runner:
                 zeros = {name: np.zeros(shape) for name, shape in group.shapes.items()}
                 kept = {n: s[slot] for n, s in values.slots.items() if slot in s and n in zeros}
                 states.append(group.pack(zeros | kept))
-        on_device = [ort.OrtValue.ortvalue_from_numpy(state, self.device) for state in states]
-        self.now = on_device, values.steps
+        self.now = [self.device.ortvalue(state) for state in states], values.steps
 
     def budget(self) -> int:
         """Return how many batches the next call may run."""
@@ -59,9 +62,9 @@ class Runner:
             binding.bind_ortvalue_input(name, state)
         for name, array in zip(self.names[len(states) :], fed, strict=True):
             binding.bind_cpu_input(name, array)
-        for name in self.outputs:
-            binding.bind_output(name, self.device)
-        self.session.run_with_iobinding(binding)
+        self.device.bind_outputs(binding, self.outputs)
+        with escaping():
+            self.session.run_with_iobinding(binding)
         *states, losses = binding.get_outputs()
         values = losses.numpy().astype(np.float64)
         if not np.isfinite(values).all() or not all(np.isfinite(s.numpy()).all() for s in states):
@@ -109,13 +112,16 @@ class Evaluation:
         objective: Objective,
         fields: Fields,
         data: dict[str, np.ndarray],
-        device: str,
+        device: Any,
         work: float,
     ) -> None:
         self.rows, self.mean = fields.fixed_rows or ROWS, fields.mean
-        self.session = session(objective.compute(objective.loss), device, work * self.rows)
+        self.session = session(
+            objective.compute(objective.loss), Device.of(device), work * self.rows
+        )
         self.data = data
 
+    @escaping()
     def loss(self, weights: dict[str, np.ndarray]) -> float:
         """Return the mean loss of a row."""
         count, total = len(next(iter(self.data.values()))), 0.0

@@ -16,8 +16,8 @@ from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.optimizers import Inputs, Optimizer
+from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.session import work
 
 PACKED = 1 << 14  # elements: to copy a weight this small costs less than the nodes of its update
 

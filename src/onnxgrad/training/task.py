@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.errors import escaping, printable
 from onnxgrad.losses import add_loss_output, loss_facts
 from onnxgrad.training.columns import DataError, Names
 from onnxgrad.training.data import Fields
@@ -51,7 +52,8 @@ class Task:
         if label not in inputs:
             raise ValueError(
                 f"the model computes its own loss, but has no input {label!r}: "
-                f"--target must be the input that takes the labels, one of {', '.join(inputs)}"
+                "--target must be the input that takes the labels, one of "
+                f"{', '.join(map(printable, inputs))}"
             )
         target = inputs.pop(label)
         columns = assign(table, targets, list(inputs.values()), objective.names)
@@ -88,13 +90,17 @@ class Task:
         """Return the chosen rows of the data, by input."""
         return {name: array[chosen] for name, array in self._data.items()}
 
+    @escaping()
     def accuracy(self, trained: ModelProto, data: Table) -> float:
         """Return the share of the labels in `data` that `trained`, which has the loss, predicts."""
         from onnxruntime import SessionOptions
 
-        from onnxgrad.training.session import loaded
+        from onnxgrad.runtime.device import CPU
+        from onnxgrad.runtime.session import loaded
 
-        session = loaded(trained, SessionOptions(), providers=["CPUExecutionProvider"])
+        options = SessionOptions()
+        options.log_severity_level = 4
+        session = loaded(trained, options, providers=CPU.providers)
         right = counted = 0
         wanted = data[self._facts["label"]]
         for start in range(0, len(wanted), _CHUNK):
@@ -117,7 +123,7 @@ def _check_loss(proto: ModelProto, name: str) -> None:
     outputs = [o.name for o in proto.graph.output]
     if name not in outputs:
         raise ValueError(
-            f"the model has no output {name!r} (it has {', '.join(outputs)}): "
+            f"the model has no output {name!r} (it has {', '.join(map(printable, outputs))}): "
             "name a loss with --loss, or the output that is one with --loss-output"
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from onnxgrad.graph import weights as constants
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.write import save
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
+from onnxgrad.reporting import level_of, reporting
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
 from onnxgrad.training.columns import column_names
 from onnxgrad.training.data import (
@@ -121,7 +123,8 @@ class Trainer(BaseEstimator):
         ended = ERROR
         try:
             self._state, self._kept = loop.state, Built()
-            ended = loop.run(callback or (lambda progress: None))
+            with reporting(logging.DEBUG if self.enable_logging else level_of(self.verbose)):
+                ended = loop.run(callback or (lambda progress: None))
         except KeyboardInterrupt:
             ended = INTERRUPTED
             raise

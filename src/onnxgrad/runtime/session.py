@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,30 +13,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.errors import ProviderError
+from onnxgrad.errors import ProviderError, escaping
 from onnxgrad.graph import external, shapes
+from onnxgrad.runtime.device import Device, Provider
 
 # Multiply-adds of a forward pass that are worth a thread of their own: measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
 _KNOWS_FOLDER = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 21)
 _FOLDER = "session.model_external_initializers_file_folder_path"
-_PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
-
-
-def providers(device: str) -> list[str]:
-    """Return the execution providers for `device`, "cpu" or "cuda".
-
-    Raises:
-        ProviderError: the installed onnxruntime has none for it.
-    """
-    kind = str(device).partition(":")[0]
-    available = ort.get_available_providers()
-    if _PROVIDERS.get(kind) not in available:
-        raise ProviderError(
-            f"device {device!r}: the installed onnxruntime offers {available}; "
-            "use device='cpu', or install onnxruntime-gpu for 'cuda'"
-        )
-    return [_PROVIDERS[kind], "CPUExecutionProvider"][: 1 if kind == "cpu" else 2]
 
 
 def threads(work: float) -> int:
@@ -47,15 +32,16 @@ def threads(work: float) -> int:
     return max(1, min(cores or 1, int(work / WORK_PER_THREAD)))
 
 
-def session(model: ModelProto, device: str, work: float) -> ort.InferenceSession:
+def session(model: ModelProto, device: Device, work: float) -> ort.InferenceSession:
     """Return a session for `model`, whose one run does `work` multiply-adds per step."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
     options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    return loaded(model, options, providers=providers(device))
+    options.log_severity_level = 4  # errors are raised; the log shows names as they are
+    return loaded(model, options, providers=device.providers)
 
 
+@escaping()
 def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
     """Return a session for a model of any size.
 
@@ -73,7 +59,19 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
                 options.add_session_config_entry(_FOLDER, home)
             options.add_session_config_entry("session.disable_prepacking", "1")
             more["disabled_optimizers"] = ["ConstantFolding"]
-        return ort.InferenceSession(model.SerializeToString(), options, **more)
+        running = ort.InferenceSession(model.SerializeToString(), options, **more)
+    _require_providers(running, more.get("providers", ()))
+    return running
+
+
+def _require_providers(running: ort.InferenceSession, asked: Sequence[Provider]) -> None:
+    """Raise where onnxruntime falls back to the CPU: it does so without an error."""
+    present = running.get_providers()
+    if lost := [name for name, _ in asked if name not in present]:
+        raise ProviderError(
+            f"onnxruntime could not start {', '.join(lost)} and would run on {present}: check the "
+            "number of the device, the driver and its libraries, or use device='cpu'"
+        )
 
 
 def work(graph: ir.Graph) -> float:

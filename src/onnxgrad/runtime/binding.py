@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxgrad.errors import escaping
+from onnxgrad.runtime.device import CPU, Device
+
 # Before 1.31, what a binding returns is a part of it, and changes when it runs again.
 _OUTPUTS_STAY = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 31)
 
@@ -19,8 +22,8 @@ class Binding:
     every call.
     """
 
-    def __init__(self, session: ort.InferenceSession, device: str, device_index: int) -> None:
-        self._session, self._device, self._index = session, device, device_index
+    def __init__(self, session: ort.InferenceSession, device: Device) -> None:
+        self._session, self._device = session, device
         self._binding = session.io_binding()
         self._bound: dict[str, tuple[Any, ...]] = {}
 
@@ -36,9 +39,9 @@ class Binding:
         for name, value in inputs.items():
             self._bind(name, value)
         self._binding.clear_binding_outputs()  # what was returned before keeps its memory
-        for name in outputs:
-            self._binding.bind_output(name, self._device, self._index)
-        self._session.run_with_iobinding(self._binding, options)
+        self._device.bind_outputs(self._binding, outputs)
+        with escaping():
+            self._session.run_with_iobinding(self._binding, options)
         return self._binding.get_outputs()
 
     def _bind(self, name: str, value: np.ndarray | ort.OrtValue) -> None:
@@ -46,11 +49,13 @@ class Binding:
             place: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
             if self._bound.get(name) != place:
                 self._binding.bind_ortvalue_input(name, value)
-        elif self._device != "cpu":  # copied to the device, whatever is there already
+        elif self._device != CPU:  # copied to the device, whatever is there already
             self._binding.bind_cpu_input(name, value)
             place = ()
         else:
             place = (value.ctypes.data, value.shape, value.dtype)
             if self._bound.get(name) != place:
-                self._binding.bind_input(name, "cpu", 0, value.dtype, value.shape, place[0])
+                self._binding.bind_input(
+                    name, CPU.kind, CPU.index, value.dtype, value.shape, place[0]
+                )
         self._bound[name] = place

@@ -1,0 +1,1 @@
+"""Running models on onnxruntime: devices, sessions, bound inputs and outputs."""

@@ -1,0 +1,192 @@
+"""Devices: what a name such as "cuda:1" means for sessions, for OrtValues and for bindings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxgrad.errors import ProviderError, unknown
+
+VALID = "a device is 'cpu', 'cuda' or 'cuda:1', a GPU by its number; 'gpu' means 'cuda'"
+_FORM = re.compile(r"(cpu|cuda|gpu)(?::([0-9]{1,4}))?", re.ASCII | re.IGNORECASE)
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+_ON_CUDA = (_CUDA, "TensorrtExecutionProvider")  # their tensors are in the memory of a CUDA device
+
+Provider = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A processor and its memory.
+
+    Args:
+        kind: "cpu" or "cuda".
+        index: number of the GPU; 0 for the CPU.
+        written: how the caller wrote it, for messages.
+    """
+
+    kind: str = "cpu"
+    index: int = 0
+    written: str = field(default="", compare=False, repr=False)
+
+    @staticmethod
+    def of(device: Any) -> Device:
+        """Return the device for "cpu", "cuda", "cuda:1", "gpu", a `torch.device` or a `Device`.
+
+        Raises:
+            ProviderError: `device` has none of these forms.
+        """
+        if isinstance(device, Device):
+            return device
+        parts = _FORM.fullmatch(str(device)) if _is_name(device) else None
+        kind, index = parts.groups() if parts else ("", None)
+        kind, number = kind.lower().replace("gpu", "cuda"), int(index or 0)
+        if not kind or (kind == "cpu" and number):
+            raise ProviderError(
+                f"device {_shown(device)}: the installed onnxruntime offers "
+                f"{ort.get_available_providers()}; {VALID}"
+            )
+        return Device(kind, number, str(device))
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.index}" if self.index else self.kind
+
+    @property
+    def providers(self) -> list[Provider]:
+        """The execution providers of a session on this device, with their options.
+
+        Raises:
+            ProviderError: the installed onnxruntime has none for it.
+        """
+        available = ort.get_available_providers()
+        name = {"cpu": _CPU, "cuda": _CUDA}[self.kind]
+        if name not in available:
+            raise ProviderError(
+                f"device {self.written or str(self)!r}: the installed onnxruntime offers "
+                f"{available}; use device='cpu', or install onnxruntime-gpu for 'cuda'"
+            )
+        cpu: Provider = (_CPU, {})
+        return [cpu] if self.kind == "cpu" else [(_CUDA, {"device_id": self.index}), cpu]
+
+    def check(self) -> Device:
+        """Return this device, or raise `ProviderError` if onnxruntime cannot run on it."""
+        assert self.providers
+        return self
+
+    def ortvalue(self, array: np.ndarray) -> ort.OrtValue:
+        """Return `array` as an OrtValue on this device; on the CPU it shares the memory."""
+        return ort.OrtValue.ortvalue_from_numpy(array, self.kind, self.index)
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> ort.OrtValue:
+        """Return an OrtValue with memory of its own on this device."""
+        return ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self.kind, self.index)
+
+    def bind_outputs(self, binding: ort.IOBinding, names: Iterable[str]) -> None:
+        """Have the outputs `names` allocated on this device."""
+        for name in names:
+            binding.bind_output(name, self.kind, self.index)
+
+    def check_holds(self, what: str, value: ort.OrtValue) -> None:
+        """Raise `ValueError` if `value` is elsewhere; not every onnxruntime tells on which GPU."""
+        kind = value.device_name().lower().replace("gpu", "cuda")
+        tell = getattr(value, "__dlpack_device__", None) if kind == "cuda" else None
+        own = Device(kind, tell()[1] if tell is not None else self.index if kind == "cuda" else 0)
+        if own != self:
+            raise ValueError(f"{what} is on '{own}', the session on '{self}'")
+
+
+CPU = Device()
+
+
+def read_providers(
+    providers: Any, options: Sequence[Mapping[str, Any]] | None, index: int | None
+) -> tuple[list[Provider], Device]:
+    """Return execution providers with their options, and the device on which to bind tensors.
+
+    Args:
+        providers: a device, or a list of names or of pairs (name, options); None is the CPU.
+        options: options of the providers, a dict for each, if they are no pairs.
+        index: number of the GPU; None is what the options say, or 0.
+
+    Raises:
+        ProviderError: a provider that the installed onnxruntime does not have, or numbers of GPUs
+            that contradict each other.
+        ValueError: options that are no dicts, not as many as there are providers, or twice.
+    """
+    pairs = _pairs(providers, options)
+    on_gpu = [given for name, given in pairs if name in _ON_CUDA]
+    numbers = {_number(given["device_id"]) for given in on_gpu if "device_id" in given}
+    if index is not None:
+        if index and not on_gpu:
+            raise ProviderError(
+                f"device_index={index} is the number of a GPU, and the providers "
+                f"{[name for name, _ in pairs]} use none: pass providers='cuda:{index}'"
+            )
+        numbers.add(index)
+    if len(numbers) > 1:
+        raise ProviderError(
+            f"providers, provider_options and device_index name several GPUs, {sorted(numbers)}: "
+            "give one"
+        )
+    number = max(numbers, default=0)
+    for given in on_gpu:
+        given["device_id"] = number
+    return pairs, Device("cuda", number) if on_gpu else CPU
+
+
+def _number(device_id: Any) -> int:
+    if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
+        raise ValueError(f"device_id={device_id!r} must be the number of a GPU")
+    return int(device_id)
+
+
+def _pairs(providers: Any, options: Sequence[Mapping[str, Any]] | None) -> list[Provider]:
+    if isinstance(providers, Device) or _is_name(providers):
+        if options is not None:
+            raise ValueError("provider_options go with a list of providers, not with a device")
+        chosen = _named(providers).providers
+        numbered = isinstance(providers, Device) or ":" in str(providers)
+        return chosen if numbered else [(name, {}) for name, _ in chosen]
+    names = list(providers or [_CPU])
+    if options is not None:
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("options are in `providers` already: leave out provider_options")
+        if len(options) != len(names):
+            raise ValueError(f"{len(options)} provider_options for {len(names)} providers {names}")
+        names = list(zip(names, options, strict=True))
+    return [_checked(name) for name in names]
+
+
+def _named(device: Any) -> Device:
+    try:
+        return Device.of(device)
+    except ProviderError:
+        raise ProviderError(f"providers is a list of names, not {device!r}; or {VALID}") from None
+
+
+def _checked(provider: Any) -> Provider:
+    """Return a provider with a copy of its options, if onnxruntime has it."""
+    name, options = (provider, {}) if isinstance(provider, str) else provider
+    available = ort.get_available_providers()
+    if name not in available and name in ort.get_all_providers():
+        raise ProviderError(
+            f"the installed onnxruntime has no {name!r}, only {available}: install a build "
+            "that has it, such as onnxruntime-gpu"
+        )
+    if name not in available:
+        raise ProviderError(str(unknown("execution provider", name, available)))
+    return name, dict(options)
+
+
+def _is_name(device: Any) -> bool:
+    """Tell whether `device` is text, or a `torch.device`, which this does not import."""
+    return isinstance(device, str) or type(device).__module__ == "torch"
+
+
+def _shown(device: Any) -> str:
+    return repr(str(device)) if _is_name(device) else repr(device)
