@@ -197,7 +197,7 @@ def test_graphs_are_those_that_are_saved():
     feed = {"X1": Y, "X2": np.zeros_like(Y), "w8": WEIGHT}
     found = run(made.loss_grad_onnx_, feed)
     np.testing.assert_allclose(found["Y"], (WEIGHT[:, None] * Y * Y).sum() / 2, rtol=1e-5)
-    np.testing.assert_allclose(found["Z"], -WEIGHT[:, None] * Y, rtol=1e-5)
+    np.testing.assert_allclose(found["Y_grad"], -WEIGHT[:, None] * Y, rtol=1e-5)
     assert made.loss_grad_onnx_ is made.loss_grad_onnx_
     changed = made.set_params(learning_loss="absolute_error").loss_grad_onnx_
     np.testing.assert_allclose(run(changed, feed)["Z"], -WEIGHT[:, None] * np.sign(Y))

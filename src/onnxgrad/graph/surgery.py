@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,7 @@ from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.weights import replace, sites
-
-logger = logging.getLogger("onnxgrad")
+from onnxgrad.reporting import level_of, logger, reporting
 
 
 def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorProto]]:
@@ -59,7 +57,8 @@ def select_model_inputs_outputs(
         inputs: names of any tensors of the graph; None keeps the inputs, all of them.
         infer_shapes: False declares the shapes that `onx` states, and no others. The types of new
             inputs and outputs are inferred in any case.
-        verbose: 1 reports the number of nodes through `logging`, 2 every node, kept or removed.
+        verbose: 1 reports the number of nodes through `logging`, to stderr where it is not
+            configured; 2 every node, kept or removed.
 
     Raises:
         ValueError: an unknown name, one named twice, an output that is no tensor, or outputs that
@@ -100,16 +99,12 @@ def select_model_inputs_outputs(
 
 def _report(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
     """Log which of `nodes` are still in `graph`."""
-    if not verbose:
-        return
-    before = logger.level
-    logger.setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
-    for node in nodes:
-        outputs = ", ".join(str(y.name) for y in node.outputs)
-        fate = "kept" if node.graph is graph else "removed"
-        logger.debug("%s %s -> %s: %s", node.op_type, node.name, outputs, fate)
-    logger.info("%d of %d nodes are kept", sum(1 for _ in graph), len(nodes))
-    logger.setLevel(before)
+    with reporting(level_of(verbose)):
+        for node in nodes:
+            outputs = ", ".join(str(y.name) for y in node.outputs)
+            fate = "kept" if node.graph is graph else "removed"
+            logger.debug("%s %s -> %s: %s", node.op_type, node.name, outputs, fate)
+        logger.info("%d of %d nodes are kept", sum(1 for _ in graph), len(nodes))
 
 
 def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:

@@ -42,7 +42,7 @@ class Fitted:
         return self.read(trainer)
 
     def __set__(self, trainer: Any, value: Any) -> None:
-        raise AttributeError(f"{self.name} is computed from the state: call set_state or fit")
+        raise AttributeError(f"{self.name!r} is computed from the state: call set_state or fit")
 
 
 class Built:

@@ -16,6 +16,7 @@ from onnx import ModelProto
 
 from onnxgrad.graph.reads import subgraphs
 from onnxgrad.graph.shapes import constant, dims, static
+from onnxgrad.runtime.device import CPU
 
 # operators of which every element of the operand is one of the result
 _PASS = frozenset("Cast Concat Expand Flatten Identity Reshape Squeeze Tile Transpose Unsqueeze"
@@ -91,7 +92,7 @@ class Selection:
         options = ort.SessionOptions()
         options.log_severity_level = 4
         return ort.InferenceSession(
-            self.proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            self.proto.SerializeToString(), options, providers=CPU.providers
         )
 
     def __getstate__(self) -> dict[str, object]:
