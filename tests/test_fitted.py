@@ -88,7 +88,7 @@ def test_attributes_are_there_after_fit_only(make):
             assert getattr(one, name) is not None
         for name in ("feature_names_in_", "penalty_onnx_", "axpyw_onnx_"):
             assert not hasattr(one, name)
-    with pytest.raises(AttributeError, match="n_iter_ is computed from the state"):
+    with pytest.raises(AttributeError, match="'n_iter_' is computed from the state"):
         made.n_iter_ = 3
 
 
@@ -200,7 +200,7 @@ def test_graphs_are_those_that_are_saved():
     np.testing.assert_allclose(found["Y_grad"], -WEIGHT[:, None] * Y, rtol=1e-5)
     assert made.loss_grad_onnx_ is made.loss_grad_onnx_
     changed = made.set_params(learning_loss="absolute_error").loss_grad_onnx_
-    np.testing.assert_allclose(run(changed, feed)["Z"], -WEIGHT[:, None] * np.sign(Y))
+    np.testing.assert_allclose(run(changed, feed)["Y_grad"], -WEIGHT[:, None] * np.sign(Y))
 
 
 @pytest.mark.parametrize("kind", [str, Path])

@@ -92,10 +92,12 @@ def test_lowered_is_the_kernel(case, known):
 @OF_CASES
 def test_gradient(case, known):
     made = model(case, known)
-    if case.formula is not None or known == "symbols":  # which some kernels do not load
-        made = to_proto(prepare(made))
-    report = check_gradient(made, feed=case.feed)
-    assert report.ok, str(report)
+    lowered = check_gradient(to_proto(prepare(made)), feed=case.feed)
+    assert lowered.ok, str(lowered)
+    if case.formula is None and known == "lengths":  # some kernels do not load the others
+        rounded = case.node.startswith("y = FastGelu")  # in float64, to constants of float32
+        report = check_gradient(made, feed=case.feed, rtol=1e-5 if rounded else None)
+        assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.half], ids=lambda case: case.id)
@@ -311,7 +313,7 @@ def test_refused(node, why):
 def test_a_chain_is_inferred_in_one_round(monkeypatch):
     calls = []
     infer = preparing.infer
-    monkeypatch.setattr(preparing, "infer", lambda model: calls.append(1) or infer(model))
+    monkeypatch.setattr(preparing, "infer", lambda *given: calls.append(1) or infer(*given))
     steps = "".join(
         f"a{i} = com.microsoft.FastGelu(h{i}) h{i + 1} = MatMul(a{i}, w)" for i in range(30)
     )

@@ -316,6 +316,7 @@ class _At:
             _dot(np.abs(u), np.abs(y)) for u, y in zip(self.factors, self.outputs, strict=True)
         )
 
+    @np.errstate(invalid="ignore")
     def difference(self, name: str, v: np.ndarray) -> tuple[float, float]:
         """Return the derivative along v, of which the third and fourth orders cancel, and what the
         gradient says that it is, for the steps that the function could really take.
@@ -325,7 +326,9 @@ class _At:
         for step, share in ((v, -1 / 6), (v / 2, 8 / 6)):
             ahead, behind = (self.held(name, np.asarray(x + s)) for s in (step, -step))
             expected += share * (self(name, ahead) - self(name, behind))
-            found += share * (0.0 if g is None else float(np.vdot(g, ahead - behind)))
+            if g is not None:  # what is infinite does not move: its gradient must be zero
+                moved = np.where(np.isfinite(x), ahead - behind, 2 * step)
+                found += share * float(np.vdot(g, moved))
         return expected, found
 
 

@@ -30,13 +30,14 @@ def require_equal_lengths(
             if isinstance(d, str) and first.setdefault(d, (x, axis)) != (x, axis):
                 shared.setdefault(x, {})[axis] = first[d]
                 shared.setdefault(first[d][0], {})
-    op = Emit(graph)
-    op.before = next(iter(graph), None)
+    op, head = Emit(graph), next(iter(graph), None)
     for x, axes in shared.items():
         if all(node.op_type == "Shape" for node, _ in x.uses()):
             if x in gradients:
-                _shape_gradient(graph, x, gradients[x])
+                op.before = None
+                _shape_gradient(op, x, gradients[x])
         elif axes:
+            op.before = head
             _guard(op, x, axes)
 
 
@@ -54,12 +55,11 @@ def _guard(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> None:
         reader.replace_input_with(i, checked)
 
 
-def _shape_gradient(graph: ir.Graph, x: ir.Value, gradient: ir.Value) -> None:
+def _shape_gradient(op: Emit, x: ir.Value, gradient: ir.Value) -> None:
     """Write the gradient of an input that nothing reads in the shape that the input is fed in."""
-    op = Emit(graph)
     shaped = op.emit("Reshape", [gradient, op.Shape(x)], {"allowzero": 1}, fresh=True)
     shaped.name, gradient.name = gradient.name, op.name(str(gradient.name))
     node = op.like(shaped, gradient).producer()
     assert node is not None
     node.name = f"the gradient has the lengths of {x.name!r}"
-    graph.outputs[:] = [shaped if y is gradient else y for y in graph.outputs]
+    op.graph.outputs[:] = [shaped if y is gradient else y for y in op.graph.outputs]
