@@ -180,7 +180,8 @@ def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, s
     graph.outputs[:] = [*kept[:1], *made, *kept[1:]] if loss is not None else [*made, *kept]
     tidy(model)
     if not options & flags.KeepYieldOp:
-        require_equal_lengths(graph, inputs, dict(zip(found, made, strict=True)))
+        data = [x for x in inputs if x.name not in asked.labels]
+        require_equal_lengths(graph, data, dict(zip(found, made, strict=True)))
     constants.note_constants(model, proto)
     logger.info("gradient: %d nodes", graph.num_nodes())
     names = {str(x.name): str(g.name) for x, g in zip(found, made, strict=True)}
