@@ -201,7 +201,7 @@ def test_batch_normalization_of_a_training_model(opset):
     found = session(made).run(None, {"X": X, "s": s, "b": b, "Y_grad": G})
     for i, gradient in enumerate(found):
         d = RNG.normal(size=values[i].shape)
-        moved = [[v + h * d * (j == i) for j, v in enumerate(values)] for h in (1e-5, -1e-5)]
+        moved = [[v + h * d if j == i else v for j, v in enumerate(values)] for h in (1e-5, -1e-5)]
         slope = (loss(*moved[0]) - loss(*moved[1])) / 2e-5
         np.testing.assert_allclose((gradient * d).sum(), slope, rtol=2e-3, atol=2e-3)
 
@@ -209,7 +209,7 @@ def test_batch_normalization_of_a_training_model(opset):
 LINEAR = "g (float[N,3] X) => (float[N,1] Y) <float[3,1] W = {1, 2, 3}> { Y = MatMul(X, W) }"
 
 
-@pytest.mark.parametrize("length", [-1, 0])
+@pytest.mark.parametrize("length", [-1, -2])
 def test_lengths_that_are_no_lengths_are_unknown(length):
     model = parse(LINEAR, '"": 13')
     for v in (*model.graph.input, *model.graph.output):
