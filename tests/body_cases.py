@@ -54,6 +54,21 @@ BODIES = {
         Y, S, T = Scan<num_scan_inputs = 1, body = b (double[3] a, double[3] u)
             => (double[3] v, double[3] w, double[3] h) <{W}> {{ h = Identity(u) v = Identity(a)
             }}>(s, X) }}""",
+    "loop-names-of-the-outer-graph": """g (double[3] s, int64 n) => (double[3] Y, double[3] Z)
+        <double[3] w = {0.1, 0.2, 0.3}> { a = Add(s, w) t = Tanh(a)
+        Y = Loop(n, , s) <body = b (int64 i, bool ci, double[3] x) => (bool ci, double[3] y)
+            <double[3] w = {0.4, 0.5, -0.6}> { b = Add(x, w) u = Tanh(b) y = Mul(u, s) }>
+        Z = Mul(Y, t) }""",
+    "if-computed-and-initializer-of-one-name": """g (double[3] s, bool e) => (double[3] Y) {
+        Y = If(e) <then_branch = t () => (double[3] p) { w = Sin(s) p = Tanh(w) },
+            else_branch = f () => (double[3] w) <double[3] w = {0.5, 2.0, 1.5}> { }> }""",
+    "names-of-inputs-and-initializers": """g (double[3] s, int64 n, bool c) => (double[3] Y) {
+        p = Loop(n, , s) <body = b (int64 i, bool ci, double[3] w) => (bool ci, double[3] y) {
+            y = Sin(w) }>
+        q = If(c) <then_branch = t () => (double[3] w) <double[3] w = {0.5, 2.0, 1.5}> { },
+            else_branch = f () => (double[3] u) <double[2,3] w = {1, 2, 3, 4, 5, 6}> {
+            k = Constant<value = int64[1] {0}>() u = ReduceSum<keepdims = 0>(w, k) }>
+        Y = Mul(p, q) }""",
     "if-initializer": f"""g (double[N,3] X, bool c) => (double[N,3] Z) <{V}> {{
         Y = If(c) <then_branch = t () => (double[3] w) <{W}> {{ }},
             else_branch = f () => (double[3] y) {{ y = Identity(v) }}>

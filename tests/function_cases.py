@@ -121,6 +121,15 @@ FUNCTIONS = {
             q = my.f(z) }> }
         <domain: "my", opset_import: ["": 18]>
         f (x) => (y) { c = Constant<value = double[3] {1.0, 2.0, 3.0}>() t = Mul(x, c) y = Sin(t) }""",
+    "branches-as-attributes": """g (double[3] s) => (double[3] Y) {
+        a = my.f<p = b1 () => (double[3] w) <double[3] w = {1.0, 2.0, 3.0}> { }>(s)
+        b = my.f<p = b2 () => (double[3] u) <double[3] w = {3.0, 2.0, 1.0}> { u = Sin(w) }>(a)
+        Y = Mul(a, b) }
+        <domain: "my", opset_import: ["": 18]>
+        f <p>(x) => (y) { c = Constant<value = bool {1}>()
+        t = If(c) <then_branch: graph = @p, else_branch: graph = e () => (v) { v = Cos(x) }>
+        u = If(c) <then_branch: graph = @p, else_branch: graph = e () => (v) { v = Sin(x) }>
+        z = Mul(x, t) y = Add(z, u) }""",
     "optional-input-missing": """g (double[N,3] X, double[3] s) => (double[N,3] Y) {
         a = my.f(X) b = my.f(X, s) c = my.f(X, "") d = Add(a, b) Y = Mul(d, c) }
         <domain: "my", opset_import: ["": 18]>
