@@ -232,21 +232,20 @@ def test_a_wrong_lowering_is_found(monkeypatch):
 )
 def test_a_weight_that_is_lost_is_found(monkeypatch, text):
     """What reads a weight of a subgraph reads a copy, which is no weight: its gradient is zero."""
-    from onnxgrad.graph import weights
+    from onnxgrad.graph import local_functions, weights
 
     text = f"g (float[N,2] x) => (float[N,k] y) <int64 turns = {{2}}, bool yes = {{1}}> {text}"
     model = parse(text)
     assert check_gradient(model, weights=["w"]).ok
-    lift = weights.lift
 
-    def losing(model):
-        lift(model)
+    def losing(model, everything):
+        weights.lift(model, everything)
         for tensor in [t for t in model.graph.initializer if t.name == "w"]:
             model.graph.initializer.add().CopyFrom(tensor)
             model.graph.initializer[-1].name = "copy"
             weights.rename_uses(model.graph, "w", "copy")
 
-    monkeypatch.setattr(weights, "lift", losing)
+    monkeypatch.setattr(local_functions, "lift", losing)
     report = check_gradient(model, weights=["w"])
     assert report.rows[0].ok
     assert not report.ok

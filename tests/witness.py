@@ -210,7 +210,8 @@ class Differences:
 
 
 def base(gradient: str) -> str:
-    return gradient.removesuffix("_grad")
+    """Return what a gradient is named after; it has a number where a cotangent has its name."""
+    return re.sub(r"_grad(_\d+)?$", "", gradient)
 
 
 def of(gradient: str, name: str) -> bool:

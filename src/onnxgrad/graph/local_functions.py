@@ -19,7 +19,7 @@ from onnxgrad.autodiff.rules import RULES
 from onnxgrad.errors import ModelError, escaping
 from onnxgrad.graph.normalize import all_nodes, own_results, use_standard_domain
 from onnxgrad.graph.sites import Site, subgraphs
-from onnxgrad.graph.weights import sites, take_out
+from onnxgrad.graph.weights import lift, sites, take_out
 
 Key = tuple[str, str, str]  # domain, name, overload
 
@@ -28,11 +28,12 @@ _LARGE = 1024  # elements: a larger tensor is not repeated for every call
 
 
 @escaping()
-def inlined(proto: ModelProto) -> ModelProto:
+def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     """Return a copy of `proto` with the nodes of its local functions in place of their calls.
 
     A constant of a function becomes one initializer, which all calls share. Functions that have a
-    rule stay. In the copy, every subgraph returns results of its own nodes, each once.
+    rule stay. In the copy, every subgraph returns results of its own nodes, each once. With
+    `lifted`, all constants are initializers of the main graph, by the names that `sites` gives.
 
     Raises:
         ModelError: a function calls itself.
@@ -40,9 +41,13 @@ def inlined(proto: ModelProto) -> ModelProto:
     model = ModelProto()
     model.CopyFrom(proto)
     use_standard_domain(model)
-    own_results(model)
+    everything = list(sites(model))  # the names: what follows adds others
+    if lifted:
+        lift(model, everything)
+    tensors = _mark_constants(everything)
+    own_results(model, {site.name for site in everything})
     if model.functions:
-        tensors = _mark_constants(model)
+        model.graph.initializer.extend(tensors)
         ruled = _bind(model)
         _use_opset_of_model(model)
         try:
@@ -50,17 +55,17 @@ def inlined(proto: ModelProto) -> ModelProto:
         except RuntimeError as e:  # of the converter
             raise ModelError(f"the local functions cannot be inlined: {e}") from e
         model.functions.extend(ruled)
-        _share_constants(model, tensors)
+        _share_constants(model)
     return model
 
 
 # -- constants ---------------------------------------------------------------------------------
 
 
-def _mark_constants(model: ModelProto) -> dict[str, TensorProto]:
-    """Mark the constants of functions by the names that `sites` gives them; return the tensors."""
-    tensors = {}
-    for site in list(sites(model)):
+def _mark_constants(everything: Iterable[Site]) -> list[TensorProto]:
+    """Mark the constants of functions by their names; return them as initializers."""
+    tensors = []
+    for site in everything:
         if site.function is None and site.attribute is None:
             continue
         if _holder(site) in RULES:
@@ -68,7 +73,7 @@ def _mark_constants(model: ModelProto) -> dict[str, TensorProto]:
         tensor = TensorProto()
         tensor.CopyFrom(site.read())
         tensor.name = site.name
-        tensors[site.name] = tensor
+        tensors.append(tensor)
         _mark(site)
     return tensors
 
@@ -122,17 +127,13 @@ def _mark(site: Site) -> None:
     site.graph.node.insert(0, constant)
 
 
-def _share_constants(model: ModelProto, tensors: dict[str, TensorProto]) -> None:
-    """Turn the marked Constants of all calls into initializers of the main graph."""
-    used = set()
+def _share_constants(model: ModelProto) -> None:
+    """Let initializers of the main graph take over from the marked Constants of all calls."""
     for graph in [model.graph, *(g for n in all_nodes(model.graph.node) for g in subgraphs(n))]:
         for node in [n for n in graph.node if n.op_type == "Constant"]:
             mark = node.attribute[0].t.name if node.attribute else ""
             if mark.startswith(_MARK):
-                name = mark.removeprefix(_MARK)
-                used.add(name)
-                take_out(model, graph, node, name)
-    model.graph.initializer.extend(tensor for name, tensor in tensors.items() if name in used)
+                take_out(model, graph, node, mark.removeprefix(_MARK))
 
 
 # -- attributes --------------------------------------------------------------------------------

@@ -58,13 +58,15 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
             yield from all_nodes(graph.node)
 
 
-def own_results(model: ModelProto) -> None:
+def own_results(model: ModelProto, reserved: Iterable[str] = ()) -> None:
     """Let every subgraph and function return results of its own nodes, each once.
+
+    New results get names that are not `reserved`.
 
     Exporters and optimizers let them return inputs, initializers, captured values, or one result
     twice. onnxruntime and the tools here treat such outputs in different ways.
     """
-    taken = set(names(model.graph))
+    taken = {*names(model.graph), *reserved}
     _own_results_of(model.graph.node, taken)
     for function in model.functions:
         inside = {*function.input, *(y for n in all_nodes(function.node) for y in n.output)}

@@ -16,7 +16,7 @@ from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
 from onnxgrad.errors import escaping, unknown
-from onnxgrad.graph import bodies, weights
+from onnxgrad.graph import bodies
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, infer_behind, name_rows
 from onnxgrad.graph.local_functions import inlined
@@ -55,9 +55,7 @@ def prepare(
     With `late`, operators are lowered too that else wait until a gradient arrives.
     """
     table = LOWERINGS | LATE if late else LOWERINGS
-    made = inlined(proto)
-    weights.lift(made)
-    model = to_ir(raise_opset(made))
+    model = to_ir(raise_opset(inlined(proto, lifted=True)))
     RemoveInitializersFromInputsPass()(model)
     _tell_apart(model.graph)
     if output is not None:

@@ -9,14 +9,14 @@ came from.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph.normalize import own_names
+from onnxgrad.graph.normalize import own_names, own_results
 from onnxgrad.graph.sites import FLOATS, Holder, Site, scan, standard, subgraphs
 
 __all__ = ["FLOATS", "Site", "lift", "note_constants", "replace", "sites", "subgraphs"]
@@ -126,13 +126,15 @@ def _converted(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return made
 
 
-def lift(model: ModelProto) -> None:
+def lift(model: ModelProto, everything: Iterable[Site] | None = None) -> None:
     """Turn every constant of the graphs of `model` into an initializer of the main graph, in place.
 
     The attributes of `ai.onnx.ml` operators become further inputs of the node, which is no valid
-    node then: `prepare` lowers it. Constants of local functions are left to `inlined`.
+    node then: `prepare` lowers it. Constants of local functions are left to `inlined`. `everything`
+    is what `sites` yields; None: it is called.
     """
-    for site in list(sites(model)):
+    everything = list(sites(model) if everything is None else everything)
+    for site in everything:
         if site.function is not None or site.attribute is not None:
             continue
         if site.node is None and site.graph is model.graph and not site.sparse:
@@ -147,28 +149,28 @@ def lift(model: ModelProto) -> None:
         else:
             site.as_operand(site.name)
         model.graph.initializer.append(tensor)
+    own_results(model, {site.name for site in everything})
 
 
 def take_out(model: ModelProto, graph: Holder, node: NodeProto, name: str) -> None:
     """Remove the Constant `node` from `graph`, where an initializer called `name` takes over."""
     old = node.output[0]
-    rename_uses(graph, old, name)
-    escaping = [y for y in graph.output if y.name == old]
-    if not escaping or (graph is model.graph and old == name):
-        graph.node.remove(node)
+    if graph is model.graph and old != name and any(y.name == old for y in graph.output):
+        del node.attribute[:]  # outputs of the model keep their names
+        node.op_type = "Identity"
+        node.input.append(name)
         return
-    del node.attribute[:]  # the graph must compute what it returns
-    node.op_type = "Identity"
-    node.input.append(name)
-    if graph is not model.graph:
-        for output in escaping:
-            output.name = node.output[0] = f"{name}.out"
+    graph.node.remove(node)
+    rename_uses(graph, old, name)
 
 
 def rename_uses(graph: Holder, old: str, new: str) -> None:
-    """Let the nodes of `graph` read `new` in place of `old`, unless a subgraph has an `old` too."""
+    """Let `graph` read and return `new` in place of `old`, in subgraphs that have no `old` too."""
     if old == new:
         return
+    if isinstance(graph, GraphProto):
+        for y in (y for y in graph.output if y.name == old):
+            y.name = new
     for node in graph.node:
         if old in node.input:
             node.input[:] = [new if name == old else name for name in node.input]
