@@ -23,7 +23,7 @@ from onnxgrad.graph.lowerings import LATE, LOWERINGS
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.states import note_ranks
-from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.tidy import detach, tidy
 from onnxgrad.graph.versions import (
     NEWEST_OPSET,
     exists,
@@ -163,4 +163,5 @@ def _replace(op: Emit, node: ir.Node, made: list[ir.Value], keep: Collection[str
             new.name, old.name = old.name, None
             new.shape, new.type = old.shape or new.shape, old.type or new.type
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    detach(node)
     op.graph.remove(node, safe=True)

@@ -39,7 +39,7 @@ def onnx_rename_names(onx: ModelLike, verbose: int = 0) -> ModelProto:
         verbose: 1 reports the number of names through `logging`, 2 every name.
 
     Raises:
-        ModelError: `onx` cannot be read, or a node reads what nothing gives.
+        ModelError: `onx` cannot be read.
     """
     made = _copy(onx)
     kept = {v.name for v in (*made.graph.input, *made.graph.output)}
@@ -69,7 +69,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
         onx: model, serialized model or path; never modified.
 
     Raises:
-        ModelError: `onx` cannot be read, or a node reads what nothing gives.
+        ModelError: `onx` cannot be read.
     """
     made = _copy(onx)
     weights = [s for s in sites(made) if s.default and (s.node is None or not _is_ml(s.node))]
@@ -98,7 +98,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
 
 def _copy(onx: ModelLike) -> ModelProto:
     made = ModelProto()
-    made.CopyFrom(read(onx))
+    made.CopyFrom(read(onx, shadows=True))
     if made.training_info:
         raise ModelError("the model holds training_info, whose names are not followed: remove it")
     return made
@@ -192,10 +192,6 @@ def _rename_nodes(
     graph: GraphProto | None, nodes: Iterable[NodeProto], scope: Scope, choose: Choose
 ) -> None:
     for node in nodes:
-        for name in node.input:
-            if name and name not in scope:
-                where = f"{node.op_type} (node {node.name!r}, outputs {[*node.output]})"
-                raise ModelError(f"{where} reads {name!r}, which nothing gives")
         for field in (node.input, node.output):
             field[:] = [scope[name] if name else "" for name in field]
         for configuration in node.device_configurations:
