@@ -22,6 +22,7 @@ from onnxgrad.graph.states import (
     starts_as_states,
     trust_ranks,
 )
+from onnxgrad.graph.vectors import Vectors, lacks_shapes
 from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
 
 _SMALL = 64  # elements: a constant this size may be a shape, or axes
@@ -161,13 +162,42 @@ def _infer_with_onnx(model: ir.Model) -> None:
 
 
 def _run_inference(model: ir.Model) -> None:
+    """Let onnx infer shapes, and what vectors hold where these are short."""
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    vectors = Vectors(nodes, _without_elements(model, nodes) if lacks_shapes(nodes) else {})
+    hidden: list[ir.Node] = []
+    for _ in range(_ROUNDS):
+        before, hidden = hidden, vectors.too_long()
+        with hiding(model, hidden):
+            _run_pass(model)
+        if not hidden or hidden == before:
+            break
+        vectors.note(hidden)
+    if hidden:
+        _run_pass(model, elements=False)
+
+
+def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Value, Dims]:
+    """Return the shapes that onnx infers without a look at elements; `model` stays as it is."""
+    graphs = (held for node in nodes for held in subgraphs(node))
+    values = [y for node in nodes for y in node.outputs]
+    values += [x for graph in graphs for x in graph.inputs]
+    before = [y.shape for y in values]
+    _run_pass(model, elements=False)
+    inferred = {y: shape for y in values if (shape := dims(y)) is not None}
+    for y, old in zip(values, before, strict=True):
+        y.shape = old
+    return inferred
+
+
+def _run_pass(model: ir.Model, elements: bool = True) -> None:
     log = logging.getLogger("onnx_ir.passes.common.shape_inference")
     previous, log.level = log.level, logging.CRITICAL  # where it fails, run-time forms are used
     initializers = model.graph.initializers
     ordered = dict(initializers)
     try:
         with constants_in_bodies(model.graph), starts_as_states(model.graph):
-            ShapeInferencePass(check_type=False, strict_mode=False)(model)
+            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=elements)(model)
     finally:
         log.setLevel(previous)
         if list(initializers) != list(ordered):  # the pass moves large ones to the end

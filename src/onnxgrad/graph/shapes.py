@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.limits import limit
+
 Dim = int | str | None
 Dims = tuple[Dim, ...]
 
@@ -135,7 +137,7 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     if op_type == "Reshape":
         target, length = constant(inputs[1]), static(known[1])
         if target is None:
-            return None if length is None else (None,) * length[0]
+            return None if length is None or length[0] > limit("rank") else (None,) * length[0]
         return _reshaped(first, target.tolist(), attributes)
     if op_type == "Resize":
         return _resized(first, inputs, attributes)
