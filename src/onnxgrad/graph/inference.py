@@ -15,6 +15,7 @@ from onnxgrad.graph.kinds import correct_types
 from onnxgrad.graph.reads import subgraphs
 from onnxgrad.graph.sequences import OPERATORS
 from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
+from onnxgrad.graph.sizes import check_constants, check_ranks
 from onnxgrad.graph.states import (
     assume_states,
     constants_in_bodies,
@@ -37,11 +38,15 @@ def infer(model: ir.Model) -> None:
     """Fill in types and shapes of `model` in place, after giving each unnamed input axis a symbol.
 
     The symbols are unique to their axis, so nothing is assumed that the model does not state.
+
+    Raises:
+        ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
     """
     declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
     for y in declared:  # exporters write wrong ones, or symbols that hide what they equal
         y.shape = None
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    check_ranks(nodes)
     forget_declared(nodes)
     spell_out(nodes)
     _name_axes(model.graph)
@@ -57,6 +62,7 @@ def infer(model: ir.Model) -> None:
         _complement(model, nodes)
     if trust_ranks(nodes):
         _infer_with_onnx(model)
+    check_constants(nodes)
     for y, shape in declared.items():
         _complete(y, shape)
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, first_line
 from onnxgrad.graph.external import resolve
 from onnxgrad.graph.validate import normalize, validate
 
@@ -101,7 +101,7 @@ def to_ir(proto: ModelProto) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as e:
-        raise ModelError(f"the model is not valid: {e}") from e
+        raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e  # type: ignore
 
 
 def non_tensor(value: onnx.ValueInfoProto) -> bool:

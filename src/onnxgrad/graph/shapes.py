@@ -18,7 +18,7 @@ from onnxgrad.limits import limit
 Dim = int | str | None
 Dims = tuple[Dim, ...]
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "Abs Add And Cast Ceil Cos Cosh Div Equal Erf Exp Floor Gelu Greater GreaterOrEqual Identity "
     "IsInf IsNaN Less LessOrEqual Log LogSoftmax Max Min Mod Mul Neg Not Or Pow Reciprocal Relu "
     "Round Sigmoid Sign Sin Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
@@ -108,7 +108,7 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     Knows the operators that onnx's own inference gives up on, or that gradients consist of.
     """
     known = [None if v is None else dims(v) for v in inputs]
-    if op_type in _ELEMENTWISE:
+    if op_type in ELEMENTWISE:
         return broadcast(*(k for v, k in zip(inputs, known, strict=True) if v is not None))
     if op_type == "Einsum":
         return einsum_shape(known, attributes.get("equation", ""))

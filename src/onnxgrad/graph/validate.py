@@ -106,6 +106,8 @@ def _check_versions(model: ModelProto) -> None:
     newest = {"": defs.onnx_opset_version()}
     newest |= {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
     for holder in (model, *model.functions):
+        if any(type(entry.domain) is not str for entry in holder.opset_import):
+            raise ModelError("it imports a domain that is not UTF-8: it is damaged, write it again")
         for entry in holder.opset_import:
             domain = "" if entry.domain == "ai.onnx" else entry.domain
             of = f"opset {entry.version} of the domain {shown(entry.domain)}"
@@ -304,8 +306,8 @@ def _refuse_shadows(node: NodeProto, outer: list, what: str) -> None:
 
 
 def _declare(name: str, kind: str, names: dict[str, None]) -> None:
-    if not name:
-        raise ModelError(f"an {kind} has no name: name it, or remove it")
+    if not name or type(name) is not str:
+        raise ModelError(f"an {kind} has no name, or one that is not UTF-8: name it, or remove it")
     if name in names:
         raise ModelError(f"{kind} {shown(name)} is there twice: remove one, or rename it")
     names[name] = None

@@ -64,8 +64,8 @@ def key_of(node: NodeProto) -> Key:
 
 def title(node: NodeProto) -> str:
     """Return how messages call `node`."""
-    domain = "" if node.domain in STANDARD else f"{node.domain}::"
-    name = f"{domain}{node.op_type}"
+    domain = "" if node.domain in STANDARD else f"{node.domain!s}::"
+    name = f"{domain}{node.op_type!s}"
     output = next((y for y in node.output if y), "")
     operator = name if name.replace("::", "").replace(".", "").isidentifier() else shown(name)
     return f"{operator} (node {shown(node.name)}, output {shown(output)})"
@@ -94,6 +94,8 @@ def check_node(
         ModelError: with the node as its subject.
     """
     op_type, domain, inputs, outputs = node.op_type, node.domain, node.input, node.output
+    if type(op_type) is not str or type(domain) is not str:  # protobuf hands out bytes then
+        raise ModelError("an operator is not UTF-8: the model is damaged, write it again")
     if not op_type:
         raise ModelError(f"{title(node)} states no operator: it is damaged, write it again")
     if not outputs:
@@ -106,6 +108,8 @@ def check_node(
     for attribute in attributes:
         name, kind = attribute.name, attribute.type
         names.add(name)
+        if type(name) is not str:
+            raise ModelError(f"{title(node)} has an attribute that is not UTF-8: write it again")
         if kind not in _PLAIN:
             _check_value(attribute, node, graphs)
         if attribute.ref_attr_name:

@@ -43,6 +43,8 @@ class Order:
                     f"{title(node)} computes {shown(name)}, which is the name of an input, a "
                     "constant or another result: rename one"
                 )
+            if type(name) is not str:  # protobuf hands out bytes then
+                raise ModelError(f"{title(node)} has a name that is not UTF-8: write it again")
             if name:
                 defined[name] = None
 

@@ -33,9 +33,9 @@ _FIELDS: dict[
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
-def shown(name: str) -> str:
+def shown(name: str | bytes) -> str:
     """Return a name as it stands in messages: quoted, control characters escaped, not too long."""
-    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]}...")
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]!s}...")
 
 
 def _shape(dims: Sequence[int]) -> str:

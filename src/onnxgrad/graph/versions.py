@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx import ModelProto, NodeProto, defs, inliner, numpy_helper, version_converter
 
 from onnxgrad.autodiff.rules import RULES
-from onnxgrad.errors import ModelError
+from onnxgrad.errors import ModelError, first_line
 from onnxgrad.graph.weights import names, subgraphs
 
 _UNKNOWN = ("LayerNormalization", "SimplifiedLayerNormalization")  # the first until opset 17
@@ -45,10 +45,13 @@ def inlined(proto: ModelProto) -> ModelProto:
     for function in made.functions:
         _copy_what_is_handed_on(function.node)
     ruled = [(f.domain, f.name) for f in made.functions if (f.domain, f.name) in RULES]
-    if ruled:
-        return inliner.inline_selected_functions(made, ruled, exclude=True)
-    if made.functions:
-        return inliner.inline_local_functions(made, convert_version=True)
+    try:
+        if ruled:
+            return inliner.inline_selected_functions(made, ruled, exclude=True)
+        if made.functions:
+            return inliner.inline_local_functions(made, convert_version=True)
+    except Exception as e:  # the inliner raises several undeclared types
+        raise ModelError(f"its local functions cannot be inlined: {first_line(e)}") from e
     return made
 
 
@@ -93,7 +96,9 @@ def raise_opset(proto: ModelProto) -> ModelProto:
     try:
         made = _converted(made)
     except Exception as e:  # the converter raises several undeclared types
-        raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
+        raise ModelError(
+            f"opset {version} cannot be raised to {WORKING_OPSET}: {first_line(e)}"
+        ) from e
     if version < 11:
         _keep_places(made.graph, upsampled, {})
     return made
