@@ -15,7 +15,7 @@ from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
-from onnxgrad.errors import unknown
+from onnxgrad.errors import ModelError, first_line, unknown
 from onnxgrad.graph import bodies, weights
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, infer_behind, name_rows
@@ -112,7 +112,10 @@ def to_proto(model: ir.Model) -> ModelProto:
     """Return `model` as a `ModelProto` of the lowest IR version that its opsets allow."""
     imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
     model.ir_version = max(8, min(model.ir_version, 13), min_ir_version(imports))
-    return ir.to_proto(model)
+    try:
+        return ir.to_proto(model)
+    except ir.serde.SerdeError as e:
+        raise ModelError(f"the model cannot be written: {first_line(e)[:300]}") from e
 
 
 def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import NoGradientRule
+from onnxgrad.errors import ModelError, NoGradientRule
 from onnxgrad.graph.shapes import Dims, constant, dims, is_stated
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ def _whole(
 ) -> Dims | None:
     """Return the shape of a ConcatFromSequence of elements of this shape."""
     new = int(attributes.get("new_axis", 0))
+    if not shape and not new:
+        raise ModelError("ConcatFromSequence of tensors without axes: correct the node")
     axis = int(attributes.get("axis", 0)) % (len(shape) + new)
     return (*shape[:axis], None, *shape[axis + 1 - new :])
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.errors import ModelError
 from onnxgrad.limits import limit
 
 Dim = int | str | None
@@ -106,7 +107,21 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     """Return the shape of the first output of a node, as far as it follows from symbols.
 
     Knows the operators that onnx's own inference gives up on, or that gradients consist of.
+
+    Raises:
+        ModelError: an axis that the operands do not have, or operands that do not fit.
     """
+    try:
+        return _output_shape(op_type, inputs, attributes)
+    except (IndexError, ZeroDivisionError, ValueError) as e:
+        operands = [dims(v) for v in inputs]
+        raise ModelError(
+            f"the operands of {op_type}, of shapes {operands}, do not fit it or its axes: correct "
+            "the node"
+        ) from e
+
+
+def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
     known = [None if v is None else dims(v) for v in inputs]
     if op_type in ELEMENTWISE:
         return broadcast(*(k for v, k in zip(inputs, known, strict=True) if v is not None))

@@ -67,7 +67,8 @@ def title(node: NodeProto) -> str:
     domain = "" if node.domain in STANDARD else f"{node.domain!s}::"
     name = f"{domain}{node.op_type!s}"
     output = next((y for y in node.output if y), "")
-    operator = name if name.replace("::", "").replace(".", "").isidentifier() else shown(name)
+    plain = name.replace("::", "").replace(".", "").isidentifier()
+    operator = name if plain and len(name) < 100 else shown(name)
     return f"{operator} (node {shown(node.name)}, output {shown(output)})"
 
 
@@ -126,6 +127,10 @@ def check_node(
     if function is not None:
         _check_call(node, function)
     if signature is None:
+        if function is None and opset < 1 and domain in STANDARD:
+            raise ModelError(f"{title(node)} is of a domain without an opset: import one")
+        if not (op_type.isprintable() and domain.isprintable()):
+            raise ModelError(f"{title(node)} is no operator: correct its name")
         return graphs
     least, most = signature.inputs
     fewest, mostly = signature.outputs

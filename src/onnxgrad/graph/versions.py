@@ -86,7 +86,10 @@ def raise_opset(proto: ModelProto) -> ModelProto:
             f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"
         )
     if version < 7:
-        _keep_channels(made)
+        try:
+            _keep_channels(made)
+        except onnx.shape_inference.InferenceError as e:
+            raise ModelError(f"its shapes cannot be inferred: {first_line(e)}") from e
     if version == 8 and any(node.op_type == "Scan" for node in _nodes(made.graph)):
         raise ModelError(
             "the Scan of opset 8 runs over a batch, which onnx does not convert: export the model "
