@@ -258,7 +258,7 @@ def test_a_path_with_external_data(tmp_path):
 def test_what_cannot_be_renamed():
     made = scopes()
     made.graph.node[1].input[1] = "nowhere"
-    with pytest.raises(ModelError, match=r"Mul .* reads 'nowhere', which nothing gives"):
+    with pytest.raises(ModelError, match=r"Mul .* reads 'nowhere', which is no input"):
         onnx_rename_names(made)
     made = scopes()
     made.training_info.add()

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         NegLogLearningLoss,
         SquareLearningLoss,
     )
+    from onnxgrad.limits import set_limits
     from onnxgrad.losses import add_loss_output
     from onnxgrad.optimizers import adam, adamw, momentum, nesterov, sgd
     from onnxgrad.penalties import (
@@ -85,6 +86,7 @@ _MODULES = {
         "NegLogLearningLoss",
         "SquareLearningLoss",
     ),
+    "limits": ("set_limits",),
     "losses": ("add_loss_output",),
     "optimizers": ("adam", "adamw", "momentum", "nesterov", "sgd"),
     "penalties": (
@@ -160,6 +162,7 @@ __all__ = [
     "rule",
     "save",
     "select_model_inputs_outputs",
+    "set_limits",
     "sgd",
     "to_dot",
     "unreduced_onnx_loss",

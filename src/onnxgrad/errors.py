@@ -82,6 +82,12 @@ class ProviderError(PrintableError, ValueError):
     """The requested device has no execution provider in the installed onnxruntime."""
 
 
+def first_line(error: Exception) -> str:
+    """Return what `error` says, in one line, without the source file of an assertion in C++."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rpartition("` failed: ")[2]
+
+
 def unknown(kind: str, name: object, valid: Iterable[str]) -> ValueError:
     """Return the error for a name that is not among `valid`, with the close ones first."""
     names = [str(v) for v in valid]

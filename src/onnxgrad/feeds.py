@@ -77,7 +77,9 @@ def _length(
 ) -> int:
     if isinstance(d, int) and d >= 0:
         return d
-    return batch if place == 0 else sizes.get(d, other) if d else other
+    if place == 0:
+        return batch
+    return sizes.get(d, other) if isinstance(d, str) and d else other
 
 
 def _draw(rng: np.random.Generator, dtype: ir.DataType, shape: list[int]) -> np.ndarray:

@@ -250,8 +250,11 @@ def add_loss_output(
             loss = op.ReduceSum(losses, keepdims=1)
         else:
             loss = op.Reshape(op.ReduceSum(losses, keepdims=0), [1, 1])
-        if kind.reduction == "mean":
-            loss = loss / op.Cast(op.Shape(label, start=0, end=1), to=loss.dtype)
+        if kind.reduction == "mean" and shapes.rank(label) != 0:
+            rows = op.Shape(label, start=0, end=1)
+            if label.shape is None:  # it may have no axis: then it is one row
+                rows = op.ReduceProd(rows, keepdims=1)
+            loss = loss / op.Cast(rows, to=loss.dtype)
         if penalty:
             from onnxgrad.penalties import add_penalties  # it brings scikit-learn's base
 

@@ -46,7 +46,7 @@ def has_body(schema: Any) -> bool:
 def _body(node: ir.Node, opsets: dict[str, int]) -> onnx.FunctionProto | None:
     """Return the newest body that the specification has for `node`, or None."""
     opset = opsets.get(node.domain, 0)
-    if not defs.has(node.op_type, node.domain) or not opset:
+    if not opset or not defs.has(node.op_type, opset, node.domain):
         return None
     schema: Any = defs.get_schema(node.op_type, opset, node.domain)
     fixed = [v for v in schema.function_opset_versions if _FIRST <= v <= opset]

@@ -14,6 +14,7 @@ from onnxgrad.graph.kinds import correct_types
 from onnxgrad.graph.reads import subgraphs
 from onnxgrad.graph.sequences import OPERATORS
 from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
+from onnxgrad.graph.sizes import check_constants, check_ranks
 from onnxgrad.graph.states import (
     assume_states,
     constants_in_bodies,
@@ -21,6 +22,7 @@ from onnxgrad.graph.states import (
     starts_as_states,
     trust_ranks,
 )
+from onnxgrad.graph.vectors import Vectors, lacks_shapes
 from onnxgrad.graph.workarounds import drop_windows, hiding, spell_out, wrongly_inferred
 from onnxgrad.reporting import hush, quiet
 
@@ -40,11 +42,15 @@ def infer(model: ir.Model, trust_branches: bool = True) -> None:
     The symbols are unique to their axis, so nothing is assumed that the model does not state.
     Without `trust_branches`, what the model states of outputs behind an If, Loop or Scan is not
     believed: tracing exporters write the shape of the one branch or iteration that they have seen.
+
+    Raises:
+        ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
     """
     declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
     for y in declared:  # exporters write wrong ones, or symbols that hide what they equal
         y.shape = None
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    check_ranks(nodes)
     forget_declared(nodes)
     spell_out(nodes)
     _name_axes(model.graph)
@@ -60,6 +66,7 @@ def infer(model: ir.Model, trust_branches: bool = True) -> None:
         _complement(model, nodes)
     if trust_ranks(nodes):
         _infer_with_onnx(model)
+    check_constants(nodes)
     traced = set() if trust_branches else _behind_subgraphs(nodes)
     for y, shape in declared.items():
         if y not in traced:
@@ -176,12 +183,41 @@ def _infer_with_onnx(model: ir.Model) -> None:
 
 
 def _run_inference(model: ir.Model) -> None:
+    """Let onnx infer shapes, and what vectors hold where these are short."""
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    vectors = Vectors(nodes, _without_elements(model, nodes) if lacks_shapes(nodes) else {})
+    hidden: list[ir.Node] = []
+    for _ in range(_ROUNDS):
+        before, hidden = hidden, vectors.too_long()
+        with hiding(model, hidden):
+            _run_pass(model)
+        if not hidden or hidden == before:
+            break
+        vectors.note(hidden)
+    if hidden:
+        _run_pass(model, elements=False)
+
+
+def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Value, Dims]:
+    """Return the shapes that onnx infers without a look at elements; `model` stays as it is."""
+    graphs = (held for node in nodes for held in subgraphs(node))
+    values = [y for node in nodes for y in node.outputs]
+    values += [x for graph in graphs for x in graph.inputs]
+    before = [y.shape for y in values]
+    _run_pass(model, elements=False)
+    inferred = {y: shape for y in values if (shape := dims(y)) is not None}
+    for y, old in zip(values, before, strict=True):
+        y.shape = old
+    return inferred
+
+
+def _run_pass(model: ir.Model, elements: bool = True) -> None:
     initializers = model.graph.initializers
     ordered = dict(initializers)
     try:
         # where it fails, run-time forms are used
         with quiet(), constants_in_bodies(model.graph), starts_as_states(model.graph):
-            ShapeInferencePass(check_type=False, strict_mode=False)(model)
+            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=elements)(model)
     finally:
         if list(initializers) != list(ordered):  # the pass moves large ones to the end
             initializers.clear()

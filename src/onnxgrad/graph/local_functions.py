@@ -16,7 +16,7 @@ from onnx import (
 )
 
 from onnxgrad.autodiff.rules import RULES
-from onnxgrad.errors import ModelError, escaping
+from onnxgrad.errors import ModelError, escaping, first_line
 from onnxgrad.graph.normalize import all_nodes, own_results, use_standard_domain
 from onnxgrad.graph.sites import Site, subgraphs
 from onnxgrad.graph.weights import lift, sites, take_out
@@ -52,8 +52,8 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
         _use_opset_of_model(model)
         try:
             model = inliner.inline_local_functions(model, convert_version=True)
-        except RuntimeError as e:  # of the converter
-            raise ModelError(f"the local functions cannot be inlined: {e}") from e
+        except Exception as e:  # the inliner raises several undeclared types
+            raise ModelError(f"its local functions cannot be inlined: {first_line(e)}") from e
         model.functions.extend(ruled)
         _share_constants(model)
     return model

@@ -15,7 +15,7 @@ from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
-from onnxgrad.errors import escaping, unknown
+from onnxgrad.errors import ModelError, escaping, first_line, unknown
 from onnxgrad.graph import bodies
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, infer_behind, name_rows
@@ -25,7 +25,7 @@ from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.stated import complete_stated, forget_stated
 from onnxgrad.graph.states import note_ranks
-from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.tidy import detach, tidy
 from onnxgrad.graph.versions import (
     NEWEST_OPSET,
     exists,
@@ -124,7 +124,10 @@ def to_proto(model: ir.Model) -> ModelProto:
     """Return `model` as a `ModelProto` of the lowest IR version that its opsets allow."""
     imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
     model.ir_version = max(8, min(model.ir_version, 13), min_ir_version(imports))
-    return ir.to_proto(model)
+    try:
+        return ir.to_proto(model)
+    except ir.serde.SerdeError as e:
+        raise ModelError(f"the model cannot be written: {first_line(e)[:300]}") from e
 
 
 def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:
@@ -175,4 +178,5 @@ def _replace(op: Emit, node: ir.Node, made: list[ir.Value], keep: Collection[str
             new.name, old.name = old.name, None
             new.shape, new.type = old.shape or new.shape, old.type or new.type
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    detach(node)
     op.graph.remove(node, safe=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -13,9 +13,10 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
-from onnxgrad.errors import ModelError, escaping
+from onnxgrad.errors import ModelError, escaping, first_line
 from onnxgrad.graph.external import resolve
 from onnxgrad.graph.normalize import normalized
+from onnxgrad.graph.validate import normalize, validate
 from onnxgrad.reporting import escape_loggers
 
 escape_loggers("onnx_ir")  # which warns of invalid models, by the names in them
@@ -26,34 +27,48 @@ _OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
-def read(model: ModelLike) -> ModelProto:
-    """Return `model` as a `ModelProto`; a given one is not modified.
+def read(model: ModelLike, promised: Collection[str] = (), shadows: bool = False) -> ModelProto:
+    """Return `model` as a `ModelProto` that passed `validate`; a given one is not modified.
 
-    It holds its tensors, but for those of a large model: see `external`.
+    It holds its tensors, but for those of a large model: see `external`. The nodes of its main
+    graph are sorted, and no declared length is negative: such a length is an unknown one.
+    `promised` and `shadows` are those of `validate`.
 
     Raises:
         TypeError: `model` is nothing that can be a model.
-        ModelError: it cannot be read; the message says why.
+        ModelError: it cannot be read, or it is broken; the message says why.
     """
+    path = None
     if isinstance(model, ModelProto):
         proto, where = model, "the given ModelProto"
-        resolve(proto, None, where)
     elif isinstance(model, (bytes, bytearray, memoryview)):
         proto, where = _parse(bytes(model), "the given bytes"), "the given bytes"
-        resolve(proto, None, where)
     elif isinstance(model, (str, os.PathLike)):
         path, where = Path(model), f"{os.fspath(model)!r}"
         try:
             proto = _parse(path.read_bytes(), where)
-        except OSError as e:
-            raise ModelError(f"cannot read {where}: {e.strerror or e}") from None
-        resolve(proto, path, where)
+        except (OSError, ValueError) as e:
+            if isinstance(e, ModelError):
+                raise
+            raise ModelError(f"cannot read {where}: {getattr(e, 'strerror', None) or e}") from None
     else:
         raise TypeError(f"a model is a ModelProto, bytes or a path, not {type(model).__name__}")
     if not proto.graph.node and not proto.graph.output:
         raise ModelError(f"{where} is no ONNX model: it holds no graph")
     if not proto.opset_import:
         raise ModelError(f"{where} states no opset: it is truncated, or was never finished")
+    try:
+        wanting = validate(proto, promised, shadows)
+    except UnicodeDecodeError:
+        raise ModelError(f"{where} holds a name that is not UTF-8: it is damaged") from None
+    except ModelError as e:
+        raise ModelError(f"{where}: {e}") from None
+    if wanting and proto is model:
+        proto = ModelProto()
+        proto.CopyFrom(model)
+    if wanting:
+        normalize(proto)
+    resolve(proto, path, where)
     return proto
 
 
@@ -62,8 +77,8 @@ def _parse(data: bytes, where: str) -> ModelProto:
         return onnx.load_model_from_string(data)
     except DecodeError:
         raise ModelError(
-            f"{where} ({len(data)} bytes) is no ONNX model, or is truncated: "
-            "it does not parse as a ModelProto"
+            f"{where} ({len(data)} bytes) is no ONNX model, or is truncated, or nests subgraphs "
+            "too deep: it does not parse as a ModelProto"
         ) from None
 
 
@@ -93,7 +108,7 @@ def to_ir(proto: ModelProto) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as e:
-        raise ModelError(f"the model is not valid: {e}") from e
+        raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e  # type: ignore
 
 
 def non_tensor(value: onnx.ValueInfoProto) -> bool:

@@ -22,7 +22,7 @@ from onnx import (
     TensorProto,
 )
 
-from onnxgrad.errors import ModelError, printable, unknown
+from onnxgrad.errors import ModelError, unknown
 from onnxgrad.graph.normalize import names
 from onnxgrad.graph.read import ModelLike, read
 from onnxgrad.graph.sites import Holder, Site, subgraphs
@@ -54,7 +54,7 @@ def onnx_rename_names(onx: ModelLike, strategy: str = "simple", verbose: int = 0
 
     Raises:
         ValueError: an unknown strategy.
-        ModelError: `onx` cannot be read, or a node reads what nothing gives.
+        ModelError: `onx` cannot be read.
     """
     if strategy not in _STRATEGIES:
         raise unknown("strategy", strategy, _STRATEGIES)
@@ -82,7 +82,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
         onx: model, serialized model or path; never modified.
 
     Raises:
-        ModelError: `onx` cannot be read, or a node reads what nothing gives.
+        ModelError: `onx` cannot be read.
     """
     made = _copy(onx)
     weights = [site for site in sites(made) if site.default and not _keeps_name(site)]
@@ -113,7 +113,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
 
 def _copy(onx: ModelLike) -> ModelProto:
     made = ModelProto()
-    made.CopyFrom(read(onx))
+    made.CopyFrom(read(onx, shadows=True))
     if made.training_info:
         raise ModelError("the model holds training_info, whose names are not followed: remove it")
     return made
@@ -257,10 +257,6 @@ def _declare(graph: Holder, given: Iterable[tuple[str, str]], scope: Scope, choo
 
 def _rename_nodes(graph: Holder, nodes: Iterable[NodeProto], scope: Scope, choose: Choose) -> None:
     for node in nodes:
-        for name in node.input:
-            if name and name not in scope:
-                where = f"{printable(node.op_type)} (node {node.name!r}, outputs {[*node.output]})"
-                raise ModelError(f"{where} reads {name!r}, which nothing gives")
         for field in (node.input, node.output):
             field[:] = [scope[name] if name else "" for name in field]
         for configuration in node.device_configurations:

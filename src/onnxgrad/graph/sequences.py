@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import NoGradientRule
+from onnxgrad.errors import ModelError, NoGradientRule
 from onnxgrad.graph.shapes import Dims, constant, dims, is_stated
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ def _whole(
 ) -> Dims | None:
     """Return the shape of a ConcatFromSequence of elements of this shape."""
     new = int(attributes.get("new_axis", 0))
+    if not shape and not new:
+        raise ModelError("ConcatFromSequence of tensors without axes: correct the node")
     axis = int(attributes.get("axis", 0)) % (len(shape) + new)
     return (*shape[:axis], None, *shape[axis + 1 - new :])
 
@@ -266,38 +268,47 @@ def _counted(op: Emit, place: ir.Value, length: ir.Value) -> ir.Value:
 # -- what is known before it runs ----------------------------------------------------------------
 
 _MANY = 64  # elements of a sequence that are written one by one
+_CHANGES = ("Identity", "SequenceInsert", "SequenceErase")
 
 
 def elements(op: Emit, sequence: ir.Value) -> list[ir.Value] | None:
     """Return the elements of a sequence whose length and makers are known, else None."""
+    changes: list[ir.Node] = []  # inserts and removals, the last one first
     node = sequence.producer()
+    while node is not None and not node.domain and node.op_type in _CHANGES:
+        changes.append(node)
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
     if node is None or node.domain:
         return None
     if node.op_type == "SequenceConstruct":
-        return [v for v in node.inputs if v is not None]
-    if node.op_type == "SequenceEmpty":
-        return []
-    if node.op_type == "SplitToSequence":
-        return _split(op, node)
-    if node.op_type not in ("Identity", "SequenceInsert", "SequenceErase"):
-        return None
-    before = elements(op, node.inputs[0])  # type: ignore[arg-type]
-    if before is None or node.op_type == "Identity":
-        return before
-    insert = node.op_type == "SequenceInsert"
-    place = next(iter(node.inputs[1 + insert :]), None)
-    known = constant(place)
-    if place is not None and known is None:
-        return None
-    last = len(before) if insert else -1
-    at = last if known is None else int(known.reshape(()))
-    if not -len(before) <= at < len(before) + insert:
-        return None  # onnxruntime says what is wrong
-    if insert:
-        before.insert(at, node.inputs[1])  # type: ignore[arg-type]
+        items = [v for v in node.inputs if v is not None]
+    elif node.op_type == "SequenceEmpty":
+        items = []
+    elif node.op_type == "SplitToSequence" and (pieces := _split(op, node)) is not None:
+        items = pieces
     else:
-        del before[at]
-    return before
+        return None
+    return items if all(_change(items, node) for node in reversed(changes)) else None
+
+
+def _change(items: list[ir.Value], node: ir.Node) -> bool:
+    """Do to `items` what `node` does to a sequence; tell whether it is known what that is."""
+    if node.op_type == "Identity":
+        return True
+    insert = node.op_type == "SequenceInsert"
+    index = next(iter(node.inputs[1 + insert :]), None)
+    constant_index = constant(index)
+    if index is not None and constant_index is None:
+        return False
+    last = len(items) if insert else -1
+    at = last if constant_index is None else int(constant_index.reshape(()))
+    if not -len(items) <= at < len(items) + insert:
+        return False  # onnxruntime says what is wrong
+    if insert:
+        items.insert(at, node.inputs[1])  # type: ignore[arg-type]
+    else:
+        del items[at]
+    return True
 
 
 def _split(op: Emit, node: ir.Node) -> list[ir.Value] | None:

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.errors import ModelError
+from onnxgrad.limits import limit
+
 Dim = int | str | None
 Dims = tuple[Dim, ...]
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     "Abs Add And Cast Ceil Cos Cosh Div Equal Erf Exp Floor Gelu Greater GreaterOrEqual Identity "
     "IsInf IsNaN Less LessOrEqual Log LogSoftmax Max Min Mod Mul Neg Not Or Pow Reciprocal Relu "
     "Round Sigmoid Sign Sin Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
@@ -104,9 +107,23 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     """Return the shape of the first output of a node, as far as it follows from symbols.
 
     Knows the operators that onnx's own inference gives up on, or that gradients consist of.
+
+    Raises:
+        ModelError: an axis that the operands do not have, or operands that do not fit.
     """
+    try:
+        return _output_shape(op_type, inputs, attributes)
+    except (IndexError, ZeroDivisionError, ValueError) as e:
+        operands = [dims(v) for v in inputs]
+        raise ModelError(
+            f"the operands of {op_type}, of shapes {operands}, do not fit it or its axes: correct "
+            "the node"
+        ) from e
+
+
+def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
     known = [None if v is None else dims(v) for v in inputs]
-    if op_type in _ELEMENTWISE:
+    if op_type in ELEMENTWISE:
         return broadcast(*(k for v, k in zip(inputs, known, strict=True) if v is not None))
     if op_type == "Einsum":
         return einsum_shape(known, attributes.get("equation", ""))
@@ -135,7 +152,7 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
     if op_type == "Reshape":
         target, length = constant(inputs[1]), static(known[1])
         if target is None:
-            return None if length is None else (None,) * length[0]
+            return None if length is None or length[0] > limit("rank") else (None,) * length[0]
         return _reshaped(first, target.tolist(), attributes)
     if op_type == "Resize":
         return _resized(first, inputs, attributes)

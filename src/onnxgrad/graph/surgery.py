@@ -161,7 +161,7 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
         ModelError: `model` cannot be read.
     """
     made = ModelProto()
-    made.CopyFrom(read(model))
+    made.CopyFrom(read(model, promised=[name]))
     if not name:
         raise ValueError("an initializer needs a name")
     if name in names(made.graph):

@@ -10,6 +10,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.reads import subgraphs
 
+_MANY = 64  # inputs of a node
+
 
 def tidy(model: ir.Model) -> None:
     """Remove, in place, the nodes and constants that no output needs.
@@ -37,13 +39,29 @@ def drop_unused(graph: ir.Graph) -> None:
             for held in subgraphs(node):
                 drop_unused(held)
                 needed.update(held.outputs, *(n.inputs for n in held.all_nodes()))
+    for node in unused:
+        detach(node)
     graph.remove(unused, safe=True)
 
 
 def release(graphs: Iterable[ir.Graph]) -> None:
     """Let graphs that nothing will hold read nothing any more."""
     for node in (node for graph in graphs for node in graph.all_nodes()):
+        detach(node)
+
+
+def detach(node: ir.Node) -> None:
+    """Let `node` read nothing any more.
+
+    onnx_ir copies all inputs for each one that it removes, which is too slow for thousands.
+    """
+    if len(node.inputs) < _MANY or not hasattr(ir.Value, "_remove_usage"):
         node.resize_inputs(0)
+        return
+    for i, x in enumerate(node.inputs):
+        if x is not None:
+            x._remove_usage(node, i)
+    node._inputs = ()
 
 
 def free(graph: ir.Graph, names: Collection[str | None]) -> None:

@@ -9,7 +9,7 @@ import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, NodeProto, defs, numpy_helper, version_converter
 
-from onnxgrad.errors import ModelError, escaping, printable
+from onnxgrad.errors import ModelError, escaping, first_line, printable
 from onnxgrad.graph.local_functions import inlined
 from onnxgrad.graph.normalize import all_nodes, names, unused
 from onnxgrad.graph.sites import subgraphs
@@ -53,7 +53,10 @@ def raise_opset(proto: ModelProto) -> ModelProto:
             f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"
         )
     if version < 7:
-        _keep_channels(made)
+        try:
+            _keep_channels(made)
+        except onnx.shape_inference.InferenceError as e:
+            raise ModelError(f"its shapes cannot be inferred: {first_line(e)}") from e
     if version == 8 and any(node.op_type == "Scan" for node in all_nodes(made.graph.node)):
         raise ModelError(
             "the Scan of opset 8 runs over a batch, which onnx does not convert: export the model "
@@ -65,7 +68,9 @@ def raise_opset(proto: ModelProto) -> ModelProto:
     except ModelError:
         raise
     except Exception as e:  # the converter raises several undeclared types
-        raise ModelError(f"opset {version} cannot be raised to {WORKING_OPSET}: {e}") from e
+        raise ModelError(
+            f"opset {version} cannot be raised to {WORKING_OPSET}: {first_line(e)}"
+        ) from e
     if version < 11:
         _keep_places(made.graph, upsampled, {})
     return made

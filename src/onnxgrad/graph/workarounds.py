@@ -127,10 +127,12 @@ def _holds_graph(node: ir.Node) -> bool:
 @contextmanager
 def hiding(model: ir.Model, nodes: Collection[ir.Node]) -> Iterator[None]:
     """Keep onnx from inferring the shapes of `nodes`, in a domain that it does not know."""
+    nested = _HIDDEN in model.opset_imports
     model.opset_imports[_HIDDEN] = 1
     for node in nodes:
         node.domain = _HIDDEN
     yield
     for node in nodes:
         node.domain = ""
-    del model.opset_imports[_HIDDEN]
+    if not nested:
+        del model.opset_imports[_HIDDEN]

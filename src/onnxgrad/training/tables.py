@@ -19,6 +19,7 @@ import onnx_ir as ir
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses import LABELS
+from onnxgrad.training.archives import check_expansion
 from onnxgrad.training.columns import DataError, Names, check_names, fit_shape, same_columns
 
 Table = dict[str, np.ndarray]
@@ -30,7 +31,7 @@ def read_table(path: str | os.PathLike) -> Table:
     A list column becomes an array with more axes; an empty cell becomes NaN.
 
     Raises:
-        DataError: the file cannot be read or holds no rows.
+        DataError: the file cannot be read, holds no rows, or expands to more than `limits` allows.
     """
     path = Path(path)
     readers = {
@@ -43,11 +44,14 @@ def read_table(path: str | os.PathLike) -> Table:
         raise DataError(f"{str(path)!r} is none of {', '.join(readers)}: convert it to one of them")
     try:
         with path.open("rb") as file:
+            check_expansion(file, path.suffix.lower(), DataError)
             table = readers[path.suffix.lower()](file)
     except DataError as e:
         raise DataError(f"{str(path)!r}: {e}") from None
     except OSError as e:
         raise DataError(f"cannot read {str(path)!r}: {e.strerror or e}") from None
+    except MemoryError:
+        raise DataError(f"{str(path)!r} says that it holds more than the memory can") from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).splitlines()[0] if str(e) else "unexpected end"
         raise DataError(f"{str(path)!r} is damaged, or no {path.suffix} file: {reason}") from e

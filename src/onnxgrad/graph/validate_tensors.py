@@ -1,0 +1,153 @@
+"""Constants and declared types of a model that enters: whether they are what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+
+import numpy as np
+import onnx_ir as ir
+from onnx import SparseTensorProto, TensorProto, TypeProto, ValueInfoProto, numpy_helper
+
+from onnxgrad.errors import ModelError
+from onnxgrad.limits import check_limit
+
+_SHOWN = 100  # characters of a name, or lengths of a shape, in a message
+_MOST = (1 << 63) - 1  # what a size in bytes can be
+_BITS: dict[int, int] = {
+    d.value: d.bitwidth for d in ir.DataType if d.name not in ("UNDEFINED", "STRING")
+}
+_KNOWN = {*_BITS, TensorProto.STRING}
+_FIELDS: dict[
+    int, str
+] = {  # where elements are that are not in `raw_data`; others are in `int32_data`
+    TensorProto.FLOAT: "float_data",
+    TensorProto.COMPLEX64: "float_data",
+    TensorProto.DOUBLE: "double_data",
+    TensorProto.COMPLEX128: "double_data",
+    TensorProto.INT64: "int64_data",
+    TensorProto.UINT32: "uint64_data",
+    TensorProto.UINT64: "uint64_data",
+    TensorProto.STRING: "string_data",
+}
+_COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
+
+
+def shown(name: str | bytes) -> str:
+    """Return a name as it stands in messages: quoted, control characters escaped, not too long."""
+    return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]!s}...")
+
+
+def _shape(dims: Sequence[int]) -> str:
+    lengths = [str(d) for d in dims[:_SHOWN]] + ["..."] * (len(dims) > _SHOWN)
+    return f"[{', '.join(lengths)}]"
+
+
+def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
+    """Raise if the data type, the shape and the number of elements of `tensor` do not agree.
+
+    Data in an external file are not looked at.
+
+    Raises:
+        ModelError: with what `subject()` returns, such as "initializer 'w'", at its beginning.
+    """
+    kind, dims = tensor.data_type, tensor.dims
+    if kind not in _KNOWN:
+        raise ModelError(
+            f"{subject()} has the unknown data type {kind}: write a type that ONNX has"
+        )
+    count = prod(dims)
+    if (count <= 0 and min(dims) < 0) or (count > 0 and min(dims, default=0) < 0):
+        raise ModelError(f"{subject()} has the negative length {min(dims)}: write its true shape")
+    if count * 16 > _MOST:
+        raise ModelError(f"{subject()} has a shape of {_size(count)} elements: write its true one")
+    if tensor.data_location == TensorProto.EXTERNAL:
+        return
+    field, wanted = "raw_data", (count * _BITS.get(kind, 8) + 7) // 8
+    if kind == TensorProto.STRING or not tensor.HasField("raw_data"):
+        field = _FIELDS.get(kind, "int32_data")
+        if _BITS.get(kind, 8) >= 8:
+            wanted = count * 2 if kind in _COMPLEX else count
+    length = len(getattr(tensor, field))
+    if length != wanted:
+        relation = "fewer" if length < wanted else "more"
+        raise ModelError(
+            f"{subject()} holds {relation} data than its shape {_shape(dims)} says "
+            f"({length} entries of {field}, not {wanted}): it is damaged, write it again"
+        )
+
+
+def check_sparse(sparse: SparseTensorProto, what: str) -> None:
+    """Raise if the values, the indices and the shape of a sparse tensor do not agree.
+
+    Raises:
+        ModelError: with `what` as its subject; too many elements for a dense tensor, too.
+    """
+    values, indices, dims = sparse.values, sparse.indices, list(sparse.dims)
+    for part, tensor in (("values", values), ("indices", indices)):
+        check_tensor(tensor, lambda part=part: f"{what}: the tensor of its {part}")  # type: ignore
+        if tensor.data_location == TensorProto.EXTERNAL:
+            raise ModelError(f"{what} keeps its {part} in an external file: write it as dense")
+    count = prod(dims)
+    if not dims or min(dims) < 0:
+        raise ModelError(f"{what} has the shape {_shape(dims)}: lengths are not negative")
+    check_limit("dense_elements", count, f"{what} has too many elements for a dense tensor")
+    n = values.dims[0] if len(values.dims) == 1 else -1
+    if indices.data_type != TensorProto.INT64 or list(indices.dims) not in ([n], [n, len(dims)]):
+        raise ModelError(
+            f"{what} has values of shape {_shape(values.dims)} and indices of shape "
+            f"{_shape(indices.dims)}: these are (n,), and int64 of shape (n,) or (n, rank)"
+        )
+    at = numpy_helper.to_array(indices)
+    ends = np.array([count] if at.ndim == 1 else dims)
+    if ((at < 0) | (at >= ends)).any():
+        raise ModelError(f"{what} has an index outside of its shape {_shape(dims)}")
+
+
+def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
+    """Raise for a declared type that ONNX does not have; tell whether a length is negative.
+
+    Raises:
+        ModelError: with `kind`, such as "input", and the name as its subject.
+    """
+    negative = False
+    for value in values:
+        if not value.HasField("type"):
+            continue
+        at = innermost(value.type)
+        if at.elem_type not in _KNOWN and at.elem_type:
+            raise ModelError(
+                f"{kind} {shown(value.name)} has the unknown element type {at.elem_type}: "
+                "write a type that ONNX has"
+            )
+        if at.HasField("shape"):
+            negative |= any(d.dim_value < 0 for d in at.shape.dim)
+            check_limit("rank", len(at.shape.dim), f"{kind} {shown(value.name)} has too many axes")
+    return negative
+
+
+def forget_negative(values: Iterable[ValueInfoProto]) -> None:
+    """Turn the negative lengths that `values` declare into unknown ones, in place."""
+    for value in values:
+        at = innermost(value.type)
+        for d in at.shape.dim if at.HasField("shape") else ():
+            if d.dim_value < 0:
+                d.ClearField("dim_value")
+
+
+def innermost(kind: TypeProto) -> TypeProto.Tensor | TypeProto.SparseTensor:
+    """Return the type of a tensor, or of those in a sequence, an Optional or a map."""
+    while True:
+        field = kind.WhichOneof("value")
+        if field in ("sequence_type", "optional_type"):
+            kind = getattr(kind, field).elem_type
+        elif field == "map_type":
+            kind = kind.map_type.value_type
+        elif field == "sparse_tensor_type":
+            return kind.sparse_tensor_type
+        else:
+            return kind.tensor_type
+
+
+def _size(count: int) -> str:
+    return str(count) if count < 10**18 else f"more than 10^{len(str(count)) - 1}"

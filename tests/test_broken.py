@@ -1,0 +1,293 @@
+"""Models that are broken are refused with one line; those that only look so are taken."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from onnx import ModelProto, numpy_helper, parser
+
+from onnxgrad import (
+    ModelError,
+    OrtGradientOptimizer,
+    add_loss_output,
+    onnx_derivative,
+    onnx_simple_text_plot,
+    random_feed,
+)
+
+HEAD = '<ir_version: 8, opset_import: ["": 18, "l": 1]> '
+PLAIN = "g (float[2] X) => (float[2] Y) <float[2] w = {1, 2}> { Y = Mul(X, w) }"
+IF = "g (float[2] X, bool c) => (float[2] Y) { %s Y = If (c) <then_branch=%s, else_branch=%s> %s }"
+ELSE = "e () => (float[2] q) { q = Neg(X) }"
+LOOP = """g (float[2] X) => (float[2] Y) <int64 n = {2}, bool go = {1}> {
+    Y = Loop (n, go, X) <body = b %s => %s { k = Identity(go) o = Add(X, X) }> }"""
+SCAN = "g (float[2] X) => (float[2] Y) { Y = Scan <%s body = b %s => (float y) { y = Neg(x) }>(X) }"
+FUNCTION = "g (float[2] X) => (float[2] Y) { Y = l.f %s } "
+
+
+def parse(text: str) -> ModelProto:
+    return parser.parse_model(HEAD + text)
+
+
+def function(body: str) -> str:
+    return f' <domain: "l", opset_import: ["": 18, "l": 1]> {body}'
+
+
+BROKEN = {  # model, the message
+    "g (float[2] X) => (float[2] Y) { Y = Neg(X) a = Neg(b) b = Neg(a) }": "'a' -> 'b' -> 'a'",
+    "g (float[2] X) => (float[2] Y) { Y = Add(X, Y) }": "'Y' -> 'Y'",
+    "g (float[2] X) => (float[2] Y) { Y = Add(X, gone) }": "Add .* reads 'gone'",
+    "g (float[2] X) => (float[2] Y) { Y = Neg(X) t = Neg(gone) }": "Neg .* reads 'gone'",
+    "g (float[2] X) => (float[2] Z) { Y = Neg(X) }": "output 'Z' of the graph is not computed",
+    "g (float[2] X) => (float[2] Y) { t = Neg(X) t = Exp(X) Y = Abs(t) }": "Exp .* computes 't'",
+    "g (float[2] X) => (float[2] Y) { X = Neg(X) Y = Abs(X) }": "computes 'X', which is the name",
+    "g (float[2] X, float[2] X) => (float[2] Y) { Y = Neg(X) }": "input 'X' is there twice",
+    "g (float[2] X) => (float[2] Y) <float[2] w = {1, 2}, float[2] w = {1, 2}> { Y = Mul(X, w) }": (
+        "initializer 'w' is there twice"
+    ),
+    "g (float[2] X) => (float[2] Y) { Y = Add(X) }": "has 1 inputs, where .* at least 2",
+    "g (float[2] X) => (float[2] Y) { Y = Neg(X, X) }": "has 2 inputs, where .* at most 1",
+    'g (float[2] X) => (float[2] Y) { Y = Add("", X) }': "leaves out number 0 of its inputs",
+    "g (float[2] X) => (float[2] Y) { Y = Cast(X) }": "Cast .* lacks the attribute 'to'",
+    "g (float[2] X) => (float[2] Y) { Y = Elu <alpha = 2> (X) }": "'alpha' as INT, not FLOAT",
+    IF % ("", "t () => (float[2] z) { z = Exp(h) h = Neg(X) }", ELSE, ""): "sort the nodes",
+    IF % ("h = Abs(X)", "t () => (float[2] h) { h = Neg(X) }", ELSE, ""): "computes 'h'.* rename",
+    IF % ("", "t (float v) => (float[2] z) { z = Neg(X) }", ELSE, ""): "has 1 inputs.* asks for 0",
+    IF % ("", "t () => (float[2] z) { z = Neg(gone) }", ELSE, ""): "reads 'gone'",
+    IF % ("", "t () => (float[2] z) { z = Neg(Y) }", ELSE, ""): "'Y' -> 'Y'",
+    "g (float[2] X, bool c) => (float[2] Y) { Y = If (c) <then_branch = " + ELSE + "> }": (
+        "lacks the attribute 'else_branch'"
+    ),
+    LOOP % ("(int64 i, bool c)", "(bool k, float[2] o)"): "body .* has 2 inputs.* asks for 3",
+    LOOP % ("(int64 i, bool c, float[2] x)", "(bool k)"): "body .* has 1 outputs.* asks for 2",
+    SCAN % ("num_scan_inputs = 5,", "(float x)"): "says num_scan_inputs=5",
+    SCAN % ("num_scan_inputs = 1,", "(float x, float z)"): "has 2 inputs.* asks for 1",
+    SCAN % ("", "(float x)"): "lacks the attribute 'num_scan_inputs'",
+    FUNCTION % "(X)" + function("f (a) => (b) { b = l.f(a) }"): "without end: 'f' -> 'f'",
+    FUNCTION % "(X)"
+    + function("f (a) => (b) { b = l.h(a) }")
+    + function("h (a) => (b) { b = l.f(a) }"): "'f' -> 'h' -> 'f'",
+    FUNCTION % "(X, X)" + function("f (a) => (b) { b = Neg(a) }"): "2 inputs, and the function",
+    FUNCTION % "(X)" + function("f <to> (a) => (b) { b = Cast <to: int = @to> (a) }"): (
+        "l::f .* lacks the attribute 'to'"
+    ),
+    FUNCTION % "(X)" + function("f (a) => (b) { b = Neg(X) }"): "reads 'X'",
+    FUNCTION % "(X)" + function("f (a) => (b) { b = Neg(c) c = Neg(a) }"): "sort the nodes",
+}
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN.items(), ids=BROKEN.values())
+def test_broken_models_are_refused(text, message):
+    model = parse(text)
+    for door in (onnx_derivative, onnx_simple_text_plot):
+        with pytest.raises(ModelError, match=message) as caught:
+            door(model)
+        assert "\n" not in str(caught.value)
+    if "there twice" not in message:  # onnxruntime is the witness
+        with pytest.raises(Exception, match=r"ONNXRuntimeError|Error"):
+            session(model)
+
+
+def session(model: ModelProto) -> ort.InferenceSession:
+    providers = ["CPUExecutionProvider"]
+    return ort.InferenceSession(model.SerializeToString(), providers=providers)
+
+
+DAMAGE = {
+    "initializer 'w' holds fewer data than its shape": lambda m, w: w.dims.__setitem__(0, 3),
+    "initializer 'w' holds more data than its shape": lambda m, w: w.dims.__setitem__(0, 1),
+    "initializer 'w' has the negative length -2": lambda m, w: w.dims.__setitem__(0, -2),
+    "shape of more than 10": lambda m, w: w.dims.extend([1 << 40, 1 << 40]),
+    "has the unknown data type 77": lambda m, w: setattr(w, "data_type", 77),
+    "an initializer has no name": lambda m, w: setattr(w, "name", ""),
+    "opset 999 of the domain ''": lambda m, w: setattr(m.opset_import[0], "version", 999),
+    "opset 0 of the domain ''": lambda m, w: setattr(m.opset_import[0], "version", 0),
+    "opset -1 of the domain ''": lambda m, w: setattr(m.opset_import[0], "version", -1),
+    "IR version is 999": lambda m, w: setattr(m, "ir_version", 999),
+    "states no opset": lambda m, w: m.ClearField("opset_import"),
+    "states no operator": lambda m, w: m.graph.node[0].ClearField("op_type"),
+    "has no output": lambda m, w: m.graph.node.add(op_type="Neg", input=["X"]),
+    "input 'X' has the unknown element type 99": lambda m, w: setattr(
+        m.graph.input[0].type.tensor_type, "elem_type", 99
+    ),
+    r"computes 'a\\nb'|reads 'a\\nb'": lambda m, w: (
+        setattr(w, "name", "c") or m.graph.node[0].input.__setitem__(1, "a\nb")
+    ),
+}
+
+
+@pytest.mark.parametrize("message", DAMAGE)
+def test_damage_is_refused(message):
+    model = parse(PLAIN)
+    DAMAGE[message](model, model.graph.initializer[0])
+    with pytest.raises(ModelError, match=message) as caught:
+        onnx_derivative(model)
+    assert "\n" not in str(caught.value)
+
+
+def sparse(indices: list, dims: list[int]) -> ModelProto:
+    model = parse(PLAIN)
+    del model.graph.initializer[:]
+    made = model.graph.sparse_initializer.add(dims=dims)
+    made.values.CopyFrom(numpy_helper.from_array(np.float32([3]), "w"))
+    made.indices.CopyFrom(numpy_helper.from_array(np.array(indices)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("indices", "dims", "message"),
+    [
+        ([2], [2], "index outside"),
+        ([-1], [2], "index outside"),
+        ([0, 1], [2], "indices of shape"),
+        ([0], [-2], "lengths are not negative"),
+        ([0], [3 << 38], r"too many elements .*set_limits\(dense_elements=...\)"),
+    ],
+)
+def test_sparse_constants(indices, dims, message):
+    with pytest.raises(ModelError, match=message):
+        onnx_derivative(sparse(indices, dims))
+    onnx_derivative(sparse([1], [2]))
+
+
+def test_unsorted_nodes_are_sorted():
+    model = parse("""g (float[2] X, bool c) => (float[2] Y) { Y = Exp(t)  t = If (c) <
+        then_branch = t () => (float[2] z) { z = Neg(h) }, else_branch = e () => (float[2] q)
+        { q = Abs(h) }>  h = Mul(X, X) }""")
+    before = model.SerializeToString()
+    feed = {"X": np.float32([1, 2]), "c": np.array(True)}
+    gradient = onnx_derivative(model)
+    assert model.SerializeToString() == before
+    session = ort.InferenceSession(gradient.SerializeToString(), providers=["CPUExecutionProvider"])
+    [found] = session.run(None, feed | {"Y_grad": np.ones(2, np.float32)})
+    x = feed["X"]
+    np.testing.assert_allclose(found, -2 * x * np.exp(-x * x), rtol=1e-5)
+
+
+def test_negative_lengths_are_unknown():
+    model = parser.parse_model("""<ir_version: 8, opset_import: ["": 11]>
+        g (float[N,M] X) => (float[N,1] Y) <float[3,1] W = {1, 2, 3}> { Y = MatMul(X, W) }""")
+    for d in (*model.graph.input[0].type.tensor_type.shape.dim,):
+        d.dim_value = -1
+    model.graph.output[0].type.tensor_type.shape.dim[0].dim_value = -1
+    before = model.SerializeToString()
+    assert random_feed(model.graph.input, batch=5, empty_dimension=3)["X"].shape == (5, 3)
+    assert "-1" not in onnx_simple_text_plot(model)
+    trained = OrtGradientOptimizer(add_loss_output(model), max_iter=1, batch_size=10)
+    trained.fit(np.ones((20, 3), np.float32), np.ones((20, 1), np.float32))
+    assert model.SerializeToString() == before
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("declared", ["", "shape of unknown rank"])
+def test_a_prediction_without_axes_has_a_loss(reduction, declared):
+    text = "Y = ReduceMean <keepdims = 0> (t)" if not declared else "Y = Reshape(m, s)"
+    inputs = "float[N,3] X, int64[K] s" if declared else "float[N,3] X"
+    model = parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g ({inputs}) => (float Y) <float[3,1] W = {{1, 2, 3}}> {{
+        t = MatMul(X, W)  m = ReduceMean <keepdims = 0> (t)  {text} }}""")
+    if declared:
+        model.graph.output[0].type.tensor_type.ClearField("shape")
+    with_loss = add_loss_output(model, "squared_error", reduction=reduction)
+    session = ort.InferenceSession(
+        with_loss.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
+    feed = {"X": np.ones((4, 3), np.float32), "label": np.array(2, np.float32)}
+    if declared:
+        feed["s"] = np.zeros(0, np.int64)
+    loss, prediction = session.run(None, feed)
+    assert loss.shape == (1, 1)
+    assert prediction.shape == ()
+    assert loss.item() == 16
+
+
+# -- at random ---------------------------------------------------------------------------------
+
+SEEDS = [
+    parse(PLAIN),
+    parse(IF % ("h = Abs(X)", "t () => (float[2] z) { z = Mul(h, X) }", ELSE, "")),
+    parse(
+        LOOP.replace("X) <body", "X) <body").replace("Add(X, X)", "Add(x, X)")
+        % ("(int64 i, bool c, float[2] x)", "(bool k, float[2] o)")
+    ),
+    parse(SCAN % ("num_scan_inputs = 1,", "(float x)")),
+    parse(
+        FUNCTION % "<alpha = 2.0> (X)"
+        + function("f <alpha> (a) => (b) { b = Elu <alpha: float = @alpha> (a) }")
+    ),
+    sparse([1], [2]),
+    parse("""g (float[N,4] X) => (float[N,2] Y)
+        <float[4,2] w = {1,2,3,4,5,6,7,8}, int64[2] s = {-1, 2}>
+        { t = Gemm <alpha = 0.5> (X, w)  r = Reshape(t, s)  u = Concat <axis = 0> (r, t)
+          Y, z = Split <axis = 0, num_outputs = 2> (u) }"""),
+    parse("""g (float[2] X) => (float[2] Y) { e = SequenceEmpty()  f = SequenceInsert(e, X)
+          k = Constant <value = float[2] {1, 2}> ()  y = SequenceConstruct(X, k)
+          Y = ConcatFromSequence <axis = 0> (f) }"""),
+]  # fmt: skip
+REFUSED = (ValueError, NotImplementedError)  # ModelError and NoGradientRule are ones of these
+
+
+def mutate(message, rng: random.Random) -> None:
+    """Change one field, somewhere in a protobuf message, in place."""
+    fields = message.ListFields()
+    if not fields:
+        return
+    field, value = rng.choice(fields)
+    repeated = hasattr(value, "extend")
+    inner = list(value) if repeated else [value]
+    if field.message_type and inner and rng.random() < 0.75:
+        mutate(rng.choice(inner), rng)
+    elif repeated and inner:
+        i = rng.randrange(len(inner))
+        kind = rng.randrange(3)
+        if kind == 0:
+            del value[i]
+        elif kind == 1:
+            value.extend([value[i]])
+        elif not field.message_type:
+            value[i] = other(inner[i], rng)
+    elif field.message_type or rng.random() < 0.3:
+        message.ClearField(field.name)
+    else:
+        setattr(message, field.name, other(value, rng))
+
+
+def other(value, rng: random.Random):
+    if isinstance(value, str):
+        return rng.choice(["", "X", "Y", "t", "h", "b", "Neg", "Concat", "a\nb"])
+    if isinstance(value, bytes):
+        return value[: rng.randrange(len(value) + 1)]
+    if isinstance(value, float):
+        return rng.choice([0.0, -1.0, float("nan"), 1e30])
+    return rng.choice([-1, 0, 1, 2, 3, 7, 9, 77])
+
+
+def check(model) -> None:
+    """Let a model have a gradient, or be refused with one line."""
+    message = ""
+    try:
+        onnx_derivative(model)
+    except REFUSED as e:
+        message = str(e)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("seed", range(len(SEEDS)))
+def test_models_damaged_at_random(seed):
+    rng = random.Random(seed)
+    for _ in range(60):
+        model = ModelProto()
+        model.CopyFrom(SEEDS[seed])
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            with contextlib.suppress(ValueError, TypeError):  # an enumerator that does not exist
+                mutate(model, rng)
+        check(model)
+    data = SEEDS[seed].SerializeToString()
+    for _ in range(40):
+        i = rng.randrange(len(data))
+        changed = data[:i] + bytes([rng.randrange(256)]) + data[i + 1 :]
+        check(changed)
