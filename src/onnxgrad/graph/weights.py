@@ -44,14 +44,25 @@ ML_COEFFICIENTS = {
     },
 }
 
-# operands that tell how to compute: neither weights nor inputs by default
+# operands that tell how to compute, or decide sizes: neither weights nor inputs by default
 _SETTINGS = {
-    "Resize": (1, 2),
+    "Range": (0, 1, 2),
+    "Resize": (1, 2, 3),
     "Upsample": (1,),
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "OneHot": (1,),
+    "Pad": (1,),
+    "Reshape": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
     "com.microsoft.GroupQueryAttention": (7, 8),  # tables of cosines and sines
     "com.microsoft.RotaryEmbedding": (2, 3),
 }
 _MOVES = frozenset("Cast Concat Gather Identity Reshape Slice Squeeze Unsqueeze".split())
+_COMPUTES = frozenset("Add Ceil Div Floor Max Min Mul Neg Round Sub".split())  # sizes from others
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
 
@@ -71,7 +82,7 @@ class Site:
     name: str
     read: Callable[[], TensorProto]
     write: Callable[[np.ndarray], None]
-    default: bool  # among the tensors that are trained when none is named
+    default: bool  # among the weights of `onnx_derivative` when none is named
     graph: GraphProto
     node: NodeProto | None = None  # the Constant or ai.onnx.ml node; None for an initializer
     place: int = 0  # for ai.onnx.ml: the input of the node that takes it once it is lifted
@@ -84,14 +95,13 @@ class Site:
 def sites(model: ModelProto) -> Iterator[Site]:
     """Yield the constant tensors of `model` in graph order, each under a name of its own.
 
-    Not trained by default is what `note_constants` noted: the factors of a loss or a gradient, nor
-    the scales of a Resize.
+    Not among the default ones is what `note_constants` noted: the factors of a loss or a gradient;
+    nor what decides sizes: the scales of a Resize, the ends of a Range.
 
     Branches may use one name twice; the later ones get a number, as does one whose name is that of
     a value computed elsewhere.
     """
-    ours = {n for e in model.metadata_props if e.key == METADATA for n in json.loads(e.value)}
-    ours |= _settings(model.graph)
+    ours = noted(model) | _settings(model.graph)
     found = list(_graph_sites(model.graph))
     constants = {site.name for site in found}
     computed = set(_computed(model.graph))
@@ -105,6 +115,11 @@ def sites(model: ModelProto) -> Iterator[Site]:
         site.default = site.default and ours.isdisjoint((name, site.name))
         site.name = name
         yield site
+
+
+def noted(model: ModelProto) -> set[str]:
+    """Return the names that `note_constants` noted in `model`."""
+    return {n for e in model.metadata_props if e.key == METADATA for n in json.loads(e.value)}
 
 
 def note_constants(model: ir.Model, origin: ModelProto) -> None:
@@ -246,15 +261,13 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def is_setting(value: ir.Value) -> bool:
-    """Tell whether `value` tells some operator how to compute, as the scales of a Resize do."""
-    moved = [value]
-    for v in moved:  # which grows
-        for node, place in v.uses():
-            if place in _settings_of(node):
-                return True
-            if node.op_type in _MOVES:
-                moved.extend(y for y in node.outputs if y not in moved)
-    return False
+    """Tell whether `value` only tells operators how to compute, as the scales of a Resize do."""
+    uses = list(value.uses())
+    return bool(uses) and all(
+        index in _settings_of(node)
+        or (node.op_type in _MOVES and all(map(is_setting, node.outputs)))
+        for node, index in uses
+    )
 
 
 def _settings_of(node: NodeProto | ir.Node) -> tuple[int, ...]:
@@ -265,17 +278,26 @@ def _settings_of(node: NodeProto | ir.Node) -> tuple[int, ...]:
 def _settings(graph: GraphProto) -> set[str]:
     """Return the names of operands that are no weights, in branches too.
 
-    Exporters put scales together of those of the batch, the channels and the plane.
+    Exporters put scales together of those of the batch, the channels and the plane, and multiply
+    the lengths of axes by them.
     """
-    found: set[str] = set()
+    settings: set[str] = set()
+    _add_settings(graph, settings, set())
+    return settings - {""}
+
+
+def _add_settings(graph: GraphProto, settings: set[str], others: set[str]) -> None:
+    """Add the names of settings, and to `others` those that something else reads as well."""
+    others.update(y.name for y in graph.output)
     for node in reversed(graph.node):
-        for place in _settings_of(node):
-            found.update(node.input[place : place + 1])
         for inner in subgraphs(node):
-            found |= _settings(inner)
-        if node.op_type in _MOVES and not found.isdisjoint(node.output):
-            found.update(node.input)
-    return found - {""}
+            _add_settings(inner, settings, others)
+        results = settings.intersection(node.output)
+        moves = node.op_type in _MOVES and bool(results)
+        computes = node.op_type in _COMPUTES and bool(results - others)
+        for place, name in enumerate(node.input):
+            sets = moves or computes or place in _settings_of(node)
+            (settings if sets else others).add(name)
 
 
 def _computed(graph: GraphProto) -> Iterator[str]:
