@@ -153,7 +153,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Of the split and of the order of rows.")] = 0,
     weights: Annotated[
         list[str] | None,
-        typer.Option(help="Weight to train; repeat for several.", show_default="all"),
+        typer.Option(help="Weight to train; repeat for several.", show_default="all by their role"),
     ] = None,
     output: Annotated[
         Path, typer.Option(help="Where the trained model goes; its loss curves beside it.")
@@ -180,9 +180,9 @@ def train(
     from onnxgrad.graph.weights import FLOATS, sites
     from onnxgrad.schedules import LearningRateSGD
     from onnxgrad.training.full import OrtGradientOptimizer
+    from onnxgrad.training.parameters import default_weights, listed, trainable
     from onnxgrad.training.tables import read_table
     from onnxgrad.training.task import Task, split
-    from onnxgrad.training.trainer import trainable
 
     proto = read(model)
     known = [site.name for site in sites(proto) if site.read().data_type in FLOATS]
@@ -200,7 +200,7 @@ def train(
         learning_rate = 0.001 if optimizer.value.startswith("adam") else 0.01
     trainer = OrtGradientOptimizer(
         task.model,
-        weights or trainable(proto),
+        weights or default_weights(proto, announce=True),
         loss_output_name=task.loss_output,
         max_iter=epochs,
         training_optimizer_name=optimizer.value,
@@ -221,6 +221,9 @@ def train(
     stdout.print(f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
     for path in written:
         stdout.print(Text(f"wrote {path}"), soft_wrap=True)
+    left = [] if weights else [t for t in trainable(proto) if not t.trains]
+    if left:
+        stdout.print(Text(f"not trained by default: {listed(left, len(left))}"), soft_wrap=True)
     if task.ignored:
         stdout.print(Text(f"ignored columns: {', '.join(task.ignored)}"), soft_wrap=True)
     if ended:

@@ -22,8 +22,8 @@ from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.surgery import select_model_inputs_outputs
 from onnxgrad.small import to_numpy, wrapped
 from onnxgrad.training.binding import Binding
+from onnxgrad.training.parameters import default_weights
 from onnxgrad.training.session import loaded
-from onnxgrad.training.trainer import trainable
 
 logger = logging.getLogger("onnxgrad")
 
@@ -37,8 +37,8 @@ class OrtGradientForwardBackward:
 
     Args:
         onnx_model: model, serialized model or path; never modified.
-        weights_to_train: names of the weights, in the order in which they are passed. None: all
-            those of one axis or more, but for the running statistics of BatchNormalization.
+        weights_to_train: names of the weights, in the order in which they are passed. None:
+            those that play the role of a weight, see `trainable`.
         input_names: the inputs, in the order in which they are passed; None for those of the model.
         output_names: the outputs, in the order in which they are returned; None for those of the
             model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
@@ -91,7 +91,9 @@ class OrtGradientForwardBackward:
         self.device = "cuda" if "CUDAExecutionProvider" in str(self.providers) else "cpu"
         self.device_index, self.enable_logging, self.debug = device_index, enable_logging, debug
 
-        names = trainable(self.onnx_model) if weights_to_train is None else weights_to_train
+        names = weights_to_train
+        if names is None:
+            names = default_weights(self.onnx_model, announce=True, needed=False)
         self.weights_to_train = list(once("weight", names))
         self.partition = partition(self.onnx_model, self.weights_to_train)
         declared = {x.name: ir.from_proto(x) for x in self.partition.forward.graph.input}

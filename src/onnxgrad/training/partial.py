@@ -41,8 +41,8 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     Args:
         model_onnx: model, serialized model or path, with one float output, of one row or more
             numbers for each row of the input (`select_model_inputs_outputs` keeps one).
-        weights_to_train: names of the weights (`get_train_initializer`). None: all those of one
-            axis or more, but for the running statistics of BatchNormalization.
+        weights_to_train: names of float constants of the model. None: those that play
+            the role of a weight, see `trainable`; a warning names what is uncertain.
         loss_output_name: name of the loss in the saved graphs.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
         training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
@@ -119,11 +119,13 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> LossOutside:
         loss = BaseLearningLoss.select(self.learning_loss)
         penalty = BaseLearningPenalty.select(self.learning_penalty)
-        penalty.check(self._names(proto))
         name = self.weight_name
         if name is None and weighted:
             name = "weight"
         return loss_outside(proto, weights, loss, penalty, self.loss_output_name, name)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        BaseLearningPenalty.select(self.learning_penalty).check(names)
 
     # -- predictions --------------------------------------------------------------------------
 
@@ -270,7 +272,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         optimizer = self._select_optimizer(self._check())
         if optimizer != self._optimizer or (zero and new.keys() >= self._slots.keys()):
             self._slots, self.n_steps_, self._optimizer = {}, 0, optimizer
-        for name in self._names(read(self.model_onnx)):  # those not given start at zero
+        for name in self._names():  # those not given start at zero
             self._slots.setdefault(name, {})
         for name, slots in new.items():
             self._slots[name] = self._slots.get(name, {}) | slots
@@ -302,7 +304,9 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         optimizer, proto = self._select_optimizer(rate), read(self.model_onnx)
         if hasattr(self, "_coef"):
             proto = constants.replace(proto, self._coef)
-        objective = self._objective(proto, self._names(proto), False)
+        names = self._names()
+        self._check_names(names)
+        objective = self._objective(proto, names, False)
         loss = BaseLearningLoss.select(self.learning_loss)
         penalty = BaseLearningPenalty.select(self.learning_penalty)
         return training_graphs(proto, objective, optimizer, rate, loss, penalty)

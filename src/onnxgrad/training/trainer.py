@@ -32,6 +32,7 @@ from onnxgrad.training.data import (
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.training.objective import Objective
+from onnxgrad.training.parameters import default_weights
 from onnxgrad.training.runner import Evaluation, Runner
 from onnxgrad.training.step import Step, build_step
 
@@ -149,7 +150,8 @@ class Trainer(BaseEstimator):
         proto = read(self.model_onnx)
         if again:
             proto = constants.replace(proto, self._coef)
-        names = self._names(proto)
+        names = self._names(announce=True)
+        self._check_names(names)
         batches = is_iterable_of_batches(X, y) or is_iterable_of_batches(X_val, y_val)
         weighted = sample_weight is not None or batches
         objective = self._objective(proto, names, weighted)
@@ -173,7 +175,7 @@ class Trainer(BaseEstimator):
             )
         if self.saved_gradient is not None:
             save(model, self.saved_gradient)
-        self._begin(proto, step, optimizer, rng, again)
+        self._begin(proto, names, step, optimizer, rng, again)
         self._flat = np.ndim(y) == 1  # so are predictions then, or y - f would be (rows, rows)
         self.__dict__.pop("feature_names_in_", None)
         if (names_in := columns(X)) is not None:
@@ -184,10 +186,17 @@ class Trainer(BaseEstimator):
             rate.update_learning_rate(t, loss)
         return _Run(rate, source, runner, validation)
 
-    def _names(self, proto: ModelProto) -> list[str]:
-        """Return the names of the weights that are trained."""
-        asked = self.weights_to_train
-        return trainable(proto) if asked is None else list(dict.fromkeys(asked))
+    def _names(self, announce: bool = False) -> list[str]:
+        """Return the names of the weights that are trained; `announce` tells what is left out.
+
+        They are those of the model as it was, whatever values its weights have by now.
+        """
+        if self.weights_to_train is not None:
+            return list(dict.fromkeys(self.weights_to_train))
+        return default_weights(read(self.model_onnx), announce)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """Raise if an argument is wrong for weights of these names."""
 
     def _check(self) -> BaseLearningRate:
         """Return a copy of the learning rate, after checking the parameters."""
@@ -220,6 +229,7 @@ class Trainer(BaseEstimator):
     def _begin(
         self,
         proto: ModelProto,
+        names: Sequence[str],
         step: Step,
         optimizer: Optimizer,
         rng: np.random.Generator,
@@ -229,7 +239,7 @@ class Trainer(BaseEstimator):
         if not again:
             found = {site.name: site.array() for site in constants.sites(proto)}
             initial, kept = _INITS[self.weight_init], set(step.weights)
-            self._coef = {n: initial(rng, found[n]) for n in self._names(proto) if n in kept}
+            self._coef = {n: initial(rng, found[n]) for n in names if n in kept}
             self._forget()
         elif optimizer != self._optimizer or not self._slots.keys() >= set(step.weights):
             self._slots, self.n_steps_ = {}, 0
@@ -338,25 +348,6 @@ class Trainer(BaseEstimator):
         if not hasattr(self, "_coef"):
             raise NotFittedError("nothing was trained yet: call fit first")
         return self._coef
-
-
-def trainable(proto: ModelProto) -> list[str]:
-    """Return the names that are trained when none is given.
-
-    They are the default ones of one axis or more: a scalar is part of a formula. The running
-    statistics of BatchNormalization are no weights either.
-    """
-    statistics = {
-        name
-        for node in proto.graph.node
-        if node.op_type == "BatchNormalization"
-        for name in node.input[3:5]
-    }
-    return [
-        site.name
-        for site in constants.sites(proto)
-        if site.default and site.read().dims and site.name not in statistics
-    ]
 
 
 def _glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
