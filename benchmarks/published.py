@@ -24,10 +24,9 @@ import onnx
 import onnxruntime as ort
 from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
-from onnxgrad import OrtGradientForwardBackwardOptimizer, onnx_derivative
+from onnxgrad import OrtGradientForwardBackwardOptimizer, onnx_derivative, trainable
 from onnxgrad import select_model_inputs_outputs as select
 from onnxgrad.graph import weights as constants
-from onnxgrad.training.trainer import trainable
 
 CACHE = Path.home() / ".cache" / "onnxgrad" / "models"
 Feed = dict[str, np.ndarray]
@@ -247,7 +246,11 @@ class Judge:
         target = y + 0.1 * y.std() * _normal(rng, y)
         model, point = select(self.proto, outputs=[name]), self.feed | self.weights
         found = run(session(onnx_derivative(model)), point | {f"{name}_grad": y - target})
-        gradients = {n: found[f"{n}_grad"] for n in trainable(model) if f"{n}_grad" in found}
+        gradients = {
+            t.name: found[f"{t.name}_grad"]
+            for t in trainable(model)
+            if t.trains and f"{t.name}_grad" in found
+        }
 
         def loss(trained: onnx.ModelProto) -> float:
             off = run(session(trained), self.feed)[name] - target

@@ -206,8 +206,6 @@ def test_an_input_that_is_no_tensor():
 # -- mistakes before the sweep -------------------------------------------------------------------
 
 
-
-
 def test_a_wrong_lowering_is_found(monkeypatch):
     from onnxgrad.graph.lowerings import LOWERINGS
 

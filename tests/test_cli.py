@@ -88,6 +88,34 @@ def test_train_writes_the_users_model(here, data):
     assert not [f for f in os.listdir() if f.startswith(".")]
 
 
+def test_train_says_what_stays(here):
+    save(
+        "scaled.onnx",
+        """<ir_version: 8, opset_import: ["": 18]> g (float[N, 2] X) => (float[N, 1] Y) {
+            S = Sub(X, mean)  Z = MatMul(S, W)  Y = Add(Z, b) }""",
+        W=np.zeros((2, 1)),
+        b=[0.0],
+        mean=[1.0, 2.0],
+    )
+    said = run("train", "scaled.onnx", "lists.parquet", *REGRESSION)
+    assert "not trained by default: 'mean' (added to an input before any weight" in said.stdout
+    np.testing.assert_array_equal(weights("trained.onnx")["mean"], [1, 2])
+    named = run(
+        "train",
+        "scaled.onnx",
+        "lists.parquet",
+        *REGRESSION,
+        "--weights",
+        "mean",
+        "--weights",
+        "W",
+        "--output",
+        "b.onnx",
+    )
+    assert "not trained" not in named.stdout
+    assert (weights("b.onnx")["mean"] != [1, 2]).any()
+
+
 def classes(name, *more):
     table = pa.csv.read_csv("data.csv").select(["a", "b", "kind"])
     pq.write_table(table, "kind.parquet")

@@ -713,8 +713,9 @@ def test_no_warning_on_an_ordinary_fit():
 def test_a_weight_without_influence_stays_and_is_not_penalized():
     model = linear()
     model.graph.initializer.append(numpy_helper.from_array(np.float32([7, 8]), "spare"))
+    named = {"weights_to_train": ["w", "b", "spare"]}
     with pytest.warns(UserWarning, match=r"does not depend on \['spare'\]") as seen:
-        made = trainer(model, learning_penalty="elastic").fit(X, Y, X_val=X, y_val=Y)
+        made = trainer(model, learning_penalty="elastic", **named).fit(X, Y, X_val=X, y_val=Y)
     assert seen[0].filename == __file__
     assert set(made.trained_coef_) == {"w", "b"}
 

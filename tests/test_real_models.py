@@ -15,9 +15,8 @@ import onnx
 import pytest
 from published import CACHE, Judge, Published, UnavailableError, fetch, models, run, session
 
-from onnxgrad import hvp, jvp
+from onnxgrad import hvp, jvp, trainable
 from onnxgrad.graph import weights as constants
-from onnxgrad.training.trainer import trainable
 
 GIVEN = os.environ.get("ONNXGRAD_MODELS", "")
 FOLDER = CACHE if GIVEN == "download" else Path(GIVEN)
@@ -61,7 +60,7 @@ def test_training_step(model):
 def test_products(model):
     """J v and H v, by all weights, against central differences of outputs and of gradients."""
     judged = judge(model)
-    names = [n for n in trainable(judged.proto) if n not in judged.exponents]
+    names = [t.name for t in trainable(judged.proto) if t.trains and t.name not in judged.exponents]
     rng = np.random.default_rng(4)
     weights = {n: judged.weights[n] for n in names}
     sizes = {n: rng.standard_normal(w.shape) * w.std() for n, w in weights.items()}

@@ -880,7 +880,7 @@ def test_weights_wherever_they_are():
             intercepts = [0.5, -0.5], targets = 2> (a)
     }""")
     model.graph.node[-1].name = "linear"
-    module = OnnxModule(model)
+    module = OnnxModule(model, ["c", "linear.coefficients", "linear.intercepts"])
     assert list(module.state_dict()) == ["c", "linear.coefficients", "linear.intercepts"]
     x = torch.tensor(normal(5, 2))
     w, c = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True), torch.tensor([1.0, -2.0])
@@ -916,6 +916,17 @@ def test_trainable(net, trainable, keys):
     net(data()[0]).sum().backward()
     for key in keys:
         close(module.get_parameter(key).grad, net.get_parameter(key).grad)
+
+
+def test_patterns_choose_among_weights_and_names_among_all():
+    model = parsed(
+        "(float[N, 2] x) => (float[N, 2] y) { a = Div(x, w_std) y = MatMul(a, w_0) }",
+        w_std=normal(2),
+        w_0=normal(2, 2),
+    )
+    assert list(OnnxModule(model).weight_names) == ["w_0"]
+    assert list(OnnxModule(model, "w_*").weight_names) == ["w_0"]
+    assert list(OnnxModule(model, ["w_*", "w_std"]).weight_names) == ["w_0", "w_std"]
 
 
 def test_outputs_without_numbers_are_left_out():

@@ -318,7 +318,7 @@ def test_a_weight_without_influence_stays(outputs, nodes):
     spare = [[0.1], [0.2]]
     model, (x, y) = parse(text, **START, spare=spare), rows()
     with pytest.warns(UserWarning, match=r"does not depend on \['spare'\]"):
-        made = trainer(model).fit(x, y, X_val=x, y_val=y)
+        made = trainer(model, weights_to_train=[*START, "spare"]).fit(x, y, X_val=x, y_val=y)
     plain = trainer().fit(x, y, X_val=x, y_val=y)
     assert made.trained_coef_.keys() == {"w", "b"}
     np.testing.assert_array_equal(made.trained_coef_["w"], plain.trained_coef_["w"])

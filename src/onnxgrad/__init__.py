@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from onnxgrad.training.forward_backward import OrtGradientForwardBackward
     from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.loader import OrtDataLoader
+    from onnxgrad.training.parameters import trainable
     from onnxgrad.training.partial import OrtGradientForwardBackwardOptimizer
     from onnxgrad.unreduced import unreduced_onnx_loss
 
@@ -102,6 +103,7 @@ _MODULES = {
     "training.forward_backward": ("OrtGradientForwardBackward",),
     "training.full": ("OrtGradientOptimizer",),
     "training.loader": ("OrtDataLoader",),
+    "training.parameters": ("trainable",),
     "training.partial": ("OrtGradientForwardBackwardOptimizer",),
     "unreduced": ("unreduced_onnx_loss",),
 }
@@ -165,6 +167,7 @@ __all__ = [
     "set_limits",
     "sgd",
     "to_dot",
+    "trainable",
     "unreduced_onnx_loss",
     "vjp",
 ]

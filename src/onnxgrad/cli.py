@@ -167,7 +167,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Of the split and of the order of rows.")] = 0,
     weights: Annotated[
         list[str] | None,
-        typer.Option(help="Weight to train; repeat for several.", show_default="all"),
+        typer.Option(help="Weight to train; repeat for several.", show_default="all by their role"),
     ] = None,
     output: Annotated[
         str,  # a Path forgets the '/' at its end
@@ -199,9 +199,9 @@ def train(
     from onnxgrad.graph.write import data_files
     from onnxgrad.schedules import LearningRateSGD
     from onnxgrad.training.full import OrtGradientOptimizer
+    from onnxgrad.training.parameters import default_weights, listed, trainable
     from onnxgrad.training.tables import read_table
     from onnxgrad.training.task import Task, split
-    from onnxgrad.training.trainer import trainable
 
     proto = read(model)
     if overwrite:
@@ -222,7 +222,7 @@ def train(
         learning_rate = 0.001 if optimizer.value.startswith("adam") else 0.01
     trainer = OrtGradientOptimizer(
         task.model,
-        weights or trainable(proto),
+        weights or default_weights(proto, announce=True),
         loss_output_name=task.loss_output,
         max_iter=epochs,
         training_optimizer_name=optimizer.value,
@@ -243,7 +243,9 @@ def train(
     with unseen():
         stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
         stdout.print(f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
-    for remark in (*(f"wrote {file}" for file in files), *task.remarks):
+    left = [] if weights else [t for t in trainable(proto) if not t.trains]
+    remarks = [f"not trained by default: {listed(left, len(left))}"] * bool(left)
+    for remark in (*(f"wrote {file}" for file in files), *remarks, *task.remarks):
         _say(remark)
     if not ended and stop.request:
         ended, code = (str(stop.request), "all that was to be trained"), stop.request.code

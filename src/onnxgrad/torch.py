@@ -39,7 +39,7 @@ from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.write import save
 from onnxgrad.runtime.device import Device
-from onnxgrad.training.trainer import trainable as trained_by_default
+from onnxgrad.training.parameters import default_weights
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
 
@@ -65,10 +65,9 @@ class OnnxModule(nn.Module):
 
     Args:
         model: model, serialized model or path; not modified.
-        trainable: names of weights as in `get_train_initializer`, or patterns such as `"fc*"` that
-            choose among those of the default. None: all float tensors of one axis or more that are
-            trained when none is named, without the running statistics of BatchNormalization. What
-            is not trainable is a constant of the graph.
+        trainable: names of constants, or patterns such as `"fc*"` that choose among those of the
+            default. None: those that play the role of a weight, see `onnxgrad.trainable`. What is
+            not trainable is a constant of the graph.
         memory: what is computed again in the backward pass to save memory: "speed" for nothing,
             "balanced" for what is cheap, "least" for everything; see `partition`.
 
@@ -306,7 +305,7 @@ def _require_provider(device: torch.device | None) -> None:
 
 def _choose(proto: ModelProto, trainable: str | Sequence[str] | None) -> list[str]:
     """Return the names of the weights that are asked for."""
-    default = trained_by_default(proto)
+    default = default_weights(proto, announce=trainable is None, needed=False)
     if trainable is None:
         return default
     known = {

@@ -56,7 +56,7 @@ class Site:
     name: str
     read: Callable[[], TensorProto]
     write: Callable[[np.ndarray], None]
-    default: bool  # among the tensors that are trained when none is named
+    default: bool  # among the weights of `onnx_derivative` when none is named
     graph: Holder  # the graph or function whose node or initializer it is
     node: NodeProto | None = None  # the node that holds it; None for an initializer
     operand: int = 0  # for ai.onnx.ml: the input of the node that takes it once it is lifted

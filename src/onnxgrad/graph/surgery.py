@@ -21,13 +21,16 @@ from onnxgrad.reporting import level_of, logger, reporting
 
 
 def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorProto]]:
-    """Return the float tensors that are trained when none is named, in graph order.
+    """Return the float tensors that `onnx_derivative` takes for weights when none is named.
 
-    They are the float initializers, the float `Constant` nodes of more than one element (inside
-    branches too), under the name of the node's output, and the coefficients that linear models and
-    support vector machines of `ai.onnx.ml` hold as attributes, as `<node>.coefficients`,
-    `<node>.intercepts`, `<node>.rho`, `<node>.prob_a` and `<node>.prob_b`, flat as the attribute
-    is.
+    They are in graph order: the float initializers, the float `Constant` nodes of more than one
+    element (inside branches too), under the name of the node's output, and the coefficients that
+    linear models and support vector machines of `ai.onnx.ml` hold as attributes, as
+    `<node>.coefficients`, `<node>.intercepts`, `<node>.rho`, `<node>.prob_a` and `<node>.prob_b`,
+    flat as the attribute is. What decides sizes is left out: the ends of a Range, the scales of a
+    Resize.
+
+    Trainers choose by role among all: see `trainable`.
 
     Returns:
         `{name: (value, tensor)}`.

@@ -21,14 +21,25 @@ from onnxgrad.graph.sites import FLOATS, Holder, Site, scan, standard, subgraphs
 
 __all__ = ["FLOATS", "Site", "lift", "note_constants", "replace", "sites", "subgraphs"]
 
-# operands that tell how to compute: neither weights nor inputs by default
+# operands that tell how to compute, or decide sizes: neither weights nor inputs by default
 _SETTINGS = {
-    "Resize": (1, 2),
+    "Range": (0, 1, 2),
+    "Resize": (1, 2, 3),
     "Upsample": (1,),
+    "ConstantOfShape": (0,),
+    "Expand": (1,),
+    "OneHot": (1,),
+    "Pad": (1,),
+    "Reshape": (1,),
+    "Slice": (1, 2, 3, 4),
+    "Split": (1,),
+    "Tile": (1,),
+    "TopK": (1,),
     "com.microsoft.GroupQueryAttention": (7, 8),  # tables of cosines and sines
     "com.microsoft.RotaryEmbedding": (2, 3),
 }
 _MOVES = frozenset("Cast Concat Gather Identity Reshape Slice Squeeze Unsqueeze".split())
+_COMPUTES = frozenset("Add Ceil Div Floor Max Min Mul Neg Round Sub".split())  # sizes from others
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
 SPARSE = "onnxgrad.sparse"  # names of initializers that were sparse, as JSON
@@ -37,13 +48,13 @@ SPARSE = "onnxgrad.sparse"  # names of initializers that were sparse, as JSON
 def sites(model: ModelProto) -> Iterator[Site]:
     """Yield the constant tensors of `model` in graph order, each under a name of its own.
 
-    Not trained by default is what `note_constants` noted: the factors of a loss or a gradient, nor
-    the scales of a Resize.
+    Not among the default ones is what `note_constants` noted: the factors of a loss or a gradient;
+    nor what decides sizes: the scales of a Resize, the ends of a Range.
 
     Branches may use one name twice; the later ones get a number, as does one whose name is that of
     a value computed elsewhere.
     """
-    noted = _noted(model, METADATA)
+    ours = noted(model)
     settings = {"": _settings(model.graph)}
     settings |= {function.name: _settings(function) for function in model.functions}
     everything = list(scan(model))
@@ -56,10 +67,15 @@ def sites(model: ModelProto) -> Iterator[Site]:
             name = f"{site.name}_{i}"
         taken.add(name)
         local = site.function.name if site.function else ""
-        setting = name in noted or site.name in noted or site.graph_name in settings[local]
+        setting = name in ours or site.name in ours or site.graph_name in settings[local]
         site.default = site.default and not setting
         site.name = name
         yield site
+
+
+def noted(model: ModelProto) -> set[str]:
+    """Return the names that `note_constants` noted in `model`."""
+    return _names_in(model, METADATA)
 
 
 def note_constants(model: ir.Model, origin: ModelProto) -> None:
@@ -78,15 +94,15 @@ def note_constants(model: ir.Model, origin: ModelProto) -> None:
 
 def stored(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
     """Return, for the sparse ones of the named tensors, which of their elements are stored."""
-    noted = _noted(model, SPARSE)
+    sparse = _names_in(model, SPARSE)
     return {
         site.name: site.array() != 0 if site.stored is None else site.stored()
         for site in sites(model)
-        if site.name in names and (site.sparse or site.name in noted)
+        if site.name in names and (site.sparse or site.name in sparse)
     }
 
 
-def _noted(model: ModelProto, key: str) -> set[str]:
+def _names_in(model: ModelProto, key: str) -> set[str]:
     return {name for e in model.metadata_props if e.key == key for name in json.loads(e.value)}
 
 
@@ -180,15 +196,18 @@ def rename_uses(graph: Holder, old: str, new: str) -> None:
 
 
 def is_setting(value: ir.Value) -> bool:
-    """Tell whether `value` tells some operator how to compute, as the scales of a Resize do."""
+    """Tell whether `value` only tells operators how to compute, as the scales of a Resize do."""
     moved = [value]
     for v in moved:  # which grows
-        for node, place in v.uses():
-            if place in _settings_of(node):
-                return True
-            if node.op_type in _MOVES:
+        uses = list(v.uses())
+        for node, index in uses:
+            if node.op_type in _MOVES and index not in _settings_of(node):
                 moved.extend(y for y in node.outputs if y not in moved)
-    return False
+            elif index not in _settings_of(node):
+                return False
+        if not uses:
+            return False
+    return True
 
 
 def _settings_of(node: NodeProto | ir.Node) -> tuple[int, ...]:
@@ -199,17 +218,26 @@ def _settings_of(node: NodeProto | ir.Node) -> tuple[int, ...]:
 def _settings(graph: Holder) -> set[str]:
     """Return the names of operands that are no weights, in branches too.
 
-    Exporters put scales together of those of the batch, the channels and the plane.
+    Exporters put scales together of those of the batch, the channels and the plane, and multiply
+    the lengths of axes by them.
     """
-    found: set[str] = set()
+    settings: set[str] = set()
+    _add_settings(graph, settings, set())
+    return settings - {""}
+
+
+def _add_settings(graph: Holder, settings: set[str], others: set[str]) -> None:
+    """Add the names of settings, and to `others` those that something else reads as well."""
+    others.update(y if isinstance(y, str) else y.name for y in graph.output)
     for node in reversed(graph.node):
-        for place in _settings_of(node):
-            found.update(node.input[place : place + 1])
         for inner in subgraphs(node):
-            found |= _settings(inner)
-        if node.op_type in _MOVES and not found.isdisjoint(node.output):
-            found.update(node.input)
-    return found - {""}
+            _add_settings(inner, settings, others)
+        results = settings.intersection(node.output)
+        moves = node.op_type in _MOVES and bool(results)
+        computes = node.op_type in _COMPUTES and bool(results - others)
+        for place, name in enumerate(node.input):
+            sets = moves or computes or place in _settings_of(node)
+            (settings if sets else others).add(name)
 
 
 def _computed(graph: GraphProto) -> Iterator[str]:

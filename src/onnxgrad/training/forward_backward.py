@@ -25,7 +25,7 @@ from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import read_providers
 from onnxgrad.runtime.session import loaded
 from onnxgrad.small import to_numpy, wrapped
-from onnxgrad.training.trainer import trainable
+from onnxgrad.training.parameters import default_weights
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
 
@@ -37,8 +37,8 @@ class OrtGradientForwardBackward:
 
     Args:
         onnx_model: model, serialized model or path; never modified.
-        weights_to_train: names of the weights, in the order in which they are passed. None: all
-            those of one axis or more, but for the running statistics of BatchNormalization.
+        weights_to_train: names of the weights, in the order in which they are passed. None:
+            those that play the role of a weight, see `trainable`.
         input_names: the inputs, in the order in which they are passed; None for those of the model.
         output_names: the outputs, in the order in which they are returned; None for those of the
             model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
@@ -92,7 +92,9 @@ class OrtGradientForwardBackward:
         self.sess_options, self.run_options = sess_options, run_options
         self.enable_logging, self.debug = enable_logging, debug
 
-        names = trainable(self.onnx_model) if weights_to_train is None else weights_to_train
+        names = weights_to_train
+        if names is None:
+            names = default_weights(self.onnx_model, announce=True, needed=False)
         self.weights_to_train = list(once("weight", names))
         self.partition = partition(self.onnx_model, self.weights_to_train)
         declared = {x.name: ir.from_proto(x) for x in self.partition.forward.graph.input}

@@ -35,8 +35,8 @@ class OrtGradientOptimizer(Trainer):
 
     Args:
         model_onnx: model, serialized model or path, with a loss output (`add_loss_output`).
-        weights_to_train: names of the weights (`get_train_initializer`). None: all those of one
-            axis or more, but for the running statistics of BatchNormalization.
+        weights_to_train: names of float constants of the model. None: those that play
+            the role of a weight, see `trainable`; a warning names what is uncertain.
         loss_output_name: the output that holds the loss, one number; a sum over rows where
             `add_loss_output` does not know better.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.

@@ -44,8 +44,8 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     Args:
         model_onnx: model, serialized model or path, with one float output, of one row or more
             numbers for each row of the input (`select_model_inputs_outputs` keeps one).
-        weights_to_train: names of the weights (`get_train_initializer`). None: all those of one
-            axis or more, but for the running statistics of BatchNormalization.
+        weights_to_train: names of float constants of the model. None: those that play
+            the role of a weight, see `trainable`; a warning names what is uncertain.
         loss_output_name: name of the loss in the saved graphs.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
         training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
@@ -153,11 +153,13 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> LossOutside:
         loss = BaseLearningLoss.select(self.learning_loss)
         penalty = BaseLearningPenalty.select(self.learning_penalty)
-        penalty.check(self._names(proto))
         name = self.weight_name
         if name is None and weighted:
             name = "weight"
         return loss_outside(proto, weights, loss, penalty, self.loss_output_name, name)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        BaseLearningPenalty.select(self.learning_penalty).check(names)
 
     # -- predictions --------------------------------------------------------------------------
 
@@ -301,7 +303,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         slots, steps = old.slots, old.steps
         if optimizer != state.optimizer or (zero and new.keys() >= slots.keys()):
             slots, steps = {}, 0
-        names = self._names(read(self.model_onnx))  # those not given start at zero
+        names = self._names()  # those not given start at zero
         slots = {name: {} for name in names} | slots
         slots |= {name: slots.get(name, {}) | arrays for name, arrays in new.items()}
         state.values = replace(old, slots=slots, steps=steps)
@@ -339,7 +341,9 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def _graphs(self) -> Graphs:
         rate = self._check()
         optimizer, proto = self._select_optimizer(rate), self._model(vars(self).get("_state"))
-        objective = self._objective(proto, self._names(proto), False)
+        names = self._names()
+        self._check_names(names)
+        objective = self._objective(proto, names, False)
         loss = BaseLearningLoss.select(self.learning_loss)
         penalty = BaseLearningPenalty.select(self.learning_penalty)
         return training_graphs(proto, objective, optimizer, rate, loss, penalty)

@@ -32,6 +32,7 @@ from onnxgrad.training.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.training.fitted import Built, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.loop import ERROR, INTERRUPTED, NOT_FINITE, Loop, Progress
 from onnxgrad.training.objective import Objective
+from onnxgrad.training.parameters import default_weights
 from onnxgrad.training.runner import Evaluation, Runner
 from onnxgrad.training.state import INITS, TrainState, Values
 from onnxgrad.training.step import Step, build_step
@@ -145,14 +146,16 @@ class Trainer(BaseEstimator):
         optimizer = self._select_optimizer(rate)
         before = vars(self).get("_state") if self.warm_start else None
         proto = self._model(before)
+        names = self._names(announce=True)
+        self._check_names(names)
         batches = is_iterable_of_batches(X, y) or is_iterable_of_batches(X_val, y_val)
         weighted = sample_weight is not None or batches
-        objective = self._objective(proto, self._names(proto), weighted)
+        objective = self._objective(proto, names, weighted)
         step = build_step(objective, optimizer)
         fields = Fields(objective)
         if before is not None:
             fields.names = before.names.copy()
-        state = self._first_state(proto, step, optimizer, before)
+        state = self._first_state(proto, names, step, optimizer, before)
         state.flat = np.ndim(y) == 1  # so are predictions then, or y - f would be (rows, rows)
         state.names, state.columns = fields.names, column_names(X)
         source = make_source(fields, X, y, sample_weight, self.batch_size, state.rng)
@@ -201,10 +204,17 @@ class Trainer(BaseEstimator):
         proto = read(self.model_onnx)
         return proto if state is None else constants.replace(proto, state.values.weights)
 
-    def _names(self, proto: ModelProto) -> list[str]:
-        """Return the names of the weights that are trained."""
-        asked = self.weights_to_train
-        return trainable(proto) if asked is None else list(dict.fromkeys(asked))
+    def _names(self, announce: bool = False) -> list[str]:
+        """Return the names of the weights that are trained; `announce` tells what is left out.
+
+        They are those of the model as it was, whatever values its weights have by now.
+        """
+        if self.weights_to_train is not None:
+            return list(dict.fromkeys(self.weights_to_train))
+        return default_weights(read(self.model_onnx), announce)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        """Raise if an argument is wrong for weights of these names."""
 
     def _check(self) -> BaseLearningRate:
         """Return a copy of the learning rate, after checking the parameters."""
@@ -235,15 +245,19 @@ class Trainer(BaseEstimator):
         return Chain((ScaleByLearningRate(), Trace(rate.momentum, rate.nesterov)))
 
     def _first_state(
-        self, proto: ModelProto, step: Step, optimizer: Optimizer, before: TrainState | None
+        self,
+        proto: ModelProto,
+        names: Sequence[str],
+        step: Step,
+        optimizer: Optimizer,
+        before: TrainState | None,
     ) -> TrainState:
         """Return the state that training begins with: a new one, or a copy of the one `before`."""
         arrays = {site.name: site.array() for site in constants.sites(proto)}
         if before is None:
             rng = np.random.default_rng(self.random_state)
             state, initial, kept = TrainState(rng), INITS[self.weight_init], set(step.weights)
-            names = [name for name in self._names(proto) if name in kept]
-            state.values = Values({name: initial(rng, arrays[name]) for name in names})
+            state.values = Values({n: initial(rng, arrays[n]) for n in names if n in kept})
         else:
             state, old = before.copy(), before.values
             weights = old.weights | {name: arrays[name] for name in step.weights}
@@ -353,22 +367,3 @@ class Trainer(BaseEstimator):
     def __getstate__(self) -> dict[str, Any]:
         kept = {name: value for name, value in vars(self).items() if name != "_kept"}
         return kept | ({"_state": self._state.copy()} if "_state" in kept else {})
-
-
-def trainable(proto: ModelProto) -> list[str]:
-    """Return the names that are trained when none is given.
-
-    They are the default ones of one axis or more: a scalar is part of a formula. The running
-    statistics of BatchNormalization are no weights either.
-    """
-    statistics = {
-        name
-        for node in proto.graph.node
-        if node.op_type == "BatchNormalization"
-        for name in node.input[3:5]
-    }
-    return [
-        site.name
-        for site in constants.sites(proto)
-        if site.default and site.read().dims and site.name not in statistics
-    ]

@@ -1,0 +1,172 @@
+"""What the numbers of a constant, its name, and the notes of an exporter tell about it."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx_ir as ir
+from onnx import GraphProto
+
+HUGE = 9e3  # nothing learned that is added is as large; masks of float16 begin at -1e4
+
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"  # of PyTorch's exporter, for values
+_NOTE = "pkg.torch.onnx.fx_node"  # the node of PyTorch's graph that a node was written for
+
+# names that exporters and optimizers count up for constants of formulas
+_COUNTED = re.compile(
+    r"""(.*/)?(Constant|ConstantOfShape|ConstantFolding|Const)(_\d+)*(_output_\d+)?(:\d+)?
+    | (.*/)?(val|const|_?const_fold\w*|ortshared|scalar_tensor|_?tensor_constant|lifted_tensor
+      |c_lifted_tensor|full|ones|zeros|ones_like|zeros_like|full_like|value|cst|shape_tensor)
+      (_default)?([_.]?\d+)*(_token\w*)?(_ort.*)?
+    | .*_output_\d+ | (sqrt|rsqrt|div|mul|add|sub|pow|neg|log|sum|mean|max|min|clamp|clone|detach
+      |reciprocal|arange|select|slice|unsqueeze|squeeze|view|expand|index|item|to)(_\d+)*
+    | .*cst\d* | [\d_.:]+ | _\w*""",
+    re.VERBOSE,
+)
+# the result of a function of constants, under which an exporter or optimizer stored it
+_FOLDED = re.compile(r"(.*/)?(exp|softplus|sigmoid|tanh)(_\d+)?(_output_\d+)?", re.IGNORECASE)
+_LEARNED = re.compile(
+    r"""(.*[._/])?\w*(scale|temp|temperature|tau|alpha|beta|gamma|bias|weight|gain|lambda|slope|logit
+    |kernel|coef|param\w*)\d*""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_STATISTIC = re.compile(r".*(running|moving)_?(mean|var).*", re.IGNORECASE)
+_FIXED = re.compile(
+    r".*(anchor|grid|mean|std|var|point|prior|mask|stride|offset|unit|buffer|freq).*", re.IGNORECASE
+)
+_AFFINE = re.compile(r".*[._/](weight|bias|gamma|beta|kernel)", re.IGNORECASE)
+
+
+def counted(name: str) -> bool:
+    """Tell whether `name` is one of those that exporters count up, and says nothing."""
+    return _COUNTED.fullmatch(name) is not None
+
+
+def sounds_learned(name: str) -> bool:
+    """Tell whether the name of a single number is that of a parameter, or of a function of one."""
+    if _FOLDED.fullmatch(name):
+        return True
+    return not counted(name) and _LEARNED.fullmatch(name) is not None
+
+
+def sounds_affine(name: str) -> bool:
+    """Tell whether `name` is that of a weight or bias of a layer."""
+    return _AFFINE.fullmatch(name) is not None
+
+
+def sounds_fixed(name: str) -> bool:
+    """Tell whether `name` is that of anchors, of a mask, of the units of a target, or the like."""
+    return _FIXED.fullmatch(name) is not None
+
+
+def sounds_statistic(name: str) -> bool:
+    """Tell whether `name` is that of a running mean or variance."""
+    return _STATISTIC.fullmatch(name) is not None
+
+
+def stated_kinds(graph: GraphProto) -> dict[str, bool]:
+    """Return which constants are parameters, as far as PyTorch's exporter states it."""
+    stated = {
+        value.name: entry.value
+        for value in (*graph.value_info, *graph.input)
+        for entry in value.metadata_props
+        if entry.key == _KIND
+    }
+    return {name: kind == "PARAMETER" for name, kind in stated.items()}
+
+
+def noted_kind(node: ir.Node) -> bool | None:
+    """Return whether the function of PyTorch behind `node` takes parameters; None: not told.
+
+    The notes survive onnxruntime's optimizer, where the statements for values do not.
+    """
+    kinds = set(re.findall(r"%([pbc])_", node.metadata_props.get(_NOTE, "")))
+    return None if len(kinds) != 1 else kinds == {"p"}
+
+
+def is_mask(array: np.ndarray) -> bool:
+    """Tell whether added numbers hide something: infinite or huge ones, or two of which one is 0"""
+    if array.size and not np.abs(array).max() < HUGE:
+        return True
+    distinct = np.unique(array[np.isfinite(array)])
+    return array.size > 2 and len(distinct) == 2 and 0 in distinct
+
+
+def is_binary(array: np.ndarray) -> bool:
+    """Tell whether an array holds zeros and ones, both of them."""
+    return array.size > 1 and np.array_equal(np.unique(array), [0, 1])
+
+
+def is_all(array: np.ndarray, number: float | None = None) -> bool:
+    """Tell whether all elements are one number, or that `number`."""
+    first = array.ravel()[0] if array.size else 0
+    return bool((array == (first if number is None else number)).all())
+
+
+def is_linear(array: np.ndarray) -> bool:
+    """Tell whether numbers grow evenly with the distance along the last axis, as ALiBi's do."""
+    if array.ndim < 2 or array.shape[-1] < 4 or is_all(array):
+        return False
+    steps = np.diff(array.astype(np.float64), axis=-1)
+    size = np.abs(steps).max(-1, keepdims=True)
+    return bool((np.abs(np.abs(steps) - size) <= 1e-3 * size).all())
+
+
+def is_wave(array: np.ndarray) -> bool:
+    """Tell whether a table holds sines and cosines of positions.
+
+    Either an axis runs over positions: then t[p+1] + t[p-1] = 2 cos(a) t[p], with one angle a for
+    all p. Or sines stand beside their cosines on an axis: the sums of squares agree.
+    """
+    table = array.reshape([n for n in array.shape if n > 1])
+    if table.ndim < 2 or not np.isfinite(array).all() or is_all(array):
+        return False
+    axes = [np.moveaxis(table, i, -1).reshape(-1, n)[:256] for i, n in enumerate(table.shape)]
+    return any((t.shape[1] >= 6 and _recurs(t[:, :64])) or _paired(t) for t in axes)
+
+
+def is_cosine(array: np.ndarray) -> bool:
+    """Tell whether a short table can hold the cosines, or the sines, of positions from zero on."""
+    table = array.reshape([n for n in array.shape if n > 1])
+    if table.ndim < 2 or not np.abs(table).max() <= 1 or is_all(table):
+        return False
+    firsts = [np.moveaxis(table, i, 0)[0] for i in range(table.ndim)]
+    return any(is_all(first, 0) or is_all(first, 1) for first in firsts)
+
+
+def _recurs(table: np.ndarray) -> bool:
+    table = table.astype(np.float64).T
+    sums, middle = table[2:] + table[:-2], table[1:-1]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        factor = np.nan_to_num((sums * middle).sum(0) / (middle * middle).sum(0))
+    varies = np.ptp(table, axis=0) > 1e-2 * np.abs(table).max()
+    fits = np.abs(sums - factor * middle).max() <= 5e-3 * np.abs(table).max()
+    turns = np.abs(factor) < 1.99  # what grows evenly has 2
+    return bool(fits and (varies & turns).mean() >= 0.05 and (np.abs(factor) <= 2.01).all())
+
+
+def _paired(table: np.ndarray) -> bool:
+    rows, width = table.astype(np.float64), table.shape[1]
+    rows = rows[np.abs(rows).max(-1) > 0]  # that of a class token, or of padding, may be zero
+    if len(rows) < 2 or width < 4 or width % 2 or is_all(rows[1:] - rows[:1]):
+        return False
+    pairs = [rows.reshape(len(rows), -1, 2)]
+    pairs += [
+        rows.reshape(len(rows), parts, 2, -1).swapaxes(2, 3).reshape(len(rows), -1, 2)
+        for parts in (1, 2, 3)
+        if width % (2 * parts) == 0
+    ]
+    squares = [(p * p).sum(-1) for p in pairs]
+    return any(np.ptp(s) <= 1e-2 * s.max() for s in squares)
+
+
+def is_same_filter(array: np.ndarray) -> bool:
+    """Tell whether the channels have one filter each, and all the same, as one that blurs."""
+    each = array.ndim > 2 and len(array) > 1 and array.shape[1] == 1
+    return each and not is_all(array) and is_all(array - array[:1], 0)
+
+
+def is_filter_bank(array: np.ndarray) -> bool:
+    """Tell whether a matrix holds overlapping windows of frequencies: mostly zeros, no negatives"""
+    return array.ndim == 2 and array.size > 64 and array.min() >= 0 and (array == 0).mean() > 0.6
