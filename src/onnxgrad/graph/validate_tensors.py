@@ -77,6 +77,10 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
         )
 
 
+# The specification says int64; onnxruntime writes the smallest type that holds them
+_INDICES = (TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64)
+
+
 def check_sparse(sparse: SparseTensorProto, what: str) -> None:
     """Raise if the values, the indices and the shape of a sparse tensor do not agree.
 
@@ -93,10 +97,10 @@ def check_sparse(sparse: SparseTensorProto, what: str) -> None:
         raise ModelError(f"{what} has the shape {_shape(dims)}: lengths are not negative")
     check_limit("dense_elements", count, f"{what} has too many elements for a dense tensor")
     n = values.dims[0] if len(values.dims) == 1 else -1
-    if indices.data_type != TensorProto.INT64 or list(indices.dims) not in ([n], [n, len(dims)]):
+    if indices.data_type not in _INDICES or list(indices.dims) not in ([n], [n, len(dims)]):
         raise ModelError(
             f"{what} has values of shape {_shape(values.dims)} and indices of shape "
-            f"{_shape(indices.dims)}: these are (n,), and int64 of shape (n,) or (n, rank)"
+            f"{_shape(indices.dims)}: these are (n,), and integers of shape (n,) or (n, rank)"
         )
     at = numpy_helper.to_array(indices)
     ends = np.array([count] if at.ndim == 1 else dims)

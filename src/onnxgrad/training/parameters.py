@@ -124,7 +124,7 @@ def trainable(model: ModelLike) -> Tensors:
     return rows
 
 
-def default_weights(proto: ModelProto, announce: bool, needed: bool = True) -> list[str]:
+def default_weights(proto: ModelProto, announce: bool = False, needed: bool = True) -> list[str]:
     """Return the names of the weights that train when none is named.
 
     With `announce`, each tensor that is left out is logged with the reason; a single number that

@@ -32,7 +32,7 @@ from onnxgrad.training.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.training.fitted import Built, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.loop import ERROR, INTERRUPTED, NOT_FINITE, Loop, Progress
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.parameters import default_weights
+from onnxgrad.training.parameters import default_weights as trainable
 from onnxgrad.training.runner import Evaluation, Runner
 from onnxgrad.training.state import INITS, TrainState, Values
 from onnxgrad.training.step import Step, build_step
@@ -211,7 +211,7 @@ class Trainer(BaseEstimator):
         """
         if self.weights_to_train is not None:
             return list(dict.fromkeys(self.weights_to_train))
-        return default_weights(read(self.model_onnx), announce)
+        return trainable(read(self.model_onnx), announce)
 
     def _check_names(self, names: Sequence[str]) -> None:
         """Raise if an argument is wrong for weights of these names."""
