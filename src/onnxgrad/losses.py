@@ -20,10 +20,10 @@ from onnxgrad.errors import printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
+from onnxgrad.graph.local_functions import raise_opset
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, non_tensor, read, tensor_behind, to_ir
 from onnxgrad.graph.tidy import free, tidy
-from onnxgrad.graph.versions import raise_opset
 from onnxgrad.graph.weights import note_constants, sites
 
 # What a trainer has to know of the loss, kept in the model as JSON: `reduction` ("mean" is already

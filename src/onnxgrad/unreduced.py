@@ -12,12 +12,11 @@ from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer
-from onnxgrad.graph.local_functions import inlined
+from onnxgrad.graph.local_functions import inlined, raise_opset
 from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.read import ModelLike, read, to_ir
 from onnxgrad.graph.reads import reads
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.versions import raise_opset
 from onnxgrad.losses import METADATA, loss_facts
 
 # operator -> what it does to every element before it adds them up

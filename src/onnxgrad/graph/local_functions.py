@@ -16,9 +16,10 @@ from onnx import (
 )
 
 from onnxgrad.autodiff.rules import RULES
-from onnxgrad.errors import ModelError, escaping, first_line
-from onnxgrad.graph.normalize import all_nodes, own_results, use_standard_domain
-from onnxgrad.graph.sites import Site, subgraphs
+from onnxgrad.errors import ModelError, escaping, first_line, printable
+from onnxgrad.graph.normalize import all_nodes, own_results, unshadow, use_standard_domain
+from onnxgrad.graph.sites import Site, standard, subgraphs
+from onnxgrad.graph.versions import WORKING_OPSET, convert
 from onnxgrad.graph.weights import lift, sites, take_out
 
 Key = tuple[str, str, str]  # domain, name, overload
@@ -45,18 +46,99 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     if lifted:
         lift(model, everything)
     tensors = _mark_constants(everything)
-    own_results(model, {site.name for site in everything})
+    names = {site.name for site in everything}
+    unshadow(model, names)
+    own_results(model, names)
     if model.functions:
         model.graph.initializer.extend(tensors)
         ruled = _bind(model)
-        _use_opset_of_model(model)
+        model = _of_one_opset(model)
         try:
-            model = inliner.inline_local_functions(model, convert_version=True)
+            model = inliner.inline_local_functions(model)
         except Exception as e:  # the inliner raises several undeclared types
             raise ModelError(f"its local functions cannot be inlined: {first_line(e)}") from e
         model.functions.extend(ruled)
         _share_constants(model)
+        own_results(model, names)
     return model
+
+
+@escaping()
+def raise_opset(proto: ModelProto) -> ModelProto:
+    """Return `proto`, or where its opset is below the working one, a copy at that.
+
+    Raises:
+        ModelError: it cannot be converted.
+    """
+    version = max((o.version for o in proto.opset_import if not standard(o.domain)), default=0)
+    if version >= WORKING_OPSET:
+        return proto
+    model = inlined(proto)  # the converter drops functions
+    version = _opset(model) or 0
+    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
+        model.opset_import.add(domain="", version=WORKING_OPSET)
+    if not version or version >= WORKING_OPSET:
+        return model
+    if model.functions:
+        ruled = ", ".join(printable(f.name) for f in model.functions)
+        raise ModelError(
+            f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
+            f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"
+        )
+    return convert(model, version, WORKING_OPSET)
+
+
+# -- opsets ------------------------------------------------------------------------------------
+
+
+def _opset(holder: ModelProto | FunctionProto) -> int | None:
+    return next((o.version for o in holder.opset_import if not o.domain), None)
+
+
+def _of_one_opset(model: ModelProto) -> ModelProto:
+    """Return `model` and its functions, which are written to, at the newest opset among them."""
+    version = _opset(model)
+    target = max(v for v in (version, *map(_opset, model.functions)) if v is not None)
+    for function in model.functions:
+        _raise_function(function, target)
+    if version is None:
+        model.opset_import.add(domain="", version=target)
+    elif version < target:
+        functions = list(model.functions)
+        del model.functions[:]
+        model = convert(model, version, target)
+        model.functions.extend(functions)
+    return model
+
+
+def _raise_function(function: FunctionProto, target: int) -> None:
+    version = _opset(function)
+    if version is None or version == target:
+        return
+    kinds = {node.op_type for node in all_nodes(function.node) if not node.domain}
+    if any(_since(kind, version) != _since(kind, target) for kind in kinds):
+        model = ModelProto(ir_version=10, opset_import=function.opset_import)
+        model.graph.name = function.name
+        model.graph.node.extend(function.node)
+        for name in function.input:
+            model.graph.input.add(name=name)
+        for name in function.output:
+            model.graph.output.add(name=name)
+        model = convert(model, version, target)
+        del function.node[:]
+        for tensor in model.graph.initializer:
+            constant = function.node.add(op_type="Constant", output=[tensor.name])
+            constant.attribute.add(name="value", type=AttributeProto.TENSOR, t=tensor)
+        function.node.extend(model.graph.node)
+    for entry in function.opset_import:
+        if not entry.domain:
+            entry.version = target
+
+
+def _since(op_type: str, version: int) -> int | None:
+    """Return the opset in which an operator became what it is at `version`."""
+    exists = defs.has(op_type, version)
+    return defs.get_schema(op_type, version).since_version if exists else None
 
 
 # -- constants ---------------------------------------------------------------------------------
@@ -76,23 +158,6 @@ def _mark_constants(everything: Iterable[Site]) -> list[TensorProto]:
         tensors.append(tensor)
         _mark(site)
     return tensors
-
-
-def _use_opset_of_model(model: ModelProto) -> None:
-    """Let functions import the opset of the model, where their operators mean the same at both."""
-    version = next((o.version for o in model.opset_import if not o.domain), None)
-    for function in model.functions:
-        kinds = {n.op_type for n in all_nodes(function.node) if not n.domain}
-        for entry in function.opset_import:
-            if version is not None and not entry.domain:
-                same = all(_since(op, entry.version) == _since(op, version) for op in kinds)
-                entry.version = version if same else entry.version
-
-
-def _since(op_type: str, version: int) -> int | None:
-    """Return the opset in which an operator became what it is at `version`."""
-    exists = defs.has(op_type, version)
-    return defs.get_schema(op_type, version).since_version if exists else None
 
 
 def _holder(site: Site) -> tuple[str, str] | None:

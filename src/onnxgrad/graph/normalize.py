@@ -128,3 +128,59 @@ def names(graph: GraphProto) -> Iterator[str]:
     for node in graph.node:
         for inner in subgraphs(node):
             yield from names(inner)
+
+
+def rename_uses(graph: Holder, old: str, new: str) -> None:
+    """Let `graph` read and return `new` in place of `old`, in subgraphs that have no `old` too."""
+    if old == new:
+        return
+    if isinstance(graph, GraphProto):
+        for y in (y for y in graph.output if y.name == old):
+            y.name = new
+    for node in graph.node:
+        _rename_reads(node, old, new)
+
+
+def _rename_reads(node: NodeProto, old: str, new: str) -> None:
+    if old in node.input:
+        node.input[:] = [new if name == old else name for name in node.input]
+    for inner in subgraphs(node):
+        if old not in own_names(inner):
+            rename_uses(inner, old, new)
+
+
+def unshadow(model: ModelProto, reserved: Iterable[str] = ()) -> None:
+    """Rename what a subgraph computes under a name that the graphs around it have too.
+
+    onnxruntime's optimizer writes such names. New ones are not `reserved`.
+    """
+    for holder in (model.graph, *model.functions):
+        graphs = [g for node in all_nodes(holder.node) for g in subgraphs(node)]
+        outer = {y for node in holder.node for y in node.output}
+        if isinstance(holder, GraphProto):
+            outer.update(own_names(holder))
+        else:
+            outer.update(holder.input)
+        taken = {*outer, *(name for graph in graphs for name in own_names(graph)), *reserved}
+        for node in holder.node:
+            for graph in subgraphs(node):
+                _unshadow(graph, outer, taken)
+
+
+def _unshadow(graph: GraphProto, outer: set[str], taken: set[str]) -> None:
+    for named in (*graph.input, *graph.initializer, *(s.values for s in graph.sparse_initializer)):
+        if named.name in outer:
+            old, named.name = named.name, unused(named.name, taken)
+            rename_uses(graph, old, named.name)
+    for i, node in enumerate(graph.node):
+        for j, old in enumerate(node.output):
+            if old in outer:
+                new = node.output[j] = unused(old, taken)
+                for later in graph.node[i + 1 :]:  # those before it read the outer one
+                    _rename_reads(later, old, new)
+                for y in (y for y in graph.output if y.name == old):
+                    y.name = new
+    inner = outer | set(own_names(graph))
+    for node in graph.node:
+        for held in subgraphs(node):
+            _unshadow(held, inner, taken)

@@ -19,7 +19,7 @@ from onnxgrad.errors import ModelError, escaping, first_line, unknown
 from onnxgrad.graph import bodies
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference import infer, infer_behind, name_rows
-from onnxgrad.graph.local_functions import inlined
+from onnxgrad.graph.local_functions import inlined, raise_opset
 from onnxgrad.graph.lowerings import LATE, LOWERINGS
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.shapes import rank
@@ -30,7 +30,6 @@ from onnxgrad.graph.versions import (
     NEWEST_OPSET,
     exists,
     min_ir_version,
-    raise_opset,
 )
 from onnxgrad.reporting import escape_loggers
 

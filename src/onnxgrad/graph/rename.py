@@ -113,7 +113,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
 
 def _copy(onx: ModelLike) -> ModelProto:
     made = ModelProto()
-    made.CopyFrom(read(onx, shadows=True))
+    made.CopyFrom(read(onx))
     if made.training_info:
         raise ModelError("the model holds training_info, whose names are not followed: remove it")
     return made

@@ -29,14 +29,12 @@ _NEWEST_IR = max(13, onnx.IR_VERSION)
 _NOTES = {"onnxgrad.constants": list, "onnxgrad.loss": dict}  # metadata of ours, as JSON
 
 
-def validate(model: ModelProto, promised: Collection[str] = (), shadows: bool = False) -> bool:
+def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
     """Raise if `model` is broken; tell whether it has to be put right by `normalize`.
 
     Args:
         model: any model.
         promised: names of values that the caller adds to its graph, which may read them.
-        shadows: whether nodes of a subgraph may compute values of names that the graphs around it
-            have, too. onnxruntime does not load that.
 
     Raises:
         ModelError: a cycle, a value that is read and computed nowhere or computed twice, tensors
@@ -45,7 +43,7 @@ def validate(model: ModelProto, promised: Collection[str] = (), shadows: bool = 
             `limits` allows; one line that names the node or value.
     """
     _check_versions(model)
-    checked = _Checked({_key(f): f for f in model.functions}, shadows)
+    checked = _Checked({_key(f): f for f in model.functions})
     if len(checked.functions) < len(model.functions):
         raise ModelError("the model has two functions of one name: rename one")
     for function in _callees_first(checked):
@@ -95,7 +93,6 @@ class _Checked:
     """What is known of a model while its parts are checked."""
 
     functions: dict[Key, FunctionProto]
-    shadows: bool  # which are allowed
     sizes: dict[Key, int] = field(default_factory=dict)  # nodes, calls inside replaced by theirs
     needed: dict[Key, frozenset[str]] = field(default_factory=dict)  # attributes of functions
     unsorted: bool = False
@@ -281,8 +278,6 @@ class _Scope:
                 held.refuse_unsorted(inner)
                 order.capture(held.free)
             order.write(node)
-            if outer and not self.checked.shadows:
-                _refuse_shadows(node, outer, what)
         order.close()
         return order
 
@@ -294,15 +289,6 @@ class _Scope:
                 raise ModelError(f"{title(node)} lacks the attribute {shown(name)}: add it")
             if attributes[name]:
                 self.needed.add(attributes[name])
-
-
-def _refuse_shadows(node: NodeProto, outer: list, what: str) -> None:
-    for y in node.output:
-        if y and any(y in scope for scope in outer):
-            raise ModelError(
-                f"{title(node)} in {what} computes {shown(y)}, which is the name of a value of "
-                "the graph around it: rename one"
-            )
 
 
 def _declare(name: str, kind: str, names: dict[str, None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -9,13 +10,13 @@ import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, NodeProto, defs, numpy_helper, version_converter
 
-from onnxgrad.errors import ModelError, escaping, first_line, printable
-from onnxgrad.graph.local_functions import inlined
-from onnxgrad.graph.normalize import all_nodes, names, unused
+from onnxgrad.errors import ModelError, first_line
+from onnxgrad.graph.normalize import all_nodes, names, rename_uses, unused
 from onnxgrad.graph.sites import subgraphs
 
 _UNKNOWN = ("LayerNormalization", "SimplifiedLayerNormalization")  # the first until opset 17
 _HIDDEN = "onnxgrad.hidden"  # a domain that the converter leaves alone
+_OF_CONVERTER = re.compile(r"_v_\d+")
 
 WORKING_OPSET = 18
 NEWEST_OPSET = 26  # that onnxruntime 1.31 loads
@@ -35,60 +36,49 @@ def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
     return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
 
 
-@escaping()
-def raise_opset(proto: ModelProto) -> ModelProto:
-    """Return `proto`, or where its opset is below the working one, a copy at that."""
-    version = max((o.version for o in proto.opset_import if o.domain in ("", "ai.onnx")), default=0)
-    if version >= WORKING_OPSET:
-        return proto
-    made = inlined(proto)  # the converter drops functions
-    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
-        made.opset_import.add(domain="", version=WORKING_OPSET)
-        return made
-    made.ir_version = max(made.ir_version, 8)
-    if made.functions:
-        ruled = ", ".join(printable(f.name) for f in made.functions)
-        raise ModelError(
-            f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
-            f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"
-        )
+def convert(model: ModelProto, version: int, target: int) -> ModelProto:
+    """Return `model`, which is written to and has no functions, at a newer opset.
+
+    Raises:
+        ModelError: it cannot be converted.
+    """
+    model.ir_version = max(model.ir_version, 8)
     if version < 7:
         try:
-            _keep_channels(made)
+            _keep_channels(model)
         except onnx.shape_inference.InferenceError as e:
             raise ModelError(f"its shapes cannot be inferred: {first_line(e)}") from e
-    if version == 8 and any(node.op_type == "Scan" for node in all_nodes(made.graph.node)):
+    if version == 8 and any(node.op_type == "Scan" for node in all_nodes(model.graph.node)):
         raise ModelError(
             "the Scan of opset 8 runs over a batch, which onnx does not convert: export the model "
             "at opset 9 or newer"
         )
-    upsampled = {n.output[0] for n in all_nodes(made.graph.node) if n.op_type == "Upsample"}
+    upsampled = {n.output[0] for n in all_nodes(model.graph.node) if n.op_type == "Upsample"}
     try:
-        made = _converted(made)
+        model = _converted(model, target)
     except ModelError:
         raise
     except Exception as e:  # the converter raises several undeclared types
-        raise ModelError(
-            f"opset {version} cannot be raised to {WORKING_OPSET}: {first_line(e)}"
-        ) from e
+        raise ModelError(f"opset {version} cannot be raised to {target}: {first_line(e)}") from e
     if version < 11:
-        _keep_places(made.graph, upsampled, {})
-    return made
+        _keep_places(model.graph, upsampled, {})
+    return model
 
 
-def _converted(proto: ModelProto) -> ModelProto:
-    """Return `proto`, which is written to, at the working opset.
+def _converted(proto: ModelProto, target: int) -> ModelProto:
+    """Return `proto`, which is written to, at another opset.
 
     The converter fails at operators that onnx does not know, or not yet, and onnxruntime calls
     standard: its optimizer leaves them at any opset.
     """
     proto.opset_import.add(domain=_HIDDEN, version=1)
+    _free_names(proto.graph)
     for node in all_nodes(proto.graph.node):
         if not node.domain and (node.op_type in _UNKNOWN or _trains(node)):
             node.domain = _HIDDEN
     read = {name for node in all_nodes(proto.graph.node) for name in node.input}
     read.update(y.name for y in proto.graph.output)
-    made = version_converter.convert_version(proto, WORKING_OPSET)
+    made = version_converter.convert_version(proto, target)
     for node in all_nodes(made.graph.node):
         if node.domain == _HIDDEN:
             node.domain = ""
@@ -97,6 +87,18 @@ def _converted(proto: ModelProto) -> ModelProto:
     for hidden in [o for o in made.opset_import if o.domain == _HIDDEN]:
         made.opset_import.remove(hidden)
     return made
+
+
+def _free_names(graph: onnx.GraphProto) -> None:
+    """Rename results that are named as the converter names its own, which it does not look for."""
+    taken = set(names(graph))
+    for held in (graph, *(g for node in all_nodes(graph.node) for g in subgraphs(node))):
+        kept = {y.name for y in graph.output} if held is graph else set()
+        for node in held.node:
+            for i, old in enumerate(node.output):
+                if _OF_CONVERTER.fullmatch(old) and old not in kept:
+                    node.output[i] = unused(f"result{old}", taken)
+                    rename_uses(held, old, node.output[i])
 
 
 def _trains(node: NodeProto) -> bool:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.errors import unknown
-from onnxgrad.graph.normalize import own_names, own_results
+from onnxgrad.graph.normalize import own_names, own_results, rename_uses
 from onnxgrad.graph.sites import FLOATS, Holder, Site, scan, standard, subgraphs
 
 __all__ = ["FLOATS", "Site", "lift", "note_constants", "replace", "sites", "subgraphs"]
@@ -54,10 +54,9 @@ def sites(model: ModelProto) -> Iterator[Site]:
     Branches may use one name twice; the later ones get a number, as does one whose name is that of
     a value computed elsewhere.
     """
-    ours = noted(model)
-    settings = {"": _settings(model.graph)}
-    settings |= {function.name: _settings(function) for function in model.functions}
-    everything = list(scan(model))
+    noted_names = noted(model)
+    everything = list(scan(model))  # which keeps the graphs, thus their ids
+    settings = _settings(model)
     constants = {site.name for site in everything}
     taken = set(_computed(model.graph))
     for site in everything:
@@ -66,9 +65,9 @@ def sites(model: ModelProto) -> Iterator[Site]:
             i += 1
             name = f"{site.name}_{i}"
         taken.add(name)
-        local = site.function.name if site.function else ""
-        setting = name in ours or site.name in ours or site.graph_name in settings[local]
-        site.default = site.default and not setting
+        is_setting = (id(site.graph), site.graph_name) in settings
+        ours = name in noted_names or site.name in noted_names
+        site.default = site.default and not (ours or is_setting)
         site.name = name
         yield site
 
@@ -180,21 +179,6 @@ def take_out(model: ModelProto, graph: Holder, node: NodeProto, name: str) -> No
     rename_uses(graph, old, name)
 
 
-def rename_uses(graph: Holder, old: str, new: str) -> None:
-    """Let `graph` read and return `new` in place of `old`, in subgraphs that have no `old` too."""
-    if old == new:
-        return
-    if isinstance(graph, GraphProto):
-        for y in (y for y in graph.output if y.name == old):
-            y.name = new
-    for node in graph.node:
-        if old in node.input:
-            node.input[:] = [new if name == old else name for name in node.input]
-        for inner in subgraphs(node):
-            if old not in own_names(inner):
-                rename_uses(inner, old, new)
-
-
 def is_setting(value: ir.Value) -> bool:
     """Tell whether `value` only tells operators how to compute, as the scales of a Resize do."""
     moved = [value]
@@ -215,29 +199,48 @@ def _settings_of(node: NodeProto | ir.Node) -> tuple[int, ...]:
     return _SETTINGS.get(f"{domain}.{node.op_type}" if domain else node.op_type, ())
 
 
-def _settings(graph: Holder) -> set[str]:
-    """Return the names of operands that are no weights, in branches too.
+_Key = tuple[int, str]  # the id of the graph that has a value, and its name there
+
+
+def _settings(model: ModelProto) -> set[_Key]:
+    """Return the operands that are no weights, in subgraphs and local functions too.
 
     Exporters put scales together of those of the batch, the channels and the plane, and multiply
     the lengths of axes by them.
     """
-    settings: set[str] = set()
-    _add_settings(graph, settings, set())
-    return settings - {""}
+    settings: set[_Key] = set()
+    for holder in (model.graph, *model.functions):
+        _add_settings(holder, [], settings, set())
+    return settings
 
 
-def _add_settings(graph: Holder, settings: set[str], others: set[str]) -> None:
-    """Add the names of settings, and to `others` those that something else reads as well."""
-    others.update(y if isinstance(y, str) else y.name for y in graph.output)
+def _add_settings(
+    graph: Holder, around: list[tuple[int, set[str]]], settings: set[_Key], others: set[_Key]
+) -> None:
+    """Add the settings of `graph`, and to `others` what something else reads as well.
+
+    `around` are the ids and names of the graphs whose values `graph` may capture.
+    """
+    if isinstance(graph, GraphProto):
+        own, outputs = set(own_names(graph)), [y.name for y in graph.output]
+    else:
+        own = {*graph.input, *(y for node in graph.node for y in node.output)}
+        outputs = list(graph.output)
+    scopes = [*around, (id(graph), own)]
+
+    def keys(names: Iterable[str]) -> list[_Key]:
+        return [(next((g for g, o in reversed(scopes) if n in o), 0), n) for n in names]
+
+    others.update(keys(outputs))
     for node in reversed(graph.node):
         for inner in subgraphs(node):
-            _add_settings(inner, settings, others)
-        results = settings.intersection(node.output)
+            _add_settings(inner, scopes, settings, others)
+        results = settings.intersection(keys(node.output))
         moves = node.op_type in _MOVES and bool(results)
         computes = node.op_type in _COMPUTES and bool(results - others)
-        for place, name in enumerate(node.input):
-            sets = moves or computes or place in _settings_of(node)
-            (settings if sets else others).add(name)
+        for index, key in enumerate(keys(node.input)):
+            sets = moves or computes or index in _settings_of(node)
+            (settings if sets else others).add(key)
 
 
 def _computed(graph: GraphProto) -> Iterator[str]:
