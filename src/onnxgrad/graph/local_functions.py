@@ -17,7 +17,13 @@ from onnx import (
 
 from onnxgrad.autodiff.rules import RULES
 from onnxgrad.errors import ModelError, escaping, first_line, printable
-from onnxgrad.graph.normalize import all_nodes, own_results, unshadow, use_standard_domain
+from onnxgrad.graph.normalize import (
+    all_nodes,
+    declare_once,
+    own_results,
+    unshadow,
+    use_standard_domain,
+)
 from onnxgrad.graph.sites import Site, standard, subgraphs
 from onnxgrad.graph.versions import WORKING_OPSET, convert
 from onnxgrad.graph.weights import lift, sites, take_out
@@ -42,6 +48,7 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     model = ModelProto()
     model.CopyFrom(proto)
     use_standard_domain(model)
+    declare_once(model)
     everything = list(sites(model))  # the names: what follows adds others
     if lifted:
         lift(model, everything)

@@ -50,6 +50,14 @@ def _graphs(model: ModelProto, nodes: Iterable[NodeProto]) -> Iterator[GraphProt
         yield from subgraphs(node)
 
 
+def declare_once(model: ModelProto) -> None:
+    """Declare outputs that are inputs too as these: onnx_ir takes what is stated last."""
+    inputs = {x.name: x for x in model.graph.input}
+    for y in model.graph.output:
+        if y.name in inputs:
+            y.CopyFrom(inputs[y.name])
+
+
 def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
     """Yield `nodes`, each followed by the nodes of its subgraphs."""
     for node in nodes:
