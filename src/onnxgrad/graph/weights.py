@@ -65,9 +65,9 @@ def sites(model: ModelProto) -> Iterator[Site]:
             i += 1
             name = f"{site.name}_{i}"
         taken.add(name)
-        is_setting = (id(site.graph), site.graph_name) in settings
-        ours = name in noted_names or site.name in noted_names
-        site.default = site.default and not (ours or is_setting)
+        setting = (id(site.graph), site.graph_name) in settings
+        ours = site.graph is model.graph and not {name, site.name}.isdisjoint(noted_names)
+        site.default = site.default and not (ours or setting)
         site.name = name
         yield site
 
