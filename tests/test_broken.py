@@ -55,7 +55,6 @@ BROKEN = {  # model, the message
     "g (float[2] X) => (float[2] Y) { Y = Cast(X) }": "Cast .* lacks the attribute 'to'",
     "g (float[2] X) => (float[2] Y) { Y = Elu <alpha = 2> (X) }": "'alpha' as INT, not FLOAT",
     IF % ("", "t () => (float[2] z) { z = Exp(h) h = Neg(X) }", ELSE, ""): "sort the nodes",
-    IF % ("h = Abs(X)", "t () => (float[2] h) { h = Neg(X) }", ELSE, ""): "computes 'h'.* rename",
     IF % ("", "t (float v) => (float[2] z) { z = Neg(X) }", ELSE, ""): "has 1 inputs.* asks for 0",
     IF % ("", "t () => (float[2] z) { z = Neg(gone) }", ELSE, ""): "reads 'gone'",
     IF % ("", "t () => (float[2] z) { z = Neg(Y) }", ELSE, ""): "'Y' -> 'Y'",

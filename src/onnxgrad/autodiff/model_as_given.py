@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto, ValueInfoProto
 
-from onnxgrad.autodiff.runtimes import Feed, Function, NoKernelError
+from onnxgrad.autodiff.runtimes import Feed, Function
 from onnxgrad.graph.precision import set_precision
 from onnxgrad.graph.read import to_ir
 from onnxgrad.graph.weights import replace, sites
@@ -17,8 +17,8 @@ from onnxgrad.graph.weights import replace, sites
 class ModelAsGiven:
     """The float outputs of a model, for values of its inputs and of its weights.
 
-    Nothing of the model is rewritten. Initializers become inputs, as far as the runtime takes them
-    so; every other weight is written to where the model keeps it, which takes a session each time.
+    Nothing of the model is rewritten. Initializers become inputs; every other weight is written to
+    where the model keeps it, which takes a session each time.
 
     Args:
         proto: the model, never modified.
@@ -36,26 +36,19 @@ class ModelAsGiven:
         self._weights = {s.name: s.array() for s in sites(self._proto) if s.name in weights}
         self._inputs = {x.name for x in proto.graph.input}
         fed = [t.name for t in proto.graph.initializer if t.name in self._weights]
-        self._plain = load(self._proto)
-        self._exposed: tuple[set[str], Function] = set(), self._plain
-        try:
-            self._exposed = set(fed), load(_with_inputs(self._proto, fed))
-        except NoKernelError:  # some kernels read an initializer when they are made
-            return
+        self._function, self._fed = load(_with_inputs(self._proto, fed)), set(fed)
 
     def __call__(self, values: Feed) -> list[np.ndarray]:
         """Return the float outputs; weights that `values` lacks are those of the model."""
         feed = {name: x for name, x in values.items() if name in self._inputs}
+        weights = {name: values.get(name, array) for name, array in self._weights.items()}
         moved = {
-            name: values[name]
-            for name, array in self._weights.items()
-            if name in values and not np.array_equal(values[name], array, equal_nan=True)
+            name: array
+            for name, array in weights.items()
+            if not np.array_equal(array, self._weights[name], equal_nan=True)
         }
-        if not moved:
-            return self._plain(feed)
-        names, function = self._exposed
-        if moved.keys() <= names:
-            return function(feed | {n: values.get(n, self._weights[n]) for n in names})
+        if moved.keys() <= self._fed:
+            return self._function(feed | {name: weights[name] for name in self._fed})
         return self._load(replace(self._proto, moved))(feed)
 
     def held(self, name: str, x: np.ndarray) -> np.ndarray:

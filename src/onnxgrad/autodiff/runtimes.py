@@ -137,6 +137,21 @@ def on_reference(proto: ModelProto) -> Function:
     return run
 
 
+def on_either(proto: ModelProto) -> Function:
+    """Return the function that runs `proto` on onnxruntime, or else on `onnx.reference`."""
+
+    def run(feed: Feed) -> list[np.ndarray]:
+        try:
+            return on_onnxruntime(proto)(feed)
+        except NoKernelError as e:
+            try:
+                return on_reference(proto)(feed)
+            except NoKernelError:
+                raise e from None
+
+    return run
+
+
 def _float_outputs(proto: ModelProto) -> list[str]:
     tensors = [y for y in proto.graph.output if not non_tensor(y)]
     return [

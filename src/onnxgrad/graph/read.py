@@ -27,12 +27,13 @@ _OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
-def read(model: ModelLike, promised: Collection[str] = ()) -> ModelProto:
+def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False) -> ModelProto:
     """Return `model` as a `ModelProto` that passed `validate`; a given one is not modified.
 
     It holds its tensors, but for those of a large model: see `external`. The nodes of its main
     graph are sorted, and no declared length is negative: such a length is an unknown one.
-    `promised` is that of `validate`.
+    `promised` is that of `validate`. With `broken`, nothing is checked but the data: a picture shows
+    what is wrong.
 
     Raises:
         TypeError: `model` is nothing that can be a model.
@@ -58,7 +59,7 @@ def read(model: ModelLike, promised: Collection[str] = ()) -> ModelProto:
     if not proto.opset_import:
         raise ModelError(f"{where} states no opset: it is truncated, or was never finished")
     try:
-        wanting = validate(proto, promised)
+        wanting = not broken and validate(proto, promised)
     except UnicodeDecodeError:
         raise ModelError(f"{where} holds a name that is not UTF-8: it is damaged") from None
     except ModelError as e:

@@ -38,6 +38,7 @@ _SETTINGS = {
     "com.microsoft.GroupQueryAttention": (7, 8),  # tables of cosines and sines
     "com.microsoft.RotaryEmbedding": (2, 3),
 }
+_SCALES = frozenset("GroupQueryAttention Resize RotaryEmbedding Upsample".split())  # of inputs too
 _MOVES = frozenset("Cast Concat Gather Identity Reshape Slice Squeeze Unsqueeze".split())
 _COMPUTES = frozenset("Add Ceil Div Floor Max Min Mul Neg Round Sub".split())  # sizes from others
 
@@ -185,9 +186,10 @@ def is_setting(value: ir.Value) -> bool:
     for v in moved:  # which grows
         uses = list(v.uses())
         for node, index in uses:
-            if node.op_type in _MOVES and index not in _settings_of(node):
+            sets = index in _settings_of(node) and node.op_type in _SCALES
+            if node.op_type in _MOVES and not sets:
                 moved.extend(y for y in node.outputs if y not in moved)
-            elif index not in _settings_of(node):
+            elif not sets:
                 return False
         if not uses:
             return False

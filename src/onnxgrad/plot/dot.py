@@ -91,7 +91,7 @@ class Drawing:
     """The frame of a model's graph, with those of its local functions, and the arrows."""
 
     def __init__(self, model: ModelLike) -> None:
-        proto = read(model)
+        proto = read(model, broken=True)
         self.edges: list[tuple[str, str]] = []  # ids of boxes
         self._ids: set[str] = set()
         self._counts: Counter[str] = Counter()
