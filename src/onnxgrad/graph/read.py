@@ -32,8 +32,8 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
 
     It holds its tensors, but for those of a large model: see `external`. The nodes of its main
     graph are sorted, and no declared length is negative: such a length is an unknown one.
-    `promised` is that of `validate`. With `broken`, nothing is checked but the data: a picture shows
-    what is wrong.
+    `promised` is that of `validate`. With `broken`, the graph is not checked: a picture shows what
+    is wrong with it.
 
     Raises:
         TypeError: `model` is nothing that can be a model.

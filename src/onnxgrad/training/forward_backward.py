@@ -49,7 +49,7 @@ class OrtGradientForwardBackward:
         provider_options: options of a list of names, a dict for each.
         run_options: `onnxruntime.RunOptions` of every call.
         graph_builder_config: None. It configured the gradients of onnxruntime-training.
-        device_index: number of the GPU; None is that of `providers` or their options, or 0.
+        device_index: number of the GPU, if `providers` or their options do not say it.
         enable_logging: report every call through `logging`, to stderr where it is not configured.
         debug: look for NaN and infinity in what is returned.
 
@@ -78,13 +78,15 @@ class OrtGradientForwardBackward:
         provider_options: Sequence[Mapping[str, Any]] | None = None,
         run_options: ort.RunOptions | None = None,
         graph_builder_config: None = None,
-        device_index: int | None = None,
+        device_index: int = 0,
         enable_logging: bool = False,
         debug: bool = False,
     ) -> None:
         if graph_builder_config is not None:
             raise ValueError("graph_builder_config has no counterpart here: leave it out")
-        self.providers, self.device = read_providers(providers, provider_options, device_index)
+        self.providers, self.device = read_providers(
+            providers, provider_options, device_index or None
+        )
         self.onnx_model = read(onnx_model)
         if output_names is not None or input_names is not None:
             self.onnx_model = select_model_inputs_outputs(onnx_model, output_names, input_names)
