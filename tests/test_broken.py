@@ -61,8 +61,8 @@ BROKEN = {  # model, the message
     "g (float[2] X, bool c) => (float[2] Y) { Y = If (c) <then_branch = " + ELSE + "> }": (
         "lacks the attribute 'else_branch'"
     ),
-    LOOP % ("(int64 i, bool c)", "(bool k, float[2] o)"): "body .* has 2 inputs.* asks for 3",
-    LOOP % ("(int64 i, bool c, float[2] x)", "(bool k)"): "body .* has 1 outputs.* asks for 2",
+    LOOP % ("(int64 i, bool c)", "(bool k, float[2] o)"): "body.* has 2 inputs.* asks for 3",
+    LOOP % ("(int64 i, bool c, float[2] x)", "(bool k)"): "body.* has 1 outputs.* asks for 2",
     SCAN % ("num_scan_inputs = 5,", "(float x)"): "says num_scan_inputs=5",
     SCAN % ("num_scan_inputs = 1,", "(float x, float z)"): "has 2 inputs.* asks for 1",
     SCAN % ("", "(float x)"): "lacks the attribute 'num_scan_inputs'",

@@ -327,7 +327,6 @@ def test_options_stay_those_of_the_caller(machine):
     ("providers", "options", "index", "message"),
     [
         ([CUDA], [ONE], 2, r"several GPUs, \[1, 2\]"),
-        ([(CUDA, ONE)], None, 0, r"several GPUs, \[0, 1\]"),
         ("cuda:1", None, 2, r"several GPUs, \[1, 2\]"),
         ("cuda:0", None, 1, r"several GPUs, \[0, 1\]"),
         (None, None, 1, "device_index=1 is the number of a GPU.*providers='cuda:1'"),

@@ -245,6 +245,6 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
             ):
                 if there != wanted:
                     raise ModelError(
-                        f"the {attribute.name!r} of {title(node)} has {there} {kind}, where the node "
-                        f"asks for {wanted}: give the node and its subgraph matching ones"
+                        f"the {attribute.name!r} of {title(node)} has {there} {kind}, where the "
+                        f"node asks for {wanted}: give the node and its subgraph matching ones"
                     )
