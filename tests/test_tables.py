@@ -1,6 +1,8 @@
 """Data files and their columns, as what a model is fed."""
 
 import decimal
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import onnx_ir as ir
@@ -22,6 +24,16 @@ def image(*dims):
 
 def fed(table, x, targets=("y",)):
     return as_value(assign(table, targets, [x])[x.name], x, f"input {x.name!r}")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
+def test_a_pipe_is_read_once(tmp_path):
+    path = tmp_path / "a.csv"
+    os.mkfifo(path)
+    with ThreadPoolExecutor() as pool:
+        pool.submit(path.write_text, "a,b\n1,2.5\n3,4.5\n")
+        table = read_table(path)
+    np.testing.assert_array_equal(table["b"], [2.5, 4.5])
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])

@@ -10,6 +10,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -43,7 +44,8 @@ def read_table(path: str | os.PathLike) -> Table:
     if path.suffix.lower() not in readers:
         raise DataError(f"{str(path)!r} is none of {', '.join(readers)}: convert it to one of them")
     try:
-        with path.open("rb") as file:
+        with path.open("rb") as opened:  # a pipe cannot be read twice
+            file = opened if opened.seekable() else BytesIO(opened.read())
             check_expansion(file, path.suffix.lower(), DataError)
             table = readers[path.suffix.lower()](file)
     except DataError as e:
