@@ -297,6 +297,14 @@ def test_nothing_to_train_is_an_error():
     assert OrtGradientForwardBackward(proto).weights_to_train == []
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_weights_that_start_equal_are_no_filter_bank(value):
+    """A linear model of many features that was never trained."""
+    W = np.full((2000, 3), value, np.float32)
+    proto = model("agraph (float[N, 2000] X) => (float[N, 3] Y) { Y = MatMul(X, W) }", W=W)
+    assert trained(proto) == {"W"}
+
+
 def test_factors_of_a_loss_stay():
     proto = model("agraph (float[N, 3] X) => (float[N, 2] Y) { Y = MatMul(X, W) }", W=normal(3, 2))
     for loss, options in (("huber", {"delta": 0.5}), ("elastic", {}), ("poisson", {})):
