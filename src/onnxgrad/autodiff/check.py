@@ -34,6 +34,7 @@ from onnxgrad.graph.tidy import tidy
 
 _FLOOR = 1e-5  # of the outputs' size: smaller differences are rounding
 _RTOL_OF_VALUES = 1e-3  # between the model as it is and the model in another precision
+_EPS32 = float(np.finfo(np.float32).eps)  # what `prepare` computes in advance is of float32
 _ROUGH = 1e-5  # between them in float64, where a kernel approximates: quantiles, probabilities
 _RTOL_OF_SVM = 6e-3  # onnxruntime works out probabilities of an SVMClassifier to within 0.005
 
@@ -381,6 +382,8 @@ class _At:
 def _row(way: _Way, at: _At, name: str, v: np.ndarray, rtol: float, order: int) -> GradientRow:
     """Return the comparison along v, by the step that agrees best."""
     floor = _FLOOR * at.size + float(np.finfo(way.dtype).eps) / (way.steps[0] * way.rtol)
+    terms = np.abs(v * at.gradients.get(name, 0.0))  # their sum may be far smaller than they are
+    floor += _EPS32 / way.rtol * float(terms.sum(where=np.isfinite(terms)))
     pairs = [np.divide(at.difference(name, h * v), h).tolist() for h in way.steps]
     errors = [_error(found, expected, floor) for expected, found in pairs]
     best = int(np.nanargmin(errors)) if np.isfinite(errors).any() else 0
