@@ -10,10 +10,8 @@ import pickle
 from dataclasses import dataclass, field
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
-from onnx import numpy_helper
 
 from onnxgrad import (
     ElasticLearningPenalty,
@@ -28,19 +26,12 @@ from onnxgrad import (
     add_loss_output,
 )
 from onnxgrad.runtime.device import CPU, Device, read_providers
+from small_models import linear
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((12, 2)).astype(np.float32)
 Y = (X[:, :1] - X[:, 1:]).astype(np.float32)
 CUDA, PLAIN = "CUDAExecutionProvider", "CPUExecutionProvider"
-
-
-def linear() -> onnx.ModelProto:
-    text = "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  y = Add(h, b) }"
-    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> {text}')
-    for name, value in (("w", [[0.1], [0.2]]), ("b", [0.3])):
-        made.graph.initializer.append(numpy_helper.from_array(np.float32(value), name))
-    return made
 
 
 @dataclass

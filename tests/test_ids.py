@@ -4,35 +4,13 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import numpy_helper
 
-from onnxgrad import OrtGradientForwardBackwardOptimizer, OrtGradientOptimizer, add_loss_output
+from onnxgrad import OrtGradientOptimizer
+from small_models import BOTH, outside, parse
 
 R = np.random.default_rng(0)
 X = np.float32(R.standard_normal((20, 3)))
 Y = X @ np.float32([[2], [-1], [1]])
-
-
-def parse(text, **weights):
-    made = onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["": 18, "local": 1, "com.microsoft": 1]> {text}'
-    )
-    for name, array in weights.items():
-        array = np.asarray(array)
-        array = array.astype(np.float32) if array.dtype.kind == "f" else array
-        made.graph.initializer.append(numpy_helper.from_array(array, name))
-    return made
-
-
-def inside(model, **options):
-    return OrtGradientOptimizer(add_loss_output(model), max_iter=1, random_state=0, **options)
-
-
-def outside(model, **options):
-    return OrtGradientForwardBackwardOptimizer(model, max_iter=1, random_state=0, **options)
-
-
-BOTH = pytest.mark.parametrize("trainer", [inside, outside])
 
 
 TABLE = {"t": R.standard_normal((5, 1))}

@@ -11,9 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import onnx
 import pytest
-from onnx import numpy_helper
 
 from onnxgrad import (
     OrtGradientForwardBackward,
@@ -23,19 +21,12 @@ from onnxgrad import (
     onnx_derivative,
 )
 from onnxgrad.reporting import reporting
+from small_models import linear
 
 logger = logging.getLogger("onnxgrad")
 FILTERS = list(logger.filters)
 X = np.random.default_rng(0).standard_normal((12, 2)).astype(np.float32)
 Y = (X[:, :1] - X[:, 1:]).astype(np.float32)
-
-
-def linear() -> onnx.ModelProto:
-    text = "g (float[N,2] x) => (float[N,1] y) { h = MatMul(x, w)  y = Add(h, b) }"
-    made = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 18]> {text}')
-    for name, value in (("w", [[0.1], [0.2]]), ("b", [0.3])):
-        made.graph.initializer.append(numpy_helper.from_array(np.float32(value), name))
-    return made
 
 
 def outside(**options) -> OrtGradientForwardBackwardOptimizer:

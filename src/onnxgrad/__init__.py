@@ -4,10 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onnxgrad.autodiff.check import GradientReport, check_gradient
+    from onnxgrad.autodiff.check import check_gradient
     from onnxgrad.autodiff.derivative import DerivativeOptions, onnx_derivative
     from onnxgrad.autodiff.higher import hessian, hvp, jacobian, jvp, vjp
     from onnxgrad.autodiff.partition import Partition, partition
+    from onnxgrad.autodiff.report import GradientReport
     from onnxgrad.autodiff.rules import Refused, rule
     from onnxgrad.errors import (
         ConvergenceError,
@@ -56,10 +57,11 @@ if TYPE_CHECKING:
     from onnxgrad.unreduced import unreduced_onnx_loss
 
 _MODULES = {
-    "autodiff.check": ("GradientReport", "check_gradient"),
+    "autodiff.check": ("check_gradient",),
     "autodiff.derivative": ("DerivativeOptions", "onnx_derivative"),
     "autodiff.higher": ("hessian", "hvp", "jacobian", "jvp", "vjp"),
     "autodiff.partition": ("Partition", "partition"),
+    "autodiff.report": ("GradientReport",),
     "autodiff.rules": ("Refused", "rule"),
     "errors": (
         "ConvergenceError",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.tables import Table as Data
+    from onnxgrad.training.task import Task
 
 app = typer.Typer(
     help="Differentiate and train ONNX models on the ordinary onnxruntime.",
@@ -193,9 +194,7 @@ def train(
         raise ValueError(f"--output {output} is the name of the loss curves: use one in .onnx")
     check_writable(curves, overwrite, (model, data))
 
-    from onnxgrad.errors import unknown
     from onnxgrad.graph.read import read
-    from onnxgrad.graph.weights import FLOATS, sites
     from onnxgrad.graph.write import data_files
     from onnxgrad.schedules import LearningRateSGD
     from onnxgrad.training.full import OrtGradientOptimizer
@@ -207,10 +206,7 @@ def train(
     if overwrite:
         for file in (path, curves):
             check_not_input(file, data_files(model))
-    known = [site.name for site in sites(proto) if site.read().data_type in FLOATS]
-    for name in weights or []:
-        if name not in known:
-            raise unknown("weight", name, known)
+    _check_weights(proto, weights or [])
     options = dict(map(_option, loss_option or []))
     task = Task(proto, read_table(data), target, loss, loss_output, output_index, options)
     training, held = split(task.count, validation, seed)
@@ -237,12 +233,7 @@ def train(
     seconds = time.perf_counter() - began
     task.names.keep(trained := trainer.get_trained_onnx(proto))
     files = _save(trainer, trained, path, overwrite)
-    accuracy = None
-    if task.classifies and held_data:
-        accuracy = task.accuracy(trainer.get_trained_onnx(), held_data)
-    with unseen():
-        stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
-        stdout.print(f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s", highlight=False)
+    _report(trainer, task, held_data, f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s")
     left = [] if weights else [t for t in trainable(proto) if not t.trains]
     remarks = [f"not trained by default: {listed(left, len(left))}"] * bool(left)
     for remark in (*(f"wrote {file}" for file in files), *remarks, *task.remarks):
@@ -255,6 +246,17 @@ def train(
         raise typer.Exit(1)
     if code:
         raise typer.Exit(code)
+
+
+def _check_weights(proto: ModelProto, names: list[str]) -> None:
+    """Raise `ValueError` for a name that is no float constant of the model."""
+    from onnxgrad.errors import unknown
+    from onnxgrad.graph.weights import FLOATS, sites
+
+    known = [site.name for site in sites(proto) if site.read().data_type in FLOATS]
+    for name in names:
+        if name not in known:
+            raise unknown("weight", name, known)
 
 
 def _fit(
@@ -318,6 +320,16 @@ def _option(text: str) -> tuple[str, Any]:
         ) from None
 
 
+def _report(trainer: OrtGradientOptimizer, task: Task, held: Data | None, speed: str) -> None:
+    """Print the losses, the accuracy on the rows kept for validation, and the speed."""
+    accuracy = None
+    if task.classifies and held:
+        accuracy = task.accuracy(trainer.get_trained_onnx(), held)
+    with unseen():
+        stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
+        stdout.print(speed, highlight=False)
+
+
 def _results(train: list[float], validation: list[float], accuracy: float | None) -> Table:
     table = Table("", "first", "last", "best")
     for name, losses in (("training loss", train), ("validation loss", validation)):
@@ -338,7 +350,7 @@ def grad(
     ],
     weights: Annotated[
         list[str] | None,
-        typer.Option(help="Weight to differentiate by; repeat.", show_default="all"),
+        typer.Option(help="Weight to differentiate by; repeat.", show_default="all by their role"),
     ] = None,
     inputs: Annotated[
         list[str] | None,
