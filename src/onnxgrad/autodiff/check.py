@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -169,13 +168,10 @@ class _Way:
         """Return `proto` in the precision of this way."""
         return in_precision(proto, ir.DataType.DOUBLE) if self.dtype is np.float64 else proto
 
-    def run(self, proto: ModelProto, feed: Feed) -> list[np.ndarray]:
-        """Return the float outputs of `proto`, by this runtime or by the other one."""
-        try:
-            return self.load(proto)(feed)
-        except NoKernelError:
-            other = on_onnxruntime if self.load is on_reference else on_reference
-            return other(proto)(feed)
+    def either(self, proto: ModelProto) -> Function:
+        """Return the function that runs `proto` on this runtime, or else on the other one."""
+        other = on_onnxruntime if self.load is on_reference else on_reference
+        return on_either(proto, self.load, other)
 
 
 _STEPS = (1e-3, 1e-4, 1e-5, 1e-6)
@@ -261,7 +257,7 @@ def _compare(way: _Way, problem: _Problem, as_given: bool) -> GradientReport:
         factors = [np.where(np.isfinite(y), _normal(rng, y), 0).astype(y.dtype) for y in outputs]
         pairs = zip(gradient.seeds.items(), factors, strict=True)
         fed = {name: _of_rank(u, shape) for (name, shape), u in pairs}
-        computed = way.run(gradient.with_outputs, point | fed)
+        computed = way.either(gradient.with_outputs)(point | fed)
         arrays = dict(zip(gradient.outputs, computed, strict=False))
         if order == 1:
             values = computed[len(arrays) :]
@@ -276,7 +272,7 @@ def _compare(way: _Way, problem: _Problem, as_given: bool) -> GradientReport:
         rows += [_row(way, at, name, _normal(rng, point[name]), rtol, order) for name in wrt]
         if order < orders:
             primal, wrt, point = gradient.model, [*wrt, *fed], point | fed
-            function = partial(way.run, primal)
+            function = way.either(primal)
             outputs = function(point)
     return GradientReport(tuple(rows), way.name)
 

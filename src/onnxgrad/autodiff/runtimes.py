@@ -125,10 +125,10 @@ def on_reference(proto: ModelProto) -> Function:
     """Return the function that runs `proto` on `onnx.reference`."""
     outputs = _float_outputs(proto)
     rounded = next((n.op_type for n in proto.graph.node if n.op_type in _ROUNDED), None)
-    if rounded:
-        raise NoKernelError(f"onnx.reference computes parts of {rounded} in float32")
 
     def run(feed: Feed) -> list[np.ndarray]:
+        if rounded and any(x.dtype == np.float64 for x in feed.values()):
+            raise NoKernelError(f"onnx.reference computes parts of {rounded} in float32")
         try:
             return list(ReferenceEvaluator(proto, new_ops=_BETTER).run(outputs, feed))
         except Exception as e:  # whatever an operator written in Python raises
@@ -137,17 +137,32 @@ def on_reference(proto: ModelProto) -> Function:
     return run
 
 
-def on_either(proto: ModelProto) -> Function:
-    """Return the function that runs `proto` on onnxruntime, or else on `onnx.reference`."""
+def on_either(
+    proto: ModelProto,
+    first: Callable[[ModelProto], Function] = on_onnxruntime,
+    second: Callable[[ModelProto], Function] = on_reference,
+) -> Function:
+    """Return the function that runs `proto` on one runtime, or else on the other one.
+
+    Raises:
+        NoKernelError: when it is called, that of the first if neither runs `proto`.
+    """
+    chosen: list[Function] = []
 
     def run(feed: Feed) -> list[np.ndarray]:
+        if chosen:
+            return chosen[0](feed)
         try:
-            return on_onnxruntime(proto)(feed)
+            function = first(proto)
+            results = function(feed)
         except NoKernelError as e:
             try:
-                return on_reference(proto)(feed)
+                function = second(proto)
+                results = function(feed)
             except NoKernelError:
                 raise e from None
+        chosen.append(function)
+        return results
 
     return run
 

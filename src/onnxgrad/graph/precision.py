@@ -16,6 +16,7 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
     Finite numbers that `dtype` cannot hold become its largest ones: masks are made of such.
     """
     kept = set()
+    stashes = dtype == ir.DataType.DOUBLE and model.opset_imports.get("", 0) >= 21
     graphs = (model.graph, *(function.graph for function in model.functions.values()))
     for node in (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)):
         place = _FLOAT32_OPERANDS.get(node.op_type)
@@ -24,6 +25,8 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
         if (node.domain, node.op_type) == ("", "ConstantOfShape"):
             zero = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32)))
             node.attributes.setdefault("value", zero)
+        if stashes and (node.domain, node.op_type) == ("", "GroupNormalization"):
+            node.attributes["stash_type"] = ir.AttrInt64("stash_type", dtype)  # float32 by default
         for value in node.outputs:
             _set(value, dtype)
         for attribute in list(node.attributes.values()):

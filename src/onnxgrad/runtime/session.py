@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,8 +49,9 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
     External data stay mapped into memory: onnxruntime would pack weights anew, and compute
     transposed ones beforehand. `options` then hold the folder of the data, too.
     """
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with ExitStack() as stack:
         if external.held(model) > external.IN_MODEL:
+            folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             data = Path(folder).resolve() / "data"
             model = external.written_out(model, data, data)
         if files := {file: file.resolve() for file in external.files_of(model)}:
