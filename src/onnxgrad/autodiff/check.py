@@ -205,7 +205,7 @@ class _Gradient:
     """The gradient model: `seeds` names what arrives at the outputs, `outputs` what comes back."""
 
     def __init__(self, primal: ModelProto, wrt: list[str]) -> None:
-        model = prepare(primal)
+        model = prepare(primal, own=True)
         graph, op = model.graph, Emit(model.graph)
         inputs = {str(x.name): x for x in graph.inputs}
         seeds = {y: _seed(op, y) for y in graph.outputs if is_real(y)}

@@ -45,13 +45,15 @@ def prepare(
     output: str | None = None,
     keep: Collection[str] = (),
     late: bool = False,
+    own: bool = False,
 ) -> ir.Model:
     """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is.
 
     With `batch`, the first axis of every input that is not of a fixed length gets that symbol:
     the caller knows that they all have the same number of rows. With `output`, only that output
     is kept, and what it needs. `keep` names results of nodes that keep their names.
-    With `late`, operators are lowered too that else wait until a gradient arrives.
+    With `late`, operators are lowered too that else wait until a gradient arrives. With `own`,
+    `proto` was written from a prepared model: the shapes that it states are believed.
     """
     table = LOWERINGS | LATE if late else LOWERINGS
     model = to_ir(raise_opset(inlined(proto, lifted=True)))
@@ -66,7 +68,7 @@ def prepare(
     if batch is not None:
         name_rows(model.graph, batch)
     note_ranks(model.graph.all_nodes())
-    stated = forget_stated(model.graph)
+    stated = {} if own else forget_stated(model.graph)
     trust_branches = output is not None  # a loss needs to know, and trainers check what they feed
     infer(model, trust_branches)
     if complete_stated(model.graph, stated):
