@@ -62,9 +62,8 @@ def test_what_follows_an_einsum_that_broadcasts():
     body = f'{BROADCAST}  f = Exp(e)  z = Einsum<equation="...i,...j->...ij">(f, y)'
     made = parse(f"g (float[1,n] x, float[m,n] y) => (float z) {{ {body} }}")
     feed = {"x": np.full((1, 3), 0.3), "y": np.random.default_rng(0).standard_normal((4, 3))}
-    for order in (1, 2):
-        report = check_gradient(made, feed=feed, order=order)
-        assert report.ok, str(report)
+    report = check_gradient(made, feed=feed, order=2)
+    assert report.ok, str(report)
 
 
 def test_an_einsum_whose_ellipsis_is_summed_is_refused():

@@ -164,12 +164,11 @@ def case(name: str, known: str = "symbols") -> tuple[onnx.ModelProto, dict]:
     return unknown(parse(text), known), feed
 
 
-@pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("known", ["lengths", "symbols", "rank"])
 @pytest.mark.parametrize("name", CASES)
-def test_gradient(name, known, order):
+def test_gradient(name, known):
     model, feed = case(name, known)
-    report = check_gradient(model, feed=feed, order=order)
+    report = check_gradient(model, feed=feed, order=2)
     assert report.ok, str(report)
     assert report.computed.startswith("float64")
 

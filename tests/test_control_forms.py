@@ -143,11 +143,10 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("name", FORMS)
-def test_gradient(name, order):
+def test_gradient(name):
     text, feed = FORMS[name]
-    report = check_gradient(parse(text), feed=feed, order=order)
+    report = check_gradient(parse(text), feed=feed, order=2)
     assert report.ok, str(report)
     assert report.computed.startswith("float64")
 

@@ -46,9 +46,8 @@ def feed(case: Case) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_gradient(case, known):
     made = model(case, known)
-    for order in (1, 2):
-        report = check_gradient(made, feed=feed(case), order=order)
-        assert report.ok, f"order {order}\n{report}"
+    report = check_gradient(made, feed=feed(case), order=2)
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -79,9 +78,8 @@ def test_gradient_of_large_images(case, monkeypatch):
     kinds = {node.op_type for node in made.graph.node}
     assert ("ConvTranspose" in kinds) == (case.id in ("strides", "padding beyond the kernel"))
     assert len(made.graph.node) > small
-    for order in (1, 2):
-        report = check_gradient(model(case, "all"), feed=feed(case), order=order)
-        assert report.ok, f"order {order}\n{report}"
+    report = check_gradient(model(case, "all"), feed=feed(case), order=2)
+    assert report.ok, str(report)
 
 
 def test_no_run_time_shapes_in_the_gradient_of_a_cnn():

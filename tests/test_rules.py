@@ -36,9 +36,8 @@ def test_gradient(row, known):
         with pytest.raises(NoGradientRule, match=r"known|Scan"):
             onnx_derivative(made)
         return
-    for order in (1, 2):
-        report = check_gradient(made, feed=feed(row), order=order)
-        assert report.ok, f"order {order}\n{report}"
+    report = check_gradient(made, feed=feed(row), order=2)
+    assert report.ok, str(report)
 
 
 def in_dtype(model: onnx.ModelProto, dtype: int) -> onnx.ModelProto:
