@@ -229,11 +229,10 @@ class Emit:
         if not isinstance(v, (np.ndarray, np.generic)):
             v = np.asarray(v, dtype=(dtype or ir.DataType.FLOAT).numpy())
         v = np.asarray(v)
-        tensor: Any = (
-            ir.StringTensor(np.char.encode(v.astype(str))) if v.dtype == object else ir.tensor(v)
-        )
-        key = (tensor.dtype, v.shape, v.tobytes() if v.dtype != object else tuple(v.ravel()))
+        text = v.dtype == object
+        key = (v.dtype, v.shape, tuple(v.ravel()) if text else v.tobytes())
         if key not in self._constants:
+            tensor: Any = ir.StringTensor(np.char.encode(v.astype(str))) if text else ir.tensor(v)
             tensor.name = self.name("const")
             made = ir.Value(
                 name=tensor.name,

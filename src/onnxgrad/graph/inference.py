@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import chain, count
 
 import onnx_ir as ir
 from onnx import defs
@@ -185,7 +185,10 @@ def _infer_with_onnx(model: ir.Model) -> None:
 def _run_inference(model: ir.Model) -> None:
     """Let onnx infer shapes, and what vectors hold where these are short."""
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
-    vectors = Vectors(nodes, _without_elements(model, nodes) if lacks_shapes(nodes) else {})
+    shapes = _without_elements(model, nodes) if lacks_shapes(nodes) else {}
+    if shapes is None:
+        return
+    vectors = Vectors(nodes, shapes)
     hidden: list[ir.Node] = []
     for _ in range(_ROUNDS):
         before, hidden = hidden, vectors.too_long()
@@ -198,14 +201,20 @@ def _run_inference(model: ir.Model) -> None:
         _run_pass(model, elements=False)
 
 
-def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Value, Dims]:
-    """Return the shapes that onnx infers without a look at elements; `model` stays as it is."""
+def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Value, Dims] | None:
+    """Return the shapes that onnx infers without a look at elements.
+
+    Where these are all that there is to know, `model` keeps them, and None is returned; else
+    `model` stays as it is.
+    """
     graphs = (held for node in nodes for held in subgraphs(node))
     values = [y for node in nodes for y in node.outputs]
     values += [x for graph in graphs for x in graph.inputs]
     before = [y.shape for y in values]
     _run_pass(model, elements=False)
     inferred = {y: shape for y in values if (shape := dims(y)) is not None}
+    if len(inferred) == len(values) and all(is_stated(d) for d in chain(*inferred.values())):
+        return None
     for y, old in zip(values, before, strict=True):
         y.shape = old
     return inferred
