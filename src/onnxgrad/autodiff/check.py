@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, nan
 from typing import Any
 
@@ -28,7 +29,7 @@ from onnxgrad.feeds import random_feed
 from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.graph.read import ModelLike, read
+from onnxgrad.graph.read import ModelLike, read, to_ir
 from onnxgrad.graph.shapes import Dims, dims, is_real
 from onnxgrad.graph.tidy import tidy
 
@@ -202,10 +203,12 @@ class _Problem:
 
 
 class _Gradient:
-    """The gradient model: `seeds` names what arrives at the outputs, `outputs` what comes back."""
+    """The gradient model: `seeds` names what arrives at the outputs, `outputs` what comes back.
 
-    def __init__(self, primal: ModelProto, wrt: list[str]) -> None:
-        model = prepare(primal, own=True)
+    `model` is in the working dialect, and written to.
+    """
+
+    def __init__(self, model: ir.Model, wrt: list[str]) -> None:
         graph, op = model.graph, Emit(model.graph)
         inputs = {str(x.name): x for x in graph.inputs}
         seeds = {y: _seed(op, y) for y in graph.outputs if is_real(y)}
@@ -220,7 +223,7 @@ class _Gradient:
         self.with_outputs = to_proto(model)
 
     @property
-    def model(self) -> ModelProto:
+    def alone(self) -> ModelProto:
         """The model of the gradients alone."""
         model = ModelProto()
         model.CopyFrom(self.with_outputs)
@@ -235,11 +238,14 @@ def _seed(op: Emit, y: ir.Value) -> ir.Value:
 def _compare(way: _Way, problem: _Problem, as_given: bool) -> GradientReport:
     rng = np.random.default_rng(problem.seed)
     primal = way.convert(problem.primal)
-    kinds = {x.name: x.dtype for x in ir.from_proto(primal).graph.inputs if x.dtype is not None}
+    model = to_ir(primal)
+    kinds = {x.name: x.dtype for x in model.graph.inputs if x.dtype is not None}
     point = {n: x.astype(kinds[n].numpy()) for n, x in problem.point.items() if n in kinds}
-    function: Function = way.load(primal)
+    function: Function
     if as_given:
         function = ModelAsGiven(way.convert(problem.given), way.load, problem.weights)
+    else:
+        function = way.load(primal)
     outputs = function(point)
     again = function(point)
     if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, outputs, strict=True)):
@@ -253,14 +259,15 @@ def _compare(way: _Way, problem: _Problem, as_given: bool) -> GradientReport:
     wrt = problem.wrt
     orders = 1 if way is _COARSE else problem.order
     for order in range(1, orders + 1):
-        gradient = _Gradient(primal, wrt)
+        gradient = _Gradient(model, wrt)
         factors = [np.where(np.isfinite(y), _normal(rng, y), 0).astype(y.dtype) for y in outputs]
         pairs = zip(gradient.seeds.items(), factors, strict=True)
         fed = {name: _of_rank(u, shape) for (name, shape), u in pairs}
-        computed = way.either(gradient.with_outputs)(point | fed)
-        arrays = dict(zip(gradient.outputs, computed, strict=False))
+        run, n = way.either(gradient.with_outputs), len(gradient.outputs)
+        computed = run(point | fed)
+        arrays = dict(zip(gradient.outputs, computed[:n], strict=True))
         if order == 1:
-            values = computed[len(arrays) :]
+            values = computed[n:]
             rows.append(_row_of_values(values, problem.values, problem.rtol_of_values))
             precise = as_given and way.dtype is np.float64
             if precise and _ROUGH < _row_of_values(values, outputs, _ROUGH).error < 1e-2:
@@ -271,10 +278,14 @@ def _compare(way: _Way, problem: _Problem, as_given: bool) -> GradientReport:
             rtol = max(rtol, _COARSE_SVM if problem.rtol_of_values == _RTOL_OF_SVM else way.rtol)
         rows += [_row(way, at, name, _normal(rng, point[name]), rtol, order) for name in wrt]
         if order < orders:
-            primal, wrt, point = gradient.model, [*wrt, *fed], point | fed
-            function = way.either(primal)
-            outputs = function(point)
+            wrt, point, outputs = [*wrt, *fed], point | fed, computed[:n]
+            model = prepare(gradient.alone, own=True)
+            function = partial(_first, n, run)
     return GradientReport(tuple(rows), way.name)
+
+
+def _first(n: int, function: Function, feed: Feed) -> list[np.ndarray]:
+    return function(feed)[:n]
 
 
 def _of_rank(u: np.ndarray, shape: Dims | None) -> np.ndarray:

@@ -125,12 +125,16 @@ def on_reference(proto: ModelProto) -> Function:
     """Return the function that runs `proto` on `onnx.reference`."""
     outputs = _float_outputs(proto)
     rounded = next((n.op_type for n in proto.graph.node if n.op_type in _ROUNDED), None)
+    try:
+        evaluator = ReferenceEvaluator(proto, new_ops=_BETTER)
+    except Exception as e:  # whatever it does not know
+        raise NoKernelError(f"onnx.reference cannot load the model: {e}") from e
 
     def run(feed: Feed) -> list[np.ndarray]:
         if rounded and any(x.dtype == np.float64 for x in feed.values()):
             raise NoKernelError(f"onnx.reference computes parts of {rounded} in float32")
         try:
-            return list(ReferenceEvaluator(proto, new_ops=_BETTER).run(outputs, feed))
+            return list(evaluator.run(outputs, feed))
         except Exception as e:  # whatever an operator written in Python raises
             raise NoKernelError(f"onnx.reference cannot run the model: {e}") from e
 
