@@ -57,7 +57,7 @@ def sites(model: ModelProto) -> Iterator[Site]:
     """
     noted_names = noted(model)
     everything = list(scan(model))  # which keeps the graphs, thus their ids
-    settings = _settings(model)
+    settings = _settings(model) if any(site.default for site in everything) else set()
     constants = {site.name for site in everything}
     taken = set(_computed(model.graph))
     for site in everything:
@@ -228,15 +228,15 @@ def _add_settings(
     else:
         own = {*graph.input, *(y for node in graph.node for y in node.output)}
         outputs = list(graph.output)
-    scopes = [*around, (id(graph), own)]
+    mine, outer = id(graph), around[::-1]
 
     def keys(names: Iterable[str]) -> list[_Key]:
-        return [(next((g for g, o in reversed(scopes) if n in o), 0), n) for n in names]
+        return [(mine if n in own else next((g for g, o in outer if n in o), 0), n) for n in names]
 
     others.update(keys(outputs))
     for node in reversed(graph.node):
         for inner in subgraphs(node):
-            _add_settings(inner, scopes, settings, others)
+            _add_settings(inner, [*around, (mine, own)], settings, others)
         results = settings.intersection(keys(node.output))
         moves = node.op_type in _MOVES and bool(results)
         computes = node.op_type in _COMPUTES and bool(results - others)
