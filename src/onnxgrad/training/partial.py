@@ -83,9 +83,9 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         input_names_: what `train_function_.forward` takes: the inputs, then the trained weights.
         output_names_: the gradients that `train_function_.backward` returns for them, None where
             there is none.
-        loss_grad_onnx_, loss_score_onnx_, axpy_onnx_ (axpyw_onnx_ with momentum), penalty_onnx_ and
-            penalty_grad_onnx_ (where there is a penalty), zero_onnx_, epoch_onnx_: the graphs of
-            `save_onnx_graph`.
+        epoch_onnx_: an epoch, one of the graphs of `save_onnx_graph`. The others are
+            `loss_grad_onnx_`, `loss_score_onnx_`, `axpy_onnx_` (`axpyw_onnx_` with momentum),
+            `zero_onnx_` and, with a penalty, `penalty_onnx_` and `penalty_grad_onnx_`.
 
     During `fit`, a callback reads them as they are at that moment. The sessions and graphs are
     built when they are asked for.
