@@ -235,6 +235,20 @@ class Scaled(nn.Module):
         return y * self.y_std + self.y_mean
 
 
+class ReZero(nn.Module):
+    """Residual branches whose learned factors are entries of a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.alphas = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+    def forward(self, x):
+        for layer, alpha in zip(self.layers, self.alphas, strict=True):
+            x = x + alpha * layer(x).relu()
+        return x
+
+
 class WeightNorm(nn.Module):
     """Weights that are computed from others, and low-rank terms added to them."""
 
@@ -318,6 +332,7 @@ NETWORKS = {
     "alibi": lambda: (Alibi(True), ids()),
     "alibi table": lambda: (Alibi(False), ids()),
     "scaled": lambda: (Scaled(), (torch.rand(3, 4),)),
+    "rezero": lambda: (ReZero(), (torch.rand(3, 4),)),
     "weight norm": lambda: (WeightNorm(), (torch.rand(2, 2, 5),)),
     "blur pool": lambda: (BlurPool(), image()),
     "recommender": lambda: (Recommender(), (torch.tensor([1, 2]), torch.tensor([3, 4]))),

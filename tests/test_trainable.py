@@ -25,7 +25,8 @@ LEVELS = {
     "extended": ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED,
 }
 SCALARS = {  # learned ones, under all of their names
-    "logit_scale", "exp", "/Exp_output_0", "temperature", "logit_bias", "scale", "alpha"
+    "logit_scale", "exp", "/Exp_output_0", "temperature", "logit_bias", "scale", "alpha",
+    "alphas.0", "alphas.1",
 }  # fmt: skip
 FIXED_LENGTH = {"alibi table", "lstm", "gru", "gru, learned state", "rnn"}  # of their second axis
 

@@ -28,14 +28,16 @@ _COUNTED = re.compile(
 _FOLDED = re.compile(r"(.*/)?(exp|softplus|sigmoid|tanh)(_\d+)?(_output_\d+)?", re.IGNORECASE)
 _LEARNED = re.compile(
     r"""(.*[._/])?\w*(scale|temp|temperature|tau|alpha|beta|gamma|bias|weight|gain|lambda|slope|logit
-    |kernel|coef|param\w*)\d*""",
+    |kernel|coef|param\w*)s?[._\d]*""",
     re.VERBOSE | re.IGNORECASE,
 )
 _STATISTIC = re.compile(r".*(running|moving)_?(mean|var).*", re.IGNORECASE)
 _FIXED = re.compile(
     r".*(anchor|grid|mean|std|var|point|prior|mask|stride|offset|unit|buffer|freq).*", re.IGNORECASE
 )
-_AFFINE = re.compile(r".*[._/](weight|bias|gamma|beta|kernel)", re.IGNORECASE)
+_AFFINE = re.compile(
+    r"(.*[._/])?(weight|bias|gamma|beta|kernel|lambda|layer_?scale)s?[._\d]*", re.IGNORECASE
+)
 
 
 def counted(name: str) -> bool:
