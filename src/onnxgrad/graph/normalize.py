@@ -13,16 +13,40 @@ from onnxgrad.graph.sites import Holder, dense, standard, subgraphs
 def normalized(proto: ModelProto) -> ModelProto:
     """Return `proto`, or where onnx_ir would misread it, a copy that says the same otherwise."""
     nodes = _every_node(proto)
-    sparse = any(g.sparse_initializer for g in _graphs(proto, nodes)) or any(
-        a.type == AttributeProto.SPARSE_TENSOR for node in nodes for a in node.attribute
-    )
-    if not sparse and all(o.domain != "ai.onnx" for o in proto.opset_import):
+    sparse = any(g.sparse_initializer for g in _graphs(proto, nodes))
+    if (
+        not sparse
+        and not any(map(_holds_sparse, nodes))
+        and all(o.domain != "ai.onnx" for o in proto.opset_import)
+    ):
         return proto
     copy = ModelProto()
     copy.CopyFrom(proto)
     use_standard_domain(copy)
     densify(copy)
     return copy
+
+
+def dense_inside(proto: ModelProto) -> ModelProto:
+    """Return `proto`, or where a subgraph or a function holds a sparse tensor, a dense copy.
+
+    onnxruntime (1.31) reads freed memory when it loads those, and crashes now and then.
+    """
+    inner = [n for function in proto.functions for n in all_nodes(function.node)]
+    inner += [
+        n for node in proto.graph.node for held in subgraphs(node) for n in all_nodes(held.node)
+    ]
+    graphs = (held for node in (*proto.graph.node, *inner) for held in subgraphs(node))
+    if not any(map(_holds_sparse, inner)) and not any(g.sparse_initializer for g in graphs):
+        return proto
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    densify(copy)
+    return copy
+
+
+def _holds_sparse(node: NodeProto) -> bool:
+    return any(a.type == AttributeProto.SPARSE_TENSOR for a in node.attribute)
 
 
 def use_standard_domain(model: ModelProto) -> None:

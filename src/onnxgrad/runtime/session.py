@@ -16,6 +16,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ProviderError, escaping
 from onnxgrad.graph import external, shapes
+from onnxgrad.graph.normalize import dense_inside
 from onnxgrad.runtime.device import Device, Provider
 
 # Multiply-adds of a forward pass that are worth a thread of their own: measured on MLPs and CNNs
@@ -49,6 +50,7 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
     External data stay mapped into memory: onnxruntime would pack weights anew, and compute
     transposed ones beforehand. `options` then hold the folder of the data, too.
     """
+    model = dense_inside(model)
     with ExitStack() as stack:
         if external.held(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
