@@ -199,6 +199,12 @@ CASES = {
     "a line": (
         model("agraph (float[N, 1] X) => (float[N, 1] Y) { Z = Mul(X, a) Y = Add(Z, b) }",
               a=[1.0], b=[0.0]), {"a", "b"}),
+    "factors named as weights behind the last product": (
+        model("agraph (float[N, 2] X) => (float[N, 2] Y) { Z = MatMul(X, W) Y = Mul(Z, gamma) }",
+              W=normal(2, 2), gamma=[1e-5, 2e-5]), {"W", "gamma"}),
+    "factors of another name there": (
+        model("agraph (float[N, 2] X) => (float[N, 2] Y) { Z = MatMul(X, W) Y = Mul(Z, y_std) }",
+              W=normal(2, 2), y_std=[3.0, 7.0]), {"W"}),
     "not a number": (
         model("agraph (float[N, 2] X) => (float[N, 2] Y) { Z = MatMul(X, V) Y = MatMul(Z, W) }",
               V=normal(2, 2), W=[[1.0, INF], [0.0, 1.0]]), {"V"}),

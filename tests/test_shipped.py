@@ -73,9 +73,8 @@ def test_gradient_in_float64(case):
     found = report(case, 2 if name(case) in TWICE else 1)
     assert found.ok, str(found)
     if name(case) in TWICE and not found.computed.startswith("float64"):
-        found = report(
-            case, 1
-        )  # onnx.reference does not know the negative pads of the second order
+        # onnx.reference knows no negative pads, which gradients of the second order have
+        found = report(case, 1)
         assert found.ok, str(found)
     assert found.computed.startswith("float64")
 

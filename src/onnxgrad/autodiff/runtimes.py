@@ -127,7 +127,7 @@ def on_reference(proto: ModelProto) -> Function:
     rounded = next((n.op_type for n in proto.graph.node if n.op_type in _ROUNDED), None)
     try:
         evaluator = ReferenceEvaluator(proto, new_ops=_BETTER)
-    except Exception as e:  # whatever it does not know
+    except Exception as e:  # onnx.reference's errors have no common base
         raise NoKernelError(f"onnx.reference cannot load the model: {e}") from e
 
     def run(feed: Feed) -> list[np.ndarray]:
