@@ -26,7 +26,7 @@ from onnx.external_data_helper import ExternalDataInfo, uses_external_data
 
 from onnxgrad import OrtGradientForwardBackwardOptimizer, onnx_derivative, trainable
 from onnxgrad import select_model_inputs_outputs as select
-from onnxgrad.graph import weights as constants
+from onnxgrad.model import weights as constants
 
 CACHE = Path.home() / ".cache" / "onnxgrad" / "models"
 Feed = dict[str, np.ndarray]

@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from onnxgrad import DerivativeOptions, onnx_derivative
-from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.model.convert import to_proto
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 ORDER = {"RNN": [0], "GRU": [1, 0, 2], "LSTM": [0, 3, 1, 2]}  # PyTorch's gates in ONNX's order

@@ -21,9 +21,9 @@ import onnx
 
 import covered
 from microsoft_rows import CASES
-from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
-from onnxgrad.graph.bodies import has_body
-from onnxgrad.graph.lowerings import LATE, LOWERINGS
+from onnxgrad.autodiff.primal.function_bodies import has_body
+from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
+from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
 from test_control import CASES as OF_GRAPHS
 
 FLOATS = {"tensor(float)", "tensor(double)", "seq(tensor(float))"}
@@ -46,7 +46,7 @@ that domain are refused.
 """
 TABLES = {
     "With a gradient": "| Operator | By | Gradient of | Not of | Rows | Shipped | Mathematics "
-    "| Notes | Kinks: slopes | Refused |",
+    "| Notes | Kinks: slopes | Unsupported |",
     "Declared without a gradient": "| Operator | Why |",
     "Not differentiated yet": "| Operator | Why |",
     "Of onnxruntime": "| Operator | Cases | Mathematics | Notes |",
@@ -65,8 +65,8 @@ def text() -> str:
     for schema in covered.operators():
         key = (schema.domain, schema.name)
         name = f"`{schema.name}`" + (f" ({schema.domain})" if schema.domain else "")
-        if key in CONSTANT:
-            parts["Declared without a gradient"].append(f"| {name} | {CONSTANT[key]} |")
+        if key in NON_DIFFERENTIABLE:
+            parts["Declared without a gradient"].append(f"| {name} | {NON_DIFFERENTIABLE[key]} |")
         elif (how := _how(schema)) is None:
             why = next(w for names, w in WHY.items() if re.fullmatch(names, schema.name))
             parts["Not differentiated yet"].append(f"| {name} | {why} |")
@@ -98,14 +98,14 @@ def _how(schema: Any) -> str | None:
     key = (schema.domain, schema.name)
     if key in RULES:
         return "rule"
-    if key in LOWERINGS or key in LATE:
+    if key in LOWERINGS or key in ON_DEMAND:
         return "lowering"
     return "rule" if key in _holders() else "body" if has_body(schema) else None
 
 
 def _holders() -> dict[tuple[str, str], Any]:
     """Return the functions for operators that hold graphs."""
-    return {("", name): f for name, f in HOLDERS.items() if ("", name) not in LATE}
+    return {("", name): f for name, f in SUBGRAPH_RULES.items() if ("", name) not in ON_DEMAND}
 
 
 def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, str]:
@@ -122,7 +122,7 @@ def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, st
 
 def _doc(key: tuple[str, str]) -> str:
     """Return the docstring as two cells: the mathematics, which come first, and the rest."""
-    function = (RULES | LOWERINGS | LATE | _holders()).get(key)
+    function = (RULES | LOWERINGS | ON_DEMAND | _holders()).get(key)
     doc = inspect.getdoc(function) if function else ""
     first, _, rest = (doc or "").replace("|", "\\|").partition("\n\n")
     mathematics = _slope(key[1], function) or " ".join(first.split()).rstrip(".")
@@ -165,7 +165,7 @@ def _refused(key: tuple[str, str]) -> Iterator[str]:
             continue
         seen.add(function)
         for node in ast.walk(ast.parse(inspect.cleandoc("\n" + inspect.getsource(function)))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Refused":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Unsupported":
                 yield _phrase(node.args[0])
             elif isinstance(node, ast.Name):
                 value = function.__globals__.get(node.id)

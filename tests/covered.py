@@ -13,7 +13,7 @@ from onnx import defs, helper
 from cases import model
 from convolution_cases import CASES
 from onnxgrad import NoGradientRule, onnx_derivative
-from onnxgrad.autodiff.rules import RULES, Refused, taken_gradients
+from onnxgrad.autodiff.rules import RULES, Unsupported, taken_gradients
 from table import ROWS
 from test_convolution import model as model_of_convolution
 from test_shipped import FROZEN, NOT_IN_FLOAT32, NOT_RUN, but_for
@@ -94,9 +94,9 @@ def by_input() -> dict[Key, dict[int, set[str]]]:
 def _recorded(function: Any, answers: dict[int, set[str]]) -> Any:
     def recorded(op, node, *gs):
         made = function(op, node, *gs[: taken_gradients(function)])
-        if not isinstance(made, Refused):
+        if not isinstance(made, Unsupported):
             for i, g in enumerate(made if isinstance(made, (tuple, list)) else (made,)):
-                kind = "none" if g is None else "refused" if isinstance(g, Refused) else "value"
+                kind = "none" if g is None else "refused" if isinstance(g, Unsupported) else "value"
                 answers[i].add(kind)
         return made
 

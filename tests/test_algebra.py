@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
-from onnxgrad.graph.prepare import prepare
+from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.shapes import dims
 
 

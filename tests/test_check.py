@@ -207,7 +207,7 @@ def test_an_input_that_is_no_tensor():
 
 
 def test_a_wrong_lowering_is_found(monkeypatch):
-    from onnxgrad.graph.lowerings import LOWERINGS
+    from onnxgrad.autodiff.primal.lowerings import LOWERINGS
 
     model = parse("g (float[N,2] x) => (float[N,2] y) { t = Swish(x)  y = Mul(t, w) }", w=[2, 3])
     model.opset_import[0].version = 24
@@ -230,7 +230,8 @@ def test_a_wrong_lowering_is_found(monkeypatch):
 )
 def test_a_weight_that_is_lost_is_found(monkeypatch, text):
     """What reads a weight of a subgraph reads a copy, which is no weight: its gradient is zero."""
-    from onnxgrad.graph import local_functions, weights
+    from onnxgrad.autodiff.primal import local_functions
+    from onnxgrad.model import weights
 
     text = f"g (float[N,2] x) => (float[N,k] y) <int64 turns = {{2}}, bool yes = {{1}}> {text}"
     model = parse(text)

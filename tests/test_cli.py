@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from onnxgrad import __version__, add_loss_output
 from onnxgrad.cli import app
-from onnxgrad.losses import LOSSES
+from onnxgrad.losses.formulas import LOSSES
 
 LINEAR = """<ir_version: 8, opset_import: ["": 18]>
 g (float[N,2,1] x) => (float[N,1] y) {f = Flatten(x) h = MatMul(f, W) y = Add(h, b)}"""

@@ -43,7 +43,7 @@ def run(model: onnx.ModelProto, feed: dict) -> dict[str, np.ndarray]:
 
 X, W, S = normal(4, 3), normal(3, seed=1), normal(3, seed=2)
 YES, NO = np.array(True), np.array(False)
-CONSTANT = "k = Constant<value = float[3] {0.5, -1.0, 2.0}>()"
+NON_DIFFERENTIABLE = "k = Constant<value = float[3] {0.5, -1.0, 2.0}>()"
 
 IF = """g (float[N,3] x, float[3] w, bool c) => (float y) { h = Exp(x) y = If(c) <
     then_branch = t () => (p) { a = Mul(h, w) p = Tanh(a) },
@@ -105,7 +105,7 @@ CELL = """g (float[N,2] s, float[T,N,3] x, float[2,5] r, float[3,5] m, float[5,2
 CASES = {
     "if": (IF + "q = Mul(h, h) }> }", {"x": X, "w": W, "c": YES}),
     "if-else": (IF + "q = Mul(h, h) }> }", {"x": X, "w": W, "c": NO}),
-    "if-weight": (IF + CONSTANT + " q = Mul(h, k) }> }", {"x": X, "w": W, "c": NO}),
+    "if-weight": (IF + NON_DIFFERENTIABLE + " q = Mul(h, k) }> }", {"x": X, "w": W, "c": NO}),
     "if-constant": (IF + "q = Floor(h) }> }", {"x": X, "w": W, "c": NO}),
     "if-hands-on": (IF + "q = Identity(x) }> }", {"x": X, "w": W, "c": NO}),
     "loop": (LOOP, {"s": S, "n": np.array(3), "w": W}),

@@ -6,12 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import (
-    DerivativeOptions,
-    check_gradient,
-    get_train_initializer,
-    onnx_derivative,
-)
+from onnxgrad import DerivativeOptions, check_gradient, get_train_initializer, onnx_derivative
 from test_control import normal, run
 
 S, W, X = normal(3), normal(3, seed=1), normal(4, 3, seed=2)

@@ -15,9 +15,9 @@ import pytest
 from onnx import defs
 
 import covered
-from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES
-from onnxgrad.graph.bodies import has_body
-from onnxgrad.graph.lowerings import LATE, LOWERINGS
+from onnxgrad.autodiff.primal.function_bodies import has_body
+from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
+from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
 
 FLAGS = set(
     """align_corners allowzero antialias causal ceil_mode count_include_pad exclude_outside
@@ -80,8 +80,8 @@ def of_operators() -> list:
     made = []
     for schema in covered.operators():
         key = (schema.domain, schema.name)
-        known = key in RULES or key in LOWERINGS or key in LATE or has_body(schema)
-        if not schema.domain and known and key not in CONSTANT:
+        known = key in RULES or key in LOWERINGS or key in ON_DEMAND or has_body(schema)
+        if not schema.domain and known and key not in NON_DIFFERENTIABLE:
             made += [(schema.name, a) for a in schema.attributes.values()]
     return made
 
@@ -111,7 +111,7 @@ def test_attribute_has_cases(name, attribute, tested):
 
 
 def test_gradients_can_be_differentiated():
-    known = {*RULES, *CONSTANT, *LOWERINGS, *(("", name) for name in HOLDERS)}
+    known = {*RULES, *NON_DIFFERENTIABLE, *LOWERINGS, *(("", name) for name in SUBGRAPH_RULES)}
     assert {key: rows for key, rows in covered.in_gradients().items() if key not in known} == {}
 
 

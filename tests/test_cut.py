@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from onnxgrad.autodiff.cut import cheapest
+from onnxgrad.autodiff.min_cut import cheapest
 
 
 def enough(kept, demands, made_of) -> bool:

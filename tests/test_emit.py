@@ -35,7 +35,7 @@ def written(op: Emit) -> list[str]:
 def run(op: Emit, y: ir.Value, *arrays: np.ndarray) -> np.ndarray:
     """Return y, computed by onnxruntime."""
     if y.producer() is None:
-        y = op.emit("Identity", [y], {}, fresh=True)
+        y = op.copy_of(y)
     y.dtype = y.dtype or FLOAT
     op.graph.outputs[:] = [y]
     proto = ir.to_proto(ir.Model(op.graph, ir_version=9))
@@ -72,16 +72,16 @@ def test_lists_are_int64_and_arrays_stay():
     [x] = inputs((2, 3))
     op = emitter(x)
     assert op.Expand(x, [2, 3]).producer().inputs[1].dtype == ir.DataType.INT64
-    assert op.value(np.float64(1)).dtype == ir.DataType.DOUBLE
-    assert op.value(np.array(["a", "bc"], object)).const_value.numpy().tolist() == [b"a", b"bc"]
+    assert op.const(np.float64(1)).dtype == ir.DataType.DOUBLE
+    assert op.const(np.array(["a", "bc"], object)).const_value.numpy().tolist() == [b"a", b"bc"]
 
 
 def test_constants_are_shared_within_a_dtype():
     op = emitter()
-    assert op.value(1.0) is op.value(1.0)
-    assert op.value(1.0) is not op.value(1.0, ir.DataType.DOUBLE)
-    assert op.value([1]) is not op.value(np.int64(1))
-    assert op.value(0.0) is not op.value(-0.0)
+    assert op.const(1.0) is op.const(1.0)
+    assert op.const(1.0) is not op.const(1.0, ir.DataType.DOUBLE)
+    assert op.const([1]) is not op.const(np.int64(1))
+    assert op.const(0.0) is not op.const(-0.0)
     assert len(op.graph.initializers) == 6
 
 
@@ -96,8 +96,8 @@ def test_a_node_is_written_once():
     assert op.emit("Mul", [x, z], {}, domain="mine") is not op.Mul(x, z)
     for random in ("RandomNormalLike", "Dropout", "Bernoulli"):
         assert getattr(op, random)(x) is not getattr(op, random)(x)
-    assert op.emit("Split", [x], {"num_outputs": 2}, outputs=2)[1].producer() is (
-        op.emit("Split", [x], {"num_outputs": 2}, outputs=2)[0].producer()
+    assert op.emit_many("Split", [x], {"num_outputs": 2}, outputs=2)[1].producer() is (
+        op.emit_many("Split", [x], {"num_outputs": 2}, outputs=2)[0].producer()
     )
 
 
@@ -105,9 +105,10 @@ def test_nodes_are_put_before_another():
     [x] = inputs((2,))
     op = emitter(x)
     last = op.Exp(x).producer()
-    op.before = last
-    op.Neg(x)
-    assert written(op) == ["Neg", "Exp"]
+    with op.at(last):
+        op.Neg(x)
+    op.Tanh(x)
+    assert written(op) == ["Neg", "Exp", "Tanh"]
 
 
 def test_only_operators_are_attributes():
@@ -201,7 +202,7 @@ def test_a_product_with_one(x, one, dropped):
 def test_a_product_repeats_by_itself():
     x, z = inputs((3, 1), ("N", 3, 2))
     op = emitter(x, z)
-    y = op.Mul(op.like(op.Expand(x, op.shape(z)), z), z)
+    y = op.Mul(op.set_type_like(op.Expand(x, op.shape_of(z)), z), z)
     assert y.producer().inputs == (x, z)
     shorter = op.Expand(x, [3, 2])  # here the product is of another shape than the Expand
     assert op.Mul(shorter, z).producer().inputs[0] is shorter
@@ -300,11 +301,11 @@ def test_reshape_and_spread(how, of_g, of_x):
 def test_shape_and_size():
     x, y, z = inputs((2, 3), ("N", 3), None)
     op = emitter(x, y, z)
-    assert op.constant(op.shape(x)).tolist() == [2, 3]
-    assert op.size(x, -1) == op.size(y, 1) == 3
+    assert op.known_value(op.shape_of(x)).tolist() == [2, 3]
+    assert op.dim(x, -1) == op.dim(y, 1) == 3
     assert not op.wrote
     for v, axis in ((y, 0), (z, -1), (z, -2), (z, 0)):
-        length = op.size(v, axis)
+        length = op.dim(v, axis)
         arrays = [np.zeros(s, np.float32) for s in ((2, 3), (5, 3), (4, 7))]
         assert run(op, length, *arrays).tolist() == [arrays[1 if v is y else 2].shape[axis]]
 
@@ -325,15 +326,15 @@ def test_filled(shape, dtype):
 def test_what_is_constant():
     [x] = inputs(())
     op = emitter(x)
-    assert op.constant(x) is None
-    assert op.constant(None) is None
-    assert op.constant(op.value([1, 2])).tolist() == [1, 2]
-    assert op.is_all(op.value(np.ones(3)), 1)
-    assert not op.is_all(op.value(np.array([1.0, 2.0])), 1)
+    assert op.known_value(x) is None
+    assert op.known_value(None) is None
+    assert op.known_value(op.const([1, 2])).tolist() == [1, 2]
+    assert op.is_all(op.const(np.ones(3)), 1)
+    assert not op.is_all(op.const(np.array([1.0, 2.0])), 1)
     assert not op.is_all(x, 1)
-    weight = op.value(1.0)
+    weight = op.const(1.0)
     op.graph.inputs.append(op.graph.initializers.pop(weight.name))  # can be fed
-    assert op.constant(weight) is None
+    assert op.known_value(weight) is None
     assert not op.is_all(weight, 1)
 
 
@@ -350,8 +351,8 @@ def test_dtype_is_that_of_the_first_operand():
 def test_swap():
     x, z = inputs(("N", 2, 3), None)
     op = emitter(x, z)
-    assert dims(op.swap(x)) == ("N", 3, 2)
-    assert op.swap(z).producer().op_type == "Einsum"
+    assert dims(op.mT(x)) == ("N", 3, 2)
+    assert op.mT(z).producer().op_type == "Einsum"
 
 
 def test_total():

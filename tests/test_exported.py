@@ -8,12 +8,7 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
-    add_loss_output,
-    check_gradient,
-    onnx_derivative,
-    select_model_inputs_outputs,
-)
+from onnxgrad import add_loss_output, check_gradient, onnx_derivative, select_model_inputs_outputs
 
 
 def run(model: onnx.ModelProto, feed: dict) -> dict[str, np.ndarray]:

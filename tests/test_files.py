@@ -28,8 +28,9 @@ from onnxgrad import (
     save,
 )
 from onnxgrad.cli import app
-from onnxgrad.files import replacing, write_models
-from onnxgrad.graph import external
+from onnxgrad.model import external
+from onnxgrad.model.files import replacing
+from onnxgrad.model.write import write_models
 
 TEXT = """<ir_version: 8, opset_import: ["": 18]>
 g (float[N,K] x) => (float[N,1] y) { y = MatMul(x, W) }"""

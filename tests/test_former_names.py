@@ -30,11 +30,11 @@ from onnxgrad import (
     SquareLearningLoss,
     add_loss_output,
     function_onnx_graph,
-    functions,
     onnx_derivative,
     onnx_rename_names,
     select_model_inputs_outputs,
 )
+from onnxgrad.losses import functions
 
 # -- arguments and defaults ----------------------------------------------------------------------
 

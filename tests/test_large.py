@@ -35,7 +35,7 @@ from onnxgrad import (
     select_model_inputs_outputs,
     to_dot,
 )
-from onnxgrad.graph import external
+from onnxgrad.model import external
 
 N = 20  # so that a matrix has more bytes than what is always loaded
 

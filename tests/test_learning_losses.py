@@ -21,9 +21,9 @@ from onnxgrad import (
     SquareLearningLoss,
 )
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.prepare import to_proto
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.learning_losses import FunctionLearningLoss
+from onnxgrad.losses.objects import FunctionLearningLoss
+from onnxgrad.model.convert import to_proto
 
 RNG = np.random.default_rng(0)
 F, Y = RNG.standard_normal((2, 7, 3))

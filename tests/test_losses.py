@@ -10,13 +10,8 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import (
-    DerivativeOptions,
-    add_loss_output,
-    get_train_initializer,
-    onnx_derivative,
-)
-from onnxgrad.losses import loss_facts
+from onnxgrad import DerivativeOptions, add_loss_output, get_train_initializer, onnx_derivative
+from onnxgrad.losses.in_graph import loss_info
 
 KINDS = {"float": np.float32, "double": np.float64, "float16": np.float16}
 RNG = np.random.default_rng(0)
@@ -244,7 +239,7 @@ def test_log_of_a_prediction_of_unknown_shape(weighted):
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.ClearField("shape")
     made = add_loss_output(model, "log", weight_name="weight" if weighted else None)
-    assert loss_facts(made)["classes"] == 2
+    assert loss_info(made)["classes"] == 2
     feed = {"x": p, "label": y, "weight": ROWS}
     known = add_loss_output(scores(p.shape), "log", weight_name="weight" if weighted else None)
     for found, expected in zip(evaluate(made, feed), evaluate(known, feed), strict=True):
@@ -343,15 +338,15 @@ def test_options_of_a_loss_of_ones_own():
 
 
 def test_facts_kept_for_trainers():
-    facts = loss_facts(add_loss_output(scores((7, 3)), "cross_entropy", ignore_index=1))
+    facts = loss_info(add_loss_output(scores((7, 3)), "cross_entropy", ignore_index=1))
     assert facts == {
         "reduction": "sum", "label": "label", "prediction": "f", "classes": 3, "ignore_index": 1,
     }  # fmt: skip
-    facts = loss_facts(add_loss_output(scores((7, 2)), "log", label_name="x"))
+    facts = loss_info(add_loss_output(scores((7, 2)), "log", label_name="x"))
     assert facts.pop("label") != "x"
     assert facts == {"reduction": "mean", "prediction": "f", "classes": 2, "ignore_index": None}
     soft = add_loss_output(scores((7, 3)), "cross_entropy", soft_labels=True)
-    assert "classes" not in loss_facts(soft)
+    assert "classes" not in loss_info(soft)
 
 
 # -- the model with the loss ---------------------------------------------------------------------

@@ -20,9 +20,10 @@ from onnxgrad import (
     get_train_initializer,
     onnx_derivative,
 )
-from onnxgrad.graph import prepare as preparing
-from onnxgrad.graph.lowerings import LOWERINGS
-from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.autodiff.primal import prepare as preparing
+from onnxgrad.autodiff.primal.lowerings import LOWERINGS
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.model.convert import to_proto
 
 KINDS = {"f2": "float16", "f4": "float", "i4": "int32", "i8": "int64"}
 OF_CASES = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -16,8 +16,9 @@ from onnxgrad import (
     get_train_initializer,
     onnx_derivative,
 )
-from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.graph.weights import replace
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.model.convert import to_proto
+from onnxgrad.model.weights import replace
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((6, 3)).astype(np.float32)

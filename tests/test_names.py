@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 import onnxgrad
 from onnxgrad import errors
 from onnxgrad.cli import app
+from onnxgrad.cli.data_files import DataError
 from onnxgrad.errors import printable, printable_lines
-from onnxgrad.training.tables import DataError
 
 BAD = "\x1b[31m\r\n\u202e"
 SHOWN = r"\x1b[31m\r\n\u202e"
@@ -504,7 +504,9 @@ def messages(tree: ast.AST):
     """Yield the f-strings that are raised, warned of or logged."""
     for node in ast.walk(tree):
         called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Raise) or called.endswith(("Error", "Warning", "warn", "Refused")):
+        if isinstance(node, ast.Raise) or called.endswith(
+            ("Error", "Warning", "warn", "Unsupported")
+        ):
             yield from (n for n in ast.walk(node) if isinstance(n, ast.JoinedStr))
 
 

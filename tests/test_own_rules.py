@@ -14,7 +14,7 @@ from onnxgrad import (
     DerivativeOptions,
     ModelError,
     NoGradientRule,
-    Refused,
+    Unsupported,
     check_gradient,
     onnx_derivative,
     rule,
@@ -96,7 +96,7 @@ def test_refused_becomes_an_error():
     @rule("Square", domain="my")
     def never(op, node, g):
         """y = x^2."""
-        return (Refused("squares are not for today; use Mul"),)
+        return (Unsupported("squares are not for today; use Mul"),)
 
     made = model("Y = my.Square (X)", functions=SQUARE.format(18))
     with pytest.raises(NoGradientRule, match=r"my::Square .*not for today; use Mul.*Path: X"):

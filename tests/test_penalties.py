@@ -21,7 +21,7 @@ from onnxgrad import (
     onnx_derivative,
     penalty_loss_onnx,
 )
-from onnxgrad.penalties import PerWeightLearningPenalty
+from onnxgrad.losses.penalties import PerWeightLearningPenalty
 
 CONSTANT = "w = Constant<value = float[2] {2.0, -3.0}>()"
 

@@ -16,7 +16,7 @@ import pytest
 from published import CACHE, Judge, Published, UnavailableError, fetch, models, run, session
 
 from onnxgrad import hvp, jvp, trainable
-from onnxgrad.graph import weights as constants
+from onnxgrad.model import weights as constants
 
 GIVEN = os.environ.get("ONNXGRAD_MODELS", "")
 FOLDER = CACHE if GIVEN == "download" else Path(GIVEN)

@@ -19,7 +19,8 @@ from onnxgrad import (
     check_gradient,
     onnx_derivative,
 )
-from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.model.convert import to_proto
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 TIME, BATCH, INPUT, HIDDEN = 4, 3, 2, 3
@@ -81,7 +82,7 @@ def drawn(model: onnx.ModelProto, lengths=(2, 4, 1), seed=0) -> dict[str, np.nda
 
 def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model with Scans in place of what is recurrent."""
-    made = to_proto(prepare(model, late=True))
+    made = to_proto(prepare(model, on_demand=True))
     assert {n.op_type for n in made.graph.node}.isdisjoint(GATES)
     assert "Scan" in {n.op_type for n in made.graph.node}
     return made
@@ -232,7 +233,7 @@ def test_outputs_that_are_left_out():
 
 
 def test_shapes_are_stated_with_their_symbols():
-    made = prepare(node_model("GRU", used="bn", size=("T", "N")), late=True)
+    made = prepare(node_model("GRU", used="bn", size=("T", "N")), on_demand=True)
     shapes = {y.name: str(y.shape) for node in made.graph for y in node.outputs}
     assert shapes["y"] == "[T,1,N,3]"
     assert shapes["yh"] == "[1,N,3]"

@@ -9,8 +9,9 @@ import pytest
 
 from cases import run
 from onnxgrad import ModelError, NoGradientRule, check_gradient, onnx_derivative
-from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.graph.weights import sites
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.model.convert import to_proto
+from onnxgrad.model.weights import sites
 
 
 def parsed(inputs: str, body: str, opset: int = 20, initializers: str = "") -> onnx.ModelProto:

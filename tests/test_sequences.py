@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative, partition
-from onnxgrad.graph.prepare import prepare
+from onnxgrad.autodiff.primal.prepare import prepare
 
 FILLED = DerivativeOptions.KeepOutputs | DerivativeOptions.FillGrad
 SEQUENCE_OPERATORS = ("Sequence", "Loop", "If", "Optional")

@@ -11,10 +11,11 @@ import pytest
 
 from cases import feed, model, run
 from onnxgrad import NoGradientRule, onnx_derivative
-from onnxgrad.graph.inference import infer, name_rows
-from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph.inference.infer import infer, name_rows
 from onnxgrad.graph.shapes import broadcast, dims, equal, output_shape, rank
 from onnxgrad.graph.shapes import static as lengths
+from onnxgrad.model.convert import to_proto
 from table import ROWS
 
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from onnxgrad.training.columns import Names
-from onnxgrad.training.tables import DataError, as_value, assign, labels, read_table
+from onnxgrad.cli.data_files import DataError, as_value, assign, labels, read_table
+from onnxgrad.data.columns import Names
 
 
 def value(name, dtype, *dims):

@@ -25,12 +25,7 @@ from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from onnxgrad import (  # noqa: E402
-    ModelError,
-    NoGradientRule,
-    ProviderError,
-    select_model_inputs_outputs,
-)
+from onnxgrad import ModelError, NoGradientRule, ProviderError, select_model_inputs_outputs  # noqa: E402
 from onnxgrad.torch import OnnxModule  # noqa: E402
 
 
@@ -1069,7 +1064,7 @@ def test_weights_of_several_dtypes(module):
 def test_devices_without_provider(module, monkeypatch):
     x = data()[0]
     expected = module(x).detach()
-    monkeypatch.setattr("onnxgrad.torch.Device.check", refuse)
+    monkeypatch.setattr("onnxgrad.torch.module.Device.check", refuse)
     with pytest.raises(ProviderError, match="CPUExecutionProvider"):
         module.double()  # any move asks
     monkeypatch.undo()

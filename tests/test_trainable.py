@@ -17,7 +17,7 @@ pytest.importorskip("onnxscript")
 
 from networks_more import NETWORKS  # noqa: E402
 from onnxgrad import trainable  # noqa: E402
-from onnxgrad.graph.weights import sites  # noqa: E402
+from onnxgrad.model.weights import sites  # noqa: E402
 
 LEVELS = {
     "plain": None,

@@ -7,13 +7,7 @@ import onnx
 import pytest
 
 from cases import run
-from onnxgrad import (
-    DerivativeOptions,
-    ModelError,
-    add_loss_output,
-    check_gradient,
-    onnx_derivative,
-)
+from onnxgrad import DerivativeOptions, ModelError, add_loss_output, check_gradient, onnx_derivative
 
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
 

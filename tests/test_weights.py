@@ -9,8 +9,9 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import get_train_initializer
-from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.graph.weights import replace
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.model.convert import to_proto
+from onnxgrad.model.weights import replace
 
 MODEL = """<ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
 g (float[N,2] x, bool c) => (float[N,2] y) {

@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from onnxgrad.autodiff.check import check_gradient
+    from onnxgrad.autodiff.check.gradients import check_gradient
+    from onnxgrad.autodiff.check.report import GradientReport
     from onnxgrad.autodiff.derivative import DerivativeOptions, onnx_derivative
     from onnxgrad.autodiff.higher import hessian, hvp, jacobian, jvp, vjp
     from onnxgrad.autodiff.partition import Partition, partition
-    from onnxgrad.autodiff.report import GradientReport
-    from onnxgrad.autodiff.rules import Refused, rule
+    from onnxgrad.autodiff.rules import Unsupported, rule
     from onnxgrad.errors import (
         ConvergenceError,
         ConvergenceWarning,
@@ -18,51 +18,51 @@ if TYPE_CHECKING:
         NoGradientRule,
         ProviderError,
     )
-    from onnxgrad.feeds import random_feed
-    from onnxgrad.functions import function_onnx_graph, get_supported_functions
-    from onnxgrad.graph.rename import onnx_rename_names, onnx_rename_weights
-    from onnxgrad.graph.surgery import (
-        add_initializer,
-        get_onnx_opset,
-        get_train_initializer,
-        replace_initializers_into_onnx,
-        select_model_inputs_outputs,
-    )
-    from onnxgrad.graph.write import save
-    from onnxgrad.learning_losses import (
+    from onnxgrad.limits import set_limits
+    from onnxgrad.losses.functions import function_onnx_graph, get_supported_functions
+    from onnxgrad.losses.in_graph import add_loss_output
+    from onnxgrad.losses.objects import (
         AbsoluteLearningLoss,
         BaseLearningLoss,
         ElasticLearningLoss,
         NegLogLearningLoss,
         SquareLearningLoss,
     )
-    from onnxgrad.limits import set_limits
-    from onnxgrad.losses import add_loss_output
-    from onnxgrad.optimizers import adam, adamw, momentum, nesterov, sgd
-    from onnxgrad.penalties import (
+    from onnxgrad.losses.penalties import (
         BaseLearningPenalty,
         ElasticLearningPenalty,
         NoLearningPenalty,
         penalty_loss_onnx,
     )
+    from onnxgrad.losses.unreduced import unreduced_onnx_loss
+    from onnxgrad.model.feeds import random_feed
+    from onnxgrad.model.rename import onnx_rename_names, onnx_rename_weights
+    from onnxgrad.model.surgery import (
+        add_initializer,
+        get_onnx_opset,
+        get_train_initializer,
+        replace_initializers_into_onnx,
+        select_model_inputs_outputs,
+    )
+    from onnxgrad.model.write import save
+    from onnxgrad.optimizers import adam, adamw, momentum, nesterov, sgd
     from onnxgrad.plot.dot import to_dot
     from onnxgrad.plot.figure import plot_onnxs
     from onnxgrad.plot.text import onnx_simple_text_plot, onnx_text_plot_io
     from onnxgrad.schedules import BaseLearningRate, LearningRateSGD, LearningRateSGDNesterov
     from onnxgrad.training.forward_backward import OrtGradientForwardBackward
-    from onnxgrad.training.full import OrtGradientOptimizer
     from onnxgrad.training.loader import OrtDataLoader
-    from onnxgrad.training.parameters import trainable
-    from onnxgrad.training.partial import OrtGradientForwardBackwardOptimizer
-    from onnxgrad.unreduced import unreduced_onnx_loss
+    from onnxgrad.training.loss_inside import OrtGradientOptimizer
+    from onnxgrad.training.loss_outside import OrtGradientForwardBackwardOptimizer
+    from onnxgrad.training.parameters.defaults import trainable
 
 _MODULES = {
-    "autodiff.check": ("check_gradient",),
+    "autodiff.check.gradients": ("check_gradient",),
     "autodiff.derivative": ("DerivativeOptions", "onnx_derivative"),
     "autodiff.higher": ("hessian", "hvp", "jacobian", "jvp", "vjp"),
     "autodiff.partition": ("Partition", "partition"),
-    "autodiff.report": ("GradientReport",),
-    "autodiff.rules": ("Refused", "rule"),
+    "autodiff.check.report": ("GradientReport",),
+    "autodiff.rules": ("Unsupported", "rule"),
     "errors": (
         "ConvergenceError",
         "ConvergenceWarning",
@@ -71,18 +71,18 @@ _MODULES = {
         "NoGradientRule",
         "ProviderError",
     ),
-    "feeds": ("random_feed",),
-    "functions": ("function_onnx_graph", "get_supported_functions"),
-    "graph.rename": ("onnx_rename_names", "onnx_rename_weights"),
-    "graph.surgery": (
+    "model.feeds": ("random_feed",),
+    "losses.functions": ("function_onnx_graph", "get_supported_functions"),
+    "model.rename": ("onnx_rename_names", "onnx_rename_weights"),
+    "model.surgery": (
         "add_initializer",
         "get_onnx_opset",
         "get_train_initializer",
         "replace_initializers_into_onnx",
         "select_model_inputs_outputs",
     ),
-    "graph.write": ("save",),
-    "learning_losses": (
+    "model.write": ("save",),
+    "losses.objects": (
         "AbsoluteLearningLoss",
         "BaseLearningLoss",
         "ElasticLearningLoss",
@@ -90,9 +90,9 @@ _MODULES = {
         "SquareLearningLoss",
     ),
     "limits": ("set_limits",),
-    "losses": ("add_loss_output",),
+    "losses.in_graph": ("add_loss_output",),
     "optimizers": ("adam", "adamw", "momentum", "nesterov", "sgd"),
-    "penalties": (
+    "losses.penalties": (
         "BaseLearningPenalty",
         "ElasticLearningPenalty",
         "NoLearningPenalty",
@@ -103,11 +103,11 @@ _MODULES = {
     "plot.text": ("onnx_simple_text_plot", "onnx_text_plot_io"),
     "schedules": ("BaseLearningRate", "LearningRateSGD", "LearningRateSGDNesterov"),
     "training.forward_backward": ("OrtGradientForwardBackward",),
-    "training.full": ("OrtGradientOptimizer",),
+    "training.loss_inside": ("OrtGradientOptimizer",),
     "training.loader": ("OrtDataLoader",),
-    "training.parameters": ("trainable",),
-    "training.partial": ("OrtGradientForwardBackwardOptimizer",),
-    "unreduced": ("unreduced_onnx_loss",),
+    "training.parameters.defaults": ("trainable",),
+    "training.loss_outside": ("OrtGradientForwardBackwardOptimizer",),
+    "losses.unreduced": ("unreduced_onnx_loss",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -136,8 +136,8 @@ __all__ = [
     "OrtGradientOptimizer",
     "Partition",
     "ProviderError",
-    "Refused",
     "SquareLearningLoss",
+    "Unsupported",
     "adam",
     "adamw",
     "add_initializer",

@@ -147,8 +147,8 @@ class ScaleByAdam(Optimizer):
         m = b1 * slots["m"] + (1 - b1) * u
         v = b2 * slots["v"] + (1 - b2) * (u * u)
         # the corrections are scalars: one of them is moved to the other side of the fraction
-        root = op.Sqrt(1.0 - op.Pow(op.value(b2, t.dtype), t))
-        scale = root / (1.0 - op.Pow(op.value(b1, t.dtype), t))
+        root = op.Sqrt(1.0 - op.Pow(op.const(b2, t.dtype), t))
+        scale = root / (1.0 - op.Pow(op.const(b1, t.dtype), t))
         return m * scale / (op.Sqrt(v) + self.eps * root), {"m": m, "v": v}
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.errors import EvaluationError, unknown
-from onnxgrad.training.estimator import BaseEstimator
+from onnxgrad.estimator import BaseEstimator
 
 if TYPE_CHECKING:
-    from onnxgrad.updates import Update
+    from onnxgrad.runtime.update import Update
 
 _RULES = ("constant", "invscaling", "optimal", "adaptive")
 
@@ -67,7 +67,7 @@ class BaseLearningRate(BaseEstimator):
             ValueError: an opset or dtype that cannot be.
             ProviderError: the installed onnxruntime has none for `device`.
         """
-        from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
+        from onnxgrad.losses.functions import function_onnx_graph  # it brings onnxruntime
         from onnxgrad.runtime.device import CPU, Device
 
         (CPU if device is None else Device.of(device)).check()
@@ -102,7 +102,7 @@ class BaseLearningRate(BaseEstimator):
 
     def _update(self, name: str) -> Update:
         """Return what runs the model of that name, the same one from step to step."""
-        from onnxgrad.updates import Update  # it brings onnxruntime
+        from onnxgrad.runtime.update import Update  # it brings onnxruntime
 
         model, last = getattr(self, name), vars(self).get("_last_update")
         if last is None or last.model is not model:
@@ -242,7 +242,7 @@ class LearningRateSGDNesterov(LearningRateSGD):
 
         All else is as in `BaseLearningRate`.
         """
-        from onnxgrad.functions import function_onnx_graph  # it brings onnxruntime
+        from onnxgrad.losses.functions import function_onnx_graph  # it brings onnxruntime
         from onnxgrad.runtime.device import CPU, Device
 
         (CPU if device is None else Device.of(device)).check()

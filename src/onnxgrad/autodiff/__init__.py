@@ -1,5 +1,5 @@
 """Differentiating ONNX graphs."""
 
-from onnxgrad.autodiff import control, late
+from onnxgrad.autodiff import control, on_demand
 
-__all__ = ["control", "late"]
+__all__ = ["control", "on_demand"]

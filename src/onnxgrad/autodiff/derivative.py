@@ -12,16 +12,17 @@ from enum import IntFlag
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.guards import require_equal_lengths
+from onnxgrad.autodiff.primal.prepare import listed_as, prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
-from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.guards import require_equal_lengths
-from onnxgrad.graph.prepare import listed_as, prepare, to_proto
-from onnxgrad.graph.read import ModelLike, non_tensor, once, read, tensor_behind
 from onnxgrad.graph.shapes import dims, has_reals, is_real, static
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.write import save
+from onnxgrad.model import weights as constants
+from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
+from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.write import save
 from onnxgrad.reporting import level_of, logger, reporting
 
 
@@ -89,7 +90,9 @@ def onnx_derivative(
     labels = _check(options, loss, label)
     proto = read(onx)
     with reporting(level_of(verbose)), garbage_kept():
-        asked = Asked(weights, inputs, options, loss, labels, stop_gradient, straight_through)
+        asked = DerivativeRequest(
+            weights, inputs, options, loss, labels, stop_gradient, straight_through
+        )
         made, _ = derivative(proto, asked)
     if path_name is not None:
         save(made, path_name)
@@ -124,7 +127,7 @@ def _check(options: DerivativeOptions, loss: str | None, label: object) -> list[
 
 
 @dataclass(frozen=True)
-class Asked:
+class DerivativeRequest:
     """The arguments of `onnx_derivative`."""
 
     weights: Sequence[str] | None
@@ -137,7 +140,7 @@ class Asked:
     all_reached: bool = True  # raise for what was named and has no gradient
 
 
-def derivative(proto: ModelProto, asked: Asked) -> tuple[ModelProto, dict[str, str]]:
+def derivative(proto: ModelProto, asked: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
     """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
     flags, options, loss = DerivativeOptions, asked.options, asked.loss
     model = prepare(proto, keep={*asked.stop_gradient, *asked.straight_through})
@@ -317,7 +320,7 @@ def _seeds(
         attributes = {"full_shape_outputs": list(range(len(outputs)))}
         if skipped := [i for i in range(len(outputs)) if i not in places]:
             attributes["non_differentiable_outputs"] = skipped
-        made = op.emit(
+        made = op.emit_many(
             "YieldOp", outputs, attributes, len(differentiated), "com.microsoft", fresh=True
         )
         graph.opset_imports["com.microsoft"] = 1

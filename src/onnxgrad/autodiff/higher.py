@@ -14,12 +14,12 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.batch_axis import require_rows
 from onnxgrad.autodiff.derivative import garbage_kept
-from onnxgrad.autodiff.rows import require_rows
 from onnxgrad.autodiff.sheet import Result, Sheet
 from onnxgrad.errors import unknown
-from onnxgrad.graph.read import ModelLike
 from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.model.read import ModelLike
 
 _MODES = ("auto", "forward", "reverse")
 _BATCHED = (True, False, "unchecked")
@@ -349,7 +349,7 @@ def _named(sheet: Sheet, suffix: str, values, found) -> list[Result]:
     made = []
     for x in values:
         v = found[x] if x in found else sheet.op.zeros_like(x)
-        made.append((f"{x.name}_{suffix}", sheet.op.like(v, x)))
+        made.append((f"{x.name}_{suffix}", sheet.op.set_type_like(v, x)))
     return made
 
 
@@ -373,10 +373,10 @@ def _shape(sheet: Sheet, y: ir.Value, x: ir.Value, batched: bool) -> list[int] |
     """Return the shape of a block, as a list or as a tensor known when it runs."""
     op = sheet.op
     if rank(y) is None or rank(x) is None:
-        return op.Concat(op.shape(y), op.shape(x), axis=0)
+        return op.Concat(op.shape_of(y), op.shape_of(x), axis=0)
     axes = [(y, i) for i in range(rank(y) or 0)]
     axes += [(x, i) for i in range(int(batched), rank(x) or 0)]
-    return op.vector(*(op.size(v, i) for v, i in axes))
+    return op.vector(*(op.dim(v, i) for v, i in axes))
 
 
 def _shaped(sheet: Sheet, v: ir.Value, y: ir.Value, x: ir.Value, batched: bool) -> ir.Value:

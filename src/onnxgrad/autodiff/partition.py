@@ -10,22 +10,22 @@ from math import ceil, inf, prod
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.cut import cheapest
 from onnxgrad.autodiff.derivative import (
-    Asked,
     DerivativeOptions,
+    DerivativeRequest,
     derivative,
     garbage_kept,
 )
+from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.errors import NoGradientRule, unknown
 from onnxgrad.graph.emit import RANDOM
-from onnxgrad.graph.inference import infer
-from onnxgrad.graph.prepare import to_proto
-from onnxgrad.graph.read import ModelLike, read, to_ir
-from onnxgrad.graph.reads import reads, subgraphs
+from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import Dims, dims
-from onnxgrad.graph.surgery import as_input, name_rest
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.surgery import as_input, name_rest
 
 _VIEWS = frozenset("Flatten Identity Reshape Shape Size Squeeze Unsqueeze".split())
 # One pass over memory without a transcendental function, or a mere move of elements.
@@ -116,7 +116,9 @@ def partition(
     proto = read(onx)
     with garbage_kept():
         if not any(node.op_type == "YieldOp" for node in proto.graph.node):
-            asked = Asked(weights, inputs, DerivativeOptions.KeepYieldOp, all_reached=False)
+            asked = DerivativeRequest(
+                weights, inputs, DerivativeOptions.KeepYieldOp, all_reached=False
+            )
             joint, gradients = derivative(proto, asked)
         elif weights is None and inputs is None:
             joint, made = proto, {y.name for y in proto.graph.output}

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import onnx_ir as ir
 
 from onnxgrad.errors import NoGradientRule, printable
-from onnxgrad.graph.reads import reads
+from onnxgrad.graph.traversal import reads
 
 _PRODUCTS = {"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
 _MICROSOFT = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulInteger")  # prefixes

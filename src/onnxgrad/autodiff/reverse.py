@@ -7,12 +7,18 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
+from onnxgrad.autodiff.primal.lowerings.microsoft import remedy
 from onnxgrad.autodiff.quantized import refuse_quantized
-from onnxgrad.autodiff.rules import CONSTANT, HOLDERS, RULES, Refused, taken_gradients
+from onnxgrad.autodiff.rules import (
+    NON_DIFFERENTIABLE,
+    RULES,
+    SUBGRAPH_RULES,
+    Unsupported,
+    taken_gradients,
+)
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.lowerings.microsoft import remedy
-from onnxgrad.graph.reads import reads
+from onnxgrad.graph.traversal import reads
 from onnxgrad.reporting import logger
 
 
@@ -50,15 +56,19 @@ def sweep(
                 if arrives and y in shortcuts:
                     arriving[shortcuts[y]].append(op.total(arriving[y]))
                 gs.append(op.total(arriving[y]) if arrives and y not in shortcuts else None)
-            if (node.domain, node.op_type) in CONSTANT or not any(g is not None for g in gs):
+            if (node.domain, node.op_type) in NON_DIFFERENTIABLE or not any(
+                g is not None for g in gs
+            ):
                 continue
             logger.debug("gradient of %s (%s)", node.op_type, node.name)
             for x, dx in _apply(op, node, gs, active, wrt):
                 if x is None or dx is None or x not in active:
                     continue
-                if isinstance(dx, Refused):
+                if isinstance(dx, Unsupported):
                     raise _error(node, wrt, f"no gradient for its input {x.name!r}: {dx.reason}")
-                arriving[x].append(op.like(dx, x) if dx is not x and dx.shape is None else dx)
+                arriving[x].append(
+                    op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx
+                )
         return {x: op.total(arriving[x]) for x in wrt if x in arriving}
 
 
@@ -85,8 +95,8 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     """Return pairs of an operand of `node` and its gradient."""
     lost = _where_types_end(node, active)
     at = lost or node
-    if lost is None and not node.domain and node.op_type in HOLDERS:
-        return HOLDERS[node.op_type](op, node, gs, active)
+    if lost is None and not node.domain and node.op_type in SUBGRAPH_RULES:
+        return SUBGRAPH_RULES[node.op_type](op, node, gs, active)
     function = RULES.get((at.domain, at.op_type))
     if function is None:
         raise _error(at, wrt, _no_rule(at))
@@ -97,7 +107,7 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     if extra:
         raise _error(node, wrt, f"a gradient arrives at its output {extra[0]!r}, not covered")
     made = function(op, node, *gs[:taken])
-    if isinstance(made, Refused):
+    if isinstance(made, Unsupported):
         raise _error(node, wrt, made.reason)
     return zip(node.inputs, made if isinstance(made, (tuple, list)) else (made,), strict=False)
 

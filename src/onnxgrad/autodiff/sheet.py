@@ -10,16 +10,17 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_constants, as_inputs, by_name, choose_inputs
+from onnxgrad.autodiff.guards import require_equal_lengths
+from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
-from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.guards import require_equal_lengths
-from onnxgrad.graph.prepare import prepare, to_proto
-from onnxgrad.graph.read import ModelLike, non_tensor, once, read
-from onnxgrad.graph.reads import reads, subgraphs
 from onnxgrad.graph.shapes import dims, is_real, rank
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.model import weights as constants
+from onnxgrad.model.convert import non_tensor, to_proto
+from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.reporting import logger
 
 Result = tuple[str, ir.Value]  # the name that an output gets, and the output
@@ -140,17 +141,15 @@ class Sheet:
         they get NaN of the shape of `y`, which shows where it is used.
         """
         op = Emit(self.graph)
-        op.before = next(iter(self.graph))  # what reads inputs only may come first
         readers, holds = _readers_of(self.graph, dummy)
-        with op:
+        with op.at(next(iter(self.graph))):  # what reads inputs only may come first
             for node in readers:
                 if node.op_type == "Shape" and node.inputs[0] is not dummy:
                     self._shape_from_inputs(op, node)
-            if holds:
-                nodes = list(self.graph)
-                made = y.producer()
-                op.before = nodes[0 if made is None else nodes.index(made) + 1]
-                y = op.like(op.Expand(op.value(np.nan, y.dtype), op.shape(y)), y)
+        if holds:
+            nodes, source = list(self.graph), y.producer()
+            with op.at(nodes[0 if source is None else nodes.index(source) + 1]):
+                y = op.set_type_like(op.Expand(op.const(np.nan, y.dtype), op.shape_of(y)), y)
         ir.convenience.replace_all_uses_with(dummy, y)
         self.graph.inputs.remove(dummy)
 
@@ -162,8 +161,8 @@ class Sheet:
         first, end = (node.attributes.get_int(k, d) for k, d in (("start", 0), ("end", len(shape))))
         known = [d if isinstance(d, int) else axes.get(d) for d in shape[first:end]]
         if None not in known:
-            lengths = [d if isinstance(d, int) else op.size(*d) for d in known if d is not None]
-            made = op.value(op.vector(*lengths))
+            lengths = [d if isinstance(d, int) else op.dim(*d) for d in known if d is not None]
+            made = op.const(op.vector(*lengths))
             ir.convenience.replace_all_uses_with(node.outputs[0], made)
 
     def _axes_of_inputs(self) -> dict[Any, tuple[ir.Value, int]]:
@@ -187,16 +186,18 @@ class Sheet:
         all else stays outside, to be computed once.
         """
         op = self.op
-        count = op.count(like, int(batched))  # elements, or those of a row
+        count = op.numel(like, int(batched))  # elements, or those of a row
         kind = ir.TensorType(ir.DataType.INT64)
         place = ir.Value(name=op.name("place"), type=kind, shape=ir.Shape([]))
         with op:
             hot = op.Cast(op.Equal(self._numbers(count), place), to=like.dtype)
             if batched:
-                row = op.vector(1, *(op.size(like, i) for i in range(1, rank(like) or 1)))
-                unit = op.like(op.Expand(op.Reshape(hot, row, allowzero=1), op.shape(like)), like)
+                row = op.vector(1, *(op.dim(like, i) for i in range(1, rank(like) or 1)))
+                unit = op.set_type_like(
+                    op.Expand(op.Reshape(hot, row, allowzero=1), op.shape_of(like)), like
+                )
             else:
-                unit = op.like(op.Reshape(hot, op.shape(like), allowzero=1), like)
+                unit = op.set_type_like(op.Reshape(hot, op.shape_of(like), allowzero=1), like)
             found = write(unit)
             results = {x: _flat(op, v) if rank(x) is None else v for x, v in found.items()}
             stacked = self._scan(place, count, list(results.values()))
@@ -212,21 +213,20 @@ class Sheet:
         inside, outs = {y for node in nodes for y in node.outputs}, list[ir.Value]()
         for v in results:
             if v not in inside or v in outs:  # a body gives values of its own, each once
-                v = op.emit("Identity", [v], {}, fresh=True)
-                nodes.append(v.producer())
+                v = op.copy_of(v)
+                nodes.append(v.producer())  # type: ignore[arg-type]
             outs.append(v)
         self.graph.remove(nodes)
         kept = _needed(nodes, outs)
         if not outs:
             return []
         some = isinstance(count, int) and count > 0
-        turns = count if some else op.Max(op.value(op.vector(count)), [1])  # one turn at least
+        turns = count if some else op.Max(op.const(op.vector(count)), [1])  # one turn at least
         body = ir.Graph([place], outs, nodes=kept, name=op.name("body"))
         attributes = {"body": body, "num_scan_inputs": 1}
-        made = op.emit("Scan", [self._numbers(turns)], attributes, outputs=len(outs))
-        stacked = [made] if isinstance(made, ir.Value) else list(made)
+        stacked = list(op.emit_many("Scan", [self._numbers(turns)], attributes, outputs=len(outs)))
         for i, out in enumerate(outs):
-            stacked[i].dtype = out.dtype
+            stacked[i].type = out.type
             if not some:
                 stacked[i] = op.Slice(stacked[i], [0], op.vector(count), [0])
             stacked[i].shape = ir.Shape([None, *(dims(out) or ())])

@@ -6,316 +6,20 @@ The same node is never written twice: asking for it again returns the first one'
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from contextvars import ContextVar
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph import sequences
-from onnxgrad.graph.reads import all_names, attribute_key
-from onnxgrad.graph.shapes import broadcast, constant, dims, equal, rank, static
-from onnxgrad.graph.types import output_shape, output_types
+from onnxgrad.graph import sequence_nodes, sequences
+from onnxgrad.graph.shapes import dims, equal, rank, static
+from onnxgrad.graph.writer import RANDOM, Writer
 
-_SMALL = 64  # elements: a constant this size is looked at, and folded
-RANDOM = frozenset(  # twice the same node draws twice
-    "Bernoulli Dropout Multinomial "
-    "RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split()
-)
-_current: ContextVar[Emit] = ContextVar("emit")
+__all__ = ["RANDOM", "Emit"]
 
 
-class _Arithmetic:
-    """Sends `a * b` to the emitter of the running context, or to whoever was asked before us.
+class Emit(Writer):
+    """A `Writer` that knows what broadcasting does, and adds up sequences as it does tensors."""
 
-    onnx_ir has one handler for the whole process; a ContextVar keeps threads apart.
-    """
-
-    def __init__(self, previous: Any) -> None:
-        self.previous = previous
-
-    def __getattr__(self, op_type: str) -> Any:
-        return getattr(_current.get(self.previous), op_type)
-
-
-class Emit:
-    """Writes nodes at the end of `graph`, or before the node that `before` is set to.
-
-    Python numbers become constants of the neighbouring operand's dtype, lists of int become int64.
-    For a graph that a node holds, `outer` is the emitter of the graph around it, which keeps the
-    constants and the names of all.
-    """
-
-    def __init__(
-        self, graph: ir.Graph, names: Iterable[str] = (), outer: Emit | None = None
-    ) -> None:
-        self.graph = graph
-        self.outer = outer
-        self.before: ir.Node | None = None
-        self._written: dict[ir.Node, None] = {}
-        self._known: dict[Any, list[ir.Value]] = {}
-        self._constants: dict[Any, ir.Value] = {}
-        self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
-        self._counter = 0
-        self._tokens: list[Any] = []  # one for every `with` that has been entered
-
-    def __enter__(self) -> Emit:
-        handler = ir.set_value_magic_handler(None)
-        if not isinstance(handler, _Arithmetic):
-            handler = _Arithmetic(handler)
-        ir.set_value_magic_handler(handler)
-        self._tokens.append(_current.set(self))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _current.reset(self._tokens.pop())
-
-    def __getattr__(self, op_type: str) -> Any:
-        if not op_type[0].isupper():
-            raise AttributeError(op_type)
-        return lambda *inputs, **attributes: self.emit(op_type, inputs, attributes)
-
-    def give(self, values: Iterable[ir.Value]) -> None:
-        """Make `values` the outputs of the graph, each a result of a node of its own.
-
-        onnxruntime returns garbage where a body of a Scan hands on an input, or one result twice.
-        """
-        given: dict[ir.Value, None] = {}
-        for v in values:
-            made = v.producer()
-            if made is None or made.graph is not self.graph or v in given:
-                v = self.emit("Identity", [v], {}, fresh=True)
-            given[v] = None
-        self.graph.outputs[:] = given
-
-    @property
-    def opset(self) -> int:
-        """The version of the standard operators, which the outermost graph states."""
-        at = self
-        while at.outer is not None:
-            at = at.outer
-        return at.graph.opset_imports.get("", 0)
-
-    @property
-    def wrote(self) -> bool:
-        """Tell whether any node was written."""
-        return bool(self._written)
-
-    @property
-    def written(self) -> list[ir.Node]:
-        """Return the nodes that were written, in that order."""
-        return list(self._written)
-
-    # -- writing nodes ------------------------------------------------------------------------
-
-    def emit(
-        self,
-        op_type: str,
-        inputs: Any,
-        attributes: dict[str, Any],
-        outputs: int = 1,
-        domain: str = "",
-        fresh: bool = False,
-    ) -> Any:
-        """Append a node, or find the same one already there; return its output, or all of them.
-
-        `fresh` writes a node of its own, whose output can be given a name.
-        """
-        dtype = next((v.dtype for v in inputs if isinstance(v, ir.Value) and v.dtype), None)
-        if op_type == "Where":
-            dtype = next((v.dtype for v in inputs[1:] if isinstance(v, ir.Value)), None)
-        values = [self.value(v, dtype) for v in inputs]
-        if (
-            not domain
-            and not fresh
-            and (simpler := self._simplify(op_type, values, attributes)) is not None
-        ):
-            return simpler
-        attrs = ir.convenience.convert_attributes(attributes)
-        key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
-        found = None if fresh else self._known.get(key)
-        before = None if found is None else found[0].producer()
-        if found is None or before is None or before.graph is not self.graph:  # or removed since
-            node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
-            found = list(node.outputs)
-            types = output_types(op_type, values, attributes, outputs)
-            for value, kind in zip(found, types, strict=True):
-                value.name, value.type = self.name(op_type.lower()), kind
-            shape = output_shape(op_type, values, attributes)
-            found[0].shape = None if shape is None else ir.Shape(shape)
-            if self.before is None:
-                self.graph.append(node)
-            else:
-                self.graph.insert_before(self.before, node)
-            self._written[node] = None
-            if op_type not in RANDOM and not fresh:
-                self._known[key] = found
-        return found[0] if outputs == 1 else found
-
-    def _simplify(self, op_type: str, values: list, attributes: dict) -> ir.Value | None:
-        """Return a value that needs no new node, where that is proven."""
-        if op_type == "Mul":
-            a, b = values
-            for x, other in ((a, b), (b, a)):
-                if equal(broadcast(dims(x), dims(other)), dims(other)) and self.is_all(x, 1):
-                    return other
-                inner = _expanded(x)  # Expand before a product that broadcasts anyway
-                if inner is not None and equal(dims(x), dims(other)):
-                    return self.Mul(inner, other)
-        if op_type == "Cast" and values[0].dtype == attributes["to"]:
-            return values[0]
-        if op_type == "ReduceSum" and "noop_with_empty_axes" not in attributes:  # then not squared
-            factor = _squared(values[0])
-            if factor is not None:
-                return self.ReduceSumSquare(factor, *values[1:], **attributes)
-        if op_type == "Reshape" and (target := self.constant(values[1])) is not None:
-            if static(dims(values[0])) == tuple(target):
-                return values[0]
-            return self._without_kept_axes(values[0], tuple(target))
-        return None
-
-    def _without_kept_axes(self, x: ir.Value, target: tuple[int, ...]) -> ir.Value | None:
-        """Return the sum `x` without the axes of length one that it keeps, if that is `target`."""
-        node = x.producer()
-        if node is None or node.op_type != "ReduceSum" or len(node.inputs) < 2:
-            return None
-        shape = output_shape("ReduceSum", node.inputs, {"keepdims": 0})
-        if shape != target or not node.attributes.get_int("keepdims", 1):
-            return None
-        return self.ReduceSum(*node.inputs, keepdims=0)
-
-    def name(self, prefix: str) -> str:
-        """Return a value name that the graph does not have yet."""
-        name = prefix
-        while name in self._names:
-            self._counter += 1
-            name = f"{prefix}_{self._counter}"
-        self._names.add(name)
-        return name
-
-    def name_output(
-        self, value: ir.Value, name: str, like: ir.Value, protected: set[ir.Value]
-    ) -> ir.Value:
-        """Return `value` under `name`, with the shape and dtype of `like`, to become an output.
-
-        Another value of that name gives way, unless it is protected: then ours gets a number.
-        """
-        if value.producer() not in self._written or value in protected:
-            value = self.emit("Identity", [value], {}, fresh=True)
-        if name in self._names:
-            holder = ir.convenience.create_value_mapping(self.graph).get(name)
-            if holder is not None and holder is not value:
-                if holder in protected:
-                    name = self.name(name)
-                else:
-                    holder.name = self.name(name)
-        self._names.add(name)
-        value.name = name
-        protected.add(value)
-        return self.like(value, like)
-
-    # -- constants ----------------------------------------------------------------------------
-
-    def value(self, v: Any, dtype: ir.DataType | None = None) -> Any:
-        """Return `v` as a value: numbers, lists and arrays become shared initializers."""
-        if v is None or isinstance(v, ir.Value):
-            return v
-        if self.outer is not None:
-            return self.outer.value(v, dtype)
-        if isinstance(v, (list, tuple)):
-            v = np.asarray(v, dtype=np.int64)
-        if not isinstance(v, (np.ndarray, np.generic)):
-            v = np.asarray(v, dtype=(dtype or ir.DataType.FLOAT).numpy())
-        v = np.asarray(v)
-        text = v.dtype == object
-        key = (v.dtype, v.shape, tuple(v.ravel()) if text else v.tobytes())
-        if key not in self._constants:
-            tensor: Any = ir.StringTensor(np.char.encode(v.astype(str))) if text else ir.tensor(v)
-            tensor.name = self.name("const")
-            made = ir.Value(
-                name=tensor.name,
-                shape=ir.Shape(v.shape),
-                type=ir.TensorType(tensor.dtype),
-                const_value=tensor,
-            )
-            self.graph.register_initializer(made)
-            self._constants[key] = made
-        return self._constants[key]
-
-    constant = staticmethod(constant)
-
-    def is_all(self, v: ir.Value, number: float) -> bool:
-        """Tell whether `v` is a constant whose every element is `number`."""
-        array = (
-            self.constant(v) if v.const_value is not None and v.const_value.size < _SMALL else None
-        )
-        return array is not None and bool(np.all(array == number))
-
-    def ones_like(self, x: ir.Value) -> ir.Value:
-        """Return ones of the shape and dtype of `x`."""
-        return self._filled(1, x)
-
-    def zeros_like(self, x: ir.Value) -> ir.Value:
-        """Return zeros of the shape and dtype of `x`."""
-        return self._filled(0, x)
-
-    def _filled(self, number: int, x: ir.Value) -> ir.Value:
-        assert x.dtype is not None
-        if not isinstance(x.type, ir.TensorType):
-            return sequences.filled(self, number, x)
-        shape = static(dims(x))
-        if shape is not None and math.prod(shape) < _SMALL:
-            return self.value(np.full(shape, number, x.dtype.numpy()))
-        return self.like(self.Expand(np.full((), number, x.dtype.numpy()), self.shape(x)), x)
-
-    # -- shapes -------------------------------------------------------------------------------
-
-    def shape(self, x: ir.Value) -> ir.Value:
-        """Return the shape of `x`, int64: a constant when it is known, else a `Shape` node."""
-        known = static(dims(x))
-        return self.value(list(known)) if known is not None else self.Shape(x)
-
-    def size(self, x: ir.Value, axis: int) -> int | ir.Value:
-        """Return the length of one axis: an int, or an int64 tensor [1] known when it runs."""
-        known = (dims(x) or {axis: None})[axis]
-        if isinstance(known, int):
-            return known
-        return self.Shape(x, start=axis) if axis == -1 else self.Shape(x, start=axis, end=axis + 1)
-
-    def count(self, x: ir.Value, start: int, end: int | None = None) -> int | ir.Value:
-        """Return the product of some lengths: an int, or an int64 tensor [1] known at run time."""
-        shape = dims(x)
-        known = None if shape is None else static(shape[start:end])
-        if known is not None:
-            return math.prod(known)
-        limits = {"start": start} | ({} if end is None else {"end": end})
-        return self.ReduceProd(self.Shape(x, **limits), keepdims=1)
-
-    def vector(self, *numbers: int | ir.Value) -> list[int] | ir.Value:
-        """Return lengths as a list, or where some are known only when it runs, as one tensor."""
-        known = [n for n in numbers if isinstance(n, int)]
-        if len(known) == len(numbers):
-            return known
-        joined = self.Concat(*([n] if isinstance(n, int) else n for n in numbers), axis=0)
-        joined.shape = ir.Shape([len(numbers)])
-        return joined
-
-    def reshape(self, g: ir.Value, like: ir.Value) -> ir.Value:
-        """Return `g`, of as many elements as `like`, in the shape of `like`."""
-        have, want = dims(g), dims(like)
-        if equal(have, want):
-            return g
-        have, target = have or (), list[int]()
-        for i, d in enumerate(want or ()):  # 0 copies the axis of g, one -1 is worked out
-            same = d is not None and i < len(have) and have[i] == d
-            target.append(d if isinstance(d, int) else 0 if same else -1)
-        if want is None or target.count(-1) > 1 or 0 in want:
-            return self.like(self.Reshape(g, self.shape(like), allowzero=1), like)
-        return self.like(self.Reshape(g, target), like)
-
-    def spread(self, g: ir.Value, like: ir.Value) -> ir.Value:
+    def expand_to(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g` repeated over the axes that it has with length one, in the shape of `like`."""
         have, want = dims(g), dims(like)
         if equal(have, want):
@@ -325,13 +29,8 @@ class Emit:
         if have is not None and want is not None and len(have) == len(want):
             target = [1 if h == w is not None else w for h, w in zip(have, want, strict=True)]
             if static(tuple(target)) is not None:  # axes of length one in the target stay g's
-                return self.like(self.Expand(g, target), like)
-        return self.like(self.Expand(g, self.shape(like)), like)
-
-    def like(self, y: ir.Value, x: ir.Value) -> ir.Value:
-        """Record that `y` has the shape and dtype of `x`, or of what an Optional `x` holds."""
-        y.shape, y.type = x.shape, sequences.content(x.type)
-        return y
+                return self.set_type_like(self.Expand(g, target), like)
+        return self.set_type_like(self.Expand(g, self.shape_of(like)), like)
 
     def sum_to(self, g: ir.Value, x: ir.Value) -> ir.Value:
         """Undo broadcasting: sum `g` over the axes along which `x` was repeated."""
@@ -347,13 +46,13 @@ class Emit:
                     g = self.ReduceSum(g, axes, keepdims=1)
                 if lead:
                     g = self.ReduceSum(g, list(range(lead)), keepdims=0)
-                return self.like(g, x)
+                return self.set_type_like(g, x)
         return self._sum_to_at_run_time(g, x)
 
     def _sum_to_at_run_time(self, g: ir.Value, x: ir.Value) -> ir.Value:
         g_rank, x_rank, shape = rank(g), rank(x), self.Shape(x)
         if g_rank is not None and x_rank is not None:
-            ones = self.value([1] * (g_rank - x_rank))
+            ones = self.const([1] * (g_rank - x_rank))
         else:
             missing = self.Shape(self.Shape(g)) - self.Shape(shape)
             ones = self.ConstantOfShape(missing, value=ir.tensor(np.ones(1, np.int64)))
@@ -361,9 +60,9 @@ class Emit:
         padded = self.Concat(ones, shape, axis=0)
         axes = self.Squeeze(self.NonZero(self.Equal(padded, [1])), [0])
         summed = self.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
-        return self.like(self.Reshape(summed, shape, allowzero=1), x)
+        return self.set_type_like(self.Reshape(summed, shape, allowzero=1), x)
 
-    def swap(self, x: ir.Value) -> ir.Value:
+    def mT(self, x: ir.Value) -> ir.Value:  # noqa: N802 - the name that NumPy and PyTorch give it
         """Swap the last two axes."""
         n = rank(x)
         if n is None:
@@ -372,22 +71,12 @@ class Emit:
         return self.Transpose(x, perm=[*range(n - 2), n - 1, n - 2])
 
     def total(self, terms: list[ir.Value]) -> ir.Value:
-        """Add up terms of one shape."""
-        if len(terms) == 1:
-            return terms[0]
-        if sequences.is_sequence(terms[0]):
-            return sequences.total(self, terms)
-        y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
-        return self.like(y, terms[0]) if y.shape is None else y
+        """Add up terms of one shape, or sequences of such."""
+        if len(terms) > 1 and sequences.is_sequence(terms[0]):
+            return sequence_nodes.total(self, terms)
+        return super().total(terms)
 
-
-def _expanded(x: ir.Value) -> ir.Value | None:
-    node = x.producer()
-    return node.inputs[0] if node is not None and node.op_type == "Expand" else None
-
-
-def _squared(x: ir.Value) -> ir.Value | None:
-    node = x.producer()
-    if node is None or node.op_type != "Mul" or node.inputs[0] is not node.inputs[1]:
-        return None
-    return node.inputs[0]
+    def _filled(self, number: int, x: ir.Value) -> ir.Value:
+        if not isinstance(x.type, ir.TensorType):
+            return sequence_nodes.filled(self, number, x)
+        return super()._filled(number, x)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.reads import subgraphs
+from onnxgrad.graph.traversal import subgraphs
 
 _MANY = 64  # inputs of a node
 

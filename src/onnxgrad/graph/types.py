@@ -20,7 +20,7 @@ _OUTPUT_DTYPE = {
 
 
 def output_types(
-    op_type: str, operands: list, attributes: dict, outputs: int
+    op_type: str, operands: Sequence, attributes: dict, outputs: int
 ) -> Sequence[ir.TypeProtocol | None]:
     """Return the types of the outputs: those of the graph that the node holds, or by one dtype."""
     held = attributes.get("body", attributes.get("then_branch"))
@@ -38,7 +38,7 @@ def output_shape(op_type: str, operands: Sequence, attributes: Mapping) -> shape
     return of.output_shape(op_type, operands, attributes)
 
 
-def _dtype(op_type: str, operands: list, attributes: dict) -> ir.DataType | None:
+def _dtype(op_type: str, operands: Sequence, attributes: dict) -> ir.DataType | None:
     """Return the dtype of the outputs, by the operator or by the first operand that counts."""
     if op_type == "Cast":
         return ir.DataType(attributes["to"])

@@ -12,7 +12,7 @@ from math import prod
 from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, numpy_helper
 
 from onnxgrad.errors import printable
-from onnxgrad.graph.read import ModelLike, read
+from onnxgrad.model.read import ModelLike, read
 from onnxgrad.plot.text import attribute_text, dtype_name, stated_shape
 
 _SHOWN = 10  # elements: longer constants show their type and shape only

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import printable_lines, unknown
-from onnxgrad.graph.read import ModelLike
+from onnxgrad.model.read import ModelLike
 from onnxgrad.plot.dot import Box, Drawing, to_dot
 from onnxgrad.reporting import logger
 

@@ -17,7 +17,7 @@ from onnx import (
 )
 
 from onnxgrad.errors import printable
-from onnxgrad.graph.read import ModelLike, read
+from onnxgrad.model.read import ModelLike, read
 
 _SHOWN = 10  # elements: longer constants show their type and shape only
 _PLAIN = (

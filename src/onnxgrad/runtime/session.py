@@ -15,8 +15,9 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.errors import ProviderError, escaping
-from onnxgrad.graph import external, shapes
-from onnxgrad.graph.normalize import dense_inside
+from onnxgrad.graph import shapes
+from onnxgrad.model import external
+from onnxgrad.model.normalize import dense_inside
 from onnxgrad.runtime.device import Device, Provider
 
 # Multiply-adds of a forward pass that are worth a thread of their own: measured on MLPs and CNNs

@@ -6,7 +6,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.prepare import to_proto
+from onnxgrad.model.convert import to_proto
 from onnxgrad.training.step import Step
 
 
@@ -29,7 +29,7 @@ def build_epoch(step: Step) -> ModelProto:
     graph.inputs.extend(inputs if step.inverse_rows is None else [*inputs, step.inverse_rows])
     op = Emit(graph, [str(v.name) for v in body.inputs])
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
-    outputs = op.emit("Scan", inputs, attributes, outputs=len(body.outputs))
+    outputs = op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs))
     for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
         outer.name = f"{inner.name}/last"
         outer.shape = _stacked(inner) if i >= count else inner.shape

@@ -14,9 +14,9 @@ import numpy as np
 import onnx
 from onnx import ModelProto
 
-from onnxgrad.graph import external
+from onnxgrad.estimator import Parameters
+from onnxgrad.model import external
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.training.estimator import Parameters
 
 T = TypeVar("T")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, Optimizer)

@@ -15,17 +15,18 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.partition import partition
 from onnxgrad.errors import EvaluationError, printable
-from onnxgrad.feeds import session_dtype
-from onnxgrad.files import write_models
-from onnxgrad.graph.read import ModelLike, non_tensor, once, read
 from onnxgrad.graph.shapes import Dims, dims
-from onnxgrad.graph.surgery import select_model_inputs_outputs
+from onnxgrad.model.convert import non_tensor
+from onnxgrad.model.feeds import session_dtype
+from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.model.write import write_models
 from onnxgrad.reporting import logger, reporting
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import read_providers
 from onnxgrad.runtime.session import loaded
-from onnxgrad.small import to_numpy, wrapped
-from onnxgrad.training.parameters import default_weights
+from onnxgrad.runtime.values import to_numpy, wrapped
+from onnxgrad.training.parameters.defaults import default_weights
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
 

@@ -7,12 +7,12 @@ from typing import Any, TypeAlias
 
 from onnx import ModelProto
 
-from onnxgrad.functions import function_onnx_graph
 from onnxgrad.graph.shapes import dims
-from onnxgrad.graph.versions import NEWEST_OPSET, WORKING_OPSET
-from onnxgrad.learning_losses import BaseLearningLoss
+from onnxgrad.losses.functions import function_onnx_graph
+from onnxgrad.losses.objects import BaseLearningLoss
+from onnxgrad.losses.penalties import BaseLearningPenalty
+from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.penalties import BaseLearningPenalty
 from onnxgrad.schedules import BaseLearningRate
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.forward_backward import OrtGradientForwardBackward

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxgrad.data.arrays import to_numbers
 from onnxgrad.runtime.device import Device
-from onnxgrad.small import owned, to_numbers
+from onnxgrad.runtime.values import owned
 
 
 class OrtDataLoader:

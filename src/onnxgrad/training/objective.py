@@ -15,18 +15,19 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.data.columns import Names, read_names
+from onnxgrad.data.indices import Table, tables
 from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
-from onnxgrad.graph import weights as constants
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference import infer
-from onnxgrad.graph.prepare import prepare, to_proto
+from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.learning_losses import BaseLearningLoss
-from onnxgrad.losses import choose_output, loss_facts
-from onnxgrad.penalties import BaseLearningPenalty
-from onnxgrad.training.columns import Names, read_names
-from onnxgrad.training.ids import Table, tables
+from onnxgrad.losses.in_graph import choose_output, loss_info
+from onnxgrad.losses.objects import BaseLearningLoss
+from onnxgrad.losses.penalties import BaseLearningPenalty
+from onnxgrad.model import weights as constants
+from onnxgrad.model.convert import to_proto
 
 BATCH = "onnxgrad_rows"  # a symbol that no model has for another axis
 
@@ -80,7 +81,7 @@ def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight
         raise ValueError(
             f"the loss {loss!r} must hold one number; its shape is {printable(found.shape)}"
         )
-    trained, facts = as_inputs(proto, model.graph, weights), loss_facts(proto)
+    trained, facts = as_inputs(proto, model.graph, weights), loss_info(proto)
     more = _about(proto, model.graph, data, weights)
     return Objective(model, data, trained, found, {found: None}, facts, row_weight, **more)
 

@@ -6,15 +6,12 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from onnxgrad.data.columns import Names
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.training.columns import Names
-
-if TYPE_CHECKING:
-    from onnxgrad.training.runner import Runner
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +21,20 @@ class Values:
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     slots: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     steps: int = 0
+
+
+class OnDevice(Protocol):
+    """Weights and slots on a device, and how often they were replaced there: a `Runner`."""
+
+    now: tuple[Any, int]
+
+    def load(self, values: Values) -> None:
+        """Put values on the device."""
+
+    def unpacked(
+        self, states: Any
+    ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+        """Return weights and slots by name, of the first entry of `now`."""
 
 
 class TrainState:
@@ -45,7 +56,7 @@ class TrainState:
         self.columns: list[str] | None = None  # of the table that `fit` got
         self.names = Names()  # of the columns of all inputs and of the label
         self._values = Values()
-        self._runner: Runner | None = None
+        self._runner: OnDevice | None = None
         self._read: tuple[object, Values] | None = None  # from the runner, and when
 
     @property
@@ -72,7 +83,7 @@ class TrainState:
         """Tell whether `fit` is running."""
         return self._runner is not None
 
-    def begin(self, runner: Runner) -> None:
+    def begin(self, runner: OnDevice) -> None:
         """Put the values on the device of `runner`, which changes them from now on."""
         runner.load(self._values)
         self._runner, self._read = runner, (runner.now, self._values)

@@ -114,7 +114,7 @@ def build_step(objective: Objective, optimizer: Optimizer) -> Step:
     for w in gradients:
         if (stored := objective.stored.get(str(w.name))) is not None:  # what is zero stays zero
             with op:
-                gradients[w] = op.like(gradients[w] * stored.astype(numpy_dtype(w)), w)
+                gradients[w] = op.set_type_like(gradients[w] * stored.astype(numpy_dtype(w)), w)
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
 
@@ -192,16 +192,15 @@ def _pack(
     else:
         sizes = [_size(w) for w in members]
         state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
-        op.before = next(iter(op.graph))
-        parts = op.emit("Split", [state, sizes], {"axis": 0}, outputs=len(members))
-        for w, part, size in zip(members, parts, sizes, strict=True):
-            part.shape = ir.Shape([size])
-            piece = part if _only_broadcast(w) else op.reshape(part, w)
-            ir.convenience.replace_all_uses_with(w, piece)
-            gradients.update({x: piece for x, dx in gradients.items() if dx is w})
-        op.before = None
+        with op.at(next(iter(op.graph))):
+            parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(members))
+            for w, part, size in zip(members, parts, sizes, strict=True):
+                part.shape = ir.Shape([size])
+                piece = part if _only_broadcast(w) else op.reshape_like(part, w)
+                ir.convenience.replace_all_uses_with(w, piece)
+                gradients.update({x: piece for x, dx in gradients.items() if dx is w})
         flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
-        g = op.like(op.Concat(*flat, axis=0), state)
+        g = op.set_type_like(op.Concat(*flat, axis=0), state)
     slots = {slot: _input(op, f"{state.name}.{slot}", state) for slot in optimizer.slots}
     return Group(
         {str(w.name): shapes.static(shapes.dims(w)) or () for w in members}, state, slots

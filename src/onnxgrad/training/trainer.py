@@ -12,14 +12,15 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.data.columns import column_names
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
-from onnxgrad.graph import weights as constants
-from onnxgrad.graph.read import ModelLike, read
-from onnxgrad.graph.write import save
+from onnxgrad.estimator import BaseEstimator, NotFittedError, Selected
+from onnxgrad.model import weights as constants
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.write import save
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.reporting import level_of, reporting
 from onnxgrad.schedules import BaseLearningRate, LearningRateSGDNesterov
-from onnxgrad.training.columns import column_names
 from onnxgrad.training.data import (
     ArraySource,
     Fields,
@@ -28,11 +29,10 @@ from onnxgrad.training.data import (
     make_source,
 )
 from onnxgrad.training.epoch import build_epoch
-from onnxgrad.training.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.training.fitted import Built, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.loop import ERROR, INTERRUPTED, NOT_FINITE, Loop, Progress
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.parameters import default_weights as trainable
+from onnxgrad.training.parameters.defaults import default_weights as trainable
 from onnxgrad.training.runner import Evaluation, Runner
 from onnxgrad.training.state import INITS, TrainState, Values
 from onnxgrad.training.step import Step, build_step

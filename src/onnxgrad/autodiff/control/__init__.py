@@ -8,6 +8,6 @@ its random numbers.
 from onnxgrad.autodiff.control.conditional import conditional
 from onnxgrad.autodiff.control.loop import loop
 from onnxgrad.autodiff.control.scan import scan
-from onnxgrad.autodiff.rules import HOLDERS
+from onnxgrad.autodiff.rules import SUBGRAPH_RULES
 
-HOLDERS.update({"If": conditional, "Loop": loop, "Scan": scan})
+SUBGRAPH_RULES.update({"If": conditional, "Loop": loop, "Scan": scan})

@@ -7,11 +7,11 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out, several
+from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.reads import captured
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import release
+from onnxgrad.graph.traversal import captured
 
 _BRANCHES = ("then_branch", "else_branch")
 
@@ -34,19 +34,19 @@ def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Val
         for drawn, original in copy.draws():
             ir.convenience.replace_all_uses_with(drawn, _kept(op, node, name, original))
     held = {name: copy.graph for name, copy in zip(_BRANCHES, copies, strict=True)}
-    made = op.emit("If", node.inputs, held, outputs=len(reached), fresh=True)
-    return [(v, op.like(dv, v)) for v, dv in zip(reached, several(made), strict=True)]
+    made = op.emit_many("If", node.inputs, held, outputs=len(reached), fresh=True)
+    return [(v, op.set_type_like(dv, v)) for v, dv in zip(reached, made, strict=True)]
 
 
 def _as(op: Emit, g: ir.Value, y: ir.Value) -> ir.Value:
     """Return `g` with what is known of the shape of `y` in this branch."""
-    return g if y.shape is None else op.like(op.emit("Identity", [g], {}, fresh=True), y)
+    return g if y.shape is None else op.set_type_like(op.copy_of(g), y)
 
 
 def _kept(op: Emit, node: ir.Node, name: str, drawn: ir.Value) -> ir.Value:
     """Let `node` return what one branch has drawn, and nothing instead of it from the other."""
     assert drawn.dtype is not None
     [other] = [node.attributes[n].as_graph() for n in _BRANCHES if n != name]
-    nothing = op.value(np.zeros((0,) * (rank(drawn) or 1), drawn.dtype.numpy()))
-    other.outputs.append(Emit(other, outer=op).emit("Identity", [nothing], {}, fresh=True))
-    return op.like(hand_out(op, node, name, drawn), drawn)
+    nothing = op.const(np.zeros((0,) * (rank(drawn) or 1), drawn.dtype.numpy()))
+    other.outputs.append(Emit(other, outer=op).copy_of(nothing))
+    return op.set_type_like(hand_out(op, node, name, drawn), drawn)

@@ -9,8 +9,8 @@ import onnx_ir as ir
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import RANDOM, Emit
-from onnxgrad.graph.reads import reads
 from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.graph.traversal import reads
 
 Pairs = list[tuple[ir.Value, ir.Value]]
 
@@ -92,7 +92,7 @@ class Copy:
         made = []
         for y in results:
             if y.uses() or y.is_graph_output():
-                stand_in = self.op.like(ir.Value(name=self.op.name(str(y.name))), y)
+                stand_in = self.op.set_type_like(ir.Value(name=self.op.name(str(y.name))), y)
                 ir.convenience.replace_all_uses_with(y, stand_in, replace_graph_outputs=True)
                 made.append((stand_in, self._origin(y)))
         drop_unused(self.graph)
@@ -108,15 +108,15 @@ class Copy:
             original.resize_outputs(place + 1)
         found = original.outputs[place]
         if not found.name:
-            self.op.like(found, y).name = self.op.name(str(y.name))
+            self.op.set_type_like(found, y).name = self.op.name(str(y.name))
         return found
 
 
 def hand_out(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Value:
     """Make `value` one more output of a graph that `node` holds; return that of the node."""
     graph = node.attributes[attribute].as_graph()
-    made = Emit(graph, outer=op).emit("Identity", [value], {}, fresh=True)
-    graph.outputs.append(op.like(made, value))
+    made = Emit(graph, outer=op).copy_of(value)
+    graph.outputs.append(op.set_type_like(made, value))
     node.resize_outputs(len(node.outputs) + 1)
     y = node.outputs[-1]
     y.name, y.type = op.name(str(value.name)), value.type
@@ -125,14 +125,9 @@ def hand_out(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Val
 
 def new(op: Emit, like: ir.Value) -> ir.Value:
     """Return a value for the gradient of `like`, which nothing computes yet."""
-    return op.like(ir.Value(name=op.name(f"{like.name}_grad")), like)
+    return op.set_type_like(ir.Value(name=op.name(f"{like.name}_grad")), like)
 
 
 def is_tensor(value: ir.Value) -> bool:
     """Tell whether `value` is a tensor: no sequence, and no Optional."""
     return isinstance(value.type, ir.TensorType)
-
-
-def several(made: ir.Value | list[ir.Value]) -> list[ir.Value]:
-    """Return the outputs of a node as a list."""
-    return [made] if isinstance(made, ir.Value) else made

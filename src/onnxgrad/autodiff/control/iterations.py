@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.copies import Copy, is_tensor, new
 from onnxgrad.autodiff.reverse import dependent
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.reads import captured, reads
 from onnxgrad.graph.shapes import dims, equal
+from onnxgrad.graph.traversal import captured, reads
 
 
 @dataclass

@@ -29,7 +29,7 @@ class Lookup:
 
     def gradient(self, op: Emit, g: ir.Value, i: ir.Value) -> ir.Value:
         """Return the gradient of x, from what arrived at y in all iterations, and where it was."""
-        return op.like(scatter_rows(op, self.x, i, g), self.x)
+        return op.set_type_like(scatter_rows(op, self.x, i, g), self.x)
 
 
 def put_off(back: Iterations) -> list[Lookup]:

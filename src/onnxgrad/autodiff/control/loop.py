@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out, is_tensor, several
+from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out, is_tensor
 from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.lookups import put_off, show
 from onnxgrad.autodiff.control.motion import move_out
@@ -25,7 +25,7 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     states = max(len(node.inputs) - 2, 0)
     back = Iterations(op, node, gs, active, states, (2, 1))
     copy = back.copy
-    arriving = {y: op.like(ir.Value(name=op.name("slice")), y) for y in back.arriving}
+    arriving = {y: op.set_type_like(ir.Value(name=op.name("slice")), y) for y in back.arriving}
     lookups = put_off(back)
     carried, found = back.differentiate(arriving, [row.y for row in lookups])
     show(lookups)
@@ -44,8 +44,8 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     going_on = None if carried else np.bool_(True)  # an operand left out at the end is none
     operands = [trips, going_on, *(c.start for c in carried)]
     width = len(carried) + len(rows)
-    made = several(op.emit("Loop", operands, {"body": copy.graph}, width, fresh=True))
-    pairs = [(c.of, op.like(d, c.of)) for c, d in zip(carried, made, strict=False) if c.of]
+    made = op.emit_many("Loop", operands, {"body": copy.graph}, width, fresh=True)
+    pairs = [(c.of, op.set_type_like(d, c.of)) for c, d in zip(carried, made, strict=False) if c.of]
     stacks = iter(made[len(carried) :])
     pairs += [(row.x, row.gradient(op, next(stacks), next(stacks))) for row in lookups]
     return pairs
@@ -73,18 +73,17 @@ def _bind(
     stacks = {**stacks, **{v: hand_out(op, back.node, "body", o) for v, o in kept}}
     sequences = _recorded(back, {v: o for v, o in others.items() if is_tensor(v)})
     replace = ir.convenience.replace_all_uses_with
-    copy.op.before = next(iter(copy.graph), None)
-    with copy.op as inner:
-        t = inner.like(last - counter, counter)
+    with copy.op.at(next(iter(copy.graph), None)) as inner:
+        t = inner.set_type_like(last - counter, counter)
         replace(copy.inputs[0], t)
-        replace(copy.inputs[1], inner.value(np.bool_(True)))  # it was, or it would not have run
+        replace(copy.inputs[1], inner.const(np.bool_(True)))  # it was, or it would not have run
         for value, stack in stacks.items():
             if value.uses():
-                replace(value, inner.like(inner.Gather(stack, t, axis=0), value))
+                replace(value, inner.set_type_like(inner.Gather(stack, t, axis=0), value))
         for value, sequence in sequences.items():
-            replace(value, inner.like(inner.SequenceAt(sequence, t), value))
+            replace(value, inner.set_type_like(inner.SequenceAt(sequence, t), value))
         for a, start in _run_again(back, t, [a for a in others if not is_tensor(a)]).items():
-            replace(a, inner.like(start, a))
+            replace(a, inner.set_type_like(start, a))
 
 
 def _is_steady(back: Iterations, value: ir.Value) -> bool:
@@ -109,8 +108,8 @@ def _recorded(back: Iterations, wanted: Mapping[ir.Value, ir.Value]) -> dict[ir.
     after = [copy.op.SequenceInsert(s, v) for s, v in zip(before, now, strict=True)]
     copy.give([*copy.outputs[: 1 + n], *after])
     operands = [*node.inputs, *empty]
-    made = op.emit("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)
-    return dict(zip(wanted, several(made)[n:], strict=True))
+    made = op.emit_many("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)
+    return dict(zip(wanted, made[n:], strict=True))
 
 
 def _run_again(
@@ -127,5 +126,5 @@ def _run_again(
     copy.graph.inputs[:] = copy.inputs
     copy.give(copy.outputs[: 1 + n])
     operands = [t, np.bool_(True), *back.initial]
-    made = several(back.copy.op.emit("Loop", operands, {"body": copy.graph}, n, fresh=True))
+    made = back.copy.op.emit_many("Loop", operands, {"body": copy.graph}, n, fresh=True)
     return {a: made[back.states.index(a)] for a in states}

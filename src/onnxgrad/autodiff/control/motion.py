@@ -16,8 +16,8 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.copies import new
 from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.graph.emit import RANDOM, Emit
-from onnxgrad.graph.reads import reads, subgraphs
 from onnxgrad.graph.shapes import dims, is_stated, rank
+from onnxgrad.graph.traversal import reads, subgraphs
 
 _TRANSCENDENTAL = frozenset("Erf Exp Gelu Log Pow Sigmoid Softmax Softplus Tanh".split())
 _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
@@ -36,12 +36,12 @@ class Product:
 
     def gradient(self, op: Emit, a: ir.Value, g: ir.Value) -> ir.Value:
         """Return alpha Σ aT g, or its transpose, of the stacks of a and of the gradient of y."""
-        rows, columns = op.size(self.w, 0), op.size(self.w, 1)
+        rows, columns = op.dim(self.w, 0), op.dim(self.w, 1)
         if self.transposed:
             a, g = g, a
         left = op.Reshape(a, op.vector(-1, rows))
         right = op.Reshape(g, op.vector(-1, columns))
-        return op.like(op.Gemm(left, right, transA=1, alpha=self.alpha), self.w)
+        return op.set_type_like(op.Gemm(left, right, transA=1, alpha=self.alpha), self.w)
 
 
 def put_off(back: Iterations) -> list[Product]:

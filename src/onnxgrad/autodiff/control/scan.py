@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Pairs, hand_out, new, several
+from onnxgrad.autodiff.control.copies import Pairs, hand_out, new
 from onnxgrad.autodiff.control.iterations import Carried, Iterations
 from onnxgrad.autodiff.control.motion import Product, move_out, put_off, show, transcendental
 from onnxgrad.errors import NoGradientRule
@@ -97,8 +97,12 @@ class _Backward:
         made = self._emit(stacks, outputs)
 
         stacked = dict(zip(outputs, made[n:], strict=True))
-        pairs = [(c.of, op.like(d, c.of)) for c, d in zip(self.carried, made, strict=False) if c.of]
-        pairs += [(x, op.like(stacked[g], x)) for x, g in of_elements if x is not None]
+        pairs = [
+            (c.of, op.set_type_like(d, c.of))
+            for c, d in zip(self.carried, made, strict=False)
+            if c.of
+        ]
+        pairs += [(x, op.set_type_like(stacked[g], x)) for x, g in of_elements if x is not None]
         for p, g, a in of_products:
             left = a.value if isinstance(a, Stack) else stacked[a]
             pairs.append((p.w, p.gradient(op, left, stacked[g])))
@@ -152,7 +156,7 @@ class _Backward:
             attributes["scan_output_directions"] = [way for *_, way in outputs]
         operands = [*(c.start for c in self.carried), *(s.value for s in read.values())]
         width = len(self.carried) + len(outputs)
-        made = several(self.op.emit("Scan", operands, attributes, width, fresh=True))
+        made = self.op.emit_many("Scan", operands, attributes, width, fresh=True)
         length = next(
             (shape[s.axis] for s in read.values() if (shape := dims(s.value)) is not None), None
         )

@@ -24,13 +24,21 @@ from onnxgrad.autodiff.rules import (
     spectral,
 )
 from onnxgrad.autodiff.rules.registry import (
-    CONSTANT,
-    HOLDERS,
+    NON_DIFFERENTIABLE,
     RULES,
-    Refused,
+    SUBGRAPH_RULES,
+    Unsupported,
     elementwise,
     rule,
     taken_gradients,
 )
 
-__all__ = ["CONSTANT", "HOLDERS", "RULES", "Refused", "elementwise", "rule", "taken_gradients"]
+__all__ = [
+    "NON_DIFFERENTIABLE",
+    "RULES",
+    "SUBGRAPH_RULES",
+    "Unsupported",
+    "elementwise",
+    "rule",
+    "taken_gradients",
+]

@@ -28,7 +28,7 @@ def _mish_slope(op, x):
 def _hard_swish_slope(op, x):
     """Return the slope of x clip(x / 6 + 1 / 2, 0, 1)."""
     inside = op.And(op.Greater(x, -3.0), op.Less(x, 3.0))
-    return op.Where(inside, x / 3.0 + 0.5, op.Where(op.Less(x, 3.0), 0.0, op.value(1.0, x.dtype)))
+    return op.Where(inside, x / 3.0 + 0.5, op.Where(op.Less(x, 3.0), 0.0, op.const(1.0, x.dtype)))
 
 
 @rule("LeakyRelu")

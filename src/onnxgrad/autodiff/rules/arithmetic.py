@@ -14,7 +14,7 @@ from onnxgrad.autodiff.rules.registry import elementwise, rule
 
 elementwise(
     Abs=lambda op, x, y: op.Sign(x),
-    Neg=lambda op, x, y: op.value(-1.0, x.dtype),
+    Neg=lambda op, x, y: op.const(-1.0, x.dtype),
     Exp=lambda op, x, y: y,
     Log=lambda op, x, y: 1.0 / x,
     Sqrt=lambda op, x, y: 0.5 / y,
@@ -79,7 +79,7 @@ def range_(op, node, g):
     start, _, delta = node.inputs
     i = op.Cast(op.Range(np.int64(0), op.Size(g), np.int64(1)), to=g.dtype)
     dstart, ddelta = (op.ReduceSum(v, keepdims=0) for v in (g, g * i))
-    return op.reshape(dstart, start), None, op.reshape(ddelta, delta)
+    return op.reshape_like(dstart, start), None, op.reshape_like(ddelta, delta)
 
 
 @rule("Sum")
@@ -99,7 +99,7 @@ def extremum(op, node, g):
     """y = max(a, b, ...):  g goes to those that are y, in equal shares."""
     (y,) = node.outputs
     hits = [op.Cast(op.Equal(x, y), to=y.dtype) for x in node.inputs]
-    share = g / op.total([op.like(hit, y) for hit in hits])
+    share = g / op.total([op.set_type_like(hit, y) for hit in hits])
     return [op.sum_to(share * hit, x) for hit, x in zip(hits, node.inputs, strict=True)]
 
 
@@ -109,7 +109,7 @@ def power(op, node, g):
     a, b = node.inputs
     (y,) = node.outputs
     real = b if b.dtype == a.dtype else op.Cast(b, to=a.dtype)
-    exponent = op.constant(b)
+    exponent = op.known_value(b)
     if exponent is not None and exponent.size == 1 and exponent.item() == 2:
         da = g * (2.0 * a)
     elif exponent is not None and np.all(exponent != 0):

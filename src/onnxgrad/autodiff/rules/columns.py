@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import wide
-from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.sampling import arange, samples, taps
 from onnxgrad.graph.shapes import dims, rank, static
 
@@ -17,25 +17,25 @@ def col2im(op, node, g):
     x, _, block = node.inputs
     n = _spatial_axes(node)
     if n is None:
-        return Refused("the rank of its output is not known")
+        return Unsupported("the rank of its output is not known")
     get = node.attributes.get_ints
     pads = get("pads", [0] * 2 * n)
-    kernel, index = op.constant(block), None
+    kernel, index = op.known_value(block), None
     for i, (stride, dilation) in enumerate(
         zip(get("strides", [1] * n), get("dilations", [1] * n), strict=True)
     ):
-        length = op.size(node.outputs[0], 2 + i) + (pads[i] + pads[n + i])
+        length = op.dim(node.outputs[0], 2 + i) + (pads[i] + pads[n + i])
         k = op.Slice(block, [i], [i + 1], [0]) if kernel is None else int(kernel[i])
         reach = (k - 1) * dilation + 1
         count = _quotient(op, length - reach, stride) + 1
         inner, first = arange(op, k) * dilation, arange(op, count) * stride
         inner = op.Unsqueeze(inner, [a for a in range(2 * n) if a != i])
         places = inner + op.Unsqueeze(first, [a for a in range(2 * n) if a != n + i])
-        index = places if index is None else index * op.value(length, ir.DataType.INT64) + places
+        index = places if index is None else index * op.const(length, ir.DataType.INT64) + places
     if any(pads):
         g = op.Pad(g, [0, 0, *pads[:n], 0, 0, *pads[n:]])
     flat = op.Reshape(g, [0, 0, -1])
-    return op.reshape(op.Gather(flat, index, axis=2), x), None, None
+    return op.reshape_like(op.Gather(flat, index, axis=2), x), None, None
 
 
 def _quotient(op, a, b: int):
@@ -68,11 +68,11 @@ def deform_conv(op, node, g):
     x, w, offset, b, mask = (*node.inputs, None, None)[:5]
     n = _spatial_axes(node)
     if n is None:
-        return Refused("the rank of its inputs is not known")
-    kernel = node.attributes.get_ints("kernel_shape", None) or [op.size(w, 2 + i) for i in range(n)]
+        return Unsupported("the rank of its inputs is not known")
+    kernel = node.attributes.get_ints("kernel_shape", None) or [op.dim(w, 2 + i) for i in range(n)]
     dtype, group = wide(x.dtype), node.attributes.get_int("group", 1)
-    rows = op.size(x, 0) * node.attributes.get_int("offset_group", 1)  # images with own offsets
-    count, width, total = op.count(offset, 2), op.count(w, 1), op.count(offset, 2)
+    rows = op.dim(x, 0) * node.attributes.get_int("offset_group", 1)  # images with own offsets
+    count, width, total = op.numel(offset, 2), op.numel(w, 1), op.numel(offset, 2)
     for k in kernel:
         total = k * total
     read = _bent(op, node, kernel, rows, total)
@@ -86,13 +86,13 @@ def deform_conv(op, node, g):
         m = op.Reshape(op.Cast(mask, to=dtype), op.vector(rows, 1, total))
         dm = op.ReduceSum(dc * columns, [1])
         dc, columns = dc * m, columns * m
-    columns = op.Reshape(columns, op.vector(op.size(x, 0), group, width, count))
+    columns = op.Reshape(columns, op.vector(op.dim(x, 0), group, width, count))
     dw = op.ReduceSum(op.MatMul(g, op.Transpose(columns, perm=[0, 1, 3, 2])), [0])
     moved = [op.Reshape(d, op.vector(0, -1, 1, count)) for d in read.into_places(op, elements, dc)]
     du = op.Concat(*moved, axis=2)
     gradients = [read.into_images(op, dc), dw, du, op.ReduceSum(g, [0, 3]), dm]
     return [
-        None if v is None else op.reshape(op.Cast(d, to=v.dtype), v)
+        None if v is None else op.reshape_like(op.Cast(d, to=v.dtype), v)
         for d, v in zip(gradients, (x, w, offset, b, mask), strict=True)
     ]
 
@@ -100,19 +100,19 @@ def deform_conv(op, node, g):
 def _bent(op, node, kernel, rows, total):
     """Return what is read at the moved places of all windows, as images with own offsets."""
     x, _, offset = node.inputs[:3]
-    n, count, get = len(kernel), op.count(offset, 2), node.attributes.get_ints
+    n, count, get = len(kernel), op.numel(offset, 2), node.attributes.get_ints
     pads, strides = get("pads", [0] * 2 * n), get("strides", [1] * n)
     dilations, dtype = get("dilations", [1] * n), wide(x.dtype)
-    images = op.Reshape(op.Cast(x, to=dtype), op.vector(rows, -1, op.count(x, 2)))
+    images = op.Reshape(op.Cast(x, to=dtype), op.vector(rows, -1, op.numel(x, 2)))
     moves = op.Reshape(op.Cast(offset, to=dtype), op.vector(rows, -1, n, count))
-    lengths, axes = [op.size(x, 2 + i) for i in range(n)], []
+    lengths, axes = [op.dim(x, 2 + i) for i in range(n)], []
     for i, length in enumerate(lengths):
-        firsts = [op.size(offset, 2 + k) for k in range(n)]
+        firsts = [op.dim(offset, 2 + k) for k in range(n)]
         first = op.Reshape(_mesh(op, firsts, i) * strides[i] - pads[i], [1, -1])
         within = op.Reshape(_mesh(op, kernel, i) * dilations[i], [-1, 1])
         place = op.Gather(moves, np.int64(i), axis=2) + op.Cast(first + within, to=dtype)
         axes.append(taps(op, op.Reshape(place, op.vector(0, total)), length, "linear"))
-    return samples(op, images, op.size(images, 1), total, axes, lengths)
+    return samples(op, images, op.dim(images, 1), total, axes, lengths)
 
 
 def _mesh(op, lengths: list, axis: int):

@@ -23,7 +23,7 @@ def output(op, node, i: int, dtype: ir.DataType) -> ir.Value:
 
 def positions_of(op, x):
     """Return the positions 0..n-1 in the flat `x`, in its shape."""
-    return op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape(x), allowzero=1)
+    return op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape_of(x), allowzero=1)
 
 
 def wide(dtype: ir.DataType) -> ir.DataType:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.windows import (
     Windows,
     alike,
@@ -29,10 +29,10 @@ def conv(op, node, g):
     """
     x, w, b = (*node.inputs, None)[:3]
     where = windows(op, node, w)
-    if isinstance(where, Refused):
+    if isinstance(where, Unsupported):
         return where
     group = node.attributes.get_int("group", 1)
-    dx = op.like(scatter_windows(op, g, w, where, x, group), x)
+    dx = op.set_type_like(scatter_windows(op, g, w, where, x, group), x)
     dw = correlate(op, x, g, where, w, group)
     return dx, dw, None if b is None else _per_channel(op, g, where)
 
@@ -42,10 +42,10 @@ def conv_transpose(op, node, g):
     """y = x *T w + b:  dx = g * w, dw = g correlated with x, db = sum g over all but channels."""
     x, w, b = (*node.inputs, None)[:3]
     where = _transposed_windows(op, node, w)
-    if isinstance(where, Refused):
+    if isinstance(where, Unsupported):
         return where
     group = node.attributes.get_int("group", 1)
-    dx = op.like(weigh_windows(op, g, w, where, group), x)
+    dx = op.set_type_like(weigh_windows(op, g, w, where, group), x)
     dw = correlate(op, g, x, where, w, group)
     return dx, dw, None if b is None else _per_channel(op, g, where)
 
@@ -54,12 +54,12 @@ def _per_channel(op, g, where: Windows):
     return op.ReduceSum(g, [0, *where.axes], keepdims=0)
 
 
-def _transposed_windows(op, node, weight) -> Windows | Refused:
+def _transposed_windows(op, node, weight) -> Windows | Unsupported:
     """Return the windows on the output of a ConvTranspose whose adjoint it is: as many as its
     input is long.
     """
     made = opened(op, node, weight)
-    if isinstance(made, Refused):
+    if isinstance(made, Unsupported):
         return made
     n, get = len(made.strides), node.attributes.get_ints
     strides = np.array(made.strides)

@@ -11,7 +11,7 @@ from string import ascii_letters
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.graph.shapes import broadcast, dims, einsum_terms, equal, rank
 
 DOTS = "..."
@@ -25,7 +25,7 @@ def einsum(op, node, g):
     """
     terms, output = einsum_terms(node.attributes.get_string("equation", ""))
     if DOTS not in output and any(DOTS in term for term in terms):
-        return Refused("its ellipsis is not in its output; name the axes that are summed")
+        return Unsupported("its ellipsis is not in its output; name the axes that are summed")
     terms, output = _named_dots(node.inputs, terms, output)
     return [_by_operand(op, node.inputs, terms, k, g, output) for k in range(len(terms))]
 
@@ -65,7 +65,7 @@ def _by_operand(op, xs, terms, k, g, output):
         dx = _on_diagonals(op, dx, x, letters)
     full = broadcast(dims(dx), dims(x))
     if not equal(dims(dx), full):
-        dx = op.Expand(dx, op.shape(x))
+        dx = op.Expand(dx, op.shape_of(x))
         dx.shape = None if full is None else ir.Shape(full)
     return op.sum_to(dx, x)
 
@@ -82,9 +82,9 @@ def _on_diagonals(op, dx, x, letters):
     """Return dx where all axes of x with the same letter have the same index, else zero."""
 
     def positions(axis):
-        n = op.size(x, axis)
+        n = op.dim(x, axis)
         if isinstance(n, int):
-            at = op.value(np.arange(n))
+            at = op.const(np.arange(n))
         else:
             at = op.Range(np.int64(0), op.Squeeze(n), np.int64(1))
         return op.Unsqueeze(at, list(range(1, -axis))) if axis < -1 else at

@@ -18,7 +18,7 @@ def gather_elements(op, node, g):
     """y = x[i] along an axis:  dx = zero but for g added at i."""
     x, i = node.inputs
     dtype = wide(x.dtype)
-    zeros = op.Expand(op.value(0.0, dtype), op.shape(x))
+    zeros = op.Expand(op.const(0.0, dtype), op.shape_of(x))
     dx = op.ScatterElements(zeros, i, op.Cast(g, to=dtype), axis=_axis(node), reduction="add")
     return op.Cast(dx, to=x.dtype), None
 
@@ -56,7 +56,7 @@ def scatter_nd(op, node, g):
         positions = op.GatherND(positions_of(op, x), i)
         flat = [op.Reshape(v, [-1]) for v in (x, positions, u, g)]
         dx, du = _reduced(op, reduction, *flat, axis=0)
-        return op.reshape(dx, x), None, op.reshape(du, u)
+        return op.reshape_like(dx, x), None, op.reshape_like(du, u)
     dx = g if reduction == "add" else op.ScatterND(g, i, op.zeros_like(u))
     return dx, None, op.GatherND(g, i)
 
@@ -120,7 +120,7 @@ def tensor_scatter(op, node, g):
     x, u, *start = node.inputs
     attributes = attributes_of(node)
     dx = op.TensorScatter(g, op.zeros_like(u), *start, **attributes)
-    nowhere = op.Expand(op.Size(u), op.shape(x))
+    nowhere = op.Expand(op.Size(u), op.shape_of(x))
     written = op.TensorScatter(nowhere, positions_of(op, u), *start, **attributes)
     n = op.Reshape(op.Size(u), [1])
     places = op.ScatterElements(
@@ -131,7 +131,7 @@ def tensor_scatter(op, node, g):
         reduction="max",  # any would do: only what is nowhere has several
     )
     du = op.Gather(op.Reshape(g, [-1]), op.Slice(places, [0], n), axis=0)
-    return dx, op.reshape(du, u), None
+    return dx, op.reshape_like(du, u), None
 
 
 @rule("TopK")

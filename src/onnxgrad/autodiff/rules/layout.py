@@ -13,19 +13,19 @@ from onnxgrad.graph.shapes import rank
 def tile(op, node, g):
     """y = x repeated along its axes:  dx = sum of g over the repeats."""
     x, repeats = node.inputs
-    known, n = op.constant(repeats), rank(x)
+    known, n = op.known_value(repeats), rank(x)
     if known is not None and n is not None:
         shape, axes = [], []
         for axis, times in enumerate(known.tolist()):
             if times != 1:  # an axis for the repeats before each axis that has some
                 axes.append(len(shape))
                 shape.append(times)
-            shape.append(op.size(x, axis))
+            shape.append(op.dim(x, axis))
         if not axes:
             return g, None
         shape = op.vector(*shape)
     else:
-        pairs = [op.Unsqueeze(v, [1]) for v in (repeats, op.shape(x))]
+        pairs = [op.Unsqueeze(v, [1]) for v in (repeats, op.shape_of(x))]
         shape = op.Reshape(op.Concat(*pairs, axis=1), [-1])
         axes = op.Range(np.int64(0), op.Size(shape), np.int64(2))
     return op.ReduceSum(op.Reshape(g, shape, allowzero=1), axes, keepdims=0), None
@@ -49,7 +49,7 @@ def center_crop_pad(op, node, g):
 
     Cropping and padding round alike: each undoes the other.
     """
-    shape, axes = op.shape(node.inputs[0]), node.attributes.get_ints("axes", None)
+    shape, axes = op.shape_of(node.inputs[0]), node.attributes.get_ints("axes", None)
     if axes is not None:
         shape = op.Gather(shape, list(axes), axis=0)
     return op.CenterCropPad(g, shape, **attributes_of(node)), None
@@ -59,21 +59,21 @@ def center_crop_pad(op, node, g):
 def depth_to_space(op, node, g):
     """y = x with blocks of channels laid out in space:  dx = g with them put back."""
     (x,), (b, place_first) = node.inputs, _blocks(node)
-    lengths = [op.size(g, 0), op.size(g, 1), op.size(x, 2), b, op.size(x, 3), b]
+    lengths = [op.dim(g, 0), op.dim(g, 1), op.dim(x, 2), b, op.dim(x, 3), b]
     blocks = op.Reshape(g, op.vector(*lengths), allowzero=1)
     dx = op.Transpose(blocks, perm=[0, 3, 5, 1, 2, 4] if place_first else [0, 1, 3, 5, 2, 4])
-    return (op.reshape(dx, x),)
+    return (op.reshape_like(dx, x),)
 
 
 @rule("SpaceToDepth")
 def space_to_depth(op, node, g):
     """y = x with blocks of space laid out as channels:  dx = g with them put back."""
     (x,), (b, place_first) = node.inputs, _blocks(node)
-    n, depth, height, width = op.size(x, 0), op.size(x, 1), op.size(g, 2), op.size(g, 3)
+    n, depth, height, width = op.dim(x, 0), op.dim(x, 1), op.dim(g, 2), op.dim(g, 3)
     deep = [b, b, depth] if place_first else [depth, b, b]
     blocks = op.Reshape(g, op.vector(n, *deep, height, width), allowzero=1)
     dx = op.Transpose(blocks, perm=[0, 3, 4, 1, 5, 2] if place_first else [0, 1, 4, 2, 5, 3])
-    return (op.reshape(dx, x),)
+    return (op.reshape_like(dx, x),)
 
 
 def _blocks(node):

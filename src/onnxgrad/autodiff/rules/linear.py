@@ -16,15 +16,15 @@ def matmul(op, node, g):
     if rank(b) == 2:
         if rank(a) == 2:
             return op.Gemm(g, b, transB=1), op.Gemm(a, g, transA=1)
-        k, n = op.size(b, 0), op.size(b, 1)
+        k, n = op.dim(b, 0), op.dim(b, 1)
         rows = [op.Reshape(v, _pair(op, width)) for v, width in ((a, k), (g, n))]
-        return op.MatMul(g, op.swap(b)), op.Gemm(*rows, transA=1)
+        return op.MatMul(g, op.mT(b)), op.Gemm(*rows, transA=1)
     if min(rank(a) or 0, rank(b) or 0) > 1:
-        return op.sum_to(op.MatMul(g, op.swap(b)), a), op.sum_to(op.MatMul(op.swap(a), g), b)
+        return op.sum_to(op.MatMul(g, op.mT(b)), a), op.sum_to(op.MatMul(op.mT(a), g), b)
     left, right, g = _matrices(op, a, b, g)
-    da = op.sum_to(op.MatMul(g, op.swap(right)), left)
-    db = op.sum_to(op.MatMul(op.swap(left), g), right)
-    return op.reshape(da, a), op.reshape(db, b)
+    da = op.sum_to(op.MatMul(g, op.mT(right)), left)
+    db = op.sum_to(op.MatMul(op.mT(left), g), right)
+    return op.reshape_like(da, a), op.reshape_like(db, b)
 
 
 def _matrices(op, a, b, g):
@@ -78,4 +78,4 @@ def det(op, node, g):
     rows = op.Where(
         op.Unsqueeze(same, [1, 3]), op.Unsqueeze(units, [0, 2]), op.Unsqueeze(x, [-4, -3])
     )
-    return (op.Unsqueeze(g, [-2, -1]) * op.like(op.Det(rows), x),)
+    return (op.Unsqueeze(g, [-2, -1]) * op.set_type_like(op.Det(rows), x),)

@@ -28,7 +28,7 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     f is an output too:  dx += gf - e^f sum(gf), sums over the classes.
     """
     scores = node.inputs[0]
-    log = op.like(output(op, node, 1, scores.dtype), scores)
+    log = op.set_type_like(output(op, node, 1, scores.dtype), scores)
     log, g, gf = widened(op, log, g, g_log)
     terms, dweights = [], None
     if g is not None:
@@ -41,8 +41,8 @@ def softmax_cross_entropy(op, node, g, g_log=None):
 
 def _at(op, x, t, values):
     """Return zeros of the shape of x but for `values` at the classes t, of which there is one."""
-    zeros = op.Expand(op.value(0.0, x.dtype), op.shape(x))
-    return op.like(op.ScatterElements(zeros, t, values, axis=1), x)
+    zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
+    return op.set_type_like(op.ScatterElements(zeros, t, values, axis=1), x)
 
 
 def _labels(op, node, g, x):
@@ -61,7 +61,7 @@ def _labels(op, node, g, x):
         return v if kept is None else op.Where(kept, v, 0.0)
 
     of_class = None if weights is None else op.Gather(widened(op, x, weights)[1], t)
-    g = op.Unsqueeze(g, [1]) if reduction == "none" else op.Expand(g, op.shape(t))
+    g = op.Unsqueeze(g, [1]) if reduction == "none" else op.Expand(g, op.shape_of(t))
     if reduction == "mean" and kept is None and of_class is None:
         g = g / op.Cast(op.Size(t), to=g.dtype)
     elif reduction == "mean":

@@ -11,9 +11,9 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.primal.lowerings.registry import lowering
 from onnxgrad.autodiff.rules.common import narrowed, output, widened
 from onnxgrad.autodiff.rules.registry import rule
-from onnxgrad.graph.lowerings.registry import lowering
 from onnxgrad.graph.shapes import dims, rank, static
 
 _EPSILON = 1e-9  # that MeanVarianceNormalization adds to the standard deviation
@@ -96,7 +96,7 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
         dscale = op.sum_to(g * n, scale)
         dbias = None if bias is None else op.sum_to(g, bias)
     if gm is not None:
-        terms.append(op.spread(gm / _count(op, x, axes), x))
+        terms.append(op.expand_to(gm / _count(op, x, axes), x))
     if gr is not None:
         terms.append(-(gr * (inverse * inverse) / _count(op, x, axes)) * n)
     return narrowed(op, [op.total(terms), dscale, dbias], node.inputs)
@@ -151,7 +151,7 @@ def instance_normalization(op, node, g):
 def _of_channels(op, g, n, axes, scale, bias):
     """Return the gradients of scale and bias (C): the sums of g n and of g over the others."""
     dscale, dbias = (op.ReduceSum(v, axes, keepdims=0) for v in (g * n, g))
-    return op.reshape(dscale, scale), op.reshape(dbias, bias)
+    return op.reshape_like(dscale, scale), op.reshape_like(dbias, bias)
 
 
 @lowering("GroupNormalization")
@@ -168,8 +168,8 @@ def group_normalization(op, node):
     rows = op.Cast(x, to=ir.DataType(stash)) if stash else widened(op, x)[0]
     rows = op.Reshape(rows, [0, node.attributes.get_int("num_groups", 1), -1])
     n = op.Cast(_standardized(op, rows, [-1], _epsilon(node))[0], to=x.dtype)
-    channels = op.Reshape(n, op.Concat([0], op.shape(scale), [-1], axis=0))
-    return [op.reshape(channels * op.Unsqueeze(scale, [1]) + op.Unsqueeze(bias, [1]), x)]
+    channels = op.Reshape(n, op.Concat([0], op.shape_of(scale), [-1], axis=0))
+    return [op.reshape_like(channels * op.Unsqueeze(scale, [1]) + op.Unsqueeze(bias, [1]), x)]
 
 
 @rule("MeanVarianceNormalization")
@@ -224,7 +224,9 @@ def _window_sums(op, x, before: int, after: int):
     """Return for each channel the sum of those from `before` it to `after` it."""
     padded, last = op.Pad(x, [before, after], None, [1]), before + after
     ends = [i - last if i < last else 2**63 - 1 for i in range(last + 1)]
-    return op.total([op.like(op.Slice(padded, [i], [e], [1]), x) for i, e in enumerate(ends)])
+    return op.total(
+        [op.set_type_like(op.Slice(padded, [i], [e], [1]), x) for i, e in enumerate(ends)]
+    )
 
 
 @rule("BatchNormalization")
@@ -260,7 +262,7 @@ def _of_a_batch(op, node, axes, x, scale, bias, g, g_mean, g_variance):
         terms.append(inner * (_along_channels(op, scale, x) * inverse))
     if g_mean is not None:
         made["mean"] = momentum * g_mean
-        terms.append(op.spread(_along_channels(op, (1.0 - momentum) * g_mean / count, x), x))
+        terms.append(op.expand_to(_along_channels(op, (1.0 - momentum) * g_mean / count, x), x))
     if g_variance is not None:
         made["variance"] = momentum * g_variance
         each = _along_channels(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
@@ -276,13 +278,13 @@ def dropout(op, node, g, g_mask=None):
     The mask is the forward's own, and held fixed.
     """
     ratio, training = (*node.inputs, None, None)[1:3]
-    if training is None or (op.constant(training) is not None and not op.constant(training)):
+    if training is None or (op.known_value(training) is not None and not op.known_value(training)):
         return (g,)
-    one = op.value(1.0, g.dtype)
-    kept = 1.0 - (op.value(0.5, g.dtype) if ratio is None else op.Cast(ratio, to=g.dtype))
+    one = op.const(1.0, g.dtype)
+    kept = 1.0 - (op.const(0.5, g.dtype) if ratio is None else op.Cast(ratio, to=g.dtype))
     mask, scale = output(op, node, 1, ir.DataType.BOOL), op.Where(training, one / kept, one)
     dx = op.Where(mask, g * scale, 0.0)
     if ratio is None:
         return (dx,)
     dratio = op.Where(training, op.ReduceSum(g * node.outputs[0], keepdims=0) / kept, 0.0)
-    return dx, op.reshape(op.Cast(dratio, to=ratio.dtype), ratio)
+    return dx, op.reshape_like(op.Cast(dratio, to=ratio.dtype), ratio)

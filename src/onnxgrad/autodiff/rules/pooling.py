@@ -32,7 +32,7 @@ def max_pool(op, node, g, g_indices=None):
         where = windows(op, node)
         if _tiles(x, where):
             windows_ = {"kernel_shape": list(where.kernel), "strides": list(where.strides)}
-            return (op.like(op.MaxUnpool(g, indices, **windows_), x),)
+            return (op.set_type_like(op.MaxUnpool(g, indices, **windows_), x),)
     if max(node.attributes.get_ints("dilations", (1,))) > 1:
         g, indices = _without_empty(op, node, g, indices)
     shape = dims(x)
@@ -45,7 +45,7 @@ def max_pool(op, node, g, g_indices=None):
     flat = op.Reshape(g, [0, -1])
     zeros = op.Pad(op.Slice(flat, [0], [0], [1]), [0, 0, 0, n])
     made = op.ScatterElements(zeros, positions, flat, axis=1, reduction="add")
-    return (op.like(op.Reshape(made, [0, *row]), x),)
+    return (op.set_type_like(op.Reshape(made, [0, *row]), x),)
 
 
 def _indices(op, node):
@@ -53,7 +53,7 @@ def _indices(op, node):
     (x,) = node.inputs
     if node.attributes.get_int("storage_order", 0):
         attributes = attributes_of(node) | {"storage_order": 0}
-        _, indices = op.emit("MaxPool", [x], attributes, outputs=2)
+        _, indices = op.emit_many("MaxPool", [x], attributes, outputs=2)
     else:
         indices = output(op, node, 1, ir.DataType.INT64)
     indices.dtype, indices.shape = ir.DataType.INT64, node.outputs[0].shape
@@ -98,7 +98,7 @@ def max_unpool(op, node, g):
         last = op.ScatterElements(none, flat, turns, axis=0, reduction="max")
         wins = op.Equal(op.Gather(last, flat, axis=0), turns)
         dx = op.Where(op.Reshape(wins, op.Shape(indices), allowzero=1), dx, 0.0)
-    return op.like(dx, x), None, None
+    return op.set_type_like(dx, x), None, None
 
 
 def _distinct(indices) -> bool:
@@ -153,12 +153,12 @@ def _spread(op, g, where: Windows, x):
     shape = dims(x)
     channels = None if shape is None else shape[1]
     if isinstance(channels, int):
-        ones = op.value(np.ones((channels, 1, *where.kernel), x.dtype.numpy()))
-        return op.like(scatter_windows(op, g, ones, where, x, group=channels), x)
-    ones = op.value(np.ones((1, 1, *where.kernel), x.dtype.numpy()))
+        ones = op.const(np.ones((channels, 1, *where.kernel), x.dtype.numpy()))
+        return op.set_type_like(scatter_windows(op, g, ones, where, x, group=channels), x)
+    ones = op.const(np.ones((1, 1, *where.kernel), x.dtype.numpy()))
     rows = op.ReduceProd(op.Shape(g, start=0, end=2), [0], keepdims=1)
     flat = op.Reshape(g, op.Concat(rows, [1], op.Shape(g, start=2), axis=0), allowzero=1)
-    return op.reshape(scatter_windows(op, flat, ones, where, x), x)
+    return op.reshape_like(scatter_windows(op, flat, ones, where, x), x)
 
 
 def _divisor(op, node, where: Windows):
@@ -178,15 +178,15 @@ def _divisor(op, node, where: Windows):
             low, high = (-where.begin[i], m + where.end[i]) if all_counts else (0, m)
             inside = ((places >= low) & (places < high)).sum(axis=1)
             divisor = divisor[..., None] * inside.astype(divisor.dtype)
-        return op.value(divisor)
+        return op.const(divisor)
     # ones where an element counts, zeros up to the end of the last window, added up by window
     one = x.dtype.numpy().type(1)
-    counted = op.Expand(op.value(one), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
+    counted = op.Expand(op.const(one), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
     counted = with_padding(op, counted, where, one if all_counts else None)
     end = op.Sub(op.Shape(y, start=2), 1) * np.array(where.strides) + reach(op, where)
     none = np.zeros(len(where.axes), np.int64)
     last = padded(where, none, end - op.Shape(counted, start=2))
-    return weigh_windows(op, counted, op.value(np.ones((1, 1, *where.kernel), one.dtype)), last)
+    return weigh_windows(op, counted, op.const(np.ones((1, 1, *where.kernel), one.dtype)), last)
 
 
 @rule("GlobalAveragePool")
@@ -195,7 +195,7 @@ def global_average_pool(op, node, g):
     x, y = node.inputs[0], node.outputs[0]
     known = lengths(x)
     n = op.Cast(op.Size(x) / op.Size(y), to=x.dtype) if known is None else float(prod(known))
-    return (op.spread(g / n, x),)
+    return (op.expand_to(g / n, x),)
 
 
 @rule("GlobalMaxPool")

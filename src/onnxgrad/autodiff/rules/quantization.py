@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from onnxgrad.autodiff.rules.common import attributes_of, widened
-from onnxgrad.autodiff.rules.registry import CONSTANT, Refused, rule
+from onnxgrad.autodiff.rules.registry import NON_DIFFERENTIABLE, Unsupported, rule
 from onnxgrad.graph.shapes import dims, static
 
 
@@ -14,21 +14,21 @@ def dequantize_linear(op, node, g):
     """y = s (x - z):  ds = g (x - z), summed over the elements that share a scale."""
     x, scale, *zero_point = node.inputs
     if scale.dtype is None or scale.dtype.bitwidth < 16:
-        return Refused("its scale is too coarse for a gradient; use float16 or wider")
-    ones = op.Expand(op.value(1.0, scale.dtype), op.shape(scale))
+        return Unsupported("its scale is too coarse for a gradient; use float16 or wider")
+    ones = op.Expand(op.const(1.0, scale.dtype), op.shape_of(scale))
     steps = op.DequantizeLinear(x, ones, *zero_point, **attributes_of(node))
-    g, steps = widened(op, g, op.like(steps, node.outputs[0]))
+    g, steps = widened(op, g, op.set_type_like(steps, node.outputs[0]))
     dscale = op.Cast(_per_scale(op, node, g * steps), to=scale.dtype)
-    return _of_quantized(x), op.reshape(dscale, scale), None
+    return _of_quantized(x), op.reshape_like(dscale, scale), None
 
 
 def _of_quantized(x):
     """Return None for an integer or for what was rounded to x, else that there is no gradient."""
     before = x.producer()
-    rounded = before is not None and (before.domain, before.op_type) in CONSTANT
+    rounded = before is not None and (before.domain, before.op_type) in NON_DIFFERENTIABLE
     if rounded or not x.dtype.is_floating_point():
         return None
-    return Refused(f"{x.dtype.name} is too coarse for a gradient")
+    return Unsupported(f"{x.dtype.name} is too coarse for a gradient")
 
 
 def _per_scale(op, node, v):
@@ -37,14 +37,14 @@ def _per_scale(op, node, v):
     """
     x, scale = node.inputs[:2]
     axis, block = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
-    before = op.count(x, 0, axis)
+    before = op.numel(x, 0, axis)
     if not block:
         shape = static(dims(scale))
         length = op.Reshape(op.Size(scale), [1]) if shape is None else prod(shape)
         rows, shared = op.Reshape(v, op.vector(before, length, -1)), [0, 2]
     else:
-        blocks = op.size(scale, axis)
-        padded = op.Pad(v, op.vector(0, blocks * block - op.size(x, axis)), None, [axis])
+        blocks = op.dim(scale, axis)
+        padded = op.Pad(v, op.vector(0, blocks * block - op.dim(x, axis)), None, [axis])
         rows, shared = op.Reshape(padded, op.vector(before, blocks, block, -1)), [2]
     return op.ReduceSum(rows, shared, keepdims=0)
 

@@ -13,7 +13,7 @@ from onnxgrad.graph.shapes import dims, static
 def _axes(op, node):
     """Return the `axes` operand, or None when everything is reduced."""
     axes = node.inputs[1] if len(node.inputs) > 1 else None
-    known = op.constant(axes)
+    known = op.known_value(axes)
     return None if known is not None and known.size == 0 else axes
 
 
@@ -31,7 +31,7 @@ def _reduces_nothing(op, node):
 
 def _count(op, node):
     """Return how many elements go into one of the output, as a float of its dtype, or a number."""
-    x, axes = node.inputs[0], op.constant(_axes(op, node))
+    x, axes = node.inputs[0], op.known_value(_axes(op, node))
     shape = dims(x)
     if shape is not None:
         reduced = shape if axes is None else tuple(shape[a] for a in axes.tolist())
@@ -45,7 +45,7 @@ def _count(op, node):
 def reduce_sum(op, node, g):
     """y = sum x:  dx = g."""
     x = node.inputs[0]
-    return (g if _reduces_nothing(op, node) else op.spread(_keep(op, node, g), x),)
+    return (g if _reduces_nothing(op, node) else op.expand_to(_keep(op, node, g), x),)
 
 
 @rule("ReduceMean")
@@ -54,7 +54,7 @@ def reduce_mean(op, node, g):
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
-    return (op.spread(_keep(op, node, g) / _count(op, node), x),)
+    return (op.expand_to(_keep(op, node, g) / _count(op, node), x),)
 
 
 @rule("ReduceMax", "ReduceMin")
@@ -107,7 +107,7 @@ for _name, _slope in {
     "ReduceL1": lambda op, x, y: op.Sign(x),
     "ReduceL2": lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
     "ReduceSumSquare": lambda op, x, y: 2.0 * x,
-    "ReduceLogSum": lambda op, x, y: op.Exp(op.spread(-y, x)),
+    "ReduceLogSum": lambda op, x, y: op.Exp(op.expand_to(-y, x)),
     "ReduceLogSumExp": lambda op, x, y: op.Exp(x - y),
 }.items():
     rule(_name)(_by_slope(_slope))

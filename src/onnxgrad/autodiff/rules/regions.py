@@ -48,8 +48,8 @@ def roi_align(op, node, g):
     scale = node.attributes.get_float("spatial_scale", 1.0)
     drois = op.Concat(left, top, right, bottom, axis=1) * scale
     return (
-        op.reshape(op.Cast(dx, to=x.dtype), x),
-        op.like(op.Cast(drois, to=rois.dtype), rois),
+        op.reshape_like(op.Cast(dx, to=x.dtype), x),
+        op.set_type_like(op.Cast(drois, to=rois.dtype), rois),
         None,
     )
 
@@ -57,7 +57,7 @@ def roi_align(op, node, g):
 def _lines(op, node, axis: int, dtype) -> Lines:
     """Return the samples along the rows (axis 0) or columns of the image."""
     x, rois, _ = node.inputs
-    get, length = node.attributes, op.size(x, 2 + axis)
+    get, length = node.attributes, op.dim(x, 2 + axis)
     half = get.get_string("coordinate_transformation_mode", "half_pixel") == "half_pixel"
     bins = get.get_int("output_width" if axis else "output_height", 1)
     ends = op.Cast(rois, to=dtype) * get.get_float("spatial_scale", 1.0) - (0.5 if half else 0.0)
@@ -65,12 +65,12 @@ def _lines(op, node, axis: int, dtype) -> Lines:
     extent, real = end - start, as_real(op, length, dtype)
     extent_ = extent if half else op.Max(extent, 1.0)
     ratio = get.get_int("sampling_ratio", 0)
-    count, i, there = op.value(float(ratio), dtype), op.Cast(arange(op, ratio), to=dtype), None
+    count, i, there = op.const(float(ratio), dtype), op.Cast(arange(op, ratio), to=dtype), None
     if ratio <= 0:
         count = op.Max(op.Ceil(extent_ / float(bins)), 0.0)
         i = op.Cast(arange(op, _most(op, count)), to=dtype)
         there, count = op.Less(i, count), op.Max(count, 1.0)
-    p = op.value(np.arange(bins, dtype=dtype.numpy()).reshape(-1, 1))
+    p = op.const(np.arange(bins, dtype=dtype.numpy()).reshape(-1, 1))
     u = (p + (i + 0.5) / count) / float(bins)
     place = start + extent_ * u
     used = op.And(op.GreaterOrEqual(place, -1.0), op.LessOrEqual(place, real))
@@ -84,7 +84,7 @@ def _lines(op, node, axis: int, dtype) -> Lines:
 
 def _most(op, counts):
     """Return the largest of `counts`, at least one, as an int64 tensor [1]."""
-    flat = op.Concat(op.Reshape(counts, [-1]), op.value(np.ones(1, counts.dtype.numpy())), axis=0)
+    flat = op.Concat(op.Reshape(counts, [-1]), op.const(np.ones(1, counts.dtype.numpy())), axis=0)
     return op.Cast(op.ReduceMax(flat, keepdims=1), to=_LONG)
 
 
@@ -99,7 +99,7 @@ def _of_mean(op, node, lines: list[Lines], g):
     """
     x, rois, batch = node.inputs
     x = op.Cast(x, to=g.dtype)
-    images, channels, regions = op.size(x, 0), op.size(x, 1), op.size(rois, 0)
+    images, channels, regions = op.dim(x, 0), op.dim(x, 1), op.dim(rois, 0)
     own = op.Equal(op.Unsqueeze(batch, [1, 2, 3]), op.Unsqueeze(arange(op, images), [1]))
     own = op.Cast(own, to=g.dtype)  # (R, 1, B, 1)
     near = [_near(op, line) for line in lines]
@@ -163,10 +163,10 @@ def _winners(op, x, batch, rows, columns, score) -> Winners:
 
     The candidates are the elements of x at `rows` (R, P, I) and `columns` (R, Q, J), I times J.
     """
-    channels = op.size(x, 1)
-    plane = op.Unsqueeze(batch, [1]) * op.value(channels, _LONG) + arange(op, channels)
-    row = op.Unsqueeze(plane, [2, 3]) * op.value(op.size(x, 2), _LONG) + op.Unsqueeze(rows, [1])
-    row = op.Unsqueeze(row * op.value(op.size(x, 3), _LONG), [3, 5])
+    channels = op.dim(x, 1)
+    plane = op.Unsqueeze(batch, [1]) * op.const(channels, _LONG) + arange(op, channels)
+    row = op.Unsqueeze(plane, [2, 3]) * op.const(op.dim(x, 2), _LONG) + op.Unsqueeze(rows, [1])
+    row = op.Unsqueeze(row * op.const(op.dim(x, 3), _LONG), [3, 5])
     places = _together(op, row + op.Unsqueeze(columns, [1, 2, 4]), 4)
     elements = op.Gather(op.Reshape(x, [-1]), places, axis=0)
     chosen = op.ArgMax(score(elements), axis=4, keepdims=1)
@@ -176,7 +176,7 @@ def _winners(op, x, batch, rows, columns, score) -> Winners:
 
 def _together(op, v, axis: int):
     """Return `v` with its axes from `axis` on merged; there may be no regions."""
-    shape = op.Concat(op.Shape(v, start=0, end=axis), op.vector(op.count(v, axis)), axis=0)
+    shape = op.Concat(op.Shape(v, start=0, end=axis), op.vector(op.numel(v, axis)), axis=0)
     shape.shape = ir.Shape([axis + 1])
     return op.Reshape(v, shape, allowzero=1)
 
@@ -204,9 +204,9 @@ def _pairs(op, line: Lines):
     """Return the index, weight and slopes by start and end of the two elements that each sample
     lies between: (R, P, 2 I).
     """
-    last = op.value(line.length, _LONG) - np.int64(1)
+    last = op.const(line.length, _LONG) - np.int64(1)
     first = op.Unsqueeze(op.Cast(line.first, to=_LONG), [-1])
-    rise, here = op.value([-1, 1]), op.value([1, 0])
+    rise, here = op.const([-1, 1]), op.const([1, 0])
     rise, here = (op.Cast(v, to=line.t.dtype) for v in (rise, here))
     by_start = line.moving * (1.0 - line.by_end)
     fields = (
@@ -226,13 +226,13 @@ def max_roi_pool(op, node, g):
     """
     x, rois = node.inputs
     dtype = wide(x.dtype)
-    regions = op.Cast(rois, to=dtype) * op.value(
+    regions = op.Cast(rois, to=dtype) * op.const(
         np.array([1.0] + [node.attributes.get_float("spatial_scale", 1.0)] * 4, dtype.numpy())
     )
     batch = op.Cast(op.Gather(regions, np.int64(0), axis=1), to=_LONG)
     rows, columns = (_bins(op, node, regions, axis) for axis in (0, 1))
     within = op.Greater(_over(op, rows[1], columns[1]), 0.0)
-    lowest = op.value(-np.inf, dtype)
+    lowest = op.const(-np.inf, dtype)
     won = _winners(
         op, op.Cast(x, to=dtype), batch, rows[0], columns[0], lambda v: op.Where(within, v, lowest)
     )
@@ -242,7 +242,7 @@ def max_roi_pool(op, node, g):
 
 def _bins(op, node, regions, axis: int):
     """Return the elements (R, P, I) of the bins along one axis, and one where there are so many."""
-    length = op.size(node.inputs[0], 2 + axis)
+    length = op.dim(node.inputs[0], 2 + axis)
     count = node.attributes.get_ints("pooled_shape")[axis]
     dtype = regions.dtype
     real = as_real(op, length, dtype)
@@ -250,7 +250,7 @@ def _bins(op, node, regions, axis: int):
         op.Reshape(_rounded(op, op.Gather(regions, [at - axis], axis=1)), [-1, 1]) for at in (2, 4)
     )
     bin_ = op.Max(end - start + 1.0, 1.0) / float(count)
-    p = op.value(np.arange(count, dtype=dtype.numpy()))
+    p = op.const(np.arange(count, dtype=dtype.numpy()))
     low, high = (
         op.Unsqueeze(op.Min(op.Max(v + start, 0.0), real), [-1])
         for v in (op.Floor(p * bin_), op.Ceil((p + 1.0) * bin_))

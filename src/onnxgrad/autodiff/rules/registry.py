@@ -13,14 +13,16 @@ import onnx_ir as ir
 Rule: TypeAlias = Callable[..., Any]  # (op, node, *gradients of the outputs) -> one per input
 
 RULES: dict[tuple[str, str], Rule] = {}
-CONSTANT: dict[tuple[str, str], str] = {}  # operators without gradient, each with a word why
+NON_DIFFERENTIABLE: dict[
+    tuple[str, str], str
+] = {}  # operators without gradient, each with a word why
 # Operators that hold graphs: (op, node, gradients of the outputs, values that depend on what is
 # asked for) -> pairs of what the node reads, around its graphs too, and a gradient of it
-HOLDERS: dict[str, Callable[..., list[tuple[ir.Value, ir.Value]]]] = {}
+SUBGRAPH_RULES: dict[str, Callable[..., list[tuple[ir.Value, ir.Value]]]] = {}
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unsupported:
     """Returned by a rule in place of a gradient that it cannot give: an error if it is needed.
 
     Attributes:
@@ -35,7 +37,7 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
     It is called as `f(op, node, g)`, with one `g` per output that it takes, None where no gradient
     arrives, and returns one gradient per input, of that input's shape and dtype: a value, None for
-    none, or `Refused(reason)`. It never asks which of them are wanted: what nobody uses is removed
+    none, or `Unsupported(reason)`. It never asks which are wanted: what nobody uses is removed
     afterwards. `op` writes nodes: `op.MatMul(a, b)`, `op.Softmax(x, axis=-1)`, `a * b`;
     `op.sum_to(g, x)` undoes broadcasting. `node` has `inputs`, `outputs` and `attributes`.
 
@@ -71,7 +73,7 @@ def _by_slope(slope: Callable[[Any, ir.Value, ir.Value], Any]) -> Rule:
 
 def constant(reasons: Mapping[str, str], domain: str = "") -> None:
     """Declare operators without gradient, each with a word why."""
-    CONSTANT.update({(domain, name): why for name, why in reasons.items()})
+    NON_DIFFERENTIABLE.update({(domain, name): why for name, why in reasons.items()})
 
 
 @cache

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import attributes_of, wide
-from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.graph.shapes import dims, equal, rank, static
 
 _LARGEST_BLOCK = 64  # float32 positions of larger blocks may round to a neighbour
@@ -26,7 +26,7 @@ def resize(op, node, g):
     """
     x, n = node.inputs[0], rank(node.inputs[0]) or rank(node.outputs[0])
     if n is None:
-        return Refused("the rank of its input is not known")
+        return Unsupported("the rank of its input is not known")
     axes = _places(node, n)
     dtype = wide(x.dtype)
     dx, factors = op.Cast(g, to=dtype), _blocks(op, node, axes)
@@ -36,7 +36,7 @@ def resize(op, node, g):
         for axis in sorted(axes, reverse=True):
             if not _is_kept(op, node, axis, axes[axis]):
                 dx = _contracted(op, dx, _matrix(op, node, axis, axes, dtype), x, axis, n)
-    return (op.reshape(op.Cast(dx, to=x.dtype), x), *_of_places(node))
+    return (op.reshape_like(op.Cast(dx, to=x.dtype), x), *_of_places(node))
 
 
 def _of_places(node):
@@ -47,8 +47,8 @@ def _of_places(node):
     by_scale = antialiased or places not in ("align_corners", "tf_crop_and_resize")
     refused = "the gradient of its {} is not covered: make it a constant, or name other inputs"
     return (
-        Refused(refused.format("roi")) if smooth and cropped else None,
-        Refused(refused.format("scales")) if smooth and by_scale else None,
+        Unsupported(refused.format("roi")) if smooth and cropped else None,
+        Unsupported(refused.format("scales")) if smooth and by_scale else None,
         None,
     )
 
@@ -73,7 +73,7 @@ def _places(node, n: int) -> dict[int, int]:
 
 def _scale(op, node, place: int) -> float | None:
     """Return the scale of one axis when it is a constant."""
-    known = op.constant(node.inputs[2]) if len(node.inputs) > 2 else None
+    known = op.known_value(node.inputs[2]) if len(node.inputs) > 2 else None
     return float(known[place]) if known is not None and known.size else None
 
 
@@ -116,7 +116,7 @@ def _blocks(op, node, axes: dict[int, int]) -> dict[int, int] | None:
 
 def _block_sums(op, g, x, n: int, factors: dict[int, int]):
     """Return g with each block of elements added up."""
-    split = [(op.size(x, axis), factors.get(axis)) for axis in range(n)]
+    split = [(op.dim(x, axis), factors.get(axis)) for axis in range(n)]
     lengths = [m for pair in split for m in pair if m is not None]
     inner = [axis + sum(a <= axis for a in factors) for axis in sorted(factors)]
     return op.ReduceSum(op.Reshape(g, op.vector(*lengths)), inner, keepdims=0) if factors else g
@@ -133,7 +133,7 @@ def _contracted(op, g, matrix, x, axis: int, n: int):
     if axis == n - 1:
         return op.MatMul(g, op.Transpose(matrix, perm=[1, 0]))
     if axis < n - 2:
-        g = op.Reshape(g, op.vector(*[0] * (axis + 1), op.count(x, axis + 1)))
+        g = op.Reshape(g, op.vector(*[0] * (axis + 1), op.numel(x, axis + 1)))
     return op.MatMul(matrix, g)
 
 
@@ -144,14 +144,14 @@ def _matrix(op, node, axis: int, axes: dict[int, int], dtype):
     kernels for that.
     """
     x, y, place = node.inputs[0], node.outputs[0], axes[axis]
-    n, scales, sizes = op.size(x, axis), None, _sizes(node)
-    eye = op.EyeLike(op.Expand(op.value(0.0, dtype), op.vector(n, n)))
+    n, scales, sizes = op.dim(x, axis), None, _sizes(node)
+    eye = op.EyeLike(op.Expand(op.const(0.0, dtype), op.vector(n, n)))
     if sizes is not None and _text(node, "keep_aspect_ratio_policy") != "stretch":
         return _matrix_of_policy(op, node, axis, axes, eye)
     if sizes is None:
         scales = op.Concat(_others(op, node, place), _part(op, node.inputs[2], place), axis=0)
     else:
-        sizes = op.vector(n, 1, 1, op.size(y, axis))
+        sizes = op.vector(n, 1, 1, op.dim(y, axis))
     roi = _roi(op, node, place, len(axes), [0, 0, 0, 1])
     eye = op.Reshape(eye, op.vector(n, 1, 1, n))
     made = op.Resize(eye, roi, scales, sizes, **_attributes(node))
@@ -164,10 +164,10 @@ def _matrix_of_policy(op, node, axis: int, axes: dict[int, int], eye):
     So the others are there in full, and as rows of a matrix add up to one, any element will do.
     """
     x, place = node.inputs[0], axes[axis]
-    n, listed = op.size(x, axis), list(axes)
+    n, listed = op.dim(x, axis), list(axes)
     lead = 3 if len(axes) == 1 else 2
     laid = [n if a == axis else 1 for a in listed]
-    full = op.vector(n, *[1] * (lead - 1), *(op.size(x, a) for a in listed))
+    full = op.vector(n, *[1] * (lead - 1), *(op.dim(x, a) for a in listed))
     rows = op.Expand(op.Reshape(eye, op.vector(n, *[1] * (lead - 1), *laid)), full)
     attributes = _attributes(node) | {
         "keep_aspect_ratio_policy": _text(node, "keep_aspect_ratio_policy"),

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import wide
-from onnxgrad.autodiff.rules.registry import Refused, rule
+from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.graph.shapes import rank
 
 _LAST = 2**63 - 1  # as the end of a Slice: up to the last element
@@ -71,13 +71,13 @@ def as_real(op, number, dtype):
     """Return an int, or an int64 value, in another dtype."""
     if isinstance(number, ir.Value):
         return op.Cast(number, to=dtype)
-    return op.value(np.array([number], dtype.numpy()))
+    return op.const(np.array([number], dtype.numpy()))
 
 
 def arange(op, n):
     """Return 0, 1, ..., n - 1 as int64."""
     if isinstance(n, int):
-        return op.value(np.arange(n))
+        return op.const(np.arange(n))
     return op.Range(np.int64(0), op.Squeeze(n, [0]), np.int64(1))
 
 
@@ -85,7 +85,7 @@ def _polynomial(op, t, rows: list[np.ndarray]):
     """Return rows[0] + rows[1] t + rows[2] t^2 + ..., by Horner's rule."""
     if not rows:
         return None
-    y = op.value(rows[-1])
+    y = op.const(rows[-1])
     if len(rows) == 1:
         return op.Expand(y, op.Shape(t))
     for row in rows[-2::-1]:
@@ -105,7 +105,7 @@ def _inside(op, place, length, padding: str, aligned: bool):
         turned = op.Abs(from_low) - period * op.Floor(op.Abs(from_low) / period)
         back = op.Greater(turned, half)
         place = op.Where(back, period - turned, turned) + low
-        one, other = op.value(1.0, place.dtype), op.value(-1.0, place.dtype)
+        one, other = op.const(1.0, place.dtype), op.const(-1.0, place.dtype)
         sign = op.Where(op.Xor(back, op.Less(from_low, 0.0)), other, one)
     free = op.And(op.Greater(place, 0.0), op.Less(place, last))
     held = op.Min(op.Max(place, 0.0), last)
@@ -116,7 +116,7 @@ def _inside(op, place, length, padding: str, aligned: bool):
 def _mirrored(op, index, length, aligned: bool):
     """Return integer places reflected at the first and last element, or half an element beyond."""
     edge = 0 if aligned else 1
-    period = op.Max(op.value(np.int64(2)) * length - 2 * (1 - edge), np.int64(1))
+    period = op.Max(op.const(np.int64(2)) * length - 2 * (1 - edge), np.int64(1))
     turned = op.Mod(index, period)
     return op.Min(turned, period - edge - turned)
 
@@ -170,7 +170,7 @@ def samples(op, images, channels, count, axes: list[Taps], lengths: list) -> Sam
 
     index = spread(0, axes[0].index)
     for i in range(1, n):
-        index = index * op.value(lengths[i], ir.DataType.INT64) + spread(i, axes[i].index)
+        index = index * op.const(lengths[i], ir.DataType.INT64) + spread(i, axes[i].index)
     folded = op.vector(0, 0, count * taken)
     index = op.Reshape(op.Unsqueeze(op.Reshape(index, [0, 0, taken]), [1]), folded)
     weights = [spread(i, tap.weight) for i, tap in enumerate(axes)]
@@ -195,14 +195,14 @@ def grid_sample(op, node, g):
     x, grid = node.inputs
     n = rank(x) or rank(grid)
     if n is None:
-        return Refused("the rank of its input is not known")
+        return Unsupported("the rank of its input is not known")
     aligned = bool(node.attributes.get_int("align_corners", 0))
     mode = node.attributes.get_string("mode", "linear").removeprefix("bi")
     padding = node.attributes.get_string("padding_mode", "zeros")
     dtype, lengths, count = (
         wide(x.dtype),
-        [op.size(x, i) for i in range(2, n)],
-        op.count(grid, 1, -1),
+        [op.dim(x, i) for i in range(2, n)],
+        op.numel(grid, 1, -1),
     )
     points = op.Reshape(op.Cast(grid, to=dtype), op.vector(0, count, n - 2))
     axes, factors = [], []
@@ -211,15 +211,15 @@ def grid_sample(op, node, g):
         place = (u + 1.0) * 0.5 * (real - 1.0) if aligned else ((u + 1.0) * real - 1.0) * 0.5
         axes.append(taps(op, place, length, mode, padding, aligned))
         factors.append(0.5 * (real - 1.0) if aligned else 0.5 * real)
-    images = op.Reshape(op.Cast(x, to=dtype), op.vector(0, 0, op.count(x, 2)))
-    read = samples(op, images, op.size(x, 1), count, axes, lengths)
+    images = op.Reshape(op.Cast(x, to=dtype), op.vector(0, 0, op.numel(x, 2)))
+    read = samples(op, images, op.dim(x, 1), count, axes, lengths)
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, 0, count))
-    dx = op.reshape(op.Cast(read.into_images(op, g), to=x.dtype), x)
+    dx = op.reshape_like(op.Cast(read.into_images(op, g), to=x.dtype), x)
     if mode == "nearest":
         return dx, None
     by_axis = zip(read.into_places(op, read.read(op), g), factors, strict=True)
     du = op.Concat(*(op.Unsqueeze(d * f, [2]) for d, f in reversed([*by_axis])), axis=2)
-    return dx, op.reshape(op.Cast(du, to=grid.dtype), grid)
+    return dx, op.reshape_like(op.Cast(du, to=grid.dtype), grid)
 
 
 @rule("AffineGrid")
@@ -230,13 +230,13 @@ def affine_grid(op, node, g):
     """
     theta, size = node.inputs
     dtype = wide(theta.dtype)
-    n = op.size(theta, 1)
-    unit = op.EyeLike(op.Expand(op.value(0.0, dtype), op.vector(n, op.size(theta, 2))))
+    n = op.dim(theta, 1)
+    unit = op.EyeLike(op.Expand(op.const(0.0, dtype), op.vector(n, op.dim(theta, 2))))
     one_of = op.Concat([1], op.Slice(size, [1], [_LAST], [0]), axis=0)
     aligned = node.attributes.get_int("align_corners", 0)
     places = op.AffineGrid(op.Unsqueeze(unit, [0]), one_of, align_corners=aligned)
     places = op.Reshape(places, op.vector(-1, n))
-    b = op.Concat(places, op.Expand(op.value(1.0, dtype), op.vector(op.size(places, 0), 1)), axis=1)
+    b = op.Concat(places, op.Expand(op.const(1.0, dtype), op.vector(op.dim(places, 0), 1)), axis=1)
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, -1, n))
     dtheta = op.MatMul(op.Transpose(g, perm=[0, 2, 1]), b)
-    return op.like(op.Cast(dtheta, to=theta.dtype), theta), None
+    return op.set_type_like(op.Cast(dtheta, to=theta.dtype), theta), None

@@ -5,21 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from onnxgrad.autodiff.rules.registry import rule
-from onnxgrad.graph import sequences
+from onnxgrad.graph import sequence_nodes
 from onnxgrad.graph.shapes import dims
 
 
 @rule("SequenceConstruct")
 def construct(op, node, g):
     """s = [a, b, ...]:  da, db, ... = the elements of ds."""
-    return [op.like(op.SequenceAt(g, np.int64(i)), x) for i, x in enumerate(node.inputs)]
+    return [op.set_type_like(op.SequenceAt(g, np.int64(i)), x) for i, x in enumerate(node.inputs)]
 
 
 @rule("SequenceAt")
 def at(op, node, g):
     """y = s[i]:  ds = zeros but for dy at i."""
     s, i = node.inputs
-    return sequences.placed(op, g, i, s), None
+    return sequence_nodes.placed(op, g, i, s), None
 
 
 @rule("SequenceInsert")
@@ -27,22 +27,28 @@ def insert(op, node, g):
     """y = s with x put at i:  dx = dy[i],  ds = dy without it."""
     s, x, i = (*node.inputs, None)[:3]
     if i is None:
-        i = op.value(np.int64(-1))
-    elif (known := op.constant(i)) is not None:  # below zero: from the end of the shorter s
+        i = op.const(np.int64(-1))
+    elif (known := op.known_value(i)) is not None:  # below zero: from the end of the shorter s
         at = int(known.reshape(()))
-        i = op.value(np.int64(at if at >= 0 else at - 1))
+        i = op.const(np.int64(at if at >= 0 else at - 1))
     else:
-        i = op.Where(op.Less(i, op.value(0, i.dtype)), op.Sub(i, op.value(1, i.dtype)), i)
-    return op.like(op.SequenceErase(g, i), s), op.like(op.SequenceAt(g, i), x), None
+        i = op.Where(op.Less(i, op.const(0, i.dtype)), op.Sub(i, op.const(1, i.dtype)), i)
+    return (
+        op.set_type_like(op.SequenceErase(g, i), s),
+        op.set_type_like(op.SequenceAt(g, i), x),
+        None,
+    )
 
 
 @rule("SequenceErase")
 def erase(op, node, g):
     """y = s without s[i]:  ds = dy with zeros put at i."""
     s, i = (*node.inputs, None)[:2]
-    i = op.value(np.int64(-1)) if i is None else i
-    zeros = op.zeros_like(sequences.element(op, s, i))
-    return op.like(sequences.put(op, g, zeros, sequences.hole(op, i, g)), s), None
+    i = op.const(np.int64(-1)) if i is None else i
+    zeros = op.zeros_like(sequence_nodes.element(op, s, i))
+    return op.set_type_like(
+        sequence_nodes.put(op, g, zeros, sequence_nodes.hole(op, i, g)), s
+    ), None
 
 
 @rule("SplitToSequence")
@@ -53,12 +59,12 @@ def split(op, node, g):
     new = int(given is None and not node.attributes.get_int("keepdims", 1))
     shape = dims(x)
     if shape is not None and isinstance(shape[axis], int) and shape[axis] > 0:
-        return op.like(op.ConcatFromSequence(g, axis=axis, new_axis=new), x), None
+        return op.set_type_like(op.ConcatFromSequence(g, axis=axis, new_axis=new), x), None
     nothing = op.Slice(op.zeros_like(x), [0], [0], [axis])  # there may be no piece
     if new:
-        g = sequences.mapped(op, lambda inner, v: inner.Unsqueeze(v, [axis]), g)
+        g = sequence_nodes.mapped(op, lambda inner, v: inner.Unsqueeze(v, [axis]), g)
     joined = op.SequenceInsert(g, nothing, np.int64(0))
-    return op.like(op.ConcatFromSequence(joined, axis=axis), x), None
+    return op.set_type_like(op.ConcatFromSequence(joined, axis=axis), x), None
 
 
 @rule("ConcatFromSequence")
@@ -67,15 +73,15 @@ def concat(op, node, g):
     [s] = node.inputs
     axis = node.attributes.get_int("axis", 0)
     if node.attributes.get_int("new_axis", 0):
-        return (op.like(op.SplitToSequence(g, axis=axis, keepdims=0), s),)
-    length = sequences.even(s, axis)
+        return (op.set_type_like(op.SplitToSequence(g, axis=axis, keepdims=0), s),)
+    length = sequence_nodes.even(s, axis)
     if length is None:
         limits = {"start": axis} if axis == -1 else {"start": axis, "end": axis + 1}
-        columns = sequences.stacked(op, lambda inner, v: inner.Shape(v, **limits), s)
+        columns = sequence_nodes.stacked(op, lambda inner, v: inner.Shape(v, **limits), s)
         lengths = op.Reshape(columns, [-1])
     else:
         lengths = np.int64(length)
-    return (op.like(op.SplitToSequence(g, lengths, axis=axis), s),)
+    return (op.set_type_like(op.SplitToSequence(g, lengths, axis=axis), s),)
 
 
 @rule("Optional", "OptionalGetElement")

@@ -21,7 +21,7 @@ def identity(op, node, g):
 @rule("Reshape", "Flatten", "Squeeze", "Unsqueeze")
 def reshape(op, node, g):
     """y = x in another shape:  dx = g in the shape of x."""
-    return (op.reshape(g, node.inputs[0]),)
+    return (op.reshape_like(g, node.inputs[0]),)
 
 
 @rule("Transpose")
@@ -45,15 +45,15 @@ def concat(op, node, g):
     axis = node.attributes.get_int("axis", 0)
     if len(node.inputs) == 1:
         return (g,)
-    lengths = op.vector(*(op.size(x, axis) for x in node.inputs))
-    return op.emit("Split", [g, lengths], {"axis": axis}, outputs=len(node.inputs))
+    lengths = op.vector(*(op.dim(x, axis) for x in node.inputs))
+    return op.emit_many("Split", [g, lengths], {"axis": axis}, outputs=len(node.inputs))
 
 
 @rule("Split")
 def split(op, node, *gs):
     """[a, b, ...] = x:  dx = [da, db, ...]."""
     parts = [
-        op.like(op.Expand(op.value(0.0, y.dtype), op.shape(y)), y) if g is None else g
+        op.set_type_like(op.Expand(op.const(0.0, y.dtype), op.shape_of(y)), y) if g is None else g
         for y, g in zip(node.outputs, gs, strict=True)
     ]
     return (op.Concat(*parts, axis=node.attributes.get_int("axis", 0)),)
@@ -70,8 +70,8 @@ def _pads_of_slice(op, node, g):
     """Return the padding that undoes a Slice of step one, else None."""
     x, first, *others = node.inputs
     shape, count = dims(x), static(dims(first))
-    starts, ends, axes, steps = (op.constant(v) for v in (first, *others, None, None)[:4])
-    unread = any(v is not None and op.constant(v) is None for v in others[1:])
+    starts, ends, axes, steps = (op.known_value(v) for v in (first, *others, None, None)[:4])
+    unread = any(v is not None and op.known_value(v) is None for v in others[1:])
     if shape is None or unread or (steps is not None and np.any(steps != 1)) or count is None:
         return None
     begin, end = [0] * len(shape), [0] * len(shape)
@@ -82,9 +82,9 @@ def _pads_of_slice(op, node, g):
             lo, hi, _ = slice(lo, hi).indices(n)
             begin[axis], end[axis] = min(lo, hi), n - hi
         elif hi is not None and hi >= 2**31 - 1:  # up to the last, of which there may be none
-            begin[axis] = op.size(x, axis) - op.size(g, axis)
+            begin[axis] = op.dim(x, axis) - op.dim(g, axis)
         elif lo == 0:
-            end[axis] = op.size(x, axis) - op.size(g, axis)
+            end[axis] = op.dim(x, axis) - op.dim(g, axis)
         else:
             return None
     return op.vector(*begin, *end)
@@ -100,7 +100,7 @@ def pad(op, node, g):
     if value is None:
         return dx, None, None
     border = op.Pad(op.zeros_like(x), pads, 1.0, axes)
-    return dx, None, op.reshape(op.ReduceSum(g * border, keepdims=0), value)
+    return dx, None, op.reshape_like(op.ReduceSum(g * border, keepdims=0), value)
 
 
 def moved(op, node, g, *operands):
@@ -125,13 +125,13 @@ def scatter_flat(op, x, positions, g):
     n = op.Reshape(op.Size(x), [1]) if known is None else [prod(known)]
     dtype = wide(x.dtype)
     flat = op.ScatterElements(
-        op.Expand(op.value(0.0, dtype), n),
+        op.Expand(op.const(0.0, dtype), n),
         op.Reshape(positions, [-1]),
         op.Reshape(op.Cast(g, to=dtype), [-1]),
         axis=0,
         reduction="add",
     )
-    return op.reshape(op.Cast(flat, to=x.dtype), x)
+    return op.reshape_like(op.Cast(flat, to=x.dtype), x)
 
 
 @rule("Gather")
@@ -139,9 +139,9 @@ def gather(op, node, g):
     """y = x[i]:  dx = zero but for g added at i."""
     x, i = node.inputs
     axis = node.attributes.get_int("axis", 0)
-    shape, at = dims(x), op.constant(i)
+    shape, at = dims(x), op.known_value(i)
     if at is not None and at.ndim == 0 and shape is not None:
-        n, at = op.size(x, axis), int(at)
+        n, at = op.dim(x, axis), int(at)
         axis %= len(shape)
         before, after = [0] * len(shape), [0] * len(shape)
         before[axis], after[axis] = (at, n - (at + 1)) if at >= 0 else (n + at, -1 - at)
@@ -160,7 +160,7 @@ def scatter_rows(op, x, i, g):
     row = None if shape is None else static(shape[1:])
     width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
     first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
-    positions = first + op.Range(np.int64(0), op.value(width, first.dtype), np.int64(1))
+    positions = first + op.Range(np.int64(0), op.const(width, first.dtype), np.int64(1))
     return scatter_flat(op, x, positions, g)
 
 
@@ -170,6 +170,6 @@ def _scattered_rows(op, x, i, g, row: tuple[int, ...]):
     In the shape of x itself: a table of embeddings is large, and a Reshape of an output copies it.
     """
     g = op.Reshape(op.Cast(g, to=wide(x.dtype)), [-1, *row])
-    rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape(g))
-    zeros = op.Expand(op.value(0.0, g.dtype), op.shape(x))
+    rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape_of(g))
+    zeros = op.Expand(op.const(0.0, g.dtype), op.shape_of(x))
     return op.Cast(op.ScatterElements(zeros, rows, g, axis=0, reduction="add"), to=x.dtype)

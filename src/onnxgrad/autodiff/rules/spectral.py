@@ -35,7 +35,7 @@ def dft(op, node, g):
         n = quotient(op, n, 2) + 1
     else:
         dx = _adjoint(op, g, x, n, axis, inverse, onesided)
-    dx = op.like(_fit(op, dx, axis, n, have), x)
+    dx = op.set_type_like(_fit(op, dx, axis, n, have), x)
     return (dx, *(None for _ in node.inputs[1:]))
 
 
@@ -53,12 +53,12 @@ def stft(op, node, g):
         n = _vector(op, length)
     onesided = node.attributes.get_int("onesided", 1)
     du = _adjoint(op, g, x, n, -2, inverse=0, onesided=onesided)
-    counts = [op.Squeeze(v, [0]) for v in (op.value(_length(op, g, 1)), op.value(n))]
+    counts = [op.Squeeze(v, [0]) for v in (op.const(_length(op, g, 1)), op.const(n))]
     frames, places = (op.Range(_ZERO, count, _ONE) for count in counts)
     times = op.Unsqueeze(frames * op.Cast(step, to=ir.DataType.INT64), [1]) + places
     flat = op.Reshape(op.Range(_ZERO, op.Size(x), _ONE), op.Shape(x), allowzero=1)
     windowed = du if w is None else du * op.Unsqueeze(w, [1])
-    dx = op.reshape(scatter_flat(op, x, op.Gather(flat, times, axis=1), windowed), signal)
+    dx = op.reshape_like(scatter_flat(op, x, op.Gather(flat, times, axis=1), windowed), signal)
     if w is None:
         return dx, None
     return dx, None, op.ReduceSum(du * op.Gather(x, times, axis=1), [0, 1, 3], keepdims=0)
@@ -98,15 +98,15 @@ def _weights(op, x, n: Vector, axis):
 
     All but the first, and for even n the middle one, stand for their conjugates too.
     """
-    n, r = op.value(n), rank(x)
+    n, r = op.const(n), rank(x)
     k = op.Range(_ZERO, op.Squeeze(n / 2 + 1, [0]), _ONE)
     once = op.Or(op.Equal(k, 0), op.Equal(k * 2, n))
-    times = op.Where(once, op.value(1.0, x.dtype), op.value(2.0, x.dtype)) / op.Cast(n, to=x.dtype)
+    times = op.Where(once, op.const(1.0, x.dtype), op.const(2.0, x.dtype)) / op.Cast(n, to=x.dtype)
     if r is not None and isinstance(axis, int):
         return op.Reshape(times, [-1 if i == axis % r else 1 for i in range(r)])
     r = op.Size(op.Shape(x))
-    at = op.Equal(op.Range(_ZERO, r, _ONE), op.Mod(op.value(_places(axis)), r))
-    return op.Reshape(times, op.Where(at, op.value(np.int64(-1)), _ONE))
+    at = op.Equal(op.Range(_ZERO, r, _ONE), op.Mod(op.const(_places(axis)), r))
+    return op.Reshape(times, op.Where(at, op.const(np.int64(-1)), _ONE))
 
 
 def _axis(op, node) -> int | ir.Value:
@@ -114,7 +114,7 @@ def _axis(op, node) -> int | ir.Value:
     if op.opset < 20:
         return node.attributes.get_int("axis", 1)
     given = node.inputs[2] if len(node.inputs) > 2 else None
-    known = op.constant(given)
+    known = op.known_value(given)
     if given is None:
         return -2
     return op.Reshape(given, [1]) if known is None else int(known)
@@ -128,13 +128,13 @@ def _length(op, v, axis) -> Vector:
     """Return the length of v along `axis`."""
     if isinstance(axis, ir.Value):
         return op.Gather(op.Shape(v), axis, axis=0)
-    n = op.size(v, axis)
+    n = op.dim(v, axis)
     return np.array([n]) if isinstance(n, int) else n
 
 
 def _vector(op, number) -> Vector:
     """Return an operand that holds one integer as a vector."""
-    known = op.constant(number)
+    known = op.known_value(number)
     if known is not None:
         return known.reshape(1).astype(np.int64)
     return op.Reshape(op.Cast(number, to=ir.DataType.INT64), [1])

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import Refused
+from onnxgrad.autodiff.rules.registry import Unsupported
 from onnxgrad.graph.shapes import dims, rank, static
 
 _MOST_COLUMNS = 64  # elements of a window that are worth a node each
@@ -67,7 +67,7 @@ def run_time_lengths(op, value) -> Vector:
     return op.Shape(value, start=2) if known is None else np.array(known, np.int64)
 
 
-def opened(op, node, weight=None) -> Windows | Refused:
+def opened(op, node, weight=None) -> Windows | Unsupported:
     """Return the windows of a node without their padding; the kernel may be that of `weight`."""
     get = node.attributes.get_ints
     kernel = tuple(get("kernel_shape", ())) or lengths(weight) or ()
@@ -76,17 +76,17 @@ def opened(op, node, weight=None) -> Windows | Refused:
     counts += [len(get("pads", ())) // 2, len(kernel), *(r - 2 for r in ranks if r)]
     n = max(counts, default=0)
     if not n:
-        return Refused("the rank of its inputs is not known: fix it in the model's input")
+        return Unsupported("the rank of its inputs is not known: fix it in the model's input")
     ones, none = (1,) * n, np.zeros(n, np.int64)
     strides, dilations = tuple(get("strides", ones)), tuple(get("dilations", ones))
     return Windows(kernel, strides, dilations, none, none)
 
 
-def windows(op, node, weight=None) -> Windows | Refused:
+def windows(op, node, weight=None) -> Windows | Unsupported:
     """Return the windows of a Conv or pooling node, with padding as wide as `auto_pad` asks."""
     made = opened(op, node, weight)
     auto = node.attributes.get_string("auto_pad", "NOTSET")
-    if isinstance(made, Refused) or auto == "VALID":
+    if isinstance(made, Unsupported) or auto == "VALID":
         return made
     n, strides = len(made.strides), np.array(made.strides)
     if auto == "NOTSET":
@@ -116,7 +116,7 @@ def reach(op, where: Windows, weight=None) -> Vector:
 def alike(op, *vectors: Vector) -> tuple[Vector, ...]:
     """Return all as numbers, or where one is known only at run time, all as values."""
     if any(isinstance(v, ir.Value) for v in vectors):
-        return tuple(op.value(v) for v in vectors)
+        return tuple(op.const(v) for v in vectors)
     return vectors
 
 
@@ -173,7 +173,7 @@ def scatter_windows(op, g, weight, where: Windows, like, group: int = 1):
     if pads is not None and max(where.strides) == 1:
         return op.ConvTranspose(g, weight, pads=pads, **attributes)
     attributes["output_padding"] = [s - 1 for s in where.strides]
-    whole, begin = op.ConvTranspose(g, weight, **attributes), op.value(where.begin)
+    whole, begin = op.ConvTranspose(g, weight, **attributes), op.const(where.begin)
     return op.Slice(whole, begin, begin + op.Shape(like, start=2), where.axes)
 
 
@@ -221,7 +221,9 @@ def correlate(op, x, g, where: Windows, weight, group: int):
     shape, kernel = static(dims(weight)), where.kernel
     swap = [1, 0, *where.axes]
     if shape is None or not kernel or prod(kernel) > _MOST_COLUMNS:
-        return op.like(op.Transpose(_convolved(op, x, g, where, weight, group), perm=swap), weight)
+        return op.set_type_like(
+            op.Transpose(_convolved(op, x, g, where, weight, group), perm=swap), weight
+        )
     made, per_group, *_ = shape
     x = with_padding(op, op.Transpose(x, perm=swap), where)
     columns = [_column(op, x, place, where) for place in product(*map(range, kernel))]
@@ -234,7 +236,7 @@ def correlate(op, x, g, where: Windows, weight, group: int):
     products = [op.MatMul(g, op.Transpose(c, perm=[0, 2, 1])) for c in stacked]
     if len(products) > 1:  # a place each
         products = [op.Concat(*(op.Unsqueeze(p, [-1]) for p in products), axis=-1)]
-    return op.like(op.Reshape(products[0], list(shape)), weight)
+    return op.set_type_like(op.Reshape(products[0], list(shape)), weight)
 
 
 def _convolved(op, x, g, where: Windows, weight, group: int):

@@ -1,0 +1,92 @@
+"""A model as its user has it, as a function of its inputs and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto, ValueInfoProto
+
+from onnxgrad.autodiff.check.runtimes import Feed, Function
+from onnxgrad.graph.precision import set_precision
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.weights import replace, sites
+
+
+class ModelAsGiven:
+    """The float outputs of a model, for values of its inputs and of its weights.
+
+    Nothing of the model is rewritten. Initializers become inputs; every other weight is written to
+    where the model keeps it, which takes a session each time.
+
+    Args:
+        proto: the model, never modified.
+        load: makes a function of a model.
+        weights: names of its weights, as `sites` has them.
+
+    Raises:
+        NoKernelError: the runtime cannot run the model.
+    """
+
+    def __init__(
+        self, proto: ModelProto, load: Callable[[ModelProto], Function], weights: Sequence[str]
+    ) -> None:
+        self._proto, self._load = _readable(proto), load
+        self._weights = {s.name: s.array() for s in sites(self._proto) if s.name in weights}
+        self._inputs = {x.name for x in proto.graph.input}
+        fed = [t.name for t in proto.graph.initializer if t.name in self._weights]
+        self._function, self._fed = load(_with_inputs(self._proto, fed)), set(fed)
+
+    def __call__(self, values: Feed) -> list[np.ndarray]:
+        """Return the float outputs; weights that `values` lacks are those of the model."""
+        feed = {name: x for name, x in values.items() if name in self._inputs}
+        weights = {name: values.get(name, array) for name, array in self._weights.items()}
+        moved = {
+            name: array
+            for name, array in weights.items()
+            if not np.array_equal(array, self._weights[name], equal_nan=True)
+        }
+        if moved.keys() <= self._fed:
+            return self._function(feed | {name: weights[name] for name in self._fed})
+        return self._load(replace(self._proto, moved))(feed)
+
+    def held(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return `x` as the model can hold it: attributes are of float32 in every model."""
+        weight = self._weights.get(name)
+        return x if weight is None else x.astype(weight.dtype).astype(x.dtype)
+
+
+def in_precision(proto: ModelProto, dtype: ir.DataType) -> ModelProto:
+    """Return `proto` with its floats in another type, and nothing else changed."""
+    model = to_ir(proto)
+    set_precision(model, dtype)
+    converted = ir.to_proto(model)
+    converted.ir_version = proto.ir_version
+    return converted
+
+
+def _readable(proto: ModelProto) -> ModelProto:
+    if proto.ir_version <= 13:
+        return proto
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    copy.ir_version = 13  # onnxruntime refuses later ones unread
+    return copy
+
+
+def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+    """Return `proto` with initializers among its inputs, so that others can be fed."""
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    copy.ir_version = max(copy.ir_version, 4)
+    declared = {x.name for x in copy.graph.input}
+    for tensor in copy.graph.initializer:
+        if tensor.name in names and tensor.name not in declared:
+            value = ValueInfoProto(name=tensor.name)
+            value.type.tensor_type.elem_type = tensor.data_type
+            value.type.tensor_type.shape.SetInParent()
+            for d in tensor.dims:
+                value.type.tensor_type.shape.dim.add(dim_value=d)
+            copy.graph.input.append(value)
+    return copy

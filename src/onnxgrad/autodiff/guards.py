@@ -1,0 +1,64 @@
+"""Checks that a gradient model makes when it runs, of what its shapes promise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims
+
+_Axis = tuple[ir.Value, int]
+
+
+def require_equal_lengths(
+    graph: ir.Graph, inputs: Iterable[ir.Value], gradients: Mapping[ir.Value, ir.Value]
+) -> None:
+    """Let `graph` fail when `inputs` that share a symbol are fed different lengths.
+
+    onnxruntime does not compare them, and broadcasts where it can. The gradient relies on symbols:
+    it would have a wrong shape, or sum over too few elements. `gradients` maps inputs to outputs of
+    `graph`. The node that fails is a Reshape whose name says which lengths differ.
+    """
+    first: dict[str, _Axis] = {}
+    shared: dict[ir.Value, dict[int, _Axis]] = {}
+    for x in inputs:
+        if not isinstance(x.type, ir.TensorType):
+            continue
+        for axis, d in enumerate(dims(x) or ()):
+            if isinstance(d, str) and first.setdefault(d, (x, axis)) != (x, axis):
+                shared.setdefault(x, {})[axis] = first[d]
+                shared.setdefault(first[d][0], {})
+    op, head = Emit(graph), next(iter(graph), None)
+    for x, axes in shared.items():
+        if all(node.op_type == "Shape" for node, _ in x.uses()):
+            if x in gradients:
+                _shape_gradient(op, x, gradients[x])
+        elif axes:
+            with op.at(head):
+                _guard(op, x, axes)
+
+
+def _guard(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> None:
+    """Let all that reads `x` read it after a Reshape for each axis that must have a length."""
+    uses, checked = list(x.uses()), x
+    for axis, (other, i) in axes.items():  # one by one: several might change places
+        own = [d if isinstance(d, int) else op.dim(x, j) for j, d in enumerate(dims(x) or ())]
+        own[axis] = op.dim(other, i)
+        checked = op.emit("Reshape", [checked, op.vector(*own)], {"allowzero": 1}, fresh=True)
+        node = op.set_type_like(checked, x).producer()
+        assert node is not None
+        node.name = f"axis {axis} of {x.name!r} is as long as axis {i} of {other.name!r}"
+    for reader, i in uses:
+        reader.replace_input_with(i, checked)
+
+
+def _shape_gradient(op: Emit, x: ir.Value, gradient: ir.Value) -> None:
+    """Write the gradient of an input that nothing reads in the shape that the input is fed in."""
+    shaped = op.emit("Reshape", [gradient, op.Shape(x)], {"allowzero": 1}, fresh=True)
+    shaped.name, gradient.name = gradient.name, op.name(str(gradient.name))
+    node = op.set_type_like(shaped, gradient).producer()
+    assert node is not None
+    node.name = f"the gradient has the lengths of {x.name!r}"
+    op.graph.outputs[:] = [shaped if y is gradient else y for y in op.graph.outputs]

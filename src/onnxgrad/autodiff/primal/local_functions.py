@@ -1,0 +1,291 @@
+"""Local functions: bound to the attributes of each call, and inlined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    defs,
+    inliner,
+)
+
+from onnxgrad.autodiff.rules import RULES
+from onnxgrad.errors import ModelError, escaping, first_line, printable
+from onnxgrad.model.constants import ConstantRef, standard, subgraphs
+from onnxgrad.model.normalize import (
+    all_nodes,
+    declare_once,
+    own_results,
+    unshadow,
+    use_standard_domain,
+)
+from onnxgrad.model.opsets import WORKING_OPSET, convert
+from onnxgrad.model.weights import lift, sites, take_out
+
+Key = tuple[str, str, str]  # domain, name, overload
+
+_MARK = "onnxgrad.site:"  # begins the name of a Constant's tensor that stands for a site
+_LARGE = 1024  # elements: a larger tensor is not repeated for every call
+
+
+@escaping()
+def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
+    """Return a copy of `proto` with the nodes of its local functions in place of their calls.
+
+    A constant of a function becomes one initializer, which all calls share. Functions that have a
+    rule stay. In the copy, every subgraph returns results of its own nodes, each once. With
+    `lifted`, all constants are initializers of the main graph, by the names that `sites` gives.
+
+    Raises:
+        ModelError: a function calls itself.
+    """
+    model = ModelProto()
+    model.CopyFrom(proto)
+    use_standard_domain(model)
+    declare_once(model)
+    everything = list(sites(model))  # the names: what follows adds others
+    if lifted:
+        lift(model, everything)
+    tensors = _mark_constants(everything)
+    names = {site.name for site in everything}
+    unshadow(model, names)
+    own_results(model, names)
+    if model.functions:
+        model.graph.initializer.extend(tensors)
+        ruled = _bind(model)
+        model = _of_one_opset(model)
+        try:
+            model = inliner.inline_local_functions(model)
+        except Exception as e:  # the inliner raises several undeclared types
+            raise ModelError(f"its local functions cannot be inlined: {first_line(e)}") from e
+        model.functions.extend(ruled)
+        _share_constants(model)
+        own_results(model, names)
+    return model
+
+
+@escaping()
+def raise_opset(proto: ModelProto) -> ModelProto:
+    """Return `proto`, or where its opset is below the working one, a copy at that.
+
+    Raises:
+        ModelError: it cannot be converted.
+    """
+    version = max((o.version for o in proto.opset_import if not standard(o.domain)), default=0)
+    if version >= WORKING_OPSET:
+        return proto
+    model = inlined(proto)  # the converter drops functions
+    version = _opset(model) or 0
+    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
+        model.opset_import.add(domain="", version=WORKING_OPSET)
+    if not version or version >= WORKING_OPSET:
+        return model
+    if model.functions:
+        ruled = ", ".join(printable(f.name) for f in model.functions)
+        raise ModelError(
+            f"opset {version} cannot be raised to {WORKING_OPSET} with local functions that have a "
+            f"rule ({ruled}): export the model at opset {WORKING_OPSET} or newer"
+        )
+    return convert(model, version, WORKING_OPSET)
+
+
+# -- opsets ------------------------------------------------------------------------------------
+
+
+def _opset(holder: ModelProto | FunctionProto) -> int | None:
+    return next((o.version for o in holder.opset_import if not o.domain), None)
+
+
+def _of_one_opset(model: ModelProto) -> ModelProto:
+    """Return `model` and its functions, which are written to, at the newest opset among them."""
+    version = _opset(model)
+    target = max(v for v in (version, *map(_opset, model.functions)) if v is not None)
+    for function in model.functions:
+        _raise_function(function, target)
+    if version is None:
+        model.opset_import.add(domain="", version=target)
+    elif version < target:
+        functions = list(model.functions)
+        del model.functions[:]
+        model = convert(model, version, target)
+        model.functions.extend(functions)
+    return model
+
+
+def _raise_function(function: FunctionProto, target: int) -> None:
+    version = _opset(function)
+    if version is None or version == target:
+        return
+    kinds = {node.op_type for node in all_nodes(function.node) if not node.domain}
+    if any(_since(kind, version) != _since(kind, target) for kind in kinds):
+        model = ModelProto(ir_version=10, opset_import=function.opset_import)
+        model.graph.name = function.name
+        model.graph.node.extend(function.node)
+        for name in function.input:
+            model.graph.input.add(name=name)
+        for name in function.output:
+            model.graph.output.add(name=name)
+        model = convert(model, version, target)
+        del function.node[:]
+        for tensor in model.graph.initializer:
+            constant = function.node.add(op_type="Constant", output=[tensor.name])
+            constant.attribute.add(name="value", type=AttributeProto.TENSOR, t=tensor)
+        function.node.extend(model.graph.node)
+    for entry in function.opset_import:
+        if not entry.domain:
+            entry.version = target
+
+
+def _since(op_type: str, version: int) -> int | None:
+    """Return the opset in which an operator became what it is at `version`."""
+    exists = defs.has(op_type, version)
+    return defs.get_schema(op_type, version).since_version if exists else None
+
+
+# -- constants ---------------------------------------------------------------------------------
+
+
+def _mark_constants(everything: Iterable[ConstantRef]) -> list[TensorProto]:
+    """Mark the constants of functions by their names; return them as initializers."""
+    tensors = []
+    for site in everything:
+        if site.function is None and site.attribute is None:
+            continue
+        if _holder(site) in RULES:
+            continue
+        tensor = TensorProto()
+        tensor.CopyFrom(site.read())
+        tensor.name = site.name
+        tensors.append(tensor)
+        _mark(site)
+    return tensors
+
+
+def _holder(site: ConstantRef) -> tuple[str, str] | None:
+    """Return the local function that has the constant, as a body or as an attribute of a call."""
+    if site.function is not None:
+        return site.function.domain, site.function.name
+    return None if site.node is None else (site.node.domain, site.node.op_type)
+
+
+def _mark(site: ConstantRef) -> None:
+    """Let a marked Constant node stand for `site`."""
+    mark = TensorProto()
+    mark.CopyFrom(site.read())
+    mark.name = _MARK + site.name
+    if site.attribute is not None:  # of a call: other nodes than a Constant may read it, too
+        site.attribute.t.CopyFrom(mark)
+        return
+    if prod(mark.dims) > _LARGE:
+        mark = TensorProto(name=mark.name, data_type=mark.data_type, dims=[0])
+    node = site.node
+    if node is not None and node.op_type == "Constant":
+        del node.attribute[:]
+        node.attribute.add(name="value", type=AttributeProto.TENSOR, t=mark)
+        return
+    constant = NodeProto(op_type="Constant")
+    constant.attribute.add(name="value", type=AttributeProto.TENSOR, t=mark)
+    if node is None:  # an initializer of a subgraph
+        constant.output.append(site.take_away())
+    else:
+        constant.output.append(f"{node.output[0]}.{site.name}")
+        site.as_operand(constant.output[0])
+    site.graph.node.insert(0, constant)
+
+
+def _share_constants(model: ModelProto) -> None:
+    """Let initializers of the main graph take over from the marked Constants of all calls."""
+    for graph in [model.graph, *(g for n in all_nodes(model.graph.node) for g in subgraphs(n))]:
+        for node in [n for n in graph.node if n.op_type == "Constant"]:
+            mark = node.attribute[0].t.name if node.attribute else ""
+            if mark.startswith(_MARK):
+                take_out(model, graph, node, mark.removeprefix(_MARK))
+
+
+# -- attributes --------------------------------------------------------------------------------
+
+
+def _bind(model: ModelProto) -> list[FunctionProto]:
+    """Let every call be one of a function without attributes, in which those of the call stand.
+
+    The inliner forgets the defaults of attributes. Return the functions that have a rule, with
+    those that they call, which are no longer in `model`: their calls state every attribute.
+    """
+    functions = {_key(f): f for f in model.functions}
+    bound: dict[tuple[Key, bytes], FunctionProto] = {}
+    reading: list[Key] = []  # the calls that lead to where we are
+
+    def name_of(key: Key, attributes: dict[str, AttributeProto]) -> str:
+        said = b"".join(attributes[n].SerializeToString() for n in sorted(attributes))
+        if (key, said) not in bound:
+            if key in reading:
+                raise ModelError(f"the local function {key[1]!r} of {key[0]!r} calls itself")
+            reading.append(key)
+            copy = FunctionProto()
+            copy.CopyFrom(functions[key])
+            _put_in(copy.node, attributes)
+            for field in ("attribute", "attribute_proto", "overload", "value_info"):
+                copy.ClearField(field)
+            copy.name = f"{copy.name}.{len(bound)}"
+            bound[key, said] = copy
+            call(copy.node)
+            reading.pop()
+        return bound[key, said].name
+
+    def call(nodes: Iterable[NodeProto]) -> None:
+        for node in all_nodes(nodes):
+            key = (node.domain, node.op_type, node.overload)
+            if key not in functions:
+                continue
+            stated = {a.name: a for a in functions[key].attribute_proto}
+            stated |= {a.name: a for a in node.attribute}
+            attributes = list(stated.values())
+            del node.attribute[:]
+            if key[:2] in RULES:
+                node.attribute.extend(attributes)
+            else:
+                node.op_type = name_of(key, stated)
+                node.overload = ""
+
+    call(model.graph.node)
+    kept = _reachable(functions, [key for key in functions if key[:2] in RULES])
+    ruled = [f for key, f in functions.items() if key in kept]
+    del model.functions[:]
+    model.functions.extend(bound.values())
+    return ruled
+
+
+def _key(function: FunctionProto) -> Key:
+    return function.domain, function.name, function.overload
+
+
+def _reachable(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]:
+    reached = list(dict.fromkeys(keys))
+    for key in reached:  # which grows
+        for node in all_nodes(functions[key].node):
+            called = (node.domain, node.op_type, node.overload)
+            if called in functions and called not in reached:
+                reached.append(called)
+    return set(reached)
+
+
+def _put_in(nodes: Iterable[NodeProto], attributes: dict[str, AttributeProto]) -> None:
+    """Replace references to attributes of a function by their values; drop those without one."""
+    for node in all_nodes(nodes):
+        if not any(a.ref_attr_name for a in node.attribute):
+            continue
+        resolved = []
+        for a in node.attribute:
+            value = attributes.get(a.ref_attr_name) if a.ref_attr_name else a
+            if value is not None:
+                resolved.append(AttributeProto())
+                resolved[-1].CopyFrom(value)
+                resolved[-1].name = a.name
+        del node.attribute[:]
+        node.attribute.extend(resolved)

@@ -1,0 +1,159 @@
+"""Attention as products of matrices, so that every variant has the gradient of these.
+
+https://onnx.ai/onnx/operators/onnx__Attention.html, Vaswani et al. 2017, arXiv:1706.03762. A row
+that attends to nothing is zero, and so is its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims, rank
+
+Length = int | ir.Value  # of an axis: a number, or a tensor [1] known when the graph runs
+_HEADS, _ROWS = 1, 2  # axes of (batch, heads, rows, size)
+
+
+@lowering("Attention")
+def attention(op: Emit, node: Any) -> list[ir.Value]:
+    """Y = softmax(s Q KT + bias) V, the bias -inf for keys that are out of sight."""
+    q, k, v, mask, past_key, past_value, lengths = (*node.inputs, *[None] * 7)[:7]
+    get = node.attributes
+    packed = rank(q) == 3 if rank(q) is not None else "q_num_heads" in get
+    q, k, v = (
+        heads_apart(op, x, get.get_int(f"{which}_num_heads")) if packed else x
+        for x, which in ((q, "q"), (k, "kv"), (v, "kv"))
+    )
+    if past_key is not None:
+        k, v = op.Concat(past_key, k, axis=_ROWS), op.Concat(past_value, v, axis=_ROWS)
+    visible = _visible(op, node, op.dim(q, _ROWS), op.dim(k, _ROWS), past_key, lengths)
+    bias = _bias(op, q, k, mask, visible)
+
+    transposed = op.Transpose(k, perm=[0, 1, 3, 2])
+    exposed = scores = grouped(op, q, k, lambda a: op.MatMul(a * _scale(op, node, q), transposed))
+    cap, mode = get.get_float("softcap", 0.0), get.get_int("qk_matmul_output_mode", 0)
+    if cap > 0:
+        scores = op.Tanh(scores / cap) * cap
+        exposed = scores if mode else exposed
+    if bias is not None:
+        scores = op.set_type_like(scores + bias, scores)
+        exposed = scores if mode == 2 else exposed
+    all_see = mask is None and lengths is None and get.get_int("left_window_size", -1) < 0
+    precision = get.get_int("softmax_precision", q.dtype)
+    weights = _softmax(op, scores, None if all_see else bias, precision)
+    exposed = weights if mode == 3 else exposed
+    if len(node.outputs) > 3:  # behind past keys, onnx infers 0 of them
+        node.outputs[3].shape = exposed.shape
+    y = grouped(op, weights, v, lambda a: op.MatMul(a, v))
+    return [heads_together(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
+
+
+def heads_apart(op: Emit, x: ir.Value, heads: int) -> ir.Value:
+    """(batch, rows, heads size) -> (batch, heads, rows, size)."""
+    return op.Transpose(op.Reshape(x, [0, 0, heads, -1]), perm=[0, 2, 1, 3])
+
+
+def heads_together(op: Emit, y: ir.Value) -> ir.Value:
+    """(batch, heads, rows, size) -> (batch, rows, heads size)."""
+    return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, -1])
+
+
+def grouped(op: Emit, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
+    """Return product(a), where several consecutive heads of `a` share one of `b`.
+
+    The rows of those heads are put one below the other, so that `b` is not repeated.
+    """
+    heads, shared = ((dims(v) or (None, None))[_HEADS] for v in (a, b))
+    if heads is not None and heads == shared:
+        return product(a)
+    y = product(op.Reshape(a, op.vector(0, op.dim(b, _HEADS), -1, 0)))
+    whole = op.Reshape(y, op.vector(0, op.dim(a, _HEADS), -1, 0))
+    if dims(a) is not None:
+        whole.shape = ir.Shape([*(dims(a) or ())[:3], (dims(y) or (None,))[-1]])
+    return whole
+
+
+def _scale(op: Emit, node: ir.Node, q: ir.Value) -> Any:
+    if "scale" in node.attributes:
+        return node.attributes.get_float("scale")
+    return scale_of(op, q)
+
+
+def scale_of(op: Emit, q: ir.Value) -> Any:
+    """Return one over the root of the size of a head."""
+    size = op.dim(q, 3)
+    if isinstance(size, int):
+        return size**-0.5
+    return op.Cast(op.Pow(op.Cast(size, to=ir.DataType.DOUBLE), -0.5), to=q.dtype)
+
+
+def _bias(
+    op: Emit, q: ir.Value, k: ir.Value, mask: ir.Value | None, visible: ir.Value | None
+) -> ir.Value | None:
+    """Return what is added to the scores, None for nothing: -inf where a key is out of sight."""
+    zero, minus_inf = op.const(0.0, q.dtype), op.const(-np.inf, q.dtype)
+    if mask is not None:
+        if mask.dtype == ir.DataType.BOOL:
+            mask = op.Where(mask, zero, minus_inf)
+        have, want = (dims(mask) or (None,))[-1], (dims(k) or (None,) * 4)[_ROWS]
+        if have is None or have != want:  # shorter masks hide the keys beyond
+            missing = op.dim(k, _ROWS) - op.dim(mask, -1)
+            mask = op.Pad(mask, op.vector(0, missing), minus_inf, [-1])
+    if visible is None:
+        return mask
+    return op.Where(visible, zero if mask is None else mask, minus_inf)
+
+
+def _visible(
+    op: Emit,
+    node: ir.Node,
+    rows: Length,
+    keys: Length,
+    past: ir.Value | None,
+    lengths: ir.Value | None,
+) -> ir.Value | None:
+    """Return which keys a row may see by their places: booleans (rows, keys), None for all.
+
+    Row i stands at p = i + offset, and sees key j if p - left <= j <= p + right.
+    """
+    left = node.attributes.get_int("left_window_size", -1)
+    right = node.attributes.get_int("right_window_size", -1)
+    if node.attributes.get_int("is_causal", 0):
+        right = 0
+    j, conditions = places(op, keys), []
+    place = op.Unsqueeze(places(op, rows), [1])
+    if past is not None:
+        place = place + op.const(op.dim(past, _ROWS), ir.DataType.INT64)
+    if lengths is not None:
+        lengths = op.Reshape(lengths, [-1, 1, 1, 1])
+        conditions.append(op.Less(j, lengths))
+        place = place + (lengths - op.const(rows, ir.DataType.INT64))
+    if right >= 0:
+        conditions.append(op.LessOrEqual(j, place + right))
+    if left >= 0:
+        conditions.append(op.GreaterOrEqual(j, place - left))
+    return reduce(op.And, conditions) if conditions else None
+
+
+def places(op: Emit, n: Length) -> ir.Value:
+    """Return 0, 1, ..., n - 1, int64."""
+    if isinstance(n, int):
+        return op.const(np.arange(n))
+    return op.Range(np.int64(0), op.Squeeze(n, [0]), np.int64(1))
+
+
+def _softmax(op: Emit, scores: ir.Value, bias: ir.Value | None, precision: int) -> ir.Value:
+    """Return softmax(scores) over the keys, zero for a row that sees none."""
+    if bias is None:
+        return op.Cast(op.Softmax(op.Cast(scores, to=precision), axis=-1), to=scores.dtype)
+    dark = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), -np.inf)
+    seen = op.Cast(op.set_type_like(op.Where(dark, 0.0, scores), scores), to=precision)
+    weights = op.Cast(op.Softmax(seen, axis=-1), to=scores.dtype)
+    return op.set_type_like(op.Where(dark, 0.0, weights), scores)

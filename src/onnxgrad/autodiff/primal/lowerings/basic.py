@@ -1,0 +1,63 @@
+"""What does nothing is dropped, and what would make a rule long is rewritten."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims, equal, rank
+
+
+@lowering("Identity")
+@lowering("Cast")
+@lowering("Reshape")
+@lowering("Dropout")
+def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
+    """A node that hands on its input is dropped, unless it makes an output of the graph."""
+    x, (y, *others) = node.inputs[0], node.outputs
+    training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    same = {
+        "Identity": True,
+        "Cast": x.dtype is not None and x.dtype == y.dtype,
+        "Reshape": equal(dims(x), dims(y)),
+        "Dropout": not others and (training is None or op.is_all(training, False)),
+    }[node.op_type]
+    return [x] if same and y not in op.graph.outputs else None
+
+
+@lowering("MatMul")
+def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """Rank one on either side becomes rank two, and the added axis is taken away again."""
+    a, b = node.inputs
+    if 1 not in (rank(a), rank(b)) or None in (rank(a), rank(b)):
+        return None
+    return [product(op, a, b)]
+
+
+def product(op: Emit, a: Any, b: Any) -> ir.Value:
+    """Return the product of matrices, either of which may have rank one."""
+    axes = [-2] * (rank(a) == 1) + [-1] * (rank(b) == 1)
+    y = op.MatMul(
+        op.Unsqueeze(a, [0]) if rank(a) == 1 else a, op.Unsqueeze(b, [1]) if rank(b) == 1 else b
+    )
+    return op.Squeeze(y, axes) if axes else y
+
+
+@lowering("Swish")
+def swish(op: Emit, node: Any) -> list[ir.Value]:
+    """y = x sigmoid(a x): onnxruntime 1.31 runs Swish at opset 24 only."""
+    x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.0)
+    return [x * op.Sigmoid(x if alpha == 1 else alpha * x)]
+
+
+@lowering("Mod")
+def mod(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = a - b floor(a / b) for floats without fmod: onnxruntime has no kernel."""
+    a, b = node.inputs
+    real = a.dtype is not None and a.dtype.is_floating_point()
+    if not real or node.attributes.get_int("fmod", 0):
+        return None
+    return [a - b * op.Floor(a / b)]

@@ -1,0 +1,168 @@
+"""Attention and MultiHeadAttention of onnxruntime, as products of matrices.
+
+Vaswani et al. 2017, arXiv:1706.03762. A mask adds `mask_filter_value` to the scores, and keys that
+come later are out of sight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.primal.lowerings.attention import Length, heads_apart, heads_together, places
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, wanted
+from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend
+from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims, equal, rank
+
+INT64 = ir.DataType.INT64
+_ROWS = 2  # axis of (batch, heads, rows, size)
+
+
+@lowering("Attention", DOMAIN)
+def attention(op: Emit, node: Any) -> list[ir.Value] | None:
+    """Y = softmax(s Q KT + bias) V, [Q, K, V] = x W + b."""
+    x, weights, b, mask, past, bias, used = (*node.inputs, *[None] * 5)[:7]
+    get = node.attributes
+    unknown = mask is not None and rank(mask) is None
+    if unknown or used is not None or get.get_int("do_rotary", 0):  # of buffers that are shared
+        return None
+    joined = op.MatMul(x, weights)
+    joined = joined if b is None else joined + b
+    sizes = get.get_ints("qkv_hidden_sizes", ())
+    how = {"axis": 2} if sizes else {"axis": 2, "num_outputs": 3}
+    operands = [joined, list(sizes)] if sizes else [joined]
+    heads = get.get_int("num_heads")
+    q, k, v = (
+        heads_apart(op, part, heads) for part in op.emit_many("Split", operands, how, outputs=3)
+    )
+    if past is not None:
+        pasts = op.emit_many("Split", [past], {"axis": 0, "num_outputs": 2}, outputs=2)
+        k, v = (
+            op.Concat(op.Squeeze(p, [0]), x, axis=_ROWS) for p, x in zip(pasts, (k, v), strict=True)
+        )
+    y, _ = _attend(op, node, q, k, v, mask, bias)
+    present = y
+    if wanted(node, 1):
+        present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
+    return [y, present][: len(node.outputs)]
+
+
+@lowering("MultiHeadAttention", DOMAIN)
+def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
+    """Y = softmax(s Q KT + bias) V."""
+    q, k, v, b, mask, bias, past_key, past_value, used, beams = (*node.inputs, *[None] * 9)[:10]
+    unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
+    if unknown or used is not None or beams is not None:  # of buffers that are shared
+        return None
+    q, k, v = _heads(op, q, k, v, b, node.attributes.get_int("num_heads"))
+    if past_key is not None:
+        k, v = op.Concat(past_key, k, axis=_ROWS), op.Concat(past_value, v, axis=_ROWS)
+    y, scores = _attend(op, node, q, k, v, mask, bias)
+    return [y, k, v, scores][: len(node.outputs)]
+
+
+def _heads(
+    op: Emit,
+    q: ir.Value,
+    k: ir.Value | None,
+    v: ir.Value | None,
+    bias: ir.Value | None,
+    heads: int,
+) -> list[ir.Value]:
+    """Return Q, K and V (batch, heads, rows, size), from any of the forms that they come in."""
+    if k is None or rank(k) == 5:  # (batch, rows, heads, 2 or 3 of them, size)
+        packed, n = (q, 3) if k is None else (k, 2)
+        if bias is not None and k is None:
+            packed = packed + op.Transpose(op.Reshape(bias, [3, heads, -1]), perm=[1, 0, 2])
+        parts = op.emit_many("Split", [packed], {"axis": 3, "num_outputs": n}, outputs=n)
+        found = [op.Transpose(op.Squeeze(part, [3]), perm=[0, 2, 1, 3]) for part in parts]
+        return found if k is None else [heads_apart(op, q, heads), *found]
+    assert v is not None
+    parts = [q, k, v]
+    there = rank(k) == 4  # K and V of another pass: only Q gets a bias
+    if bias is not None and there:
+        parts[0] = q + op.Slice(bias, [0], op.vector(op.dim(q, 2)), [0])
+    elif bias is not None:
+        sizes = op.vector(op.dim(q, 2), op.dim(q, 2), op.dim(v, 2))
+        biases = op.emit_many("Split", [bias, sizes], {"axis": 0}, outputs=3)
+        parts = [op.set_type_like(x + c, x) for x, c in zip(parts, biases, strict=True)]
+    apart = parts[:1] if there else parts
+    return [*(heads_apart(op, x, heads) for x in apart), *parts[len(apart) :]]
+
+
+def _attend(
+    op: Emit,
+    node: Any,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    mask: ir.Value | None,
+    bias: ir.Value | None,
+) -> tuple[ir.Value, ir.Value]:
+    """Return Y (batch, rows, heads size), and the scores with what was added to them."""
+    get, rows, keys = node.attributes, op.dim(q, _ROWS), op.dim(k, _ROWS)
+    visible = None
+    if get.get_int("unidirectional", 0) and rows != 1:
+        visible = _earlier(op, rows, keys)
+    if mask is not None:
+        kept = _kept(op, mask, q, keys)
+        zero = op.const(0.0, q.dtype)
+        added = max(get.get_float("mask_filter_value", -10000.0), _lowest(q))
+        hidden = op.Where(kept, zero, added)
+        bias = hidden if bias is None else bias + hidden
+    scale = get.get_float("scale", 0.0)
+    y, scores, _ = attend(op, q, k, v, scale=scale, bias=bias, visible=visible)
+    if visible is not None and wanted(node, 3):
+        scores = op.set_type_like(op.Where(visible, scores, _lowest(q)), scores)
+    return heads_together(op, y), scores
+
+
+def _lowest(x: ir.Value) -> float:
+    """Return the lowest number of the dtype of `x`: what onnxruntime gives as a hidden score."""
+    return -float((x.dtype or ir.DataType.FLOAT).max)
+
+
+def _earlier(op: Emit, rows: Length, keys: Length) -> ir.Value:
+    """Return which keys are at the place of a row or before it; a single row sees all."""
+    offset = keys - rows
+    place = op.Unsqueeze(places(op, rows), [1]) + op.const(offset, INT64)
+    earlier = op.LessOrEqual(places(op, keys), place)
+    return earlier if isinstance(rows, int) else op.Or(earlier, op.Equal(rows, np.int64(1)))
+
+
+def _kept(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
+    """Return which keys a mask keeps: booleans that broadcast to (batch, heads, rows, keys)."""
+    n = rank(mask)
+    if n == 1:
+        return _between(op, mask, q, keys)
+    if n == 4:  # of all rows that there may be
+        begin = keys - op.dim(q, _ROWS)
+        mask = op.Slice(mask, op.vector(begin, 0), op.vector(keys, keys), [2, 3])
+    elif n == 3:
+        mask = op.Unsqueeze(mask, [1])
+    else:
+        mask = op.Unsqueeze(mask, [1, 2])
+    return op.Greater(mask, op.const(0, mask.dtype))
+
+
+def _between(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
+    """Return which keys are before the ends in `mask` (batch), and from the starts after them on.
+
+    Without starts it holds the ends only, or other lengths than these two (3 batch + 2).
+    """
+    j, count, batch = places(op, keys), op.dim(mask, 0), op.dim(q, 0)
+    twice, alike = batch * 2, equal(dims(mask), (dims(q) or (None,))[:1])
+    mask = op.Cast(mask, to=INT64)
+    ends = mask if alike else op.Slice(mask, [0], op.vector(batch), [0])
+    kept = op.Less(j, op.Reshape(ends, [-1, 1, 1, 1]))
+    if alike or (isinstance(count, int) and isinstance(twice, int) and count != twice):
+        return kept
+    padded = op.Concat(mask, op.Expand(np.int64(0), op.vector(batch)), axis=0)
+    starts = op.Slice(padded, op.vector(batch), op.vector(twice), [0])
+    begun = op.GreaterOrEqual(j, op.Reshape(starts, [-1, 1, 1, 1]))
+    none = op.Not(op.Equal(op.const(count, INT64), op.const(twice, INT64)))
+    return op.And(kept, op.Or(begun, none))

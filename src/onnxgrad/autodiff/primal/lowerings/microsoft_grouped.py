@@ -1,0 +1,239 @@
+"""GroupQueryAttention, and the embedding of places by rotation.
+
+Ainslie et al. 2023, arXiv:2305.13245; Su et al. 2021, arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.primal.lowerings.attention import (
+    Length,
+    grouped,
+    heads_apart,
+    heads_together,
+    places,
+    scale_of,
+)
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, wanted
+from onnxgrad.autodiff.primal.lowerings.microsoft_norms import rms_normalized
+from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import rank
+
+INT64 = ir.DataType.INT64
+_ROWS = 2  # axis of (batch, heads, rows, size)
+_REFUSED = ("sliding_window_cache", "kv_cache_bit_width")  # unless they are zero
+
+
+# -- rotation ------------------------------------------------------------------------------------
+
+
+@lowering("RotaryEmbedding", DOMAIN)
+def rotary_embedding(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = R(p) x: the pairs of elements of each head, turned by the angles of their place p.
+
+    `scale` is not read by the kernels either, and `is_packed_batching` changes no number.
+    """
+    x, at, cos, sin = node.inputs
+    get = node.attributes
+    if rank(x) is None or rank(at) is None:
+        return None
+    rows_axis = 1 if rank(x) == 3 else _ROWS
+    if rank(at) == 1:  # the place of the first row
+        at = op.Unsqueeze(at + places(op, op.dim(x, rows_axis)), [0])
+    cos, sin = (op.Unsqueeze(op.Gather(c, at), [3 - rows_axis]) for c in (cos, sin))
+    if rank(x) == 4:
+        return [rotated(op, x, cos, sin, get.get_int("interleaved", 0))]
+    heads = get.get_int("num_heads", 0)
+    apart = [0, 0, heads, -1] if heads else op.vector(0, 0, -1, op.dim(cos, 3) * 2)
+    y = rotated(op, op.Reshape(x, apart), cos, sin, get.get_int("interleaved", 0))
+    return [op.reshape_like(y, x)]
+
+
+def rotated(op: Emit, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int) -> ir.Value:
+    """Return the last axis of `x` turned by the angles of which cosine and sine are given.
+
+    The pairs are the elements and those half an axis further, or if `interleaved` neighbours. What
+    is beyond twice the number of angles stays.
+    """
+    angles, size = op.dim(cos, 3), op.dim(x, 3)
+    turned, rest = x, None
+    if not (isinstance(size, int) and isinstance(angles, int) and size == 2 * angles):
+        sizes = op.vector(angles * 2, size - angles * 2)
+        turned, rest = op.emit_many("Split", [x, sizes], {"axis": -1}, outputs=2)
+    if interleaved:
+        turned = op.Reshape(turned, [0, 0, 0, -1, 2])
+        cos, sin = op.Unsqueeze(cos, [-1]), op.Unsqueeze(sin, [-1])
+    a, b = op.emit_many("Split", [turned], {"axis": -1, "num_outputs": 2}, outputs=2)
+    y = op.Concat(a * cos - b * sin, b * cos + a * sin, axis=-1)
+    if interleaved:
+        y = op.Reshape(y, [0, 0, 0, -1])
+    return op.set_type_like(y if rest is None else op.Concat(y, rest, axis=-1), x)
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+@lowering("GroupQueryAttention", DOMAIN)
+def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
+    """Y = softmax(s Q KT + bias) V, where several heads of Q share one of K and V.
+
+    A row sees itself and the keys before it, behind those that the past is said to hold. The rows
+    of padding, of which onnxruntime leaves open what they are, see the keys before them too.
+    """
+    get = node.attributes
+    inputs = (*node.inputs, *[None] * 16)[:16]
+    past_key, past_value, lengths, total, cos, sin, at, bias, sink = inputs[3:12]
+    if any(get.get_int(name, 0) for name in _REFUSED) or any(x is not None for x in inputs[12:14]):
+        return None
+    q, k, v = _heads(op, node, *inputs[:3])
+    if inputs[14] is not None:
+        epsilon = get.get_float("qk_norm_epsilon", 1e-6)
+        norms = zip((q, k), inputs[14:16], strict=True)
+        q, k = (rms_normalized(op, x, scale, epsilon)[0] for x, scale in norms)
+    rows = op.dim(q, _ROWS)
+    before = None if past_key is None else _past_rows(op, rows, lengths, total)
+    if get.get_int("do_rotary", 0):
+        at = _turned_places(op, rows, before, at)
+        cos, sin = (op.Unsqueeze(op.Gather(c, at), [1]) for c in (cos, sin))
+        interleaved = get.get_int("rotary_interleaved", 0)
+        q, k = (rotated(op, x, cos, sin, interleaved) for x in (q, k))
+    if before is not None:
+        source = _sources(op, rows, before, total, past_key)
+        k, v = (_behind(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
+    visible = _visible(op, node, rows, op.dim(k, _ROWS), before, lengths)
+
+    y, scores, weights = attend(
+        op,
+        q,
+        k,
+        v,
+        scale=get.get_float("scale", 0.0),
+        bias=bias,
+        visible=visible,
+        softcap=get.get_float("softcap", 0.0),
+        sink=op.Reshape(sink, [1, -1, 1, 1]) if sink is not None else None,
+        smooth=bool(get.get_int("smooth_softmax", 0)),
+    )
+    exposed = weights
+    if wanted(node, 3) and get.get_int("qk_output", 0) == 1:
+        exposed = scores if visible is None else op.Where(visible, scores, 0.0)
+    return [heads_together(op, y), k, v, exposed][: len(node.outputs)]
+
+
+def attend(
+    op: Emit,
+    q: ir.Value,
+    k: ir.Value,
+    v: ir.Value,
+    scale: float = 0.0,
+    bias: ir.Value | None = None,
+    visible: ir.Value | None = None,
+    softcap: float = 0.0,
+    sink: ir.Value | None = None,
+    smooth: bool = False,
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return softmax(scores) V, the scores and their softmax; `scale` 0 is that of the paper.
+
+    `sink`, or zero if `smooth`, is the score of one key more, of value zero.
+    """
+    factor = scale or scale_of(op, q)
+    transposed = op.Transpose(k, perm=[0, 1, 3, 2])
+    scores = grouped(op, q, k, lambda a: op.MatMul(a * factor, transposed))
+    if softcap > 0:
+        scores = op.Tanh(scores / softcap) * softcap
+    if bias is not None:
+        scores = op.set_type_like(scores + bias, scores)
+    seen = scores
+    if visible is not None:
+        seen = op.set_type_like(op.Where(visible, scores, -np.inf), scores)
+    if sink is None and smooth:
+        sink = op.Reshape(op.const(0.0, q.dtype), [1, 1, 1, 1])
+    if sink is None:
+        weights = op.Softmax(seen, axis=-1)
+    else:
+        sizes = [op.dim(scores, axis) for axis in range(3)]
+        more = op.Concat(seen, op.Expand(sink, op.vector(*sizes, 1)), axis=-1)
+        weights = op.set_type_like(op.Slice(op.Softmax(more, axis=-1), [0], [-1], [-1]), scores)
+    return grouped(op, weights, v, lambda a: op.MatMul(a, v)), scores, weights
+
+
+def _heads(
+    op: Emit, node: Any, q: ir.Value, k: ir.Value | None, v: ir.Value | None
+) -> list[ir.Value]:
+    """Return Q, K and V (batch, heads, rows, size), which may come as one."""
+    heads, shared = (node.attributes.get_int(name) for name in ("num_heads", "kv_num_heads"))
+    if k is not None and v is not None:
+        return [heads_apart(op, x, n) for x, n in ((q, heads), (k, shared), (v, shared))]
+    x = heads_apart(op, q, heads + 2 * shared)
+    return op.emit_many("Split", [x, [heads, shared, shared]], {"axis": 1}, outputs=3)
+
+
+def _past_rows(op: Emit, rows: Length, lengths: ir.Value, total: ir.Value) -> ir.Value:
+    """Return how many rows of the past count (batch, 1): none where all of `total` are new."""
+    rows = op.const(rows, INT64) if isinstance(rows, int) else rows
+    before = op.Cast(lengths, to=INT64) + 1 - rows
+    first = op.Equal(op.Reshape(op.Cast(total, to=INT64), [1]), rows)
+    return op.Reshape(op.Where(first, np.int64(0), before), [-1, 1])
+
+
+def _turned_places(
+    op: Emit, rows: Length, before: ir.Value | None, at: ir.Value | None
+) -> ir.Value:
+    """Return the places (batch, rows) that rotate Q and K."""
+    steps = op.Unsqueeze(places(op, rows), [0])
+    if at is None:
+        return steps if before is None else before + steps
+    first = op.Slice(op.Reshape(at, [1, -1]), [0], [1], [1]) + steps  # of it, one number is read
+    if before is None:
+        return first
+    return op.Where(op.Equal(op.ReduceMax(before, keepdims=1), np.int64(0)), first, at)
+
+
+def _sources(
+    op: Emit, rows: Length, before: ir.Value, total: ir.Value, past: ir.Value
+) -> tuple[ir.Value, ir.Value]:
+    """Return where each row of the present is in the past followed by the new rows, (batch, 1,
+    keys, 1), and whether it is anywhere: buffers may be longer than what they hold.
+    """
+    held = op.const(op.dim(past, _ROWS), INT64)
+    keys = op.Max(op.Reshape(op.Cast(total, to=INT64), [1]), op.Reshape(held, [1]))
+    t = op.Unsqueeze(places(op, keys), [0])
+    there = op.Less(t, before + op.const(rows, INT64))
+    source = op.Where(op.Less(t, before), t, t - before + held)
+    source = op.Where(there, source, np.int64(0))
+    return tuple(op.Reshape(x, [0, 1, -1, 1]) for x in (source, there))
+
+
+def _behind(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, there: ir.Value) -> ir.Value:
+    """Return the rows of `past` that count, followed by those of `x`, and by zeros."""
+    joined = op.Concat(past, x, axis=_ROWS)
+    heads = op.dim(x, 1)
+    indices = op.Expand(source, op.vector(1, heads, 1, 1))
+    return op.Where(there, op.GatherND(joined, indices, batch_dims=2), 0.0)
+
+
+def _visible(
+    op: Emit,
+    node: Any,
+    rows: Length,
+    keys: Length,
+    before: ir.Value | None,
+    lengths: ir.Value,
+) -> ir.Value:
+    """Return which keys a row sees: those up to its place, of them the last `local_window_size`,
+    or if not causal all that `lengths` count.
+    """
+    j = places(op, keys)
+    if not node.attributes.get_int("causal", 1):
+        return op.LessOrEqual(j, op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1]))
+    place = op.Unsqueeze(places(op, rows), [1])
+    if before is not None:
+        place = place + op.Reshape(before, [-1, 1, 1, 1])
+    visible = op.LessOrEqual(j, place)
+    window = node.attributes.get_int("local_window_size", -1)
+    return visible if window < 0 else op.And(visible, op.Greater(j, place - window))

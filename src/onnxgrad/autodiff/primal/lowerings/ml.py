@@ -1,0 +1,296 @@
+"""How operators of `ai.onnx.ml` are lowered, but for the support vector machines.
+
+The kernels of onnxruntime are the reference, where they leave the specification.
+"""
+
+from __future__ import annotations
+
+from math import isnan, pi, prod, sqrt
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.errors import NoGradientRule
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import Dim, Dims, dims, rank, static
+
+FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
+
+
+# -- linear models -------------------------------------------------------------------------------
+
+
+@lowering("LinearRegressor", "ai.onnx.ml")
+def linear_regressor(op: Emit, node: ir.Node) -> list[ir.Value]:
+    """y = post(x CT + b)."""
+    rows = node.attributes.get_int("targets", 1)
+    return [post_transform(op, node, _linear(op, node, rows), rows)]
+
+
+@lowering("LinearClassifier", "ai.onnx.ml")
+def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
+    """scores = post(x CT + b), label = class of the largest score.
+
+    With one row of coefficients and two classes, the score of the first class is the second's
+    complement. `multi_class` is not read: the scores are the same either way.
+    """
+    labels = class_labels(node)
+    intercepts = node.inputs[2] if len(node.inputs) > 2 else None
+    rows = prod(static(dims(intercepts)) or (len(labels),))
+    raw = _linear(op, node, rows)
+    if rows > 1:
+        winner = op.ArgMax(raw, axis=1, keepdims=0)
+    else:
+        winner = op.Cast(op.Squeeze(op.Greater(raw, 0.0), [1]), to=INT64)
+    if rows > 1 or len(labels) != 2:
+        return [label_of(op, node, winner), post_transform(op, node, raw, rows)]
+    return [label_of(op, node, winner), two_scores(op, node, raw, 1.0)]
+
+
+def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
+    x, coefficients, intercepts = (*node.inputs, None)[:3]
+    weights = op.Reshape(coefficients, [rows, -1])
+    y = op.MatMul(matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
+    return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # others are not read
+
+
+# -- what classifiers share ----------------------------------------------------------------------
+
+
+def refused(node: ir.Node, why: str) -> NoGradientRule:
+    """Return the error for what is not lowered."""
+    where = f"{node.op_type} (node {node.name!r}, output {node.outputs[-1].name!r})"
+    return NoGradientRule(f"{where}: {why}, or select outputs before this node")
+
+
+def matrix(op: Emit, x: Any, weights: Any, rows: int) -> ir.Value:
+    """Return `x` as float32 of rank two, each row as long as one of the `rows` of `weights`."""
+    x = op.Cast(x, to=FLOAT)
+    if rank(x) == 2:
+        return x
+    return op.Reshape(x, [-1, prod(static(dims(weights)) or ()) // rows])
+
+
+def class_labels(node: ir.Node) -> Any:
+    """Return the labels of a classifier, strings or ints."""
+    strings = node.attributes.get_strings("classlabels_strings", ())
+    return strings or node.attributes.get_ints("classlabels_ints", ())
+
+
+def label_of(op: Emit, node: ir.Node, winner: ir.Value) -> ir.Value:
+    """Return the labels of the classes numbered `winner`."""
+    labels = list(class_labels(node)) or [0, 1]
+    if isinstance(labels[0], int):
+        return op.Gather(op.const(labels), winner, axis=0)
+    table = op.Constant(value_strings=labels)
+    table.dtype = ir.DataType.STRING
+    return op.Gather(table, winner, axis=0)
+
+
+def post_transform(op: Emit, node: ir.Node, y: ir.Value, scores: int) -> ir.Value:
+    """Return the `scores` columns of `y` transformed; a single one as it is, but for PROBIT."""
+    post = node.attributes.get_string("post_transform", "NONE")
+    if post == "PROBIT":
+        return _probit(op, y)
+    if post == "NONE" or (scores == 1 and post in ("LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO")):
+        return y
+    if post == "LOGISTIC":
+        return op.Sigmoid(y)
+    if post == "SOFTMAX":
+        return op.Softmax(y, axis=-1)
+    if post == "SOFTMAX_ZERO":
+        return _softmax_zero(op, y)
+    raise refused(node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX")
+
+
+def two_scores(op: Emit, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
+    """Return the scores of two classes from that of the second: they add up to `whole`, or to 1."""
+    post = node.attributes.get_string("post_transform", "NONE")
+    if post == "PROBIT":
+        raise refused(node, "onnxruntime has no PROBIT of two classes from one score; use NONE")
+    if post == "LOGISTIC":
+        return op.Concat(op.Sigmoid(op.Neg(y)), op.Sigmoid(y), axis=1)
+    return op.Concat((whole if post == "NONE" else 1.0) - y, y, axis=1)
+
+
+def _softmax_zero(op: Emit, y: ir.Value) -> ir.Value:
+    """Return the softmax over the scores that are not zero; zeros stay (almost) as they are."""
+    used = op.Greater(op.Abs(y), 1e-7)
+    top = op.ReduceMax(y, [-1], keepdims=1)
+    powers = op.Where(used, op.Exp(y - top), 0.0)
+    # Where a score is zero, top is not negative: the bound keeps inf out of the other rows.
+    zeros = op.Where(used, 0.0, y) * op.Exp(op.Min(-top, 1.0))
+    return (powers + zeros) / op.ReduceSum(powers, [-1], keepdims=1)
+
+
+def _probit(op: Emit, y: ir.Value) -> ir.Value:
+    """Return sqrt(2) erfinv(2 y - 1), with the erfinv of Winitzki 2008 that onnxruntime has.
+
+    His formula ends in digits lost under the root at y = 1/2: near there its Taylor series
+    takes over, and all is in float64.
+    """
+    a = 0.147
+    z = 2.0 * op.Cast(y, to=DOUBLE) - 1.0
+    middle = op.Less(op.Abs(z), 4e-3)
+    beside = op.Where(middle, op.const(0.5, DOUBLE), z)
+    inner = op.Log((1.0 - beside) * (1.0 + beside))
+    v = 2 / (pi * a) + 0.5 * inner
+    size = op.Sqrt(op.Sqrt(v * v - inner / a) - v)
+    size = op.Where(op.Less(beside, 0.0), op.Neg(size), size)
+    series = sqrt(pi) / 2 * z * (1.0 + (1 / 4 + pi * a / 8 * (1 - pi / 4)) * (z * z))
+    return op.Cast(sqrt(2) * op.Where(middle, series, size), to=FLOAT)
+
+
+# -- what prepares the features ------------------------------------------------------------------
+
+
+@lowering("Scaler", "ai.onnx.ml")
+def scaler(op: Emit, node: Any) -> list[ir.Value]:
+    """y = (x - offset) scale, in float64 when x is."""
+    x, offset, scale = (*node.inputs, None, None)[:3]
+    dtype = DOUBLE if x.dtype == DOUBLE else FLOAT
+    y = op.Cast(x, to=dtype)
+    if offset is not None:
+        y = y - op.Cast(offset, to=dtype)
+    if scale is not None:
+        y = y * op.Cast(scale, to=dtype)
+    return [op.Cast(y, to=FLOAT)]
+
+
+@lowering("Normalizer", "ai.onnx.ml")
+def normalizer(op: Emit, node: ir.Node) -> list[ir.Value]:
+    """y = x / norm of the row: its largest element (MAX), sum of moduli (L1), Euclidean (L2).
+
+    A row of norm zero stays as it is.
+    """
+    x = op.Cast(node.inputs[0], to=FLOAT)
+    norm = node.attributes.get_string("norm", "MAX")
+    reduce = {"MAX": op.ReduceMax, "L1": op.ReduceL1, "L2": op.ReduceL2}[norm]
+    size = reduce(x, [-1], keepdims=1)
+    return [x / op.Where(op.Equal(size, 0.0), 1.0, size)]
+
+
+@lowering("Imputer", "ai.onnx.ml")
+def imputer(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = v where x is the replaced value, else x; v one value, or one for each feature.
+
+    A number of values that is not that of the features: the first one is for all.
+    """
+    x, values = (*node.inputs, None)[:2]
+    if values is None:  # integers: no gradient
+        _state(node, (x.dtype, dims(x)))
+        return None
+    dtype = x.dtype or FLOAT
+    values = op.Cast(values, to=dtype)
+    [n] = static(dims(values)) or (1,)
+    shape = dims(x)
+    features = shape[min(len(shape), 2) - 1] if shape else None
+    if n == 1 or (isinstance(features, int) and features != n):
+        return [_imputed(op, node, x, op.Slice(values, [0], [1]))]
+    if features == n and len(shape or ()) <= 2:
+        return [_imputed(op, node, x, values)]
+    found = op.Gather(op.Shape(x, end=2), [-1], axis=0)
+    values = op.Slice(values, [0], op.Where(op.Equal(found, [n]), op.const([n]), [1]))
+    table = op.Reshape(x, op.Concat([-1], op.Shape(values), axis=0))
+    return [op.Reshape(_imputed(op, node, table, values), op.Shape(x), allowzero=1)]
+
+
+def _imputed(op: Emit, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value:
+    replaced = node.attributes.get_float("replaced_value_float", 0.0)
+    return op.Where(op.IsNaN(x) if isnan(replaced) else op.Equal(x, replaced), values, x)
+
+
+@lowering("FeatureVectorizer", "ai.onnx.ml")
+def feature_vectorizer(op: Emit, node: ir.Node) -> list[ir.Value]:
+    """y = [a, b, ...], each cut, or filled up with zeros, to as many columns as stated."""
+    wanted = node.attributes.get_ints("inputdimensions", ())
+    if len(wanted) != len(node.inputs):
+        raise refused(node, "inputdimensions must state a number for each input")
+    parts = [_columns(op, x, n) for x, n in zip(node.inputs, wanted, strict=True)]
+    return [op.Concat(*parts, axis=1)]
+
+
+def _columns(op: Emit, x: Any, n: int) -> ir.Value:
+    """Return `x`, a vector being one row, as a matrix of `n` columns."""
+    x = op.Cast(x, to=FLOAT)
+    if (rank(x) or 0) < 2:
+        x = op.Expand(x, [1, 1])
+    if rank(x) != 2:
+        x = op.Flatten(x, axis=1)
+    have = (dims(x) or (None, None))[1]
+    if have == n:
+        return x
+    if not isinstance(have, int) or have < n:
+        x = op.Pad(x, [0, 0, 0, n if not isinstance(have, int) else n - have])
+    return x if isinstance(have, int) and have < n else op.Slice(x, [0], [n], [1])
+
+
+@lowering("ArrayFeatureExtractor", "ai.onnx.ml")
+def array_feature_extractor(op: Emit, node: Any) -> list[ir.Value]:
+    """y = x[..., i], i taken as a vector; of a vector x, one row."""
+    x, i = node.inputs
+    y = op.Gather(x, op.Reshape(i, [-1]), axis=-1)
+    return [y if (rank(x) or 0) > 1 else op.Expand(y, [1, 1])]
+
+
+# -- what has no gradient, but outputs of types that the inference does not know -----------------
+
+
+def _state(node: ir.Node, *known: tuple[ir.DataType | None, Dims | None]) -> None:
+    """Note what is known of the type and shape of each output of `node`, which stays."""
+    for y, (dtype, shape) in zip(node.outputs, known, strict=False):
+        if y.dtype is None and dtype is not None:
+            y.dtype = dtype
+        if y.shape is None and shape is not None:
+            y.shape = ir.Shape(shape)
+
+
+def _rows(x: Any) -> Dim:
+    return 1 if rank(x) == 1 else (dims(x) or (None,))[0]
+
+
+@lowering("TreeEnsemble", "ai.onnx.ml")
+@lowering("TreeEnsembleRegressor", "ai.onnx.ml")
+def tree_ensemble(op: Emit, node: Any) -> None:
+    """One column for each target, of the type of x since version 5."""
+    [x] = node.inputs
+    targets = node.attributes.get_int("n_targets", 0) or None
+    dtype = x.dtype if node.op_type == "TreeEnsemble" else FLOAT
+    _state(node, (dtype, (_rows(x), targets)))
+
+
+@lowering("TreeEnsembleClassifier", "ai.onnx.ml")
+def tree_ensemble_classifier(op: Emit, node: Any) -> None:
+    """A label, and one column for each class."""
+    strings = node.attributes.get_strings("classlabels_strings", ())
+    classes = len(strings or node.attributes.get_ints("classlabels_int64s", ()))
+    rows = _rows(node.inputs[0])
+    label = ir.DataType.STRING if strings else INT64
+    _state(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
+
+
+@lowering("OneHotEncoder", "ai.onnx.ml")
+def one_hot_encoder(op: Emit, node: Any) -> None:
+    """One further axis, of a column for each category."""
+    [x] = node.inputs
+    ints = node.attributes.get_ints("cats_int64s", ())
+    count = len(ints or node.attributes.get_strings("cats_strings", ()))
+    shape = dims(x)
+    _state(node, (FLOAT, None if shape is None else (*shape, count)))
+
+
+@lowering("Binarizer", "ai.onnx.ml")
+@lowering("CategoryMapper", "ai.onnx.ml")
+@lowering("LabelEncoder", "ai.onnx.ml")
+def elementwise(op: Emit, node: Any) -> None:
+    """The shape of x; the type is that of the values, in their absence that which x has not."""
+    [x] = node.inputs
+    kinds = {"floats": FLOAT, "int64s": INT64, "strings": ir.DataType.STRING}
+    dtype: ir.DataType | None = INT64 if x.dtype == kinds["strings"] else kinds["strings"]
+    for name, kind in kinds.items():
+        if f"values_{name}" in node.attributes:
+            dtype = kind
+    if "values_tensor" in node.attributes:
+        dtype = node.attributes["values_tensor"].as_tensor().dtype
+    _state(node, (x.dtype if node.op_type == "Binarizer" else dtype, dims(x)))

@@ -1,0 +1,184 @@
+"""How the support vector machines of `ai.onnx.ml` are lowered: kernels, votes, probabilities.
+
+The kernels of onnxruntime are the reference, where they leave the specification.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.primal.lowerings.ml import (
+    DOUBLE,
+    FLOAT,
+    class_labels,
+    label_of,
+    matrix,
+    post_transform,
+    refused,
+    two_scores,
+)
+from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims
+
+
+@lowering("SVMRegressor", "ai.onnx.ml")
+def svm_regressor(op: Emit, node: Any) -> list[ir.Value]:
+    """y = k(x, s) a + rho, or without support vectors x a + rho; +-1, its sign, for one class.
+
+    `post_transform` is not read: there is one score.
+    """
+    x, coefficients, rho, vectors, *_ = _operands(node)
+    count = node.attributes.get_int("n_supports", 0)
+    if count > 0:
+        features = _kernel(op, node, matrix(op, x, vectors, count), vectors, count)
+        coefficients = _first(op, coefficients, count)
+    else:
+        features = matrix(op, x, coefficients, 1)
+    y = op.MatMul(features, op.Reshape(coefficients, [-1, 1])) + _first(op, rho, 1)
+    if node.attributes.get_int("one_class", 0):
+        y = op.Where(op.Greater(y, 0.0), op.const(1.0, FLOAT), -1.0)
+    return [y]
+
+
+def _operands(node: ir.Node) -> Any:
+    operands = (*node.inputs, *[None] * 5)[:6]
+    if None in operands[:3]:
+        raise refused(node, "it has no coefficients or no rho; state them")
+    return operands
+
+
+def _first(op: Emit, values: ir.Value, n: int) -> ir.Value:
+    """Return the first `n` of `values`: there may be more, which are not read."""
+    return values if dims(values) == (n,) else op.Slice(values, [0], [n])
+
+
+def _kernel(op: Emit, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int) -> ir.Value:
+    """Return k(x, s): x sT, or (c x sT + d)^e, or tanh(c x sT + d), or e^(-c |x - s|^2).
+
+    That squared distance is worked out as |x|^2 - 2 x sT + |s|^2, in float64: that takes no memory
+    for all differences, and loses no digits to speak of.
+    """
+    kind = node.attributes.get_string("kernel_type", "LINEAR")
+    gamma, coef0, degree = node.attributes.get_floats("kernel_params", ()) or (0.0, 0.0, 0.0)
+    rbf = kind == "RBF"
+    x, s = (op.Cast(v, to=DOUBLE if rbf else FLOAT) for v in (x, vectors))
+    s = op.Reshape(s, [count, -1])
+    products = op.Gemm(x, s, transB=1)
+    if rbf:
+        norm = op.ReduceSumSquare(x, [1], keepdims=1) + op.ReduceSumSquare(s, [1], keepdims=0)
+        return op.Exp(op.Cast(-gamma * (norm - 2.0 * products), to=FLOAT))
+    if kind == "LINEAR":
+        return products
+    inner = gamma * products + coef0
+    if kind == "POLY":
+        if degree in (2, 3):
+            return inner * inner if degree == 2 else inner * inner * inner
+        return op.Pow(inner, degree)
+    return op.Tanh(inner)
+
+
+@lowering("SVMClassifier", "ai.onnx.ml")
+def svm_classifier(op: Emit, node: Any) -> list[ir.Value]:
+    """scores = post(x CT + rho) without support vectors, else of every pair of classes, or coupled.
+
+    The label is the class of the largest score, or that wins most pairs.
+    """
+    x, coefficients, rho, vectors, prob_a, prob_b = _operands(node)
+    classes = len(class_labels(node))
+    sizes = node.attributes.get_ints("vectors_per_class", ())
+    if sum(sizes) == 0:
+        weights = op.Transpose(op.Reshape(coefficients, [classes, -1]), perm=[1, 0])
+        raw = op.MatMul(matrix(op, x, coefficients, classes), weights) + _first(op, rho, 1)
+        winner = _largest(op, raw, coefficients, classes, prob_a is not None)
+        return [label_of(op, node, winner), post_transform(op, node, raw, classes)]
+    if classes < 2:
+        raise refused(node, "one class has no scores; use a regressor with one_class")
+    x = matrix(op, x, vectors, sum(sizes))
+    k = _kernel(op, node, x, vectors, sum(sizes))
+    pairs = list(combinations(range(classes), 2))
+    raw = _pairwise(op, k, coefficients, rho, sizes, pairs)
+    label = label_of(op, node, _most_votes(op, raw, pairs, classes))
+    if prob_a is not None:
+        a, b = _first(op, prob_a, len(pairs)), _first(op, prob_b, len(pairs))
+        scores = _coupled(op, op.Sigmoid(op.Neg(raw * a + b)), pairs, classes)  # Platt 1999
+        return [label, post_transform(op, node, scores, classes)]
+    if classes > 2:
+        return [label, post_transform(op, node, raw, len(pairs))]
+    return [label, two_scores(op, node, raw, 0.0)]
+
+
+def _largest(op: Emit, raw: ir.Value, coefficients: Any, classes: int, proba: bool) -> ir.Value:
+    """Return the class of the largest score; of two, the second already above a threshold."""
+    winner = op.ArgMax(raw, axis=1, keepdims=0)
+    if classes != 2 or proba:
+        return winner
+    positive = op.GreaterOrEqual(op.ReduceMin(coefficients, keepdims=0), 0.0)
+    top = op.ReduceMax(raw, [1], keepdims=0)
+    above = op.And(op.Greater(top, 0.0), op.Not(positive))
+    second = op.Or(above, op.GreaterOrEqual(top, 0.5))
+    return op.Where(second, np.int64(1), winner)
+
+
+def _pairwise(op: Emit, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: list) -> ir.Value:
+    """Return a score for each pair i < j: from the vectors of class i, and from those of j.
+
+    The vectors of class i have a coefficient against every other class, in their order. As in
+    onnxruntime, sums are in float64.
+    """
+    others = len(sizes) - 1
+    k, table = (op.Cast(v, to=DOUBLE) for v in (k, coefficients))
+    table = op.Slice(table, [0], [others * sum(sizes)])
+    table = op.Transpose(op.Reshape(table, [others, sum(sizes)]), perm=[1, 0])
+    parts = op.emit_many("Split", [k, list(sizes)], {"axis": 1}, outputs=len(sizes))
+    tables = op.emit_many("Split", [table, list(sizes)], {"axis": 0}, outputs=len(sizes))
+    scores = op.Concat(*map(op.MatMul, parts, tables), axis=1)
+    of_first = op.Gather(scores, [i * others + j - 1 for i, j in pairs], axis=1)
+    of_second = op.Gather(scores, [j * others + i for i, j in pairs], axis=1)
+    rho = op.Cast(_first(op, rho, len(pairs)), to=DOUBLE)
+    return op.Cast(of_first + of_second + rho, to=FLOAT)
+
+
+def _most_votes(op: Emit, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
+    """Return the first class with most votes: of a pair, i if the score is above 0, else j."""
+    first, second = (
+        np.eye(classes, dtype=np.float32)[list(side)] for side in zip(*pairs, strict=True)
+    )
+    votes = op.MatMul(op.Cast(op.Greater(raw, 0.0), to=FLOAT), first - second) + second.sum(0)
+    return op.ArgMax(votes, axis=1, keepdims=0)
+
+
+def _coupled(op: Emit, r: ir.Value, pairs: list, classes: int) -> ir.Value:
+    """Return the probabilities p of the classes, r those of i in the pairs i < j.
+
+    Wu, Lin & Weng 2004, section 2.3: p minimizes sum (r_ji p_i - r_ij p_j)^2 = 2 pT Q p with
+    sum(p) = 1, so (Q + 1) p is the same for all classes. onnxruntime, as libsvm, iterates towards
+    this p and stops within 0.005 of it; here it is exact, and its gradient that of the solution.
+    """
+    r = op.Clip(r, 1e-7, 1 - 1e-7)
+    if classes == 2:
+        return op.Concat(r, 1.0 - r, axis=1)
+    place = {pair: n for n, pair in enumerate(pairs)} | {
+        (j, i): n + len(pairs) for n, (i, j) in enumerate(pairs)
+    }
+    columns = [place.get((i, j), 0) for i in range(classes) for j in range(classes)]
+    one = np.eye(classes, dtype=np.float32)
+    r = op.Gather(op.Concat(r, 1.0 - r, axis=1), columns, axis=1)
+    r = op.Reshape(r, [-1, classes, classes]) * (1 - one)
+    q = op.ReduceSum(r * r, [1], keepdims=1) * one - r * op.Transpose(r, perm=[0, 2, 1])
+    p = _solved(op, q + 1.0, classes)
+    return p / op.ReduceSum(p, [1], keepdims=1)
+
+
+def _solved(op: Emit, a: ir.Value, n: int) -> ir.Value:
+    """Return y with a y = 1, for positive definite a: Gauss and Jordan need no pivoting then."""
+    a = op.Pad(a, [0, 0, 0, 0, 0, 1], 1.0)
+    for i, one in enumerate(np.eye(n, dtype=np.float32)[..., None]):
+        column, rest = op.Slice(a, [0], [1], [2]), op.Slice(a, [1], [n + 1], [2])
+        pivot, row = (op.Slice(v, [i], [i + 1], [1]) for v in (column, rest))
+        a = rest - (column - one) * (row / pivot)
+    return op.Squeeze(a, [2])

@@ -1,0 +1,196 @@
+"""Columns of tables: their names, which a trained model keeps, and their values as one array.
+
+A table is what has names of columns: a DataFrame of pandas or polars, a table of pyarrow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.data.arrays import DataError, to_numbers
+
+COLUMNS = "onnxgrad.columns"  # metadata: {input: names of its columns}, as JSON
+
+TARGET = "onnxgrad.target"  # metadata: names of the columns of the label, as JSON
+
+# what pandas calls the index, where it writes that as a column
+_INDEX_NAMES = ("", "Unnamed: 0", "__index_level_0__")
+
+
+class Part:
+    """Some columns of a table, itself a table."""
+
+    def __init__(self, table: Any, names: Sequence[str]) -> None:
+        self.table, self.columns = table, list(names)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.table[name]
+
+
+def is_table(X: Any) -> bool:
+    """Tell whether `X` has columns, under names or numbers."""
+    return _labels(X) is not None
+
+
+def column_names(X: Any) -> list[str] | None:
+    """Return the names of the columns of a table; None where they are not all text."""
+    labels = _labels(X)
+    return labels if labels and all(isinstance(n, str) for n in labels) else None
+
+
+def target_names(y: Any) -> list[str] | None:
+    """Return the names of the columns of labels: of a table, or the name of a series."""
+    name = getattr(y, "name", None)
+    return [name] if isinstance(name, str) and name else column_names(y)
+
+
+def _labels(X: Any) -> list[Any] | None:
+    if isinstance(X, Mapping):
+        return None
+    labels = getattr(X, "column_names", None)  # of pyarrow, whose `columns` are the values
+    labels = getattr(X, "columns", None) if labels is None else labels
+    return None if labels is None or callable(labels) else list(labels)
+
+
+def stacked(name: str, table: Any) -> np.ndarray:
+    """Return the columns of `table` side by side, (rows, ...); lists in a column count one each.
+
+    Raises:
+        ValueError: columns of one name, or that hold something else than numbers.
+    """
+    labels = _labels(table) or []
+    if column_names(table):
+        check_names(labels)
+    if hasattr(table, "__array__"):
+        array = np.asarray(table)
+        if array.dtype != object or not any(map(_is_list, array[:1].ravel().tolist())):
+            return to_numbers(name, array)
+    parts = [to_numbers(f"{name}, column {label}", table[label]) for label in labels]
+    counts = {label: len(part) for label, part in zip(labels, parts, strict=True)}
+    if len(set(counts.values())) > 1:
+        raise DataError(f"{name!r}: the columns differ in their number of rows: {counts}")
+    return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple, np.ndarray))
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise if columns have one name, or are the index of a table, which pandas writes too."""
+    if double := next((n for n in names if names.count(n) > 1), None):
+        raise DataError(f"two columns are called {double!r}: rename one")
+    if index := [n for n in names if n in _INDEX_NAMES]:
+        raise DataError(
+            f"column {names.index(index[0]) + 1} is called {index[0]!r}, as an index is that was "
+            "written with the data: leave it out (pandas: index=False), or name it if it is a "
+            "feature"
+        )
+
+
+def same_columns(
+    names: Sequence[str], fitted: Sequence[str], what: str, when: str = "fit", first: int = 0
+) -> None:
+    """Raise if the columns of a table are others than those in training, or in another order.
+
+    Args:
+        names: of the data.
+        fitted: the names in training.
+        what: takes them, in the message.
+        when: what training is called there.
+        first: number of the first column there.
+    """
+    if list(names) == list(fitted):
+        return
+    missing = [n for n in fitted if n not in names]
+    extra = [n for n in names if n not in fitted]
+    if missing or extra:
+        parts = [f"no column {_listed(missing)}"] * bool(missing)
+        parts += [f"column {_listed(extra)} that was not in {when}"] * bool(extra)
+        raise DataError(
+            f"{what} takes the columns {_listed(fitted)}; the data has {' and '.join(parts)}: "
+            "give the same columns, in the same order"
+        )
+    pairs = enumerate(zip_longest(names, fitted), first)
+    number, (new, old) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+    raise DataError(
+        f"{what}: column {number} is {new!r}, and was {old!r} in {when}: reorder the columns "
+        f"{_listed(names)} as {_listed(fitted)}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(map(repr, names[:8])) + more
+
+
+@dataclass
+class Names:
+    """The names of the columns that each input is fed, in their order, and of those of the label.
+
+    Nothing where they are unknown.
+    """
+
+    columns: dict[str, list[str]] = field(default_factory=dict)
+    target: list[str] = field(default_factory=list)
+
+    def check(self, name: str, names: Sequence[str]) -> None:
+        """Raise if an input is fed other columns than before; keep their names if they are new."""
+        same_columns(names, self.columns.setdefault(name, list(names)), repr(name))
+
+    def check_target(self, names: Sequence[str]) -> None:
+        """Raise if the columns of the label come in another order; a new label may be learned."""
+        if sorted(names) == sorted(self.target):
+            same_columns(names, self.target, "the label")
+        self.target = list(names)
+
+    def copy(self) -> Names:
+        """Return these names, to be added to."""
+        return Names(dict(self.columns), self.target)
+
+    def keep(self, proto: ModelProto) -> None:
+        """Write the names into the metadata of `proto`, in place.
+
+        Left out are inputs that `proto` lacks, and single columns that have the input's name.
+        """
+        inputs = {x.name for x in proto.graph.input}
+        kept = {n: list(c) for n, c in self.columns.items() if n in inputs and list(c) != [n]}
+        for key, value in ((COLUMNS, kept), (TARGET, self.target)):
+            if value:
+                entry = next((e for e in proto.metadata_props if e.key == key), None)
+                entry = proto.metadata_props.add(key=key) if entry is None else entry
+                entry.value = json.dumps(value)
+
+
+def read_names(proto: ModelProto) -> Names:
+    """Return the names of the columns that `proto` was trained on.
+
+    Raises:
+        ValueError: its metadata cannot be read.
+    """
+    entries = {e.key: e.value for e in proto.metadata_props}
+    try:
+        columns, target = (
+            json.loads(entries.get(COLUMNS, "{}")),
+            json.loads(entries.get(TARGET, "[]")),
+        )
+        fits = isinstance(columns, dict) and all(map(_is_names, (*columns.values(), target)))
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"the model's metadata {COLUMNS!r} must be JSON as {{input: [names]}}, and {TARGET!r} "
+            "as [names]: correct them, or remove them from the model"
+        )
+    return Names(columns, target)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(n, str) for n in value)

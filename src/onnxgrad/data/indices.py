@@ -1,0 +1,267 @@
+"""Inputs whose values are indices into a table of known length, and the values that it lacks.
+
+onnxruntime stops at such a value without naming the row; on some devices it reads elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.graph.shapes import constant, dims, static
+from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.runtime.device import CPU
+
+# operators of which every element of the operand is one of the result
+_PASS = frozenset("Cast Concat Expand Flatten Identity Reshape Squeeze Tile Transpose Unsqueeze"
+                  .split())  # fmt: skip
+# operators of which every element of the result is one of the first operand
+_SELECT = frozenset("Compress Gather GatherElements GatherND Slice Split".split())
+# operators that lengths and positions are computed with
+_COUNT = frozenset("Add ConstantOfShape Div Max Min Mul Range Shape Size Sub Where".split())
+
+_NUMBERS = frozenset(
+    ir.DataType[name]
+    for name in "BOOL INT8 INT16 INT32 INT64 UINT8 UINT16 UINT32 UINT64 FLOAT DOUBLE".split()
+)
+_EXACT = (ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_CLASS_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
+_LARGE = 100_000  # elements: what holds more is no position
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that an input holds indices into.
+
+    - `name`: of the table; `lengths`: of its axes, one for each number of an index.
+    - `negative`: whether -1 is the last entry; `ignored`: an index that stands for none.
+    - `selection`: the model of what is read of the input, where that is not all.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    negative: bool = True
+    ignored: int | None = None
+    selection: Selection | None = None
+
+    def __str__(self) -> str:
+        n = self.lengths[0]
+        first = -n if self.negative else 0
+        ends = f"from {first} to {n - 1}"
+        if len(self.lengths) > 1:
+            ends = f"inside of its shape {list(self.lengths)}"
+        return f"indices into {self.name!r}, of length {n}, {ends}"
+
+    def outside(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return where `array`, one of the `arrays` that are fed, holds another index."""
+        array = np.trunc(array) if array.dtype.kind == "f" else array  # as the Cast behind it does
+        if self.selection is None:
+            return self._outside(array, self.lengths[0])
+        wrong = np.zeros(array.size, bool)
+        positions = self.selection.positions(array, arrays)
+        if positions is None:  # onnxruntime says then what does not fit
+            return wrong.reshape(array.shape)
+        flat, several = array.reshape(-1), len(self.lengths) > 1
+        for i, length in enumerate(self.lengths):
+            read = positions[..., i] if several else positions
+            wrong[read[self._outside(flat[read], length)]] = True
+        return wrong.reshape(array.shape)
+
+    def _outside(self, values: np.ndarray, length: int) -> np.ndarray:
+        wrong = (values < (-length if self.negative else 0)) | (values >= length)
+        return wrong if self.ignored is None else wrong & (values != self.ignored)
+
+
+class Selection:
+    """The part of a graph from an input to indices that are some of its elements.
+
+    It runs on as many `rows` at a time as the input has, if their number is fixed.
+    """
+
+    def __init__(self, proto: ModelProto, source: str, rows: int | None) -> None:
+        self.proto, self.source, self.rows = proto, source, rows
+
+    @cached_property
+    def _session(self) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4
+        return ort.InferenceSession(
+            self.proto.SerializeToString(), options, providers=CPU.providers
+        )
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "_session"}
+
+    def positions(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
+        """Return the flat positions in `array` of the indices; None where that cannot be told."""
+        fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
+        size = self.rows or len(array)
+        try:
+            names = [x.name for x in self._session.get_inputs()]
+            pieces = [
+                self._session.run(None, {n: fed[n][start : start + size] for n in names})[0]
+                for start in range(0, len(array), size)
+            ]
+            return np.concatenate(pieces)
+        except Exception:  # of several types: onnxruntime then says itself what does not fit
+            return None
+
+
+def tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> dict[str, tuple[Table, ...]]:
+    """Return, by the name of an input, the tables of known length that it holds indices into.
+
+    An index that is computed is left to onnxruntime: so may be one that no row of data holds.
+    """
+    by_input = {str(x.name): tuple(_tables(graph, x)) for x in inputs if x.dtype in _NUMBERS}
+    return {name: each for name, each in by_input.items() if each}
+
+
+def _tables(graph: ir.Graph, x: ir.Value) -> Iterator[Table]:
+    yielded: list[Table] = []
+    for index, node, operand, whole in _uses(x):
+        table = _table(node, operand)
+        if table is None or (whole and table in yielded):
+            continue
+        if not whole or len(table.lengths) > 1:
+            selection = _selection(graph, x, index)
+            if selection is None:
+                continue
+            table = replace(table, selection=selection)
+        yielded.append(table)
+        yield table
+
+
+def _uses(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
+    """Yield who reads elements of `x`: as which value, node, operand, and whether all of them."""
+    reached: dict[ir.Value, bool] = {x: True}
+    waiting = [x]
+    for v in waiting:  # which grows
+        for node, operand in v.uses():
+            yield v, node, operand, reached[v]
+            for y, whole in _onward(node, operand):
+                if y not in reached:
+                    reached[y] = reached[v] and whole
+                    waiting.append(y)
+
+
+def _onward(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
+    """Yield the values that hold elements of an operand of `node`, and whether they hold all."""
+    if node.domain:
+        return
+    if node.op_type in _PASS | _SELECT and (operand == 0 or node.op_type == "Concat"):
+        if node.op_type != "Cast" or node.outputs[0].dtype in _EXACT:
+            yield from ((y, node.op_type in _PASS) for y in node.outputs)
+    elif node.op_type in ("Loop", "Scan"):
+        for body in subgraphs(node):
+            if operand < len(body.inputs) and (node.op_type == "Scan" or operand > 1):
+                yield body.inputs[operand], True
+
+
+def _table(node: ir.Node, operand: int) -> Table | None:
+    """Return the table of which the operand of `node` holds indices, if there is one."""
+    kind, size = node.op_type, node.attributes.get_int
+    if node.domain or not node.inputs:
+        return None
+    if kind == "OneHot" and operand == 0:
+        depth = constant(node.inputs[1])
+        name = f"the depth of {node.op_type} {node.name or node.outputs[0].name}"
+        return None if depth is None else Table(name, (int(depth.item()),))
+    data, shape = node.inputs[0], dims(node.inputs[0])
+    if operand != 1 or data is None or not shape:
+        return None
+    if kind in ("Gather", "GatherElements", "ScatterElements"):
+        lengths = shape[size("axis", 0) % len(shape) :][:1]
+    elif kind in ("GatherND", "ScatterND"):
+        count = (dims(node.inputs[1]) or (None,))[-1]
+        first = size("batch_dims", 0)
+        lengths = shape[first : first + count] if isinstance(count, int) else ()
+    elif kind in _CLASS_LOSSES:
+        lengths = shape[1:2]
+    else:
+        return None
+    fixed = static(lengths)
+    if not fixed:
+        return None
+    if kind in _CLASS_LOSSES:
+        ignored = node.attributes.get("ignore_index")
+        return Table(_name(data), fixed, False, None if ignored is None else ignored.as_int())
+    return Table(_name(data), fixed)
+
+
+def _name(data: ir.Value) -> str:
+    """Return the name of a table, that of the weight if it is one."""
+    v = data
+    while (node := v.producer()) is not None and node.op_type in ("Cast", "Identity", "Transpose"):
+        if node.inputs[0] is None:
+            break
+        v = node.inputs[0]
+    return str((v if v.producer() is None else data).name)
+
+
+def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | None:
+    """Return the part of `graph` from `x` to `index`; None where it computes with values of `x`."""
+    path: list[ir.Node] = []
+    held, v = {x, index}, index
+    while v is not x:
+        node = v.producer()
+        if node is None or node.graph is not graph or node.op_type == "Concat":
+            return None
+        path.append(node)
+        assert node.inputs[0] is not None
+        held.add(v := node.inputs[0])
+    nodes, values = set(path), {x}
+    waiting = [v for node in path for v in node.inputs[1:] if v is not None]
+    while waiting:
+        v = waiting.pop()
+        node = v.producer()
+        if v in held or (v.const_value is not None and v.const_value.size > _LARGE):
+            return None
+        if node is None:
+            values.add(v)
+        elif node not in nodes:
+            if node.domain or node.op_type not in _PASS | _SELECT | _COUNT:
+                return None
+            nodes.add(node)
+            shape = node.op_type in ("Shape", "Size")
+            waiting += [u for u in node.inputs if u is not None and not (shape and u in held)]
+    rows = (dims(x) or (None,))[0]
+    proto = _extract(graph, x, index, path, nodes, values)
+    return Selection(proto, str(x.name), rows if isinstance(rows, int) and rows > 0 else None)
+
+
+def _extract(
+    graph: ir.Graph,
+    x: ir.Value,
+    index: ir.Value,
+    path: list[ir.Node],
+    nodes: set[ir.Node],
+    values: set[ir.Value],
+) -> ModelProto:
+    """Return the model of `nodes`, in which positions take the way of the elements of `x`."""
+    model = ModelProto(ir_version=8)
+    for domain, version in graph.opset_imports.items():
+        model.opset_import.add(domain=domain, version=version)
+    part = model.graph
+    part.name = "positions"
+    for v in sorted(values, key=lambda v: str(v.name)):
+        if constant(v) is not None and v.const_value is not None:
+            part.initializer.add().CopyFrom(ir.to_proto(v.const_value))
+            part.initializer[-1].name = str(v.name)
+        else:
+            assert v.dtype is not None
+            kind = ir.DataType.INT64 if v is x else v.dtype
+            part.input.add(name=str(v.name)).type.tensor_type.elem_type = kind.value
+    for node in graph:
+        if node in nodes:
+            part.node.add().CopyFrom(ir.to_proto(node))
+            if node in path and node.op_type == "Cast":
+                part.node[-1].op_type = "Identity"
+                part.node[-1].ClearField("attribute")
+    part.output.add(name=str(index.name)).type.tensor_type.elem_type = ir.DataType.INT64.value
+    return model

@@ -1,0 +1,1 @@
+"""Shapes and types of a graph."""

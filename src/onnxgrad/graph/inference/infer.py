@@ -1,0 +1,264 @@
+"""Types and shapes of the values of a graph, by onnx and by what its inference gives up on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, count
+
+import onnx_ir as ir
+from onnx import defs
+from onnx.shape_inference import infer_node_outputs
+from onnx_ir.passes.common import ShapeInferencePass
+
+from onnxgrad.graph.inference.loop_states import (
+    assume_states,
+    constants_in_bodies,
+    forget_declared,
+    starts_as_states,
+    trust_ranks,
+)
+from onnxgrad.graph.inference.onnx_mistakes import drop_windows, hiding, spell_out, wrongly_inferred
+from onnxgrad.graph.inference.sequence_types import correct_types
+from onnxgrad.graph.inference.size_limits import check_constants, check_ranks
+from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
+from onnxgrad.graph.sequences import OPERATORS
+from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
+from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.reporting import hush, quiet
+
+hush("onnx_ir.passes.common.shape_inference")  # while `_run_inference` runs
+
+_SMALL = 64  # elements: a constant this size may be a shape, or axes
+
+# Exporters write these for "I do not know": the same text twice does not mean the same size.
+_PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
+
+_ROUNDS = 8  # at most, for types of sequences that follow from each other
+
+
+def infer(model: ir.Model, trust_branches: bool = True) -> None:
+    """Fill in types and shapes of `model` in place, after giving each unnamed input axis a symbol.
+
+    The symbols are unique to their axis, so nothing is assumed that the model does not state.
+    Without `trust_branches`, what the model states of outputs behind an If, Loop or Scan is not
+    believed: tracing exporters write the shape of the one branch or iteration that they have seen.
+
+    Raises:
+        ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
+    """
+    declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
+    for y in declared:  # exporters write wrong ones, or symbols that hide what they equal
+        y.shape = None
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    check_ranks(nodes)
+    forget_declared(nodes)
+    spell_out(nodes)
+    _name_axes(model.graph)
+    _infer_with_onnx(model)
+    while drop_windows(nodes):
+        for node in nodes:
+            for y in node.outputs:
+                y.shape = None
+        _infer_with_onnx(model)
+    _complement(model, nodes)
+    while assume_states(nodes):
+        _infer_with_onnx(model)
+        _complement(model, nodes)
+    if trust_ranks(nodes):
+        _infer_with_onnx(model)
+    check_constants(nodes)
+    traced = set() if trust_branches else _behind_subgraphs(nodes)
+    for y, shape in declared.items():
+        if y not in traced:
+            _complete(y, shape)
+
+
+def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
+    """Fill in what is known of the inputs of `node`, through the nodes that make them.
+
+    `done` holds the nodes that were inferred before, and is added to.
+    """
+    waiting = [node]
+    while waiting:
+        at = waiting[-1]
+        unknown = (x for x in at.inputs if x is not None and (x.type is None or x.shape is None))
+        before = [n for n in (x.producer() for x in unknown) if n is not None and n not in done]
+        waiting.extend(before)
+        if not before:
+            waiting.pop()
+            if at is not node and at not in done:
+                _infer_node(at, opset)
+                done.add(at)
+
+
+def _infer_node(node: ir.Node, opset: int) -> None:
+    if node.domain or not defs.has(node.op_type, opset):
+        return
+    inputs = [x for x in node.inputs if x is not None]
+    types = {str(x.name): ir.serde.serialize_value(x).type for x in inputs if x.type is not None}
+    small = (x for x in inputs if x.const_value is not None and x.const_value.size <= _SMALL)
+    data = {
+        str(x.name): ir.serde.serialize_tensor(x.const_value)
+        for x in small
+        if constant(x) is not None and x.const_value is not None
+    }
+    schema = defs.get_schema(node.op_type, opset)
+    try:
+        found = infer_node_outputs(schema, ir.to_proto(node), types, data)
+    except Exception:  # of several types; where it fails, run-time forms are used
+        return
+    for y in node.outputs:
+        if (kind := found.get(str(y.name))) is None:
+            continue
+        y.type = y.type or ir.serde.deserialize_type_proto_for_type(kind)
+        y.shape = ir.serde.deserialize_type_proto_for_shape(kind) if y.shape is None else y.shape
+
+
+def name_rows(graph: ir.Graph, symbol: str) -> None:
+    """Give the first axis of all inputs one symbol, where its length is not fixed."""
+    firsts = {shape[0] for x in graph.inputs if (shape := dims(x))}
+    rows = {d for d in firsts if isinstance(d, str) and d not in _PLACEHOLDERS}
+    for value in _values(graph):
+        shape = dims(value)
+        if shape and not rows.isdisjoint(shape):
+            value.shape = ir.Shape([symbol if d in rows else d for d in shape])
+    for x in graph.inputs:
+        shape = dims(x)
+        if shape and not isinstance(shape[0], int):
+            x.shape = ir.Shape([symbol, *shape[1:]])
+
+
+def _name_axes(graph: ir.Graph) -> None:
+    taken = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
+    fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in taken)
+    inputs = set(graph.inputs)
+    for value in _values(graph):
+        shape = dims(value)
+        if static(shape) is not None or shape is None:
+            continue
+        if value in inputs and not isinstance(value.type, ir.TensorType):
+            value.shape = ir.Shape([d if isinstance(d, int) else None for d in shape])
+            continue  # elements of a sequence may differ in what is not a number
+        named = [None if d in _PLACEHOLDERS else d for d in shape]
+        if value in inputs:
+            named = [next(fresh) if d is None else d for d in named]
+        value.shape = ir.Shape(named)
+
+
+def _behind_subgraphs(nodes: Iterable[ir.Node]) -> set[ir.Value]:
+    """Return the values that depend on a node with subgraphs."""
+    behind: set[ir.Value] = set()
+    for node in nodes:
+        if any(subgraphs(node)) or not behind.isdisjoint(node.inputs):
+            behind.update(node.outputs)
+    return behind
+
+
+def _complete(value: ir.Value, declared: Dims | None) -> None:
+    """Fill in from its declaration what could not be inferred of the shape of `value`."""
+    shape = dims(value)
+    if declared is not None and (shape is None or len(shape) == len(declared)):
+        known = shape or (None,) * len(declared)
+        named = [d if d not in _PLACEHOLDERS and is_stated(d) else None for d in declared]
+        value.shape = ir.Shape(
+            [k if is_stated(k) else d for k, d in zip(known, named, strict=True)]
+        )
+
+
+def _infer_with_onnx(model: ir.Model) -> None:
+    _run_inference(model)
+    for _ in range(_ROUNDS):
+        if not correct_types(model.graph):
+            break
+        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+            if node.op_type not in OPERATORS and not any(subgraphs(node)):
+                for y in node.outputs:
+                    y.shape = None
+        _run_inference(model)
+    hidden: list[ir.Node] = []
+    while (wrong := wrongly_inferred(model.graph, hidden)) is not None:
+        hidden.append(wrong)
+        with hiding(model, hidden):
+            _run_inference(model)
+
+
+def _run_inference(model: ir.Model) -> None:
+    """Let onnx infer shapes, and what vectors hold where these are short."""
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    shapes = _without_elements(model, nodes) if lacks_shapes(nodes) else {}
+    if shapes is None:
+        return
+    vectors = Vectors(nodes, shapes)
+    hidden: list[ir.Node] = []
+    for _ in range(_ROUNDS):
+        before, hidden = hidden, vectors.too_long()
+        with hiding(model, hidden):
+            _run_pass(model)
+        if not hidden or hidden == before:
+            break
+        vectors.note(hidden)
+    if hidden:
+        _run_pass(model, elements=False)
+
+
+def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Value, Dims] | None:
+    """Return the shapes that onnx infers without a look at elements.
+
+    Where these are all that there is to know, `model` keeps them, and None is returned; else
+    `model` stays as it is.
+    """
+    graphs = (held for node in nodes for held in subgraphs(node))
+    values = [y for node in nodes for y in node.outputs]
+    values += [x for graph in graphs for x in graph.inputs]
+    before = [y.shape for y in values]
+    _run_pass(model, elements=False)
+    inferred = {y: shape for y in values if (shape := dims(y)) is not None}
+    if len(inferred) == len(values) and all(is_stated(d) for d in chain(*inferred.values())):
+        return None
+    for y, old in zip(values, before, strict=True):
+        y.shape = old
+    return inferred
+
+
+def _run_pass(model: ir.Model, elements: bool = True) -> None:
+    initializers = model.graph.initializers
+    ordered = dict(initializers)
+    try:
+        # where it fails, run-time forms are used
+        with quiet(), constants_in_bodies(model.graph), starts_as_states(model.graph):
+            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=elements)(model)
+    finally:
+        if list(initializers) != list(ordered):  # the pass moves large ones to the end
+            initializers.clear()
+            initializers.update(ordered)
+
+
+def _complement(model: ir.Model, nodes: list[ir.Node]) -> None:
+    """Fill in what onnx does not find, and what follows from it."""
+    if _refine(nodes):
+        _infer_with_onnx(model)
+        _refine(nodes)
+
+
+def _refine(nodes: Iterable[ir.Node]) -> bool:
+    """Replace symbols that onnx made up by those they are proven equal to; tell whether any was."""
+    found = False
+    for node in nodes:
+        shape = dims(node.outputs[0])
+        if node.domain or (shape is not None and all(is_stated(d) for d in shape)):
+            continue
+        attributes = {a.name: a.value for a in node.attributes.values()}
+        better = output_shape(node.op_type, node.inputs, attributes)
+        if better is not None and len(shape or better) == len(better):
+            known = shape or (None,) * len(better)
+            pairs = zip(known, better, strict=True)
+            merged = [d if b is None or is_stated(d) else b for d, b in pairs]
+            found |= tuple(merged) != shape
+            node.outputs[0].shape = ir.Shape(merged)
+    return found
+
+
+def _values(graph: ir.Graph) -> Iterator[ir.Value]:
+    yield from graph.inputs
+    for node in graph:
+        yield from node.outputs

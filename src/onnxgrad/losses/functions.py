@@ -1,0 +1,299 @@
+"""The small models that a training loop is made of, by name.
+
+They hold no formula of their own where a loss or a penalty of this package writes it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import unknown
+from onnxgrad.losses.objects import (
+    GRADIENT,
+    LOSS,
+    AbsoluteLearningLoss,
+    ElasticLearningLoss,
+    FunctionLearningLoss,
+    NegLogLearningLoss,
+    loss_onnx,
+)
+from onnxgrad.losses.penalties import penalty, weight_names
+from onnxgrad.model.draft import Draft, Shape
+
+_BOTH = {LOSS: "sum", GRADIENT: "gradient"}
+
+
+def function_onnx_graph(
+    name: str,
+    target_opset: int | None = None,
+    dtype: Any = np.float32,
+    weight_name: str | None = None,
+    **kwargs: Any,
+) -> ModelProto:
+    """Return a small model by name; `get_supported_functions` says what each computes.
+
+    Where inputs may be of any shape, the model says nothing of their rank, which onnxruntime runs
+    and `onnx.checker` refuses; with the option `shape`, it declares that.
+
+    Args:
+        name: a key of `get_supported_functions()`.
+        target_opset: 14 to 26; None is 18.
+        dtype: numpy dtype of the floats.
+        weight_name: for losses, the name of an input of row weights, (N,), ones when it is not
+            fed; None for none.
+        **kwargs: options of the function.
+
+    Raises:
+        ValueError: an unknown name or option, row weights where there are no rows, an opset or
+            dtype that cannot be.
+    """
+    if name not in _FUNCTIONS:
+        raise unknown("function", name, _FUNCTIONS)
+    function = _FUNCTIONS[name]
+    options = dict(kwargs) if weight_name is None else {"weight_name": weight_name, **kwargs}
+    valid = list(inspect.signature(function).parameters)[2:]
+    for option in options:
+        if option not in valid:
+            raise unknown(f"option of function {name!r}", option, valid)
+    return function(target_opset, dtype, **options)
+
+
+def get_supported_functions() -> dict[str, str]:
+    """Return `{name: what it computes}` for all that `function_onnx_graph` knows."""
+    return {name: inspect.getdoc(function) or "" for name, function in _FUNCTIONS.items()}
+
+
+def axpy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+    """Y = alpha X1 + X2, for X1 and X2 of any shape (or of `shape`), alpha of shape (1,).
+
+    A step of gradient descent, with the gradient X1, the weight X2 and alpha = -learning rate.
+    """
+    draft = Draft("axpy", opset, dtype)
+    op, x1, x2 = draft.op, draft.input("X1", shape), draft.input("X2", shape)
+    alpha = draft.input("alpha", (1,))
+    with op:
+        return draft.model({"Y": op.set_type_like(op.Squeeze(alpha) * x1 + x2, x2)})
+
+
+def axpyw(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+    """Z = beta G + alpha X1, Y = X2 + Z, of any shape (or of `shape`), alpha and beta (1,).
+
+    A step with momentum: X1 is the gradient, X2 the weight, G the velocity, Z the new velocity,
+    alpha = -learning rate, beta = momentum.
+    """
+    return _momentum("axpyw", opset, dtype, shape, ahead=False)
+
+
+def axpyw2(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+    """Z = beta G + alpha X1, Y = X2 + beta Z + alpha X1: as `axpyw`, with Nesterov's momentum."""
+    return _momentum("axpyw2", opset, dtype, shape, ahead=True)
+
+
+def _momentum(
+    name: str, opset: int | None, dtype: Any, shape: Shape | None, ahead: bool
+) -> ModelProto:
+    draft = Draft(name, opset, dtype)
+    op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
+    alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
+    with op:
+        rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or numbers would become (1,)
+        step = rate * x1
+        z = op.set_type_like(decay * g + step, g)
+        moved = decay * z + step if ahead else z
+        return draft.model({"Y": op.set_type_like(moved + x2, x2), "Z": z})
+
+
+def copy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+    """Y = X, of any shape (or of `shape`)."""
+    draft = Draft("copy", opset, dtype)
+    return draft.model({"Y": draft.input("X", shape)})
+
+
+def zero(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
+    """Y = zeros of the shape of X, any (or `shape`); of NaN as well."""
+    draft = Draft("zero", opset, dtype)
+    x = draft.input("X", shape)
+    return draft.model({"Y": draft.op.zeros_like(x)})
+
+
+def linear_regression(opset: int | None, dtype: Any) -> ModelProto:
+    """Y = X A + B, X (N, d), A (d, k), B of a shape that goes with (N, k), as (1, k)."""
+    draft = Draft("linear_regression", opset, dtype)
+    op = draft.op
+    x, a = draft.input("X", ("N", "d")), draft.input("A", ("d", "k"))
+    b = draft.input("B", (None, None))
+    with op:
+        return draft.model({"Y": op.MatMul(x, a) + b})
+
+
+def square_error(
+    opset: int | None, dtype: Any, weight_name: str | None = None, multiply: float = 2
+) -> ModelProto:
+    """Y = sum of w (X1 - X2)^2 multiply / 2, a scalar."""
+    return _square({LOSS: "sum"}, opset, dtype, weight_name, multiply)
+
+
+def grad_square_error(
+    opset: int | None, dtype: Any, weight_name: str | None = None, multiply: float = 2
+) -> ModelProto:
+    """Y_grad = multiply w (X2 - X1), the gradient of `square_error` with respect to X2."""
+    return _square({GRADIENT: "gradient"}, opset, dtype, weight_name, multiply)
+
+
+def grad_loss_square_error(
+    opset: int | None, dtype: Any, weight_name: str | None = None, multiply: float = 2
+) -> ModelProto:
+    """Y = `square_error`, Y_grad = its gradient with respect to X2."""
+    return _square(_BOTH, opset, dtype, weight_name, multiply)
+
+
+def reduce_mean_square(opset: int | None, dtype: Any, weight_name: str | None = None) -> ModelProto:
+    """Y = sum of w (X1 - X2)^2, divided by the number of elements, a scalar."""
+    return _square({LOSS: "mean"}, opset, dtype, weight_name, 2)
+
+
+def _square(
+    outputs: Mapping[str, str], opset: int | None, dtype: Any, weight: str | None, multiply: float
+) -> ModelProto:
+    loss = FunctionLearningLoss("squared_error")
+    return loss_onnx(loss, outputs, opset, dtype, weight, scale=multiply / 2)
+
+
+def absolute_error(opset: int | None, dtype: Any, weight_name: str | None = None) -> ModelProto:
+    """Y = sum of w |X1 - X2|, a scalar."""
+    return loss_onnx(AbsoluteLearningLoss(), {LOSS: "sum"}, opset, dtype, weight_name)
+
+
+def grad_loss_absolute_error(
+    opset: int | None, dtype: Any, weight_name: str | None = None
+) -> ModelProto:
+    """Y = `absolute_error`, Y_grad = w sign(X2 - X1), its gradient with respect to X2."""
+    return loss_onnx(AbsoluteLearningLoss(), _BOTH, opset, dtype, weight_name)
+
+
+def elastic_error(
+    opset: int | None,
+    dtype: Any,
+    weight_name: str | None = None,
+    l1_weight: float = 0.01,
+    l2_weight: float = 0.01,
+) -> ModelProto:
+    """Y = sum of w (l1_weight |X1 - X2| + l2_weight (X1 - X2)^2), a scalar."""
+    loss = ElasticLearningLoss(l1_weight, l2_weight)
+    return loss_onnx(loss, {LOSS: "sum"}, opset, dtype, weight_name)
+
+
+def grad_loss_elastic_error(
+    opset: int | None,
+    dtype: Any,
+    weight_name: str | None = None,
+    l1_weight: float = 0.01,
+    l2_weight: float = 0.01,
+) -> ModelProto:
+    """Y = `elastic_error`, Y_grad = w (l1_weight sign(d) + 2 l2_weight d), d = X2 - X1."""
+    return loss_onnx(ElasticLearningLoss(l1_weight, l2_weight), _BOTH, opset, dtype, weight_name)
+
+
+def grad_sigmoid_neg_log_loss_error(
+    opset: int | None, dtype: Any, weight_name: str | None = None, eps: float = 1e-5
+) -> ModelProto:
+    """Y = sum of w times -log of the probability of the int64 label X1, 0 or 1, clipped to
+    [eps, 1 - eps], where class 1 has the probability sigmoid(X2); Y_grad = w (sigmoid(X2) - X1).
+    """
+    return loss_onnx(NegLogLearningLoss(eps), _BOTH, opset, dtype, weight_name)
+
+
+def grad_softmax_neg_log_loss_error(
+    opset: int | None, dtype: Any, weight_name: str | None = None, eps: float = 1e-5
+) -> ModelProto:
+    """Y = sum of w times -log of the probability of the int64 label X1 (N,), clipped to
+    [eps, 1 - eps], the classes of X2 (N, k) having the probabilities softmax(X2); Y_grad = its
+    gradient with respect to X2.
+    """
+    return loss_onnx(NegLogLearningLoss(eps, "softmax"), _BOTH, opset, dtype, weight_name)
+
+
+def grad_penalty_elastic_error(
+    opset: int | None,
+    dtype: Any,
+    l1_weight: float = 0.01,
+    l2_weight: float = 0.01,
+    shape: Shape | None = None,
+) -> ModelProto:
+    """Y = l1_weight |X| + l2_weight X^2, summed, a scalar; Y_grad = its gradient."""
+    draft = Draft("grad_penalty_elastic_error", opset, dtype)
+    op, x = draft.op, draft.input("X", shape)
+    with op:
+        summed, gradient = _penalty(op, x, l1_weight, l2_weight)
+        return draft.model({LOSS: op.Reshape(summed, []), GRADIENT: gradient})
+
+
+def update_penalty_elastic_error(
+    opset: int | None, dtype: Any, l1: float = 1e-4, l2: float = 1e-4, shape: Shape | None = None
+) -> ModelProto:
+    """Y = X - (l1 sign(X) + 2 l2 X): a weight after a step against its penalty."""
+    draft = Draft("update_penalty_elastic_error", opset, dtype)
+    op, x = draft.op, draft.input("X", shape)
+    with op:
+        return draft.model({"Y": op.set_type_like(x - _penalty(op, x, l1, l2)[1], x)})
+
+
+def n_penalty_elastic_error(
+    opset: int | None,
+    dtype: Any,
+    l1_weight: float = 0.01,
+    l2_weight: float = 0.01,
+    n_tensors: int = 1,
+    loss_shape: Shape | None = None,
+    weight_name: str | None = None,
+) -> ModelProto:
+    """Y = loss + l1_weight |W| + l2_weight W^2, summed over the weights W0, W1, ... of any shape.
+
+    The inputs are the loss, one number of any shape (or of `loss_shape`), and the weights; Y is a
+    scalar. `weight_name` changes nothing: the loss is weighted already.
+    """
+    draft = Draft("n_penalty_elastic_error", opset, dtype)
+    op, loss = draft.op, draft.input("loss", loss_shape)
+    weights = [draft.input(name) for name in weight_names(n_tensors)]
+    with op:
+        terms = [penalty(op, w, l1_weight, l2_weight) for w in weights]
+        return draft.model({"Y": op.Reshape(op.total(terms) + op.Reshape(loss, [1, 1]), [])})
+
+
+def _penalty(op: Any, x: ir.Value, l1: float, l2: float) -> tuple[ir.Value, ir.Value]:
+    """Return the penalty of a weight, (1, 1), and its gradient."""
+    summed = penalty(op, x, l1, l2)
+    return summed, sweep(op, {summed: op.ones_like(summed)}, [x])[x]
+
+
+_FUNCTIONS: dict[str, Callable[..., ModelProto]] = {
+    function.__name__: function
+    for function in (
+        absolute_error,
+        axpy,
+        axpyw,
+        axpyw2,
+        copy,
+        elastic_error,
+        grad_loss_absolute_error,
+        grad_loss_elastic_error,
+        grad_loss_square_error,
+        grad_penalty_elastic_error,
+        grad_sigmoid_neg_log_loss_error,
+        grad_softmax_neg_log_loss_error,
+        grad_square_error,
+        linear_regression,
+        n_penalty_elastic_error,
+        reduce_mean_square,
+        square_error,
+        update_penalty_elastic_error,
+        zero,
+    )
+}

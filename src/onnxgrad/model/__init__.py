@@ -1,0 +1,1 @@
+"""Models as files and as `ModelProto`."""

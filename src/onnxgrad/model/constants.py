@@ -1,0 +1,269 @@
+"""Where a model keeps its constant tensors, and how each is read and written there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    SparseTensorProto,
+    TensorProto,
+    numpy_helper,
+)
+
+from onnxgrad.model import external
+
+FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+# operator -> {attribute: is it trained when no weight is named}
+ML_COEFFICIENTS = {
+    "LinearRegressor": {"coefficients": True, "intercepts": True},
+    "LinearClassifier": {"coefficients": True, "intercepts": True},
+    "Scaler": {"offset": False, "scale": False},
+    "Imputer": {"imputed_value_floats": False},
+    "SVMRegressor": {"coefficients": True, "rho": True, "support_vectors": False},
+    "SVMClassifier": {
+        "coefficients": True,
+        "rho": True,
+        "support_vectors": False,
+        "prob_a": True,
+        "prob_b": True,
+    },
+}
+
+# the fields of a tensor that hold or point to its elements
+_STORAGE = (
+    "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
+    "raw_data", "external_data", "data_location",
+)  # fmt: skip
+
+_CONSTANT_ATTRIBUTES = ("value", "value_float", "value_floats", "value_int", "value_ints")
+
+Holder = GraphProto | FunctionProto
+
+
+@dataclass
+class ConstantRef:
+    """Where one constant tensor is kept."""
+
+    name: str
+    read: Callable[[], TensorProto]
+    write: Callable[[np.ndarray], None]
+    default: bool  # among the weights of `onnx_derivative` when none is named
+    graph: Holder  # the graph or function whose node or initializer it is
+    node: NodeProto | None = None  # the node that holds it; None for an initializer
+    operand: int = 0  # for ai.onnx.ml: the input of the node that takes it once it is lifted
+    function: FunctionProto | None = None  # the local function in which it is, at any depth
+    attribute: AttributeProto | None = None  # of a call, or a default of a function's attribute
+    stored: Callable[[], np.ndarray] | None = None  # which elements a sparse tensor stores
+    graph_name: str = ""  # what its graph calls it: `name` is unique in the whole model
+
+    @property
+    def sparse(self) -> bool:
+        """Tell whether it is a sparse tensor."""
+        return self.stored is not None
+
+    def array(self) -> np.ndarray:
+        """Return the tensor's current value, which is not to be written to."""
+        return external.array(self.read())
+
+    def take_away(self) -> str:
+        """Remove an initializer from its graph; return the name that the graph has for it."""
+        assert isinstance(self.graph, GraphProto)
+        name = self.graph_name
+        field = self.graph.sparse_initializer if self.sparse else self.graph.initializer
+        for i, tensor in enumerate(field):
+            if (tensor.values.name if self.sparse else tensor.name) == name:
+                del field[i]
+                break
+        return name
+
+    def as_operand(self, name: str) -> None:
+        """Let the ai.onnx.ml node that holds it take the value `name` as a further input."""
+        assert self.node is not None
+        self.node.input.extend([""] * (self.operand + 1 - len(self.node.input)))
+        self.node.input[self.operand] = name
+
+
+def scan(model: ModelProto) -> Iterator[ConstantRef]:
+    """Yield the constant tensors of `model`: of the main graph, then of the local functions."""
+    called = {(f.domain, f.name) for f in model.functions}
+    yield from _of_graph(model.graph, called)
+    for function in model.functions:
+        for site in _of_function(function, called):
+            site.function = function
+            yield site
+
+
+def standard(domain: str) -> str:
+    """Return the domain of the standard operators as "", for which "ai.onnx" is an alias."""
+    return "" if domain == "ai.onnx" else domain
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """Yield the graphs that `node` holds as attributes."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def dense(sparse: SparseTensorProto, name: str) -> TensorProto:
+    """Return the dense tensor: indices are flat, or have one number for each axis."""
+    values, indices = (numpy_helper.to_array(t) for t in (sparse.values, sparse.indices))
+    array = np.zeros(tuple(sparse.dims), values.dtype)
+    if indices.ndim == 1:
+        array.ravel()[indices] = values
+    else:
+        array[tuple(indices.T)] = values
+    return numpy_helper.from_array(array, name)
+
+
+def _of_function(
+    function: FunctionProto, called: Collection[tuple[str, str]]
+) -> Iterator[ConstantRef]:
+    for attribute in function.attribute_proto:
+        if attribute.type == AttributeProto.TENSOR:
+            name = f"{function.name}.{attribute.name}"
+            yield _of_tensor(attribute.t, name, function, None, _several(attribute.t), attribute)
+    yield from _of_nodes(function.node, function, called)
+
+
+def _of_graph(graph: GraphProto, called: Collection[tuple[str, str]]) -> Iterator[ConstantRef]:
+    for tensor in graph.initializer:
+        yield _of_tensor(tensor, tensor.name, graph, None, tensor.data_type in FLOATS)
+    for sparse in graph.sparse_initializer:
+        default = sparse.values.data_type in FLOATS
+        yield _of_sparse(sparse, sparse.values.name, graph, None, default)
+    yield from _of_nodes(graph.node, graph, called)
+
+
+def _of_nodes(
+    nodes: Iterable[NodeProto], holder: Holder, called: Collection[tuple[str, str]]
+) -> Iterator[ConstantRef]:
+    for node in nodes:
+        if node.op_type == "Constant" and not standard(node.domain):
+            yield from _of_constant(node, holder)
+        elif node.domain == "ai.onnx.ml":
+            yield from _of_ml(node, holder)
+        elif (node.domain, node.op_type) in called:
+            yield from _of_call(node, holder)
+        for inner in subgraphs(node):
+            yield from _of_graph(inner, called)
+
+
+def _several(tensor: TensorProto) -> bool:
+    return tensor.data_type in FLOATS and prod(tensor.dims) > 1
+
+
+def _of_tensor(
+    tensor: TensorProto,
+    name: str,
+    holder: Holder,
+    node: NodeProto | None,
+    default: bool,
+    attribute: AttributeProto | None = None,
+) -> ConstantRef:
+    def write(array: np.ndarray) -> None:
+        data = numpy_helper.from_array(np.ascontiguousarray(array).reshape(array.shape))
+        data.ClearField("dims")
+        for field in _STORAGE:
+            tensor.ClearField(field)
+        tensor.MergeFrom(data)
+
+    site = ConstantRef(name, lambda: tensor, write, default, holder, node, graph_name=name)
+    site.attribute = attribute
+    return site
+
+
+def _of_sparse(
+    sparse: SparseTensorProto, name: str, holder: Holder, node: NodeProto | None, default: bool
+) -> ConstantRef:
+    def stored() -> np.ndarray:
+        mask = SparseTensorProto()
+        mask.CopyFrom(sparse)
+        mask.values.CopyFrom(numpy_helper.from_array(np.ones(sparse.values.dims, bool)))
+        return numpy_helper.to_array(dense(mask, ""))
+
+    def write(array: np.ndarray) -> None:
+        """Keep the elements that are stored, and store those that are no longer zero."""
+        flat = np.flatnonzero(stored() | (array != 0))
+        whole = len(sparse.indices.dims) == 1
+        rows = flat if whole else np.stack(np.unravel_index(flat, array.shape), 1)
+        values = numpy_helper.from_array(array.ravel()[flat], sparse.values.name)
+        sparse.values.CopyFrom(values)
+        sparse.indices.CopyFrom(numpy_helper.from_array(rows.astype(np.int64), sparse.indices.name))
+
+    def read() -> TensorProto:
+        return dense(sparse, name)
+
+    return ConstantRef(name, read, write, default, holder, node, graph_name=name, stored=stored)
+
+
+def _of_constant(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
+    attribute = next((a for a in node.attribute if not a.ref_attr_name), None)
+    if attribute is None:
+        return
+    name = node.output[0]
+    if attribute.name == "value":
+        yield _of_tensor(attribute.t, name, holder, node, _several(attribute.t))
+    elif attribute.name == "sparse_value":
+        values = attribute.sparse_tensor.values
+        default = values.data_type in FLOATS and prod(attribute.sparse_tensor.dims) > 1
+        yield _of_sparse(attribute.sparse_tensor, name, holder, node, default)
+    elif attribute.name in _CONSTANT_ATTRIBUTES:
+        shape = None if attribute.name.endswith("s") else ()
+        default = attribute.name == "value_floats" and len(attribute.floats) > 1
+        yield _of_numbers(attribute, name, holder, node, default, shape)
+
+
+def _of_ml(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
+    for operand, (name, trained) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
+        attribute = next((a for a in node.attribute if a.name == name and a.floats), None)
+        if attribute is not None:
+            full = f"{node.name or node.output[0]}.{name}"
+            site = _of_numbers(attribute, full, holder, node, trained, None)
+            site.operand = operand
+            yield site
+
+
+def _of_call(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
+    """Yield the tensors that a call hands to a local function as attributes."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.TENSOR and not attribute.ref_attr_name:
+            full = f"{node.name or node.output[0]}.{attribute.name}"
+            yield _of_tensor(attribute.t, full, holder, node, _several(attribute.t), attribute)
+
+
+def _of_numbers(
+    attribute: AttributeProto,
+    name: str,
+    holder: Holder,
+    node: NodeProto,
+    default: bool,
+    shape: tuple[int, ...] | None,
+) -> ConstantRef:
+    field = {"FLOAT": "f", "FLOATS": "floats", "INT": "i", "INTS": "ints"}[
+        AttributeProto.AttributeType.Name(attribute.type)
+    ]
+    dtype = np.float32 if field.startswith("f") else np.int64
+
+    def read() -> TensorProto:
+        array = np.asarray(getattr(attribute, field), dtype=dtype)
+        return numpy_helper.from_array(array if shape is None else array.reshape(shape), name)
+
+    def write(array: np.ndarray) -> None:
+        if shape is None:
+            getattr(attribute, field)[:] = array.ravel().tolist()
+        else:
+            setattr(attribute, field, array.item())
+
+    return ConstantRef(name, read, write, default, holder, node, graph_name=node.output[0])

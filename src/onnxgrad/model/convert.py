@@ -1,0 +1,77 @@
+"""Between `ModelProto` and `onnx_ir`."""
+
+from __future__ import annotations
+
+import onnx
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import ModelError, escaping, first_line
+from onnxgrad.model.normalize import normalized
+from onnxgrad.model.opsets import min_ir_version
+
+
+def to_proto(model: ir.Model) -> ModelProto:
+    """Return `model` as a `ModelProto` of the lowest IR version that its opsets allow."""
+    imports = [onnx.OperatorSetIdProto(domain=d, version=v) for d, v in model.opset_imports.items()]
+    model.ir_version = max(8, min(model.ir_version, 13), min_ir_version(imports))
+    try:
+        return ir.to_proto(model)
+    except ir.serde.SerdeError as e:
+        raise ModelError(f"the model cannot be written: {first_line(e)[:300]}") from e
+
+
+"""x"""
+
+
+_ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
+
+_OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
+
+
+@escaping()
+def to_ir(proto: ModelProto) -> ir.Model:
+    """Return `proto` as an `onnx_ir` model, without the outputs that hold no tensor.
+
+    Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not know them.
+    """
+    kept = normalized(proto)
+    if any(non_tensor(o) for o in proto.graph.output):
+        if kept is proto:
+            kept = ModelProto()
+            kept.CopyFrom(proto)
+        dropped = {o.name for o in kept.graph.output if non_tensor(o)}
+        _keep(kept.graph.output, lambda o: o.name not in dropped)
+        _keep(kept.graph.node, lambda n: n.op_type not in _ON_MAPS or n.output[0] not in dropped)
+        _keep(kept.graph.value_info, lambda v: v.name not in dropped)
+    proto = kept
+    for node in proto.graph.node:
+        if node.domain == "ai.onnx.ml" and node.op_type in _ON_MAPS:
+            where = f"{node.op_type} (node {node.name!r}, output {node.output[0]!r})"
+            raise ModelError(
+                f"{where} works on maps, and only tensors can be differentiated: "
+                "give the model without this node"
+            )
+    try:
+        return ir.from_proto(proto)
+    except ir.serde.SerdeError as e:
+        raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e  # type: ignore
+
+
+def non_tensor(value: onnx.ValueInfoProto) -> bool:
+    """Tell whether `value` is declared as something else than a tensor."""
+    return value.type.WhichOneof("value") not in (None, "tensor_type")
+
+
+def tensor_behind(proto: ModelProto, name: str) -> str | None:
+    """Return the float tensor that the non-tensor output `name` is made from, if it is known."""
+    for node in proto.graph.node:
+        if name in node.output and node.op_type in _OF_TENSORS:
+            return node.input[0]
+    return None
+
+
+def _keep(repeated, wanted) -> None:
+    kept = [item for item in repeated if wanted(item)]
+    del repeated[:]
+    repeated.extend(kept)

@@ -1,0 +1,114 @@
+"""Small models, written from declared inputs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import printable, printable_lines
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import constant
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
+from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
+
+OLDEST_OPSET = 14
+
+Shape = Sequence[int | str | None]
+
+
+class Draft:
+    """A small model that is being written, by `op`, on inputs that are declared one by one.
+
+    Args:
+        name: name of the graph.
+        opset: 14 to 26; None is 18.
+        dtype: numpy dtype of the floats.
+
+    Raises:
+        ValueError: another opset, or no dtype of floats.
+    """
+
+    def __init__(self, name: str, opset: int | None = None, dtype: Any = np.float32) -> None:
+        opset = WORKING_OPSET if opset is None else operator.index(opset)
+        if not OLDEST_OPSET <= opset <= NEWEST_OPSET:
+            raise ValueError(f"opset {opset}: give one from {OLDEST_OPSET} to {NEWEST_OPSET}")
+        self.dtype = ir.DataType.from_numpy(np.dtype(dtype))
+        if not self.dtype.is_floating_point():
+            raise ValueError(f"dtype {np.dtype(dtype)}: give one of floats")
+        self.graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name=name)
+        self.op = Emit(self.graph)
+        self._defaults: dict[ir.Value, float] = {}
+
+    def input(
+        self, name: str, shape: Shape | None = None, default: float | None = None
+    ) -> ir.Value:
+        """Return a new input of floats; with a default, of shape (1,), nothing need be fed."""
+        value = ir.Value(name=name, type=ir.TensorType(self.dtype))
+        value.shape = None if shape is None else ir.Shape(shape)
+        self.add(value)
+        if default is not None:
+            self._defaults[value] = default
+        return value
+
+    def add(self, value: ir.Value) -> None:
+        """Append an input.
+
+        Raises:
+            ValueError: its name is that of another one.
+        """
+        if value.name in [x.name for x in self.graph.inputs]:
+            raise ValueError(f"the name {value.name!r} is taken by another input: give a new one")
+        self.op.name(str(value.name))
+        self.graph.inputs.append(value)
+
+    def model(self, outputs: Mapping[str, ir.Value]) -> ModelProto:
+        """Return the model that computes `outputs`, by name.
+
+        Raises:
+            ValueError: an output has the name of an input, or the opset lacks an operator.
+        """
+        protected = set(self.graph.inputs)
+        for name, value in outputs.items():
+            named = self.op.name_output(value, name, value, protected)
+            if named.name != name:
+                raise ValueError(f"the name {name!r} is taken by an output: give the input another")
+            self.graph.outputs.append(named)
+        model = ir.Model(self.graph, ir_version=8, producer_name="onnxgrad")
+        tidy(model)
+        infer(model)
+        for value, number in self._defaults.items():  # not before: its shape is not that of data
+            value.const_value = ir.tensor(np.full(1, number, self.dtype.numpy()), name=value.name)
+            self.graph.initializers.add(value)
+        opset = self.graph.opset_imports[""]
+        if opset < WORKING_OPSET:
+            _axes_as_attributes(self.graph)
+        proto = to_proto(model)
+        try:
+            context = onnx.checker.DEFAULT_CONTEXT.__class__()
+            context.opset_imports, context.ir_version = {"": opset}, proto.ir_version
+            for node in proto.graph.node:
+                onnx.checker.check_node(node, context)
+        except onnx.checker.ValidationError as e:
+            raise ValueError(
+                f"{printable(self.graph.name)} cannot be written in opset {opset}, "
+                f"use {WORKING_OPSET}: {printable_lines(e)}"
+            ) from e
+        return proto
+
+
+def _axes_as_attributes(graph: ir.Graph) -> None:
+    """Move the axes of reductions to where they were before opset 18; ReduceSum moved in 13."""
+    for node in graph:
+        if node.op_type.startswith("Reduce") and node.op_type != "ReduceSum" and node.inputs[1:]:
+            axes = constant(node.inputs[1])
+            assert axes is not None
+            node.resize_inputs(1)
+            node.attributes["axes"] = ir.AttrInt64s("axes", axes.tolist())

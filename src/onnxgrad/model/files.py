@@ -1,0 +1,155 @@
+"""Output files: whole or not at all, and never in place of what is no regular file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_KINDS = (
+    (stat.S_ISDIR, "folder"),
+    (stat.S_ISCHR, "character device"),
+    (stat.S_ISBLK, "block device"),
+    (stat.S_ISFIFO, "named pipe"),
+    (stat.S_ISSOCK, "socket"),
+)
+
+_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # of some network filesystems
+
+KEPT = "nothing was replaced, and models and weights in memory are kept: save to another path"
+
+
+def one_line(error: OSError) -> str:
+    """Return the message for a user of the command line."""
+    if error.filename is None:
+        return str(error)
+    return f"{error.filename}: {str(error.strerror).removesuffix(f'; {KEPT}')}"
+
+
+def target_of(path: str | os.PathLike) -> Path:
+    """Return the file that is written when `path` is: where a symbolic link leads to.
+
+    A link whose target does not exist leads to a new file.
+
+    Raises:
+        OSError: `path` is something else than a regular file, or may not be written.
+    """
+    text = os.fspath(path)
+    if os.path.basename(text) in ("", os.curdir, os.pardir):
+        kind = "this is a folder" if os.path.isdir(text) else "this names a folder"
+        raise OSError(errno.EISDIR, f"{kind}: name a file", text)
+    target = Path(os.path.realpath(text))
+    try:
+        mode = os.stat(text).st_mode
+    except FileNotFoundError:
+        return target
+    if not stat.S_ISREG(mode):
+        kind = next((word for test, word in _KINDS if test(mode)), "special file")
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, f"this is a {kind}: only regular files are written", text)
+    if not os.access(text, os.W_OK):
+        raise OSError(errno.EACCES, "this file is read-only", text)
+    return target
+
+
+@contextmanager
+def replacing(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a new empty file beside `path`, which becomes `path` if all goes well.
+
+    A file that was there keeps its mode, and its owner where that is permitted. Its other hard
+    links keep the old data.
+
+    Raises:
+        OSError: `path` cannot be written; what was there is unchanged.
+    """
+    target = target_of(path)
+    old = target.stat() if target.exists() else None
+    temporary = _beside(target)
+    with _named(path, temporary):
+        # private until it has the mode of the old file; a new one gets what the umask leaves
+        _create(temporary, 0o666 if old is None else 0o600)
+        try:
+            yield temporary
+            _finish(temporary, old)
+            temporary.replace(target)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _beside(file: Path) -> Path:
+    return file.with_name(f".onnxgrad-{os.urandom(8).hex()}")
+
+
+def _create(file: Path, mode: int) -> None:
+    """Create a file that does not exist, nor a link of its name."""
+    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+
+
+@contextmanager
+def _named(path: str | os.PathLike, temporary: Path) -> Iterator[None]:
+    """Let errors with the temporary file name `path`."""
+    try:
+        yield
+    except OSError as e:
+        if e.filename not in (None, str(temporary)) and e.filename2 != str(temporary):
+            raise  # of another file, that was read
+        reason = f"{e.strerror or e}; {KEPT}"
+        raise OSError(e.errno or errno.EIO, reason, os.fspath(path)) from None
+
+
+def _finish(temporary: Path, old: os.stat_result | None) -> None:
+    """Bring the data to the disk, so that not even a power cut leaves half a file."""
+    descriptor = os.open(temporary, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    except OSError as e:
+        if e.errno not in _NO_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)
+    if old is None:
+        return
+    with suppress(OSError):
+        if hasattr(os, "chown"):
+            os.chown(temporary, old.st_uid, old.st_gid)
+    with suppress(OSError):  # filesystems without modes
+        temporary.chmod(stat.S_IMODE(old.st_mode))
+
+
+def check_writable(
+    path: str | os.PathLike, overwrite: bool, inputs: Iterable[str | os.PathLike] = ()
+) -> Path:
+    """Return `path`, or raise now for what would otherwise fail after hours of training.
+
+    Raises:
+        OSError: it cannot be written, or exists and `overwrite` is false.
+        ValueError: it is one of `inputs`, under this name or through a link.
+    """
+    try:
+        target = target_of(path)
+        check_not_input(path, inputs)
+        if target.exists() and not overwrite:
+            raise FileExistsError(
+                f"{path} exists: choose another --output, or pass --overwrite"
+            ) from None
+        probe = _beside(target)
+        _create(probe, 0o600)
+        probe.unlink()
+    except OSError as e:
+        if e.errno is None:
+            raise
+        raise OSError(
+            f"cannot write {path}: {e.strerror}; choose another --output, or create its folder"
+        ) from None
+    return Path(path)
+
+
+def check_not_input(path: str | os.PathLike, inputs: Iterable[str | os.PathLike]) -> None:
+    """Raise ValueError if `path` is one of the files that are read, or a link to one."""
+    for file in inputs:
+        if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
+            raise ValueError(f"{path} is the file {file}, which is read: choose another --output")

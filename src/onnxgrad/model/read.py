@@ -1,0 +1,88 @@
+"""The door: a model as `ModelProto`, bytes or path comes in, and is checked."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import ModelProto
+
+from onnxgrad.errors import ModelError
+from onnxgrad.model.external import resolve
+from onnxgrad.model.validate.model import normalize, validate
+from onnxgrad.reporting import escape_loggers
+
+escape_loggers("onnx_ir")  # which warns of invalid models, by the names in them
+
+ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
+
+
+def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False) -> ModelProto:
+    """Return `model` as a `ModelProto` that passed `validate`; a given one is not modified.
+
+    It holds its tensors, but for those of a large model: see `external`. The nodes of its main
+    graph are sorted, and no declared length is negative: such a length is an unknown one.
+    `promised` is that of `validate`. With `broken`, the graph is not checked: a picture shows what
+    is wrong with it.
+
+    Raises:
+        TypeError: `model` is nothing that can be a model.
+        ModelError: it cannot be read, or it is broken; the message says why.
+    """
+    path = None
+    if isinstance(model, ModelProto):
+        proto, where = model, "the given ModelProto"
+    elif isinstance(model, (bytes, bytearray, memoryview)):
+        proto, where = _parse(bytes(model), "the given bytes"), "the given bytes"
+    elif isinstance(model, (str, os.PathLike)):
+        path, where = Path(model), f"{os.fspath(model)!r}"
+        try:
+            proto = _parse(path.read_bytes(), where)
+        except (OSError, ValueError) as e:
+            if isinstance(e, ModelError):
+                raise
+            raise ModelError(f"cannot read {where}: {getattr(e, 'strerror', None) or e}") from None
+    else:
+        raise TypeError(f"a model is a ModelProto, bytes or a path, not {type(model).__name__}")
+    if not proto.graph.node and not proto.graph.output:
+        raise ModelError(f"{where} is no ONNX model: it holds no graph")
+    if not proto.opset_import:
+        raise ModelError(f"{where} states no opset: it is truncated, or was never finished")
+    try:
+        wanting = not broken and validate(proto, promised)
+    except UnicodeDecodeError:
+        raise ModelError(f"{where} holds a name that is not UTF-8: it is damaged") from None
+    except ModelError as e:
+        raise ModelError(f"{where}: {e}") from None
+    if wanting and proto is model:
+        proto = ModelProto()
+        proto.CopyFrom(model)
+    if wanting:
+        normalize(proto)
+    resolve(proto, path, where)
+    return proto
+
+
+def _parse(data: bytes, where: str) -> ModelProto:
+    try:
+        return onnx.load_model_from_string(data)
+    except DecodeError:
+        raise ModelError(
+            f"{where} ({len(data)} bytes) is no ONNX model, or is truncated, or nests subgraphs "
+            "too deep: it does not parse as a ModelProto"
+        ) from None
+
+
+def once(kind: str, names: Sequence[str]) -> Sequence[str]:
+    """Return `names`, or raise if they are no list, or one of them is there twice."""
+    if isinstance(names, str):
+        raise ValueError(f"give a list of names of {kind}s, not the text {names!r}")
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"{kind} {name!r} is named twice")
+    return names

@@ -1,0 +1,306 @@
+"""Structural checks of a model that enters: what is broken is refused with one line.
+
+Everything is looked at once, in the order of the file; only nodes that are out of order cost more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import onnx
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, defs
+
+from onnxgrad.errors import ModelError
+from onnxgrad.limits import check_limit
+from onnxgrad.model.validate.nodes import Key, check_node, key_of, title
+from onnxgrad.model.validate.order import Order, all_nodes, sorted_order, subgraphs
+from onnxgrad.model.validate.tensors import (
+    check_sparse,
+    check_tensor,
+    check_values,
+    forget_negative,
+    shown,
+)
+
+_DEEPEST = 30  # subgraphs inside of each other: protobuf does not write more
+_NEWEST_IR = max(13, onnx.IR_VERSION)
+_NOTES = {"onnxgrad.constants": list, "onnxgrad.loss": dict}  # metadata of ours, as JSON
+
+
+def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
+    """Raise if `model` is broken; tell whether it has to be put right by `normalize`.
+
+    Args:
+        model: any model.
+        promised: names of values that the caller adds to its graph, which may read them.
+
+    Raises:
+        ModelError: a cycle, a value that is read and computed nowhere or computed twice, tensors
+            that are not what they say, opsets that onnx does not have, operators without the
+            operands or attributes that they ask for, recursive functions, or more nodes than
+            `limits` allows; one line that names the node or value.
+    """
+    _check_versions(model)
+    checked = _Checked({_key(f): f for f in model.functions})
+    if len(checked.functions) < len(model.functions):
+        raise ModelError("the model has two functions of one name: rename one")
+    for function in _callees_first(checked):
+        _check_function(function, checked)
+    opsets = _opsets(model.opset_import)
+    size = _Scope(checked, opsets, inside=False).check_graph(model.graph, promised)
+    check_limit("nodes", size, "the model has too many nodes")
+    for entry in model.metadata_props:
+        if entry.key in _NOTES and not _is_note(entry.value, _NOTES[entry.key]):
+            raise ModelError(f"its metadata {entry.key!r} is damaged: remove the entry")
+    return checked.unsorted or checked.negative
+
+
+def normalize(model: ModelProto) -> None:
+    """Sort the nodes of the main graph, and turn negative lengths into unknown ones, in place.
+
+    The model is one that `validate` accepts.
+    """
+    order = sorted_order(model.graph.node)
+    if order != list(range(len(order))):
+        nodes = [NodeProto.FromString(model.graph.node[i].SerializeToString()) for i in order]
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+    for function in model.functions:
+        forget_negative(function.value_info)
+        _forget_negative_in(function.node)
+    _forget_negative_of(model.graph)
+
+
+def _forget_negative_of(graph: GraphProto) -> None:
+    for values in (graph.input, graph.output, graph.value_info):
+        forget_negative(values)
+    _forget_negative_in(graph.node)
+
+
+def _forget_negative_in(nodes: Iterable[NodeProto]) -> None:
+    for node in nodes:
+        for graph in subgraphs(node):
+            _forget_negative_of(graph)
+
+
+# -- the model -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Checked:
+    """What is known of a model while its parts are checked."""
+
+    functions: dict[Key, FunctionProto]
+    sizes: dict[Key, int] = field(default_factory=dict)  # nodes, calls inside replaced by theirs
+    needed: dict[Key, frozenset[str]] = field(default_factory=dict)  # attributes of functions
+    unsorted: bool = False
+    negative: bool = False
+
+
+def _check_versions(model: ModelProto) -> None:
+    newest = {"": defs.onnx_opset_version()}
+    newest |= {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
+    for holder in (model, *model.functions):
+        if any(type(entry.domain) is not str for entry in holder.opset_import):
+            raise ModelError("it imports a domain that is not UTF-8: it is damaged, write it again")
+        for entry in holder.opset_import:
+            domain = "" if entry.domain == "ai.onnx" else entry.domain
+            of = f"opset {entry.version} of the domain {shown(entry.domain)}"
+            if entry.version < (domain in newest):
+                raise ModelError(f"it asks for {of}: versions start at 1, write the true one")
+            if entry.version > newest.get(domain, entry.version):
+                raise ModelError(
+                    f"it asks for {of}, and onnx {onnx.__version__} knows them up to "
+                    f"{newest[domain]}: export the model at that, or upgrade onnx"
+                )
+    if not 0 <= model.ir_version <= _NEWEST_IR:
+        raise ModelError(
+            f"its IR version is {model.ir_version}, and onnx {onnx.__version__} knows them up to "
+            f"{_NEWEST_IR}: export the model at that, or upgrade onnx"
+        )
+
+
+def _opsets(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
+    versions: dict[str, int] = {}
+    for entry in imports:
+        domain = "" if entry.domain == "ai.onnx" else entry.domain
+        versions[domain] = max(entry.version, versions.get(domain, 0))
+    versions["ai.onnx"] = versions.setdefault("", 0)
+    return versions
+
+
+def _is_note(text: str, kind: type) -> bool:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return (
+        isinstance(value, (list, dict))
+        and isinstance(value, kind)
+        and all(isinstance(v, str) for v in value)
+    )
+
+
+# -- functions -----------------------------------------------------------------------------------
+
+
+def _key(function: FunctionProto) -> Key:
+    domain = "" if function.domain == "ai.onnx" else function.domain
+    return domain, function.name, function.overload
+
+
+def _callees_first(checked: _Checked) -> list[FunctionProto]:
+    """Return the functions in an order in which each comes after those that it calls."""
+    functions = checked.functions
+    callees = {
+        key: list(dict.fromkeys(k for n in all_nodes(f.node) if (k := key_of(n)) in functions))
+        for key, f in functions.items()
+    }
+    done: dict[Key, None] = {}
+    for start in functions:
+        path = {start: iter(callees[start])} if start not in done else {}
+        while path:
+            key = next(reversed(path))
+            callee = next(path[key], None)
+            if callee is None:
+                del path[key]
+                done[key] = None
+            elif callee in path:
+                chain = list(path)
+                cycle = " -> ".join(shown(k[1]) for k in [*chain[chain.index(callee) :], callee])
+                raise ModelError(f"its functions call each other without end: {cycle}; break that")
+            elif callee not in done:
+                path[callee] = iter(callees[callee])
+    return [functions[key] for key in done]
+
+
+def _check_function(function: FunctionProto, checked: _Checked) -> None:
+    what = f"the function {shown(function.name)}"
+    key = _key(function)
+    if not function.name:
+        raise ModelError("a function has no name: name it, or remove it")
+    for kind, names in (("input", function.input), ("output", function.output)):
+        if len(set(names)) < len(names) or "" in names:
+            raise ModelError(f"{what} has an {kind} twice, or without a name: rename it")
+    scope = _Scope(checked, _opsets(function.opset_import), inside=True)
+    order = scope.check_nodes(function.node, dict.fromkeys(function.input), [], what)
+    for name, reader in order.free.items():
+        raise ModelError(_undefined(name, reader))
+    order.refuse_unsorted(what)
+    for name in function.output:
+        if name not in order.defined:
+            raise ModelError(f"output {shown(name)} of {what} is not computed: remove it")
+    checked.negative |= check_values(function.value_info, "the value")
+    with_default = {a.name for a in function.attribute_proto}
+    checked.needed[key] = frozenset(scope.needed - with_default)
+    checked.sizes[key] = scope.size
+
+
+# -- graphs --------------------------------------------------------------------------------------
+
+
+class _Scope:
+    """Checks graphs that share opsets: the main one and its subgraphs, or a function's body."""
+
+    def __init__(self, checked: _Checked, opsets: Mapping[str, int], inside: bool) -> None:
+        self.checked = checked
+        self.opsets = opsets
+        self.inside = inside  # a function, to whose attributes nodes may refer
+        self.needed: set[str] = set()  # attributes of that function
+        self.size = 0  # nodes, subgraphs and bodies of functions included
+
+    def check_graph(self, graph: GraphProto, promised: Collection[str]) -> int:
+        """Check the main graph; return the number of nodes, functions inlined."""
+        order = self._check_graph(graph, [], "the graph", None)
+        for name, reader in order.free.items():
+            if name not in promised:
+                raise ModelError(_undefined(name, reader))
+        if order.late:
+            sorted_order(graph.node)  # raises for a cycle
+            self.checked.unsorted = True
+        return self.size
+
+    def _check_graph(
+        self, graph: GraphProto, outer: list, what: str, holder: NodeProto | None
+    ) -> Order:
+        defined: dict[str, None] = {}
+        for x in graph.input:
+            _declare(x.name, "input", defined)
+        constants: dict[str, None] = {}
+        for tensor in graph.initializer:
+            _declare(tensor.name, "initializer", constants)
+            check_tensor(tensor, lambda t=tensor: f"initializer {shown(t.name)}")  # type: ignore
+        for sparse in graph.sparse_initializer:
+            _declare(sparse.values.name, "initializer", constants)
+            check_sparse(sparse, f"sparse initializer {shown(sparse.values.name)}")
+        for kind, values in (("input", graph.input), ("output", graph.output)):
+            self.checked.negative |= check_values(values, kind)
+        self.checked.negative |= check_values(graph.value_info, "the value")
+        defined |= constants
+        order = self.check_nodes(graph.node, defined, outer, what)
+        for y in graph.output:
+            if not y.name:
+                raise ModelError(f"an output of {what} has no name: name it, or remove it")
+            if y.name not in order.defined:
+                if holder is None:
+                    raise ModelError(
+                        f"output {shown(y.name)} of {what} is not computed: remove it, or name a "
+                        "value of the graph"
+                    )
+                order.free.setdefault(y.name, holder)
+        return order
+
+    def check_nodes(
+        self, nodes: Sequence[NodeProto], defined: dict[str, None], outer: list, what: str
+    ) -> Order:
+        """Check nodes one by one, and that each value is computed once; return their order.
+
+        `defined` are the inputs and constants, and is added to; `outer` those of the graphs around.
+        """
+        if len(outer) > _DEEPEST:
+            raise ModelError(f"subgraphs are nested more than {_DEEPEST} deep: flatten the model")
+        order = Order(nodes, defined, {})
+        functions, opsets = self.checked.functions, self.opsets
+        for node in nodes:
+            function = functions.get(key_of(node)) if functions else None
+            opset = opsets.get(node.domain, 0)
+            graphs = check_node(node, opset, function, self.inside, self.needed)
+            if function is None:
+                self.size += 1
+            else:
+                self._call(node, key_of(node))
+            order.read(node)
+            for graph in graphs:
+                inner = f"the subgraph {shown(graph.name)} of {title(node)}"
+                held = self._check_graph(graph, [*outer, defined], inner, node)
+                held.refuse_unsorted(inner)
+                order.capture(held.free)
+            order.write(node)
+        order.close()
+        return order
+
+    def _call(self, node: NodeProto, key: Key) -> None:
+        self.size += self.checked.sizes[key]
+        attributes = {a.name: a.ref_attr_name for a in node.attribute}
+        for name in self.checked.needed[key]:
+            if name not in attributes:
+                raise ModelError(f"{title(node)} lacks the attribute {shown(name)}: add it")
+            if attributes[name]:
+                self.needed.add(attributes[name])
+
+
+def _declare(name: str, kind: str, names: dict[str, None]) -> None:
+    if not name or type(name) is not str:
+        raise ModelError(f"an {kind} has no name, or one that is not UTF-8: name it, or remove it")
+    if name in names:
+        raise ModelError(f"{kind} {shown(name)} is there twice: remove one, or rename it")
+    names[name] = None
+
+
+def _undefined(name: str, reader: NodeProto) -> str:
+    return (
+        f"{title(reader)} reads {shown(name)}, which is no input, no constant and no result of a "
+        "node: add it, or correct the name"
+    )

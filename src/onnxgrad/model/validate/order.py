@@ -1,0 +1,137 @@
+"""The order of the nodes of a graph: what is read before it is computed, and cycles."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from onnx import AttributeProto, GraphProto, NodeProto
+
+from onnxgrad.errors import ModelError
+from onnxgrad.model.validate.nodes import title
+from onnxgrad.model.validate.tensors import shown
+
+
+@dataclass
+class Order:
+    """Which values the nodes of a graph define, and which they read before, or from outside."""
+
+    nodes: Sequence[NodeProto]
+    defined: dict[str, None]
+    free: dict[str, NodeProto]  # what is read and not defined here -> a node that reads it
+    late: list[tuple[str, NodeProto]] = field(default_factory=list)  # read, and defined later
+
+    def read(self, node: NodeProto) -> None:
+        """Take note of what the next node reads."""
+        defined = self.defined
+        for name in node.input:
+            if name not in defined and name:
+                self.late.append((name, node))
+
+    def capture(self, names: Mapping[str, NodeProto]) -> None:
+        """Take note of what a subgraph of the next node reads from outside."""
+        self.late.extend((name, node) for name, node in names.items() if name not in self.defined)
+
+    def write(self, node: NodeProto) -> None:
+        """Take note of what the next node computes."""
+        defined = self.defined
+        for name in node.output:
+            if name in defined:
+                raise ModelError(
+                    f"{title(node)} computes {shown(name)}, which is the name of an input, a "
+                    "constant or another result: rename one"
+                )
+            if type(name) is not str:  # protobuf hands out bytes then
+                raise ModelError(f"{title(node)} has a name that is not UTF-8: write it again")
+            if name:
+                defined[name] = None
+
+    def close(self) -> None:
+        """Tell what is read before it is defined from what is not defined at all."""
+        for name, reader in self.late:
+            if name not in self.defined:
+                self.free.setdefault(name, reader)
+        self.late = [(name, reader) for name, reader in self.late if name in self.defined]
+
+    def refuse_unsorted(self, what: str) -> None:
+        """Raise if a node reads what a later one computes."""
+        for name, reader in self.late:
+            sorted_order(self.nodes)  # raises for a cycle
+            raise ModelError(
+                f"{title(reader)} in {what} reads {shown(name)}, which a later node computes: "
+                "sort the nodes"
+            )
+
+
+def sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
+    """Return the indices of `nodes` so that each comes after those that it reads from.
+
+    Raises:
+        ModelError: there is a cycle; the message names its values.
+    """
+    makers = {y: i for i, node in enumerate(nodes) for y in node.output if y}
+    waits = [{makers[x] for x in _reads([node], ()) if x in makers} for node in nodes]
+    readers: dict[int, list[int]] = defaultdict(list)
+    for i, before in enumerate(waits):
+        for j in before:
+            readers[j].append(i)
+    ready = [i for i, before in enumerate(waits) if not before]
+    order: list[int] = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for j in readers[i]:
+            waits[j].discard(i)
+            if not waits[j]:
+                heapq.heappush(ready, j)
+    if len(order) < len(nodes):
+        raise ModelError(_cycle(nodes, waits))
+    return order
+
+
+def _cycle(nodes: Sequence[NodeProto], waits: list[set[int]]) -> str:
+    """Return the error for nodes that wait for each other."""
+    at = next(i for i, before in enumerate(waits) if before)
+    path: dict[int, None] = {}
+    while at not in path:
+        path[at] = None
+        at = min(waits[at])
+    indices = list(path)[list(path).index(at) :]
+    chain = [shown(next(filter(None, nodes[i].output))) for i in (at, *reversed(indices))]
+    if len(chain) > 12:
+        chain = [*chain[:6], f"({len(chain) - 11} more)", *chain[-5:]]
+    return f"its nodes wait for each other: {' -> '.join(chain)}; break the cycle"
+
+
+def _reads(nodes: Iterable[NodeProto], own: Iterable[str]) -> set[str]:
+    """Return what `nodes` read, their subgraphs too, without the values `own` of their graph."""
+    names: set[str] = set()
+    for node in nodes:
+        names.update(node.input)
+        for graph in subgraphs(node):
+            tensors = (*graph.initializer, *(s.values for s in graph.sparse_initializer))
+            inner = {x.name for x in (*graph.input, *tensors)}
+            inner.update(y for n in graph.node for y in n.output)
+            names |= _reads(graph.node, inner) | {y.name for y in graph.output} - inner
+    return names.difference(own)
+
+
+def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
+    """Yield the graphs that `node` holds."""
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH and attribute.HasField("g"):
+            yield attribute.g
+        elif attribute.type == AttributeProto.GRAPHS:
+            yield from attribute.graphs
+
+
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Yield `nodes` and those of their subgraphs, however deep."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for graph in subgraphs(node):
+            waiting.extend(graph.node)

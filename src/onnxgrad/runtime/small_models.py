@@ -1,0 +1,69 @@
+"""Estimators that run small models that they build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.errors import EvaluationError, escaping
+from onnxgrad.estimator import BaseEstimator
+from onnxgrad.runtime.device import CPU, Device
+from onnxgrad.runtime.session import session
+from onnxgrad.runtime.values import to_numpy, to_ortvalue
+
+
+class SmallFunctions(BaseEstimator):
+    """An estimator that keeps small models in attributes and runs them.
+
+    A session is made when a model first runs, and is not pickled. Two are equal if their arguments
+    are.
+    """
+
+    def _keep(self, device: Any, **models: ModelProto) -> None:
+        """Keep `models` as attributes, to run on `device`."""
+        self._device = CPU if device is None else Device.of(device).check()
+        self._sessions = dict[str, ort.InferenceSession]()
+        for name, model in models.items():
+            setattr(self, name, model)
+
+    def _session(self, name: str) -> ort.InferenceSession:
+        model = getattr(self, name, None)
+        if model is None:
+            raise EvaluationError(
+                f"{type(self).__name__} has no {name}: call build_onnx_function first"
+            )
+        sessions = self.__dict__.setdefault("_sessions", {})
+        if name not in sessions:
+            sessions[name] = session(model, self._device, work=0.0)
+        return sessions[name]
+
+    @escaping()
+    def _run(self, name: str, feed: Mapping[str, Any], as_ortvalues: bool) -> list[Any]:
+        """Run a model on numpy arrays and OrtValues alike; returns either."""
+        running = self._session(name)
+        if not as_ortvalues:
+            return running.run(None, {k: to_numpy(v) for k, v in feed.items()})
+        binding = running.io_binding()
+        held = {
+            key: to_ortvalue(value, self._device) for key, value in feed.items()
+        }  # until it has run
+        for key, value in held.items():
+            binding.bind_ortvalue_input(key, value)
+        self._device.bind_outputs(binding, [y.name for y in running.get_outputs()])
+        running.run_with_iobinding(binding)
+        return binding.get_outputs()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_sessions"}
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        assert isinstance(other, SmallFunctions)
+        return self.get_params(deep=False) == other.get_params(deep=False)
+
+    def __hash__(self) -> int:
+        return hash(type(self))

@@ -1,0 +1,69 @@
+"""Arrays and OrtValues."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as BoundValue
+
+from onnxgrad.runtime.device import Device
+
+FLOATS = {  # what onnxruntime calls them
+    "tensor(float16)": ir.DataType.FLOAT16,
+    "tensor(bfloat16)": ir.DataType.BFLOAT16,
+    "tensor(float)": ir.DataType.FLOAT,
+    "tensor(double)": ir.DataType.DOUBLE,
+}
+
+
+def wrapped(value: Any) -> Any:
+    """Return the OrtValue of a binding (one of its `OrtValueVector`) as that of `onnxruntime`."""
+    return ort.OrtValue(value) if isinstance(value, BoundValue) else value
+
+
+def to_numpy(value: Any) -> np.ndarray:
+    """Return an OrtValue, a tensor of torch or anything like an array, as an array."""
+    value = wrapped(value)
+    if isinstance(value, ort.OrtValue):
+        return value.numpy()
+    return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+
+
+def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
+    """Return an array or an OrtValue as an OrtValue; on the CPU the memory is shared."""
+    if isinstance(value, ort.OrtValue):
+        return value
+    return device.ortvalue(np.ascontiguousarray(value))
+
+
+def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
+    """Return an array as an OrtValue with memory of its own.
+
+    One of `ortvalue_from_numpy` has the array's memory, and what its `numpy()` returns would not
+    keep that alive.
+    """
+    made = device.empty(array.shape, array.dtype)
+    made.update_inplace(np.asarray(array, order="C"))
+    return made
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of an array or an OrtValue."""
+    return tuple(value.shape() if isinstance(value, ort.OrtValue) else np.shape(value))
+
+
+def fit(
+    value: Any, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None = None
+) -> Any:
+    """Return `value` in this shape and dtype: itself where it has them, which copies nothing."""
+    if isinstance(value, ort.OrtValue) and shape_of(value) == shape:
+        kind = FLOATS.get(value.data_type())
+        if kind is not None and kind.numpy() == dtype:
+            return value
+        if value.data_type() == "tensor(int64)" and dtype == np.int64:
+            return value
+    array = to_numpy(value) if array is None else array
+    return array.reshape(shape).astype(dtype, copy=False)

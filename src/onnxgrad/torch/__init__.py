@@ -1,0 +1,5 @@
+"""Models as modules of PyTorch."""
+
+from onnxgrad.torch.module import OnnxModule
+
+__all__ = ["OnnxModule"]

@@ -1,0 +1,261 @@
+"""A graph that PyTorch differentiates: onnxruntime computes it, and its gradients of every order.
+
+Tensors go to onnxruntime and come back by DLPack, which copies nothing. Nothing that is shared
+changes while a graph runs, so that threads may run it at the same time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from onnx import ModelProto
+from onnxruntime.capi.onnxruntime_pybind11_state import OrtValueVector
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from onnxgrad.autodiff.derivative import onnx_derivative
+from onnxgrad.autodiff.partition import partition
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.errors import escaping, printable_lines
+from onnxgrad.graph.emit import RANDOM, Emit
+from onnxgrad.graph.shapes import constant, is_real
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded, work
+
+DTYPES = {
+    ir.DataType[name]: dtype
+    for name, dtype in {
+        "FLOAT": torch.float32,
+        "DOUBLE": torch.float64,
+        "FLOAT16": torch.float16,
+        "BFLOAT16": torch.bfloat16,
+        "INT8": torch.int8,
+        "INT16": torch.int16,
+        "INT32": torch.int32,
+        "INT64": torch.int64,
+        "UINT8": torch.uint8,
+        "UINT16": torch.uint16,
+        "UINT32": torch.uint32,
+        "UINT64": torch.uint64,
+        "BOOL": torch.bool,
+    }.items()
+}
+# Multiply-adds of a forward pass that are worth a thread of their own; more than in a training loop
+# of onnxruntime's, as its threads sleep while PyTorch computes.
+_WORK_PER_THREAD = 1e7
+_LOCK = threading.RLock()  # one for all: what it guards is built once
+_OPTIONS = ort.RunOptions()
+
+
+class Session:
+    """Runs a model on tensors of one device, given and returned in its order."""
+
+    def __init__(self, proto: ModelProto, device: torch.device, threads: int) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 4
+        # between two runs the cores are PyTorch's
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        own = Device.of(device)
+        providers = own.providers
+        try:
+            session = loaded(proto, options, providers=providers)
+        except Exception as e:  # onnxruntime's errors have no common base
+            raise RuntimeError(
+                f"onnxruntime cannot run the graph on {device}: {printable_lines(e)}"
+            ) from e
+        self._run = session.run_with_ortvaluevector
+        self._inputs = [x.name for x in proto.graph.input]
+        self._outputs = [y.name for y in proto.graph.output]
+        self._devices = [ort.OrtDevice.make(own.kind, own.index)._get_c_device()]
+        self._devices *= len(self._outputs)
+        kinds = [y.type.tensor_type.elem_type for y in proto.graph.output]
+        self._bools = [i for i, kind in enumerate(kinds) if kind == ir.DataType.BOOL]
+        self._cuda = device if device.type == "cuda" else None
+
+    def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the outputs, which own their memory."""
+        feeds, fetches = OrtValueVector(), OrtValueVector()
+        feeds.reserve(len(tensors))
+        for t in tensors:
+            if t.dtype is torch.bool:  # which DLPack passes as bytes
+                feeds.push_back(to_dlpack(t.contiguous().view(torch.uint8)), True)
+            else:  # nor does it know of a sign that is still to be changed
+                feeds.push_back(to_dlpack(t.resolve_neg().contiguous()), False)
+        if self._cuda is not None:  # onnxruntime has a stream of its own, and waits for it
+            torch.cuda.current_stream(self._cuda).synchronize()
+        with escaping():
+            self._run(_OPTIONS, self._inputs, feeds, self._outputs, fetches, self._devices)
+        made = fetches.to_dlpacks(from_dlpack)
+        for i in self._bools:
+            made[i] = made[i].view(torch.bool)
+        return made
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The forward and the backward pass for one choice of gradients."""
+
+    forward: Session
+    backward: Session | None  # None: nothing that is wanted has a gradient
+    names: list[str]  # of the inputs that have one
+    places: list[int]  # of these inputs in the graph's
+    kept: list[int]  # outputs of the forward pass that are saved beside its inputs
+    reads: list[int]  # what the backward pass reads of the inputs, the kept and the gradients
+
+
+class Graph:
+    """A function of tensors that PyTorch can differentiate, any number of times.
+
+    Args:
+        proto: model in the working dialect, all its weights among the inputs.
+        device: where it runs.
+        memory: as in `partition`.
+    """
+
+    def __init__(self, proto: ModelProto, device: torch.device, memory: str) -> None:
+        self.proto, self.device, self.memory = proto, device, memory
+        self.inputs = [x.name for x in proto.graph.input]
+        kinds = [ir.DataType(y.type.tensor_type.elem_type) for y in proto.graph.output]
+        self.outputs = len(kinds)
+        self.real = [i for i, t in enumerate(kinds) if t.is_floating_point()]
+        self._work = work(ir.from_proto(proto).graph)
+        self._plain: dict[int, Session] = {}
+        self._passes: dict[tuple[tuple[bool, ...], int], _Passes] = {}
+        self._gradients: dict[tuple[str, ...], Graph] = {}
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """Return the outputs, with a gradient where gradients are enabled.
+
+        Raises:
+            NoGradientRule: a gradient is wanted, and an operator on the way has no rule.
+            RuntimeError: onnxruntime has no kernel for an operator in this dtype.
+        """
+        threads = self._threads(tensors)
+        if torch.is_grad_enabled():
+            return _Function.apply(self, threads, *tensors)
+        return self.plain(threads)(tensors)
+
+    def _threads(self, tensors: Sequence[Tensor]) -> int:
+        """Return how many threads pay for these tensors: a rule, as in `runtime.session`."""
+        most = torch.get_num_threads()
+        if most == 1 or not tensors or not tensors[0].ndim:
+            return 1
+        return max(1, min(most, int(self._work * len(tensors[0]) / _WORK_PER_THREAD)))
+
+    def plain(self, threads: int) -> Session:
+        """Return the session of the forward pass alone."""
+        if threads not in self._plain:
+            with _LOCK:
+                if threads not in self._plain:
+                    self._plain[threads] = Session(self.proto, self.device, threads)
+        return self._plain[threads]
+
+    def passes(self, wanted: tuple[bool, ...], threads: int) -> _Passes:
+        """Return the passes for the gradient of those inputs that are wanted."""
+        found = self._passes.get((wanted, threads))
+        if found is None:
+            with _LOCK:
+                found = self._passes.get((wanted, threads)) or self._build(wanted, threads)
+                self._passes[wanted, threads] = found
+        return found
+
+    def gradient(self, names: list[str]) -> Graph:
+        """Return the graph of the gradient: its inputs, then `Y_grad` of every float output.
+
+        Raises:
+            RuntimeError: the graph holds random nodes, and would draw anew.
+        """
+        key = tuple(names)
+        if key not in self._gradients:
+            if (node := _random(self.proto)) is not None:
+                at = f"node {node.name!r}, output {node.outputs[0].name!r}"
+                raise RuntimeError(
+                    f"{node.op_type} ({at}) draws at random: gradients of gradients would be those "
+                    "of another draw"
+                )
+            with _LOCK:
+                proto = onnx_derivative(self.proto, [], names)
+                self._gradients.setdefault(key, Graph(proto, self.device, self.memory))
+        return self._gradients[key]
+
+    def _build(self, wanted: tuple[bool, ...], threads: int) -> _Passes:
+        names = [name for name, w in zip(self.inputs, wanted, strict=True) if w]
+        try:
+            parts = partition(self.proto, [], names, self.memory) if names else None
+        except ValueError:
+            if not _vanishes(self.proto, names):
+                raise
+            parts = None
+        if parts is None:
+            return _Passes(self.plain(threads), None, [], [], [], [])
+        names = [name for name in names if name in parts.gradients]
+        made = [y.name for y in parts.forward.graph.output]
+        kept = [made.index(tensor.name) for tensor in parts.saved]
+        fed = [*self.inputs, *(made[i] for i in kept), *parts.arriving.values()]
+        reads = [fed.index(x.name) for x in parts.backward.graph.input]
+        places = [self.inputs.index(name) for name in names]
+        forward, backward = (
+            Session(p, self.device, threads) for p in (parts.forward, parts.backward)
+        )
+        return _Passes(forward, backward, names, places, kept, reads)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, graph: Graph, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        passes = graph.passes(ctx.needs_input_grad[2:], threads)
+        made = passes.forward(tensors)
+        ctx.graph, ctx.passes = graph, passes
+        if passes.backward is not None:
+            # What is saved so is guarded against changes in place, and seen by hooks of PyTorch
+            ctx.save_for_backward(*tensors, *[made[i] for i in passes.kept])
+        return tuple(made[: graph.outputs])
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        graph, passes = ctx.graph, ctx.passes
+        result: list[Tensor | None] = [None] * (len(graph.inputs) + 2)
+        if passes.backward is None:
+            return tuple(result)
+        fed = [*ctx.saved_tensors, *[gradients[i] for i in graph.real]]
+        if torch.is_grad_enabled():  # this gradient shall be differentiated too
+            inputs, arriving = fed[: len(graph.inputs)], fed[len(fed) - len(graph.real) :]
+            made = graph.gradient(passes.names)((*inputs, *arriving))
+        else:
+            made = passes.backward([fed[i] for i in passes.reads])
+        for place, gradient in zip(passes.places, made, strict=True):
+            result[place + 2] = gradient
+        return tuple(result)
+
+
+def _vanishes(proto: ModelProto, names: list[str]) -> bool:
+    """Tell whether no gradient of the inputs `names` depends on what arrives at the outputs."""
+    model = prepare(proto)
+    graph, op = model.graph, Emit(model.graph)
+    seeds = {y: ir.Value(type=y.type, shape=y.shape) for y in graph.outputs if is_real(y)}
+    found = sweep(op, seeds, [x for x in graph.inputs if x.name in names])
+    graph.outputs[:] = list(found.values())
+    tidy(model)
+    return not any(g.uses() or g in graph.outputs for g in seeds.values())
+
+
+def _random(proto: ModelProto) -> ir.Node | None:
+    """Return a node whose results differ from run to run, if there is one."""
+    for node in ir.from_proto(proto).graph.all_nodes():
+        if node.op_type == "Dropout":
+            mode = node.inputs[2] if len(node.inputs) > 2 else None
+            known = None if mode is None else constant(mode)
+            if mode is not None and (known is None or known.any()):
+                return node
+        elif not node.domain and node.op_type in RANDOM:
+            return node
+    return None

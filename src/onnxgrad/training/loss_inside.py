@@ -1,0 +1,163 @@
+"""`OrtGradientOptimizer`: trains a model whose graph computes the loss."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Self
+
+import numpy as np
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.optimizers import Optimizer
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session
+from onnxgrad.schedules import BaseLearningRate
+from onnxgrad.training.fitted import Fitted
+from onnxgrad.training.forward_backward import (
+    OrtGradientForwardBackward,
+    OrtGradientForwardBackwardFunction,
+)
+from onnxgrad.training.objective import Objective, loss_inside
+from onnxgrad.training.trainer import Trainer
+
+
+class OrtGradientOptimizer(Trainer):
+    """Trains the weights of a model that computes its loss, on the ordinary onnxruntime.
+
+    A batch is drawn, its gradient and the update of the weights are computed by one model, and one
+    call of onnxruntime runs many batches. The learning rate applies to the mean gradient of a row:
+    for a loss that is a sum over rows it is divided by the rows of the batch.
+
+    Args:
+        model_onnx: model, serialized model or path, with a loss output (`add_loss_output`).
+        weights_to_train: names of float constants of the model. None: those that play
+            the role of a weight, see `trainable`; a warning names what is uncertain.
+        loss_output_name: the output that holds the loss, one number; a sum over rows where
+            `add_loss_output` does not know better.
+        max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
+        training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
+            optimizer of `onnxgrad` such as `adam(b1=0.8)`.
+        batch_size: rows of a batch.
+        learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
+            momentum, and goes with "SGDOptimizer" only.
+        device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
+        warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
+            are empty again for another optimizer, and when weights are added.
+        verbose: 1 reports every epoch through `logging`, to stderr where it is not configured.
+        validation_every: epochs between two validations, or below 1 a share of `max_iter`.
+        saved_gradient: path to which `fit` saves the gradient model, with inputs for data and
+            weights, the loss and `<weight>_grad` as outputs; the training model, which is what
+            runs, goes to the same path with ".training.onnx" behind it.
+        sample_weight_name: name of the input of row weights.
+        random_state: seed of the order of rows and of `weight_init`; None draws a new one.
+        weight_init: "model" starts from the model's weights. "glorot" (Glorot & Bengio 2010,
+            uniform) and "normal" (standard normal) draw those of two axes or more anew.
+
+    Attributes:
+        train_losses_: mean loss of a row, per epoch.
+        validation_losses_: the same for the validation rows, per validation.
+        trained_coef_: `{name: array}`, the trained weights.
+        n_iter_: epochs done.
+        n_steps_: batches that the optimizer has counted.
+        learning_rate_: the rate of the last epoch.
+        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (of the loss, a
+            weight or the validation loss), "interrupted" (Ctrl-C), or "error" (any other); None
+            while it runs.
+        feature_names_in_: the columns, if `fit` got a table of which they have names.
+        train_session_: an `onnxruntime.InferenceSession` of the gradient model, as
+            `saved_gradient` saves it, for one batch.
+        input_names_, output_names_: those of `train_session_`: data, label and weights; the loss
+            and the gradients.
+        train_function_: the model as a forward and a backward pass (`OrtGradientForwardBackward`),
+            of the inputs of the model and then the trained weights.
+        cls_type_: the class of `train_function_`.
+
+    During `fit`, a callback reads them as they are at that moment. The sessions and passes are
+    built when they are asked for.
+    """
+
+    def __init__(
+        self,
+        model_onnx: ModelLike,
+        weights_to_train: Sequence[str] | None = None,
+        loss_output_name: str = "loss",
+        max_iter: int = 100,
+        training_optimizer_name: str | Optimizer = "SGDOptimizer",
+        batch_size: int = 10,
+        learning_rate: str | float | BaseLearningRate = "SGD",
+        device: str = "cpu",
+        warm_start: bool = False,
+        verbose: int = 0,
+        validation_every: int | float = 0.1,
+        saved_gradient: str | os.PathLike | None = None,
+        sample_weight_name: str = "weight",
+        random_state: int | None = None,
+        weight_init: str = "model",
+    ) -> None:
+        self.model_onnx = model_onnx
+        self.weights_to_train = weights_to_train
+        self.loss_output_name = loss_output_name
+        self.max_iter = max_iter
+        self.training_optimizer_name = training_optimizer_name
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.device = device
+        self.warm_start = warm_start
+        self.verbose = verbose
+        self.validation_every = validation_every
+        self.saved_gradient = saved_gradient
+        self.sample_weight_name = sample_weight_name
+        self.random_state = random_state
+        self.weight_init = weight_init
+
+    trained_coef_ = Fitted(lambda self: self.get_state())
+    train_session_ = Fitted(lambda self: self._built("session", self._session))
+    train_function_ = Fitted(lambda self: self._built("passes", self._passes))
+    input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
+    output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
+
+    def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
+        return loss_inside(proto, weights, self.loss_output_name, self.sample_weight_name)
+
+    def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
+        loss = DerivativeOptions.Loss
+        return derivative(proto, DerivativeRequest(weights, [], loss, self.loss_output_name))[0]
+
+    def _session(self) -> ort.InferenceSession:
+        model = self._gradient(read(self.model_onnx), self._trained())
+        return session(model, Device.of(self.device), work=0.0)
+
+    def _passes(self) -> OrtGradientForwardBackwardFunction:
+        passes = OrtGradientForwardBackward(self.model_onnx, self._trained(), providers=self.device)
+        return passes.new_instance()
+
+    def get_state(self) -> dict[str, np.ndarray]:
+        """Return a copy of the weights, `{name: array}`, in the shapes and dtypes of the model.
+
+        Raises:
+            NotFittedError: nothing was trained.
+        """
+        return {name: array.copy() for name, array in self._fitted().values.weights.items()}
+
+    def set_state(self, state: Mapping[str, np.ndarray], check_trained: bool = False) -> Self:
+        """Set weights, `{name: array}`; with `warm_start` the next `fit` goes on from them.
+
+        Args:
+            state: values of weights, trained or not; the others stay as they are.
+            check_trained: refuse what the last `fit` did not train.
+
+        Raises:
+            ValueError: a name that no float tensor of the model has, or an array of another shape;
+                with `check_trained`, a weight that was not trained.
+            NotFittedError: `check_trained`, and there was no `fit`.
+        """
+        new = self._check_weights(state, check_trained)
+        started = self._start()
+        old = started.values
+        started.values = replace(old, weights=old.weights | new)
+        return self

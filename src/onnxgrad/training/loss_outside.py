@@ -1,0 +1,377 @@
+"""`OrtGradientForwardBackwardOptimizer`: trains a model whose loss is outside of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.errors import unknown
+from onnxgrad.estimator import Selected
+from onnxgrad.losses.objects import BaseLearningLoss
+from onnxgrad.losses.penalties import BaseLearningPenalty
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.write import write_models
+from onnxgrad.optimizers import Optimizer
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.values import owned, to_numpy
+from onnxgrad.schedules import BaseLearningRate
+from onnxgrad.training.data import is_iterable_of_batches
+from onnxgrad.training.fitted import Fitted
+from onnxgrad.training.forward_backward import OrtGradientForwardBackward
+from onnxgrad.training.graphs import Graphs, training_graphs
+from onnxgrad.training.objective import LossOutside, loss_outside, predicted
+from onnxgrad.training.prediction import Computation, prediction, row_losses
+from onnxgrad.training.state import TrainState
+from onnxgrad.training.trainer import Trainer
+
+State = Mapping[str, Any]
+_PIECES = ("learning_rate", "learning_loss", "learning_penalty")
+
+
+class OrtGradientForwardBackwardOptimizer(Trainer):
+    """Trains the weights of a model that predicts; loss and penalty are objects beside it.
+
+    What is minimized is the sum over the rows of w l(f, y), w the row's weight, plus the penalties
+    of the weights; the learning rate applies to its gradient divided by the rows of the batch. As
+    in `OrtGradientOptimizer`, forward, loss, backward and update are one model, of which one call
+    of onnxruntime runs many batches. `score` makes it an estimator for `GridSearchCV`.
+
+    Args:
+        model_onnx: model, serialized model or path, with one float output, of one row or more
+            numbers for each row of the input (`select_model_inputs_outputs` keeps one).
+        weights_to_train: names of float constants of the model. None: those that play
+            the role of a weight, see `trainable`; a warning names what is uncertain.
+        loss_output_name: name of the loss in the saved graphs.
+        max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
+        training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
+            optimizer of `onnxgrad` such as `adam(b1=0.8)`.
+        batch_size: rows of a batch.
+        learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
+            momentum, and goes with "SGDOptimizer" only.
+        device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
+        warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
+            are empty again for another optimizer, and when weights are added.
+        verbose: 1 reports every epoch through `logging`, to stderr where it is not configured.
+        validation_every: epochs between two validations, or below 1 a share of `max_iter`.
+        learning_loss: name, function or `BaseLearningLoss` (see `BaseLearningLoss.select`).
+        enable_logging: as `verbose`, and every call of the runtime at level DEBUG.
+        weight_name: name of the row weights in the saved graphs; None leaves them out there.
+        learning_penalty: None, a name, number, `BaseLearningPenalty`, or `{weight: penalty}`.
+        exc: whether NaN or infinity raises; else it warns, and `fit` ends.
+        random_state: seed of the order of rows and of `weight_init`; None draws a new one.
+        weight_init: "model" starts from the model's weights. "glorot" (Glorot & Bengio 2010,
+            uniform) and "normal" (standard normal) draw those of two axes or more anew.
+
+    Attributes:
+        train_losses_: mean loss of a row, per epoch, the penalty of each batch included.
+        validation_losses_: the same for the validation rows, per validation.
+        trained_coef_: `{name: OrtValue}`, the trained weights.
+        n_iter_: epochs done.
+        n_steps_: batches that the optimizer has counted.
+        learning_rate_: the rate of the last epoch.
+        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (of the loss, a
+            weight or the validation loss), "interrupted" (Ctrl-C), or "error" (any other); None
+            while it runs.
+        feature_names_in_: the columns, if `fit` got a table of which they have names.
+        train_session_: the model as an `OrtGradientForwardBackward`.
+        train_function_: its forward and backward pass, an instance of `cls_type_`.
+        input_names_: what `train_function_.forward` takes: the inputs, then the trained weights.
+        output_names_: the gradients that `train_function_.backward` returns for them, None where
+            there is none.
+        epoch_onnx_: an epoch, one of the graphs of `save_onnx_graph`. The others are
+            `loss_grad_onnx_`, `loss_score_onnx_`, `axpy_onnx_` (`axpyw_onnx_` with momentum),
+            `zero_onnx_` and, with a penalty, `penalty_onnx_` and `penalty_grad_onnx_`.
+
+    During `fit`, a callback reads them as they are at that moment. The sessions and graphs are
+    built when they are asked for.
+    """
+
+    learning_loss = Selected(BaseLearningLoss.select)
+    learning_penalty = Selected(BaseLearningPenalty.select)
+
+    trained_coef_ = Fitted(lambda self: self.get_state())
+    train_session_ = Fitted(lambda self: self._built("passes", self._passes))
+    train_function_ = Fitted(lambda self: self._built("function", self.train_session_.new_instance))
+    input_names_ = Fitted(
+        lambda self: [*self.train_session_.input_names, *self.train_session_.weights_to_train]
+    )
+    output_names_ = Fitted(lambda self: self._gradient_names())
+    loss_grad_onnx_ = Fitted(lambda self: self._graph("loss_grad_onnx_"))
+    loss_score_onnx_ = Fitted(lambda self: self._graph("loss_score_onnx_"))
+    axpy_onnx_ = Fitted(lambda self: self._graph("axpy_onnx_"))
+    axpyw_onnx_ = Fitted(lambda self: self._graph("axpyw_onnx_"))
+    penalty_onnx_ = Fitted(lambda self: self._graph("penalty_onnx_"))
+    penalty_grad_onnx_ = Fitted(lambda self: self._graph("penalty_grad_onnx_"))
+    zero_onnx_ = Fitted(lambda self: self._graph("zero_onnx_"))
+    epoch_onnx_ = Fitted(lambda self: self._graph("epoch_onnx_"))
+
+    def __init__(
+        self,
+        model_onnx: ModelLike,
+        weights_to_train: Sequence[str] | None = None,
+        loss_output_name: str = "loss",
+        max_iter: int = 100,
+        training_optimizer_name: str | Optimizer = "SGDOptimizer",
+        batch_size: int = 10,
+        learning_rate: str | float | BaseLearningRate = "SGD",
+        device: str = "cpu",
+        warm_start: bool = False,
+        verbose: int = 0,
+        validation_every: int | float = 0.1,
+        learning_loss: Any = "square_error",
+        enable_logging: bool = False,
+        weight_name: str | None = None,
+        learning_penalty: Any = None,
+        exc: bool = True,
+        random_state: int | None = None,
+        weight_init: str = "model",
+    ) -> None:
+        self.model_onnx = model_onnx
+        self.weights_to_train = weights_to_train
+        self.loss_output_name = loss_output_name
+        self.max_iter = max_iter
+        self.training_optimizer_name = training_optimizer_name
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.device = device
+        self.warm_start = warm_start
+        self.verbose = verbose
+        self.validation_every = validation_every
+        self.learning_loss = learning_loss
+        self.enable_logging = enable_logging
+        self.weight_name = weight_name
+        self.learning_penalty = learning_penalty
+        self.exc = exc
+        self.random_state = random_state
+        self.weight_init = weight_init
+
+    def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> LossOutside:
+        loss = BaseLearningLoss.select(self.learning_loss)
+        penalty = BaseLearningPenalty.select(self.learning_penalty)
+        name = self.weight_name
+        if name is None and weighted:
+            name = "weight"
+        return loss_outside(proto, weights, loss, penalty, self.loss_output_name, name)
+
+    def _check_names(self, names: Sequence[str]) -> None:
+        BaseLearningPenalty.select(self.learning_penalty).check(names)
+
+    # -- predictions --------------------------------------------------------------------------
+
+    def losses(self, X: Any, y: Any = None, sample_weight: Any = None) -> np.ndarray:
+        """Return the loss of every row, times its weight, in the order of the rows: (rows,).
+
+        Arguments and errors are those of `fit`. Penalties, which are of weights and not of rows,
+        are left out.
+        """
+        weighted = sample_weight is not None or is_iterable_of_batches(X, y)
+        compute = self._built(
+            f"losses {weighted}", lambda: self._row_losses(weighted), self._fitted().values
+        )
+        if sample_weight is None:
+            return compute(compute.fields.gathered(X, y))
+        return compute(compute.fields.arrays(X, y, sample_weight))
+
+    def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
+        """Return the negative mean of `losses`: higher is better.
+
+        With row weights, that is the sum of w l divided by the number of rows, as in
+        `train_losses_`, and not by the sum of the weights.
+        """
+        return -float(self.losses(X, y, sample_weight).mean(dtype=np.float64))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return what the trained model computes for `X`, an array, a table or a dict of them.
+
+        One column is returned flat, (rows,), if the labels of `fit` were.
+
+        Raises:
+            ValueError: data that the inputs do not take, or nothing was trained.
+        """
+        compute = self._built("prediction", self._prediction, self._fitted().values)
+        predictions = compute(compute.fields.inputs(X))
+        flat = self._state.flat and predictions.shape[1:] == (1,)
+        return predictions[:, 0] if flat else predictions
+
+    def _prediction(self) -> Computation:
+        proto = self.get_trained_onnx()
+        return prediction(proto, self._objective(proto, [], False), Device.of(self.device))
+
+    def _row_losses(self, weighted: bool) -> Computation:
+        objective = self._objective(self.get_trained_onnx(), [], weighted)
+        return row_losses(objective, Device.of(self.device))
+
+    # -- state --------------------------------------------------------------------------------
+
+    def get_state(self, kind: Any = "weight") -> Any:
+        """Return a copy of what was trained, by the name of the weight.
+
+        Args:
+            kind: "weight": `{name: OrtValue}`. "grad": what the optimizer keeps of the gradients,
+                `{name: {slot: OrtValue}}`. A list of kinds: a list of these.
+
+        Raises:
+            ValueError: nothing was trained, or another kind.
+        """
+        if not isinstance(kind, str):
+            return [self.get_state(k) for k in kind]
+        values, device = self._fitted().values, Device.of(self.device).check()
+        if _known_kind(kind) == "weight":
+            return {name: owned(array, device) for name, array in values.weights.items()}
+        return {
+            name: {slot: owned(a, device) for slot, a in values.slots.get(name, {}).items()}
+            for name in values.weights
+        }
+
+    def get_full_state(self, kind: Any = "weight") -> Any:
+        """Return `get_state` for all inputs of training, in their order; None for data."""
+        if not isinstance(kind, str):
+            return [self.get_full_state(k) for k in kind]
+        state = self.get_state(kind)
+        return dict.fromkeys(self._data_names()) | state
+
+    def set_state(
+        self, state: Any, kind: Any = "weight", zero: bool = False, check_trained: bool = False
+    ) -> Self:
+        """Set what `get_state` returns; with `warm_start` the next `fit` goes on from it.
+
+        Args:
+            state: `{name: array or OrtValue}`, or for the kind "grad" `{name: {slot: array or
+                OrtValue}}`; None stands for what is not set, such as data. For a list of kinds, a
+                list of these.
+            kind: "weight", "grad", or a list of them.
+            zero: set zeros in place of the values given. Where no slot is left but zeros, the steps
+                are counted anew, too.
+            check_trained: refuse weights that the last `fit` did not train.
+
+        Raises:
+            ValueError: a kind, weight or slot that is not known, or an array of another shape; with
+                `check_trained`, a weight that was not trained.
+            NotFittedError: `check_trained`, and there was no `fit`.
+        """
+        several = not isinstance(kind, str)
+        pairs = list(zip(kind, state, strict=True)) if several else [(kind, state)]
+        checked = [(k, self._check_state(k, one, zero, check_trained)) for k, one in pairs]
+        started = self._start()
+        for k, new in checked:
+            old = started.values
+            if k == "weight":
+                started.values = replace(old, weights=old.weights | new)
+            else:
+                self._set_slots(started, new, zero)
+        return self
+
+    def _check_state(
+        self, kind: str, state: State, zero: bool, check_trained: bool
+    ) -> dict[str, Any]:
+        """Return copies of what is given, as arrays."""
+        _known_kind(kind)
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a state is a dict by name, not {type(state).__name__}")
+        wanted = {name: value for name, value in state.items() if value is not None}
+        if kind == "weight":
+            arrays = {name: to_numpy(value) for name, value in wanted.items()}
+            new = self._check_weights(arrays, check_trained)
+            return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
+        known = self._known()
+        self._check_weights({n: known[n] for n in wanted if n in known}, check_trained)
+        valid = self._select_optimizer(self._check()).slots
+        for name, slots in wanted.items():
+            if name not in known:
+                raise unknown("weight", name, known)
+            for slot in () if zero else slots:
+                if slot not in valid:
+                    raise unknown(f"slot of {name!r}", slot, valid)
+        if zero:
+            return {name: dict.fromkeys(valid, np.zeros_like(known[name])) for name in wanted}
+        checked: dict[str, dict[str, np.ndarray]] = {}
+        for slot in valid:
+            arrays = {name: to_numpy(s[slot]) for name, s in wanted.items() if slot in s}
+            for name, array in self._check_weights(arrays).items():
+                checked.setdefault(name, {})[slot] = array
+        return checked
+
+    def _set_slots(
+        self, state: TrainState, new: dict[str, dict[str, np.ndarray]], zero: bool
+    ) -> None:
+        optimizer, old = self._select_optimizer(self._check()), state.values
+        slots, steps = old.slots, old.steps
+        if optimizer != state.optimizer or (zero and new.keys() >= slots.keys()):
+            slots, steps = {}, 0
+        names = self._names()  # those not given start at zero
+        slots = {name: {} for name in names} | slots
+        slots |= {name: slots.get(name, {}) | arrays for name, arrays in new.items()}
+        state.values = replace(old, slots=slots, steps=steps)
+        state.optimizer = optimizer
+
+    def _data_names(self) -> list[str]:
+        graph = to_ir(read(self.model_onnx)).graph
+        return [str(x.name) for x in graph.inputs if x.name not in graph.initializers]
+
+    # -- graphs -------------------------------------------------------------------------------
+
+    def save_onnx_graph(
+        self,
+        folder: str | os.PathLike | type[bytes],
+        prefix: str | None = None,
+        suffix: str | None = None,
+    ) -> dict[str, Any]:
+        """Save the graphs that make up the training, before or after `fit`.
+
+        Args:
+            folder: where to, created where it is missing; `bytes` saves nothing.
+            prefix: what the names of the files begin with, such as `<prefix>model_onnx.onnx`.
+            suffix: what follows the name of the graph, as in `zero_onnx_<suffix>.onnx`.
+
+        Returns:
+            Paths, or with `bytes` serialized models, in nested dictionaries: `model_onnx`;
+            `learning_rate`: `axpy_onnx_`, or `axpyw_onnx_` with momentum; `learning_loss`:
+            `loss_grad_onnx_`, `loss_score_onnx_`; `learning_penalty`: `penalty_onnx_`,
+            `penalty_grad_onnx_` where there is one; `zero_onnx_`; `train_function_`: the graphs of
+            `OrtGradientForwardBackward`; `epoch_onnx_`, which is all of that in one, and the model
+            that training runs.
+        """
+        return write_models(self._graphs(), folder, prefix, suffix)
+
+    def _graphs(self) -> Graphs:
+        rate = self._check()
+        optimizer, proto = self._select_optimizer(rate), self._model(vars(self).get("_state"))
+        names = self._names()
+        self._check_names(names)
+        objective = self._objective(proto, names, False)
+        loss = BaseLearningLoss.select(self.learning_loss)
+        penalty = BaseLearningPenalty.select(self.learning_penalty)
+        return training_graphs(proto, objective, optimizer, rate, loss, penalty)
+
+    def _graph(self, name: str) -> ModelProto:
+        graphs = self._built("graphs", self._graphs, self._state.values)
+        for group in (graphs, *(graphs[piece] for piece in _PIECES)):
+            if name in group:
+                return group[name]
+        raise AttributeError(f"{name}: there is no such graph for {self}")
+
+    def _passes(self) -> OrtGradientForwardBackward:
+        proto = read(self.model_onnx)
+        return OrtGradientForwardBackward(
+            proto,
+            self._trained(),
+            output_names=[predicted(proto)],
+            providers=self.device,
+            enable_logging=self.enable_logging,
+        )
+
+    def _gradient_names(self) -> list[str | None]:
+        passes = self.train_session_
+        return [passes.partition.gradients.get(name) for name in self.input_names_]
+
+
+def _known_kind(kind: str) -> str:
+    if kind not in ("weight", "grad"):
+        raise unknown("kind of state", kind, ["weight", "grad"])
+    return kind

@@ -1,0 +1,1 @@
+"""What trains by default, and why."""

@@ -1,0 +1,126 @@
+"""What the values of a graph are computed from: data, lengths, constants, weights before them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.training.parameters.operands import (
+    FORMS,
+    domain,
+    leading_operands,
+    letter,
+    value_operands,
+)
+
+_RANDOM = frozenset(
+    "RandomNormal RandomUniform RandomNormalLike RandomUniformLike Bernoulli Multinomial".split()
+)
+
+
+class Flow:
+    """What every value of `graph` and of its subgraphs is computed from.
+
+    Attributes:
+        nodes: all nodes, those of subgraphs included.
+        handed: `{value: values}`, where subgraphs take values in and hand results out.
+        data: values that hold numbers computed from the elements of an input, or random ones.
+        positions: values computed from shapes and ranges, and from no data.
+        weighted: data that have met a weight: behind a product with a constant, or a lookup.
+        hidden: values that meet a weight further on.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+        self.handed: dict[ir.Value, list[ir.Value]] = {}
+        for node in self.nodes:
+            for source, target in _handed(node):
+                self.handed.setdefault(source, []).append(target)
+        self.data: set[ir.Value] = set(graph.inputs) - set(graph.initializers.values())
+        self._grow(self.data, lambda node: node.op_type in _RANDOM)
+        self.positions: set[ir.Value] = set()
+        self._grow(self.positions, lambda node: node.op_type in ("Shape", "Size", "Range"))
+        self.positions -= self.data
+        self.weighted: set[ir.Value] = set()
+        self._grow(self.weighted, self._weighs)
+        self.hidden = self._backward()
+
+    def _grow(self, reached: set[ir.Value], starts) -> None:
+        """Add to `reached` all that is computed from it, and from the nodes that start it."""
+        size = -1
+        while size != len(reached):
+            size = len(reached)
+            for node in self.nodes:
+                if starts(node) or not reached.isdisjoint(value_operands(node)):
+                    if any(subgraphs(node)):
+                        continue  # what goes in and out of subgraphs is in `handed`
+                    if node.op_type not in FORMS or starts(node):
+                        reached.update(node.outputs)
+            for source, targets in self.handed.items():
+                if source in reached:
+                    reached.update(targets)
+
+    def _weighs(self, node: ir.Node) -> bool:
+        """Tell whether `node` applies a weight to data."""
+        if domain(node) not in ("", "com.microsoft"):
+            return any(x in self.data for x in node.inputs)
+        return self.product(node) or any(
+            letter(node, i) == "t" and self.looks_up(node)
+            for i, x in enumerate(node.inputs)
+            if x is not None and x not in self.data
+        )
+
+    def product(self, node: ir.Node) -> bool:
+        """Tell whether `node` multiplies data by constants, and sums up."""
+        factors = [
+            x not in self.data
+            for i, x in enumerate(node.inputs)
+            if x is not None and letter(node, i) in ("f", "q")
+        ]
+        return any(factors) and any(x in self.data for x in node.inputs)
+
+    def looks_up(self, node: ir.Node) -> bool:
+        """Tell whether `node` takes rows by indices that are data."""
+        return any(x in self.data for x in node.inputs[1:])
+
+    def _backward(self) -> set[ir.Value]:
+        back: dict[ir.Value, list[ir.Value]] = {}
+        for source, targets in self.handed.items():
+            for target in targets:
+                back.setdefault(target, []).append(source)
+        hidden: set[ir.Value] = set()
+        size = -1
+        while size != len(hidden):
+            size = len(hidden)
+            for node in reversed(self.nodes):
+                if self.product(node) or not hidden.isdisjoint(node.outputs):
+                    hidden.update(leading_operands(node))
+            for target, sources in back.items():
+                if target in hidden:
+                    hidden.update(sources)
+        return hidden
+
+
+def _handed(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yield the values that go into subgraphs of `node` with what they are there, and back."""
+    held = list(subgraphs(node))
+    if not held or domain(node):
+        return
+    pairs: list[tuple[ir.Value | None, ir.Value]] = []
+    if node.op_type == "If":
+        for branch in held:
+            pairs += zip(branch.outputs, node.outputs, strict=False)
+    elif node.op_type == "Loop":
+        states = len(node.inputs) - 2
+        pairs += zip(node.inputs[2:], held[0].inputs[2:], strict=False)
+        pairs += zip(held[0].outputs[1 : 1 + states], held[0].inputs[2:], strict=False)
+        pairs += zip(held[0].outputs[1:], node.outputs, strict=False)
+    else:  # Scan, SequenceMap
+        pairs += zip(node.inputs, held[0].inputs, strict=False)
+        if node.op_type == "Scan":
+            states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+            pairs += zip(held[0].outputs[:states], held[0].inputs[:states], strict=False)
+        pairs += zip(held[0].outputs, node.outputs, strict=False)
+    yield from ((a, b) for a, b in pairs if a is not None)

@@ -1,0 +1,290 @@
+"""The roles that constants play in a graph: which of them are weights, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.model.constants import ML_COEFFICIENTS
+from onnxgrad.training.parameters import evidence
+from onnxgrad.training.parameters.operands import MOVES, domain, letter
+from onnxgrad.training.parameters.surroundings import (
+    ARITHMETIC,
+    FACTORS,
+    WAVES,
+    Surroundings,
+    Use,
+    has_one_feature,
+)
+
+QUANTIZED = "scale or zero point of the quantized"
+_LARGE = 1000  # elements: a tensor that size is seldom no weight
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a constant trains by default, and why or why not."""
+
+    trains: bool
+    why: str
+    doubtful: bool = False  # may be wrong: a learned scalar, or a large tensor left out
+
+
+class Roles:
+    """Judges the constants of one graph."""
+
+    def __init__(self, graph: ir.Graph, from_torch: bool) -> None:
+        self.around = Surroundings(graph)
+        self.from_torch = from_torch  # names of initializers that are not counted up tell much
+
+    def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
+        """Return the verdict of the first use in which `constant` trains, or of the first one."""
+        if array.size == 0:
+            return Verdict(False, "it is empty")
+        if array.dtype.itemsize < 4:
+            array = array.astype(np.float32)  # not all of numpy knows bfloat16
+        uses = list(self.around.uses(constant))
+        verdicts = [self._judge(name, use, array) for use in uses]
+        learned = next((v for v in verdicts if v.trains), None)
+        if learned is None:
+            nowhere = Verdict(False, "it meets no data on the way to an output")
+            return next((v for v in verdicts if v.doubtful), [*verdicts, nowhere][0])
+        if not np.isfinite(array).all():
+            return Verdict(False, f"it holds infinite or undefined numbers ({learned.why})")
+        statistic = [use.node for use in uses if letter(use.node, use.index) == "r"]
+        if statistic and evidence.sounds_statistic(name):
+            return Verdict(False, f"running statistic of {_named(statistic[0])}")
+        if statistic:
+            why = f"{learned.why}, stored once with a running statistic, which moves with it"
+            return Verdict(True, why, True)
+        return learned
+
+    def _judge(self, name: str, use: Use, array: np.ndarray) -> Verdict:
+        node, kind, where = use.node, letter(use.node, use.index), _named(use.node)
+        if domain(node) == "ai.onnx.ml":
+            return _of_ml(node, use.index, where)
+        if kind == "a" or (domain(node) == "" and node.op_type in ARITHMETIC):
+            return self._arithmetic(name, use, array, where)
+        if domain(node) == "" and node.op_type == "Concat":
+            return self._joined(name, use, array, where)
+        match kind:
+            case "f":
+                return self._factor(name, use, array, where)
+            case "b":
+                return Verdict(True, f"bias of {where}")
+            case "s" | "o":
+                return self._normalization(name, use, array, where, kind)
+            case "r":
+                return Verdict(False, f"running statistic of {where}")
+            case "t":
+                return self._table(use, array, where)
+            case "p":
+                return Verdict(True, f"slope of {where}")
+            case "h":
+                return _state(name, array, where)
+            case "m":
+                return _added_to_scores(array, where)
+            case "w":
+                return _chosen(name, use, array, where)
+            case "k":
+                return Verdict(False, f"rotary table of {where}")
+            case "q":
+                return Verdict(False, f"{QUANTIZED} {where}")
+            case "c":
+                return self._setting(name, use, array, where)
+        if any(target in self.around.data for target in self.around.handed.get(use.value, ())):
+            return _state(name, array, where)
+        operand = f"operand {use.index} of {where}"
+        if domain(node) not in ("", "com.microsoft") and array.size > 1:
+            return Verdict(True, f"{operand}, an operator that is not known here")
+        return Verdict(False, f"{operand}, which takes no weights", array.size > _LARGE)
+
+    def _factor(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+        data = [x for x in use.node.inputs if x in self.around.data]
+        early = not any(x in self.around.weighted for x in data)
+        if evidence.is_binary(array) and "Mul" in use.via:
+            return Verdict(False, f"mask of a factor of {where}")
+        if evidence.is_same_filter(array):
+            return Verdict(False, f"the same filter for all channels of {where}")
+        if use.via & WAVES:
+            return Verdict(False, f"a table of sines and cosines is computed from it ({where})")
+        if self.around.makes_waves(use.node):
+            doubtful = not (evidence.counted(name) or evidence.sounds_fixed(name))
+            why = f"frequencies: sines and cosines of the result of {where}"
+            return Verdict(False, why, doubtful)
+        if early and (evidence.is_wave(array) or evidence.is_filter_bank(array)):
+            return Verdict(False, f"a fixed transform of an input: {where}")
+        if use.at_positions and not use.via <= MOVES and array.size == 1:
+            return Verdict(False, f"it only combines with computed positions before {where}")
+        if array.size == 1 and use.via & ARITHMETIC:
+            return Verdict(False, f"a single number in the formula of a factor of {where}")
+        return Verdict(True, f"factor of {where}")
+
+    def _normalization(
+        self, name: str, use: Use, array: np.ndarray, where: str, kind: str
+    ) -> Verdict:
+        unit = evidence.is_all(array, 1.0 if kind == "s" else 0.0)
+        follows = use.node.op_type == "InstanceNormalization" and self.around.scaled_again(use.node)
+        if unit and (follows or (evidence.counted(name) and not evidence.noted_kind(use.node))):
+            return Verdict(False, f"the {array.ravel()[0]:g} of {where} without weights")
+        return Verdict(True, f"{'scale' if kind == 's' else 'bias'} of {where}")
+
+    def _table(self, use: Use, array: np.ndarray, where: str) -> Verdict:
+        if evidence.is_wave(array):
+            return Verdict(False, f"table of sines and cosines at positions ({where})")
+        indices, around = use.node.inputs[1], self.around
+        nearest = indices is not None and around.origin(indices, MOVES) == "TopK"
+        if nearest and indices not in around.weighted:
+            return Verdict(False, f"stored data that {where} takes for the nearest")
+        if around.reaches_softmax(use.node.outputs[0]) and evidence.is_mask(array):
+            return Verdict(False, f"mask that {where} takes rows of")
+        return Verdict(True, f"table of {where}")
+
+    def _joined(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+        if array.size == 1 or (evidence.is_all(array) and evidence.counted(name)):
+            return Verdict(False, f"a fixed value beside data in {where}")
+        if evidence.is_wave(array) or evidence.is_mask(array):
+            return Verdict(False, f"a fixed table beside data in {where}")
+        if use.at_positions and not use.via <= MOVES | {"Concat", "Add"}:
+            return Verdict(False, f"it only combines with computed positions before {where}")
+        if use.node.outputs[0] not in self.around.hidden:
+            return Verdict(False, f"beside the results of the last weights in {where}")
+        return Verdict(True, f"learned rows (a class token, queries) beside data in {where}")
+
+    def _setting(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+        if use.node.op_type != "Pow" or use.index != 1:
+            return Verdict(False, f"bound, size or other setting of {where}")
+        doubtful = array.size == 1 and self.from_torch and not evidence.counted(name)
+        return Verdict(False, f"exponent of {where}", doubtful)
+
+    # -- sums and products, element by element ------------------------------------------------
+
+    def _arithmetic(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+        node, adds = use.node, use.node.op_type not in FACTORS
+        other = next(
+            x for i, x in enumerate(node.inputs) if i != use.index and x in self.around.data
+        )
+        product = self.around.unbiased(other) if adds and use.via <= MOVES else None
+        if product is not None and self._is_bias(name, array, product):
+            return Verdict(True, f"bias behind {product.op_type} ({where})")
+        if self.around.is_quantized(node):
+            return Verdict(False, f"{QUANTIZED} {where}")
+        if self.around.is_normalized(other, adds):
+            unit = evidence.is_all(array, 0.0 if adds else 1.0)
+            if unit and evidence.counted(name) and not evidence.noted_kind(node):
+                return Verdict(False, f"a fixed number of a normalization ({where})")
+            if array.size > 1 or evidence.sounds_affine(name):
+                return Verdict(True, f"{'bias' if adds else 'scale'} of a normalization ({where})")
+        if array.size == 1:
+            return self._single(name, use, array, where)
+        if use.via & WAVES or (self.around.makes_waves(node) and not adds):
+            return Verdict(False, f"frequencies of sines and cosines ({where})")
+        if evidence.is_binary(array):
+            return Verdict(False, f"mask of zeros and ones ({where})")
+        if adds and (evidence.is_mask(array) or self.around.reaches_softmax(node.outputs[0])):
+            return self._scores(use, array, where)
+        if use.at_positions and not use.via <= MOVES | {"Concat"} and "MatMul" not in use.via:
+            return Verdict(False, f"it only combines with computed positions before {where}")
+        if evidence.is_wave(array) or (not adds and evidence.is_cosine(array)):
+            return Verdict(False, f"table of sines and cosines ({where})")
+        if not adds and use.at_positions:
+            return Verdict(False, f"table at computed positions that multiplies ({where})")
+        return self._by_neighbours(name, use, array, where)
+
+    @staticmethod
+    def _is_bias(name: str, array: np.ndarray, product: ir.Node) -> bool:
+        """Tell whether what is added to a product has one number for each of its features."""
+        if not array.ndim or sum(n > 1 for n in array.shape) > 1:
+            return False
+        return array.size > 1 or has_one_feature(product) or evidence.sounds_affine(name)
+
+    def _by_neighbours(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+        """Judge by the weights before and behind."""
+        node, around, said = use.node, self.around, evidence.noted_kind(use.node)
+        wide = sum(n > 1 for n in array.shape)
+        adds = node.op_type not in FACTORS
+        verb = "added to" if adds else "a factor of"
+        early = not any(x in around.weighted for x in node.inputs if x is not None)
+        if node.outputs[0] in around.hidden:
+            if not early:
+                return Verdict(True, f"{verb} what weights computed ({where})")
+            if node.op_type == "Add" and wide > 1:
+                return Verdict(True, f"table of positions that is added to an input ({where})")
+        elif not early and (said or (said is None and evidence.sounds_affine(name))):
+            return Verdict(True, f"{verb} what the last weights computed ({where})")
+        if early and node.op_type == "Sub" and wide > 1:
+            return Verdict(False, f"stored rows that an input is compared with ({where})")
+        if early and (node.outputs[0] in around.hidden or evidence.counted(name)):
+            return Verdict(False, f"{verb} an input before any weight ({where})")
+        if early:
+            return Verdict(True, f"{verb} an input that meets no other weight ({where})")
+        why = f"{verb} what the last weights computed: anchors, units ({where})"
+        told = said is not None or evidence.counted(name) or evidence.sounds_fixed(name)
+        return Verdict(False, why, array.size > _LARGE or not told)
+
+    def _scores(self, use: Use, array: np.ndarray, where: str) -> Verdict:
+        if use.at_positions and use.via & ARITHMETIC:
+            return Verdict(False, f"it only combines with computed positions before {where}")
+        return _added_to_scores(array, where)
+
+    def _single(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+        """Judge a single number in a formula: a temperature may be learned."""
+        node = use.node
+        sounds = evidence.sounds_learned(name)
+        if evidence.counted(name) and not sounds:
+            return Verdict(False, f"a single number in a formula ({where})")
+        if not any(x in self.around.weighted for x in node.inputs if x is not None):
+            alone = node.outputs[0] not in self.around.hidden and (array.ndim or sounds)
+            why = "that meets no other weight" if alone else "before any weight"
+            return Verdict(bool(alone), f"a single number {why} ({where})", bool(alone))
+        said = evidence.noted_kind(node)
+        if said is None:
+            root = float(np.abs(array.astype(np.float64)).max()) ** -2 if array.all() else 0.0
+            fixed = any(abs(n - round(n)) < 1e-4 * n and n > 1.5 for n in (root, root and 1 / root))
+            if fixed and node.op_type in FACTORS and self.around.reaches_softmax(node.outputs[0]):
+                return Verdict(False, f"scale of attention before a Softmax ({where})")
+        if said is False or (said is None and not sounds):
+            doubtful = said is None and self.from_torch and not evidence.sounds_fixed(name)
+            return Verdict(False, f"a single number in a formula ({where})", doubtful)
+        return Verdict(True, f"a single number that weights meet: a learned scalar ({where})", True)
+
+
+def _named(node: ir.Node) -> str:
+    return f"{node.op_type} {node.name!r}" if node.name else node.op_type
+
+
+def _of_ml(node: ir.Node, index: int, where: str) -> Verdict:
+    names = list(ML_COEFFICIENTS.get(node.op_type, {}).items())
+    if not 1 <= index <= len(names):
+        return Verdict(False, f"operand {index} of {where}")
+    name, trains = names[index - 1]
+    return Verdict(trains, f"{name} of {where}")
+
+
+def _state(name: str, array: np.ndarray, where: str) -> Verdict:
+    if (
+        array.size == 1
+        or evidence.is_all(array, 0.0)
+        or (evidence.is_all(array) and evidence.counted(name))
+    ):
+        return Verdict(False, f"fixed initial state of {where}")
+    return Verdict(True, f"learned initial state of {where}")
+
+
+def _added_to_scores(array: np.ndarray, where: str) -> Verdict:
+    if evidence.is_mask(array):
+        return Verdict(False, f"mask: added before a Softmax ({where})")
+    if evidence.is_all(array):
+        return Verdict(False, f"one number added before a Softmax ({where})")
+    if evidence.is_linear(array):
+        return Verdict(False, f"distances: added before a Softmax ({where})")
+    return Verdict(True, f"bias of the scores of attention ({where})")
+
+
+def _chosen(name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
+    fixed = evidence.is_all(array) and evidence.counted(name)
+    if array.size == 1 or fixed or evidence.is_mask(array) or use.at_positions:
+        return Verdict(False, f"a fixed value or mask of {where}")
+    return Verdict(True, f"learned values that {where} chooses (a mask token)")

@@ -1,0 +1,228 @@
+"""Where constants meet data, and what is computed around these nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.training.parameters.flow import Flow
+from onnxgrad.training.parameters.operands import MOVES, domain, letter, value_operands
+
+FACTORS = frozenset("Mul Div".split())
+ARITHMETIC = FACTORS | frozenset("Add Sub Sum Mean".split())
+WAVES = frozenset("Sin Cos".split())
+
+_TO_SCORES = MOVES | ARITHMETIC | frozenset("Where Clip Max Min Trilu Tanh Concat".split())
+_OF_MEANS = frozenset(
+    "Sqrt Reciprocal Pow Add Max Clip Expand Identity Cast Div Mul Abs Sub Unsqueeze".split()
+)
+_MEANS = frozenset("ReduceMean ReduceSum ReduceSumSquare ReduceL2 GlobalAveragePool".split())
+_NORMALIZES = frozenset(
+    "InstanceNormalization LayerNormalization MeanVarianceNormalization LpNormalization".split()
+)
+
+
+@dataclass(frozen=True)
+class Use:
+    """Where a constant, moved or computed with others, meets data."""
+
+    node: ir.Node
+    index: int
+    value: ir.Value  # what the constant has become
+    via: frozenset[str]  # the operators on the way
+    at_positions: bool  # whether some were computed from lengths
+
+
+class Surroundings(Flow):
+    """The values of a graph, with what is before and behind them."""
+
+    def uses(self, constant: ir.Value) -> Iterator[Use]:
+        """Yield where `constant` meets data, as it is or computed with other constants."""
+        seen = {constant}
+        waiting: list[tuple[ir.Value, frozenset[str], bool]] = [(constant, frozenset(), False)]
+        for value, via, moved in waiting:  # which grows
+            onward: list[tuple[ir.Value, frozenset[str], bool]] = []
+            for target in self.handed.get(value, ()):
+                if target in self.data:
+                    for node, index in _reading(value, target):
+                        yield Use(node, index, value, via, moved)
+                else:
+                    onward.append((target, via, moved))
+            for node, index in value.uses():
+                if self._meets(node, index):
+                    yield Use(node, index, value, via, moved)
+                elif value in value_operands(node) and not any(subgraphs(node)):
+                    others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
+                    at = moved or any(x in self.positions for x in others)
+                    onward += [(y, via | {node.op_type}, at) for y in node.outputs]
+            for entry in onward:
+                if entry[0] not in seen:
+                    seen.add(entry[0])
+                    waiting.append(entry)
+
+    def _meets(self, node: ir.Node, index: int) -> bool:
+        """Tell whether the role of an operand shows at this node."""
+        if domain(node) == "ai.onnx.ml":
+            return True
+        if any(subgraphs(node)) or node.inputs[index] not in value_operands(node):
+            return False  # `handed` leads on; of others, only the shape is read
+        kind = letter(node, index)
+        if kind == "f":
+            own = node.op_type in ("MatMul", "Gemm", "Einsum", "FusedMatMul", "TransposeMatMul")
+            return not own or self._with_data(node, index)
+        if kind == "t":
+            return self._with_data(node, index)
+        if kind in ("x", "a", ""):
+            return self._with_data(node, index)
+        return True
+
+    def _with_data(self, node: ir.Node, index: int) -> bool:
+        operands = value_operands(node)
+        others = [x for i, x in enumerate(node.inputs) if i != index]
+        return any(x in self.data and x in operands for x in others)
+
+    def unbiased(self, value: ir.Value) -> ir.Node | None:
+        """Return the product without bias that `value` is, moved or added to another value."""
+        waiting, seen = [value], {value}
+        for v in waiting:  # which grows
+            node = v.producer()
+            if node is None:
+                continue
+            if self.product(node):
+                biased = any(letter(node, i) == "b" and x for i, x in enumerate(node.inputs))
+                if not biased:
+                    return node
+                continue
+            if node.op_type in MOVES:
+                sources = [x for x in node.inputs[:1] if x is not None]
+            elif node.op_type in ("Add", "Sum") and all(x in self.data for x in node.inputs):
+                sources = [x for x in node.inputs if x is not None]
+            elif node.op_type == "Mul" and self.is_quantized(node):
+                sources = [x for x in node.inputs[:1] if x is not None]
+            else:
+                sources = []
+            waiting += [x for x in sources if x not in seen]
+            seen.update(sources)
+        return None
+
+    def is_quantized(self, node: ir.Node) -> bool:
+        """Tell whether `node` scales a product of integers, or computes the factor for that."""
+        origins = [self.origin(x, MOVES) for x in node.inputs if x is not None]
+        return any(
+            op in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear") for op in origins
+        )
+
+    def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
+        """Tell whether `value` is divided by a deviation, and if `scaled`, times a constant."""
+        node = _producer(value)
+        if node is None:
+            return False
+        if node.op_type in _NORMALIZES:
+            return True
+        data = [x for x in node.inputs if x is not None and x in self.data]
+        if scaled and node.op_type in ("Mul", "Div") and len(data) == 1:
+            return self.is_normalized(data[0], False)
+        if node.op_type == "Div" and node.inputs[1] in data:
+            return _of_means(node.inputs[1]) or _of_means(value)
+        if node.op_type == "Mul" and len(data) == 2:
+            return any(map(_of_means, data))
+        return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _of_means(value)
+
+    def scaled_again(self, node: ir.Node) -> bool:
+        """Tell whether a result is multiplied by a constant at once, as GroupNorm is written."""
+        [value] = node.outputs
+        while len(users := list(value.uses())) == 1 and users[0][0].op_type in MOVES:
+            value = users[0][0].outputs[0]
+        return any(n.op_type == "Mul" and n.inputs[1 - i] not in self.data for n, i in value.uses())
+
+    def makes_waves(self, node: ir.Node) -> bool:
+        """Tell whether the results go into a Sin and into a Cos."""
+        waiting, seen, met = list(node.outputs), set(node.outputs), set[str]()
+        for v in waiting:  # which grows
+            for user, _ in v.uses():
+                if user.op_type in WAVES:
+                    met.add(user.op_type)
+                elif user.op_type in MOVES | {"Concat", "Mul"}:
+                    waiting += [y for y in user.outputs if y not in seen]
+                    seen.update(user.outputs)
+        return met == WAVES
+
+    def reaches_softmax(self, value: ir.Value) -> bool:
+        """Tell whether `value` is the scores of an attention: a Softmax, then a product of data."""
+        waiting, seen = [value], {value}
+        for v in waiting:  # which grows
+            for user, index in v.uses():
+                if user.op_type == "Softmax" and self._weighs_data(user.outputs[0]):
+                    return True
+                if letter(user, index) == "m":
+                    return True
+                if user.op_type in _TO_SCORES:
+                    waiting += [y for y in user.outputs if y not in seen]
+                    seen.update(user.outputs)
+        return False
+
+    def _weighs_data(self, weights: ir.Value) -> bool:
+        """Tell whether the results of a Softmax go into a product with other data."""
+        waiting, seen = [weights], {weights}
+        for v in waiting:  # which grows
+            for user, index in v.uses():
+                if letter(user, index) == "f" and self._with_data(user, index):
+                    return True
+                if user.op_type in MOVES | {"Where", "Dropout", "Mul"}:
+                    waiting += [y for y in user.outputs if y not in seen]
+                    seen.update(user.outputs)
+        return False
+
+    def origin(self, value: ir.Value, through: frozenset[str]) -> str:
+        """Return the operator that computes `value`, seen through others."""
+        node = value.producer()
+        while node is not None and node.op_type in through and node.inputs[0] is not None:
+            node = node.inputs[0].producer()
+        return "" if node is None else node.op_type
+
+
+def has_one_feature(product: ir.Node) -> bool:
+    """Tell whether the products with a weight have one feature, so that one number is a bias."""
+    sizes = [x.shape for x in product.inputs[:2] if x is not None and x.shape is not None]
+    return any(1 in shape or len(shape) == 1 for shape in sizes)
+
+
+def _reading(value: ir.Value, target: ir.Value) -> Iterator[tuple[ir.Node, int]]:
+    """Yield the node that takes `value` into a subgraph as a state, or hands it out of one."""
+    for node, index in value.uses():
+        if index < len(node.inputs) and any(
+            attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+            for attribute in node.attributes.values()
+        ):
+            yield node, index
+            return
+    producer = target.producer()
+    if producer is not None:
+        yield producer, 0
+
+
+def _producer(value: ir.Value) -> ir.Node | None:
+    """Return the node that computes `value`, seen through those that move it."""
+    node = value.producer()
+    while node is not None and node.op_type in MOVES and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node
+
+
+def _of_means(value: ir.Value) -> bool:
+    """Tell whether `value` is computed from means or sums, through roots and the like."""
+    waiting, seen = [value], {value}
+    for v in waiting:  # which grows
+        node = v.producer()
+        if node is None or len(seen) > 24:
+            continue
+        if node.op_type in _MEANS:
+            return True
+        if node.op_type in _OF_MEANS:
+            sources = [x for x in node.inputs if x is not None and x not in seen]
+            waiting += sources
+            seen.update(sources)
+    return False
