@@ -1,4 +1,4 @@
-"""What each level of `partition(memory=)` costs: bytes saved, time of forward and of backward.
+"""What each level of `partition(recompute=)` costs: bytes saved, time of forward and of backward.
 
 Every time is on one thread, the median of blocks of calls, which take turns; the ratio is that of
 forward and backward together to one joint gradient model, `onnx_derivative` with `KeepOutputs`.
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onnxgrad import DerivativeOptions, onnx_derivative
-from onnxgrad.autodiff.partition import MEMORY, partition
+from onnxgrad.autodiff.partition import RECOMPUTE, partition
 
 DIGITS = Path(__file__).parents[1] / "data" / "digits_cnn.onnx"
 Values = dict[str, ort.OrtValue]
@@ -74,34 +74,34 @@ def runner(proto: onnx.ModelProto, feeds: Values) -> Callable[[], Values]:
 
 
 def measure(name: str, onx: onnx.ModelProto, batch: int, rounds: int) -> None:
-    table = Table("memory", "bytes a row", "forward", "backward", "joint", "ratio (quartiles)")
+    table = Table("recompute", "bytes a row", "forward", "backward", "joint", "ratio (quartiles)")
     table.title = f"{name}, batch {batch}, microseconds"
     weights = [w.name for w in onx.graph.initializer if w.data_type == 1 and w.name != "scale"]
     arrays = {w.name: numpy_helper.to_array(w) for w in onx.graph.initializer if w.name in weights}
     fixed = [d.dim_value for d in onx.graph.input[0].type.tensor_type.shape.dim[1:]]
     arrays[onx.graph.input[0].name] = np.random.default_rng(0).normal(size=(batch, *fixed))
     feeds = {k: ort.OrtValue.ortvalue_from_numpy(a.astype(np.float32)) for k, a in arrays.items()}
-    cuts = {memory: partition(onx, weights, memory=memory) for memory in MEMORY}
+    cuts = {recompute: partition(onx, weights, recompute=recompute) for recompute in RECOMPUTE}
     jobs, saved = {}, {}
-    for memory, cut in cuts.items():
+    for recompute, cut in cuts.items():
         forward = runner(cut.forward, feeds)
         made = forward()
-        saved[memory] = sum(made[s.name].numpy().nbytes for s in cut.saved)
+        saved[recompute] = sum(made[s.name].numpy().nbytes for s in cut.saved)
         for y in onx.graph.output:
             ones = np.ones(made[y.name].shape(), np.float32)
             made[f"{y.name}_grad"] = ort.OrtValue.ortvalue_from_numpy(ones)
-        jobs |= {f"forward {memory}": forward, memory: runner(cut.backward, feeds | made)}
+        jobs |= {f"forward {recompute}": forward, recompute: runner(cut.backward, feeds | made)}
     joint = onnx_derivative(onx, weights, options=DerivativeOptions.KeepOutputs)
     jobs["joint"] = runner(joint, feeds | made)
     seconds, whole = turns(jobs, rounds), jobs["joint"]()
-    for memory in MEMORY:
-        for key, value in jobs[memory]().items():
+    for recompute in RECOMPUTE:
+        for key, value in jobs[recompute]().items():
             np.testing.assert_allclose(value.numpy(), whole[key].numpy(), rtol=1e-3, atol=1e-3)
-        times = seconds[f"forward {memory}"], seconds[memory]
+        times = seconds[f"forward {recompute}"], seconds[recompute]
         both = [a + b for a, b in zip(*times, strict=True)]
         micros = (f"{median(t) * 1e6:,.0f}" for t in (*times, seconds["joint"]))
-        size = f"{saved[memory] / batch:,.0f}"
-        table.add_row(memory, size, *micros, ratio(both, seconds["joint"]))
+        size = f"{saved[recompute] / batch:,.0f}"
+        table.add_row(recompute, size, *micros, ratio(both, seconds["joint"]))
     Console().print(table)
 
 

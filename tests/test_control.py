@@ -234,19 +234,19 @@ def test_the_tape_holds_states_and_not_what_is_between():
             wide = Mul(a, w)  wider = Tanh(wide)  axes = Constant<value = int64[1] {0}>()
             m = ReduceMean<keepdims = 1>(wider, axes)  a1 = Add(m, u)  z1 = Identity(u)
         }>(s, x) }"""
-    cut = partition(parse(text), memory="speed")
+    cut = partition(parse(text), recompute="none")
     assert sum(np.prod(tensor.shape[1:]) for tensor in cut.saved) <= 2
     feed = {"s": normal(1), "x": normal(200, 1), "w": normal(10000)}
     assert check_gradient(parse(text), feed=feed).ok
 
 
-@pytest.mark.parametrize("memory", ["speed", "balanced", "least"])
+@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
 @pytest.mark.parametrize("name", ["if", "loop", "nested", "scan-in-if", "scan-products"])
-def test_partition(name, memory):
+def test_partition(name, recompute):
     model, feed = case(name)
     found = run(model, feed)
     feed |= {f"{y}_grad": normal(*a.shape, seed=i) for i, (y, a) in enumerate(found.items())}
-    cut = partition(model, memory=memory)
+    cut = partition(model, recompute=recompute)
     between = run(cut.forward, feed)
     expected = run(onnx_derivative(model), feed)
     made = run(cut.backward, feed | between)

@@ -10,7 +10,7 @@ from onnx import numpy_helper
 
 from cases import feed, model
 from onnxgrad import DerivativeOptions, onnx_derivative, partition, random_feed
-from onnxgrad.autodiff.partition import MEMORY, Partition
+from onnxgrad.autodiff.partition import RECOMPUTE, Partition
 from table import ROWS
 
 SAMPLE = [row for row in ROWS[::40] if row.runs]
@@ -53,24 +53,24 @@ def constants(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
     return {t.name: numpy_helper.to_array(t) for t in proto.graph.initializer}
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("row", SAMPLE, ids=lambda row: row.id)
-def test_forward_and_backward_together_are_the_gradient(row, memory):
+def test_forward_and_backward_together_are_the_gradient(row, recompute):
     proto = model(row, "lengths" if row.needs else "symbols")
     drawn = {n: a.astype(np.float32) if a.dtype == float else a for n, a in feed(row).items()}
     arrays = seeded(proto, drawn)
     expected = run(onnx_derivative(proto, weights=[]), arrays)
-    found = both(partition(proto, weights=[], memory=memory), arrays)
+    found = both(partition(proto, weights=[], recompute=recompute), arrays)
     assert list(found) == list(expected)
     for name, g in expected.items():
         np.testing.assert_allclose(found[name], g, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("memory", MEMORY)
-def test_weights_are_inputs_of_both(memory):
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_weights_are_inputs_of_both(recompute):
     proto = mlp()
     arrays = seeded(proto, random_feed(proto.graph.input, 6, random_state=0)) | constants(proto)
-    parts = partition(proto, ["w2", "b0", "w0"], memory=memory)
+    parts = partition(proto, ["w2", "b0", "w0"], recompute=recompute)
     assert [x.name for x in parts.forward.graph.input] == ["x", "w2", "b0", "w0"]
     assert next(y.name for y in parts.forward.graph.output) == "y"
     expected = run(onnx_derivative(proto, ["w2", "b0", "w0"]), arrays)
@@ -84,15 +84,15 @@ def test_weights_are_inputs_of_both(memory):
 
 
 def test_what_is_saved_and_its_bytes():
-    saved = {memory: partition(mlp(), memory=memory) for memory in MEMORY}
-    assert [(s.shape, s.dtype) for s in saved["speed"].saved] == [
+    saved = {recompute: partition(mlp(), recompute=recompute) for recompute in RECOMPUTE}
+    assert [(s.shape, s.dtype) for s in saved["none"].saved] == [
         (("N", 5), "float32"),
         (("N", 3), "float32"),
     ]
-    assert saved["speed"].bytes_per_row == 4 * (5 + 3)
-    assert saved["balanced"].bytes_per_row == saved["speed"].bytes_per_row
-    assert saved["least"].saved == ()
-    assert saved["least"].bytes_per_row == 0
+    assert saved["none"].bytes_per_row == 4 * (5 + 3)
+    assert saved["cheap"].bytes_per_row == saved["none"].bytes_per_row
+    assert saved["all"].saved == ()
+    assert saved["all"].bytes_per_row == 0
     assert partition(mlp("8")).bytes_per_row == 4 * (5 + 3)
 
 
@@ -101,9 +101,9 @@ def products(proto: onnx.ModelProto) -> int:
 
 
 def test_what_is_computed_again():
-    parts = {memory: partition(mlp(), memory=memory) for memory in MEMORY}
-    assert [products(parts[memory].forward) for memory in MEMORY] == [3, 3, 3]
-    assert [products(parts[memory].backward) for memory in MEMORY] == [6, 6, 8]
+    parts = {recompute: partition(mlp(), recompute=recompute) for recompute in RECOMPUTE}
+    assert [products(parts[recompute].forward) for recompute in RECOMPUTE] == [3, 3, 3]
+    assert [products(parts[recompute].backward) for recompute in RECOMPUTE] == [6, 6, 8]
 
 
 def test_cheap_nodes_are_repeated_where_that_saves_bytes():
@@ -111,28 +111,30 @@ def test_cheap_nodes_are_repeated_where_that_saves_bytes():
     text = """g (float[N, 4] x) => (float[N, 4] y) {
         a = MatMul(x, w)  b = Mul(a, a)  c = Add(a, a)  d = Mul(b, c)  y = Mul(d, b) }"""
     proto = parse(text, w=np.eye(4))
-    assert partition(proto, memory="speed").bytes_per_row == 4 * 4 * 4
-    assert [s.name for s in partition(proto, memory="balanced").saved] == ["a"]
+    assert partition(proto, recompute="none").bytes_per_row == 4 * 4 * 4
+    assert [s.name for s in partition(proto, recompute="cheap").saved] == ["a"]
 
 
 def test_an_output_is_not_repeated_with_what_its_node_computes_beside_it():
     proto = parse("""g (float[N, 1, 6] x) => (float[N, 1, 3] y) {
         y = MaxPool<kernel_shape=[2], dilations=[3]> (x) }""")
     x = np.float32([[[3, 1, 2, 4, 0, 5]]])
-    for memory in MEMORY:
-        parts = partition(proto, memory=memory)
+    for recompute in RECOMPUTE:
+        parts = partition(proto, recompute=recompute)
         onnx.checker.check_model(parts.backward, full_check=True)
         found = both(parts, {"x": x, "y_grad": np.float32([[[7, 8, 9]]])})
         np.testing.assert_array_equal(found["x_grad"], [[[0, 8, 0, 7, 0, 9]]])
 
 
 @pytest.mark.parametrize(
-    ("name", "memory"),
-    [("Attention-causal", "balanced"), ("Gather nothing", "least")],
+    ("name", "recompute"),
+    [("Attention-causal", "cheap"), ("Gather nothing", "all")],
 )
-def test_what_is_saved_has_a_rank(name, memory):
+def test_what_is_saved_has_a_rank(name, recompute):
     """Models whose inputs have none are none, for the checker."""
-    parts = partition(model(next(r for r in ROWS if r.id == name), "symbols"), [], memory=memory)
+    parts = partition(
+        model(next(r for r in ROWS if r.id == name), "symbols"), [], recompute=recompute
+    )
     saved = [tensor.name for tensor in parts.saved]
     assert [x.name for x in parts.backward.graph.input if x.name in saved] == saved
     for x in (*parts.backward.graph.input, *parts.forward.graph.output[1:]):
@@ -145,8 +147,8 @@ def test_a_rank_that_depends_on_lengths_is_not_stated():
         s = Sin(x)  a = Squeeze(s)  b = Exp(a)  d = Mul(b, b)  y = Mul(d, s) }""")
     for rows in (1, 4):
         arrays = seeded(proto, {"x": np.ones((rows, 3), np.float32)})
-        for memory in MEMORY:
-            found = both(partition(proto, memory=memory), arrays)
+        for recompute in RECOMPUTE:
+            found = both(partition(proto, recompute=recompute), arrays)
             expected = run(onnx_derivative(proto), arrays)["x_grad"]
             np.testing.assert_allclose(found["x_grad"], expected, rtol=1e-5)
 
@@ -158,8 +160,8 @@ def test_random_results_are_saved_whatever_is_asked():
     for name, array in (("half", np.float32(0.5)), ("true", np.array(True))):
         proto.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
     x = np.random.default_rng(0).standard_normal((20, 50)).astype(np.float32)
-    for memory in MEMORY:
-        parts = partition(proto, ["w"], memory=memory)
+    for recompute in RECOMPUTE:
+        parts = partition(proto, ["w"], recompute=recompute)
         arrays = {"x": x, "w": np.full(50, 3, np.float32), "y_grad": np.ones_like(x)}
         made = run(parts.forward, arrays)
         kept = made["y"] != 0
@@ -199,14 +201,14 @@ def test_a_branch_that_reads_from_outside_stays_whole():
     arrays = seeded(proto, arrays) | constants(proto)
     expected = run(onnx_derivative(proto, stop_gradient=["s"]), arrays)
     joint = onnx_derivative(proto, options=DerivativeOptions.KeepYieldOp, stop_gradient=["s"])
-    for memory in MEMORY:
-        found = both(partition(joint, memory=memory), arrays)
+    for recompute in RECOMPUTE:
+        found = both(partition(joint, recompute=recompute), arrays)
         for name, g in expected.items():
             np.testing.assert_allclose(found[name], g, rtol=1e-5)
 
 
 def test_bad_arguments():
-    with pytest.raises(ValueError, match=r"Unknown memory 'lest'\. Did you mean 'least'"):
-        partition(mlp(), memory="lest")
+    with pytest.raises(ValueError, match=r"Unknown recompute 'non'\. Did you mean 'none'"):
+        partition(mlp(), recompute="non")
     with pytest.raises(ValueError, match="Unknown weight 'w9'"):
         partition(mlp(), ["w9"])

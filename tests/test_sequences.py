@@ -314,12 +314,12 @@ def test_old_opsets(opset):
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("memory", ["speed", "balanced", "least"])
-def test_two_passes(memory):
+@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
+def test_two_passes(recompute):
     """No sequence can pass from the one to the other: its elements do, or what they are made of."""
     model = parse(LOOPS["grows, from elements around"])
     x, w = normal(4, 3), normal(1, 3)
-    made = partition(model, memory=memory)
+    made = partition(model, recompute=recompute)
     kinds = {y.type.WhichOneof("value") for y in made.forward.graph.output}
     assert kinds == {"tensor_type"}
     feed = {"x": x, "w": w, "n": np.array(3)}

@@ -959,15 +959,15 @@ def test_paths_and_bytes(net, tmp_path):
         close(OnnxModule(given)(x), net(x))
 
 
-@pytest.mark.parametrize("memory", ["speed", "balanced", "least"])
-def test_memory(net, memory):
-    module = OnnxModule(exported(net), memory=memory)
+@pytest.mark.parametrize("recompute", ["none", "cheap", "all"])
+def test_recompute(net, recompute):
+    module = OnnxModule(exported(net), recompute=recompute)
     x, y = data()
     for m in (net, module):
         F.mse_loss(m(x), y).backward()
     same_gradients(module, net)
     [passes] = next(iter(module._variants.values())).graph._passes.values()
-    assert len(passes.kept) == (0 if memory == "least" else 2)
+    assert len(passes.kept) == (0 if recompute == "all" else 2)
 
 
 # -- bad input --------------------------------------------------------------------------------
@@ -1092,7 +1092,7 @@ def refuse(device):
             "pattern '0.wieght'. Did you mean '0.weight'",
         ),
         ({"trainable": ["q*"]}, r"Unknown weight or pattern 'q\*'.*Valid: '0.weight'"),
-        ({"memory": "lots"}, "Unknown memory 'lots'.*'balanced'"),
+        ({"recompute": "lots"}, "Unknown recompute 'lots'.*'cheap'"),
     ],
 )
 def test_bad_arguments(net, arguments, message):

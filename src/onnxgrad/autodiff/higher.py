@@ -26,20 +26,20 @@ _BATCHED = (True, False, "unchecked")
 
 
 def vjp(
-    onx: ModelLike,
+    model: ModelLike,
     weights: Sequence[str] | None = (),
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> ModelProto:
     """Return the model of the outputs and of vector-Jacobian products J^T u, the gradients.
 
-    Inputs of the result: those of `onx`, the weights, then u as `Y_grad` for every float output Y,
-    of Y's shape and dtype. Outputs: those of `onx`, then `X_grad` and `W_grad` for the inputs and
-    weights, of the shape and dtype of X or W; zeros for one that was named and that no output
+    Inputs of the result: those of `model`, the weights, then u as `Y_grad` for every float output
+    Y, of Y's shape and dtype. Outputs: those of `model`, then `X_grad` and `W_grad` for the inputs
+    and weights, of the shape and dtype of X or W; zeros for one that was named and that no output
     depends on. `onnx_derivative` has more options, and leaves the outputs out.
 
     Args:
-        onx: model, serialized model or path; never modified.
+        model: model, serialized model or path; never modified.
         weights: names of weights, which become inputs; see `onnx_derivative`. None: every one that
             the outputs depend on; by default none.
         inputs: names of inputs. None: every float input that the outputs depend on.
@@ -49,11 +49,11 @@ def vjp(
     Raises:
         ValueError: an unknown name, one named twice, one of a value that is no float, or no
             differentiable path between any of them.
-        ModelError: `onx` cannot be read.
+        ModelError: `model` cannot be read.
         NoGradientRule: an operator on the way has no rule.
     """
     with garbage_kept():
-        sheet = Sheet(onx, weights, inputs, outputs)
+        sheet = Sheet(model, weights, inputs, outputs)
         seeds = [(y, sheet.input_like(y, "grad")) for y in sheet.real]
         found = sheet.pull(seeds, sheet.wanted)
         sheet.settle(found)
@@ -61,23 +61,23 @@ def vjp(
 
 
 def jvp(
-    onx: ModelLike,
+    model: ModelLike,
     weights: Sequence[str] | None = (),
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
 ) -> ModelProto:
     """Return the model of the outputs and of Jacobian-vector products J v, their tangents.
 
-    Inputs of the result: those of `onx`, the weights, then v as `X_tangent` and `W_tangent` for the
-    inputs and weights, of the shape and dtype of X or W. Outputs: those of `onx`, then `Y_tangent`
-    for every float output Y, of Y's shape and dtype: sum over X of (dY/dX) X_tangent; zeros for one
-    that depends on none of them.
+    Inputs of the result: those of `model`, the weights, then v as `X_tangent` and `W_tangent` for
+    the inputs and weights, of the shape and dtype of X or W. Outputs: those of `model`, then
+    `Y_tangent` for every float output Y, of Y's shape and dtype: sum over X of (dY/dX) X_tangent;
+    zeros for one that depends on none of them.
 
     It is the gradient of the gradient by what arrives there (Townsend 2017), of which only the part
     that is J v stays: about as many operations as two forward passes.
 
     Args:
-        onx: model, serialized model or path; never modified.
+        model: model, serialized model or path; never modified.
         weights: names of weights, which become inputs; see `onnx_derivative`. None: every one that
             the outputs depend on; by default none.
         inputs: names of inputs. None: every float input that the outputs depend on.
@@ -87,12 +87,12 @@ def jvp(
     Raises:
         ValueError: an unknown name, one named twice, one of a value that is no float, or no
             differentiable path between any of them.
-        ModelError: `onx` cannot be read.
+        ModelError: `model` cannot be read.
         NoGradientRule: an operator on the way has no rule, or one that is not linear in the
             gradient that it takes.
     """
     with garbage_kept():
-        forward = _Forward(Sheet(onx, weights, inputs, outputs))
+        forward = _Forward(Sheet(model, weights, inputs, outputs))
         sheet = forward.sheet
         vectors = {x: sheet.input_like(x, "tangent") for x in forward.wanted}
         found = forward.push(vectors)
@@ -100,7 +100,7 @@ def jvp(
 
 
 def hvp(
-    onx: ModelLike,
+    model: ModelLike,
     weights: Sequence[str] | None = (),
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
@@ -110,14 +110,14 @@ def hvp(
     The function is the output, if it is one of a single element such as a loss; otherwise it is the
     sum over the float outputs Y of the elements of `Y_grad Y`, with `Y_grad` fed.
 
-    Inputs of the result: those of `onx`, the weights, `Y_grad` unless the output has one element,
-    then v as `X_vector` and `W_vector` for the inputs and weights. Outputs: those of `onx`, then
+    Inputs of the result: those of `model`, the weights, `Y_grad` unless the output has one element,
+    then v as `X_vector` and `W_vector` for the inputs and weights. Outputs: those of `model`, then
     `X_grad` and `W_grad`, then `X_hvp` and `W_hvp`: the rows of X or W in H v, H being the Hessian
     by all of them together. All are of the shape and dtype of X or W; zeros where there is no
     dependence. Reverse mode over reverse mode (Christianson 1992).
 
     Args:
-        onx: model, serialized model or path; never modified. With a loss: see `add_loss_output`.
+        model: model, serialized model or path; never modified. With a loss: see `add_loss_output`.
         weights: names of weights, which become inputs; see `onnx_derivative`. None: every one that
             the outputs depend on; by default none. For those of a loss: `weights=None, inputs=[]`.
         inputs: names of inputs. None: every float input that the outputs depend on.
@@ -127,18 +127,18 @@ def hvp(
     Raises:
         ValueError: an unknown name, one named twice, one of a value that is no float, or no
             differentiable path between any of them.
-        ModelError: `onx` cannot be read.
+        ModelError: `model` cannot be read.
         NoGradientRule: an operator on the way has no rule.
     """
     with garbage_kept():
-        sheet, gradients = _with_gradients(Sheet(onx, weights, inputs, outputs))
+        sheet, gradients = _with_gradients(Sheet(model, weights, inputs, outputs))
         vectors = [(g, sheet.input_like(x, "vector")) for x, g in gradients.items()]
         found = sheet.pull(vectors, list(gradients))
         return sheet.finish(_named(sheet, "hvp", list(gradients), found))
 
 
 def jacobian(
-    onx: ModelLike,
+    model: ModelLike,
     weights: Sequence[str] | None = (),
     inputs: Sequence[str] | None = None,
     outputs: Sequence[str] | None = None,
@@ -147,15 +147,15 @@ def jacobian(
 ) -> ModelProto:
     """Return the model of the outputs and of their Jacobians.
 
-    Inputs of the result: those of `onx`, then the weights. Outputs: those of `onx`, then, for every
-    float output Y and every input or weight X, `Y_X_jacobian` of Y's dtype and of shape
+    Inputs of the result: those of `model`, then the weights. Outputs: those of `model`, then, for
+    every float output Y and every input or weight X, `Y_X_jacobian` of Y's dtype and of shape
     `(*Y.shape, *X.shape)`: dY/dX. With `batched`, of shape `(N, *Y.shape[1:], *X.shape[1:])`: the
     derivative of each of the N rows of Y by the same row of X. Zeros where there is no dependence.
 
     What does not depend on the row or column is computed once; the rest is the body of one `Scan`.
 
     Args:
-        onx: model, serialized model or path; never modified.
+        model: model, serialized model or path; never modified.
         weights: names of weights, which become inputs; see `onnx_derivative`. None: every one that
             the outputs depend on; by default none.
         inputs: names of inputs. None: every float input that the outputs depend on.
@@ -172,14 +172,14 @@ def jacobian(
         ValueError: an unknown name or mode, one named twice, one of a value that is no float, no
             differentiable path between any of them, `batched` with weights, or with rows that mix
             or that may mix.
-        ModelError: `onx` cannot be read.
+        ModelError: `model` cannot be read.
         NoGradientRule: an operator on the way has no rule, or in forward mode one that is not
             linear in the gradient that it takes.
     """
     if mode not in _MODES:
         raise unknown("mode", mode, _MODES)
     with garbage_kept():
-        sheet, per_row = _open(onx, weights, inputs, outputs, batched), bool(batched)
+        sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
         columns, rows = (_elements(v, per_row) for v in (sheet.wanted, sheet.real))
         if mode == "forward" or (mode == "auto" and columns < rows):
             return _by_columns(sheet, per_row)
@@ -189,7 +189,7 @@ def jacobian(
 
 
 def hessian(
-    onx: ModelLike,
+    model: ModelLike,
     weights: Sequence[str] | None = (),
     inputs: Sequence[str] | None = None,
     output: str | None = None,
@@ -197,7 +197,7 @@ def hessian(
 ) -> ModelProto:
     """Return the model of an output of one element, of its gradient and its Hessian.
 
-    Inputs of the result: those of `onx`, then the weights. Outputs: the one chosen, Y, then
+    Inputs of the result: those of `model`, then the weights. Outputs: the one chosen, Y, then
     `X_grad`, then for every pair of inputs or weights `X_Z_hessian` of shape
     `(*X.shape, *Z.shape)`: the derivative of X_grad by Z; `X_hessian` where Z is X. With `batched`,
     of shape `(N, *X.shape[1:], *Z.shape[1:])`, for an output of one element in each of N rows.
@@ -206,7 +206,7 @@ def hessian(
     Its rows are Hessian-vector products, one for every element of X (or of its row), in one `Scan`.
 
     Args:
-        onx: model, serialized model or path; never modified. With a loss: see `add_loss_output`.
+        model: model, serialized model or path; never modified. With a loss: see `add_loss_output`.
         weights: names of weights, which become inputs; see `onnx_derivative`. None: every one that
             the output depends on; by default none. For those of a loss: `weights=None, inputs=[]`.
         inputs: names of inputs. None: every float input that the output depends on.
@@ -218,12 +218,12 @@ def hessian(
             that is not known to have one element (in each row), several outputs of which none is
             named, no differentiable path, `batched` with weights, or with rows that mix or that may
             mix.
-        ModelError: `onx` cannot be read.
+        ModelError: `model` cannot be read.
         NoGradientRule: an operator on the way has no rule.
     """
     with garbage_kept():
         chosen = None if output is None else [output]
-        sheet, per_row = _open(onx, weights, inputs, chosen, batched), bool(batched)
+        sheet, per_row = _open(model, weights, inputs, chosen, batched), bool(batched)
         if len(sheet.real) != 1:
             names = [y.name for y in sheet.real]
             raise ValueError(f"the model has the float outputs {names}: name one as `output`")
@@ -244,7 +244,7 @@ def hessian(
 # -- what they are made of --------------------------------------------------------------------
 
 
-def _open(onx, weights, inputs, outputs, batched: bool | str) -> Sheet:
+def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
     """Return the sheet of a Jacobian; if it is to be batched, with rows that are known not to mix.
 
     Raises:
@@ -252,7 +252,7 @@ def _open(onx, weights, inputs, outputs, batched: bool | str) -> Sheet:
     """
     if batched not in _BATCHED:
         raise unknown("value of `batched`", batched, map(str, _BATCHED))
-    sheet = Sheet(onx, weights, inputs, outputs, rows=bool(batched))
+    sheet = Sheet(model, weights, inputs, outputs, rows=bool(batched))
     if batched and len(sheet.wanted) > len(sheet.inputs):
         names = [w.name for w in sheet.wanted[len(sheet.inputs) :]]
         raise ValueError(

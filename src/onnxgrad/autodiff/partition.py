@@ -39,11 +39,11 @@ _CHEAP = _VIEWS | frozenset(
 _SAME_SIZE = (_VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
 _LENGTH = 32  # where costs are compared, stands for lengths that are known when it runs
 
-# memory -> which nodes of the forward pass are repeated in the backward pass
-MEMORY: dict[str, Callable[[ir.Node], bool]] = {
-    "speed": lambda node: node.op_type in _VIEWS,
-    "balanced": lambda node: node.op_type in _CHEAP,
-    "least": lambda node: True,
+# recompute -> which nodes of the forward pass are repeated in the backward pass
+RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
+    "none": lambda node: node.op_type in _VIEWS,
+    "cheap": lambda node: node.op_type in _CHEAP,
+    "all": lambda node: True,
 }
 
 
@@ -67,7 +67,7 @@ class Partition:
         backward: inputs are what it reads of the forward model's inputs, the saved tensors, then
             `Y_grad` for every float output Y; outputs are `X_grad` of the inputs, then `W_grad` of
             the weights, for those that have a gradient.
-        arriving: `{Y: name of Y_grad}` for the float outputs.
+        cotangents: `{Y: name of Y_grad}` for the float outputs.
         gradients: `{X or W: name of its gradient}` for those that have one.
         saved: what the forward pass computes and the backward pass reads.
         joint: both in one graph, with a `YieldOp` from the outputs to their gradients.
@@ -75,7 +75,7 @@ class Partition:
 
     forward: ModelProto
     backward: ModelProto
-    arriving: dict[str, str]
+    cotangents: dict[str, str]
     gradients: dict[str, str]
     saved: tuple[Saved, ...]
     joint: ModelProto
@@ -87,33 +87,33 @@ class Partition:
 
 
 def partition(
-    onx: ModelLike,
+    model: ModelLike,
     weights: Sequence[str] | None = None,
     inputs: Sequence[str] | None = None,
-    memory: str = "balanced",
+    recompute: str = "cheap",
 ) -> Partition:
     """Return a forward and a backward model, both of standard operators.
 
     What the backward pass reads is saved by the forward pass, or computed again, whichever takes
-    fewer bytes among what `memory` allows. Random results are always saved.
+    fewer bytes among what `recompute` allows. Random results are always saved.
 
     Args:
-        onx: model, serialized model or path, never modified; or the joint graph that
+        model: model, serialized model or path, never modified; or the joint graph that
             `onnx_derivative` makes of it with `DerivativeOptions.KeepYieldOp`.
         weights: names of the weights, which become inputs; see `onnx_derivative`.
         inputs: names of the inputs to differentiate by; see `onnx_derivative`.
-        memory: "speed" computes nothing twice but shapes and views. "balanced" repeats what is one
-            cheap pass over memory. "least" repeats the whole forward pass.
+        recompute: "none" computes nothing twice but shapes and views. "cheap" repeats what is one
+            cheap pass over memory. "all" repeats the whole forward pass.
 
     Raises:
-        ValueError: an unknown name or `memory`; a joint graph given with `weights` or `inputs`; or
+        ValueError: an unknown name or `recompute`, a joint graph with `weights` or `inputs`, or
             nothing that has a gradient. Of several, those without one are passed over.
-        ModelError: `onx` cannot be read.
+        ModelError: `model` cannot be read.
         NoGradientRule: an operator on the way has no rule.
     """
-    if memory not in MEMORY:
-        raise unknown("memory", memory, MEMORY)
-    proto = read(onx)
+    if recompute not in RECOMPUTE:
+        raise unknown("recompute", recompute, RECOMPUTE)
+    proto = read(model)
     with garbage_kept():
         if not any(node.op_type == "YieldOp" for node in proto.graph.node):
             asked = DerivativeRequest(
@@ -126,14 +126,14 @@ def partition(
             gradients = {x: g for x, g in pairs.items() if g in made}
         else:
             raise ValueError("a joint graph has its weights and inputs: leave them out")
-        return _cut(joint, gradients, memory)
+        return _cut(joint, gradients, recompute)
 
 
-def _cut(joint: ModelProto, gradients: dict[str, str], memory: str) -> Partition:
+def _cut(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
     model = to_ir(joint)
     sides = _Sides(model.graph)
     sizes, least = _Sizes(joint, _LENGTH), _Sizes(joint, 1)
-    saved = _choose(sides, memory, sizes)
+    saved = _choose(sides, recompute, sizes)
     for v in saved:
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
             v.shape = ir.Shape([None] * rank)  # without one, it could be no input
@@ -141,7 +141,7 @@ def _cut(joint: ModelProto, gradients: dict[str, str], memory: str) -> Partition
     return Partition(
         _forward(joint, report),
         _backward(model, saved),
-        sides.arriving,
+        sides.cotangents,
         gradients,
         report,
         joint,
@@ -160,7 +160,7 @@ class _Sides:
         without = self.yielding.attributes.get_ints("non_differentiable_outputs", ())
         outputs = [y for i, y in enumerate(self.yielding.inputs) if i not in without]
         pairs = zip(outputs, self.yielding.outputs, strict=True)
-        self.arriving = {str(y.name): str(g.name) for y, g in pairs if y is not None}
+        self.cotangents = {str(y.name): str(g.name) for y, g in pairs if y is not None}
         for node in graph:
             read = reads(node)
             if node is self.yielding:
@@ -174,9 +174,9 @@ class _Sides:
         self.wanted = [v for v in read_after if v.producer() in self.reads]
         self.forward = self._needed_by(self.yielding.inputs)
 
-    def repeated(self, node: ir.Node, memory: str) -> bool:
+    def repeated(self, node: ir.Node, recompute: str) -> bool:
         """Tell whether the backward pass may compute `node` again."""
-        return _repeats(node) and (node not in self.forward or MEMORY[memory](node))
+        return _repeats(node) and (node not in self.forward or RECOMPUTE[recompute](node))
 
     def _needed_by(self, outputs: Iterable[ir.Value | None]) -> set[ir.Node]:
         needed = set(outputs)
@@ -195,14 +195,14 @@ def _yielding(graph: ir.Graph) -> ir.Node:
     raise ValueError("no gradient depends on what arrives at the outputs: there is nothing to cut")
 
 
-def _choose(sides: _Sides, memory: str, sizes: _Sizes) -> list[ir.Value]:
+def _choose(sides: _Sides, recompute: str, sizes: _Sizes) -> list[ir.Value]:
     """Return what is saved, in the order of the graph: the fewest bytes that are enough."""
     outputs = set(sides.yielding.inputs)  # they are handed out anyway
 
     def made_of(value: ir.Value) -> list[ir.Value] | None:
         node = value.producer()
         assert node is not None
-        again = sides.repeated(node, memory) or (not _is_tensor(value) and _repeats(node))
+        again = sides.repeated(node, recompute) or (not _is_tensor(value) and _repeats(node))
         if not again:
             return None
         return [x for x in sides.reads[node] if x.producer() in sides.reads]

@@ -30,7 +30,7 @@ class Sheet:
     """The graph of a prepared model, its outputs, and what they are differentiated by.
 
     Args:
-        onx: model, serialized model or path; never modified.
+        model: model, serialized model or path; never modified.
         weights: names of weights, which become inputs; None: all that the outputs depend on.
         inputs: names of inputs; None: all floats that the outputs depend on.
         outputs: names of the outputs that are kept, all of them floats; None: all, of which the
@@ -44,18 +44,18 @@ class Sheet:
 
     Raises:
         ValueError: an unknown name, one named twice, or one of a value that is no float.
-        ModelError: `onx` cannot be read.
+        ModelError: `model` cannot be read.
     """
 
     def __init__(
         self,
-        onx: ModelLike,
+        model: ModelLike,
         weights: Sequence[str] | None,
         inputs: Sequence[str] | None,
         outputs: Sequence[str] | None = None,
         rows: bool = False,
     ) -> None:
-        self.origin = read(onx)
+        self.origin = read(model)
         self.model = prepare(self.origin)
         chosen = choose_inputs(self.model.graph, inputs)
         if rows and len({shape[0] for x in chosen if (shape := dims(x))}) > 1:

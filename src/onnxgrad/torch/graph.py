@@ -200,7 +200,7 @@ class Graph:
         names = [name for name in names if name in parts.gradients]
         made = [y.name for y in parts.forward.graph.output]
         kept = [made.index(tensor.name) for tensor in parts.saved]
-        fed = [*self.inputs, *(made[i] for i in kept), *parts.arriving.values()]
+        fed = [*self.inputs, *(made[i] for i in kept), *parts.cotangents.values()]
         reads = [fed.index(x.name) for x in parts.backward.graph.input]
         places = [self.inputs.index(name) for name in names]
         forward, backward = (

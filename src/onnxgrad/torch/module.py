@@ -26,7 +26,7 @@ if not hasattr(OrtValueVector, "to_dlpacks"):
     )
 
 from onnxgrad.autodiff.derivative import as_inputs
-from onnxgrad.autodiff.partition import MEMORY
+from onnxgrad.autodiff.partition import RECOMPUTE
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.emit import Emit
@@ -69,8 +69,8 @@ class OnnxModule(nn.Module):
         trainable: names of constants, or patterns such as `"fc*"` that choose among those of the
             default. None: those that play the role of a weight, see `onnxgrad.trainable`. What is
             not trainable is a constant of the graph.
-        memory: what is computed again in the backward pass to save memory: "speed" for nothing,
-            "balanced" for what is cheap, "least" for everything; see `partition`.
+        recompute: what is computed again in the backward pass to save memory: "none" for nothing,
+            "cheap" for what is cheap, "all" for everything; see `partition`.
 
     Attributes:
         weight_names: `{name in the ONNX model: key of state_dict}`.
@@ -80,7 +80,7 @@ class OnnxModule(nn.Module):
 
     Raises:
         ValueError: a name or pattern that fits no weight, a weight that is no float, an unknown
-            `memory`, an input of a type that PyTorch does not have, or no output that is left.
+            `recompute`, an input of a type that PyTorch does not have, or no output that is left.
         ModelError: `model` cannot be read.
         ImportError: PyTorch is not installed, or onnxruntime is older than 1.21.
 
@@ -103,12 +103,12 @@ class OnnxModule(nn.Module):
         self,
         model: ModelLike,
         trainable: str | Sequence[str] | None = None,
-        memory: str = "balanced",
+        recompute: str = "cheap",
     ) -> None:
         super().__init__()
-        if memory not in MEMORY:
-            raise unknown("memory", memory, MEMORY)
-        self._memory = memory
+        if recompute not in RECOMPUTE:
+            raise unknown("recompute", recompute, RECOMPUTE)
+        self._memory = recompute
         self._model = read(model)
         if self._model is model:  # which may change later
             self._model = ModelProto()

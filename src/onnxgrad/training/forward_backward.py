@@ -283,8 +283,8 @@ class OrtGradientForwardBackwardFunction:
                 g = parent.check(f"gradient of {name!r}", g, dtype, shape)
             elif dtype is not None:
                 g = np.zeros(shape, dtype.numpy())
-            if name in parent.partition.arriving:
-                fed[parent.partition.arriving[name]] = g
+            if name in parent.partition.cotangents:
+                fed[parent.partition.cotangents[name]] = g
         names = [y.name for y in parent.partition.backward.graph.output]
         made = self._backward.run(fed, names, parent.run_options)
         self._kept = None
