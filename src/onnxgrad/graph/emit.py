@@ -28,7 +28,7 @@ class Emit(Writer):
             return self.zeros_like(like)
         if have is not None and want is not None and len(have) == len(want):
             target = [1 if h == w is not None else w for h, w in zip(have, want, strict=True)]
-            if static(tuple(target)) is not None:  # axes of length one in the target stay g's
+            if static(tuple(target)) is not None:  # where the target is 1, g keeps its length
                 return self.set_type_like(self.Expand(g, target), like)
         return self.set_type_like(self.Expand(g, self.shape_of(like)), like)
 

@@ -31,9 +31,7 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
             _set(value, dtype)
         for attribute in list(node.attributes.values()):
             if attribute.name in ("value_float", "value_floats") and not attribute.is_ref():
-                array = np.asarray(
-                    attribute.value, np.float64
-                )  # these attributes are always float32
+                array = np.asarray(attribute.value, np.float64)  # the attribute is always float32
                 del node.attributes[attribute.name]
                 node.attributes["value"] = ir.AttrTensor("value", _rounded(array, dtype, None))
             elif attribute.name in _DTYPES and attribute.value in _FLOATS:

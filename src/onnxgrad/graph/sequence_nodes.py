@@ -16,7 +16,7 @@ _SCATTERED = "onnxgrad.scattered"  # `meta` key: position and element of a `scat
 
 
 def mapped(op: Writer, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
-    """Return the sequence of `function(inner, *elements)` over the elements of sequences `xs`."""
+    """Return the sequence of `function(inner, *elements)`, for the elements of sequences `xs`."""
     results = ir.Value(name=op.name("results"), type=content(xs[0].type))
     start = op.emit("SequenceEmpty", [], {"dtype": xs[0].dtype})
 

@@ -162,7 +162,7 @@ class Writer:
         key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
         shared = self._shared.get(key)
         node = None if shared is None else shared[0].producer()
-        if shared is None or node is None or node.graph is not self.graph:  # or removed since
+        if shared is None or node is None or node.graph is not self.graph:  # new, or removed
             shared = self._append(domain, op_type, values, attributes, attrs, outputs)
             self._shared[key] = shared
         return shared

@@ -12,9 +12,7 @@ from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
 from onnxgrad.graph.traversal import subgraphs
 
 _SMALL = 64  # elements: only constants up to this size are copied
-_CHANGES = (
-    "onnxgrad.changes"  # `meta` key of a state whose rank changes from iteration to iteration
-)
+_CHANGES = "onnxgrad.changes"  # `meta` key of a state whose rank changes between iterations
 _RANKS = "onnxgrad.ranks"  # `meta` key of the body of a Scan: the declared ranks of its outputs
 
 

@@ -130,7 +130,7 @@ def _has_subgraph(node: ir.Node) -> bool:
 
 @contextmanager
 def hiding(model: ir.Model, nodes: Collection[ir.Node]) -> Iterator[None]:
-    """Keep onnx from inferring the shapes of `nodes` during the block, by an unknown domain."""
+    """Hide `nodes` from shape inference during the block, in a domain that onnx does not know."""
     nested = _HIDDEN in model.opset_imports
     model.opset_imports[_HIDDEN] = 1
     for node in nodes:
