@@ -11,9 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph import sequence_nodes, sequences
 from onnxgrad.graph.shapes import dims, equal, rank, static
-from onnxgrad.graph.writer import RANDOM, Writer
-
-__all__ = ["RANDOM", "Emit"]
+from onnxgrad.graph.writer import Writer
 
 
 class Emit(Writer):

@@ -14,21 +14,11 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
+from onnxgrad.graph.operators import ELEMENTWISE, UNARY
 from onnxgrad.limits import limit
 
 Dim = int | str | None
 Dims = tuple[Dim, ...]
-
-ELEMENTWISE = frozenset(
-    "Abs Add And Cast Ceil Cos Cosh Div Equal Erf Exp Floor Gelu Greater GreaterOrEqual Identity "
-    "IsInf IsNaN Less LessOrEqual Log LogSoftmax Max Min Mod Mul Neg Not Or Pow Reciprocal Relu "
-    "Round Sigmoid Sign Sin Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
-)
-_LIKE_FIRST = frozenset(
-    "BatchNormalization Celu Clip CumProd CumSum Dropout Elu HardSigmoid HardSwish "
-    "InstanceNormalization LayerNormalization LeakyRelu PRelu Selu Shrink Softsign "
-    "ThresholdedRelu".split()
-)
 
 
 def is_real(value: ir.Value) -> bool:
@@ -123,14 +113,14 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
 
 def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
     shapes = [None if v is None else dims(v) for v in inputs]
-    if op_type in ELEMENTWISE:
+    if op_type in ELEMENTWISE - UNARY:
         return broadcast(*(s for v, s in zip(inputs, shapes, strict=True) if v is not None))
     if op_type == "Einsum":
         return einsum_shape(shapes, attributes.get("equation", ""))
     first = shapes[0] if shapes else None
     if first is None:
         return None
-    if op_type in _LIKE_FIRST:
+    if op_type in UNARY:
         return first
     if op_type == "Concat":
         return _concatenated(shapes, attributes.get("axis", 0))

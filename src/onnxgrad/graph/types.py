@@ -7,16 +7,9 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from onnxgrad.graph import sequences, shapes
+from onnxgrad.graph.operators import BOOLEAN, INT64
 
-_OUTPUT_DTYPE = {
-    **dict.fromkeys(
-        ("Shape", "Size", "SequenceLength", "NonZero", "ArgMax", "ArgMin"), ir.DataType.INT64
-    ),
-    **dict.fromkeys(
-        "Equal Greater GreaterOrEqual Less LessOrEqual Not And Or Xor IsNaN IsInf".split(),
-        ir.DataType.BOOL,
-    ),
-}
+_OUTPUT_DTYPE = dict.fromkeys(INT64, ir.DataType.INT64) | dict.fromkeys(BOOLEAN, ir.DataType.BOOL)
 
 
 def output_types(

@@ -12,15 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph import sequences
+from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import broadcast, constant, dims, equal, static
 from onnxgrad.graph.traversal import all_names, attribute_key
 from onnxgrad.graph.types import output_shape, output_types
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
-RANDOM = frozenset(  # twice the same node draws twice
-    "Bernoulli Dropout Multinomial "
-    "RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split()
-)
 _current: ContextVar[Writer] = ContextVar("emit")
 
 

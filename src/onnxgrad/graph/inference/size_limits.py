@@ -7,7 +7,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import ELEMENTWISE, dims, static
+from onnxgrad.graph.operators import ELEMENTWISE
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.limits import check_limit, limit
 
 
