@@ -16,9 +16,9 @@ from onnx import TensorProto, helper, numpy_helper
 # ## A graph is a list of nodes
 #
 # An ONNX model is a list of nodes. A node has an operator, such as `Add`, the names of the values
-# that it reads, and the name of the value that it computes. (Some operators compute several values;
-# those on this page compute one.) A node reads inputs of the model and outputs of earlier nodes, so
-# the nodes can be run one after the other, from first to last.
+# that it reads, and the name of the value that it computes. (Some operators compute several; those
+# here do not.) A node reads inputs of the model and outputs of earlier nodes, so the nodes can be
+# run one after the other, from first to last.
 #
 # `Graph` holds such a list. `add` appends a node and returns the name of its output, which later
 # nodes read. `model` makes an ordinary ONNX model of it. `shapes` asks onnx for the shape of every
@@ -72,9 +72,9 @@ def run(model, feeds):
 # element of `y` grows. Call it `y_grad`. Other texts call it the cotangent or the adjoint of `y`.
 #
 # How fast does L grow with `a`? When an element of `a` grows by a small amount, the same element of
-# `y` grows by just as much. So the gradient of L with respect to `a` is `y_grad`, and the same holds
-# for `b`. This is the chain rule, and it needs no knowledge of what happens between `y` and L. We
-# can write it as nodes, with `y_grad` as one more input of the model:
+# `y` grows by just as much. So the gradient of L with respect to `a` is `y_grad`, and the same
+# holds for `b`. This is the chain rule, and it needs no knowledge of what happens between `y` and
+# L. We can write it as nodes, with `y_grad` as one more input of the model:
 
 graph = Graph({"a": (2,), "b": (2,), "y_grad": (2,)})
 graph.add("Add", "a", "b", output="y")
@@ -92,8 +92,8 @@ assert one_node["a_grad"].tolist() == one_node["b_grad"].tolist() == [5, 7]
 # ## Rules
 #
 # A *rule* does this for one operator. It takes the graph, a node, and the name `g` of the gradient
-# of the node's output. It appends nodes that compute the gradients of the node's inputs, and returns
-# their names, one for each input.
+# of the node's output. It appends nodes that compute the gradients of the node's inputs, and
+# returns their names, one for each input.
 
 
 def add_rule(graph, node, g):
@@ -107,8 +107,8 @@ def sub_rule(graph, node, g):
 
 
 # In a product `a * b`, when an element of `a` grows by a small d, the product grows by d times the
-# element of `b`. The slope with respect to `a` is `b`, and with respect to `b` it is `a`. A rule may
-# read the inputs and outputs of its node, as they are values of the same graph.
+# element of `b`. The slope with respect to `a` is `b`, and with respect to `b` it is `a`. A rule
+# may read the inputs and outputs of its node, as they are values of the same graph.
 
 
 def mul_rule(graph, node, g):
@@ -123,10 +123,10 @@ RULES = {"Add": add_rule, "Sub": sub_rule, "Mul": mul_rule, "Constant": lambda g
 
 # ## Broadcasting
 #
-# `Add` and `Mul` also accept operands of different shapes. With `a` of shape (4, 3) and `b` of shape
-# (3,), each element of `b` is added to four elements of `a`. When it grows, four elements of `y`
-# grow, and the effects on L add up. So the gradient of `b` is the sum of `g` over the axis along
-# which `b` was repeated. In general: wherever the forward pass repeats, the backward pass sums.
+# `Add` and `Mul` also accept operands of different shapes. With `a` of shape (4, 3) and `b` of
+# shape (3,), each element of `b` is added to four elements of `a`. When it grows, four elements of
+# `y` grow, and the effects on L add up. So the gradient of `b` is the sum of `g` over the axis
+# along which `b` was repeated: where the forward pass repeats, the backward pass sums.
 #
 # `sum_to` does this. The axes to sum over are those that `x` lacks, and those along which `x` has
 # length 1 and `g` has not. Where the shapes are equal there is nothing to do.
@@ -151,11 +151,10 @@ def sum_to(graph, g, x):
 # inputs. An input that is the output of an earlier node now has the gradient that the rule of that
 # node needs. At the end, the gradient has reached the inputs of the graph.
 #
-# A value may be read by several nodes, or twice by one. Each use contributes a term to its gradient,
-# and the terms are added, again because effects on L add up. The sum is complete before a rule needs
-# it: every node that reads a value comes after the node that computes it, and so the walk in reverse
-# visits all of them first. A node whose output has no gradient does not influence `y`, and is
-# skipped.
+# A value may be read by several nodes, or twice by one. Each use contributes a term to its
+# gradient, and the terms are added, again because effects on L add up. The sum is complete before a
+# rule needs it: every node that reads a value comes after the node that computes it, and so the
+# walk in reverse visits all of them first. A node whose output has no gradient is skipped.
 
 
 def differentiate(graph, y, y_grad):
@@ -175,8 +174,9 @@ def differentiate(graph, y, y_grad):
 
 
 # This is all of reverse mode. An operator without a rule raises a `KeyError`; to skip it would give
-# a wrong gradient. The cost is small: a rule appends a few nodes, so that the gradients with respect
-# to *all* inputs together cost a small multiple of computing `y`, however many inputs there are.
+# a wrong gradient. The cost is small: a rule appends a few nodes, so that the gradients with
+# respect to *all* inputs together cost a small multiple of computing `y`, however many inputs there
+# are.
 #
 # Usually `y` is the loss itself, and the gradient of the loss with respect to itself is 1.
 # `add_gradients` starts there. The gradient with respect to a value `x` gets the name `x_grad`.
@@ -188,8 +188,8 @@ def add_gradients(graph, loss, wrt):
     return [graph.add("Identity", gradients[x], output=f"{x}_grad") for x in wrt]
 
 
-# As an example, take y = x x x (x cubed), in which `x` is used three times. The slope is 3 x², which
-# is 12 at x = 2: the three uses contribute 4 each.
+# As an example, take y = x x x (x cubed), in which `x` is used three times. The slope is 3 x²,
+# which is 12 at x = 2: the three uses contribute 4 each.
 
 graph = Graph({"x": ()})
 y = graph.add("Mul", graph.add("Mul", "x", "x"), "x")
@@ -207,9 +207,9 @@ assert run(graph.model(second), {"x": np.array(2.0)})[second] == 12
 
 # ## More rules
 #
-# For a product of matrices, y_ij is the sum of a_ik b_kj over k. The element a_ik enters all y_ij of
-# row i, with the slope b_kj, so its gradient is the sum of g_ij b_kj over j: the product of `g` and
-# the transpose of `b`. For `b` it is the same with the sides exchanged.
+# For a product of matrices, y_ij is the sum of a_ik b_kj over k. The element a_ik enters all y_ij
+# of row i, with the slope b_kj, so its gradient is the sum of g_ij b_kj over j: the product of `g`
+# and the transpose of `b`. For `b` it is the same with the sides exchanged.
 
 
 def matmul_rule(graph, node, g):
@@ -239,11 +239,11 @@ def relu_rule(graph, node, g):
     return [graph.add("Mul", g, graph.add("Sign", node.output[0]))]
 
 
-# A sum is the reverse of broadcasting: where the forward pass sums, the backward pass repeats. Every
-# element that goes into a sum has the slope 1, so `g` is expanded to the shape of `x`. The axes to
-# sum over are a second input of `ReduceSum`. They are integers, which have no gradient: None. If
-# some axes were removed from the shape, `Expand` could repeat along the wrong ones. The rule does
-# not cover this case and says so.
+# A sum is the reverse of broadcasting: where the forward pass sums, the backward pass repeats.
+# Every element that goes into a sum has the slope 1, so `g` is expanded to the shape of `x`. The
+# axes to sum over are a second input of `ReduceSum`. They are integers, which have no gradient:
+# None. If some axes were removed from the shape, `Expand` could repeat along the wrong ones. The
+# rule does not cover this case and says so.
 
 
 def sum_rule(graph, node, g):
@@ -295,8 +295,8 @@ for x in shapes:
 # ## A network
 #
 # Now a network of two layers. It predicts a number from two, `x`, by way of 16 hidden units. The
-# weights `W1`, `b1`, `W2` and `b2` are inputs of the model, so that they can change from run to run.
-# The loss is the mean of the squared errors over 64 rows.
+# weights `W1`, `b1`, `W2` and `b2` are inputs of the model, so that they can change from run to
+# run. The loss is the mean of the squared errors over 64 rows.
 
 ROWS, HIDDEN = 64, 16
 WEIGHTS = {"W1": (2, HIDDEN), "b1": (HIDDEN,), "W2": (HIDDEN, 1), "b2": (1,)}
@@ -333,8 +333,8 @@ step_model = graph.model("loss", *steps)
 # ## Training
 #
 # The data are 64 points of a square, and the label is the product of the two coordinates, which no
-# linear function comes close to. The weights begin at random. Each iteration runs the step and feeds
-# the new weights to the next one.
+# linear function comes close to. The weights begin at random. Each iteration runs the step and
+# feeds the new weights to the next one.
 
 data = {"x": rng.uniform(-1, 1, (ROWS, 2))}
 data["label"] = data["x"][:, :1] * data["x"][:, 1:]
@@ -383,19 +383,17 @@ for w in WEIGHTS:
 #   shape is not static, the axes to sum over are computed by nodes of the gradient model when it
 #   runs.
 # - **Every operator.** It has rules for all differentiable tensor operators, for every attribute. A
-#   few operators are first rewritten as others, and local functions are inlined. An operator without
-#   a rule is an error that names the node. Operators that have no gradient, such as `Shape`, are
-#   declared as such.
-# - **Subgraphs.** `If`, `Loop` and `Scan` contain graphs of their own, which may also read values of
-#   the graph that contains them. The gradient of a loop is another loop, over the iterations in
+#   few operators are first rewritten as others, and local functions are inlined. An operator
+#   without a rule is an error that names the node. Operators that have no gradient, such as
+#   `Shape`, are declared as such.
+# - **Subgraphs.** `If`, `Loop` and `Scan` contain graphs of their own, which may also read values
+#   of the graph that contains them. The gradient of a loop is another loop, over the iterations in
 #   reverse order, which reads the state at the start of each iteration.
 # - **Saved values.** Our rules read values of the forward pass, and one model has both passes. In a
 #   program where something else comes between the passes, such as a loss in PyTorch, `partition`
 #   makes two models of them. It decides which values the forward model saves and which the backward
 #   model computes again, by a minimum cut of the graph.
-# - **Only what is needed.** Here every rule writes the gradients of all of its inputs, needed or
-#   not. onnxgrad visits only nodes on a path from the requested inputs and weights to the output,
-#   and removes the nodes that no output of the gradient model depends on.
+# - **Only what is needed.** onnxgrad removes the nodes that no output of the gradient depends on.
 # - **Training without Python.** Here each step is a call, and weights pass through Python. onnxgrad
 #   puts the step into a `Scan` over the batches, so that one call trains on many batches. Weights
 #   are read from the file of the model and written back to it.
