@@ -241,8 +241,8 @@ def _choose(sides: _Sides, recompute: str, sizes: _Sizes) -> list[ir.Value]:
     def made_of(value: ir.Value) -> list[ir.Value] | None:
         node = value.producer()
         assert node is not None
-        no_tensor = not _is_tensor(value) and _is_repeatable(node)  # which cannot be saved
-        if not (sides.may_repeat(node, recompute) or no_tensor):
+        must_repeat = not _is_tensor(value) and _is_repeatable(node)  # cannot be saved
+        if not (sides.may_repeat(node, recompute) or must_repeat):
             return None
         return [x for x in sides.reads[node] if x.producer() in sides.reads]
 
