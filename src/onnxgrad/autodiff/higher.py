@@ -19,8 +19,9 @@ from onnxgrad.autodiff.matrices import (
     all_blocks,
     all_named,
     is_single,
-    jacobian_by_columns,
-    jacobian_by_rows,
+    jacobians_by_columns,
+    jacobians_by_rows,
+    row_blocks,
     total_size,
     with_gradients,
 )
@@ -62,12 +63,11 @@ def vjp(
         NoGradientRule: an operator on a path has no rule.
 
     Examples:
-        >>> import numpy as np, onnx, onnxgrad as og
-        >>> from onnxruntime import InferenceSession
+        >>> import numpy as np, onnx, onnxruntime as ort, onnxgrad as og
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[2] x) => (float[2] y) { y = Mul(x, x) }''')
-        >>> session = InferenceSession(og.vjp(model).SerializeToString())
+        >>> session = ort.InferenceSession(og.vjp(model).SerializeToString())
         >>> feed = {"x": np.float32([1, 2]), "y_grad": np.float32([10, 1])}
         >>> [result.tolist() for result in session.run(["y", "x_grad"], feed)]
         [[1.0, 4.0], [20.0, 4.0]]
@@ -113,12 +113,11 @@ def jvp(
             cotangent.
 
     Examples:
-        >>> import numpy as np, onnx, onnxgrad as og
-        >>> from onnxruntime import InferenceSession
+        >>> import numpy as np, onnx, onnxruntime as ort, onnxgrad as og
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[2] x) => (float[2] y) { y = Mul(x, x) }''')
-        >>> session = InferenceSession(og.jvp(model).SerializeToString())
+        >>> session = ort.InferenceSession(og.jvp(model).SerializeToString())
         >>> feed = {"x": np.float32([1, 2]), "x_tangent": np.float32([10, 1])}
         >>> [result.tolist() for result in session.run(["y", "y_tangent"], feed)]
         [[1.0, 4.0], [20.0, 4.0]]
@@ -166,12 +165,11 @@ def hvp(
         NoGradientRule: an operator on a path has no rule.
 
     Examples:
-        >>> import numpy as np, onnx, onnxgrad as og
-        >>> from onnxruntime import InferenceSession
+        >>> import numpy as np, onnx, onnxruntime as ort, onnxgrad as og
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[2] x) => (float y) { s = Mul(x, x) y = ReduceProd<keepdims=0>(s) }''')
-        >>> session = InferenceSession(og.hvp(model).SerializeToString())
+        >>> session = ort.InferenceSession(og.hvp(model).SerializeToString())
         >>> feed = {"x": np.float32([1, 2]), "x_vector": np.float32([1, 0])}
         >>> [result.tolist() for result in session.run(["x_grad", "x_hvp"], feed)]
         [[8.0, 4.0], [8.0, 8.0]]
@@ -199,8 +197,7 @@ def jacobian(
     derivative of each of the N rows of Y with respect to the same row of X. Zeros if Y does not
     depend on X.
 
-    A `Scan` runs over the rows or columns of the Jacobian; all that is the same for all of them is
-    computed once, outside.
+    A `Scan` runs over its rows or columns; what is the same for all of them is computed outside.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -215,8 +212,7 @@ def jacobian(
             mixes rows, the result is then a sum over the rows of Y (in reverse mode) or of X (in
             forward mode). With respect to inputs only: weights have no rows.
         mode: "reverse" takes one pass for every element of Y (or of its row), "forward" one for
-            every element of X; "auto" takes the mode with fewer passes if static dimensions tell,
-            else "reverse".
+            every element of X; "auto" chooses by the static dimensions.
 
     Raises:
         ValueError: an unknown name or mode, a name that occurs twice, a value that is no float, no
@@ -227,16 +223,14 @@ def jacobian(
             in the cotangent.
 
     Examples:
-        >>> import numpy as np, onnx, onnxgrad as og
-        >>> from onnxruntime import InferenceSession
+        >>> import numpy as np, onnx, onnxruntime as ort, onnxgrad as og
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
-        ...     f (float[N,2] x) => (float[N,1] y)
-        ...     <int64[1] axis = {1}> { y = ReduceProd(x, axis) }''')
-        >>> session = InferenceSession(og.jacobian(model, batched=True).SerializeToString())
-        >>> [jacobian] = session.run(["y_x_jacobian"], {"x": np.float32([[1, 2], [3, 4]])})
-        >>> jacobian.tolist()  # of shape (N, 1, 2)
-        [[[2.0, 1.0]], [[4.0, 3.0]]]
+        ...     f (float[N,2] x) => (float[N,2] y) { y = Mul(x, x) }''')
+        >>> session = ort.InferenceSession(og.jacobian(model, batched=True).SerializeToString())
+        >>> [jacobian] = session.run(["y_x_jacobian"], {"x": np.float32([[1, 2]])})
+        >>> jacobian.tolist()  # of shape (N, 2, 2)
+        [[[2.0, 0.0], [0.0, 4.0]]]
     """
     if mode not in _MODES:
         raise unknown("mode", mode, _MODES)
@@ -244,12 +238,8 @@ def jacobian(
         sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
         columns, rows = (total_size(v, per_row) for v in (sheet.wrt, sheet.differentiated))
         if mode == "forward" or (mode == "auto" and columns < rows):
-            return jacobian_by_columns(sheet, per_row)
-        jacobians = {
-            y: jacobian_by_rows(sheet, y, sheet.wrt, per_row) for y in sheet.differentiated
-        }
-        sheet.drop_unreached(x for row in jacobians.values() for x in row)
-        return sheet.finish(all_blocks(sheet, jacobians, sheet.wrt, per_row, "jacobian"))
+            return jacobians_by_columns(sheet, per_row)
+        return jacobians_by_rows(sheet, per_row)
 
 
 def hessian(
@@ -289,32 +279,21 @@ def hessian(
         NoGradientRule: an operator on a path has no rule.
 
     Examples:
-        >>> import numpy as np, onnx, onnxgrad as og
-        >>> from onnxruntime import InferenceSession
+        >>> import numpy as np, onnx, onnxruntime as ort, onnxgrad as og
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[2] x) => (float y) { s = Mul(x, x) y = ReduceProd<keepdims=0>(s) }''')
-        >>> session = InferenceSession(og.hessian(model).SerializeToString())
+        >>> session = ort.InferenceSession(og.hessian(model).SerializeToString())
         >>> session.run(["x_hessian"], {"x": np.float32([1, 2])})[0].tolist()
         [[8.0, 8.0], [8.0, 2.0]]
     """
     with garbage_kept():
         chosen = None if output is None else [output]
         sheet, per_row = _open(model, weights, inputs, chosen, batched), bool(batched)
-        if len(sheet.differentiated) != 1:
-            names = [y.name for y in sheet.differentiated]
-            raise ValueError(f"the model has the float outputs {names}: name one as `output`")
-        (y,) = sheet.differentiated
-        sheet.kept, sheet.graph.outputs[:] = [y], [y]
-        if not is_single(y, per_row):
-            raise ValueError(
-                f"output {y.name!r} of shape {dims(y)} is not known to have one element"
-                f"{' in each row' * per_row}: the Hessian is that of a scalar; choose or add an "
-                "output of one element, or use `hvp`, which takes output weights as an input"
-            )
+        _keep_single_output(sheet, per_row)
         sheet, gradients = with_gradients(sheet, per_row)
         wrt = list(gradients)
-        blocks = {x: jacobian_by_rows(sheet, g, wrt, per_row) for x, g in gradients.items()}
+        blocks = {x: row_blocks(sheet, g, wrt, per_row) for x, g in gradients.items()}
         return sheet.finish(all_blocks(sheet, blocks, wrt, per_row, "hessian"))
 
 
@@ -336,3 +315,22 @@ def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
     if batched:
         require_rows(sheet.graph, sheet.wrt, sheet.differentiated, proof=batched != "unchecked")
     return sheet
+
+
+def _keep_single_output(sheet: Sheet, per_row: bool) -> None:
+    """Keep only the differentiated output of `sheet`, which must have one element (in each row).
+
+    Raises:
+        ValueError: it has several float outputs, or one of other shape.
+    """
+    if len(sheet.differentiated) != 1:
+        names = [y.name for y in sheet.differentiated]
+        raise ValueError(f"the model has the float outputs {names}: name one as `output`")
+    (y,) = sheet.differentiated
+    sheet.kept, sheet.graph.outputs[:] = [y], [y]
+    if not is_single(y, per_row):
+        raise ValueError(
+            f"output {y.name!r} of shape {dims(y)} is not known to have one element"
+            f"{' in each row' * per_row}: the Hessian is that of a scalar; choose or add an "
+            "output of one element, or use `hvp`, which takes output weights as an input"
+        )

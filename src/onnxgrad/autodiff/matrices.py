@@ -53,7 +53,7 @@ class Forward:
         return {y: _shaped(self.sheet, v, y, x, batched) for y, v in stacked.items()}
 
 
-def jacobian_by_columns(first: Sheet, batched: bool) -> ModelProto:
+def jacobians_by_columns(first: Sheet, batched: bool) -> ModelProto:
     """Return the model of the Jacobians, in forward mode."""
     forward = Forward(first)
     columns = {x: forward.columns(x, batched) for x in forward.wrt}
@@ -62,12 +62,17 @@ def jacobian_by_columns(first: Sheet, batched: bool) -> ModelProto:
     return sheet.finish(all_blocks(sheet, jacobians, forward.wrt, batched, "jacobian"))
 
 
-def jacobian_by_rows(
+def jacobians_by_rows(sheet: Sheet, batched: bool) -> ModelProto:
+    """Return the model of the Jacobians, in reverse mode."""
+    jacobians = {y: row_blocks(sheet, y, sheet.wrt, batched) for y in sheet.differentiated}
+    sheet.drop_unreached(x for row in jacobians.values() for x in row)
+    return sheet.finish(all_blocks(sheet, jacobians, sheet.wrt, batched, "jacobian"))
+
+
+def row_blocks(
     sheet: Sheet, y: ir.Value, wrt: Sequence[ir.Value], batched: bool
 ) -> dict[ir.Value, ir.Value]:
-    """Return the Jacobians of `y` with respect to each of `wrt` that it depends on, in reverse
-    mode.
-    """
+    """Return the Jacobian of `y` with respect to each of `wrt` that it depends on."""
     stacked = sheet.loop(
         y, lambda unit: sheet.gradients([(y, unit)], wrt), batched, axis=int(batched)
     )

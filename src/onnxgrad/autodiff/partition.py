@@ -143,20 +143,23 @@ def partition(
         raise unknown("recompute", recompute, RECOMPUTE)
     proto = read(model)
     with garbage_kept():
-        if not any(node.op_type == "YieldOp" for node in proto.graph.node):
-            request = DerivativeRequest(
-                weights, inputs, DerivativeOptions.KeepYieldOp, all_reached=False
-            )
-            joint, gradients = derivative(proto, request)
-        elif weights is None and inputs is None:
-            joint, outputs = proto, {y.name for y in proto.graph.output}
-            pairs = {x.name: f"{x.name}_grad" for x in proto.graph.input}
-            gradients = {x: g for x, g in pairs.items() if g in outputs}
-        else:
-            raise ValueError(
-                "weights and inputs are chosen when a joint graph is built: leave them out"
-            )
-        return _split(joint, gradients, recompute)
+        return _split(*_joint(proto, weights, inputs), recompute)
+
+
+def _joint(
+    proto: ModelProto, weights: Sequence[str] | None, inputs: Sequence[str] | None
+) -> tuple[ModelProto, dict[str, str]]:
+    """Return the joint graph, or `proto` if it is one, and `{name: name of its gradient}`."""
+    if not any(node.op_type == "YieldOp" for node in proto.graph.node):
+        flags = DerivativeOptions.KeepYieldOp
+        return derivative(proto, DerivativeRequest(weights, inputs, flags, all_reached=False))
+    if weights is not None or inputs is not None:
+        raise ValueError(
+            "weights and inputs are chosen when a joint graph is built: leave them out"
+        )
+    outputs = {y.name for y in proto.graph.output}
+    pairs = {x.name: f"{x.name}_grad" for x in proto.graph.input}
+    return proto, {x: g for x, g in pairs.items() if g in outputs}
 
 
 def _split(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
