@@ -88,7 +88,8 @@ def onnx_derivative(
     Raises:
         TypeError: `options` is no `DerivativeOptions`.
         ValueError: an unknown name, options that exclude each other, a missing `loss` or `label`,
-            a weight that is no float or has no gradient, or a `straight_through` name without such a value.
+            a weight that is no float or has no gradient, or a `straight_through` name without a
+            value that its cotangent can pass to.
         ModelError: `onx` cannot be read.
         NoGradientRule: an operator on a path has no rule, or computes with quantized numbers.
 
@@ -101,10 +102,9 @@ def onnx_derivative(
         >>> [x.name for x in gradient.graph.input], [y.name for y in gradient.graph.output]
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
-    labels, proto = _check(options, loss, label), read(onx)
-    names = stop_gradient, straight_through
+    names, proto = (_check(options, loss, label), stop_gradient, straight_through), read(onx)
     with reporting(level_of(verbose)), garbage_kept():
-        request = DerivativeRequest(weights, inputs, options, loss, labels, *names)
+        request = DerivativeRequest(weights, inputs, options, loss, *names)
         gradient_model, _ = derivative(proto, request)
     if path_name is not None:
         save(gradient_model, path_name)

@@ -137,9 +137,9 @@ def hvp(
 ) -> ModelProto:
     """Return a model that computes the outputs, the gradient and Hessian-vector products H v.
 
-    H is the Hessian of a scalar function f with respect to all inputs and weights together. If the
-    model has one float output, of a single element such as a loss, f is that output. Otherwise f is
-    a weighted sum of the output elements, `sum(Y_grad * Y)` over the float outputs Y, whose weights
+    H is the Hessian of a scalar function f with respect to all inputs and weights together. If one
+    float output is chosen, of a single element such as a loss, f is that output. Otherwise f is a
+    weighted sum of the output elements, `sum(Y_grad * Y)` over the float outputs Y, whose weights
     `Y_grad` are inputs of the result.
 
     Inputs of the result: those of `model`, the weights, the output weights `Y_grad` if there are
@@ -298,7 +298,7 @@ def hessian(
 
 
 def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
-    """Return the sheet of a Jacobian, after the checks that `batched` asks for.
+    """Return the sheet of a Jacobian, after the checks that `batched` needs.
 
     Raises:
         ValueError: `batched` with weights, or with a model that mixes rows or is not proven not to.

@@ -66,7 +66,7 @@ class Copy:
             if node.graph is not self.graph:
                 raise NoGradientRule(
                     f"{node.op_type} {node.name!r} is in a graph inside of a graph of "
-                    f"{self.where}: its random numbers would be drawn anew in the backward pass; "
+                    f"{self.where}: its random numbers would be drawn again in the backward pass; "
                     "draw them outside"
                 )
             pairs += self.placeholders(node.outputs)

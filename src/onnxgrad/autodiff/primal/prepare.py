@@ -141,7 +141,7 @@ def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:
         emitters: dict[ir.Graph, Emit] = {model.graph: main}
         foreign = any(node.domain or not exists(node, opset) for node in waiting)
         for node in waiting:
-            if foreign:  # onnx infers nothing behind such a node
+            if foreign:  # onnx infers no shape after such a node
                 infer_behind(node, opset, inferred)
             if node.domain and not stuck and rank(node.inputs[0]) is None:
                 left.append(node)

@@ -12,6 +12,6 @@ _REMEDIES: tuple[Callable[[ir.Node], str | None], ...] = (microsoft.remedy,)
 
 
 def remedy(node: ir.Node) -> str | None:
-    """Return what the user can do about `node`, which has no rule, or None if nothing is known."""
+    """Return what the user can do about `node`, which has no rule, or None."""
     remedies = (function(node) for function in _REMEDIES)
     return next((text for text in remedies if text is not None), None)
