@@ -334,7 +334,7 @@ def test_wrong_options():
         jacobian(MLP, mode="foward")
     with pytest.raises(ValueError, match="Unknown value of `batched` 'yes'"):
         jacobian(MLP, batched="yes")
-    with pytest.raises(ValueError, match=r"by inputs.*\['w'\]"):
+    with pytest.raises(ValueError, match=r"with respect to inputs.*\['w'\]"):
         jacobian(MLP, ["w"], batched=True)
     with pytest.raises(ValueError, match=r"\['Y', 'Z'\]: name one"):
         hessian(two_by_two())

@@ -161,7 +161,7 @@ def test_straight_through_is_asked_for():
         (
             "T = Shape(X)  F = Cast<to=1>(T)  Y = Mul(F, X)",
             {"straight_through": ["T"]},
-            r"no gradient can go straight through 'T': its first operand is no INT64",
+            r"no gradient can go straight through 'T': its first input is no INT64",
         ),
     ],
 )

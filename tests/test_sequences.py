@@ -145,7 +145,7 @@ def test_reading_one_by_one_costs_no_zeros():
 def test_random_numbers_beside_sequences():
     body = """z = RandomNormalLike(w)  a = SequenceAt(q, last)  m = Mul(a, a)  k = Mul(w, z)
         h = Concat<axis=0>(m, k)  r = SequenceInsert(q, h)"""
-    with pytest.raises(NoGradientRule, match=r"Loop .*output 'u'.*beside random numbers"):
+    with pytest.raises(NoGradientRule, match=r"Loop .*output 'u'.*besides random numbers"):
         onnx_derivative(parse(loop(ANY, body, OF_PIECES)))
 
 
@@ -425,7 +425,7 @@ def test_a_sequence_as_output():
     ("body", "hint"),
     [
         ("s = SequenceConstruct(e, x)", "select 'e' instead"),
-        ("t = SequenceConstruct(e)  s = SequenceInsert(t, e)", "select a tensor that it is made"),
+        ("t = SequenceConstruct(e)  s = SequenceInsert(t, e)", "select a tensor that it contains"),
     ],
 )
 def test_only_sequences_as_outputs(body, hint):

@@ -1,7 +1,6 @@
-"""Whether the rows of a batch mix: the axis of the batch, followed from the inputs to the outputs.
+"""A proof that a model does not mix rows: the batch axis, followed from the inputs to the outputs.
 
-What is followed is the derivative: a value that no gradient goes through, such as a mask of
-comparisons, may depend on all rows.
+Only derivatives count: a value without a gradient, such as a mask, may depend on all rows.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.shapes import Dim, constant, dims, einsum_terms, rank, static
 from onnxgrad.graph.traversal import reads
 
-Axes = dict[ir.Value, int]  # of the values that depend on the inputs, the axis of the batch
+Axes = dict[ir.Value, int]  # the batch axis of each value that depends on the inputs
 
-_IMAGES = frozenset(  # by rows, of their first operand
+_IMAGES = frozenset(  # each row of the output depends on that row of the first operand only
     "AveragePool Conv ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool "
     "GridSample InstanceNormalization LRN LpPool MaxPool SpaceToDepth".split()
 )
-_ALONG = {  # attribute `axis`, and its default: the others are kept apart
+_ALONG = {  # the default of the attribute `axis`, the only axis along which they mix elements
     "Concat": 0, "CumProd": 0, "CumSum": 0, "GatherElements": 0, "LogSoftmax": -1,
     "LpNormalization": -1, "Softmax": -1, "Split": 0, "TopK": -1,
 }  # fmt: skip
@@ -32,27 +31,27 @@ _ALONG = {  # attribute `axis`, and its default: the others are kept apart
 def require_rows(
     graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value], proof: bool
 ) -> None:
-    """Raise unless row i of every output is known to depend on row i of the inputs only.
+    """Raise unless row i of every output is proven to depend on row i of the inputs only.
 
-    Without `proof`, only that they all have as many rows.
+    Without `proof`, check only that they all have the same number of rows.
 
     Raises:
-        ValueError: rows that mix, or of which that cannot be told.
+        ValueError: the model mixes rows, is not proven not to, or a value has no rows.
     """
     for v in (*inputs, *outputs):
         if not rank(v):
-            what = "its rank is not known" if rank(v) is None else "it is a scalar"
+            reason = "its rank is unknown" if rank(v) is None else "it is a scalar"
             raise ValueError(
-                f"{v.name!r} has no rows ({what}): choose inputs and outputs that have"
+                f"{v.name!r} has no rows ({reason}): choose inputs and outputs that have rows"
             )
     length = _first(inputs[0])
-    if proof and length != 1:  # with one row there is none to mix with
+    if proof and length != 1:  # a single row cannot mix
         _follow(graph, dict.fromkeys(inputs, 0), length, outputs)
     for v in (*inputs, *outputs):
         if (isinstance(length, int) or isinstance(_first(v), int)) and _first(v) != length:
             raise ValueError(
-                f"{v.name!r} of shape {dims(v)} has not as many rows as {inputs[0].name!r} of "
-                f"shape {dims(inputs[0])}: batched derivatives go from row to row"
+                f"{v.name!r} of shape {dims(v)} and {inputs[0].name!r} of shape "
+                f"{dims(inputs[0])} have different numbers of rows: use batched=False"
             )
 
 
@@ -61,7 +60,7 @@ def _first(v: ir.Value) -> Dim:
 
 
 def _follow(graph: ir.Graph, axes: Axes, length: Dim, outputs: Sequence[ir.Value]) -> None:
-    """Follow the axis of the batch; raise where it ends on the way to an output."""
+    """Extend `axes` to all values on paths to the outputs; raise if a node mixes rows."""
     needed = _leading_to(graph, outputs)
     for node in graph:
         if node not in needed or axes.keys().isdisjoint(reads(node)):
@@ -74,23 +73,26 @@ def _follow(graph: ir.Graph, axes: Axes, length: Dim, outputs: Sequence[ir.Value
             if axis is None or shape is None or not 0 <= axis < len(shape):
                 raise _error(node, "mixes the rows of the batch, or may do so")
             if shape[axis] != length:
-                raise _error(node, f"has an output of shape {shape}, not known to have its rows")
+                raise _error(node, f"has an output of shape {shape}, in which rows may be missing")
             axes[y] = axis
     for y in outputs:
         if axes.get(y, 0) != 0:
-            raise ValueError(f"the rows of output {y.name!r} lie along axis {axes[y]}, not 0")
+            raise ValueError(
+                f"the rows of output {y.name!r} are along axis {axes[y]}: transpose it, as batched "
+                "derivatives need them along axis 0"
+            )
 
 
 def _leading_to(graph: ir.Graph, outputs: Sequence[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that a gradient of the outputs goes through."""
-    needed, found = set(outputs), set()
+    """Return the nodes through which a gradient of the outputs flows."""
+    needed, nodes = set(outputs), set()
     for node in reversed(graph):
         if (node.domain, node.op_type) in NON_DIFFERENTIABLE or needed.isdisjoint(node.outputs):
             continue
-        found.add(node)
+        nodes.add(node)
         floats = (x for x in reads(node) if x.dtype is None or x.dtype.is_floating_point())
         needed.update(floats)
-    return found
+    return nodes
 
 
 def _error(node: ir.Node, what: str) -> ValueError:
@@ -102,61 +104,63 @@ def _error(node: ir.Node, what: str) -> ValueError:
 
 
 def _axis(node: ir.Node, axes: Axes) -> int | None:
-    """Return the axis of the batch in the outputs, or None where rows mix or it cannot be told."""
+    """Return the batch axis of the outputs of `node`, or None if it mixes rows or may do so."""
     if node.domain:
         return None
-    places = [i for i, x in enumerate(node.inputs) if x in axes]
+    operands = [i for i, x in enumerate(node.inputs) if x in axes]  # those with a batch axis
     name = node.op_type
     if name in ELEMENTWISE or name in ("Dropout", "Expand"):
         return _aligned(node, axes)
     if name in _ALONG:
-        return _kept_apart(node, axes, places)
+        return _mixed_along_axis(node, axes, operands)
     if name.startswith("Reduce"):
         return _reduced(node, axes)
     rule = _RULES.get(name)
     if rule is not None:
         return rule(node, axes)
-    if places == [0] and axes[node.inputs[0]] == 0 and name in _IMAGES:  # type: ignore[index]
+    if operands == [0] and axes[node.inputs[0]] == 0 and name in _IMAGES:  # type: ignore[index]
         return 0
     return None
 
 
 def _aligned(node: Any, axes: Axes) -> int | None:
-    """Return the axis that the operands have in common after broadcasting."""
+    """Return the batch axis after broadcasting, if it is the same for all operands."""
     shape = dims(node.outputs[0])
     if shape is None:
         return None
-    found = {axes[x] + len(shape) - (rank(x) or 0) for x in node.inputs if x in axes}
-    return found.pop() if len(found) == 1 else None
+    aligned = {axes[x] + len(shape) - (rank(x) or 0) for x in node.inputs if x in axes}
+    return aligned.pop() if len(aligned) == 1 else None
 
 
-def _kept_apart(node: Any, axes: Axes, places: list[int]) -> int | None:
-    """Return the axis of operands that are worked on along another one."""
-    x, name = node.inputs[places[0]], node.op_type
+def _mixed_along_axis(node: Any, axes: Axes, operands: list[int]) -> int | None:
+    """Return the batch axis of the operands, unless the operator mixes elements along it."""
+    x, name = node.inputs[operands[0]], node.op_type
     n = rank(x)
-    if n is None or (name in ("GatherElements", "TopK") and places != [0]):
+    if n is None or (name in ("GatherElements", "TopK") and operands != [0]):
         return None
     along: int | None = node.attributes.get_int("axis", _ALONG[name])
     if name in ("CumProd", "CumSum"):
-        known = constant(node.inputs[1])
-        along = None if known is None else int(known)
-    same = {axes[node.inputs[i]] for i in places} == {axes[x]}
+        axis = constant(node.inputs[1])
+        along = None if axis is None else int(axis)
+    same = {axes[node.inputs[i]] for i in operands} == {axes[x]}
     return None if along is None or along % n == axes[x] or not same else axes[x]
 
 
 def _reduced(node: Any, axes: Axes) -> int | None:
     x, keep = node.inputs[0], node.attributes.get_int("keepdims", 1)
-    given = node.inputs[1] if len(node.inputs) > 1 else None
-    known, n = constant(given), rank(x)
-    if n is None or known is None or not known.size:
+    operand = node.inputs[1] if len(node.inputs) > 1 else None
+    array, n = constant(operand), rank(x)
+    if n is None or array is None or not array.size:
         noop = node.attributes.get_int("noop_with_empty_axes", 0)
-        return axes[x] if noop and (given is None or known is not None) else None
-    gone = {int(a) % n for a in known}
-    return None if axes[x] in gone else axes[x] - (0 if keep else sum(a < axes[x] for a in gone))
+        return axes[x] if noop and (operand is None or array is not None) else None
+    reduced = {int(a) % n for a in array}
+    if axes[x] in reduced:
+        return None
+    return axes[x] - (0 if keep else sum(a < axes[x] for a in reduced))
 
 
 def _same_front(node: Any, axes: Axes) -> int | None:
-    """Return the axis of the batch where the shape changes behind it only."""
+    """Return the batch axis of a Reshape that changes only later axes."""
     a, b = dims(node.inputs[0]), dims(node.outputs[0])
     axis = axes[node.inputs[0]]
     if a is None or b is None or None in a[: axis + 1] or a[: axis + 1] != b[: axis + 1]:
@@ -174,24 +178,24 @@ def _transposed(node: Any, axes: Axes) -> int | None:
 
 
 def _unsqueezed(node: Any, axes: Axes) -> int | None:
-    known, n = constant(node.inputs[1]), rank(node.outputs[0])
-    if known is None or n is None:
+    array, n = constant(node.inputs[1]), rank(node.outputs[0])
+    if array is None or n is None:
         return None
-    new = {int(a) % n for a in known}
+    new = {int(a) % n for a in array}
     return [i for i in range(n) if i not in new][axes[node.inputs[0]]]
 
 
 def _squeezed(node: Any, axes: Axes) -> int | None:
-    known, n = constant(node.inputs[1] if len(node.inputs) > 1 else None), rank(node.inputs[0])
+    array, n = constant(node.inputs[1] if len(node.inputs) > 1 else None), rank(node.inputs[0])
     axis = axes[node.inputs[0]]
-    if known is None or n is None:
+    if array is None or n is None:
         return None
-    gone = {int(a) % n for a in known}
-    return None if axis in gone else axis - sum(a < axis for a in gone)
+    removed = {int(a) % n for a in array}
+    return None if axis in removed else axis - sum(a < axis for a in removed)
 
 
 def _sliced(node: Any, axes: Axes) -> int | None:
-    """Return the axis of what is cut along others."""
+    """Return the batch axis of a Slice along other axes."""
     x, n, count = node.inputs[0], rank(node.inputs[0]), static(dims(node.inputs[1]))
     named = _named_axes(node, range(*count)) if count is not None else None
     if node.inputs[0] not in axes or n is None or named is None:
@@ -200,7 +204,7 @@ def _sliced(node: Any, axes: Axes) -> int | None:
 
 
 def _padded(node: Any, axes: Axes) -> int | None:
-    """Return the axis of what is padded along others."""
+    """Return the batch axis of a Pad along other axes."""
     x, n, pads = node.inputs[0], rank(node.inputs[0]), constant(node.inputs[1])
     named = _named_axes(node, range(n or 0))
     if x not in axes or any(v in axes for v in node.inputs[1:]) or n is None or named is None:
@@ -211,12 +215,13 @@ def _padded(node: Any, axes: Axes) -> int | None:
     return None if axes[x] in {a % n for a, pair in pairs if pair.any()} else axes[x]
 
 
-def _named_axes(node: Any, otherwise: range) -> list[int] | None:
-    given = node.inputs[3] if len(node.inputs) > 3 else None
-    known = constant(given)
-    if given is None:
-        return list(otherwise)
-    return None if known is None else known.tolist()
+def _named_axes(node: Any, default: range) -> list[int] | None:
+    """Return the axes that a Slice or Pad names, or None if they are not constant."""
+    operand = node.inputs[3] if len(node.inputs) > 3 else None
+    if operand is None:
+        return list(default)
+    array = constant(operand)
+    return None if array is None else array.tolist()
 
 
 def _gathered(node: Any, axes: Axes) -> int | None:
@@ -229,7 +234,7 @@ def _gathered(node: Any, axes: Axes) -> int | None:
 
 
 def _normalized(node: Any, axes: Axes) -> int | None:
-    """Return the axis of what is normalized over the last axes: those of the batch are before."""
+    """Return the batch axis of a normalization over the last axes, if it precedes them."""
     x, n = node.inputs[0], rank(node.inputs[0])
     if [v for v in node.inputs if v in axes] != [x] or n is None:
         return None
@@ -251,49 +256,49 @@ def _matrix_product(node: Any, axes: Axes) -> int | None:
     width = rank(node.outputs[0])
     if width is None or (rank(a) or 0) < 2 or (rank(b) or 0) < 2:
         return None
-    found = set()
+    batch_axes = set()
     for x, contracted in ((a, -1), (b, -2)):
         if x in axes:
             from_end = axes[x] - rank(x)  # type: ignore[operator]
             if from_end == contracted or (a in axes and b in axes and from_end > -3):
                 return None
-            found.add(width + from_end)
-    return found.pop() if len(found) == 1 else None
+            batch_axes.add(width + from_end)
+    return batch_axes.pop() if len(batch_axes) == 1 else None
 
 
 def _gemm(node: Any, axes: Axes) -> int | None:
     a, b, c = (*node.inputs, None)[:3]
-    found = set()
+    batch_axes = set()
     if a in axes:
-        found.add(0 if axes[a] == node.attributes.get_int("transA", 0) else None)
+        batch_axes.add(0 if axes[a] == node.attributes.get_int("transA", 0) else None)
     if b in axes:
-        found.add(1 if axes[b] == 1 - node.attributes.get_int("transB", 0) else None)
+        batch_axes.add(1 if axes[b] == 1 - node.attributes.get_int("transB", 0) else None)
     if c in axes:
-        found.add(axes[c] + 2 - (rank(c) or 0))
-    return found.pop() if len(found) == 1 else None
+        batch_axes.add(axes[c] + 2 - (rank(c) or 0))
+    return batch_axes.pop() if len(batch_axes) == 1 else None
 
 
 def _einsum(node: Any, axes: Axes) -> int | None:
     terms, output = einsum_terms(node.attributes.get_string("equation", ""))
     if "..." in "".join((*terms, output)):
         return None
-    found = {terms[i][axes[x]] for i, x in enumerate(node.inputs) if x in axes}
-    letter = found.pop()
+    letters = {terms[i][axes[x]] for i, x in enumerate(node.inputs) if x in axes}
+    letter = letters.pop()
     active = [t for x, t in zip(node.inputs, terms, strict=True) if x in axes]
-    if found or any(t.count(letter) > 1 for t in active) or letter not in output:
+    if letters or any(t.count(letter) > 1 for t in active) or letter not in output:
         return None
     return output.index(letter)
 
 
 def _tiled(node: Any, axes: Axes) -> int | None:
-    known, axis = constant(node.inputs[1]), axes[node.inputs[0]]
-    return axis if known is not None and known[axis] == 1 else None
+    repeats, axis = constant(node.inputs[1]), axes[node.inputs[0]]
+    return axis if repeats is not None and repeats[axis] == 1 else None
 
 
 def _loss(node: Any, axes: Axes) -> int | None:
     x = node.inputs[0]
-    whole = node.attributes.get_string("reduction", "mean") != "none"
-    return None if whole or [v for v in node.inputs if v in axes] != [x] or axes[x] else 0
+    reduced = node.attributes.get_string("reduction", "mean") != "none"
+    return None if reduced or [v for v in node.inputs if v in axes] != [x] or axes[x] else 0
 
 
 _RULES: dict[str, Callable[[Any, Axes], int | None]] = {

@@ -1,10 +1,10 @@
-"""`onnx_derivative`: a model in, the model of its gradient out."""
+"""`onnx_derivative`: the model that computes the gradient of a model."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntFlag
@@ -27,13 +27,20 @@ from onnxgrad.reporting import level_of, logger, reporting
 
 
 class DerivativeOptions(IntFlag):
-    """What `onnx_derivative` puts into the gradient model; combined with `|`.
+    """What the gradient model of `onnx_derivative` takes and returns; combined with `|`.
 
-    - `Zero`: inputs are those of the model, the weights, and `<output>_grad`.
-    - `KeepYieldOp`: one joint graph, with a `com.microsoft::YieldOp` from outputs to gradients.
-    - `KeepOutputs`: the original outputs too.
-    - `FillGrad`: ones in place of the inputs `<output>_grad`; asks for `KeepOutputs`.
-    - `Loss`: the model computes a loss; the gradient starts from it.
+    - `Zero`: the inputs are those of the model, the weights, and the cotangents `<output>_grad`.
+    - `KeepYieldOp`: the joint graph of forward and backward pass, in which the node
+      `com.microsoft::YieldOp` takes the outputs and returns their cotangents.
+    - `KeepOutputs`: the original outputs are returned too.
+    - `FillGrad`: all cotangents are ones, and no inputs; needs `KeepOutputs` or `Loss`.
+    - `Loss`: the gradient is that of the output `loss`, which is returned first.
+
+    Examples:
+        >>> from onnxgrad import DerivativeOptions
+        >>> options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+        >>> DerivativeOptions.KeepOutputs in options
+        True
     """
 
     Zero = 0
@@ -57,51 +64,56 @@ def onnx_derivative(
 ) -> ModelProto:
     """Return the model that computes the gradient of `onx`, in standard operators.
 
-    Inputs of the result: those of `onx`, the weights in the order asked, then `Y_grad` for every
-    float output Y, of Y's shape and dtype. Outputs: `X_grad` for the inputs, `W_grad` for the
-    weights, each of the shape and dtype of X or W, then the kept outputs.
+    Inputs of the result: those of `onx`, the weights in the order of `weights`, then the cotangent
+    `Y_grad` of every float output Y, of Y's shape and dtype. Outputs: `X_grad` for the inputs,
+    `W_grad` for the weights, each of the shape and dtype of X or W, then the kept outputs.
 
     Args:
         onx: model, serialized model or path; never modified.
-        weights: names of the weights, which become inputs. None: every float constant of the model
-            (`get_train_initializer`) that the outputs depend on; `[]`: none, they stay.
-        inputs: names of the inputs. None: every float input that the outputs depend on, but for the
-            scales and regions of a Resize. The gradient of a sequence is a sequence of gradients.
+        weights: names of the weights to differentiate with respect to, which become inputs. None:
+            every float constant (`get_train_initializer`) that the outputs depend on; `[]`: none.
+        inputs: names of the inputs to differentiate with respect to. None: every float input that
+            the outputs depend on, except the scales and regions of a Resize. The gradient of a
+            sequence is a sequence of gradients.
         options: see `DerivativeOptions`.
-        loss: with `Loss`, the output that holds the loss.
+        loss: with `Loss`, the name of the loss output.
         label: with `Loss`, the label input or inputs, for which no gradient is computed.
-        path_name: where to `save` the result too.
-        verbose: 1 reports progress through `logging`, to stderr where it is not configured; 2
-            every node.
-        stop_gradient: names of results that count as constants: no gradient goes back through them.
-        straight_through: names of results whose gradient goes to what they were made from as it is,
-            such as those of Round, Sign, or a DequantizeLinear behind a QuantizeLinear (Bengio,
-            Léonard & Courville 2013, arXiv:1308.3432): through nodes without a gradient of their
-            own, up to the nearest float of the same dtype and shape.
+        path_name: path to `save` the result to as well.
+        verbose: 1 logs progress through `logging`, to stderr if it is not configured; 2 every node.
+        stop_gradient: names of node outputs through which no gradient flows, as if constant.
+        straight_through: names of node outputs, such as those of Round or a DequantizeLinear, whose
+            cotangent passes unchanged along first inputs, to the nearest value of the same dtype
+            (Bengio, Léonard & Courville 2013, arXiv:1308.3432).
 
     Raises:
         TypeError: `options` is no `DerivativeOptions`.
         ValueError: an unknown name, options that exclude each other, a missing `loss` or `label`,
-            a weight that is no float, one that the outputs do not depend on, or a result that no
-            gradient can go straight through.
+            a weight that is no float or has no gradient, or a `straight_through` name without a
+            value that its cotangent can pass to.
         ModelError: `onx` cannot be read.
-        NoGradientRule: an operator on the way has no rule, or computes with what was quantized.
+        NoGradientRule: an operator on a path has no rule, or computes with quantized numbers.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> gradient = og.onnx_derivative(model)
+        >>> [x.name for x in gradient.graph.input], [y.name for y in gradient.graph.output]
+        (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
-    labels = _check(options, loss, label)
-    proto = read(onx)
+    names, proto = (_check(options, loss, label), stop_gradient, straight_through), read(onx)
     with reporting(level_of(verbose)), garbage_kept():
-        asked = DerivativeRequest(
-            weights, inputs, options, loss, labels, stop_gradient, straight_through
-        )
-        made, _ = derivative(proto, asked)
+        request = DerivativeRequest(weights, inputs, options, loss, *names)
+        gradient_model, _ = derivative(proto, request)
     if path_name is not None:
-        save(made, path_name)
-    return made
+        save(gradient_model, path_name)
+    return gradient_model
 
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Pause the collector: it would walk through a graph that grows, of which all is in use."""
+    """Pause the garbage collector: while a graph grows, it finds nothing and takes time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -111,7 +123,10 @@ def garbage_kept() -> Iterator[None]:
             gc.enable()
 
 
-def _check(options: DerivativeOptions, loss: str | None, label: object) -> list[str]:
+def _check(
+    options: DerivativeOptions, loss: str | None, label: str | Sequence[str] | None
+) -> list[str]:
+    """Check the options against each other; return the names of the labels."""
     if not isinstance(options, DerivativeOptions):
         raise TypeError(f"options must be DerivativeOptions, not {type(options).__name__}")
     flags = DerivativeOptions
@@ -123,7 +138,7 @@ def _check(options: DerivativeOptions, loss: str | None, label: object) -> list[
         raise ValueError("option Loss needs the names of the loss output and of the label input")
     if not options & flags.Loss and (loss is not None or label is not None):
         raise ValueError("loss and label are used with options=DerivativeOptions.Loss only")
-    return [label] if isinstance(label, str) else list(label or ())  # type: ignore[call-overload]
+    return [label] if isinstance(label, str) else list(label or ())
 
 
 @dataclass(frozen=True)
@@ -137,21 +152,22 @@ class DerivativeRequest:
     labels: Sequence[str] = ()
     stop_gradient: Sequence[str] = ()
     straight_through: Sequence[str] = ()
-    all_reached: bool = True  # raise for what was named and has no gradient
+    all_reached: bool = True  # raise if a named weight or input has no gradient
 
 
-def derivative(proto: ModelProto, asked: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
+def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
     """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
-    flags, options, loss = DerivativeOptions, asked.options, asked.loss
-    model = prepare(proto, keep={*asked.stop_gradient, *asked.straight_through})
+    flags, options, loss = DerivativeOptions, request.options, request.loss
+    model = prepare(proto, keep={*request.stop_gradient, *request.straight_through})
     graph, inputs = model.graph, list(model.graph.inputs)
     logger.info("prepared: %d nodes", graph.num_nodes())
     original_outputs = list(graph.outputs)
-    stops = _results(graph, "stop_gradient", asked.stop_gradient)
-    shortcuts = {y: _origin(y) for y in _results(graph, "straight_through", asked.straight_through)}
-    chosen_inputs = choose_inputs(graph, asked.inputs, asked.labels, has_reals)
-    chosen_weights = as_inputs(proto, graph, asked.weights)
-    wanted = [*chosen_inputs, *chosen_weights]
+    stop_gradient = _results(graph, "stop_gradient", request.stop_gradient)
+    straight = _results(graph, "straight_through", request.straight_through)
+    straight_through = {y: _origin(y) for y in straight}
+    chosen_inputs = choose_inputs(graph, request.inputs, request.labels, has_reals)
+    weights = as_inputs(proto, graph, request.weights)
+    wrt = [*chosen_inputs, *weights]
 
     op = Emit(graph)
     if loss is not None:
@@ -159,69 +175,84 @@ def derivative(proto: ModelProto, asked: DerivativeRequest) -> tuple[ModelProto,
     else:
         differentiated = [y for y in original_outputs if is_real(y)]
     seeds = _seeds(op, graph, differentiated, original_outputs, options)
-    gradients = sweep(op, seeds, wanted, stops, shortcuts)
-    named = [*(chosen_inputs if asked.inputs else ()), *(chosen_weights if asked.weights else ())]
-    if asked.all_reached:
+    gradients = sweep(op, seeds, wrt, stop_gradient, straight_through)
+    if request.all_reached:
+        named = [*(chosen_inputs if request.inputs else ()), *(weights if request.weights else ())]
         require_path(named, gradients, differentiated)
-    if asked.weights is None:
-        as_constants(graph, [w for w in chosen_weights if w not in gradients])
+    if request.weights is None:
+        as_constants(graph, [w for w in weights if w not in gradients])
 
-    others = [listed_as(y) for y in original_outputs if loss is None or y is not differentiated[0]]
-    kept = ([] if loss is None else differentiated) + (
-        others if options & flags.KeepOutputs else []
-    )
-    dropped = [o.name for o in proto.graph.output if non_tensor(o)]
-    if dropped and options & flags.KeepOutputs:
-        logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
+    kept = _kept_outputs(proto, original_outputs, differentiated, request)
     protected = {*graph.inputs, *kept, *seeds.values()}
     if options & flags.KeepYieldOp:
         protected.update(original_outputs)
-    found = [x for x in wanted if x in gradients]
-    if not found:
-        raise ValueError(_nothing_to_do(proto, differentiated, wanted))
-    made = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in found]
-    graph.outputs[:] = [*kept[:1], *made, *kept[1:]] if loss is not None else [*made, *kept]
+    reached = [x for x in wrt if x in gradients]
+    if not reached:
+        raise ValueError(_no_gradient(proto, differentiated, wrt))
+    results = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in reached]
+    graph.outputs[:] = [*results, *kept] if loss is None else [*kept[:1], *results, *kept[1:]]
     tidy(model)
     if not options & flags.KeepYieldOp:
-        data = [x for x in inputs if x.name not in asked.labels]
-        require_equal_lengths(graph, data, dict(zip(found, made, strict=True)))
+        data = [x for x in inputs if x.name not in request.labels]
+        require_equal_lengths(graph, data, dict(zip(reached, results, strict=True)))
     constants.note_constants(model, proto)
     logger.info("gradient: %d nodes", graph.num_nodes())
-    names = {str(x.name): str(g.name) for x, g in zip(found, made, strict=True)}
+    names = {str(x.name): str(g.name) for x, g in zip(reached, results, strict=True)}
     return to_proto(model), names
 
 
+def _kept_outputs(
+    proto: ModelProto,
+    outputs: list[ir.Value],
+    differentiated: list[ir.Value],
+    request: DerivativeRequest,
+) -> list[ir.Value]:
+    """Return the outputs of the model that the gradient model returns too, the loss first."""
+    loss = [] if request.loss is None else differentiated
+    if not request.options & DerivativeOptions.KeepOutputs:
+        return loss
+    dropped = [o.name for o in proto.graph.output if non_tensor(o)]
+    if dropped:
+        logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
+    return [*loss, *(listed_as(y) for y in outputs if y not in loss)]
+
+
 def _results(graph: ir.Graph, kind: str, names: Sequence[str]) -> list[ir.Value]:
-    """Return the results of nodes that are named."""
-    known = {y.name: y for node in graph for y in node.outputs if y.name}
+    """Return the node outputs of these names."""
+    results = {y.name: y for node in graph for y in node.outputs if y.name}
     for name in once(kind, names):
-        if name not in known:
-            raise unknown(f"{kind} result", name, known)
-    return [known[name] for name in names]
+        if name not in results:
+            raise unknown(f"{kind} result", name, results)
+    return [results[name] for name in names]
 
 
 def _origin(y: ir.Value) -> ir.Value:
-    """Return what `y` was made from: the nearest float of its dtype, and of its shape."""
+    """Return the value to which the cotangent of `y` passes straight through.
+
+    It is the first input of the node of `y`, or the nearest value of the same dtype before it,
+    along first inputs.
+    """
     x: ir.Value | None = y
     while x is not None and (x is y or x.dtype != y.dtype):
         node = x.producer()
         x = node.inputs[0] if node is not None and node.inputs else None
-    here, there = dims(y), dims(x)
-    if x is None or (here and there and static(here) and static(there) and here != there):
+    y_shape, x_shape = static(dims(y)), static(dims(x))
+    if x is None or (y_shape and x_shape and y_shape != x_shape):
         raise ValueError(
-            f"no gradient can go straight through {y.name!r}: its first operand is no {y.dtype} "
-            "of the same shape"
+            f"no gradient can go straight through {y.name!r}: its first input is no {y.dtype} "
+            "of the same shape; leave it out of `straight_through`"
         )
     return x
 
 
-def _nothing_to_do(proto: ModelProto, outputs: list[ir.Value], wanted: list[ir.Value]) -> str:
+def _no_gradient(proto: ModelProto, outputs: list[ir.Value], wrt: list[ir.Value]) -> str:
+    """Return the message for a model in which no value of `wrt` has a gradient."""
     if outputs:
-        return f"no differentiable path from any of {[x.name for x in wanted]} to an output"
-    behind = {o.name: tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)}
+        return f"no differentiable path from any of {[x.name for x in wrt]} to an output"
+    sources = {o.name: tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)}
     hints = [
-        f" {y!r} is no tensor: select {repr(x) if x else 'a tensor that it is made of'} instead"
-        for y, x in behind.items()
+        f" {y!r} is no tensor: select {repr(x) if x else 'a tensor that it contains'} instead"
+        for y, x in sources.items()
     ]
     return f"the model has no float tensor among its outputs.{';'.join(hints)}"
 
@@ -229,29 +260,29 @@ def _nothing_to_do(proto: ModelProto, outputs: list[ir.Value], wanted: list[ir.V
 def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -> list[ir.Value]:
     """Turn the named constants of the prepared `graph` into inputs, and return them in order.
 
-    None: all those that are trained by default.
+    `names=None`: all constants that are trained by default.
 
     Raises:
         ValueError: an unknown name, one named twice, or a constant that is no float.
     """
-    known = {site.name: site for site in constants.sites(proto)}
+    refs = {ref.name: ref for ref in constants.sites(proto)}
     if names is None:
-        names = [name for name, site in known.items() if site.default]
-    made = []
+        names = [name for name, ref in refs.items() if ref.default]
+    weights = []
     for name in once("weight", names):
-        if name not in known:
-            floats = [n for n, s in known.items() if s.read().data_type in constants.FLOATS]
+        if name not in refs:
+            floats = [n for n, ref in refs.items() if ref.read().data_type in constants.FLOATS]
             raise unknown("weight", name, floats)
-        tensor = known[name].read()
+        tensor = refs[name].read()
         dtype = ir.DataType(tensor.data_type)
         if not dtype.is_floating_point():
             raise ValueError(f"weight {name!r} holds {dtype}: only floats have a gradient")
         value = graph.initializers.pop(name, None)
-        if value is None:  # nothing reads it
+        if value is None:  # no node reads it
             value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(tensor.dims))
         graph.inputs.append(value)
-        made.append(value)
-    return made
+        weights.append(value)
+    return weights
 
 
 def as_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
@@ -262,12 +293,14 @@ def as_constants(graph: ir.Graph, values: Iterable[ir.Value]) -> None:
             graph.register_initializer(value)
 
 
-def require_path(asked, gradients, outputs) -> None:
-    """Raise for those of `asked` that no differentiable path leads to `outputs`."""
-    lost = [repr(x.name) for x in asked if x not in gradients]
-    if lost:
+def require_path(
+    wrt: Iterable[ir.Value], gradients: Collection[ir.Value], outputs: Iterable[ir.Value]
+) -> None:
+    """Raise a ValueError if a value of `wrt` has no gradient, that is, no path to `outputs`."""
+    unreached = [repr(x.name) for x in wrt if x not in gradients]
+    if unreached:
         raise ValueError(
-            f"no differentiable path from {', '.join(lost)} to "
+            f"no differentiable path from {', '.join(unreached)} to "
             f"{', '.join(repr(y.name) for y in outputs)}: the gradient is zero everywhere; "
             "leave it out of `weights` or `inputs`"
         )
@@ -279,7 +312,9 @@ def choose_inputs(
     labels: Sequence[str] = (),
     varies: Callable[[ir.Value], bool] = is_real,
 ) -> list[ir.Value]:
-    """Return the inputs to differentiate by, in order; None: all floats but labels and settings.
+    """Return the inputs to differentiate with respect to, in the order of `names`.
+
+    `names=None`: all floats except labels and settings, such as the scales of a Resize.
 
     Raises:
         ValueError: an unknown name, one named twice, or an input that is no float.
@@ -289,15 +324,15 @@ def choose_inputs(
         by_name("input", name, graph.inputs)
     if names is None:
         return [x for x in floats if x.name not in labels and not constants.is_setting(x)]
-    made = [by_name("input", name, graph.inputs) for name in once("input", names)]
-    for x in made:
+    inputs = [by_name("input", name, graph.inputs) for name in once("input", names)]
+    for x in inputs:
         if x not in floats:
             raise ValueError(f"input {x.name!r} holds {x.dtype}: only floats have a gradient")
-    return made
+    return inputs
 
 
 def by_name(kind: str, name: str, values: Sequence[ir.Value]) -> ir.Value:
-    """Return the value of this name; `kind` says in the error what is unknown."""
+    """Return the value of this name; `kind` says in the error message what it is."""
     for value in values:
         if value.name == name:
             return value
@@ -311,24 +346,22 @@ def _seeds(
     outputs: list[ir.Value],
     options: DerivativeOptions,
 ) -> dict[ir.Value, ir.Value]:
-    """Return the gradient that arrives at each output: fed, filled with ones, or yielded."""
+    """Return the cotangent of each output: an input, ones, or an output of the YieldOp."""
     flags = DerivativeOptions
     if options & (flags.FillGrad | flags.Loss):
         return {y: op.ones_like(y) for y in differentiated}
     if options & flags.KeepYieldOp:
-        places = [outputs.index(y) for y in differentiated]
         attributes = {"full_shape_outputs": list(range(len(outputs)))}
-        if skipped := [i for i in range(len(outputs)) if i not in places]:
+        if skipped := [i for i, y in enumerate(outputs) if y not in differentiated]:
             attributes["non_differentiable_outputs"] = skipped
-        made = op.emit_many(
+        cotangents = op.emit_many(
             "YieldOp", outputs, attributes, len(differentiated), "com.microsoft", fresh=True
         )
         graph.opset_imports["com.microsoft"] = 1
-        gradients = [made] if isinstance(made, ir.Value) else made
     else:
-        gradients = [ir.Value() for _ in differentiated]
-        graph.inputs.extend(gradients)
-    for y, g in zip(differentiated, gradients, strict=True):
+        cotangents = [ir.Value() for _ in differentiated]
+        graph.inputs.extend(cotangents)
+    for y, g in zip(differentiated, cotangents, strict=True):
         g.name = op.name(f"{listed_as(y).name}_grad")
         g.type, g.shape = y.type, y.shape
-    return dict(zip(differentiated, gradients, strict=True))
+    return dict(zip(differentiated, cotangents, strict=True))

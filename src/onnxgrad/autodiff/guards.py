@@ -1,4 +1,4 @@
-"""Checks that a gradient model makes when it runs, of what its shapes promise."""
+"""Runtime checks in gradient models: axes that share a symbolic dimension have the same length."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _Axis = tuple[ir.Value, int]
 def require_equal_lengths(
     graph: ir.Graph, inputs: Iterable[ir.Value], gradients: Mapping[ir.Value, ir.Value]
 ) -> None:
-    """Let `graph` fail when `inputs` that share a symbol are fed different lengths.
+    """Make `graph` fail when `inputs` that share a symbolic dimension differ in its length.
 
-    onnxruntime does not compare them, and broadcasts where it can. The gradient relies on symbols:
-    it would have a wrong shape, or sum over too few elements. `gradients` maps inputs to outputs of
-    `graph`. The node that fails is a Reshape whose name says which lengths differ.
+    onnxruntime does not compare the lengths, and broadcasts where it can. The gradient relies on
+    symbolic dimensions: it would have a wrong shape, or sum over too few elements. `gradients` maps
+    inputs to outputs of `graph`. The node that fails is a Reshape whose name tells the two axes.
     """
     first: dict[str, _Axis] = {}
     shared: dict[ir.Value, dict[int, _Axis]] = {}
@@ -41,21 +41,21 @@ def require_equal_lengths(
 
 
 def _guard(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> None:
-    """Let all that reads `x` read it after a Reshape for each axis that must have a length."""
+    """Replace `x` in its consumers by `Reshape(x)`, one Reshape for each axis to be checked."""
     uses, checked = list(x.uses()), x
-    for axis, (other, i) in axes.items():  # one by one: several might change places
+    for axis, (other, i) in axes.items():  # one by one: together, swapped lengths would pass
         own = [d if isinstance(d, int) else op.dim(x, j) for j, d in enumerate(dims(x) or ())]
         own[axis] = op.dim(other, i)
         checked = op.emit("Reshape", [checked, op.vector(*own)], {"allowzero": 1}, fresh=True)
         node = op.set_type_like(checked, x).producer()
         assert node is not None
         node.name = f"axis {axis} of {x.name!r} is as long as axis {i} of {other.name!r}"
-    for reader, i in uses:
-        reader.replace_input_with(i, checked)
+    for consumer, i in uses:
+        consumer.replace_input_with(i, checked)
 
 
 def _shape_gradient(op: Emit, x: ir.Value, gradient: ir.Value) -> None:
-    """Write the gradient of an input that nothing reads in the shape that the input is fed in."""
+    """Reshape the gradient of an unused input to the shape that the input has at run time."""
     shaped = op.emit("Reshape", [gradient, op.Shape(x)], {"allowzero": 1}, fresh=True)
     shaped.name, gradient.name = gradient.name, op.name(str(gradient.name))
     node = op.set_type_like(shaped, gradient).producer()

@@ -1,7 +1,7 @@
-"""The gradient of operators that are written by others only where a gradient arrives.
+"""The gradient of operators that are lowered only if a gradient flows through them.
 
-The fused kernels of RNN, GRU and LSTM keep nothing for the backward pass. Their nodes stay where
-none is needed: a Scan in their place is slower.
+The fused kernels of RNN, GRU and LSTM keep nothing for the backward pass, so they are lowered to a
+Scan, which is slower. Nodes that need no gradient keep their fused kernels.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from onnxgrad.graph.emit import Emit
 def lowered(
     op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]
 ) -> list[tuple[ir.Value, ir.Value]]:
-    """Write `node` by others, in its place, and return the gradient of these."""
-    instead = Emit(op.graph, outer=op)
-    with instead.at(node):
-        made = ON_DEMAND[node.domain, node.op_type](instead, node)
-    assert made is not None
-    pairs = list(zip(node.outputs, made, strict=True))
-    for y, new in pairs:
-        ir.convenience.replace_all_uses_with(y, new)
-    seeds = {new: g for (_, new), g in zip(pairs, gs, strict=True) if g is not None}
+    """Replace `node` by its lowering, and return the gradients of the node's inputs."""
+    lowering = Emit(op.graph, outer=op)
+    with lowering.at(node):
+        outputs = ON_DEMAND[node.domain, node.op_type](lowering, node)
+    assert outputs is not None
+    for old, new in zip(node.outputs, outputs, strict=True):
+        ir.convenience.replace_all_uses_with(old, new)
+    seeds = {y: g for y, g in zip(outputs, gs, strict=True) if g is not None}
     wrt = [x for x in dict.fromkeys(node.inputs) if x is not None and x in active]
-    return list(sweep(op, seeds, wrt, nodes=instead.written).items())
+    return list(sweep(op, seeds, wrt, nodes=lowering.written).items())
 
 
 SUBGRAPH_RULES.update({name: lowered for _, name in ON_DEMAND})

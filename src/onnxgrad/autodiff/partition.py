@@ -1,4 +1,4 @@
-"""Cutting a model and its gradient in two: forward, and backward from what forward saved."""
+"""`partition`: a forward model, and a backward model that reads the tensors saved by it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import as_input, name_rest
 
 _SAME_SIZE = (VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
-_LENGTH = 32  # where costs are compared, stands for lengths that are known when it runs
+_LENGTH = 32  # assumed for symbolic dimensions when sizes are compared
 
-# recompute -> which nodes of the forward pass are repeated in the backward pass
+# recompute -> which nodes of the forward pass the backward pass may compute again
 RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
     "none": lambda node: node.op_type in VIEWS,
     "cheap": lambda node: node.op_type in CHEAP,
@@ -40,7 +40,7 @@ RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that the forward model hands to the backward model."""
+    """A tensor that the forward model returns for the backward model."""
 
     name: str
     dtype: str
@@ -50,18 +50,29 @@ class Saved:
 
 @dataclass(frozen=True)
 class Partition:
-    """A model and its gradient as two models, of which the first runs without the second.
+    """A forward and a backward model, which together compute the outputs and the gradients.
 
     Attributes:
-        forward: inputs are those of the model, then the weights; outputs those of the model, then
-            the tensors saved that are no outputs.
-        backward: inputs are what it reads of the forward model's inputs, the saved tensors, then
-            `Y_grad` for every float output Y; outputs are `X_grad` of the inputs, then `W_grad` of
-            the weights, for those that have a gradient.
+        forward: inputs: those of the model, then the weights. Outputs: those of the model, then the
+            saved tensors that are not among them.
+        backward: inputs: the inputs of `forward` that it needs, the saved tensors, then the
+            cotangent `Y_grad` of every float output Y. Outputs: `X_grad` of the inputs, then
+            `W_grad` of the weights, for those that have a gradient.
         cotangents: `{Y: name of Y_grad}` for the float outputs.
         gradients: `{X or W: name of its gradient}` for those that have one.
-        saved: what the forward pass computes and the backward pass reads.
-        joint: both in one graph, with a `YieldOp` from the outputs to their gradients.
+        saved: the tensors that `forward` computes and `backward` reads.
+        joint: both passes in one graph, with a `YieldOp` between outputs and cotangents.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,4] x) => (float[N,4] y) { h = Tanh(x) y = Mul(h, h) }''')
+        >>> parts = og.partition(model)
+        >>> parts.cotangents, parts.gradients
+        ({'y': 'y_grad'}, {'x': 'x_grad'})
+        >>> [(tensor.name, tensor.bytes_per_row) for tensor in parts.saved]
+        [('h', 16)]
     """
 
     forward: ModelProto
@@ -73,7 +84,7 @@ class Partition:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes saved for one row, any other length that is not fixed counted as one."""
+        """Bytes saved per row of the batch; other symbolic dimensions count as one."""
         return sum(tensor.bytes_per_row for tensor in self.saved)
 
 
@@ -83,51 +94,73 @@ def partition(
     inputs: Sequence[str] | None = None,
     recompute: str = "cheap",
 ) -> Partition:
-    """Return a forward and a backward model, both of standard operators.
+    """Split the computation of the gradient into a forward and a backward model.
 
-    What the backward pass reads is saved by the forward pass, or computed again, whichever takes
-    fewer bytes among what `recompute` allows. Random results are always saved.
+    Both consist of standard operators. The forward model returns the outputs, and saves the tensors
+    that the backward model reads. Tensors that `recompute` allows to compute again are not saved if
+    that makes the saved bytes fewer. Random results are always saved.
 
     Args:
-        model: model, serialized model or path, never modified; or the joint graph that
-            `onnx_derivative` makes of it with `DerivativeOptions.KeepYieldOp`.
-        weights: names of the weights, which become inputs; see `onnx_derivative`.
-        inputs: names of the inputs to differentiate by; see `onnx_derivative`.
-        recompute: "none" computes nothing twice but shapes and views. "cheap" repeats what is one
-            cheap pass over memory. "all" repeats the whole forward pass.
+        model: model, serialized model or path, never modified; or the joint graph of
+            `onnx_derivative` with `DerivativeOptions.KeepYieldOp`.
+        weights: names of the weights to differentiate with respect to, which become inputs; see
+            `onnx_derivative`.
+        inputs: names of the inputs to differentiate with respect to; see `onnx_derivative`.
+        recompute: what the backward model may compute again. "none": only shapes and views.
+            "cheap": also operators that only move elements, and elementwise ones without
+            transcendental functions. "all": the whole forward pass.
 
     Raises:
-        ValueError: an unknown name or `recompute`, a joint graph with `weights` or `inputs`, or
-            nothing that has a gradient. Of several, those without one are passed over.
+        ValueError: an unknown name or `recompute`, a joint graph with `weights` or `inputs`, or no
+            input or weight has a gradient. Named ones without a gradient are skipped if others have
+            one.
         ModelError: `model` cannot be read.
-        NoGradientRule: an operator on the way has no rule.
+        NoGradientRule: an operator on a path has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> from onnxruntime import InferenceSession
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N] x) => (float[N] y) { h = Exp(x) y = Mul(h, h) }''')
+        >>> parts = og.partition(model)
+        >>> forward = InferenceSession(parts.forward.SerializeToString())
+        >>> backward = InferenceSession(parts.backward.SerializeToString())
+        >>> y, h = forward.run(["y", "h"], {"x": np.float32([0, 0])})
+        >>> backward.run(["x_grad"], {"h": h, "y_grad": np.float32([1, 2])})[0].tolist()
+        [2.0, 4.0]
     """
     if recompute not in RECOMPUTE:
         raise unknown("recompute", recompute, RECOMPUTE)
     proto = read(model)
     with garbage_kept():
-        if not any(node.op_type == "YieldOp" for node in proto.graph.node):
-            asked = DerivativeRequest(
-                weights, inputs, DerivativeOptions.KeepYieldOp, all_reached=False
-            )
-            joint, gradients = derivative(proto, asked)
-        elif weights is None and inputs is None:
-            joint, made = proto, {y.name for y in proto.graph.output}
-            pairs = {x.name: f"{x.name}_grad" for x in proto.graph.input}
-            gradients = {x: g for x, g in pairs.items() if g in made}
-        else:
-            raise ValueError("a joint graph has its weights and inputs: leave them out")
-        return _cut(joint, gradients, recompute)
+        return _split(*_joint(proto, weights, inputs), recompute)
 
 
-def _cut(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
+def _joint(
+    proto: ModelProto, weights: Sequence[str] | None, inputs: Sequence[str] | None
+) -> tuple[ModelProto, dict[str, str]]:
+    """Return the joint graph, or `proto` if it is one, and `{name: name of its gradient}`."""
+    if not any(node.op_type == "YieldOp" for node in proto.graph.node):
+        flags = DerivativeOptions.KeepYieldOp
+        return derivative(proto, DerivativeRequest(weights, inputs, flags, all_reached=False))
+    if weights is not None or inputs is not None:
+        raise ValueError(
+            "weights and inputs are chosen when a joint graph is built: leave them out"
+        )
+    outputs = {y.name for y in proto.graph.output}
+    pairs = {x.name: f"{x.name}_grad" for x in proto.graph.input}
+    return proto, {x: g for x, g in pairs.items() if g in outputs}
+
+
+def _split(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
     model = to_ir(joint)
     sides = _Sides(model.graph)
     sizes, least = _Sizes(joint, _LENGTH), _Sizes(joint, 1)
     saved = _choose(sides, recompute, sizes)
     for v in saved:
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
-            v.shape = ir.Shape([None] * rank)  # without one, it could be no input
+            v.shape = ir.Shape([None] * rank)  # an input needs a shape
     report = _report(joint, saved, least)
     return Partition(
         _forward(joint, report),
@@ -140,12 +173,20 @@ def _cut(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partit
 
 
 class _Sides:
-    """The nodes of a joint graph that do not depend on the gradients fed, and what others read."""
+    """The two sides of a joint graph: the nodes before the YieldOp, and what those after it read.
+
+    Attributes:
+        before: the nodes that do not depend on the cotangents, in order.
+        reads: the values that each of them reads.
+        forward: those of them that the outputs of the model need.
+        demands: results of them that the nodes after the YieldOp, or the gradients, need.
+        cotangents: `{output: name of its cotangent}`.
+    """
 
     def __init__(self, graph: ir.Graph) -> None:
         self.reads: dict[ir.Node, list[ir.Value]] = {}
         self.before: list[ir.Node] = []
-        after: set[ir.Value] = set()
+        after: set[ir.Value] = set()  # results of nodes that depend on the cotangents
         read_after: dict[ir.Value, None] = dict.fromkeys(graph.outputs)
         self.yielding = _yielding(graph)
         without = self.yielding.attributes.get_ints("non_differentiable_outputs", ())
@@ -162,39 +203,40 @@ class _Sides:
             else:
                 after.update(node.outputs)
                 read_after |= dict.fromkeys(read)
-        self.wanted = [v for v in read_after if v.producer() in self.reads]
+        self.demands = [v for v in read_after if v.producer() in self.reads]
         self.forward = self._needed_by(self.yielding.inputs)
 
-    def repeated(self, node: ir.Node, recompute: str) -> bool:
-        """Tell whether the backward pass may compute `node` again."""
-        return _repeats(node) and (node not in self.forward or RECOMPUTE[recompute](node))
+    def may_repeat(self, node: ir.Node, recompute: str) -> bool:
+        """Return whether the backward pass may compute `node` again."""
+        return _is_repeatable(node) and (node not in self.forward or RECOMPUTE[recompute](node))
 
     def _needed_by(self, outputs: Iterable[ir.Value | None]) -> set[ir.Node]:
+        """Return the nodes before the YieldOp that `outputs` need."""
         needed = set(outputs)
-        found = set()
+        nodes = set()
         for node in reversed(self.before):
             if not needed.isdisjoint(node.outputs):
-                found.add(node)
+                nodes.add(node)
                 needed.update(self.reads[node])
-        return found
+        return nodes
 
 
 def _yielding(graph: ir.Graph) -> ir.Node:
     for node in graph:
         if node.op_type == "YieldOp":
             return node
-    raise ValueError("no gradient depends on what arrives at the outputs: there is nothing to cut")
+    raise ValueError("no gradient depends on a cotangent of the outputs: there is no backward pass")
 
 
 def _choose(sides: _Sides, recompute: str, sizes: _Sizes) -> list[ir.Value]:
-    """Return what is saved, in the order of the graph: the fewest bytes that are enough."""
-    outputs = set(sides.yielding.inputs)  # they are handed out anyway
+    """Return the values to save, of the fewest bytes, in the order of the graph."""
+    outputs = set(sides.yielding.inputs)  # returned by the forward model in any case
 
     def made_of(value: ir.Value) -> list[ir.Value] | None:
         node = value.producer()
         assert node is not None
-        again = sides.repeated(node, recompute) or (not _is_tensor(value) and _repeats(node))
-        if not again:
+        must_repeat = not _is_tensor(value) and _is_repeatable(node)  # cannot be saved
+        if not (sides.may_repeat(node, recompute) or must_repeat):
             return None
         return [x for x in sides.reads[node] if x.producer() in sides.reads]
 
@@ -203,47 +245,47 @@ def _choose(sides: _Sides, recompute: str, sizes: _Sizes) -> list[ir.Value]:
             return inf
         return 0 if value in outputs else sizes[value]
 
-    saved = cheapest(sides.wanted, price, made_of)
-    found = [y for node in sides.before for y in node.outputs if y in saved]
-    for v in found:
+    chosen = cheapest(sides.demands, price, made_of)
+    saved = [y for node in sides.before for y in node.outputs if y in chosen]
+    for v in saved:
         if not _is_tensor(v):
             raise NoGradientRule(
                 f"{v.name!r} is a sequence of random numbers, which cannot pass from the forward "
-                "to the backward model: draw them outside of the Loop that makes it"
+                "to the backward model: draw them outside of the Loop that collects them"
             )
-    return found
+    return saved
 
 
 def _is_tensor(value: ir.Value) -> bool:
-    """Tell whether `value` can pass between models, as only a tensor can."""
+    """Return whether `value` is a tensor, and so can be saved."""
     return isinstance(value.type, ir.TensorType)
 
 
-def _repeats(node: ir.Node) -> bool:
-    """Tell whether `node` computes the same again."""
+def _is_repeatable(node: ir.Node) -> bool:
+    """Return whether `node` computes the same when it runs again: it draws no random numbers."""
     inner = (n for g in subgraphs(node) for n in g.all_nodes())
     return all(not n.domain and n.op_type not in RANDOM for n in (node, *inner))
 
 
 class _Sizes:
-    """The bytes of values, where every length that an input leaves open is one number."""
+    """The sizes of values in bytes, with all symbolic dimensions of inputs set to `length`."""
 
     def __init__(self, joint: ModelProto, length: int) -> None:
         self.joint, self.length = joint, length
 
     def __getitem__(self, value: ir.Value) -> int:
         """Return the bytes of a value of the joint graph."""
-        known = _named(dims(value))
-        return _size(value if known else self._inferred[str(value.name)], self.length)
+        source = value if _is_named(dims(value)) else self._inferred[str(value.name)]
+        return _size(source, self.length)
 
     def rank(self, value: ir.Value) -> int | None:
-        """Return how many axes `value` has with these lengths; a Squeeze may leave more or less."""
+        """Return the rank of `value`, which with a Squeeze may depend on the lengths."""
         shape = dims(self._inferred[str(value.name)])
         return None if shape is None else len(shape)
 
     @cached_property
     def _inferred(self) -> dict[str, ir.Value]:
-        """The values once more, with the shapes that follow from inputs of known shape."""
+        """Copies of all values, with the shapes that follow from the static shapes of inputs."""
         model = to_ir(self.joint)
         for x in model.graph.inputs:
             if (shape := dims(x)) is not None:
@@ -255,8 +297,8 @@ class _Sizes:
         return {str(y.name): y for node in model.graph for y in node.outputs}
 
 
-def _named(shape: Dims | None) -> bool:
-    """Tell whether every length is known, or a symbol of an input."""
+def _is_named(shape: Dims | None) -> bool:
+    """Return whether every dimension is static, or a symbol of an input."""
     return shape is not None and all(
         isinstance(d, int) or (d is not None and d.isidentifier() and not d.startswith("unk__"))
         for d in shape
@@ -270,7 +312,7 @@ def _size(value: ir.Value, length: int) -> int:
 
 def _elements(value: ir.Value, length: int) -> int:
     node, shape = value.producer(), dims(value)
-    if not _named(shape) and node is not None and node.op_type in _SAME_SIZE:
+    if not _is_named(shape) and node is not None and node.op_type in _SAME_SIZE:
         assert node.inputs[0] is not None
         return _elements(node.inputs[0], length)
     lengths = (length,) * 3 if shape is None else shape
@@ -278,6 +320,7 @@ def _elements(value: ir.Value, length: int) -> int:
 
 
 def _report(joint: ModelProto, saved: list[ir.Value], sizes: _Sizes) -> tuple[Saved, ...]:
+    """Describe the saved values; a row is one along the first axis of the first input."""
     rows = 1
     if joint.graph.input:
         batch = joint.graph.input[0].type.tensor_type.shape.dim[:1]
@@ -303,8 +346,7 @@ def _forward(joint: ModelProto, saved: tuple[Saved, ...]) -> ModelProto:
 def _backward(model: ir.Model, saved: list[ir.Value]) -> ModelProto:
     graph = model.graph
     declared = list(graph.inputs)
-    made = [as_input(graph, v) for v in (*saved, *_yielding(graph).outputs)]
-    graph.inputs.extend(made)
+    graph.inputs.extend([as_input(graph, v) for v in (*saved, *_yielding(graph).outputs)])
     tidy(model)
     name_rest(graph)
     for x in declared:

@@ -1,4 +1,4 @@
-"""Quantized models are refused: of what is rounded, only ranges and biases would get a gradient."""
+"""Quantized models are refused: only their ranges and biases would get a gradient."""
 
 from __future__ import annotations
 
@@ -15,58 +15,61 @@ _MICROSOFT = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulIntege
 
 def refuse_quantized(
     nodes: Sequence[ir.Node],
-    wanted: Iterable[ir.Value],
+    wrt: Iterable[ir.Value],
     outputs: Iterable[ir.Value],
-    stops: Collection[ir.Value] = (),
-    shortcuts: Mapping[ir.Value, ir.Value] | None = None,
+    stop_gradient: Collection[ir.Value] = (),
+    straight_through: Mapping[ir.Value, ir.Value] | None = None,
 ) -> None:
-    """Raise where `outputs` depend on `wanted` through arithmetic on integers, or on one of them
-    through a QuantizeLinear only. `stops` and `shortcuts` are those of the sweep.
+    """Raise if `outputs` depend on `wrt` through quantized arithmetic or rounding.
+
+    Quantized arithmetic is refused on every path from `wrt` to `outputs`. QuantizeLinear is refused
+    for those of `wrt` of which all paths to `outputs` lead through it. `stop_gradient` and
+    `straight_through` are those of `sweep`.
 
     Raises:
-        NoGradientRule: naming the operator, and what can be done.
+        NoGradientRule: the message names the operator and the remedies.
     """
     if not any(_is_quantized(node) for node in nodes):
         return
-    wanted, outputs = list(wanted), list(outputs)
-    live = _live(nodes, outputs, stops, shortcuts or {}, True)
-    for node in _between(nodes, wanted, live):
+    wrt, outputs = list(wrt), list(outputs)
+    live = _live(nodes, outputs, stop_gradient, straight_through or {}, through_rounding=True)
+    for node in _between(nodes, wrt, live):
         if _is_quantized(node) and node.op_type != "QuantizeLinear":
             raise _error(node, " or")
-    smooth = _live(nodes, outputs, stops, shortcuts or {}, False)
-    for node in _between(nodes, [x for x in wanted if x not in smooth], live):
+    smooth = _live(nodes, outputs, stop_gradient, straight_through or {}, through_rounding=False)
+    for node in _between(nodes, [x for x in wrt if x not in smooth], live):
         if _is_quantized(node):
-            through = "the result of the DequantizeLinear behind it in straight_through"
-            raise _error(node, f" name {through} of onnx_derivative, or")
+            result = "the result of the DequantizeLinear after it"
+            raise _error(node, f" pass {result} to `straight_through` of onnx_derivative, or")
 
 
 def _live(
     nodes: Sequence[ir.Node],
     outputs: Iterable[ir.Value],
-    stops: Collection[ir.Value],
-    shortcuts: Mapping[ir.Value, ir.Value],
-    rounded: bool,
+    stop_gradient: Collection[ir.Value],
+    straight_through: Mapping[ir.Value, ir.Value],
+    through_rounding: bool,
 ) -> set[ir.Value]:
-    """Return what `outputs` depend on, what is `rounded` on the way included or not."""
+    """Return the values that `outputs` depend on, optionally through quantized operators too."""
     live = set(outputs)
     for node in reversed(nodes):
-        here = live.intersection(node.outputs)
-        live.update(shortcuts[y] for y in here if y in shortcuts)
-        through = any(y not in stops and y not in shortcuts for y in here)
-        if through and (rounded or not _is_quantized(node)):
+        live_outputs = live.intersection(node.outputs)
+        live.update(straight_through[y] for y in live_outputs if y in straight_through)
+        passes = any(y not in stop_gradient and y not in straight_through for y in live_outputs)
+        if passes and (through_rounding or not _is_quantized(node)):
             live.update(reads(node))
-    return live.difference(stops, shortcuts)
+    return live.difference(stop_gradient, straight_through)
 
 
 def _between(
     nodes: Sequence[ir.Node], origins: Iterable[ir.Value], live: Collection[ir.Value]
 ) -> Iterable[ir.Node]:
-    """Yield the nodes on the way from `origins` to `live` values, of any dtype."""
+    """Yield the nodes on paths from `origins` to `live` values of any dtype."""
     reached = set(origins)
     for node in nodes:
-        after = [y for y in node.outputs if y in live]
-        if after and not reached.isdisjoint(reads(node)):
-            reached.update(after)
+        live_outputs = [y for y in node.outputs if y in live]
+        if live_outputs and not reached.isdisjoint(reads(node)):
+            reached.update(live_outputs)
             yield node
 
 
@@ -80,6 +83,6 @@ def _error(node: ir.Node, remedy: str) -> NoGradientRule:
     where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
     return NoGradientRule(
         f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): the model is quantized, "
-        "and what is rounded to integers has no gradient: train the float model and quantize it "
-        f"then,{remedy} ask only for weights that are behind this node"
+        "and rounding to integers has no gradient: train the float model and quantize it "
+        f"afterwards,{remedy} ask only for weights that are used after this node"
     )

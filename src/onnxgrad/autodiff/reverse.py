@@ -1,4 +1,4 @@
-"""The sweep: from gradients of some values to gradients of the values they depend on."""
+"""The sweep: reverse mode, from the cotangents of some values to gradients of those before."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.microsoft import remedy
+from onnxgrad.autodiff.primal.remedies import remedy
 from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.rules import (
     NON_DIFFERENTIABLE,
@@ -26,36 +26,42 @@ def sweep(
     op: Emit,
     seeds: Mapping[ir.Value, ir.Value],
     wrt: Iterable[ir.Value],
-    stops: Collection[ir.Value] = (),
-    shortcuts: Mapping[ir.Value, ir.Value] | None = None,
+    stop_gradient: Collection[ir.Value] = (),
+    straight_through: Mapping[ir.Value, ir.Value] | None = None,
     nodes: Iterable[ir.Node] | None = None,
 ) -> dict[ir.Value, ir.Value]:
-    """Write the gradient of the seeded values, and return it for those of `wrt` that it reaches.
+    """Write the gradients of `wrt` into the graph of `op`, and return `{value: its gradient}`.
 
-    `seeds` gives for some values the gradient that arrives there, of the same shape. No gradient
-    goes back through `stops`; what arrives at a key of `shortcuts` goes to its value as it is. What
-    is missing in the result has no differentiable path to a seeded value. `nodes` are those to go
-    through, of the graph of `op`; None: all.
+    A value that is missing in the result has no differentiable path to a seeded value.
+
+    Args:
+        op: emitter of the graph that is differentiated.
+        seeds: `{value: its cotangent}`, each cotangent of the shape of its value.
+        wrt: the values to differentiate with respect to.
+        stop_gradient: values that count as constants: their cotangents are dropped.
+        straight_through: `{y: x}`: the cotangent of y is added to that of x as it is.
+        nodes: the nodes to differentiate, in topological order; None: all of the graph.
 
     Raises:
-        NoGradientRule: a gradient arrives at an operator that has no rule, or at a part of it
-            that its rule does not cover; or one computes with what was quantized.
+        NoGradientRule: an operator on a path has no rule, its rule does not cover it, or it is
+            quantized arithmetic.
     """
-    wrt, shortcuts = list(wrt), shortcuts or {}
-    through = list(op.graph if nodes is None else nodes)
-    refuse_quantized(through, wrt, seeds, stops, shortcuts)
-    active, walk = dependent(through, wrt, stops, shortcuts)
-    arriving: dict[ir.Value, list[ir.Value]] = defaultdict(list)
+    wrt, straight_through = list(wrt), straight_through or {}
+    nodes = list(op.graph if nodes is None else nodes)
+    refuse_quantized(nodes, wrt, seeds, stop_gradient, straight_through)
+    active, walk = dependent(nodes, wrt, stop_gradient, straight_through)
+    cotangents: dict[ir.Value, list[ir.Value]] = defaultdict(list)  # the terms of each
     for value, g in seeds.items():
-        arriving[value].append(g)
+        cotangents[value].append(g)
     with op:
         for node in reversed(walk):
             gs: list[ir.Value | None] = []
             for y in node.outputs:
-                arrives = y in arriving and y not in stops
-                if arrives and y in shortcuts:
-                    arriving[shortcuts[y]].append(op.total(arriving[y]))
-                gs.append(op.total(arriving[y]) if arrives and y not in shortcuts else None)
+                has_cotangent = y in cotangents and y not in stop_gradient
+                if has_cotangent and y in straight_through:
+                    cotangents[straight_through[y]].append(op.total(cotangents[y]))
+                needed = has_cotangent and y not in straight_through
+                gs.append(op.total(cotangents[y]) if needed else None)
             if (node.domain, node.op_type) in NON_DIFFERENTIABLE or not any(
                 g is not None for g in gs
             ):
@@ -66,72 +72,81 @@ def sweep(
                     continue
                 if isinstance(dx, Unsupported):
                     raise _error(node, wrt, f"no gradient for its input {x.name!r}: {dx.reason}")
-                arriving[x].append(
+                cotangents[x].append(
                     op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx
                 )
-        return {x: op.total(arriving[x]) for x in wrt if x in arriving}
+        return {x: op.total(cotangents[x]) for x in wrt if x in cotangents}
 
 
 def dependent(
     nodes: Iterable[ir.Node],
     wrt: Iterable[ir.Value],
-    stops: Collection[ir.Value] = (),
-    shortcuts: Mapping[ir.Value, ir.Value] | None = None,
+    stop_gradient: Collection[ir.Value] = (),
+    straight_through: Mapping[ir.Value, ir.Value] | None = None,
 ) -> tuple[set[ir.Value], list[ir.Node]]:
-    """Return the floats of `nodes` that depend on `wrt`, and the nodes between."""
-    shortcuts = shortcuts or {}
+    """Return `wrt` and the float values that depend on them, and the nodes that read any of these.
+
+    `nodes` are in topological order, and so are those returned.
+    """
+    straight_through = straight_through or {}
     active, walk = set(wrt), []
     for node in nodes:
-        origins = (shortcuts[y] for y in node.outputs if y in shortcuts)
+        origins = (straight_through[y] for y in node.outputs if y in straight_through)
         if active.isdisjoint(reads(node)) and active.isdisjoint(origins):
             continue
         walk.append(node)
         floats = (y for y in node.outputs if y.dtype is None or y.dtype.is_floating_point())
-        active.update(y for y in floats if y not in stops)
+        active.update(y for y in floats if y not in stop_gradient)
     return active, walk
 
 
 def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
-    """Return pairs of an operand of `node` and its gradient."""
-    lost = _where_types_end(node, active)
-    at = lost or node
-    if lost is None and not node.domain and node.op_type in SUBGRAPH_RULES:
+    """Apply the rule of `node`; return pairs of an input or a captured value and its gradient."""
+    untyped = _first_untyped(node, active)
+    if untyped is None and not node.domain and node.op_type in SUBGRAPH_RULES:
         return SUBGRAPH_RULES[node.op_type](op, node, gs, active)
+    at = untyped or node
     function = RULES.get((at.domain, at.op_type))
     if function is None:
         raise _error(at, wrt, _no_rule(at))
-    if lost is not None:
-        raise _error(lost, wrt, "the type of its output is not known")
-    taken = taken_gradients(function)
-    extra = [y.name for y, g in zip(node.outputs[taken:], gs[taken:], strict=True) if g is not None]
+    if untyped is not None:
+        raise _error(untyped, wrt, "the type of its output is unknown")
+    n = taken_gradients(function)
+    extra = [y.name for y, g in zip(node.outputs[n:], gs[n:], strict=True) if g is not None]
     if extra:
-        raise _error(node, wrt, f"a gradient arrives at its output {extra[0]!r}, not covered")
-    made = function(op, node, *gs[:taken])
-    if isinstance(made, Unsupported):
-        raise _error(node, wrt, made.reason)
-    return zip(node.inputs, made if isinstance(made, (tuple, list)) else (made,), strict=False)
+        raise _error(node, wrt, f"its rule takes no gradient of its output {extra[0]!r}")
+    gradients = function(op, node, *gs[:n])
+    if isinstance(gradients, Unsupported):
+        raise _error(node, wrt, gradients.reason)
+    if not isinstance(gradients, (tuple, list)):
+        gradients = (gradients,)
+    return zip(node.inputs, gradients, strict=False)
 
 
 def _no_rule(node: ir.Node) -> str:
-    hidden = [x.name for x in node.inputs if x is not None and x.shape is None]
+    """Return the message for a node without a rule: what is missing, and the remedies."""
+    unranked = [x.name for x in node.inputs if x is not None and x.shape is None]
     domain = f", domain={node.domain!r}" if node.domain else ""
-    add = f"add one with @rule({node.op_type!r}{domain}), or stop before it"
-    if (instead := remedy(node)) is not None:
-        return f"no rule; {instead}; or {add}"
-    if hidden:
-        return f"no rule while the rank of its input {hidden[0]!r} is not known; {add}"
+    add = (
+        f"add one with @rule({node.op_type!r}{domain}), or name its output in `stop_gradient` of "
+        "onnx_derivative"
+    )
+    if (advice := remedy(node)) is not None:
+        return f"no rule; {advice}; or {add}"
+    if unranked:
+        return f"no rule while the rank of its input {unranked[0]!r} is unknown; {add}"
     return f"no rule; {add}"
 
 
-def _where_types_end(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
-    """Return the node behind an active input of `node` whose type nobody knows, if there is one."""
-    found: ir.Node | None = None
+def _first_untyped(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
+    """Return the first node before `node` whose active output has no dtype, or None."""
+    first: ir.Node | None = None
     at: ir.Node | None = node
     while at is not None:
         untyped = (x.producer() for x in at.inputs if x in active and x and x.dtype is None)
-        at = next((before for before in untyped if before is not None), None)
-        found = at or found
-    return found
+        at = next((producer for producer in untyped if producer is not None), None)
+        first = at or first
+    return first
 
 
 def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
@@ -145,14 +160,14 @@ def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
 def _path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:
     """Return the names on a shortest path from one of `wrt` to `node`."""
     assert isinstance(node.graph, ir.Graph)
-    wanted, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}
+    ends, queue, seen = set(wrt), deque([(node, [f"[{node.op_type}]"])]), {node}
     while queue:
         at, path = queue.popleft()
         for x in reads(at):
-            if x in wanted:
+            if x in ends:
                 return [str(x.name), *path]
-            before = x.producer()
-            if before is not None and before not in seen:
-                seen.add(before)
-                queue.append((before, [str(x.name), *path]))
+            producer = x.producer()
+            if producer is not None and producer not in seen:
+                seen.add(producer)
+                queue.append((producer, [str(x.name), *path]))
     return [f"[{node.op_type}]"]

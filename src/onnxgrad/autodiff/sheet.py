@@ -1,4 +1,4 @@
-"""A model to which sweeps are added, and loops over them; what higher derivatives are made of."""
+"""A model to which sweeps are added, and loops over sweeps, for higher derivatives."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from onnxgrad.model.convert import non_tensor, to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.reporting import logger
 
-Result = tuple[str, ir.Value]  # the name that an output gets, and the output
+Result = tuple[str, ir.Value]  # an output, and the name that it gets
 
 
 class Sheet:
-    """The graph of a prepared model, its outputs, and what they are differentiated by.
+    """The graph of a prepared model, its outputs, and the values to differentiate with respect to.
 
     Args:
         model: model, serialized model or path; never modified.
         weights: names of weights, which become inputs; None: all that the outputs depend on.
         inputs: names of inputs; None: all floats that the outputs depend on.
-        outputs: names of the outputs that are kept, all of them floats; None: all, of which the
-            floats are differentiated.
-        rows: the chosen inputs have the same number of rows, whatever their first axes are called.
+        outputs: names of the float outputs to keep and differentiate; None: keep all outputs, and
+            differentiate the floats.
+        rows: whether the chosen inputs have the same number of rows, even if their first axes have
+            different symbols.
 
     Attributes:
-        wanted: the inputs, then the weights.
-        kept: the outputs of the model that is made, before what is added.
-        real: those of them that are differentiated.
+        wrt: the chosen inputs, then the weights.
+        inputs: the chosen inputs.
+        kept: the outputs of the model, which precede the derivatives.
+        differentiated: those of `kept` that are differentiated.
 
     Raises:
         ValueError: an unknown name, one named twice, or one of a value that is no float.
@@ -65,65 +67,72 @@ class Sheet:
             chosen = choose_inputs(self.model.graph, inputs)
         self.graph = self.model.graph
         self._original_inputs = list(self.graph.inputs)
-        self._cut_to(outputs)
+        self._select(outputs)
         self._optional = chosen if inputs is None else []
-        made = as_inputs(self.origin, self.graph, weights)
-        self._optional = [*self._optional, *(made if weights is None else [])]
-        self.wanted = [*chosen, *made]
+        chosen_weights = as_inputs(self.origin, self.graph, weights)
+        self._optional = [*self._optional, *(chosen_weights if weights is None else [])]
+        self.wrt = [*chosen, *chosen_weights]
         self.inputs = chosen
         self.kept = list(self.graph.outputs)
-        self.real = [y for y in self.kept if is_real(y)]
+        self.differentiated = [y for y in self.kept if is_real(y)]
         self.op = Emit(self.graph)
         self._dummies: dict[ir.Value, ir.Value] = {}
 
-    def _cut_to(self, outputs: Sequence[str] | None) -> None:
+    def _select(self, outputs: Sequence[str] | None) -> None:
+        """Keep only the named outputs, which must be floats; None: all that are tensors."""
         dropped = [o.name for o in self.origin.graph.output if non_tensor(o)]
         if outputs is not None:
-            found = [by_name("output", y, self.graph.outputs) for y in once("output", outputs)]
-            for y in found:
+            chosen = [by_name("output", y, self.graph.outputs) for y in once("output", outputs)]
+            for y in chosen:
                 if not is_real(y):
                     raise ValueError(f"output {y.name!r} holds {y.dtype}: only floats can be used")
-            self.graph.outputs[:] = found
+            self.graph.outputs[:] = chosen
         elif dropped:
             logger.warning("outputs that are no tensors are not kept: %s", ", ".join(dropped))
 
     def input_like(self, x: ir.Value, suffix: str) -> ir.Value:
         """Return a new input `<x>_<suffix>` of the shape and dtype of `x`."""
-        made = ir.Value(name=self.op.name(f"{x.name}_{suffix}"), type=x.type, shape=x.shape)
-        self.graph.inputs.append(made)
-        return made
+        new = ir.Value(name=self.op.name(f"{x.name}_{suffix}"), type=x.type, shape=x.shape)
+        self.graph.inputs.append(new)
+        return new
 
-    def pull(
+    def gradients(
         self, seeds: Iterable[tuple[ir.Value, ir.Value]], wrt: Sequence[ir.Value]
     ) -> dict[ir.Value, ir.Value]:
-        """Write the gradients of `wrt` from what arrives at some values, as `sweep` does."""
+        """Write the gradients of `wrt`, and return them, as `sweep` does.
+
+        `seeds` are pairs of a value and its cotangent.
+        """
         return sweep(self.op, dict(seeds), wrt)
 
-    def settle(self, reached: Iterable[ir.Value]) -> None:
-        """Take from `wanted` what was chosen by default, and does not reach an output.
+    def drop_unreached(self, reached: Iterable[ir.Value]) -> None:
+        """Remove from `wrt` the values chosen by default that are not in `reached`.
 
         Raises:
-            ValueError: nothing does.
+            ValueError: `reached` is empty: no output depends on any value of `wrt`.
         """
         reached = set(reached)
         if not reached:
             raise ValueError(
-                f"no differentiable path from any of {[x.name for x in self.wanted]} to any of "
+                f"no differentiable path from any of {[x.name for x in self.wrt]} to any of "
                 f"{[y.name for y in self.kept]}: every derivative is zero"
             )
-        lost = [x for x in self._optional if x not in reached]
-        as_constants(self.graph, [w for w in lost if w not in self.inputs])
-        self.wanted = [x for x in self.wanted if x not in lost]
+        unreached = [x for x in self._optional if x not in reached]
+        as_constants(self.graph, [w for w in unreached if w not in self.inputs])
+        self.wrt = [x for x in self.wrt if x not in unreached]
 
-    def forget(self, dummy: ir.Value, y: ir.Value) -> None:
-        """Let go of an input on whose values nothing depends that is finished; it is like `y`."""
+    def remove_at_end(self, dummy: ir.Value, y: ir.Value) -> None:
+        """Mark the input `dummy` for removal by `finish`.
+
+        No output may depend on its values; its shape, which outputs may depend on, is that of `y`.
+        """
         self._dummies[dummy] = y
 
-    def finish(self, made: Sequence[Result]) -> ModelProto:
-        """Return the model of the kept outputs and those that are made, which get these names."""
+    def finish(self, results: Sequence[Result]) -> ModelProto:
+        """Return the model whose outputs are the kept ones, then `results`, under their names."""
         protected = {*self.graph.inputs, *self.kept}
-        named = [self.op.name_output(v, name, v, protected) for name, v in made]
-        self.graph.outputs[:] = [*self.kept, *named]
+        derivatives = [self.op.name_output(v, name, v, protected) for name, v in results]
+        self.graph.outputs[:] = [*self.kept, *derivatives]
         tidy(self.model)
         for dummy, y in self._dummies.items():
             self._replace(dummy, y)
@@ -135,18 +144,18 @@ class Sheet:
         return to_proto(self.model)
 
     def _replace(self, dummy: ir.Value, y: ir.Value) -> None:
-        """Put `y` in the place of a dummy, of which only shapes may still depend.
+        """Replace the input `dummy`, of which only the shape is needed, by `y` of the same shape.
 
-        Loops and branches may carry along what they do not use, which cannot be told from outside:
-        they get NaN of the shape of `y`, which shows where it is used.
+        Subgraphs may capture it without using its values, which cannot be seen from outside: they
+        get NaN in the shape of `y`, so that a use would show.
         """
         op = Emit(self.graph)
-        readers, holds = _readers_of(self.graph, dummy)
-        with op.at(next(iter(self.graph))):  # what reads inputs only may come first
-            for node in readers:
+        shape_nodes, in_subgraph = _consumers(self.graph, dummy)
+        with op.at(next(iter(self.graph))):  # these nodes read only inputs
+            for node in shape_nodes:
                 if node.op_type == "Shape" and node.inputs[0] is not dummy:
                     self._shape_from_inputs(op, node)
-        if holds:
+        if in_subgraph:
             nodes, source = list(self.graph), y.producer()
             with op.at(nodes[0 if source is None else nodes.index(source) + 1]):
                 y = op.set_type_like(op.Expand(op.const(np.nan, y.dtype), op.shape_of(y)), y)
@@ -154,19 +163,22 @@ class Sheet:
         self.graph.inputs.remove(dummy)
 
     def _shape_from_inputs(self, op: Emit, node: ir.Node) -> None:
-        """Read a shape from those of the inputs, if it can be: not to compute what has it."""
+        """Replace a Shape node by the shapes of inputs, if these have all its symbols.
+
+        The tensor whose shape it returns need not be computed then.
+        """
         shape, axes = dims(node.inputs[0]), self._axes_of_inputs()
         if shape is None:
             return
         first, end = (node.attributes.get_int(k, d) for k, d in (("start", 0), ("end", len(shape))))
-        known = [d if isinstance(d, int) else axes.get(d) for d in shape[first:end]]
-        if None not in known:
-            lengths = [d if isinstance(d, int) else op.dim(*d) for d in known if d is not None]
-            made = op.const(op.vector(*lengths))
-            ir.convenience.replace_all_uses_with(node.outputs[0], made)
+        sources = [d if isinstance(d, int) else axes.get(d) for d in shape[first:end]]
+        if None not in sources:
+            lengths = [d if isinstance(d, int) else op.dim(*d) for d in sources if d is not None]
+            replacement = op.const(op.vector(*lengths))
+            ir.convenience.replace_all_uses_with(node.outputs[0], replacement)
 
     def _axes_of_inputs(self) -> dict[Any, tuple[ir.Value, int]]:
-        """Return for each symbol an axis of an input of that length."""
+        """Return `{symbol: (input, axis)}` for the symbolic dimensions of the inputs."""
         inputs = [x for x in self.graph.inputs if x not in self._dummies]
         return {d: (x, i) for x in inputs for i, d in enumerate(dims(x) or ())}
 
@@ -179,18 +191,18 @@ class Sheet:
         batched: bool,
         axis: int,
     ) -> dict[ir.Value, ir.Value]:
-        """Return, stacked along a new `axis`, what `write` returns for all unit vectors.
+        """Return the results of `write` for all unit vectors, stacked along a new `axis`.
 
-        They have the shape of `like`, and with `batched` each is one in the same place of every
-        row. `write` is called once; what depends on the vector becomes the body of a `Scan`, and
-        all else stays outside, to be computed once.
+        The unit vectors have the shape of `like`; with `batched`, each has a one at the same index
+        of every row. `write` is called once. The nodes that depend on the vector become the body
+        of a `Scan`; all others stay outside, and are computed once.
         """
         op = self.op
         count = op.numel(like, int(batched))  # elements, or those of a row
         kind = ir.TensorType(ir.DataType.INT64)
-        place = ir.Value(name=op.name("place"), type=kind, shape=ir.Shape([]))
+        index = ir.Value(name=op.name("index"), type=kind, shape=ir.Shape([]))
         with op:
-            hot = op.Cast(op.Equal(self._numbers(count), place), to=like.dtype)
+            hot = op.Cast(op.Equal(self._numbers(count), index), to=like.dtype)
             if batched:
                 row = op.vector(1, *(op.dim(like, i) for i in range(1, rank(like) or 1)))
                 unit = op.set_type_like(
@@ -198,60 +210,62 @@ class Sheet:
                 )
             else:
                 unit = op.set_type_like(op.Reshape(hot, op.shape_of(like), allowzero=1), like)
-            found = write(unit)
-            results = {x: _flat(op, v) if rank(x) is None else v for x, v in found.items()}
-            stacked = self._scan(place, count, list(results.values()))
+            written = write(unit)
+            results = {x: _flat(op, v) if rank(x) is None else v for x, v in written.items()}
+            stacked = self._scan(index, count, list(results.values()))
             if axis:
-                stacked = [_moved(op, v, axis) for v in stacked]
+                stacked = [_first_axis_to(op, v, axis) for v in stacked]
         return dict(zip(results, stacked, strict=True))
 
     def _scan(
-        self, place: ir.Value, count: int | ir.Value, results: list[ir.Value]
+        self, index: ir.Value, count: int | ir.Value, results: list[ir.Value]
     ) -> list[ir.Value]:
-        """Return `results`, stacked, for all places from 0 to count-1, by one `Scan`."""
-        op, nodes = self.op, _depending(self.graph, place)
+        """Return `results` for `index` = 0 ... count-1, stacked along axis 0 by a `Scan`."""
+        op, nodes = self.op, _depending(self.graph, index)
         inside, outs = {y for node in nodes for y in node.outputs}, list[ir.Value]()
         for v in results:
-            if v not in inside or v in outs:  # a body gives values of its own, each once
+            if v not in inside or v in outs:  # a body returns its own results, each once
                 v = op.copy_of(v)
                 nodes.append(v.producer())  # type: ignore[arg-type]
             outs.append(v)
         self.graph.remove(nodes)
-        kept = _needed(nodes, outs)
+        needed = _needed(nodes, outs)
         if not outs:
             return []
-        some = isinstance(count, int) and count > 0
-        turns = count if some else op.Max(op.const(op.vector(count)), [1])  # one turn at least
-        body = ir.Graph([place], outs, nodes=kept, name=op.name("body"))
+        nonempty = isinstance(count, int) and count > 0
+        iterations = count if nonempty else op.Max(op.const(op.vector(count)), [1])  # at least one
+        body = ir.Graph([index], outs, nodes=needed, name=op.name("body"))
         attributes = {"body": body, "num_scan_inputs": 1}
-        stacked = list(op.emit_many("Scan", [self._numbers(turns)], attributes, outputs=len(outs)))
+        numbers = self._numbers(iterations)
+        stacked = list(op.emit_many("Scan", [numbers], attributes, outputs=len(outs)))
         for i, out in enumerate(outs):
             stacked[i].type = out.type
-            if not some:
+            if not nonempty:
                 stacked[i] = op.Slice(stacked[i], [0], op.vector(count), [0])
             stacked[i].shape = ir.Shape([None, *(dims(out) or ())])
         return stacked
 
     def _numbers(self, count: int | ir.Value) -> ir.Value:
-        """Return the numbers 0..count-1."""
-        known = count if isinstance(count, int) else None
-        end = self.op.Reshape(count, []) if known is None else np.int64(known)
-        made = self.op.Range(np.int64(0), end, np.int64(1))
-        made.dtype, made.shape = ir.DataType.INT64, ir.Shape([known])
-        return made
+        """Return the numbers 0 ... count-1."""
+        length = count if isinstance(count, int) else None
+        end = self.op.Reshape(count, []) if length is None else np.int64(length)
+        numbers = self.op.Range(np.int64(0), end, np.int64(1))
+        numbers.dtype, numbers.shape = ir.DataType.INT64, ir.Shape([length])
+        return numbers
 
 
 def _flat(op: Emit, v: ir.Value) -> ir.Value:
-    """Return `v` on one axis: what a Scan stacks has a known rank."""
-    made = op.Reshape(v, [-1])
-    made.shape = ir.Shape([None])
-    return made
+    """Return `v` flattened to one axis: a Scan stacks only values of known rank."""
+    flat = op.Reshape(v, [-1])
+    flat.shape = ir.Shape([None])
+    return flat
 
 
-def _moved(op: Emit, v: ir.Value, axis: int) -> ir.Value:
-    """Return `v` with its first axis at `axis`; a Scan would do so too, but not where it is empty.
+def _first_axis_to(op: Emit, v: ir.Value, axis: int) -> ir.Value:
+    """Return `v` with its first axis moved to `axis`.
 
-    (onnxruntime 1.31 ends the process then.)
+    The attribute `scan_output_axes` would do so too, but then onnxruntime 1.31 ends the process
+    when the stack is empty.
     """
     n = len(v.shape or ())
     order = list(range(1, n))
@@ -259,53 +273,55 @@ def _moved(op: Emit, v: ir.Value, axis: int) -> ir.Value:
     return op.Transpose(v, perm=order)
 
 
-def _readers_of(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
-    """Return the nodes that read the shape of what is computed from `value`, and whether it is read
-    in other ways in the graphs that nodes hold.
+def _consumers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
+    """Return the nodes that read only the shape of `value` or of a value computed from it.
+
+    The second result says whether subgraphs read one of these values.
 
     Raises:
-        NoGradientRule: an output depends on `value` itself.
+        NoGradientRule: an output of `graph` depends on the elements of `value`.
     """
-    seen, queue, found, holds = {value}, [value], [], False
-    for v in queue:  # which grows
+    seen, queue, in_subgraph = {value}, [value], False
+    shape_nodes: list[ir.Node] = []
+    for v in queue:  # grows while it is read
         if v in graph.outputs:
             raise NoGradientRule(
                 f"output {v.name!r} depends on the values of the gradient {value.name!r}: a rule "
-                "on the way is not linear in the gradient that it takes, so that there is no "
-                'forward mode; `vjp`, and `jacobian` with mode="reverse", do without'
+                "on the path is not linear in the gradient that it takes, so there is no forward "
+                'mode; use `vjp`, or `jacobian` with mode="reverse"'
             )
         for node, _ in v.uses():
             if node.op_type in ("Shape", "Size", "SequenceLength"):
-                found.append(node)
+                shape_nodes.append(node)
             elif any(subgraphs(node)) or node.graph is not graph:
-                holds = True
+                in_subgraph = True
             else:
                 queue += [y for y in node.outputs if y not in seen]
                 seen.update(node.outputs)
-    return found, holds
+    return shape_nodes, in_subgraph
 
 
 def _depending(graph: ir.Graph, value: ir.Value) -> list[ir.Node]:
     """Return the nodes that depend on `value`."""
-    after, found = {value}, []
+    dependent, nodes = {value}, []
     for node in graph:
-        if not after.isdisjoint(reads(node)):
-            found.append(node)
-            after.update(node.outputs)
-    return found
+        if not dependent.isdisjoint(reads(node)):
+            nodes.append(node)
+            dependent.update(node.outputs)
+    return nodes
 
 
 def _needed(nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> list[ir.Node]:
-    """Return those of `nodes` that the outputs need, and let go of what the others read."""
+    """Return those of `nodes` that the outputs need, and detach the inputs of the others."""
     needed: set[ir.Value | None] = set(outputs)
-    found = []
+    needed_nodes = []
     for node in reversed(nodes):
-        inner = [n for held in subgraphs(node) for n in held.all_nodes()]
+        inner = [n for subgraph in subgraphs(node) for n in subgraph.all_nodes()]
         if needed.isdisjoint(node.outputs):
             for n in (node, *inner):
                 n.resize_inputs(0)
         else:
-            found.append(node)
+            needed_nodes.append(node)
             needed.update(v for n in (node, *inner) for v in n.inputs)
-            needed.update(v for held in subgraphs(node) for v in held.outputs)
-    return found[::-1]
+            needed.update(v for subgraph in subgraphs(node) for v in subgraph.outputs)
+    return needed_nodes[::-1]

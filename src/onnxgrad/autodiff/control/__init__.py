@@ -1,8 +1,8 @@
-"""The gradient of operators that hold graphs: If, Loop and Scan.
+"""The gradient of operators with subgraphs: If, Loop and Scan.
 
-A body is repeated in the backward pass, from the states that its iteration started with, and its
-gradient follows. The forward pass returns these states too: nothing else of a body is kept, but for
-its random numbers.
+The backward pass computes the body of every iteration again, from the states at the start of the
+iteration, and then its gradient. The forward pass saves these states and the random numbers that
+the body draws; other results only where `motion` finds them worth saving.
 """
 
 from onnxgrad.autodiff.control.conditional import conditional

@@ -1,4 +1,4 @@
-"""A copy of a graph that a node holds, to which its gradient is appended."""
+"""A copy of a subgraph, to which its gradient is appended."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Pairs = list[tuple[ir.Value, ir.Value]]
 
 
 class Copy:
-    """A copy of a graph of `node`, under names of its own.
+    """A copy of a subgraph of `node`, in which all values have new names.
 
-    Its inputs are no inputs any more: the backward pass says what they are.
+    The inputs of the subgraph are free values in the copy: the backward pass binds them.
     """
 
     def __init__(self, op: Emit, node: ir.Node, attribute: str) -> None:
@@ -27,7 +27,7 @@ class Copy:
         self.graph = self.original.clone(allow_outer_scope_values=True)
         self.op = Emit(self.graph, outer=op)
         self.inputs, self.outputs = list(self.graph.inputs), list(self.graph.outputs)
-        self._originals = dict(zip(self.graph, self.original, strict=True))
+        self._originals = dict(zip(self.graph, self.original, strict=True))  # copied node -> node
         self.graph.inputs.clear()
         results = (y for n in self.graph.all_nodes() for y in n.outputs if y.name)
         for value in (*self.inputs, *results):
@@ -35,89 +35,99 @@ class Copy:
 
     @property
     def where(self) -> str:
-        """The node, for messages."""
+        """The node, for error messages."""
         return f"{self.node.op_type} {self.node.name!r} (output {self.node.outputs[0].name!r})"
 
     def sweep(
         self, seeds: Iterable[tuple[ir.Value, ir.Value]], wrt: Iterable[ir.Value]
     ) -> dict[ir.Value, ir.Value]:
-        """Append the gradient, and return it for those of `wrt` that it reaches."""
-        arriving: dict[ir.Value, list[ir.Value]] = {}
+        """Append the gradients of `wrt` to the copy, and return them, as `reverse.sweep` does.
+
+        `seeds` are pairs of a value and its cotangent; those of the same value are added up.
+        """
+        cotangents: dict[ir.Value, list[ir.Value]] = {}
         for y, g in seeds:
-            arriving.setdefault(y, []).append(g)
+            cotangents.setdefault(y, []).append(g)
         with self.op:
-            totals = {y: self.op.total(gs) for y, gs in arriving.items()}
+            totals = {y: self.op.total(gs) for y, gs in cotangents.items()}
         try:
             return sweep(self.op, totals, wrt)
         except NoGradientRule as e:
             raise NoGradientRule(f"in a graph of {self.where}: {e}") from e
 
-    def give(self, outputs: Iterable[ir.Value]) -> None:
-        """Make these the outputs, and remove what they do not need."""
+    def set_outputs(self, outputs: Iterable[ir.Value]) -> None:
+        """Set the outputs of the copy, and remove the nodes that they do not need."""
         self.op.give(outputs)
         drop_unused(self.graph)
 
-    def draws(self) -> Pairs:
-        """Take out what is drawn at random: return what stands for it, and the original."""
-        made = []
+    def random_placeholders(self) -> Pairs:
+        """Replace random numbers by placeholders, as `placeholders` does."""
+        pairs = []
         for node in [n for n in self.graph.all_nodes() if n.op_type in RANDOM and not n.domain]:
             if node.graph is not self.graph:
                 raise NoGradientRule(
                     f"{node.op_type} {node.name!r} is in a graph inside of a graph of "
-                    f"{self.where}: its random numbers would be drawn anew in the backward pass; "
+                    f"{self.where}: its random numbers would be drawn again in the backward pass; "
                     "draw them outside"
                 )
-            made += self.take_out(node.outputs)
-        return made
+            pairs += self.placeholders(node.outputs)
+        return pairs
 
-    def read_from(self, states: Iterable[ir.Value]) -> Pairs:
-        """Take out the tensors that are read from those of `states` that are sequences."""
-        handed, found = {a for a in states if not is_tensor(a)}, []
+    def element_placeholders(self, states: Iterable[ir.Value]) -> Pairs:
+        """Replace tensors that are read from sequences among `states`, as `placeholders` does."""
+        sequences, elements = {a for a in states if not is_tensor(a)}, []
         for node in self.graph:
-            if not handed.isdisjoint(reads(node)):
-                handed.update(y for y in node.outputs if not is_tensor(y))
+            if not sequences.isdisjoint(reads(node)):
+                sequences.update(y for y in node.outputs if not is_tensor(y))
                 if (original := self._originals.get(node)) is not None:
                     own = node.outputs[: len(original.outputs)]
-                    found += [y for y in own if is_tensor(y)]
-        return self.take_out(found)
+                    elements += [y for y in own if is_tensor(y)]
+        return self.placeholders(elements)
 
     def counterpart(self, original: ir.Value) -> ir.Value:
-        """Return the copy of a value of the original graph."""
-        found = dict(zip(self.original.inputs, self.inputs, strict=True))
+        """Return the copy of a value of the original subgraph."""
+        copies = dict(zip(self.original.inputs, self.inputs, strict=True))
         for copied, node in self._originals.items():
-            found.update(zip(node.outputs, copied.outputs, strict=False))
-        return found[original]
+            copies.update(zip(node.outputs, copied.outputs, strict=False))
+        return copies[original]
 
-    def take_out(self, results: Iterable[ir.Value]) -> Pairs:
-        """Compute these no more: return what stands for those that are used, and the originals."""
-        made = []
+    def placeholders(self, results: Iterable[ir.Value]) -> Pairs:
+        """Replace those of `results` that are used by values that no node computes.
+
+        Return pairs of such a placeholder, which the backward pass binds, and the value of the
+        original subgraph that it stands for.
+        """
+        pairs = []
         for y in results:
             if y.uses() or y.is_graph_output():
-                stand_in = self.op.set_type_like(ir.Value(name=self.op.name(str(y.name))), y)
-                ir.convenience.replace_all_uses_with(y, stand_in, replace_graph_outputs=True)
-                made.append((stand_in, self._origin(y)))
+                placeholder = self.op.set_type_like(ir.Value(name=self.op.name(str(y.name))), y)
+                ir.convenience.replace_all_uses_with(y, placeholder, replace_graph_outputs=True)
+                pairs.append((placeholder, self._original_of(y)))
         drop_unused(self.graph)
-        return made
+        return pairs
 
-    def _origin(self, y: ir.Value) -> ir.Value:
-        """Return what `y` is a copy of, after asking for it where only the gradient did."""
-        node, place = y.producer(), y.index()
+    def _original_of(self, y: ir.Value) -> ir.Value:
+        """Return the value of the original subgraph of which `y` is a copy.
+
+        If only the gradient asked for that output of its node, it is added to the original node.
+        """
+        node, index = y.producer(), y.index()
         assert node is not None
-        assert place is not None
+        assert index is not None
         original = self._originals[node]
-        if place >= len(original.outputs):
-            original.resize_outputs(place + 1)
-        found = original.outputs[place]
-        if not found.name:
-            self.op.set_type_like(found, y).name = self.op.name(str(y.name))
-        return found
+        if index >= len(original.outputs):
+            original.resize_outputs(index + 1)
+        value = original.outputs[index]
+        if not value.name:
+            self.op.set_type_like(value, y).name = self.op.name(str(y.name))
+        return value
 
 
-def hand_out(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Value:
-    """Make `value` one more output of a graph that `node` holds; return that of the node."""
+def add_output(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Value:
+    """Add `value` to the outputs of a subgraph of `node`; return the new output of `node`."""
     graph = node.attributes[attribute].as_graph()
-    made = Emit(graph, outer=op).copy_of(value)
-    graph.outputs.append(op.set_type_like(made, value))
+    copy = Emit(graph, outer=op).copy_of(value)
+    graph.outputs.append(op.set_type_like(copy, value))
     node.resize_outputs(len(node.outputs) + 1)
     y = node.outputs[-1]
     y.name, y.type = op.name(str(value.name)), value.type
@@ -125,10 +135,10 @@ def hand_out(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Val
 
 
 def new(op: Emit, like: ir.Value) -> ir.Value:
-    """Return a value for the gradient of `like`, which nothing computes yet."""
+    """Return a new value for the gradient of `like`, without a producer."""
     return op.set_type_like(ir.Value(name=op.name(f"{like.name}_grad")), like)
 
 
 def is_tensor(value: ir.Value) -> bool:
-    """Tell whether `value` is a tensor: no sequence, and no Optional."""
+    """Return whether `value` is a tensor, rather than a sequence or an Optional."""
     return isinstance(value.type, ir.TensorType)

@@ -1,4 +1,4 @@
-"""The backward pass of what runs a body many times: its iterations in reverse."""
+"""The backward pass of Loop and Scan: the iterations in reverse."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from onnxgrad.graph.traversal import captured, reads
 
 @dataclass
 class Carried:
-    """A gradient that goes from one backward iteration to the next.
+    """A gradient that is carried from one backward iteration to the next.
 
-    It is that of `of`, a value outside; it starts as `start`; `before` and `after` are in the body.
+    Attributes:
+        of: the value outside of the body that it is the gradient of.
+        start: its initial value, outside of the body.
+        before: it at the start of a backward iteration, in the body.
+        after: it at the end of a backward iteration, in the body.
     """
 
     of: ir.Value | None
@@ -28,11 +32,19 @@ class Carried:
 
 
 class Iterations:
-    """The iterations of `node`, and the copy of its body that becomes that of the backward pass.
+    """The iterations of `node`, and a copy of its body that becomes the backward body.
 
-    `states` are handed from an iteration to the next; each has the value that it starts with in
-    `initial`, what an iteration makes of it in `ends`, and what is left in `results`. `elements`
-    are slices of `sequences`; `slices` are stacked, and `arriving` is the gradient of the stack.
+    Attributes:
+        copy: the copy of the body.
+        states: inputs of the body that are carried from iteration to iteration.
+        initial: the operands of `node` that they start as.
+        ends: the outputs of the body that they become.
+        results: the outputs of `node` that they end as.
+        elements: inputs of the body that are slices of `sequences`, operands of `node`.
+        slices: outputs of the body that `node` stacks.
+        stack_cotangents: `{slice: the cotangent of its stack}`, if it has one.
+        captured: the captured values that depend on the values to differentiate with respect to.
+        varied: the values of the body that depend on these, in some iteration.
     """
 
     def __init__(
@@ -54,66 +66,69 @@ class Iterations:
         self.ends, self.slices = outputs[:states], outputs[states:]
         self.results, self._result_gs = node.outputs[:states], gs[:states]
         pairs = zip(self.slices, gs[states:], strict=True)
-        self.arriving = {y: g for y, g in pairs if g is not None}
-        self.around = [v for v in captured(node) if v in active]
+        self.stack_cotangents = {y: g for y, g in pairs if g is not None}
+        self.captured = [v for v in captured(node) if v in active]
         self.varied = self._varied(active)
 
     def original(self, state: ir.Value) -> ir.Value:
-        """Return a state in the body of the forward pass."""
+        """Return the input of the forward body of which `state` is the copy."""
         return self.copy.original.inputs[self.copy.inputs.index(state)]
 
     def _varied(self, active: Collection[ir.Value]) -> set[ir.Value]:
-        """Return the values of the body that depend on what is asked for, in some iteration."""
+        """Return the values of the body that depend on active values, in some iteration."""
         outer, inner = [*self.initial, *self.sequences], [*self.states, *self.elements]
-        start = {*self.around, *(v for x, v in zip(outer, inner, strict=True) if x in active)}
+        start = {*self.captured, *(v for x, v in zip(outer, inner, strict=True) if x in active)}
         while True:
-            found, _ = dependent(self.copy.graph, start)
-            more = {a for a, b in zip(self.states, self.ends, strict=True) if b in found} - start
+            varied, _ = dependent(self.copy.graph, start)
+            more = {a for a, b in zip(self.states, self.ends, strict=True) if b in varied} - start
             if not more:
-                return found
+                return varied
             start |= more
 
-    def _places(self) -> list[int]:
-        """Return the places of the states that have a gradient."""
-        places = {i for i, g in enumerate(self._result_gs) if g is not None}
+    def _differentiated_states(self) -> list[int]:
+        """Return the indices of the states that have a gradient."""
+        indices = {i for i, g in enumerate(self._result_gs) if g is not None}
         while True:
-            needed = self._needed_by([*self.arriving, *(self.ends[i] for i in places)])
-            found = {i for i, a in enumerate(self.states) if a in needed}
-            if found <= places:
-                return [i for i in sorted(places) if self.states[i] in self.varied]
-            places |= found
+            needed = self._needed_by([*self.stack_cotangents, *(self.ends[i] for i in indices)])
+            more = {i for i, a in enumerate(self.states) if a in needed}
+            if more <= indices:
+                return [i for i in sorted(indices) if self.states[i] in self.varied]
+            indices |= more
 
     def _needed_by(self, ends: Iterable[ir.Value]) -> set[ir.Value]:
-        found = set(ends)
+        """Return the values of the body that are needed to compute `ends`."""
+        needed = set(ends)
         for node in reversed(self.copy.graph):
-            if not found.isdisjoint(node.outputs):
-                found.update(reads(node))
-        return found
+            if not needed.isdisjoint(node.outputs):
+                needed.update(reads(node))
+        return needed
 
     def differentiate(
-        self, arriving: Mapping[ir.Value, ir.Value], also: Iterable[ir.Value] = ()
+        self, cotangents: Mapping[ir.Value, ir.Value], also: Iterable[ir.Value] = ()
     ) -> tuple[list[Carried], dict[ir.Value, ir.Value]]:
-        """Append the gradient of an iteration, given what is `arriving` at its slices.
+        """Append the gradient of one iteration to the copy of the body.
 
-        Return what goes from iteration to iteration: gradients of states, and sums of those of
-        the values around; and the gradients of the elements and of what is asked for `also`.
+        `cotangents` maps slices to their cotangents. Return the gradients that are carried, those
+        of states and the sums of those of captured values; and `{value: its gradient in this
+        iteration}` for the elements and the values `also` asked for.
         """
-        op, inner, places = self.op, self.copy.op, self._places()
-        ds = {i: new(inner, self.ends[i]) for i in places}
-        seeds = [*((self.ends[i], d) for i, d in ds.items()), *arriving.items()]
+        op, inner, indices = self.op, self.copy.op, self._differentiated_states()
+        ds = {i: new(inner, self.ends[i]) for i in indices}
+        seeds = [*((self.ends[i], d) for i, d in ds.items()), *cotangents.items()]
         single = [*(a for a in self.elements if a in self.varied), *also]
-        found = self.copy.sweep(seeds, [*(self.states[i] for i in places), *single, *self.around])
+        wrt = [*(self.states[i] for i in indices), *single, *self.captured]
+        gradients = self.copy.sweep(seeds, wrt)
         carried = []
         with inner:
             for i, d in ds.items():
                 a, start = self.states[i], self._result_gs[i]
                 same = is_tensor(a) and equal(dims(a), dims(d))
-                went = found[a] if a in found else inner.zeros_like(d if same else a)
+                after = gradients[a] if a in gradients else inner.zeros_like(d if same else a)
                 start = op.zeros_like(self.results[i]) if start is None else start
-                carried.append(Carried(self.initial[i], start, d, went))
-            for v in self.around:
-                if v in found:
+                carried.append(Carried(self.initial[i], start, d, after))
+            for v in self.captured:
+                if v in gradients:
                     before = new(inner, v)
-                    after = inner.total([before, found[v]])
+                    after = inner.total([before, gradients[v]])
                     carried.append(Carried(v, op.zeros_like(v), before, after))
-        return carried, {v: found[v] for v in single if v in found}
+        return carried, {v: gradients[v] for v in single if v in gradients}

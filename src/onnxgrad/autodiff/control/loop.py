@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, Pairs, hand_out, is_tensor
+from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
 from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.lookups import put_off, show
 from onnxgrad.autodiff.control.motion import move_out
@@ -25,28 +25,34 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     states = max(len(node.inputs) - 2, 0)
     back = Iterations(op, node, gs, active, states, (2, 1))
     copy = back.copy
-    arriving = {y: op.set_type_like(ir.Value(name=op.name("slice")), y) for y in back.arriving}
+    cotangents = {
+        y: op.set_type_like(ir.Value(name=op.name("slice")), y) for y in back.stack_cotangents
+    }
     lookups = put_off(back)
-    carried, found = back.differentiate(arriving, [row.y for row in lookups])
+    carried, gradients = back.differentiate(cotangents, [row.y for row in lookups])
     show(lookups)
-    lookups = [row for row in lookups if row.y in found]
+    lookups = [row for row in lookups if row.y in gradients]
     if not carried and not lookups:
         release([copy.graph])
         return []
     counter = ir.Value(name=op.name("i"), type=_COUNTER, shape=ir.Shape(()))
-    going = ir.Value(name=op.name("going"), type=_CONDITION, shape=ir.Shape(()))
-    copy.graph.inputs[:] = [counter, going, *(c.before for c in carried)]
-    rows = [v for row in lookups for v in (found[row.y], row.i)]
-    copy.give([going, *(c.after for c in carried), *rows])
-    trips = op.Squeeze(op.Shape(hand_out(op, node, "body", copy.original.inputs[0])), [0])
-    _bind(back, counter, trips - 1, {arriving[y]: g for y, g in back.arriving.items()})
+    condition = ir.Value(name=op.name("condition"), type=_CONDITION, shape=ir.Shape(()))
+    copy.graph.inputs[:] = [counter, condition, *(c.before for c in carried)]
+    rows = [v for row in lookups for v in (gradients[row.y], row.i)]
+    copy.set_outputs([condition, *(c.after for c in carried), *rows])
+    iterations = op.Squeeze(op.Shape(add_output(op, node, "body", copy.original.inputs[0])), [0])
+    _bind(
+        back, counter, iterations - 1, {cotangents[y]: g for y, g in back.stack_cotangents.items()}
+    )
     move_out(copy.graph, op, may_not_run=True)
-    going_on = None if carried else np.bool_(True)  # an operand left out at the end is none
-    operands = [trips, going_on, *(c.start for c in carried)]
+    start_condition = None if carried else np.bool_(True)  # the last operand cannot be omitted
+    operands = [iterations, start_condition, *(c.start for c in carried)]
     width = len(carried) + len(rows)
-    made = op.emit_many("Loop", operands, {"body": copy.graph}, width, fresh=True)
-    pairs = [(c.of, op.set_type_like(d, c.of)) for c, d in zip(carried, made, strict=False) if c.of]
-    stacks = iter(made[len(carried) :])
+    outputs = op.emit_many("Loop", operands, {"body": copy.graph}, width, fresh=True)
+    pairs = [
+        (c.of, op.set_type_like(d, c.of)) for c, d in zip(carried, outputs, strict=False) if c.of
+    ]
+    stacks = iter(outputs[len(carried) :])
     pairs += [(row.x, row.gradient(op, next(stacks), next(stacks))) for row in lookups]
     return pairs
 
@@ -54,29 +60,31 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
 def _bind(
     back: Iterations, counter: ir.Value, last: ir.Value, stacks: Mapping[ir.Value, ir.Value]
 ) -> None:
-    """Write, at the head of the backward body, what an iteration reads; the last one is first.
+    """Bind the free values of the backward body, by nodes at its start.
 
-    `stacks` maps values of the body to the stacks of what they are in each iteration.
+    Backward iteration `counter` is forward iteration `last - counter`. `stacks` maps values of the
+    body to tensors, or sequences, of their values in all iterations.
     """
     op, copy = back.op, back.copy
-    drawn, elements = copy.draws(), copy.read_from(back.states)
+    random, elements = copy.random_placeholders(), copy.element_placeholders(back.states)
     used = {a: back.original(a) for a in back.states if a.uses()} | dict(elements)
-    steady = {v: o for v, o in used.items() if _is_steady(back, v)}
+    steady = {v: o for v, o in used.items() if _has_steady_shape(back, v)}
     others = {v: o for v, o in used.items() if v not in steady}
-    if others and drawn:
+    if others and random:
         raise NoGradientRule(
-            f"{copy.where}: the backward pass needs what {[o.name for o in others.values()]} were "
-            "in each iteration, sequences, or tensors of changing shape, beside random numbers: "
-            "draw these outside, or stack tensors of one shape"
+            f"{copy.where}: the backward pass needs, besides random numbers, the values of "
+            f"{[o.name for o in others.values()]} in each iteration, which are sequences or "
+            "tensors of changing shape: draw the random numbers outside of the Loop, or stack "
+            "tensors of one shape"
         )
-    kept = [*drawn, *steady.items()]
-    stacks = {**stacks, **{v: hand_out(op, back.node, "body", o) for v, o in kept}}
-    sequences = _recorded(back, {v: o for v, o in others.items() if is_tensor(v)})
+    saved = [*random, *steady.items()]
+    stacks = {**stacks, **{v: add_output(op, back.node, "body", o) for v, o in saved}}
+    sequences = _record(back, {v: o for v, o in others.items() if is_tensor(v)})
     replace = ir.convenience.replace_all_uses_with
     with copy.op.at(next(iter(copy.graph), None)) as inner:
         t = inner.set_type_like(last - counter, counter)
         replace(copy.inputs[0], t)
-        replace(copy.inputs[1], inner.const(np.bool_(True)))  # it was, or it would not have run
+        replace(copy.inputs[1], inner.const(np.bool_(True)))  # as in every iteration that ran
         for value, stack in stacks.items():
             if value.uses():
                 replace(value, inner.set_type_like(inner.Gather(stack, t, axis=0), value))
@@ -86,8 +94,8 @@ def _bind(
             replace(a, inner.set_type_like(start, a))
 
 
-def _is_steady(back: Iterations, value: ir.Value) -> bool:
-    """Tell whether a state, or what is read in the body, is a tensor proven to keep its shape."""
+def _has_steady_shape(back: Iterations, value: ir.Value) -> bool:
+    """Return whether `value` is a tensor proven to have the same shape in every iteration."""
     if not is_tensor(value):
         return False
     if value in back.states:
@@ -95,36 +103,41 @@ def _is_steady(back: Iterations, value: ir.Value) -> bool:
     return all(map(is_stated, dims(value) or (None,)))
 
 
-def _recorded(back: Iterations, wanted: Mapping[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
-    """Run the loop once more, for the sequences of what `wanted` were in each iteration."""
+def _record(back: Iterations, originals: Mapping[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
+    """Run the forward loop once more, to record the values of `originals` in each iteration.
+
+    `originals` maps values of the backward body to values of the forward body. Return, for the same
+    keys, sequences of these values.
+    """
     op, node = back.op, back.node
-    if not wanted:
+    if not originals:
         return {}
     copy, n = Copy(op, node, "body"), len(back.states)
-    now = [copy.counterpart(original) for original in wanted.values()]
-    empty = [op.emit("SequenceEmpty", [], {"dtype": v.dtype}, fresh=True) for v in now]
-    before = [ir.Value(name=op.name("recorded"), type=nothing.type) for nothing in empty]
+    values = [copy.counterpart(original) for original in originals.values()]
+    empty = [op.emit("SequenceEmpty", [], {"dtype": v.dtype}, fresh=True) for v in values]
+    before = [ir.Value(name=op.name("recorded"), type=sequence.type) for sequence in empty]
     copy.graph.inputs[:] = [*copy.inputs, *before]
-    after = [copy.op.SequenceInsert(s, v) for s, v in zip(before, now, strict=True)]
-    copy.give([*copy.outputs[: 1 + n], *after])
+    after = [copy.op.SequenceInsert(s, v) for s, v in zip(before, values, strict=True)]
+    copy.set_outputs([*copy.outputs[: 1 + n], *after])
     operands = [*node.inputs, *empty]
-    made = op.emit_many("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)
-    return dict(zip(wanted, made[n:], strict=True))
+    outputs = op.emit_many("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)
+    return dict(zip(originals, outputs[n:], strict=True))
 
 
 def _run_again(
     back: Iterations, t: ir.Value, states: Sequence[ir.Value]
 ) -> dict[ir.Value, ir.Value]:
-    """Run the loop up to iteration `t`, in the backward body, for what `states` were at its start.
+    """Run the forward loop up to iteration `t`, inside of the backward body.
 
-    That is for sequences of which more is needed than single elements: there are no sequences of
-    sequences to record them in.
+    Return `{state: its value at the start of iteration t}`. It is for states that are sequences,
+    if more than single elements is needed: they cannot be recorded, as ONNX has no sequences of
+    sequences.
     """
     if not states:
         return {}
     copy, n = Copy(back.op, back.node, "body"), len(back.states)
     copy.graph.inputs[:] = copy.inputs
-    copy.give(copy.outputs[: 1 + n])
+    copy.set_outputs(copy.outputs[: 1 + n])
     operands = [t, np.bool_(True), *back.initial]
-    made = back.copy.op.emit_many("Loop", operands, {"body": copy.graph}, n, fresh=True)
-    return {a: made[back.states.index(a)] for a in states}
+    outputs = back.copy.op.emit_many("Loop", operands, {"body": copy.graph}, n, fresh=True)
+    return {a: outputs[back.states.index(a)] for a in states}

@@ -1,8 +1,9 @@
-"""Work that the iterations of a backward Scan need not do.
+"""Work that is moved out of the iterations of a backward Scan.
 
-A matrix by which they multiply gets its gradient from one product of all iterations, for which the
-factors are stacked; products and transcendental functions of the forward pass are kept. All that if
-it is no larger than what an iteration carries, reads and returns: memory stays proportional to it.
+The gradient of a captured matrix by which the iterations multiply is computed once, by one product
+of the stacked factors of all iterations. Products and transcendental functions of the forward pass
+are saved rather than computed again. Both only for tensors that are not larger than all that an
+iteration carries, reads and returns, so that memory stays proportional to that.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
 @dataclass
 class Product:
-    """y = alpha a w, or alpha a wT, of which the gradient by w is worked out after the Scan."""
+    """y = alpha a w, or alpha a wT; the gradient with respect to w is computed after the Scan."""
 
     y: ir.Value
     a: ir.Value
     w: ir.Value
-    hidden: ir.Value  # stands for w while the body is differentiated
+    hidden: ir.Value  # replaces w while the body is differentiated
     transposed: bool
     alpha: float
 
     def gradient(self, op: Emit, a: ir.Value, g: ir.Value) -> ir.Value:
-        """Return alpha Σ aT g, or its transpose, of the stacks of a and of the gradient of y."""
+        """Return alpha Σ aT g, or its transpose, from the stacked a and cotangents g."""
         rows, columns = op.dim(self.w, 0), op.dim(self.w, 1)
         if self.transposed:
             a, g = g, a
@@ -45,50 +46,50 @@ class Product:
 
 
 def put_off(back: Iterations) -> list[Product]:
-    """Hide matrices from around the body, by which it multiplies, from the sweep."""
-    room, found = _Room(back), []
+    """Replace the captured matrices by which the body multiplies by placeholders, for the sweep."""
+    budget, products = _Budget(back), []
     for node in back.copy.graph:
         get = node.attributes
         if node.domain or node.op_type not in ("MatMul", "Gemm") or get.get_int("transA", 0) == 1:
             continue
         (a, w), y = node.inputs[:2], node.outputs[0]
-        fits = rank(w) == 2 and (rank(a) or 0) >= 2 and room.holds(a, y)
-        if a is None or w is None or w not in back.around or not fits:
+        fits = rank(w) == 2 and (rank(a) or 0) >= 2 and budget.covers(a, y)
+        if a is None or w is None or w not in back.captured or not fits:
             continue
         hidden = new(back.op, w)
         node.replace_input_with(1, hidden)
         transposed, alpha = bool(get.get_int("transB", 0)), get.get_float("alpha", 1.0)
-        found.append(Product(y, a, w, hidden, transposed, alpha))
-    return found
+        products.append(Product(y, a, w, hidden, transposed, alpha))
+    return products
 
 
 def transcendental(back: Iterations) -> list[ir.Value]:
-    """Return the results in the body that are worth keeping, and small enough."""
-    room = _Room(back)
-    found = (node for node in back.copy.graph if node.op_type in TRANSCENDENTAL)
-    return [node.outputs[0] for node in found if room.holds(node.outputs[0])]
+    """Return the results of transcendental functions in the body that are small enough to save."""
+    budget = _Budget(back)
+    results = (n.outputs[0] for n in back.copy.graph if n.op_type in TRANSCENDENTAL)
+    return [y for y in results if budget.covers(y)]
 
 
 def show(products: Iterable[Product]) -> None:
-    """Undo the hiding."""
+    """Replace the placeholders by the captured matrices again, after the sweep."""
     for p in products:
         ir.convenience.replace_all_uses_with(p.hidden, p.w)
 
 
 def move_out(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:
-    """Move out of a body what is the same in every iteration.
+    """Move nodes that compute the same in every iteration from the body `graph` to that of `op`.
 
-    Where the body may not run at all, only what cannot fail is moved.
+    With `may_not_run`, the body may run zero times, and only nodes that cannot fail are moved.
     """
     for node in list(graph):
-        given = any(y.is_graph_output() for y in node.outputs)
-        if given or node.op_type in RANDOM or any(subgraphs(node)):
+        is_output = any(y.is_graph_output() for y in node.outputs)
+        if is_output or node.op_type in RANDOM or any(subgraphs(node)):
             continue
         if may_not_run and node.op_type not in _NEVER_FAIL:
             continue
         if all(_is_outside(v, graph) for v in reads(node)):
             graph.remove(node)
-            node.name = None  # the names of nodes are those of one graph
+            node.name = None  # names of nodes are unique in their graph only
             op.graph.append(node)
 
 
@@ -99,7 +100,7 @@ def _is_outside(v: ir.Value, graph: ir.Graph) -> bool:
     return v.is_initializer() or (v.is_graph_input() and v.graph is not graph)
 
 
-class _Room:
+class _Budget:
     """How many elements an iteration of the forward pass carries, reads and returns."""
 
     def __init__(self, back: Iterations) -> None:
@@ -109,18 +110,18 @@ class _Room:
             if size is not None:
                 self._elements[size[1]] += size[0]
 
-    def holds(self, *values: ir.Value | None) -> bool:
-        """Tell whether each of `values` is proven to be no larger."""
+    def covers(self, *values: ir.Value | None) -> bool:
+        """Return whether each of `values` is proven to have no more elements."""
         sizes = [(0, ()) if v is None else _size(v) for v in values]
         return all(s is not None and s[0] <= self._elements[s[1]] for s in sizes)
 
 
 def _size(v: ir.Value) -> tuple[int, tuple[str, ...]] | None:
-    """Return the number of elements of `v`: a number, times symbols; None where it is not known."""
+    """Return the number of elements of `v` as (factor, symbols), or None if it is unknown."""
     shape = dims(v)
     if shape is None or not all(is_stated(d) for d in shape):
         return None
-    number = 1
+    factor = 1
     for d in shape:
-        number *= d if isinstance(d, int) else 1
-    return number, tuple(sorted(d for d in shape if isinstance(d, str)))
+        factor *= d if isinstance(d, int) else 1
+    return factor, tuple(sorted(d for d in shape if isinstance(d, str)))

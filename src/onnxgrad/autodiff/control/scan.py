@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Pairs, hand_out, new
+from onnxgrad.autodiff.control.copies import Pairs, add_output, new
 from onnxgrad.autodiff.control.iterations import Carried, Iterations
 from onnxgrad.autodiff.control.motion import Product, move_out, put_off, show, transcendental
 from onnxgrad.errors import NoGradientRule
@@ -18,88 +18,88 @@ from onnxgrad.graph.tidy import release
 
 @dataclass(frozen=True)
 class Stack:
-    """The slices of `value` along `axis`: from the first on, or with `way` 1 from the last."""
+    """A tensor that is stacked along `axis`; direction 1 reads or writes the last slice first."""
 
     value: ir.Value
     axis: int
-    way: int
+    direction: int
 
 
-_Output = tuple[ir.Value, int, int]  # what the backward body returns, the axis and the way to stack
+_Output = tuple[ir.Value, int, int]  # of the backward body: value, and axis and direction to stack
 
 
 def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) -> Pairs:
     """a_t+1, z_t = f(a_t, x_t, v): as Loop, and dx_t = f_x'ᵀ (da_t+1, dz_t)."""
     count = node.attributes.get_int("num_scan_inputs", 0)
     back = Iterations(op, node, gs, active, len(node.inputs) - count)
-    arriving = {y: new(op, y) for y in back.arriving}
+    cotangents = {y: new(op, y) for y in back.stack_cotangents}
     products, costly = put_off(back), transcendental(back)
-    carried, found = back.differentiate(arriving, [p.y for p in products])
+    carried, gradients = back.differentiate(cotangents, [p.y for p in products])
     show(products)
-    if not carried and not found:
+    if not carried and not gradients:
         release([back.copy.graph])
         return []
-    products = [p for p in products if p.y in found]
-    return _Backward(back, carried, found, products, costly).written(arriving)
+    products = [p for p in products if p.y in gradients]
+    return _Backward(back, carried, gradients, products, costly).write(cotangents)
 
 
 class _Backward:
     """The Scan over the iterations in reverse.
 
-    `found` are the gradients that each iteration has for itself: of elements, and of `products`.
+    `gradients` are those that each iteration returns: of elements, and of the results of
+    `products`. `costly` are results of the forward body that are saved.
     """
 
     def __init__(
         self,
         back: Iterations,
         carried: list[Carried],
-        found: dict[ir.Value, ir.Value],
+        gradients: dict[ir.Value, ir.Value],
         products: list[Product],
         costly: list[ir.Value],
     ) -> None:
         self.back, self.op, self.copy, self.node = back, back.op, back.copy, back.node
-        self.carried, self.found, self.products = carried, found, products
+        self.carried, self.gradients, self.products = carried, gradients, products
         self.costly = costly
-        self.ways = _ways(self.node, "input", len(back.elements))
+        self.input_stacking = _reversed_stacking(self.node, "input", len(back.elements))
 
-    def written(self, arriving: dict[ir.Value, ir.Value]) -> Pairs:
-        """Write it, and return the gradients; `arriving` maps slices that it gives to theirs."""
+    def write(self, cotangents: dict[ir.Value, ir.Value]) -> Pairs:
+        """Write the Scan, and return pairs of a value outside and its gradient.
+
+        `cotangents` maps slices to their cotangents, which are inputs of the backward body.
+        """
         back, op, copy, n = self.back, self.op, self.copy, len(self.carried)
-        stacks = self._stacks(arriving)
-        at_hand = {*back.states, *(v for v, stack in stacks.items() if stack.axis == 0)}
-        factors = [p.a for p in self.products if p.a not in at_hand]
-        single = dict.fromkeys([*self.found.values(), *factors])
-        copy.give([*(c.after for c in self.carried), *single])
-        kept = [*copy.draws(), *copy.take_out(self.costly)]
-        kept += copy.take_out(p.y for p in self.products)
+        stacks = self._stacks(cotangents)
+        available = {*back.states, *(v for v, stack in stacks.items() if stack.axis == 0)}
+        factors = [p.a for p in self.products if p.a not in available]
+        single = dict.fromkeys([*self.gradients.values(), *factors])
+        copy.set_outputs([*(c.after for c in self.carried), *single])
+        saved = [*copy.random_placeholders(), *copy.placeholders(self.costly)]
+        saved += copy.placeholders(p.y for p in self.products)
         used = [a for a in back.states if a.uses() or any(p.a is a for p in self.products)]
-        for v, original in [*kept, *((a, back.original(a)) for a in used)]:
-            stacks[v] = Stack(self._taped(original), 0, 1)
+        for v, original in [*saved, *((a, back.original(a)) for a in used)]:
+            stacks[v] = Stack(self._save(original), 0, 1)
         move_out(copy.graph, op)
-        known = {v: stack for v, stack in stacks.items() if stack.axis == 0}
         inner = dict(zip(single, copy.graph.outputs[n:], strict=True))
 
         of_elements = [
-            (x, (inner[self.found[a]], *way))
-            for a, x, way in zip(back.elements, back.sequences, self.ways, strict=True)
-            if a in self.found
+            (x, (inner[self.gradients[a]], *stacking))
+            for a, x, stacking in zip(
+                back.elements, back.sequences, self.input_stacking, strict=True
+            )
+            if a in self.gradients
         ]
-        of_products: list[tuple[Product, _Output, Stack | _Output]] = []
-        for p in self.products:
-            factor = inner.get(p.a, p.a)
-            a = known.get(factor, (factor, 0, 1))
-            way = a.way if isinstance(a, Stack) else 1
-            of_products.append((p, (inner[self.found[p.y]], 0, way), a))
-        wanted = [g for _, g in of_elements] + [g for _, g, _ in of_products]
-        wanted += [a for *_, a in of_products if not isinstance(a, Stack)]
-        outputs = list(dict.fromkeys(wanted))
-        copy.give([*copy.graph.outputs[:n], *(v for v, *_ in outputs)])
-        made = self._emit(stacks, outputs)
+        of_products = self._product_outputs(stacks, inner)
+        returned = [g for _, g in of_elements] + [g for _, g, _ in of_products]
+        returned += [a for *_, a in of_products if not isinstance(a, Stack)]
+        outputs = list(dict.fromkeys(returned))
+        copy.set_outputs([*copy.graph.outputs[:n], *(v for v, *_ in outputs)])
+        results = self._emit(stacks, outputs)
 
-        stacked = dict(zip(outputs, made[n:], strict=True))
+        stacked = dict(zip(outputs, results[n:], strict=True))
         pairs = [
             (c.of, op.set_type_like(d, c.of))
-            for c, d in zip(self.carried, made, strict=False)
+            for c, d in zip(self.carried, results, strict=False)
             if c.of
         ]
         pairs += [(x, op.set_type_like(stacked[g], x)) for x, g in of_elements if x is not None]
@@ -108,66 +108,86 @@ class _Backward:
             pairs.append((p.w, p.gradient(op, left, stacked[g])))
         return pairs
 
-    def _stacks(self, arriving: dict[ir.Value, ir.Value]) -> dict[ir.Value, Stack]:
+    def _product_outputs(
+        self, stacks: dict[ir.Value, Stack], inner: dict[ir.Value, ir.Value]
+    ) -> list[tuple[Product, _Output, Stack | _Output]]:
+        """Return for each product y = a w what is to be stacked: the cotangent of y, and a.
+
+        If a is in `stacks`, it is already stacked. `inner` maps values to outputs of the body.
+        """
+        first_axis = {v: stack for v, stack in stacks.items() if stack.axis == 0}
+        outputs: list[tuple[Product, _Output, Stack | _Output]] = []
+        for p in self.products:
+            factor = inner.get(p.a, p.a)
+            a = first_axis.get(factor, (factor, 0, 1))
+            direction = a.direction if isinstance(a, Stack) else 1
+            outputs.append((p, (inner[self.gradients[p.y]], 0, direction), a))
+        return outputs
+
+    def _stacks(self, cotangents: dict[ir.Value, ir.Value]) -> dict[ir.Value, Stack]:
+        """Return the stacked tensors of which the backward body reads slices."""
         back = self.back
-        outs = _ways(self.node, "output", len(back.slices))
-        found = {
-            a: Stack(x, *way)
-            for a, x, way in zip(back.elements, back.sequences, self.ways, strict=True)
+        output_stacking = _reversed_stacking(self.node, "output", len(back.slices))
+        stacks = {
+            a: Stack(x, *stacking)
+            for a, x, stacking in zip(
+                back.elements, back.sequences, self.input_stacking, strict=True
+            )
             if x is not None
         }
-        for y, way in zip(back.slices, outs, strict=True):
-            if y in arriving:
-                found[arriving[y]] = Stack(back.arriving[y], *way)
-        return found
+        for y, stacking in zip(back.slices, output_stacking, strict=True):
+            if y in cotangents:
+                stacks[cotangents[y]] = Stack(back.stack_cotangents[y], *stacking)
+        return stacks
 
-    def _taped(self, value: ir.Value) -> ir.Value:
-        """Return the stack of a value of the forward body, which the node returns from now on."""
+    def _save(self, value: ir.Value) -> ir.Value:
+        """Make the forward node stack `value` of its body along axis 0; return the stack."""
         node = self.node
         for name in ("scan_output_axes", "scan_output_directions"):
             if name in node.attributes:
-                given = node.attributes.get_ints(name, ())
-                node.attributes[name] = ir.AttrInt64s(name, [*given, 0])
-        stack = hand_out(self.op, node, "body", value)
+                numbers = node.attributes.get_ints(name, ())
+                node.attributes[name] = ir.AttrInt64s(name, [*numbers, 0])
+        stack = add_output(self.op, node, "body", value)
         lengths, inner = dims(self.back.sequences[0]), dims(value)
         if lengths is not None and inner is not None:
-            stack.shape = ir.Shape([lengths[self.ways[0][0]], *inner])
+            stack.shape = ir.Shape([lengths[self.input_stacking[0][0]], *inner])
         return stack
 
     def _emit(self, stacks: dict[ir.Value, Stack], outputs: list[_Output]) -> list[ir.Value]:
+        """Append the backward Scan; return its outputs: the carried values, then `outputs`."""
         graph = self.copy.graph
-        if lost := [y.name for y in graph.outputs if y.shape is None]:
+        if unranked := [y.name for y in graph.outputs if y.shape is None]:
             raise NoGradientRule(
-                f"{self.copy.where}: onnxruntime runs a Scan over values of known rank only, and "
-                f"that of {lost[0]!r} is not known: state the shapes of the model's inputs"
+                f"{self.copy.where}: onnxruntime runs a Scan only over values of known rank, and "
+                f"the rank of {unranked[0]!r} is unknown: state the shapes of the model's inputs"
             )
         read = {v: stack for v, stack in stacks.items() if v.uses()}
-        if not read:  # something has to tell how often it runs
+        if not read:  # a Scan needs an input that tells the number of iterations
             read = dict([next(iter(stacks.items()))])
         graph.inputs[:] = [*(c.before for c in self.carried), *read]
         attributes = {
             "body": graph,
             "num_scan_inputs": len(read),
             "scan_input_axes": [s.axis for s in read.values()],
-            "scan_input_directions": [s.way for s in read.values()],
+            "scan_input_directions": [s.direction for s in read.values()],
         }
         if outputs:
             attributes["scan_output_axes"] = [axis for _, axis, _ in outputs]
-            attributes["scan_output_directions"] = [way for *_, way in outputs]
+            attributes["scan_output_directions"] = [direction for *_, direction in outputs]
         operands = [*(c.start for c in self.carried), *(s.value for s in read.values())]
         width = len(self.carried) + len(outputs)
-        made = self.op.emit_many("Scan", operands, attributes, width, fresh=True)
+        results = self.op.emit_many("Scan", operands, attributes, width, fresh=True)
         length = next(
             (shape[s.axis] for s in read.values() if (shape := dims(s.value)) is not None), None
         )
-        for (v, axis, _), stack in zip(outputs, made[len(self.carried) :], strict=True):
+        for (v, axis, _), stack in zip(outputs, results[len(self.carried) :], strict=True):
             if axis == 0 and (shape := dims(v)) is not None:
                 stack.shape = ir.Shape([length, *shape])
-        return made
+        return results
 
 
-def _ways(node: ir.Node, kind: str, count: int) -> list[tuple[int, int]]:
-    """Return for each stack the axis and, as the backward pass goes through it, the direction."""
+def _reversed_stacking(node: ir.Node, kind: str, count: int) -> list[tuple[int, int]]:
+    """Return the axis of each stacked input or output, and the direction in the backward pass."""
     get = node.attributes.get_ints
     axes, directions = (get(f"scan_{kind}_{k}", (0,) * count) for k in ("axes", "directions"))
     return [(a, 1 - d) for a, d in zip(axes, directions, strict=True)]

@@ -1,1 +1,1 @@
-"""From any model to the primal, in which rules stay few and short."""
+"""Preparation: any model -> the primal, in the working dialect."""

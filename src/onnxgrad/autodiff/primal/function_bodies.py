@@ -1,4 +1,4 @@
-"""Operators that the specification defines by others: their function bodies in their place."""
+"""Operators that ONNX defines by a function body: inline it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import onnx_ir as ir
 from onnx import defs
 from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass
 
-_FIRST = 18  # bodies of older versions use forms that newer versions lack
+_FIRST = 18  # older bodies use forms of operators that newer opsets lack
 _DOMAIN = "onnxgrad.bodies"
 
 
 def expand(model: ir.Model, nodes: Iterable[ir.Node]) -> bool:
-    """Replace those of `nodes` that have a body by it, in place; tell whether there was one."""
-    found = False
+    """Inline the bodies of those of `nodes` that have one, in place; return whether any has."""
+    expanded = False
     for i, node in enumerate(nodes):
         body = _body(node, model.opset_imports)
         if body is not None:
@@ -26,16 +26,16 @@ def expand(model: ir.Model, nodes: Iterable[ir.Node]) -> bool:
             model.functions[function.identifier()] = function
             _state_defaults(node, model.opset_imports)
             node.domain, node.op_type = function.domain, function.name
-            found = True
-    if found:
+            expanded = True
+    if expanded:
         InlinePass(lambda function: function.domain == _DOMAIN)(model)
         LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         model.opset_imports.pop(_DOMAIN, None)
-    return found
+    return expanded
 
 
 def has_body(schema: Any) -> bool:
-    """Tell whether the specification defines an operator by others, in forms that are known."""
+    """Return whether ONNX defines the operator by a function body of opset 18 or newer."""
     versions = (
         *schema.function_opset_versions,
         *schema.context_dependent_function_opset_versions,
@@ -44,28 +44,28 @@ def has_body(schema: Any) -> bool:
 
 
 def _body(node: ir.Node, opsets: dict[str, int]) -> onnx.FunctionProto | None:
-    """Return the newest body that the specification has for `node`, or None."""
+    """Return the newest function body that ONNX has for `node`, or None."""
     opset = opsets.get(node.domain, 0)
     if not opset or not defs.has(node.op_type, opset, node.domain):
         return None
     schema: Any = defs.get_schema(node.op_type, opset, node.domain)
     fixed = [v for v in schema.function_opset_versions if _FIRST <= v <= opset]
     dependent = [v for v in schema.context_dependent_function_opset_versions if v <= opset]
-    made = onnx.FunctionProto()
+    body = onnx.FunctionProto()
     if fixed:
-        made.ParseFromString(schema.get_function_with_opset_version(max(fixed)))
+        body.ParseFromString(schema.get_function_with_opset_version(max(fixed)))
     elif dependent and max(dependent) >= _FIRST:
         types = [_type(x).SerializeToString() for x in node.inputs]
         proto = ir.to_proto(node).SerializeToString()
         text = schema.get_context_dependent_function_with_opset_version(
             max(dependent), proto, types
         )
-        made.ParseFromString(text)
-    return made if made.node else None
+        body.ParseFromString(text)
+    return body if body.node else None
 
 
 def _state_defaults(node: ir.Node, opsets: dict[str, int]) -> None:
-    """Write the attributes that `node` leaves out, for the references to them in its body."""
+    """Add the default attributes that `node` omits, as its body refers to them."""
     schema = defs.get_schema(node.op_type, opsets[node.domain], node.domain)
     for name, attribute in schema.attributes.items():
         if name not in node.attributes and attribute.default_value.name:

@@ -1,4 +1,4 @@
-"""Local functions: bound to the attributes of each call, and inlined."""
+"""Local functions: specialized for the attributes of each call, and inlined."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from onnxgrad.model.weights import lift, sites, take_out
 
 Key = tuple[str, str, str]  # domain, name, overload
 
-_MARK = "onnxgrad.site:"  # begins the name of a Constant's tensor that stands for a site
-_LARGE = 1024  # elements: a larger tensor is not repeated for every call
+_MARK = "onnxgrad.site:"  # prefix of a Constant's tensor name: it stands for that initializer
+_LARGE = 1024  # elements: larger tensors are not copied for every call
 
 
 @escaping()
 def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
-    """Return a copy of `proto` with the nodes of its local functions in place of their calls.
+    """Return a copy of `proto` in which calls of its local functions are inlined.
 
-    A constant of a function becomes one initializer, which all calls share. Functions that have a
-    rule stay. In the copy, every subgraph returns results of its own nodes, each once. With
-    `lifted`, all constants are initializers of the main graph, by the names that `sites` gives.
+    A constant of a function becomes one initializer, which all calls share. Calls of functions that
+    have a rule are not inlined. In the copy, every subgraph returns results of its own nodes, each
+    once. With `lifted`, all constants are initializers of the main graph, named as by `sites`.
 
     Raises:
         ModelError: a function calls itself.
@@ -49,11 +49,11 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     model.CopyFrom(proto)
     use_standard_domain(model)
     declare_once(model)
-    everything = list(sites(model))  # the names: what follows adds others
+    refs = list(sites(model))  # before other constants are added
     if lifted:
-        lift(model, everything)
-    tensors = _mark_constants(everything)
-    names = {site.name for site in everything}
+        lift(model, refs)
+    tensors = _mark_constants(refs)
+    names = {ref.name for ref in refs}
     unshadow(model, names)
     own_results(model, names)
     if model.functions:
@@ -72,17 +72,17 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
 
 @escaping()
 def raise_opset(proto: ModelProto) -> ModelProto:
-    """Return `proto`, or where its opset is below the working one, a copy at that.
+    """Return `proto`, or a copy converted to the working opset if its own is older.
 
     Raises:
-        ModelError: it cannot be converted.
+        ModelError: `proto` cannot be converted.
     """
     version = max((o.version for o in proto.opset_import if not standard(o.domain)), default=0)
     if version >= WORKING_OPSET:
         return proto
     model = inlined(proto)  # the converter drops functions
     version = _opset(model) or 0
-    if not version:  # only ai.onnx.ml so far: the gradient will need the standard operators
+    if not version:  # only ai.onnx.ml: the gradient needs the standard operators too
         model.opset_import.add(domain="", version=WORKING_OPSET)
     if not version or version >= WORKING_OPSET:
         return model
@@ -103,7 +103,7 @@ def _opset(holder: ModelProto | FunctionProto) -> int | None:
 
 
 def _of_one_opset(model: ModelProto) -> ModelProto:
-    """Return `model` and its functions, which are written to, at the newest opset among them."""
+    """Return `model` at the newest opset among it and its functions, which are modified."""
     version = _opset(model)
     target = max(v for v in (version, *map(_opset, model.functions)) if v is not None)
     for function in model.functions:
@@ -119,6 +119,7 @@ def _of_one_opset(model: ModelProto) -> ModelProto:
 
 
 def _raise_function(function: FunctionProto, target: int) -> None:
+    """Convert `function` to opset `target`, in place."""
     version = _opset(function)
     if version is None or version == target:
         return
@@ -143,7 +144,7 @@ def _raise_function(function: FunctionProto, target: int) -> None:
 
 
 def _since(op_type: str, version: int) -> int | None:
-    """Return the opset in which an operator became what it is at `version`."""
+    """Return the opset that last changed the operator, up to `version`."""
     exists = defs.has(op_type, version)
     return defs.get_schema(op_type, version).since_version if exists else None
 
@@ -151,40 +152,43 @@ def _since(op_type: str, version: int) -> int | None:
 # -- constants ---------------------------------------------------------------------------------
 
 
-def _mark_constants(everything: Iterable[ConstantRef]) -> list[TensorProto]:
+def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
     """Mark the constants of functions by their names; return them as initializers."""
     tensors = []
-    for site in everything:
-        if site.function is None and site.attribute is None:
+    for ref in refs:
+        if ref.function is None and ref.attribute is None:
             continue
-        if _holder(site) in RULES:
+        if _function_of(ref) in RULES:
             continue
         tensor = TensorProto()
-        tensor.CopyFrom(site.read())
-        tensor.name = site.name
+        tensor.CopyFrom(ref.read())
+        tensor.name = ref.name
         tensors.append(tensor)
-        _mark(site)
+        _mark(ref)
     return tensors
 
 
-def _holder(site: ConstantRef) -> tuple[str, str] | None:
-    """Return the local function that has the constant, as a body or as an attribute of a call."""
-    if site.function is not None:
-        return site.function.domain, site.function.name
-    return None if site.node is None else (site.node.domain, site.node.op_type)
+def _function_of(ref: ConstantRef) -> tuple[str, str] | None:
+    """Return domain and name of the function whose body, or whose call, contains the constant."""
+    if ref.function is not None:
+        return ref.function.domain, ref.function.name
+    return None if ref.node is None else (ref.node.domain, ref.node.op_type)
 
 
-def _mark(site: ConstantRef) -> None:
-    """Let a marked Constant node stand for `site`."""
+def _mark(ref: ConstantRef) -> None:
+    """Replace the constant by a Constant node whose tensor name is `_MARK` and the name of `ref`.
+
+    Inlining copies that node for every call, and `_share_constants` then finds all copies.
+    """
     mark = TensorProto()
-    mark.CopyFrom(site.read())
-    mark.name = _MARK + site.name
-    if site.attribute is not None:  # of a call: other nodes than a Constant may read it, too
-        site.attribute.t.CopyFrom(mark)
+    mark.CopyFrom(ref.read())
+    mark.name = _MARK + ref.name
+    if ref.attribute is not None:  # of a call: not only Constant nodes may refer to it
+        ref.attribute.t.CopyFrom(mark)
         return
     if prod(mark.dims) > _LARGE:
         mark = TensorProto(name=mark.name, data_type=mark.data_type, dims=[0])
-    node = site.node
+    node = ref.node
     if node is not None and node.op_type == "Constant":
         del node.attribute[:]
         node.attribute.add(name="value", type=AttributeProto.TENSOR, t=mark)
@@ -192,15 +196,15 @@ def _mark(site: ConstantRef) -> None:
     constant = NodeProto(op_type="Constant")
     constant.attribute.add(name="value", type=AttributeProto.TENSOR, t=mark)
     if node is None:  # an initializer of a subgraph
-        constant.output.append(site.take_away())
+        constant.output.append(ref.take_away())
     else:
-        constant.output.append(f"{node.output[0]}.{site.name}")
-        site.as_operand(constant.output[0])
-    site.graph.node.insert(0, constant)
+        constant.output.append(f"{node.output[0]}.{ref.name}")
+        ref.as_operand(constant.output[0])
+    ref.graph.node.insert(0, constant)
 
 
 def _share_constants(model: ModelProto) -> None:
-    """Let initializers of the main graph take over from the marked Constants of all calls."""
+    """Replace the marked Constants of all inlined calls by initializers of the main graph."""
     for graph in [model.graph, *(g for n in all_nodes(model.graph.node) for g in subgraphs(n))]:
         for node in [n for n in graph.node if n.op_type == "Constant"]:
             mark = node.attribute[0].t.name if node.attribute else ""
@@ -212,33 +216,35 @@ def _share_constants(model: ModelProto) -> None:
 
 
 def _bind(model: ModelProto) -> list[FunctionProto]:
-    """Let every call be one of a function without attributes, in which those of the call stand.
+    """Specialize functions for the attributes of each call, as the inliner ignores their defaults.
 
-    The inliner forgets the defaults of attributes. Return the functions that have a rule, with
-    those that they call, which are no longer in `model`: their calls state every attribute.
+    Functions that have a rule are removed from `model` instead, with those that they call, and
+    returned; their calls state every attribute.
     """
     functions = {_key(f): f for f in model.functions}
     bound: dict[tuple[Key, bytes], FunctionProto] = {}
-    reading: list[Key] = []  # the calls that lead to where we are
+    stack: list[Key] = []  # the functions that are being specialized, from the outermost
 
     def name_of(key: Key, attributes: dict[str, AttributeProto]) -> str:
-        said = b"".join(attributes[n].SerializeToString() for n in sorted(attributes))
-        if (key, said) not in bound:
-            if key in reading:
+        """Return the name of the function `key` for these attributes, specialized if need be."""
+        serialized = b"".join(attributes[n].SerializeToString() for n in sorted(attributes))
+        if (key, serialized) not in bound:
+            if key in stack:
                 raise ModelError(f"the local function {key[1]!r} of {key[0]!r} calls itself")
-            reading.append(key)
+            stack.append(key)
             copy = FunctionProto()
             copy.CopyFrom(functions[key])
             _put_in(copy.node, attributes)
             for field in ("attribute", "attribute_proto", "overload", "value_info"):
                 copy.ClearField(field)
             copy.name = f"{copy.name}.{len(bound)}"
-            bound[key, said] = copy
-            call(copy.node)
-            reading.pop()
-        return bound[key, said].name
+            bound[key, serialized] = copy
+            bind_calls(copy.node)
+            stack.pop()
+        return bound[key, serialized].name
 
-    def call(nodes: Iterable[NodeProto]) -> None:
+    def bind_calls(nodes: Iterable[NodeProto]) -> None:
+        """Replace the functions that `nodes` call by specialized ones."""
         for node in all_nodes(nodes):
             key = (node.domain, node.op_type, node.overload)
             if key not in functions:
@@ -253,9 +259,9 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
                 node.op_type = name_of(key, stated)
                 node.overload = ""
 
-    call(model.graph.node)
-    kept = _reachable(functions, [key for key in functions if key[:2] in RULES])
-    ruled = [f for key, f in functions.items() if key in kept]
+    bind_calls(model.graph.node)
+    with_rule = _reachable(functions, [key for key in functions if key[:2] in RULES])
+    ruled = [f for key, f in functions.items() if key in with_rule]
     del model.functions[:]
     model.functions.extend(bound.values())
     return ruled
@@ -266,8 +272,9 @@ def _key(function: FunctionProto) -> Key:
 
 
 def _reachable(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]:
+    """Return `keys` and those of all functions that they call, directly or not."""
     reached = list(dict.fromkeys(keys))
-    for key in reached:  # which grows
+    for key in reached:  # grows while it is read
         for node in all_nodes(functions[key].node):
             called = (node.domain, node.op_type, node.overload)
             if called in functions and called not in reached:
@@ -276,7 +283,7 @@ def _reachable(functions: dict[Key, FunctionProto], keys: list[Key]) -> set[Key]
 
 
 def _put_in(nodes: Iterable[NodeProto], attributes: dict[str, AttributeProto]) -> None:
-    """Replace references to attributes of a function by their values; drop those without one."""
+    """Replace references to function attributes by their values; remove those without a value."""
     for node in all_nodes(nodes):
         if not any(a.ref_attr_name for a in node.attribute):
             continue

@@ -1,8 +1,8 @@
-"""Any model -> the working dialect, in which rules stay few and short.
+"""`prepare`: any model -> the working dialect, so that rules stay few and short.
 
 The dialect: opset 18 to 26, no local functions, no tensor `Constant` nodes, no initializer that is
-also an input, every unnamed input axis named; what has no rule is rewritten to what has one: by a
-lowering, or by its function body in the specification.
+also an input, a symbol for every input axis without one. Operators without a rule are replaced by a
+lowering, or by their function body in ONNX.
 """
 
 from __future__ import annotations
@@ -42,18 +42,21 @@ def prepare(
     on_demand: bool = False,
     own: bool = False,
 ) -> ir.Model:
-    """Return `proto` in the working dialect, types and shapes filled in; `proto` stays as it is.
+    """Return a copy of `proto` in the working dialect, with inferred types and shapes.
 
-    With `batch`, the first axis of every input that is not of a fixed length gets that symbol:
-    the caller knows that they all have the same number of rows. With `output`, only that output
-    is kept, and what it needs. `keep` names results of nodes that keep their names.
-    With `on_demand`, operators are lowered too that else wait until a gradient arrives. With `own`,
-    `proto` was written from a prepared model: the shapes that it states are believed.
+    Args:
+        proto: the model.
+        batch: symbol for the first axis of every input that is not static, if the caller knows that
+            they all have the same number of rows.
+        output: name of the only output to keep, with the nodes that it needs; None: all.
+        keep: names of node outputs that keep their names.
+        on_demand: also lower the operators that the sweep lowers if they have a gradient.
+        own: `proto` was written from a prepared model: trust the shapes that it states.
     """
     table = LOWERINGS | ON_DEMAND if on_demand else LOWERINGS
     model = to_ir(raise_opset(inlined(proto, lifted=True)))
     RemoveInitializersFromInputsPass()(model)
-    _tell_apart(model.graph)
+    _separate_repeated_outputs(model.graph)
     if output is not None:
         kept = [y for y in model.graph.outputs if y.name == output]
         if not kept:
@@ -64,13 +67,13 @@ def prepare(
         name_rows(model.graph, batch)
     note_ranks(model.graph.all_nodes())
     stated = {} if own else forget_stated(model.graph)
-    trust_branches = output is not None  # a loss needs to know, and trainers check what they feed
+    trust_branches = output is not None  # for a loss: trainers check the shapes that they feed
     infer(model, trust_branches)
     if complete_stated(model.graph, stated):
         infer(model, trust_branches)
     _lower(model, table, keep)
     while function_bodies.expand(
-        model, [n for n in model.graph.all_nodes() if _has_no_other_way(model, n)]
+        model, [n for n in model.graph.all_nodes() if _needs_body(model, n)]
     ):
         infer(model, trust_branches)
         _lower(model, table, keep)
@@ -81,8 +84,8 @@ def prepare(
     return model
 
 
-def _tell_apart(graph: ir.Graph) -> None:
-    """Let an output that is listed several times be several values: each has a cotangent."""
+def _separate_repeated_outputs(graph: ir.Graph) -> None:
+    """Copy an output that the graph lists several times, so that each has its own cotangent."""
     listed: set[ir.Value] = set()
     for i, y in enumerate(list(graph.outputs)):
         if y in listed:
@@ -94,28 +97,28 @@ def _tell_apart(graph: ir.Graph) -> None:
 
 
 def listed_as(y: ir.Value) -> ir.Value:
-    """Return the output that the model lists several times, of which `y` may be a copy."""
+    """Return the output of which `y` is a copy, if the model lists it several times; else `y`."""
     return y.meta.get(_LISTED_AS, y)
 
 
-def _has_no_other_way(model: ir.Model, node: ir.Node) -> bool:
-    """Tell whether `node` has neither rule nor lowering, or is too new for the runtime."""
+def _needs_body(model: ir.Model, node: ir.Node) -> bool:
+    """Return whether `node` has neither rule nor lowering, or is too new for the runtime."""
     key = (node.domain, node.op_type)
-    known = (
+    supported = (
         key in RULES
         or key in NON_DIFFERENTIABLE
         or key in LOWERINGS
         or node.op_type in SUBGRAPH_RULES
     )
-    return not known or not exists(node, min(model.opset_imports[""], NEWEST_OPSET))
+    return not supported or not exists(node, min(model.opset_imports[""], NEWEST_OPSET))
 
 
 def _free_outputs(model: ir.Model) -> None:
-    """Let no output of a graph be the result of an operator that may be lowered later."""
-    waiting = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in ON_DEMAND]
-    given = [(n.graph, y) for n in waiting for y in n.outputs if y.is_graph_output()]
-    main = Emit(model.graph) if given else None
-    for graph, y in given:
+    """Copy graph outputs of operators that may be lowered later, which replaces their results."""
+    on_demand = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in ON_DEMAND]
+    outputs = [(n.graph, y) for n in on_demand for y in n.outputs if y.is_graph_output()]
+    main = Emit(model.graph) if outputs else None
+    for graph, y in outputs:
         assert isinstance(graph, ir.Graph)
         op = Emit(graph, outer=main)
         result = op.set_type_like(op.copy_of(y), y)
@@ -124,20 +127,21 @@ def _free_outputs(model: ir.Model) -> None:
 
 
 def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:
-    """Rewrite the operators of `table`, and fill in what is known of the shapes then.
+    """Apply the lowerings of `table`, and infer the shapes of the new nodes.
 
-    Inference stops at operators of other domains, and so it is carried on from one to the next.
+    onnx's inference stops at operators of other domains; so shapes are inferred up to each of them
+    before it is lowered.
     """
     waiting = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in table]
-    stuck = False  # whether inputs of all that wait stay without a rank
+    stuck = False  # whether the inputs of all waiting nodes remain without a rank
     opset = model.opset_imports[""]
     while waiting:
         left, inferred = list[ir.Node](), set[ir.Node]()
         main = Emit(model.graph)
         emitters: dict[ir.Graph, Emit] = {model.graph: main}
-        stops = any(node.domain or not exists(node, opset) for node in waiting)
+        foreign = any(node.domain or not exists(node, opset) for node in waiting)
         for node in waiting:
-            if stops:
+            if foreign:  # onnx infers no shape after such a node
                 infer_behind(node, opset, inferred)
             if node.domain and not stuck and rank(node.inputs[0]) is None:
                 left.append(node)
@@ -145,17 +149,17 @@ def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:
             assert isinstance(node.graph, ir.Graph)
             op = emitters.setdefault(node.graph, Emit(node.graph, outer=main))
             with op.at(node):
-                made = table[node.domain, node.op_type](op, node)
-                if made is not None:
-                    _replace(op, node, made, keep)
+                outputs = table[node.domain, node.op_type](op, node)
+                if outputs is not None:
+                    _replace(op, node, outputs, keep)
         stuck = len(left) == len(waiting)
-        if stops or any(op.wrote for op in emitters.values()):
+        if foreign or any(op.wrote for op in emitters.values()):
             infer(model)
         waiting = left
 
 
 def _drop_imports(model: ir.Model) -> None:
-    """Drop the domains of which no operator is left, or never was one: optimizers state many."""
+    """Remove the opset imports of domains that no node uses."""
     functions = model.functions.values()
     graphs = (model.graph, *(function.graph for function in functions))
     used = {n.domain for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)}
@@ -163,8 +167,9 @@ def _drop_imports(model: ir.Model) -> None:
         del model.opset_imports[domain]
 
 
-def _replace(op: Emit, node: ir.Node, made: list[ir.Value], keep: Collection[str]) -> None:
-    for old, new in zip(node.outputs, made, strict=True):
+def _replace(op: Emit, node: ir.Node, outputs: list[ir.Value], keep: Collection[str]) -> None:
+    """Replace `node` by nodes that compute `outputs`; graph outputs and `keep` keep their names."""
+    for old, new in zip(node.outputs, outputs, strict=True):
         if old in op.graph.outputs or old.name in keep:
             new = op.copy_of(new)
             new.name, old.name = old.name, None

@@ -1,4 +1,4 @@
-"""A model as its user has it, as a function of its inputs and weights."""
+"""The user's model, unchanged, as a function of its inputs and weights."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from onnxgrad.model.convert import to_ir
 from onnxgrad.model.weights import replace, sites
 
 
-class ModelAsGiven:
-    """The float outputs of a model, for values of its inputs and of its weights.
+class OriginalModel:
+    """The float outputs of a model as a function of its inputs and weights.
 
-    Nothing of the model is rewritten. Initializers become inputs; every other weight is written to
-    where the model keeps it, which takes a session each time.
+    No node is rewritten. Initializers become inputs. Other weights, such as attributes, are written
+    into the model, which takes a new session for every value.
 
     Args:
         proto: the model, never modified.
-        load: makes a function of a model.
-        weights: names of its weights, as `sites` has them.
+        load: returns the function that runs a model.
+        weights: names of its weights, as `sites` returns them.
 
     Raises:
         NoKernelError: the runtime cannot run the model.
@@ -39,26 +39,26 @@ class ModelAsGiven:
         self._function, self._fed = load(_with_inputs(self._proto, fed)), set(fed)
 
     def __call__(self, values: Feed) -> list[np.ndarray]:
-        """Return the float outputs; weights that `values` lacks are those of the model."""
+        """Return the float outputs; weights that are not in `values` are those of the model."""
         feed = {name: x for name, x in values.items() if name in self._inputs}
         weights = {name: values.get(name, array) for name, array in self._weights.items()}
-        moved = {
+        changed = {
             name: array
             for name, array in weights.items()
             if not np.array_equal(array, self._weights[name], equal_nan=True)
         }
-        if moved.keys() <= self._fed:
+        if changed.keys() <= self._fed:
             return self._function(feed | {name: weights[name] for name in self._fed})
-        return self._load(replace(self._proto, moved))(feed)
+        return self._load(replace(self._proto, changed))(feed)
 
-    def held(self, name: str, x: np.ndarray) -> np.ndarray:
-        """Return `x` as the model can hold it: attributes are of float32 in every model."""
+    def rounded(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return `x` rounded to the dtype in which the model stores it: attributes are float32."""
         weight = self._weights.get(name)
         return x if weight is None else x.astype(weight.dtype).astype(x.dtype)
 
 
 def in_precision(proto: ModelProto, dtype: ir.DataType) -> ModelProto:
-    """Return `proto` with its floats in another type, and nothing else changed."""
+    """Return `proto` with all floats in `dtype`, and nothing else changed."""
     model = to_ir(proto)
     set_precision(model, dtype)
     converted = ir.to_proto(model)
@@ -67,16 +67,17 @@ def in_precision(proto: ModelProto, dtype: ir.DataType) -> ModelProto:
 
 
 def _readable(proto: ModelProto) -> ModelProto:
+    """Return `proto` with an IR version that onnxruntime accepts."""
     if proto.ir_version <= 13:
         return proto
     copy = ModelProto()
     copy.CopyFrom(proto)
-    copy.ir_version = 13  # onnxruntime refuses later ones unread
+    copy.ir_version = 13
     return copy
 
 
 def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
-    """Return `proto` with initializers among its inputs, so that others can be fed."""
+    """Return `proto` with the named initializers among its inputs, so that they can be fed."""
     copy = ModelProto()
     copy.CopyFrom(proto)
     copy.ir_version = max(copy.ir_version, 4)

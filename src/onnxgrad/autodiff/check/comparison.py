@@ -1,0 +1,298 @@
+"""One comparison of gradients with central differences, by one runtime in one precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, nan
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.check.original_model import OriginalModel, in_precision
+from onnxgrad.autodiff.check.report import GradientReport, GradientRow
+from onnxgrad.autodiff.check.runtimes import (
+    DEFAULT_ACCURACY,
+    Accuracy,
+    Feed,
+    Function,
+    NoKernelError,
+    on_either,
+    on_onnxruntime,
+    on_reference,
+)
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import Dims, dims, is_real
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_ir, to_proto
+
+_FLOOR = 1e-5  # relative to the size of the outputs: smaller differences are rounding
+_EPS32 = float(np.finfo(np.float32).eps)  # constants that `prepare` folds are of float32
+_ROUGH = 1e-5  # outputs that differ more in float64 come from a kernel that approximates
+_STEPS = (1e-3, 1e-4, 1e-5, 1e-6)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A runtime and a precision, and the step sizes and tolerance that go with them."""
+
+    name: str
+    load: Callable[[ModelProto], Function]
+    dtype: Any
+    rtol: float
+    steps: tuple[float, ...]  # a smaller step may avoid a kink that lies within a larger one
+    max_order: int = 2
+
+    def convert(self, proto: ModelProto) -> ModelProto:
+        """Return `proto` in the precision of this method."""
+        return in_precision(proto, ir.DataType.DOUBLE) if self.dtype is np.float64 else proto
+
+    def either(self, proto: ModelProto) -> Function:
+        """Return the function that runs `proto` on this runtime, or else on the other one."""
+        other = on_onnxruntime if self.load is on_reference else on_reference
+        return on_either(proto, self.load, other)
+
+
+METHODS = (
+    Method("float64 on onnxruntime", on_onnxruntime, np.float64, 1e-6, _STEPS),
+    Method("float64 on onnx.reference", on_reference, np.float64, 1e-6, _STEPS),
+    Method("float32 on onnxruntime", on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
+)
+COARSE = replace(
+    METHODS[-1], load=on_either, name="float32", rtol=DEFAULT_ACCURACY.differences, max_order=1
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A model and what is to be checked of it."""
+
+    original: ModelProto  # the user's model
+    primal: ModelProto  # it in the working dialect, the weights as inputs
+    point: Feed
+    wrt: list[str]
+    weights: Sequence[str]
+    values: list[np.ndarray]  # float outputs of the user's model at `point`
+    accuracy: Accuracy  # of the kernels that compute `values`
+    rtol: float | None
+    order: int
+    seed: int
+
+
+class _GradientModel:
+    """The model of the gradients, and of the outputs of `model`, into which it is written.
+
+    Attributes:
+        cotangents: `{name of a cotangent input: its shape}`, one for each float output.
+        names: the names of `wrt` that have a gradient.
+        proto: the model, whose outputs are the gradients, then the float outputs.
+    """
+
+    def __init__(self, model: ir.Model, wrt: list[str]) -> None:
+        """`model` is in the working dialect."""
+        graph, op = model.graph, Emit(model.graph)
+        inputs = {str(x.name): x for x in graph.inputs}
+        seeds = {y: _cotangent(op, y) for y in graph.outputs if is_real(y)}
+        self.cotangents = {str(g.name): dims(g) for g in seeds.values()}
+        graph.inputs.extend(seeds.values())
+        gradients = sweep(op, seeds, [inputs[name] for name in wrt])
+        protected = set(graph.inputs)
+        gs = [op.name_output(g, f"{x.name}_grad", x, protected) for x, g in gradients.items()]
+        graph.outputs[:] = [*gs, *seeds]
+        self.names = [str(x.name) for x in gradients]
+        tidy(model)
+        self.proto = to_proto(model)
+
+    def without_outputs(self) -> ModelProto:
+        """Return the model of the gradients alone."""
+        model = ModelProto()
+        model.CopyFrom(self.proto)
+        del model.graph.output[len(self.names) :]
+        return model
+
+
+def _cotangent(op: Emit, y: ir.Value) -> ir.Value:
+    return ir.Value(name=op.name(f"{y.name}_grad"), type=y.type, shape=y.shape)
+
+
+def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
+    """Return the report of one comparison.
+
+    Args:
+        method: how to compute.
+        problem: what to check.
+        original: take differences of the user's model, rather than of the primal.
+
+    Raises:
+        NoKernelError: the runtime cannot run the model in this precision, or not precisely.
+        ValueError: the outputs of the model are random.
+    """
+    rng = np.random.default_rng(problem.seed)
+    primal = method.convert(problem.primal)
+    model = to_ir(primal)
+    dtypes = {x.name: x.dtype for x in model.graph.inputs if x.dtype is not None}
+    point = {n: x.astype(dtypes[n].numpy()) for n, x in problem.point.items() if n in dtypes}
+    function: Function
+    if original:
+        function = OriginalModel(method.convert(problem.original), method.load, problem.weights)
+    else:
+        function = method.load(primal)
+    precise = original and method.dtype is np.float64
+    outputs = _outputs(function, point, problem, precise)
+    rtol = method.rtol if problem.rtol is None else problem.rtol
+    if method is COARSE:
+        rtol = max(rtol, problem.accuracy.differences)
+
+    rows: list[GradientRow] = []
+    wrt, last = problem.wrt, min(problem.order, method.max_order)
+    for order in range(1, last + 1):
+        gradient = _GradientModel(model, wrt)
+        factors = [np.where(np.isfinite(y), _normal(rng, y), 0).astype(y.dtype) for y in outputs]
+        pairs = zip(gradient.cotangents.items(), factors, strict=True)
+        cotangents = {name: _of_rank(u, shape) for (name, shape), u in pairs}
+        run, n = method.either(gradient.proto), len(gradient.names)
+        results = run(point | cotangents)
+        if order == 1:
+            values = results[n:]
+            rows.append(_row_of_values(values, problem.values, problem.accuracy.outputs))
+            if precise and _ROUGH < _row_of_values(values, outputs, _ROUGH).error < 1e-2:
+                raise NoKernelError("a kernel approximates")
+        gradients = dict(zip(gradient.names, results[:n], strict=True))
+        weighted = _WeightedSum(function, point, outputs, factors, gradients)
+        rows += [
+            _row(method, weighted, name, _normal(rng, point[name]), rtol, order) for name in wrt
+        ]
+        if order < last:
+            wrt, point, outputs = [*wrt, *cotangents], point | cotangents, results[:n]
+            model = prepare(gradient.without_outputs(), own=True)
+            function = partial(_first, n, run)
+    return GradientReport(tuple(rows), method.name)
+
+
+def _outputs(function: Function, point: Feed, problem: Problem, precise: bool) -> list[np.ndarray]:
+    """Return the outputs at `point`, which must not be random, and if `precise`, be of float64."""
+    outputs, again = function(point), function(point)
+    if not all(np.array_equal(a, b, equal_nan=True) for a, b in zip(again, outputs, strict=True)):
+        raise ValueError("two runs differ: a model whose outputs are random cannot be checked")
+    if precise:
+        if any(y.dtype != np.float64 for y in outputs):
+            raise NoKernelError("a part of the model does not compute in float64")
+        if not _row_of_values(outputs, problem.values, problem.accuracy.outputs).ok:
+            raise NoKernelError("in float64, the outputs are not those of the model")
+    return outputs
+
+
+def _first(n: int, function: Function, feed: Feed) -> list[np.ndarray]:
+    return function(feed)[:n]
+
+
+def _of_rank(u: np.ndarray, shape: Dims | None) -> np.ndarray:
+    """Return `u` with the rank of `shape`.
+
+    onnxruntime may return the stack of a Loop that runs zero times with too few axes.
+    """
+    if u.size or shape is None or len(shape) == u.ndim:
+        return u
+    return np.zeros([0, *(d if isinstance(d, int) else 0 for d in shape[1:])], u.dtype)
+
+
+@dataclass(frozen=True)
+class _WeightedSum:
+    """The scalar function sum(u y) of the outputs y at a point, with factors u; its gradients."""
+
+    function: Function
+    point: Feed
+    outputs: Sequence[np.ndarray]
+    factors: Sequence[np.ndarray]
+    gradients: Mapping[str, np.ndarray]
+
+    def __call__(self, name: str, x: np.ndarray) -> float:
+        """Return sum(u y) at another value of one variable."""
+        outputs = self.function({**self.point, name: x})
+        return sum(_dot(u, y) for u, y in zip(self.factors, outputs, strict=True))
+
+    @property
+    def size(self) -> float:
+        """Return sum(|u y|), which bounds the rounding errors of sum(u y)."""
+        return sum(
+            _dot(np.abs(u), np.abs(y)) for u, y in zip(self.factors, self.outputs, strict=True)
+        )
+
+    @np.errstate(invalid="ignore")
+    def difference(self, name: str, v: np.ndarray) -> tuple[float, float]:
+        """Return the derivative along v by differences, and according to the gradient.
+
+        The third and fourth orders of the differences cancel. A variable that the model stores in
+        float32 moves by rounded steps, and both results are for those.
+        """
+        x, g = self.point[name], self.gradients.get(name)
+        rounded = getattr(self.function, "rounded", lambda name, x: x)
+        by_differences = by_gradient = 0.0
+        for step, share in ((v, -1 / 6), (v / 2, 8 / 6)):
+            ahead, back = (rounded(name, np.asarray(x + s)) for s in (step, -step))
+            by_differences += share * (self(name, ahead) - self(name, back))
+            if g is not None:  # an infinite element does not move: its gradient must be zero
+                moved = np.where(np.isfinite(x), ahead - back, 2 * step)
+                by_gradient += share * float(np.vdot(g, moved))
+        return by_differences, by_gradient
+
+
+def _row(
+    method: Method, f: _WeightedSum, name: str, v: np.ndarray, rtol: float, order: int
+) -> GradientRow:
+    """Return the comparison of the derivatives of `f` along v, for the step that agrees best."""
+    floor = _FLOOR * f.size + float(np.finfo(method.dtype).eps) / (method.steps[0] * method.rtol)
+    terms = np.abs(v * f.gradients.get(name, 0.0))  # which may cancel in their sum
+    floor += _EPS32 / method.rtol * float(terms.sum(where=np.isfinite(terms)))
+    tried: list[tuple[float, float, float]] = []
+    for h in method.steps:
+        expected, computed = np.divide(f.difference(name, h * v), h).tolist()
+        tried.append((_error(computed, expected, floor), expected, computed))
+        if tried[-1][0] < 1e-3 * method.rtol:  # good enough
+            break
+    finite = [row for row in tried if np.isfinite(row[0])]
+    error, expected, computed = min(finite or tried[:1])
+    return GradientRow(name, expected, computed, error, rtol, order)
+
+
+def _normal(rng: np.random.Generator, like: np.ndarray) -> np.ndarray:
+    return np.asarray(rng.standard_normal(np.shape(like))).astype(like.dtype)
+
+
+def _dot(u: np.ndarray, y: np.ndarray) -> float:
+    """Return sum(u y) over nonzero u, where y may be infinite elsewhere; NaN if shapes differ."""
+    if u.shape != y.shape:
+        return nan
+    counted = u != 0
+    return float(np.dot(u[counted], y[counted]))
+
+
+def _error(computed: float, expected: float, floor: float) -> float:
+    """Return the relative error; `floor` is added to the size that it is relative to."""
+    scale = max(abs(computed), abs(expected)) + floor
+    return abs(computed - expected) / scale if scale else 0.0
+
+
+def _row_of_values(
+    computed: list[np.ndarray], expected: list[np.ndarray], rtol: float
+) -> GradientRow:
+    """Compare the largest difference of outputs with the largest finite output.
+
+    Infinity counts as the largest number of float32, which some kernels return in place of it.
+    """
+    largest = float(np.finfo(np.float32).max)
+    a, b = (
+        np.clip(np.concatenate([np.ravel(y).astype(np.float64) for y in ys]), -largest, largest)
+        for ys in (computed, expected)
+    )
+    if not a.size:
+        return GradientRow("(outputs)", 0.0, 0.0, 0.0, rtol)
+    off = np.where(np.isnan(a) | np.isnan(b), inf, np.abs(a - b))
+    worst = int(np.argmax(off))
+    error = float(off[worst] / (np.abs(b).max(where=np.abs(b) < largest, initial=0.0) or 1.0))
+    return GradientRow("(outputs)", float(b[worst]), float(a[worst]), error, rtol)
