@@ -647,7 +647,7 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
         ({"learning_loss": "sqare"}, (X, Y), "Unknown loss 'sqare'. Did you mean 'square'"),
         ({"learning_penalty": "elastik"}, (X, Y), "Unknown penalty 'elastik'. Did you mean"),
         ({"learning_penalty": {"W": 1}}, (X, Y), "Unknown weight in penalty 'W'. Did you mean 'w'"),
-        ({"learning_penalty": {"w": 0}}, (X, Y), "penalty of 'w' is null"),
+        ({"learning_penalty": {"w": 0}}, (X, Y), "penalty of 'w' is zero"),
         ({"learning_penalty": ElasticLearningPenalty(-1)}, (X, Y), "l1 must be a number"),
         ({"learning_rate": "constant"}, (X, Y), "Unknown learning rate 'constant'"),
         ({"weights_to_train": ["W"]}, (X, Y), "Unknown weight 'W'. Did you mean 'w'"),

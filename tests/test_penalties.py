@@ -148,7 +148,7 @@ def test_penalty_nodes_of_several_weights_in_one_graph(options):
 
 @pytest.mark.parametrize("options", [{}, {"l1": 0}, {"l1": None, "l2": 0.0}])
 def test_a_null_penalty(options):
-    with pytest.raises(ValueError, match="the penalty of 'w' is null"):
+    with pytest.raises(ValueError, match="the penalty of 'w' is zero"):
         penalty_loss_onnx("w", np.float32, **options)
 
 
@@ -229,8 +229,8 @@ def test_penalties_by_name():
         (None, {"l1": 1}, "Unknown option of penalty None 'l1'"),
         (NoLearningPenalty(), {"l1": 1}, r"is a penalty already: \['l1'\] go with a name"),
         ({"W0": {"l3": 1}}, {}, "Unknown penalty of 'W0' 'l3'"),
-        ({"W0": 0}, {}, "the penalty of 'W0' is null"),
-        ({"W0": {"l1": None}}, {}, "the penalty of 'W0' is null"),
+        ({"W0": 0}, {}, "the penalty of 'W0' is zero"),
+        ({"W0": {"l1": None}}, {}, "the penalty of 'W0' is zero"),
         ({"W7": 1}, {}, "Unknown weight in penalty 'W7'"),
         (-1.0, {}, "l2 must be a number of at least 0, not -1.0"),
         (ElasticLearningPenalty(l1=np.nan), {}, "l1 must be a number of at least 0, not nan"),

@@ -9,7 +9,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import add_loss_output, get_train_initializer, onnx_rename_names, unreduced_onnx_loss
-from onnxgrad.losses.in_graph import loss_info
+from onnxgrad.losses.info import LossInfo, loss_info
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((7, 2))
@@ -117,7 +117,7 @@ def test_what_the_result_keeps():
         made = unreduced_onnx_loss(given, "f")  # also the name of the prediction, which makes way
         assert [y.name for y in made.graph.output] == ["f"]
         assert made.producer_name == "somebody"
-        assert loss_info(made) == {}
+        assert loss_info(made) == LossInfo()
         assert list(get_train_initializer(made)) == list(get_train_initializer(given))
         np.testing.assert_allclose(
             run(made, x=X, label=Y)[0][:, 0], (0.5 * abs(F - Y) + 0.5 * (F - Y) ** 2).sum(1)

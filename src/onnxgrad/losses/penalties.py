@@ -68,7 +68,7 @@ def penalty_loss_onnx(
 def penalty(op: Emit, w: ir.Value, l1: float | None, l2: float | None) -> ir.Value:
     """Write `l1 |w| + l2 w^2`, summed, of shape (1, 1)."""
     if not l1 and not l2:
-        raise ValueError(f"the penalty of {w.name!r} is null: give l1 or l2 a value")
+        raise ValueError(f"the penalty of {w.name!r} is zero: give l1 or l2 a value")
     flat = op.Reshape(w, [1, -1])
     if flat.shape is None:
         flat.shape = ir.Shape([1, f"elements of {w.name}"])
@@ -296,7 +296,7 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
             return given
         options = {"l1": 0.0, "l2": 0.0} | _options(name, given)
         if not options["l1"] and not options["l2"]:
-            raise ValueError(f"the penalty of {name!r} is null: give l1 or l2 a value")
+            raise ValueError(f"the penalty of {name!r} is zero: give l1 or l2 a value")
         return ElasticLearningPenalty(**options)
 
 

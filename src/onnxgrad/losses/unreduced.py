@@ -15,7 +15,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import reads
-from onnxgrad.losses.in_graph import METADATA, loss_info
+from onnxgrad.losses.info import METADATA, loss_info
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 
@@ -63,7 +63,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     model = to_ir(raise_opset(inlined(proto)))
     infer(model)
     graph, op = model.graph, Emit(model.graph)
-    label = loss_info(proto).get("label")
+    label = loss_info(proto).label
     data = [x for x in graph.inputs if x.name not in graph.initializers]
     depends = _dependents(graph, [x for x in data if x.name == label] or data)
     refusals: list[str] = []
