@@ -338,7 +338,7 @@ def test_names():
         ("elastic", {"l1": 1}, r"Unknown option of loss 'elastic' 'l1'\..*'l1_weight'"),
         ("square", {"eps": 1}, r"Unknown option of loss 'square' 'eps'\..* Valid: none"),
         ("huber", {"eps": 1}, r"Unknown option of loss 'huber' 'eps'\. Valid: 'delta'"),
-        (SquareLearningLoss(), {"eps": 1}, r"has its options: \['eps'\]"),
+        (SquareLearningLoss(), {"eps": 1}, r"is an instance: leave out \['eps'\]"),
     ],
 )
 def test_unknown_names(choice, options, text):

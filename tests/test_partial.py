@@ -177,6 +177,18 @@ LOSSES = {  # loss -> labels, gradient by the prediction, loss of a row
 
 
 @pytest.mark.parametrize("weight", [None, WEIGHT])
+def test_class_indices_where_the_number_of_classes_is_symbolic():
+    """Those below 0 are refused; those beyond the last class, by the runtime."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        g (float[N,C] x) => (float[N,C] y) <float[1] w = {2.0}> { y = Mul(x, w) }""")
+    loss = NegLogLearningLoss(probability_function="softmax")
+    made = OrtGradientForwardBackwardOptimizer(model, ["w"], learning_loss=loss, max_iter=2)
+    x, y = np.eye(10, 3, dtype=np.float32), np.arange(10) % 3
+    assert np.isfinite(made.fit(x, y).train_losses_).all()
+    with pytest.raises(ValueError, match="'label' holds labels below 0 in 1 of 10 rows: 0"):
+        made.fit(x, y - (np.arange(10) == 0))
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss(name, weight):
     y, gradient, loss = LOSSES[name]

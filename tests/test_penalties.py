@@ -227,7 +227,7 @@ def test_penalties_by_name():
         (True, {}, "Unknown penalty True"),
         ("elastic", {"l3": 1}, r"Unknown option of penalty 'elastic' 'l3'\. .*Valid: 'l1', 'l2'"),
         (None, {"l1": 1}, "Unknown option of penalty None 'l1'"),
-        (NoLearningPenalty(), {"l1": 1}, r"is a penalty already: \['l1'\] go with a name"),
+        (NoLearningPenalty(), {"l1": 1}, r"not a name or a class: leave out \['l1'\]"),
         ({"W0": {"l3": 1}}, {}, "Unknown penalty of 'W0' 'l3'"),
         ({"W0": 0}, {}, "the penalty of 'W0' is zero"),
         ({"W0": {"l1": None}}, {}, "the penalty of 'W0' is zero"),
@@ -250,7 +250,7 @@ def test_penalties_that_are_not_built_or_get_other_weights():
     with pytest.raises(ValueError, match="n_tensors=0"):
         kind.build_onnx_function(n_tensors=0)
     kind.build_onnx_function(n_tensors=2)
-    with pytest.raises(ValueError, match="1 weights given, and built for 2: "):
+    with pytest.raises(ValueError, match="1 weights given, but built for 2: "):
         kind.penalty_loss(np.ones(2))
 
 

@@ -36,13 +36,14 @@ class BaseLearningLoss(SmallFunctions):
 
     Examples:
         >>> import numpy as np, onnxgrad as og
-        >>> class LogCosh(og.BaseLearningLoss):
+        >>> class PseudoHuber(og.BaseLearningLoss):
         ...     def loss(self, op, prediction, label):
-        ...         return op.Log(op.Cosh(prediction - label))
-        >>> log_cosh = LogCosh().build_onnx_function(dtype=np.float64)
-        >>> loss, gradient = log_cosh.loss_gradient(np.zeros((2, 1)), np.ones((2, 1)))
-        >>> print(loss.round(4), gradient.round(4).tolist())  # 2 log(cosh(1)), tanh(1)
-        0.8676 [[0.7616], [0.7616]]
+        ...         d = prediction - label
+        ...         return op.Sqrt(1.0 + d * d) - 1.0
+        >>> pseudo_huber = PseudoHuber().build_onnx_function(dtype=np.float64)
+        >>> loss, gradient = pseudo_huber.loss_gradient(np.zeros(2), np.array([0.75, 0]))
+        >>> print(loss.round(2), gradient.round(2))  # sqrt(1 + d^2) - 1, d / sqrt(1 + d^2)
+        0.25 [0.6 0. ]
     """
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
@@ -170,7 +171,8 @@ class BaseLearningLoss(SmallFunctions):
         if isinstance(class_name, BaseLearningLoss):
             if options:
                 raise ValueError(
-                    f"{class_name} has its options: {list(options)} only go with a name or class"
+                    f"{class_name} is an instance: leave out {list(options)}, which are options "
+                    "for a name or a class"
                 )
             return class_name
         loss = _CLASSES.get(class_name) if isinstance(class_name, str) else class_name
