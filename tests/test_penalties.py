@@ -88,7 +88,7 @@ def test_where_there_is_none():
         add_loss_output(model, penalty={"y.coefficients": 1.0})
     branches = f"""y = If (c) <then_branch = a () => (float[N,2] t) {{ {CONSTANT}  t = Mul(x, w) }},
                                 else_branch = b () => (float[N,2] e) {{ e = Neg(x) }}>"""
-    with pytest.raises(ValueError, match="'w' sits in a branch"):
+    with pytest.raises(ValueError, match="'w' is in a subgraph"):
         add_loss_output(parse(branches, "float[N,2] x, bool c"), penalty={"w": 1.0})
 
 

@@ -113,7 +113,7 @@ def _check_penalized(proto: ModelProto, penalties: Iterable[str]) -> None:
     for site in sites(proto):
         attribute = site.attribute or (site.node and site.node.domain == "ai.onnx.ml")
         if site.name in penalties and (attribute or site.graph is not proto.graph):
-            where = "is an attribute" if attribute else "sits in a branch or a local function"
+            where = "is an attribute" if attribute else "is in a subgraph or a local function"
             raise ValueError(f"{site.name!r} {where}: a penalty needs a tensor of the main graph")
 
 

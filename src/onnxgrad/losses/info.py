@@ -1,4 +1,4 @@
-"""What a trainer has to know of a loss, and its JSON in the metadata of a model."""
+"""What trainers need to know of a loss, and its JSON in the metadata of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METADATA = "onnxgrad.loss"  # key of the metadata entry
 
 @dataclass(frozen=True)
 class LossInfo:
-    """What a trainer has to know of a loss; None for what does not apply or is unknown.
+    """What trainers need to know of a loss; None where it does not apply or is unknown.
 
     Attributes:
         label: name of the label input.
@@ -47,7 +47,7 @@ class LossInfo:
         label_name: str | None = None,
         prediction_name: str | None = None,
     ) -> LossInfo:
-        """Return what `spec` says of this prediction."""
+        """Return the facts of a loss for this prediction."""
         classes = spec.label_kind.classes(shapes.dims(prediction))
         options = spec.all_options
         has_ignored = spec.has_ignore_index and classes is not None
@@ -80,13 +80,13 @@ class LossInfo:
 
     @classmethod
     def from_metadata(cls, text: str) -> LossInfo:
-        """Return what the JSON of a model says; keys that are unknown here are left out."""
+        """Return the facts of the JSON that a model keeps, without keys that are unknown here."""
         entries = json.loads(text)
         return cls(**{f.name: entries.get(f.name) for f in fields(cls)})
 
 
 def loss_info(proto: ModelProto) -> LossInfo:
-    """Return what `add_loss_output` noted in a model; all None for a loss that it did not write."""
+    """Return what `add_loss_output` noted in a model; all None if it did not write the loss."""
     for entry in proto.metadata_props:
         if entry.key == METADATA:
             return LossInfo.from_metadata(entry.value)

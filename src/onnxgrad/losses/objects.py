@@ -30,9 +30,10 @@ from onnxgrad.runtime.values import owned, shape_of, to_numpy
 
 
 class BaseLearningLoss(SmallFunctions):
-    """Base of the losses; a loss of your own overrides `loss`, and `label` for class indices.
+    """Base of the losses.
 
-    `loss` and `gradient` are called inside of `with op:`, so that `a * b` writes a node.
+    A loss of your own overrides `loss`, and for class indices `label` and `info`, too. `loss` and
+    `gradient` are called inside of `with op:`, so that `a * b` writes a node.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -71,7 +72,7 @@ class BaseLearningLoss(SmallFunctions):
         return label_input(op, prediction, LIKE_PREDICTION, type(self).__name__, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
-        """Return what a trainer checks of labels: by default, nothing beyond shape and dtype."""
+        """Return what limits the labels beyond shape and dtype: by default, nothing."""
         return LossInfo()
 
     def rows_and_gradient(
@@ -105,7 +106,7 @@ class BaseLearningLoss(SmallFunctions):
         dtype: Any = np.float32,
         shape: Shape = ("N", "k"),
     ) -> BaseLearningLoss:
-        """Write the models that `loss_gradient` and `loss_scores` run; returns `self`.
+        """Write the models that `loss_gradient` and `loss_scores` run; return `self`.
 
         `loss_grad_onnx_` has the inputs X1 (expected), X2 (predicted) and the sample weights, ones
         by default, and the outputs Y, the summed loss, a scalar, and Y_grad, its gradient with
@@ -113,7 +114,7 @@ class BaseLearningLoss(SmallFunctions):
         row, (N, 1).
 
         Args:
-            opset: of the models, 14 to 26; None is 18.
+            opset: opset of the models, 14 to 26; None is 18.
             device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
             weight_name: name of an input of sample weights, (N,); None for none.
             dtype: numpy dtype of the prediction.
@@ -135,8 +136,8 @@ class BaseLearningLoss(SmallFunctions):
         """Return the summed loss, a scalar, and its gradient with respect to the prediction.
 
         Args:
-            expected: labels, an array or OrtValue; (N,) is (N, 1).
-            predicted: predictions, an array or OrtValue; so are the results.
+            expected: labels, an array or OrtValue; (N,) stands for (N, 1).
+            predicted: predictions, an array or OrtValue; the results are of the same type.
             weight: sample weights, (N,) or (N, 1), or None.
 
         Raises:

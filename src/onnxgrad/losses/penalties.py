@@ -109,7 +109,7 @@ def _coefficients(name: str, setting: Any) -> dict[str, Any]:
 
 
 class BaseLearningPenalty(SmallFunctions):
-    """Base of the penalties; a penalty of your own overrides `penalty`.
+    """Base of the penalties. A penalty of your own overrides `penalty`.
 
     Examples:
         >>> import numpy as np, onnxgrad as og
@@ -142,14 +142,14 @@ class BaseLearningPenalty(SmallFunctions):
         dtype: Any = np.float32,
         names: Sequence[str] | None = None,
     ) -> BaseLearningPenalty:
-        """Write the models that `penalty_loss` and `penalty_gradient` run; returns `self`.
+        """Write the models that `penalty_loss` and `penalty_gradient` run; return `self`.
 
         `penalty_onnx_` has the weights as inputs, of any shape, and the output Y, their summed
         penalty, a scalar. `penalty_grad_onnx_` has the same inputs, and an output `W_grad` for
         every weight W that has a penalty. If no weight has one, neither attribute is set.
 
         Args:
-            opset: of the models, 14 to 26; None is 18.
+            opset: opset of the models, 14 to 26; None is 18.
             device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
             n_tensors: number of weights, W0, W1, ...; not used with `names`.
             dtype: numpy dtype of the weights.

@@ -42,7 +42,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     `onx` is a model of `add_loss_output`, or any other with an output that is the sum or the mean
     of losses of the rows. Terms that do not depend on the rows (penalties) are dropped, constant
     factors are kept, and a division by a value that depends on the rows (their number, the sum of
-    their weights) is taken as that of the mean. The inputs stay, with those of sample weights.
+    their weights) is taken as that of the mean. The inputs stay, sample weights included.
 
     Args:
         onx: model, serialized model or path; never modified.
@@ -134,26 +134,26 @@ def _unreduced(
 
 def _step_back(op: Any, node: ir.Node, depends: Collection[ir.Value], linear: list[Step]):
     """Return the operand of `node` that is the sum; append to `linear` the operation on it."""
-    kind, operands = node.op_type, node.inputs
+    op_type, operands = node.op_type, node.inputs
     varying = [x for x in operands if x in depends]
-    if kind in _SAME_NUMBER:
+    if op_type in _SAME_NUMBER:
         return operands[0]
-    if kind == "Neg" or (kind == "Sub" and varying == [operands[1]]):
+    if op_type == "Neg" or (op_type == "Sub" and varying == [operands[1]]):
         linear.append(op.Neg)
         return varying[0]
-    if kind in ("Add", "Sum", "Sub") and len(varying) == 1:
+    if op_type in ("Add", "Sum", "Sub") and len(varying) == 1:
         return varying[0]
-    if kind == "Div" and varying == [*operands]:
+    if op_type == "Div" and varying == [*operands]:
         return operands[0]
     if (
-        kind in ("Mul", "Div")
+        op_type in ("Mul", "Div")
         and len(varying) == 1
-        and (kind == "Mul" or varying[0] is operands[0])
+        and (op_type == "Mul" or varying[0] is operands[0])
     ):
         factor = next(x for x in operands if x is not varying[0])
         if set(shapes.dims(factor) or ()) <= {1}:
             number = op.Reshape(factor, [])
-            linear.append(lambda x: op.emit(kind, [x, number], {}))
+            linear.append(lambda x: op.emit(op_type, [x, number], {}))
             return varying[0]
     raise _NoSum(f"it is computed by {_shown(node)}, not by a sum or a mean")
 
