@@ -1,9 +1,9 @@
 """The formulas of the losses, and their registration.
 
 A formula is a function `(op, prediction, label, **options)` that writes the loss of every element
-or every row. The arguments of its decorator `_loss` are the other fields of its `LossSpec`: all that
-the rest of the package has to know of it. Sample weights, reductions and penalties are the same for
-all losses.
+or every row. The arguments of its decorator `_loss` are the other fields of its `LossSpec`, which
+are all that other modules have to know of a loss. Sample weights, reductions and penalties are the
+same for all losses.
 """
 
 from __future__ import annotations
