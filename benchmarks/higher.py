@@ -71,8 +71,7 @@ def ours(feeds: dict[str, np.ndarray]) -> dict[str, Callable]:
 
 def theirs(feeds: dict[str, np.ndarray]) -> dict[str, Callable]:
     import torch
-    from torch.func import grad, jacrev, vmap
-    from torch.func import jvp as torch_jvp
+    from torch.func import grad, jacrev, jvp as torch_jvp, vmap
 
     torch.set_num_threads(1)
     w = [torch.tensor(a) for a in start()]

@@ -13,7 +13,7 @@ HEAD = ["| Model | Tensor | Trains | Why |", "|---|---|---|---|"]
 
 
 def main() -> None:
-    """Replace what is behind the last header line of the page."""
+    """Replace the table of the section on scikit-learn."""
     text, mark, _ = PAGE.read_text().partition("\n## Models of scikit-learn\n")
     lines = [line for name in ESTIMATORS for line in table(name, rows_of(name))]
     PAGE.write_text("\n".join([text + mark, *HEAD, *lines, ""]))

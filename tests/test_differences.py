@@ -30,7 +30,8 @@ PROMISED = """
 onnx_derivative DerivativeOptions DerivativeOptions.Zero DerivativeOptions.KeepYieldOp
 DerivativeOptions.KeepOutputs DerivativeOptions.FillGrad DerivativeOptions.Loss random_feed
 NoGradientRule partition add_loss_output penalty_loss_onnx get_train_initializer
-losses.binary_cross_entropy losses.cross_entropy losses.huber losses.poisson losses.hinge
+losses.formulas.binary_cross_entropy losses.formulas.cross_entropy losses.formulas.huber
+losses.formulas.poisson losses.formulas.hinge
 OrtGradientOptimizer OrtGradientOptimizer.get_params OrtGradientOptimizer.set_params
 OrtGradientOptimizer.fit train_losses_ validation_losses_ OrtGradientOptimizer.trained_coef_
 OrtGradientOptimizer.get_state OrtGradientOptimizer.set_state OrtGradientOptimizer.get_trained_onnx

@@ -276,13 +276,13 @@ def test_sum_to_needs_no_node_for_equal_shapes():
 
 @pytest.mark.parametrize("of_x", ["lengths", "symbols", "rank", "nothing"])
 @pytest.mark.parametrize("of_g", ["lengths", "symbols", "rank", "nothing"])
-@pytest.mark.parametrize("how", ["reshape", "spread"])
+@pytest.mark.parametrize("how", ["reshape_like", "expand_to"])
 def test_reshape_and_spread(how, of_g, of_x):
     pairs = {
-        "reshape": [((), ()), ((), (1, 1)), ((1,), ()), ((6,), (2, 3)), ((2, 3), (3, 1, 2))],
-        "spread": [((1, 3), (2, 3)), ((2, 1), (2, 3)), ((1, 1), (4, 4)), ((2, 3), (2, 3))],
+        "reshape_like": [((), ()), ((), (1, 1)), ((1,), ()), ((6,), (2, 3)), ((2, 3), (3, 1, 2))],
+        "expand_to": [((1, 3), (2, 3)), ((2, 1), (2, 3)), ((1, 1), (4, 4)), ((2, 3), (2, 3))],
     }
-    pairs["reshape"] += [((0, 3), (3, 0)), ((2, 0), (2, 0)), ((4, 6), (4, 2, 3))]
+    pairs["reshape_like"] += [((0, 3), (3, 0)), ((2, 0), (2, 0)), ((4, 6), (4, 2, 3))]
     for g_shape, x_shape in pairs[how]:
         g, x = inputs(stated(g_shape, of_g, "g"), stated(x_shape, of_x, "x"))
         if of_g == of_x == "rank":
@@ -293,7 +293,7 @@ def test_reshape_and_spread(how, of_g, of_x):
             y = getattr(op, how)(g, x)
         array = np.arange(np.prod(g_shape), dtype=np.float32).reshape(g_shape)
         found = run(op, y, array, np.zeros(x_shape, np.float32))
-        change = np.reshape if how == "reshape" else np.broadcast_to
+        change = np.reshape if how == "reshape_like" else np.broadcast_to
         np.testing.assert_array_equal(found, change(array, x_shape), str((g, x)))
         assert found.shape == x_shape
 

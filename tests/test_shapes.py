@@ -13,8 +13,7 @@ from cases import feed, model, run
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.inference.infer import infer, name_rows
-from onnxgrad.graph.shapes import broadcast, dims, equal, output_shape, rank
-from onnxgrad.graph.shapes import static as lengths
+from onnxgrad.graph.shapes import broadcast, dims, equal, output_shape, rank, static as lengths
 from onnxgrad.model.convert import to_proto
 from table import ROWS
 

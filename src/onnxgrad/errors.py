@@ -1,6 +1,6 @@
-"""The errors that are this package's own; every message names what is wrong and the remedy.
+"""The package's own errors. Each message says what is wrong and how to correct it.
 
-Names come from files: what a terminal would act on is escaped wherever they are shown.
+Messages show names from model files, so their control characters are escaped.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 def printable(text: object) -> str:
-    """Return `text` with escapes such as `\\x1b` for what cannot be seen: a name, on one line.
+    """Return `text` on one line, with escapes such as `\\x1b` for unprintable characters.
 
-    These are line ends, other control characters, those that change the direction of text or have
-    no width, and those that are no characters.
+    These are line ends and other control characters, characters that change the direction of text
+    or have no width, and code points to which Unicode assigns no character.
     """
     text = str(text)
     if text.isprintable():
@@ -25,12 +25,12 @@ def printable(text: object) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """Return `text` as `printable`, with its line feeds: a message."""
+    """Return a message of several lines, each of them made `printable`."""
     return "\n".join(map(printable, str(text).split("\n")))
 
 
 def escape(error: BaseException | None) -> None:
-    """Make the messages of an error, and of those that it came from, printable."""
+    """Make the message of `error`, and those of the errors that caused it, printable, in place."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -42,9 +42,9 @@ def escape(error: BaseException | None) -> None:
 
 @contextmanager
 def escaping() -> Iterator[None]:
-    """Make the messages of errors printable: those of onnx and onnxruntime show names as they are.
+    """Make the messages of errors raised in the block, or in the decorated function, printable.
 
-    As a decorator, it does so for a function.
+    onnx and onnxruntime put names from model files into their messages without escaping them.
     """
     try:
         yield
@@ -54,48 +54,139 @@ def escaping() -> Iterator[None]:
 
 
 class PrintableError(Exception):
-    """An error whose message is printable."""
+    """Base of the package's errors: unprintable characters in the message are escaped."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable_lines(a) if isinstance(a, str) else a for a in args))
 
 
 class ModelError(PrintableError, ValueError):
-    """The given model cannot be read: not an ONNX file, truncated, or its data is missing."""
+    """A model cannot be used: it is no ONNX file, or is truncated, invalid or too large.
+
+    Also raised if the file of a model's external data is missing, and if a model exceeds one of the
+    limits of `set_limits`. It is a `ValueError`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> try:
+        ...     og.onnx_derivative(b"not a model")
+        ... except og.ModelError:
+        ...     print("cannot be read")
+        cannot be read
+    """
 
 
 class NoGradientRule(PrintableError, NotImplementedError):
-    """A gradient arrives at an operator for which no rule is known."""
+    """The gradient has to pass an operator that has no gradient rule, or none for this use of it.
+
+    The message names the node and the path to it from an input. Write a rule with `rule`, or stop
+    the gradient before the node. It is a `NotImplementedError`.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20, "acme": 1]>
+        ...     f (float[N] x) => (float[N] y) { y = acme.Foo(x) }''')
+        >>> try:
+        ...     og.onnx_derivative(model)
+        ... except og.NoGradientRule as error:
+        ...     print("acme" in str(error))
+        True
+    """
 
 
 class ConvergenceError(PrintableError, RuntimeError):
-    """The loss became NaN or infinite. The state before that is kept."""
+    """The training loss or the validation loss became NaN or infinite.
+
+    The trainer keeps its state from before the failure: the weights are finite. With `exc=False`,
+    `fit` issues a `ConvergenceWarning` instead. It is a `RuntimeError`.
+
+    Examples:
+        >>> import numpy as np
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
+        >>> x = np.ones((20, 1), np.float32)
+        >>> trainer = og.OrtGradientForwardBackwardOptimizer(model, ["w"], learning_rate=1e30)
+        >>> try:
+        ...     trainer.fit(x, x)
+        ... except og.ConvergenceError:
+        ...     print("the learning rate is too high")
+        the learning rate is too high
+    """
 
 
 class ConvergenceWarning(PrintableError, UserWarning):
-    """The loss became NaN or infinite, and the caller asked not to be stopped by that."""
+    """A loss became NaN or infinite and `fit` ended early, in a trainer with `exc=False`.
+
+    The trainer keeps its state from before the failure, as with `ConvergenceError`.
+
+    Examples:
+        >>> import warnings
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
+        >>> x = np.ones((20, 1), np.float32)
+        >>> trainer = og.OrtGradientForwardBackwardOptimizer(
+        ...     model, ["w"], learning_rate=1e30, exc=False)
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     _ = trainer.fit(x, x)
+        >>> caught[0].category is og.ConvergenceWarning
+        True
+    """
 
 
 class EvaluationError(PrintableError, RuntimeError):
-    """A loss or penalty cannot be evaluated: what computes it was not built yet."""
+    """A method was called before the one that prepares it.
+
+    Losses and penalties need `build_onnx_function` first, learning rates `init_learning_rate`, and
+    `backward` needs `forward(..., training=True)`. Also raised if `OrtGradientForwardBackward` with
+    `debug=True` computes NaN or infinity. It is a `RuntimeError`.
+
+    Examples:
+        >>> import numpy as np
+        >>> import onnxgrad as og
+        >>> x = np.ones((2, 1), np.float32)
+        >>> try:
+        ...     og.LearningRateSGD().update_weights(x, gradient=x)
+        ... except og.EvaluationError:
+        ...     print("call init_learning_rate first")
+        call init_learning_rate first
+    """
 
 
 class ProviderError(PrintableError, ValueError):
-    """The requested device has no execution provider in the installed onnxruntime."""
+    """The installed onnxruntime has no execution provider for the requested device.
+
+    The message lists the available providers. It is a `ValueError`.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N] x) => (float[N] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
+        >>> try:
+        ...     og.OrtGradientForwardBackward(model, providers=["NoSuchProvider"])
+        ... except og.ProviderError:
+        ...     print("not available")
+        not available
+    """
 
 
 def first_line(error: Exception) -> str:
-    """Return what `error` says, in one line, without the source file of an assertion in C++."""
+    """Return the first line of the message of `error`, without the source location in C++."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rpartition("` failed: ")[2]
 
 
 def unknown(kind: str, name: object, valid: Iterable[str]) -> ValueError:
-    """Return the error for a name that is not among `valid`, with the close ones first."""
+    """Return a ValueError for a `name` that is not in `valid`; it suggests similar valid names."""
     names = [str(v) for v in valid]
     lower = {n.lower(): n for n in names}
-    found = difflib.get_close_matches(str(name).lower(), lower, n=3, cutoff=0.5)
-    close = [lower[n] for n in found]
+    matches = difflib.get_close_matches(str(name).lower(), lower, n=3, cutoff=0.5)
+    close = [lower[n] for n in matches]
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")

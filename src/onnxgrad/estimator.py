@@ -1,4 +1,4 @@
-"""The base of estimators: scikit-learn's where it is installed."""
+"""The base class of estimators: scikit-learn's if it is installed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,26 @@ try:
 except ImportError:
 
     class NotFittedError(ValueError, AttributeError):  # type: ignore[no-redef]
-        """What only `fit` makes was asked for before; scikit-learn's where it is installed."""
+        """A trained weight, loss or state was requested before `fit`.
+
+        If scikit-learn is installed, its `sklearn.exceptions.NotFittedError` is used instead. Like
+        that, it is both a `ValueError` and an `AttributeError`.
+        """
 
     class Parameters:  # type: ignore[no-redef]
-        """Reads and sets the arguments of `__init__`, as scikit-learn's base does."""
+        """Reads and sets the arguments of `__init__`, as scikit-learn's `BaseEstimator` does."""
 
         def get_params(self, deep: bool = True) -> dict[str, Any]:
-            """Return the arguments of `__init__`, and with `deep` those of their values."""
-            made: dict[str, Any] = {}
+            """Return the arguments of `__init__`; `deep` adds those of nested estimators."""
+            params: dict[str, Any] = {}
             for name in signature(type(self)).parameters:
-                made[name] = value = getattr(self, name)
+                params[name] = value = getattr(self, name)
                 if deep and isinstance(value, Parameters):
-                    made |= {f"{name}__{k}": v for k, v in value.get_params().items()}
-            return made
+                    params |= {f"{name}__{k}": v for k, v in value.get_params().items()}
+            return params
 
         def set_params(self, **params: Any) -> Any:
-            """Set arguments of `__init__`, or `name__argument` of their values."""
+            """Set arguments of `__init__`; `name__argument` sets that of a nested estimator."""
             valid = self.get_params(deep=False)
             for name, value in params.items():
                 head, _, tail = name.partition("__")
@@ -43,7 +47,7 @@ except ImportError:
 
 
 class BaseEstimator(Parameters):
-    """An estimator that shows all of its arguments, in their order, models by their size."""
+    """An estimator whose `repr` shows all of its arguments in order; models by their size."""
 
     def __repr__(self) -> str:
         shown = (f"{k}={_SHORT.repr(getattr(self, k))}" for k in signature(type(self)).parameters)
@@ -51,7 +55,7 @@ class BaseEstimator(Parameters):
 
 
 class _Short(Repr):
-    """`repr`, but for what may be large."""
+    """`repr` that shortens models, bytes and long containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +74,10 @@ _SHORT = _Short()
 
 
 class Selected:
-    """An argument of `__init__` that is kept as the object that a name or a number stands for.
+    """A descriptor: an argument of `__init__`, stored as the object that `select` returns for it.
 
-    What `select` does not know stays as it is: `fit` refuses it.
+    `select` turns a name or a number into an object. A value that it rejects with TypeError or
+    ValueError is stored unchanged, and `fit` raises the error.
     """
 
     def __init__(self, select: Callable[[Any], Any]) -> None:

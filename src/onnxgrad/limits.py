@@ -1,6 +1,6 @@
-"""Limits on the size of models and data files, each of which can be changed.
+"""Limits on the size of models and data files, which `set_limits` changes.
 
-They keep a small file from taking all time or memory. See `LIMITS` for what each one counts.
+They prevent a small file from using all time or memory. `LIMITS` lists them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from onnxgrad.errors import ModelError, unknown
 
 @dataclass(frozen=True)
 class Limit:
-    """A largest number, and what it counts."""
+    """A limit: its default value, and a description of the quantity it bounds."""
 
     default: int
     counts: str
@@ -36,14 +36,38 @@ _chosen: dict[str, int] = {}
 
 
 def set_limits(**limits: int | None) -> None:
-    """Change limits for the whole process: `set_limits(nodes=200_000)`.
+    """Change limits on the size of models and data files, for the whole process.
+
+    A model beyond a limit raises `ModelError`, a data file beyond `table_bytes` a `ValueError`.
 
     Args:
-        **limits: new values by name, see `LIMITS`. None restores what the environment variable
-            `ONNXGRAD_MAX_<NAME>` says, or the default.
+        **limits: new values, positive integers, by name. None restores the value of the environment
+            variable `ONNXGRAD_MAX_<NAME>`, or the default where it is not set. The names are
+
+            - `nodes` (default 75,000): nodes of a model, including those of subgraphs, after its
+              functions were inlined;
+            - `rank` (64): axes of a tensor;
+            - `dense_elements` (2^26): elements of a sparse constant, zeros included;
+            - `constant_elements` (2^26): elements of a result that nodes compute from smaller
+              constants alone;
+            - `table_bytes` (2^28): bytes of a data file that is more than ten times smaller on
+              disk.
 
     Raises:
-        ValueError: an unknown name, or a value that is no positive integer.
+        ValueError: an unknown name, or a value that is not a positive integer; no limit is changed.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N] x) => (float[N] y) { h = Exp(x)  y = Neg(h) }''')
+        >>> og.set_limits(nodes=1)
+        >>> try:
+        ...     og.onnx_derivative(model)
+        ... except og.ModelError:
+        ...     print("too many nodes")
+        too many nodes
+        >>> og.set_limits(nodes=None)  # restore the default
     """
     for name, value in limits.items():
         if name not in LIMITS:
@@ -58,7 +82,7 @@ def set_limits(**limits: int | None) -> None:
 
 
 def limit(name: str) -> int:
-    """Return the value in force of the limit `name`."""
+    """Return the current value of the limit `name`."""
     if name in _chosen:
         return _chosen[name]
     variable = variable_of(name)
@@ -72,16 +96,22 @@ def variable_of(name: str) -> str:
 
 
 def check_limit(name: str, count: int, what: str, error: type[Exception] = ModelError) -> None:
-    """Raise `error` if `count` is above the limit `name`; `what` is the beginning of the message.
+    """Raise `error` if `count` is above the limit `name`.
+
+    Args:
+        name: a key of `LIMITS`.
+        count: the size to check.
+        what: the beginning of the message: the node, tensor or file, and its problem.
+        error: the class of the error.
 
     Raises:
-        ModelError: or `error`, with the ways to raise the limit.
+        ModelError: or `error`; the message says how to raise the limit.
     """
-    most = limit(name)
-    if count > most:
+    maximum = limit(name)
+    if count > maximum:
         number = str(count) if count < 10**18 else f"more than 10^{len(str(count)) - 1}"
         raise error(
-            f"{what}: {number}, where the limit is {most}; raise it with "
+            f"{what}: {number}, where the limit is {maximum}; raise it with "
             f"onnxgrad.set_limits({name}=...) or the environment variable {variable_of(name)}"
         )
 

@@ -1,4 +1,4 @@
-"""What `verbose` and `enable_logging` ask for: the logger of the package, and when it reports."""
+"""The logger "onnxgrad", and the levels that `verbose` and `enable_logging` turn on in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger("onnxgrad")
 
 
 def _escape(record: logging.LogRecord) -> bool:
-    """Make a message printable, as names are shown in it."""
+    """Make the message of a record printable: it may show names from model files."""
     text = record.getMessage()
     if not text.isprintable():
         record.msg, record.args = printable(text), None
@@ -25,31 +25,31 @@ logger.addFilter(_escape)
 
 
 def escape_loggers(package: str) -> None:
-    """Make the messages of the loggers that another package has by now printable."""
+    """Make the messages of the existing loggers of another package printable."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(f"{package}."):
             logging.getLogger(name).addFilter(_escape)
 
 
 _SILENT = logging.CRITICAL + 1
-# of the running call, so that calls in other threads do not report what this one asks for
-_asked: ContextVar[int] = ContextVar("onnxgrad_level", default=_SILENT)
+# Level of the running call; calls in other threads do not report at it.
+_call_level: ContextVar[int] = ContextVar("onnxgrad_level", default=_SILENT)
 _quiet: ContextVar[bool] = ContextVar("onnxgrad_quiet", default=False)
 
 
 def level_of(verbose: int) -> int | None:
-    """Return the level that `verbose` asks for: DEBUG from 2 on, INFO for 1, None for 0."""
+    """Return the logging level for `verbose`: None for 0, INFO for 1, DEBUG from 2 on."""
     return logging.DEBUG if verbose > 1 else logging.INFO if verbose else None
 
 
 @contextmanager
 def reporting(level: int | None) -> Iterator[None]:
-    """Report messages of `level` and above while this is active; None asks for nothing.
+    """Report messages of `level` and above in the block; None adds none.
 
-    They go to the handlers of the program, or to stderr where it has none. What the program itself
-    asks of the logger "onnxgrad" it gets in any case.
+    They go to the handlers of the program, or to stderr if it has none. Messages that the program
+    itself has enabled in the logger "onnxgrad" are reported in any case.
     """
-    token = _asked.set(_SILENT if level is None else level)
+    token = _call_level.set(_SILENT if level is None else level)
     try:
         if level is None:
             yield
@@ -60,22 +60,22 @@ def reporting(level: int | None) -> Iterator[None]:
         finally:
             _active.remove(level)
     finally:
-        _asked.reset(token)
+        _call_level.reset(token)
 
 
 class _Active(logging.Filter):
-    """The levels of the calls that report now; as a filter, it passes what the caller asked for."""
+    """The levels of the calls that are running; as a filter, it passes the records they enable."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = Lock()
         self._levels: list[int] = []
-        self._own = self._set = logging.NOTSET  # the level of the program, and the one set here
+        self._own = self._set = logging.NOTSET  # level set by the program, and by this class
         self._was_disabled = False
         self._handler: logging.Handler | None = None
 
     def add(self, level: int) -> None:
-        """Enable the logger for `level`."""
+        """Enable messages of `level` when a call begins."""
         with self._lock:
             if not self._levels:
                 self._begin()
@@ -83,7 +83,7 @@ class _Active(logging.Filter):
             self._apply()
 
     def remove(self, level: int) -> None:
-        """Undo `add`."""
+        """Undo `add` when the call ends."""
         with self._lock:
             self._levels.remove(level)
             self._apply()
@@ -91,8 +91,8 @@ class _Active(logging.Filter):
                 self._end()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether the running call, or the program, asks for `record`."""
-        return record.levelno >= min(_asked.get(), self._level_of_program())
+        """Return whether the running call, or the program, has enabled the level of `record`."""
+        return record.levelno >= min(_call_level.get(), self._level_of_program())
 
     def _begin(self) -> None:
         self._own = self._set = logger.level
@@ -110,7 +110,10 @@ class _Active(logging.Filter):
         logger.disabled = self._was_disabled
 
     def _apply(self) -> None:
-        """Set the level that all active calls need; one that the program set meanwhile counts."""
+        """Set the lowest level that the active calls and the program need.
+
+        The program may have changed its level since the last call.
+        """
         if logger.level != self._set:
             self._own = logger.level
         self._set = min([*self._levels, self._level_of_program()]) if self._levels else self._own
@@ -126,7 +129,7 @@ _active = _Active()
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the loggers of `hush` silent in this thread."""
+    """Silence the loggers passed to `hush` in the block, in this thread."""
     token = _quiet.set(True)
     try:
         yield
@@ -135,5 +138,5 @@ def quiet() -> Iterator[None]:
 
 
 def hush(name: str) -> None:
-    """Have the logger `name`, of another package, silent inside of `quiet`."""
+    """Make `quiet` silence the logger `name` of another package."""
     logging.getLogger(name).addFilter(lambda record: not _quiet.get())

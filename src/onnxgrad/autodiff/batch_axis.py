@@ -13,17 +13,12 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE
 from onnxgrad.errors import printable
+from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.shapes import Dim, constant, dims, einsum_terms, rank, static
 from onnxgrad.graph.traversal import reads
 
 Axes = dict[ir.Value, int]  # of the values that depend on the inputs, the axis of the batch
 
-_ELEMENTWISE = frozenset(
-    "Abs Acos Acosh Add Asin Asinh Atan Atanh Cast CastLike Celu Clip Cos Cosh Div Dropout Elu Erf "
-    "Exp Expand Gelu HardSigmoid HardSwish Identity LeakyRelu Log Max Mean Min Mish Mod Mul Neg "
-    "PRelu Pow Reciprocal Relu Selu Shrink Sigmoid Sin Sinh Softplus Softsign Sqrt Sub Sum Swish "
-    "Tan Tanh ThresholdedRelu Where".split()
-)
 _IMAGES = frozenset(  # by rows, of their first operand
     "AveragePool Conv ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool "
     "GridSample InstanceNormalization LRN LpPool MaxPool SpaceToDepth".split()
@@ -112,7 +107,7 @@ def _axis(node: ir.Node, axes: Axes) -> int | None:
         return None
     places = [i for i, x in enumerate(node.inputs) if x in axes]
     name = node.op_type
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE or name in ("Dropout", "Expand"):
         return _aligned(node, axes)
     if name in _ALONG:
         return _kept_apart(node, axes, places)

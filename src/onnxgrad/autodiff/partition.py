@@ -18,8 +18,8 @@ from onnxgrad.autodiff.derivative import (
 )
 from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.errors import NoGradientRule, unknown
-from onnxgrad.graph.emit import RANDOM
 from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.operators import CHEAP, RANDOM, VIEWS
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import reads, subgraphs
@@ -27,22 +27,13 @@ from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import as_input, name_rest
 
-_VIEWS = frozenset("Flatten Identity Reshape Shape Size Squeeze Unsqueeze".split())
-# One pass over memory without a transcendental function, or a mere move of elements.
-_CHEAP = _VIEWS | frozenset(
-    "Abs Add And BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike Ceil Clip Concat "
-    "ConstantOfShape DepthToSpace Div Equal Expand EyeLike Floor Gather Greater GreaterOrEqual "
-    "HardSigmoid HardSwish IsInf IsNaN LeakyRelu Less LessOrEqual Max Mean Min Mod Mul Neg Not "
-    "OneHot Or PRelu Pad Range Reciprocal Relu Round Shrink Sign Slice SpaceToDepth Split Sqrt Sub "
-    "Sum ThresholdedRelu Tile Transpose Trilu Where Xor".split()
-)
-_SAME_SIZE = (_VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
+_SAME_SIZE = (VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
 _LENGTH = 32  # where costs are compared, stands for lengths that are known when it runs
 
 # recompute -> which nodes of the forward pass are repeated in the backward pass
 RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
-    "none": lambda node: node.op_type in _VIEWS,
-    "cheap": lambda node: node.op_type in _CHEAP,
+    "none": lambda node: node.op_type in VIEWS,
+    "cheap": lambda node: node.op_type in CHEAP,
     "all": lambda node: True,
 }
 

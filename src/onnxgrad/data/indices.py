@@ -14,17 +14,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.graph.operators import ARITHMETIC, OF_SHAPES, REORDERS, SELECTS
 from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.runtime.device import CPU
 
-# operators of which every element of the operand is one of the result
-_PASS = frozenset("Cast Concat Expand Flatten Identity Reshape Squeeze Tile Transpose Unsqueeze"
-                  .split())  # fmt: skip
-# operators of which every element of the result is one of the first operand
-_SELECT = frozenset("Compress Gather GatherElements GatherND Slice Split".split())
-# operators that lengths and positions are computed with
-_COUNT = frozenset("Add ConstantOfShape Div Max Min Mul Range Shape Size Sub Where".split())
+_COMPUTES = ARITHMETIC | OF_SHAPES | {"Where"}  # lengths and positions
 
 _NUMBERS = frozenset(
     ir.DataType[name]
@@ -154,9 +149,9 @@ def _onward(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
     """Yield the values that hold elements of an operand of `node`, and whether they hold all."""
     if node.domain:
         return
-    if node.op_type in _PASS | _SELECT and (operand == 0 or node.op_type == "Concat"):
+    if node.op_type in REORDERS | SELECTS and (operand == 0 or node.op_type == "Concat"):
         if node.op_type != "Cast" or node.outputs[0].dtype in _EXACT:
-            yield from ((y, node.op_type in _PASS) for y in node.outputs)
+            yield from ((y, node.op_type in REORDERS) for y in node.outputs)
     elif node.op_type in ("Loop", "Scan"):
         for body in subgraphs(node):
             if operand < len(body.inputs) and (node.op_type == "Scan" or operand > 1):
@@ -225,7 +220,7 @@ def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | Non
         if node is None:
             values.add(v)
         elif node not in nodes:
-            if node.domain or node.op_type not in _PASS | _SELECT | _COUNT:
+            if node.domain or node.op_type not in REORDERS | SELECTS | _COMPUTES:
                 return None
             nodes.add(node)
             shape = node.op_type in ("Shape", "Size")

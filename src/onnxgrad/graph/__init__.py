@@ -1,1 +1,1 @@
-"""Reading, preparing and writing ONNX graphs."""
+"""Graphs of `onnx_ir`: writing nodes, inferring shapes and types, removing unused nodes."""

@@ -1,7 +1,7 @@
-"""Emit: the only place that creates ONNX nodes.
+"""Emit: the only class that creates ONNX nodes.
 
-`op.MatMul(a, b)` appends a node and returns its output; inside `with op:` so does `a * b`.
-The same node is never written twice: asking for it again returns the first one's output.
+`op.MatMul(a, b)` appends a node and returns its output; inside `with op:`, so does `a * b`.
+A node is written once: the same call again returns the output of the first.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import onnx_ir as ir
 
 from onnxgrad.graph import sequence_nodes, sequences
 from onnxgrad.graph.shapes import dims, equal, rank, static
-from onnxgrad.graph.writer import RANDOM, Writer
-
-__all__ = ["RANDOM", "Emit"]
+from onnxgrad.graph.writer import Writer
 
 
 class Emit(Writer):
-    """A `Writer` that knows what broadcasting does, and adds up sequences as it does tensors."""
+    """A `Writer` that also broadcasts, undoes broadcasting, and adds up sequences."""
 
     def expand_to(self, g: ir.Value, like: ir.Value) -> ir.Value:
-        """Return `g` repeated over the axes that it has with length one, in the shape of `like`."""
+        """Return `g` broadcast to the shape of `like`; both have the same dtype."""
         have, want = dims(g), dims(like)
         if equal(have, want):
             return g
@@ -28,12 +26,17 @@ class Emit(Writer):
             return self.zeros_like(like)
         if have is not None and want is not None and len(have) == len(want):
             target = [1 if h == w is not None else w for h, w in zip(have, want, strict=True)]
-            if static(tuple(target)) is not None:  # axes of length one in the target stay g's
+            if static(tuple(target)) is not None:  # where the target is 1, g keeps its length
                 return self.set_type_like(self.Expand(g, target), like)
         return self.set_type_like(self.Expand(g, self.shape_of(like)), like)
 
     def sum_to(self, g: ir.Value, x: ir.Value) -> ir.Value:
-        """Undo broadcasting: sum `g` over the axes along which `x` was repeated."""
+        """Return `g` summed to the shape of `x`, over the axes along which `x` was broadcast.
+
+        Args:
+            g: the gradient with respect to `x` after broadcasting, of the dtype of `x`.
+            x: the operand before broadcasting.
+        """
         have, want = dims(g), dims(x)
         if equal(have, want):
             return g
@@ -62,8 +65,8 @@ class Emit(Writer):
         summed = self.ReduceSum(g, axes, keepdims=1, noop_with_empty_axes=1)
         return self.set_type_like(self.Reshape(summed, shape, allowzero=1), x)
 
-    def mT(self, x: ir.Value) -> ir.Value:  # noqa: N802 - the name that NumPy and PyTorch give it
-        """Swap the last two axes."""
+    def mT(self, x: ir.Value) -> ir.Value:  # noqa: N802 - its name in NumPy and PyTorch
+        """Return `x` with its last two axes swapped; it must have at least two."""
         n = rank(x)
         if n is None:
             y = self.Cast(x, to=ir.DataType.FLOAT) if x.dtype == ir.DataType.BFLOAT16 else x
@@ -71,7 +74,10 @@ class Emit(Writer):
         return self.Transpose(x, perm=[*range(n - 2), n - 1, n - 2])
 
     def total(self, terms: list[ir.Value]) -> ir.Value:
-        """Add up terms of one shape, or sequences of such."""
+        """Return the sum of `terms`: tensors of one shape and dtype, or sequences of one length.
+
+        The elements at one position of the sequences have the same shape and dtype.
+        """
         if len(terms) > 1 and sequences.is_sequence(terms[0]):
             return sequence_nodes.total(self, terms)
         return super().total(terms)

@@ -1,4 +1,4 @@
-"""The precision of a graph: all its floats turned into one type."""
+"""Conversion of all floats of a model to one dtype."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import numpy as np
 import onnx_ir as ir
 
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-_DTYPES = ("to", "dtype", "output_dtype")  # attributes that name one
-_FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # float32 whatever the data is
+_DTYPES = ("to", "dtype", "output_dtype")  # attributes whose value is a dtype
+_FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # index of an operand that stays float32
 
 
 def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
-    """Turn, in place, every float type of `model` into `dtype`, those that a Cast names too.
+    """Convert, in place, every float type of `model` to `dtype`, also the target types of Casts.
 
-    Finite numbers that `dtype` cannot hold become its largest ones: masks are made of such.
+    Finite numbers beyond the range of `dtype` are clipped to it: masks contain such numbers.
     """
-    kept = set()
-    stashes = dtype == ir.DataType.DOUBLE and model.opset_imports.get("", 0) >= 21
+    unchanged = set()
+    has_stash_type = dtype == ir.DataType.DOUBLE and model.opset_imports.get("", 0) >= 21
     graphs = (model.graph, *(function.graph for function in model.functions.values()))
     for node in (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)):
-        place = _FLOAT32_OPERANDS.get(node.op_type)
-        if place is not None and place < len(node.inputs):
-            kept.add(node.inputs[place])
+        index = _FLOAT32_OPERANDS.get(node.op_type)
+        if index is not None and index < len(node.inputs):
+            unchanged.add(node.inputs[index])
         if (node.domain, node.op_type) == ("", "ConstantOfShape"):
             zero = ir.AttrTensor("value", ir.tensor(np.zeros(1, np.float32)))
             node.attributes.setdefault("value", zero)
-        if stashes and (node.domain, node.op_type) == ("", "GroupNormalization"):
+        if has_stash_type and (node.domain, node.op_type) == ("", "GroupNormalization"):
             node.attributes["stash_type"] = ir.AttrInt64("stash_type", dtype)  # float32 by default
         for value in node.outputs:
             _set(value, dtype)
         for attribute in list(node.attributes.values()):
             if attribute.name in ("value_float", "value_floats") and not attribute.is_ref():
-                array = np.asarray(attribute.value, np.float64)  # else a Constant of float32
+                array = np.asarray(attribute.value, np.float64)  # the attribute is always float32
                 del node.attributes[attribute.name]
                 node.attributes["value"] = ir.AttrTensor("value", _rounded(array, dtype, None))
             elif attribute.name in _DTYPES and attribute.value in _FLOATS:
@@ -40,11 +40,12 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
                 tensor = _converted(attribute.value, dtype)
                 node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
             elif attribute.type == ir.AttributeType.TYPE_PROTO:  # of an Optional
-                kind = attribute.value.type
-                kind.dtype = dtype if kind.dtype in _FLOATS else kind.dtype
+                content_type = attribute.value.type
+                if content_type.dtype in _FLOATS:
+                    content_type.dtype = dtype
     for graph in (g for outer in graphs for g in (outer, *outer.subgraphs())):
         for value in (*graph.inputs, *graph.initializers.values()):
-            if value not in kept:
+            if value not in unchanged:
                 _set(value, dtype)
 
 
@@ -61,5 +62,5 @@ def _converted(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.Tensor:
 
 def _rounded(array: np.ndarray, dtype: ir.DataType, name: str | None) -> ir.Tensor:
     limit = float(dtype.max)
-    held = np.where(np.isinf(array), array, np.clip(array, -limit, limit))
-    return ir.Tensor(held.astype(dtype.numpy()), dtype, name=name)
+    clipped = np.where(np.isinf(array), array, np.clip(array, -limit, limit))
+    return ir.Tensor(clipped.astype(dtype.numpy()), dtype, name=name)

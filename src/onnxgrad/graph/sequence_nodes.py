@@ -1,4 +1,4 @@
-"""Nodes on sequences."""
+"""Nodes that compute with sequences, element by element."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from onnxgrad.graph.sequences import content
 from onnxgrad.graph.shapes import constant, dims
 from onnxgrad.graph.writer import Writer
 
-_PLACE = "onnxgrad.place"  # noted at a sequence of zeros but for one element: where, and what it is
+_SCATTERED = "onnxgrad.scattered"  # `meta` key: position and element of a `scatter_element`
 
 
 def mapped(op: Writer, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
-    """Return the sequence of `function(inner, *elements)` over the elements of sequences `xs`."""
-    made = ir.Value(name=op.name("made"), type=content(xs[0].type))
+    """Return the sequence of `function(inner, *elements)`, for the elements of sequences `xs`."""
+    results = ir.Value(name=op.name("results"), type=content(xs[0].type))
     start = op.emit("SequenceEmpty", [], {"dtype": xs[0].dtype})
 
-    def grown(inner: Writer, y: ir.Value) -> ir.Value:
-        longer = inner.SequenceInsert(made, y)
+    def append(inner: Writer, y: ir.Value) -> ir.Value:
+        longer = inner.SequenceInsert(results, y)
         longer.shape = y.shape
         return longer
 
-    return _loop(op, function, xs, grown, [(made, start)])
+    return _loop(op, function, xs, append, [(results, start)])
 
 
 def stacked(op: Writer, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
-    """Return the tensor of all `function(inner, *elements)`, which are of one shape."""
+    """Return `function(inner, *elements)` for all elements of `xs`, stacked along a new axis 0."""
     y = _loop(op, function, xs, lambda inner, y: y, [])
     inner = dims(y)
     y.shape = None if inner is None else ir.Shape([None, *inner])
@@ -43,110 +43,124 @@ def _loop(
     result: Callable[[Writer, ir.Value], ir.Value],
     states: list[tuple[ir.Value, ir.Value]],
 ) -> ir.Value:
-    """Run `function` on the elements of sequences; return what a Loop makes of the `result`s."""
-    place, going = counters(op)
-    inputs = [place, going, *(state for state, _ in states)]
+    """Return the output of a Loop over the elements of the sequences `xs`, all of one length.
+
+    Args:
+        op: writes the Loop.
+        function: called once with the emitter of the body and one element of each of `xs`.
+        result: turns what `function` returns into the second output of the body.
+        states: pairs of the state in the body and its initial value, at most one; without it, the
+            Loop stacks the results.
+    """
+    i, condition = counters(op)
+    inputs = [i, condition, *(state for state, _ in states)]
     graph = ir.Graph(inputs, [], nodes=[], name=op.name("of_elements"))
     with type(op)(graph, outer=op) as inner:
-        elements = [inner.SequenceAt(x, place) for x in xs]
-        made = result(inner, function(inner, *elements))
-        inner.give([going, made])
-    for element in elements:  # a function may ask for less
+        elements = [inner.SequenceAt(x, i) for x in xs]
+        output = result(inner, function(inner, *elements))
+        inner.give([condition, output])
+    for element in elements:  # the function may not use all of them
         node = element.producer()
         if node is not None and not element.uses():
             graph.remove(node, safe=True)
     operands = [op.SequenceLength(xs[0]), np.bool_(True), *(start for _, start in states)]
     y = op.emit("Loop", operands, {"body": graph}, fresh=True)
-    y.shape = made.shape
+    y.shape = output.shape
     return y
 
 
 def counters(op: Writer) -> tuple[ir.Value, ir.Value]:
-    """Return new values for the number of the iteration and the condition that a Loop hands in."""
-    kinds = {"i": ir.TensorType(ir.DataType.INT64), "going": ir.TensorType(ir.DataType.BOOL)}
-    place, going = (ir.Value(name=op.name(n), type=t, shape=ir.Shape(())) for n, t in kinds.items())
-    return place, going
+    """Return new values for the first two inputs of a Loop's body: iteration number, condition."""
+    dtypes = {"i": ir.DataType.INT64, "going": ir.DataType.BOOL}
+    i, condition = (
+        ir.Value(name=op.name(name), type=ir.TensorType(dtype), shape=ir.Shape(()))
+        for name, dtype in dtypes.items()
+    )
+    return i, condition
 
 
 def filled(op: Writer, number: int, x: ir.Value) -> ir.Value:
-    """Return a sequence of tensors full of one number, as long as `x`, of the shapes there."""
+    """Return a sequence like `x` whose elements are filled with `number`, 0 or 1."""
     if isinstance(x.type, ir.OptionalType):
         raise NoGradientRule(
-            f"{x.name!r} is an Optional, of which it is known only at run time whether it holds "
-            "anything: its gradient cannot be zero; use OptionalGetElement outside of If and Loop"
+            f"{x.name!r} is an Optional that may be empty at run time: its zero gradient cannot be "
+            "written; use OptionalGetElement outside of If and Loop"
         )
     node = x.producer()
     if node is not None and node.op_type == "SequenceConstruct":
-        made = (_of_tensor(op, number, v) for v in node.inputs if v is not None)
-        return op.SequenceConstruct(*made)
-    return mapped(op, lambda inner, v: _of_tensor(inner, number, v), x)
+        items = (_filled_tensor(op, number, v) for v in node.inputs if v is not None)
+        return op.SequenceConstruct(*items)
+    return mapped(op, lambda inner, v: _filled_tensor(inner, number, v), x)
 
 
-def _of_tensor(op: Writer, number: int, x: ir.Value) -> ir.Value:
+def _filled_tensor(op: Writer, number: int, x: ir.Value) -> ir.Value:
     return op.ones_like(x) if number else op.zeros_like(x)
 
 
 def total(op: Writer, terms: Sequence[ir.Value]) -> ir.Value:
-    """Add up sequences of one length. Those of zeros but for one element cost that element only."""
-    single = [t for t in terms if _PLACE in t.meta]
-    others = [t for t in terms if _PLACE not in t.meta] or [single.pop(0)]
+    """Return the sum of sequences of one length, element by element.
+
+    Of the results of `scatter_element`, only the one element is added.
+    """
+    scattered = [t for t in terms if _SCATTERED in t.meta]
+    others = [t for t in terms if _SCATTERED not in t.meta] or [scattered.pop(0)]
     y = others[0]
     if len(others) > 1:
         y = mapped(op, lambda inner, *elements: inner.total(list(elements)), *others)
-    for term in single:
-        place, g = term.meta[_PLACE]
-        old = op.set_type_like(op.SequenceAt(y, place), g)
-        y = op.set_type_like(_replaced(op, y, place, op.total([old, g])), terms[0])
+    for term in scattered:
+        position, g = term.meta[_SCATTERED]
+        old = op.set_type_like(op.SequenceAt(y, position), g)
+        y = op.set_type_like(_replace(op, y, position, op.total([old, g])), terms[0])
     return y
 
 
-def placed(op: Writer, g: ir.Value, place: ir.Value, x: ir.Value) -> ir.Value:
-    """Return zeros like the sequence `x` but for `g` at `place`."""
-    y = _replaced(op, op.zeros_like(x), place, g)
-    y = op.set_type_like(op.copy_of(y), x)  # a value of its own, to note it at
-    y.meta[_PLACE] = place, g
+def scatter_element(op: Writer, g: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
+    """Return a sequence of zeros like the sequence `x`, with `g` at `position`."""
+    y = _replace(op, op.zeros_like(x), position, g)
+    y = op.set_type_like(op.copy_of(y), x)  # a new value, as its `meta` is set
+    y.meta[_SCATTERED] = position, g
     return y
 
 
-def _replaced(op: Writer, sequence: ir.Value, place: ir.Value, x: ir.Value) -> ir.Value:
-    """Return `sequence` with `x` in place of what is at `place`."""
-    rest = op.SequenceErase(sequence, place)
-    return put(op, rest, x, hole(op, place, rest))
+def _replace(op: Writer, sequence: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
+    """Return `sequence` with the element at `position` replaced by `x`."""
+    rest = op.SequenceErase(sequence, position)
+    return insert(op, rest, x, erased_position(op, position, rest))
 
 
-def put(op: Writer, sequence: ir.Value, x: ir.Value, place: ir.Value | None) -> ir.Value:
-    """Return `sequence` with `x` at `place`, or at its end."""
-    return op.SequenceInsert(sequence, x, *([] if place is None else [place]))
+def insert(op: Writer, sequence: ir.Value, x: ir.Value, position: ir.Value | None) -> ir.Value:
+    """Return `sequence` with `x` inserted at `position`, or at its end for None."""
+    return op.SequenceInsert(sequence, x, *([] if position is None else [position]))
 
 
-def element(op: Writer, sequence: ir.Value, place: ir.Value) -> ir.Value:
-    """Return the element of a sequence at `place`, by a node that is already there if there is one.
+def element(op: Writer, sequence: ir.Value, position: ir.Value) -> ir.Value:
+    """Return the element of `sequence` at `position`, from an existing SequenceAt if there is one.
 
-    A loop keeps what was read in each iteration, but has to run again for what was not.
+    The backward pass of a Loop uses values stored in each iteration; a new SequenceAt would require
+    the iterations to be computed again.
     """
     for node in sequence.consumers():
-        if node.op_type == "SequenceAt" and node.inputs[1] is place and node.graph is op.graph:
+        if node.op_type == "SequenceAt" and node.inputs[1] is position and node.graph is op.graph:
             return node.outputs[0]
-    return op.SequenceAt(sequence, place)
+    return op.SequenceAt(sequence, position)
 
 
-def hole(op: Writer, place: ir.Value, rest: ir.Value) -> ir.Value | None:
-    """Return where to put back what was at `place` before `rest` was left; None is the end.
+def erased_position(op: Writer, position: ir.Value, rest: ir.Value) -> ir.Value | None:
+    """Return the position in `rest` at which to insert an element erased at `position`.
 
-    Places below zero count from the end, of which there is one less to count from now.
+    None is the end. A negative position counts from the end, and `rest` is one element shorter than
+    the sequence to which `position` refers.
     """
-    known = constant(place)
-    if known is not None:
-        at = int(known.reshape(()))
-        return (
-            op.const(np.int64(at)) if at >= 0 else op.const(np.int64(at + 1)) if at < -1 else None
-        )
-    return _counted(op, place, op.Add(op.SequenceLength(rest), np.int64(1)))
+    array = constant(position)
+    if array is not None:
+        i = int(array.reshape(()))
+        return op.const(np.int64(i)) if i >= 0 else op.const(np.int64(i + 1)) if i < -1 else None
+    return _from_start(op, position, op.Add(op.SequenceLength(rest), np.int64(1)))
 
 
-def _counted(op: Writer, place: ir.Value, length: ir.Value) -> ir.Value:
-    """Return `place`, counted from the beginning."""
-    wide = op.Cast(place, to=ir.DataType.INT64)
+def _from_start(op: Writer, position: ir.Value, length: ir.Value) -> ir.Value:
+    """Return `position` as int64, counted from the start of a sequence of `length` elements."""
+    wide = op.Cast(position, to=ir.DataType.INT64)
     return op.Where(op.Less(wide, np.int64(0)), op.Add(wide, length), wide)
 
 
@@ -156,8 +170,11 @@ _CHANGES = ("Identity", "SequenceInsert", "SequenceErase")
 
 
 def elements(op: Writer, sequence: ir.Value) -> list[ir.Value] | None:
-    """Return the elements of a sequence whose length and makers are known, else None."""
-    changes: list[ir.Node] = []  # inserts and removals, the last one first
+    """Return the elements of a sequence whose length and elements are known statically, else None.
+
+    Follows Identity, SequenceInsert and SequenceErase back to the node that creates the sequence.
+    """
+    changes: list[ir.Node] = []  # the last one first
     node = sequence.producer()
     while node is not None and not node.domain and node.op_type in _CHANGES:
         changes.append(node)
@@ -176,34 +193,37 @@ def elements(op: Writer, sequence: ir.Value) -> list[ir.Value] | None:
 
 
 def _change(items: list[ir.Value], node: ir.Node) -> bool:
-    """Do to `items` what `node` does to a sequence; tell whether it is known what that is."""
+    """Apply a node of `_CHANGES` to `items`; return False if its index is no valid constant."""
     if node.op_type == "Identity":
         return True
-    insert = node.op_type == "SequenceInsert"
-    index = next(iter(node.inputs[1 + insert :]), None)
+    inserts = node.op_type == "SequenceInsert"
+    index = next(iter(node.inputs[1 + inserts :]), None)
     constant_index = constant(index)
     if index is not None and constant_index is None:
         return False
-    last = len(items) if insert else -1
-    at = last if constant_index is None else int(constant_index.reshape(()))
-    if not -len(items) <= at < len(items) + insert:
-        return False  # onnxruntime says what is wrong
-    if insert:
-        items.insert(at, node.inputs[1])  # type: ignore[arg-type]
+    last = len(items) if inserts else -1
+    i = last if constant_index is None else int(constant_index.reshape(()))
+    if not -len(items) <= i < len(items) + inserts:
+        return False  # out of range: onnxruntime raises an error when it runs
+    if inserts:
+        items.insert(i, node.inputs[1])  # type: ignore[arg-type]
     else:
-        del items[at]
+        del items[i]
     return True
 
 
 def _split(op: Writer, node: ir.Node) -> list[ir.Value] | None:
-    """Return the pieces of a SplitToSequence, of known number and in the graph that is written."""
-    x, given = (*node.inputs, None)[:2]
+    """Return the elements of a SplitToSequence; None if their number is not static.
+
+    Also None if `node` is in another graph than that of `op`.
+    """
+    x, split = (*node.inputs, None)[:2]
     assert x is not None
     axis = node.attributes.get_int("axis", 0)
     shape = dims(x)
     n = None if shape is None else shape[axis]
-    lengths = constant(given)
-    if node.graph is not op.graph or (given is not None and lengths is None):
+    lengths = constant(split)
+    if node.graph is not op.graph or (split is not None and lengths is None):
         return None
     if lengths is not None and lengths.ndim:
         parts = lengths.tolist()
@@ -221,12 +241,12 @@ def _split(op: Writer, node: ir.Node) -> list[ir.Value] | None:
         if shape is not None and piece is not x:
             i = axis % len(shape)
             piece.shape = ir.Shape([*shape[:i], length, *shape[i + 1 :]])
-    drop = given is None and not node.attributes.get_int("keepdims", 1)
-    return [op.Squeeze(piece, [axis]) for piece in pieces] if drop else list(pieces)
+    squeeze = split is None and not node.attributes.get_int("keepdims", 1)
+    return [op.Squeeze(piece, [axis]) for piece in pieces] if squeeze else list(pieces)
 
 
-def even(sequence: ir.Value, axis: int) -> int | None:
-    """Return the length that all elements of a sequence have along an axis, if it is known."""
+def common_length(sequence: ir.Value, axis: int) -> int | None:
+    """Return the static length that all elements of a sequence have along `axis`, or None."""
     shape = dims(sequence)
     length = None if shape is None else shape[axis]
     return length if isinstance(length, int) and length > 0 else None

@@ -1,7 +1,7 @@
-"""Shapes as tuples: an int is known, a string is a symbol, None is unknown.
+"""Shapes as tuples: an int is a static length, a string a symbolic dimension, None unknown.
 
-Two dimensions are proven equal when they are the same int or the same symbol; two unknown
-ones never are.
+Two dimensions are proven equal if they are the same int or the same symbol; two unknown ones never
+are.
 """
 
 from __future__ import annotations
@@ -14,30 +14,20 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import ModelError
+from onnxgrad.graph.operators import ELEMENTWISE, UNARY
 from onnxgrad.limits import limit
 
 Dim = int | str | None
 Dims = tuple[Dim, ...]
 
-ELEMENTWISE = frozenset(
-    "Abs Add And Cast Ceil Cos Cosh Div Equal Erf Exp Floor Gelu Greater GreaterOrEqual Identity "
-    "IsInf IsNaN Less LessOrEqual Log LogSoftmax Max Min Mod Mul Neg Not Or Pow Reciprocal Relu "
-    "Round Sigmoid Sign Sin Sinh Softmax Softplus Sqrt Sub Sum Tan Tanh Where".split()
-)
-_LIKE_FIRST = frozenset(
-    "BatchNormalization Celu Clip CumProd CumSum Dropout Elu HardSigmoid HardSwish "
-    "InstanceNormalization LayerNormalization LeakyRelu PRelu Selu Shrink Softsign "
-    "ThresholdedRelu".split()
-)
-
 
 def is_real(value: ir.Value) -> bool:
-    """Tell whether `value` is a tensor of floats fine enough for a gradient: of 16 bits or more."""
+    """Return whether `value` is a tensor of floats of at least 16 bits, which has a gradient."""
     return isinstance(value.type, ir.TensorType) and has_reals(value)
 
 
 def has_reals(value: ir.Value) -> bool:
-    """Tell whether `value` is a tensor of such floats, or a sequence of such tensors."""
+    """Return whether `value` is a tensor, or a sequence of tensors, as in `is_real`."""
     if isinstance(value.type, ir.OptionalType):
         return False
     dtype = value.dtype
@@ -45,44 +35,44 @@ def has_reals(value: ir.Value) -> bool:
 
 
 def dims(value: ir.Value | None) -> Dims | None:
-    """Return the dimensions of `value`, or None when even its rank is unknown."""
+    """Return the dimensions of `value`, or None if its rank is unknown."""
     if value is None or value.shape is None:
         return None
     return tuple(d if isinstance(d, int) else d.value for d in value.shape)
 
 
 def rank(value: ir.Value | None) -> int | None:
-    """Return the number of axes of `value`, or None when it is unknown."""
+    """Return the number of axes of `value`, or None if it is unknown."""
     return None if value is None or value.shape is None else len(value.shape)
 
 
 def static(shape: Dims | None) -> tuple[int, ...] | None:
-    """Return `shape` when every dimension is an int, else None."""
+    """Return `shape` if every dimension is an int, else None."""
     if shape is None:
         return None
-    known = tuple(d for d in shape if isinstance(d, int))
-    return known if len(known) == len(shape) else None
+    lengths = tuple(d for d in shape if isinstance(d, int))
+    return lengths if len(lengths) == len(shape) else None
 
 
 def equal(a: Dims | None, b: Dims | None) -> bool:
-    """Tell whether `a` and `b` are proven to be the same shape."""
+    """Return whether `a` and `b` are proven to be the same shape."""
     return a is not None and a == b and None not in a
 
 
 def is_stated(d: Dim) -> bool:
-    """Tell whether a dimension is a length or a symbol, but for those that onnx makes up."""
+    """Return whether a dimension is a length, or a symbol other than those that onnx generates."""
     return isinstance(d, int) or (d is not None and not d.startswith("unk__"))
 
 
 def broadcast(*shapes: Dims | None) -> Dims | None:
-    """Return the shape of an elementwise result; a dimension that cannot be told is None."""
-    known = [s for s in shapes if s is not None]
-    if len(known) != len(shapes):
+    """Return the broadcast shape: None if a rank is unknown, with None for unknown dimensions."""
+    ranked = [s for s in shapes if s is not None]
+    if len(ranked) != len(shapes):
         return None
-    if len(set(known)) == 1 and None not in known[0]:
-        return known[0]
-    width = max(map(len, known), default=0)
-    padded = [(1,) * (width - len(s)) + s for s in known]
+    if len(set(ranked)) == 1 and None not in ranked[0]:
+        return ranked[0]
+    width = max(map(len, ranked), default=0)
+    padded = [(1,) * (width - len(s)) + s for s in ranked]
     return tuple(_broadcast_dim(column) for column in zip(*padded, strict=True))
 
 
@@ -91,51 +81,51 @@ def _broadcast_dim(column: Sequence[Dim]) -> Dim:
     if not others:
         return 1
     sizes = [d for d in others if isinstance(d, int)]
-    if sizes:  # a symbol beside a size above one is that size, or one
+    if sizes:  # a symbol broadcast with a length above 1 is that length or 1
         return sizes[0]
     return others.pop() if len(others) == 1 else None
 
 
 def constant(v: ir.Value | None) -> np.ndarray | None:
-    """Return the array that `v` always holds, or None when it is known only at run time."""
+    """Return the array of a constant `v`, or None if its value is known only at run time."""
     if v is None or v.const_value is None or v.is_graph_input():
         return None
     return v.const_value.numpy()
 
 
 def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
-    """Return the shape of the first output of a node, as far as it follows from symbols.
+    """Return the shape of the first output of a node, also in terms of symbolic dimensions.
 
-    Knows the operators that onnx's own inference gives up on, or that gradients consist of.
+    Covers operators that gradients consist of, and those for which onnx infers no symbols. None is
+    an unknown rank.
 
     Raises:
-        ModelError: an axis that the operands do not have, or operands that do not fit.
+        ModelError: an axis that the operands do not have, or operands of incompatible shapes.
     """
     try:
         return _output_shape(op_type, inputs, attributes)
     except (IndexError, ZeroDivisionError, ValueError) as e:
-        operands = [dims(v) for v in inputs]
+        shapes = [dims(v) for v in inputs]
         raise ModelError(
-            f"the operands of {op_type}, of shapes {operands}, do not fit it or its axes: correct "
-            "the node"
+            f"operands of shapes {shapes} do not fit {op_type} or its attributes: correct the node"
         ) from e
 
 
 def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
-    known = [None if v is None else dims(v) for v in inputs]
-    if op_type in ELEMENTWISE:
-        return broadcast(*(k for v, k in zip(inputs, known, strict=True) if v is not None))
+    shapes = [None if v is None else dims(v) for v in inputs]
+    if op_type in ELEMENTWISE - UNARY:
+        return broadcast(*(s for v, s in zip(inputs, shapes, strict=True) if v is not None))
     if op_type == "Einsum":
-        return einsum_shape(known, attributes.get("equation", ""))
-    first = known[0] if known else None
+        return einsum_shape(shapes, attributes.get("equation", ""))
+    first = shapes[0] if shapes else None
     if first is None:
         return None
-    if op_type in _LIKE_FIRST:
+    if op_type in UNARY:
         return first
     if op_type == "Concat":
-        return _concatenated(known, attributes.get("axis", 0))
+        return _concatenated(shapes, attributes.get("axis", 0))
     if op_type == "MatMul":
-        second = known[1]
+        second = shapes[1]
         if second is None or len(first) < 2 or len(second) < 2:
             return None
         batch = broadcast(first[:-2], second[:-2])
@@ -143,14 +133,14 @@ def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any])
     if op_type == "Transpose":
         return tuple(first[i] for i in attributes.get("perm", range(len(first))[::-1]))
     if op_type == "Gemm":
-        a, b = first, known[1]
+        a, b = first, shapes[1]
         if b is None or len(a) != 2 or len(b) != 2:
             return None
         return a[1 if attributes.get("transA") else 0], b[0 if attributes.get("transB") else 1]
     if op_type in ("Unsqueeze", "Squeeze") or op_type.startswith("Reduce"):
         return _with_axes(op_type, first, inputs, attributes)
     if op_type == "Reshape":
-        target, length = constant(inputs[1]), static(known[1])
+        target, length = constant(inputs[1]), static(shapes[1])
         if target is None:
             return None if length is None or length[0] > limit("rank") else (None,) * length[0]
         return _reshaped(first, target.tolist(), attributes)
@@ -159,19 +149,19 @@ def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any])
     return None
 
 
-def _concatenated(known: Sequence[Dims | None], axis: int) -> Dims | None:
-    """Return the shape of a Concat: of the other axes any operand may tell the length."""
-    shapes = [shape for shape in known if shape is not None]
-    made = [
-        next((d for d in column if d is not None), None) for column in zip(*shapes, strict=True)
+def _concatenated(shapes: Sequence[Dims | None], axis: int) -> Dims | None:
+    """Return the shape of a Concat; along the other axes, all operands have the same length."""
+    ranked = [shape for shape in shapes if shape is not None]
+    result = [
+        next((d for d in column if d is not None), None) for column in zip(*ranked, strict=True)
     ]
-    lengths = static(tuple(shape[axis] for shape in shapes))
-    made[axis] = sum(lengths) if lengths is not None and len(shapes) == len(known) else None
-    return tuple(made)
+    lengths = static(tuple(shape[axis] for shape in ranked))
+    result[axis] = sum(lengths) if lengths is not None and len(ranked) == len(shapes) else None
+    return tuple(result)
 
 
 def einsum_terms(equation: str) -> tuple[list[str], str]:
-    """Return the indices of each operand of an Einsum, and of its output: by rule if not given."""
+    """Return the indices of each operand of an Einsum, and of its explicit or implicit output."""
     left, arrow, output = equation.replace(" ", "").partition("->")
     if not arrow:
         once = sorted(c for c in set(left) if c.isalpha() and left.count(c) == 1)
@@ -179,12 +169,12 @@ def einsum_terms(equation: str) -> tuple[list[str], str]:
     return left.split(","), output
 
 
-def einsum_shape(known: Sequence[Dims | None], equation: str) -> Dims | None:
-    """Return the shape of an Einsum, of which a named index may be broadcast, as an ellipsis is."""
+def einsum_shape(shapes: Sequence[Dims | None], equation: str) -> Dims | None:
+    """Return the shape of an Einsum; axes with the same index, or in an ellipsis, broadcast."""
     terms, output = einsum_terms(equation)
     lengths: dict[str, list[Dim]] = {}
     ellipses: list[Dims | None] = []
-    for shape, term in zip(known, terms, strict=False):
+    for shape, term in zip(shapes, terms, strict=False):
         head, dots, tail = term.partition("...")
         ends: Dims = (None,) * len(head + tail)
         if shape is not None:
@@ -202,35 +192,35 @@ def einsum_shape(known: Sequence[Dims | None], equation: str) -> Dims | None:
     return (*before, *middle, *after)
 
 
-def _index_length(found: Sequence[Dim]) -> Dim:
-    """Return the length of a named index: operands agree on it, but for ones that are repeated."""
-    known = {d for d in found if d not in (None, 1)}
-    sizes = [d for d in known if isinstance(d, int)]
+def _index_length(lengths: Sequence[Dim]) -> Dim:
+    """Return the length of an index from its lengths in the operands, where 1 broadcasts."""
+    others = {d for d in lengths if d not in (None, 1)}
+    sizes = [d for d in others if isinstance(d, int)]
     if sizes:
         return sizes[0]
-    if len(known) == 1 and None not in found:
-        return known.pop()
-    return None if known or None in found else 1
+    if len(others) == 1 and None not in lengths:
+        return others.pop()
+    return None if others or None in lengths else 1
 
 
 def _resized(shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
-    """Return the shape after a Resize, of which the axes of scale one stay."""
+    """Return the shape after a Resize: axes of constant scale 1 keep their length."""
     scales = constant(inputs[2]) if len(inputs) > 2 else None
     axes = [axis % len(shape) for axis in attributes.get("axes") or range(len(shape))]
-    made = [None if i in axes else d for i, d in enumerate(shape)]
+    result = [None if i in axes else d for i, d in enumerate(shape)]
     if scales is not None and len(scales) == len(axes):
         for axis, scale in zip(axes, scales, strict=True):
-            made[axis] = shape[axis] if scale == 1 else None
-    return tuple(made)
+            result[axis] = shape[axis] if scale == 1 else None
+    return tuple(result)
 
 
 def _with_axes(
     op_type: str, shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]
 ) -> Dims | None:
-    """Return the shape after axes were added, taken away or reduced, when they are known now."""
-    given = inputs[1] if len(inputs) > 1 else None
-    axes = constant(given)
-    if given is None and op_type.startswith("Reduce") and not _names_axes(attributes):
+    """Return the shape after an Unsqueeze, Squeeze or reduction, if its axes are constant."""
+    operand = inputs[1] if len(inputs) > 1 else None
+    axes = constant(operand)
+    if operand is None and op_type.startswith("Reduce") and not _names_axes(attributes):
         return (1,) * len(shape) if attributes.get("keepdims", 1) else ()
     if axes is None or axes.size == 0:
         return None
@@ -245,29 +235,29 @@ def _with_axes(
 
 
 def _names_axes(attributes: Mapping[str, Any]) -> bool:
-    """Tell whether a reduction without an operand of axes may leave some of them."""
+    """Return whether a reduction without an operand for its axes may not reduce all of them."""
     return "axes" in attributes or bool(attributes.get("noop_with_empty_axes"))
 
 
 def _reshaped(shape: Dims, target: list[int], attributes: Mapping[str, Any]) -> Dims:
-    """Return the shape after a Reshape; an axis of length -1 may be found to be a symbol."""
-    made: list[Dim] = list(target)
+    """Return the shape after a Reshape; a length -1 is inferred, perhaps as a symbol."""
+    result: list[Dim] = list(target)
     if not attributes.get("allowzero"):
-        made = [shape[i] if d == 0 else d for i, d in enumerate(made)]
-    if -1 not in made:
-        return tuple(made)
-    given, wanted = list(shape), [d for d in made if d != -1]
-    for d in list(wanted):
-        if d is not None and d in given:
-            given.remove(d)
-            wanted.remove(d)
-    sizes = [d for d in given if isinstance(d, int)]
-    symbols = [d for d in given if not isinstance(d, int)]
-    rest: Dim = None
-    if all(isinstance(d, int) and d > 0 for d in wanted):
-        factor, remainder = divmod(prod(sizes), prod(wanted))  # type: ignore[arg-type]
+        result = [shape[i] if d == 0 else d for i, d in enumerate(result)]
+    if -1 not in result:
+        return tuple(result)
+    before, after = list(shape), [d for d in result if d != -1]
+    for d in list(after):
+        if d is not None and d in before:
+            before.remove(d)
+            after.remove(d)
+    sizes = [d for d in before if isinstance(d, int)]
+    symbols = [d for d in before if not isinstance(d, int)]
+    inferred: Dim = None
+    if all(isinstance(d, int) and d > 0 for d in after):
+        factor, remainder = divmod(prod(sizes), prod(after))  # type: ignore[arg-type]
         if remainder == 0 and not symbols:
-            rest = factor
+            inferred = factor
         elif remainder == 0 and len(symbols) == 1 and symbols[0] is not None:
-            rest = symbols[0] if factor == 1 else f"{factor}*{symbols[0]}"
-    return tuple(rest if d == -1 else d for d in made)
+            inferred = symbols[0] if factor == 1 else f"{factor}*{symbols[0]}"
+    return tuple(inferred if d == -1 else d for d in result)

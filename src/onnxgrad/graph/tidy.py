@@ -1,4 +1,4 @@
-"""What is removed before a model is handed out."""
+"""Removal of nodes and initializers that no output needs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _MANY = 64  # inputs of a node
 
 
 def tidy(model: ir.Model) -> None:
-    """Remove, in place, the nodes and constants that no output needs.
+    """Remove, in place, the nodes and initializers that no output needs.
 
-    The nodes of the main graph are removed at once: the pass takes one by one, asks for the list of
-    outputs each time, and stumbles over branches that still read what it removes.
+    `drop_unused` goes first, and removes all unused nodes of a graph in one call: the pass of
+    onnx_ir lists the outputs again for each one, and fails on values that a subgraph still reads.
     """
     drop_unused(model.graph)
     RemoveUnusedNodesPass()(model)
 
 
 def drop_unused(graph: ir.Graph) -> None:
-    """Remove, in place, the nodes that no output of `graph` needs, in graphs that nodes hold too.
+    """Remove, in place, the nodes that no output of `graph` needs, in its subgraphs too.
 
-    What a removed node held lets go of what it has read, which could not be removed otherwise.
+    The subgraphs of removed nodes are detached: a value that they capture still counts as used.
     """
     needed: set[ir.Value | None] = set(graph.outputs)
     unused = []
@@ -36,24 +36,24 @@ def drop_unused(graph: ir.Graph) -> None:
             release(subgraphs(node))
         else:
             needed.update(node.inputs)
-            for held in subgraphs(node):
-                drop_unused(held)
-                needed.update(held.outputs, *(n.inputs for n in held.all_nodes()))
+            for subgraph in subgraphs(node):
+                drop_unused(subgraph)
+                needed.update(subgraph.outputs, *(n.inputs for n in subgraph.all_nodes()))
     for node in unused:
         detach(node)
     graph.remove(unused, safe=True)
 
 
 def release(graphs: Iterable[ir.Graph]) -> None:
-    """Let graphs that nothing will hold read nothing any more."""
+    """Detach the inputs of all nodes in `graphs`, which are subgraphs that will be discarded."""
     for node in (node for graph in graphs for node in graph.all_nodes()):
         detach(node)
 
 
 def detach(node: ir.Node) -> None:
-    """Let `node` read nothing any more.
+    """Remove all inputs of `node`, so that it no longer counts as a user of them.
 
-    onnx_ir copies all inputs for each one that it removes, which is too slow for thousands.
+    `resize_inputs` copies all inputs for each one that it removes: too slow for thousands.
     """
     if len(node.inputs) < _MANY or not hasattr(ir.Value, "_remove_usage"):
         node.resize_inputs(0)
@@ -65,9 +65,10 @@ def detach(node: ir.Node) -> None:
 
 
 def free(graph: ir.Graph, names: Collection[str | None]) -> None:
-    """Rename the results of these names that nothing reads: the `label` beside probabilities."""
+    """Rename unused results that have one of `names`, such as the `label` beside probabilities."""
     for node in graph:
-        keeps = node.domain == "ai.onnx.ml" and not node.name  # its weights are named after it
+        # the weights in attributes of an unnamed node are named after its first output
+        names_weights = node.domain == "ai.onnx.ml" and not node.name
         for y in node.outputs:
-            if y.name in names and not (keeps or y.uses() or y.is_graph_output()):
+            if y.name in names and not (names_weights or y.uses() or y.is_graph_output()):
                 y.name = Emit(graph).name(str(y.name))

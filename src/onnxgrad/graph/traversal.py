@@ -1,4 +1,4 @@
-"""What a node reads: its inputs, and what the graphs that it holds take from around them."""
+"""The subgraphs of a node, and the values that it reads: its inputs and captured values."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ import onnx_ir as ir
 
 
 def reads(node: ir.Node) -> list[ir.Value]:
-    """Return what `node` reads, each value once, in the order of the graph."""
+    """Return the inputs of `node`, then the values that its subgraphs capture, each once."""
     inputs = dict.fromkeys(v for v in node.inputs if v is not None)
     return list(inputs | dict.fromkeys(captured(node)))
 
 
 def captured(node: ir.Node) -> list[ir.Value]:
-    """Return what the graphs that `node` holds take from around it, each value once, in order."""
+    """Return the values that the subgraphs of `node` capture from outside, each once.
+
+    They are in the order in which the nodes of the subgraphs, at any depth, read them. An outer
+    value that a subgraph returns without a node in between is not among them.
+    """
     own: set[ir.Value] = set()
-    taken: dict[ir.Value, None] = {}
-    for held in subgraphs(node):
-        own.update(held.inputs, held.initializers.values())
-        for n in held.all_nodes():
+    inputs: dict[ir.Value, None] = {}
+    for subgraph in subgraphs(node):
+        own.update(subgraph.inputs, subgraph.initializers.values())
+        for n in subgraph.all_nodes():
             own.update(n.outputs)
-            for inner in subgraphs(n):
-                own.update(inner.inputs, inner.initializers.values())
-            taken |= dict.fromkeys(v for v in n.inputs if v is not None)
-    return [v for v in taken if v not in own]
+            for nested in subgraphs(n):
+                own.update(nested.inputs, nested.initializers.values())
+            inputs |= dict.fromkeys(v for v in n.inputs if v is not None)
+    return [v for v in inputs if v not in own]
 
 
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
-    """Yield the graphs that `node` holds as attributes."""
+    """Yield the graphs among the attributes of `node`, not those nested in their nodes."""
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
             yield attribute.as_graph()
@@ -38,7 +42,7 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 
 def all_names(graph: ir.Graph) -> set[str]:
-    """Return the names of the values of `graph`, and of the graphs inside of its nodes."""
+    """Return the names of all values of `graph` and of its subgraphs at any depth."""
     names = {v.name for node in graph.all_nodes() for v in node.outputs if v.name}
     for g in (graph, *graph.subgraphs()):
         names.update(v.name for v in (*g.inputs, *g.initializers.values()) if v.name)
@@ -46,7 +50,7 @@ def all_names(graph: ir.Graph) -> set[str]:
 
 
 def attribute_key(attr: ir.Attr) -> Any:
-    """Return what is the same for attributes that say the same."""
+    """Return the name and a hashable form of the value of an attribute, to compare attributes."""
     value = attr.value
     if isinstance(value, (list, tuple)):
         value = tuple(value)

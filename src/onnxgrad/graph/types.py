@@ -1,4 +1,4 @@
-"""The types and shapes of what a node makes, by its operator and its operands."""
+"""The types and shapes of the outputs of a node, from its operator and its operands."""
 
 from __future__ import annotations
 
@@ -7,25 +7,21 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from onnxgrad.graph import sequences, shapes
+from onnxgrad.graph.operators import BOOLEAN, INT64
 
-_OUTPUT_DTYPE = {
-    **dict.fromkeys(
-        ("Shape", "Size", "SequenceLength", "NonZero", "ArgMax", "ArgMin"), ir.DataType.INT64
-    ),
-    **dict.fromkeys(
-        "Equal Greater GreaterOrEqual Less LessOrEqual Not And Or Xor IsNaN IsInf".split(),
-        ir.DataType.BOOL,
-    ),
-}
+_OUTPUT_DTYPE = dict.fromkeys(INT64, ir.DataType.INT64) | dict.fromkeys(BOOLEAN, ir.DataType.BOOL)
 
 
 def output_types(
     op_type: str, operands: Sequence, attributes: dict, outputs: int
 ) -> Sequence[ir.TypeProtocol | None]:
-    """Return the types of the outputs: those of the graph that the node holds, or by one dtype."""
-    held = attributes.get("body", attributes.get("then_branch"))
-    if held is not None:
-        return [y.type for y in held.outputs[op_type == "Loop" :]]
+    """Return the types of the outputs of a node; None for a type that is not known.
+
+    Nodes with a subgraph have the types of its outputs; the others have outputs of one type.
+    """
+    subgraph = attributes.get("body", attributes.get("then_branch"))
+    if subgraph is not None:  # the first output of the body of a Loop is its condition
+        return [y.type for y in subgraph.outputs[op_type == "Loop" :]]
     if op_type in sequences.OPERATORS:
         return [sequences.output_type(op_type, operands, attributes)]
     dtype = _dtype(op_type, operands, attributes)
@@ -33,16 +29,19 @@ def output_types(
 
 
 def output_shape(op_type: str, operands: Sequence, attributes: Mapping) -> shapes.Dims | None:
-    """Return the shape of the first output, or of its elements, as far as it is known."""
-    of = sequences if op_type in sequences.OPERATORS else shapes
-    return of.output_shape(op_type, operands, attributes)
+    """Return the shape of the first output, or of its elements if it is a sequence.
+
+    None is an unknown rank, and as a dimension an unknown length.
+    """
+    module = sequences if op_type in sequences.OPERATORS else shapes
+    return module.output_shape(op_type, operands, attributes)
 
 
 def _dtype(op_type: str, operands: Sequence, attributes: dict) -> ir.DataType | None:
-    """Return the dtype of the outputs, by the operator or by the first operand that counts."""
+    """Return the dtype that the operator sets, else that of the first tensor operand."""
     if op_type == "Cast":
         return ir.DataType(attributes["to"])
     if op_type in _OUTPUT_DTYPE:
         return _OUTPUT_DTYPE[op_type]
-    counted = operands[1:] if op_type == "Where" else operands
-    return next((v.dtype for v in counted if v is not None and v.dtype), None)
+    typed = operands[1:] if op_type == "Where" else operands  # the condition is bool
+    return next((v.dtype for v in typed if v is not None and v.dtype), None)

@@ -1,4 +1,4 @@
-"""Nodes, names and constants, written into a graph: the base of `Emit`."""
+"""Writing of nodes, names and constants into a graph: the base of `Emit`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph import sequences
+from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import broadcast, constant, dims, equal, static
 from onnxgrad.graph.traversal import all_names, attribute_key
 from onnxgrad.graph.types import output_shape, output_types
 
-_SMALL = 64  # elements: a constant this size is looked at, and folded
-RANDOM = frozenset(  # twice the same node draws twice
-    "Bernoulli Dropout Multinomial "
-    "RandomNormal RandomNormalLike RandomUniform RandomUniformLike".split()
-)
+_SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
 _current: ContextVar[Writer] = ContextVar("emit")
 
 
 class _Arithmetic:
-    """Sends `a * b` to the emitter of the running context, or to whoever was asked before us.
+    """Forwards `a * b` to the emitter of the enclosing `with`, or else to the previous handler.
 
-    onnx_ir has one handler for the whole process; a ContextVar keeps threads apart.
+    onnx_ir has one handler for the whole process; the ContextVar separates threads.
     """
 
     def __init__(self, previous: Any) -> None:
@@ -40,9 +37,15 @@ class _Arithmetic:
 class Writer:
     """Writes nodes at the end of `graph`, or inside of `with op.at(node):` before that node.
 
-    Python numbers become constants of the neighbouring operand's dtype, lists of int become int64.
-    For a graph that a node holds, `outer` is the emitter of the graph around it, which keeps the
-    constants and the names of all.
+    `op.Gather(x, [0, 1], axis=1)` writes one node and returns its first output, an `ir.Value`. An
+    operand is a value, an array, a list of int (int64), a number (of the dtype of the first operand
+    that is a value), or None if it is omitted. Keywords are attributes.
+
+    Args:
+        graph: the graph to write to.
+        names: names that no new value may have, beside those in `graph`.
+        outer: if `graph` is a subgraph, the emitter of the graph around it, which stores the
+            constants and the names of both.
     """
 
     def __init__(
@@ -50,13 +53,13 @@ class Writer:
     ) -> None:
         self.graph = graph
         self.outer = outer
-        self._before: ir.Node | None = None  # where nodes are inserted; None: at the end
+        self._before: ir.Node | None = None  # insert nodes before it; None: at the end
         self._written: dict[ir.Node, None] = {}
-        self._shared: dict[Any, list[ir.Value]] = {}  # the outputs of nodes, by what they say
+        self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
         self._constants: dict[Any, ir.Value] = {}
         self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
         self._counter = 0
-        self._tokens: list[Any] = []  # one for every `with` that has been entered
+        self._tokens: list[Any] = []  # one for every `with` that is active
 
     def __enter__(self) -> Self:
         handler = ir.set_value_magic_handler(None)
@@ -76,7 +79,7 @@ class Writer:
 
     @contextmanager
     def at(self, node: ir.Node | None) -> Iterator[Self]:
-        """Write nodes before `node` inside of the block; None is the end of the graph."""
+        """Write nodes before `node` inside of the block, or at the end of the graph for None."""
         previous, self._before = self._before, node
         try:
             with self:
@@ -85,34 +88,34 @@ class Writer:
             self._before = previous
 
     def give(self, values: Iterable[ir.Value]) -> None:
-        """Make `values` the outputs of the graph, each a result of a node of its own.
+        """Set the outputs of the graph to `values`; inputs, outer and repeated values are copied.
 
-        onnxruntime returns garbage where a body of a Scan hands on an input, or one result twice.
+        onnxruntime returns garbage if the body of a Scan returns an input, or one value twice.
         """
-        given: dict[ir.Value, None] = {}
+        outputs: dict[ir.Value, None] = {}
         for v in values:
-            made = v.producer()
-            if made is None or made.graph is not self.graph or v in given:
+            node = v.producer()
+            if node is None or node.graph is not self.graph or v in outputs:
                 v = self.copy_of(v)
-            given[v] = None
-        self.graph.outputs[:] = given
+            outputs[v] = None
+        self.graph.outputs[:] = outputs
 
     @property
     def opset(self) -> int:
-        """The version of the standard operators, which the outermost graph states."""
-        at = self
-        while at.outer is not None:
-            at = at.outer
-        return at.graph.opset_imports.get("", 0)
+        """The version of the standard opset, from the outermost graph; 0 if it has none."""
+        outermost = self
+        while outermost.outer is not None:
+            outermost = outermost.outer
+        return outermost.graph.opset_imports.get("", 0)
 
     @property
     def wrote(self) -> bool:
-        """Tell whether any node was written."""
+        """Whether any node was written."""
         return bool(self._written)
 
     @property
     def written(self) -> list[ir.Node]:
-        """Return the nodes that were written, in that order."""
+        """The nodes that were written, in the order of the calls."""
         return list(self._written)
 
     # -- writing nodes ------------------------------------------------------------------------
@@ -125,9 +128,13 @@ class Writer:
         domain: str = "",
         fresh: bool = False,
     ) -> ir.Value:
-        """Append a node with one output, or find the same one already there; return its output.
+        """Return the output of a new node, or a value that is proven to equal it.
 
-        `fresh` writes a node of its own, whose output can be given a name.
+        Args:
+            op_type, domain: of the operator.
+            inputs: operands as above.
+            attributes: Python values by name, subgraphs as `ir.Graph`.
+            fresh: always write a new node, so that its output may be renamed.
         """
         return self.emit_many(op_type, inputs, attributes, 1, domain, fresh)[0]
 
@@ -140,7 +147,7 @@ class Writer:
         domain: str = "",
         fresh: bool = False,
     ) -> list[ir.Value]:
-        """Return the outputs of a node that has several, written as `emit` does."""
+        """Return the `outputs` outputs of a node as `emit` does; only the first has a shape."""
         values = self._operands(op_type, inputs)
         if outputs == 1 and not domain and not fresh:
             simpler = self._simplify(op_type, values, attributes)
@@ -152,13 +159,13 @@ class Writer:
         key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
         shared = self._shared.get(key)
         node = None if shared is None else shared[0].producer()
-        if shared is None or node is None or node.graph is not self.graph:  # or removed since
+        if shared is None or node is None or node.graph is not self.graph:  # new, or removed
             shared = self._append(domain, op_type, values, attributes, attrs, outputs)
             self._shared[key] = shared
         return shared
 
     def _operands(self, op_type: str, inputs: Any) -> list[Any]:
-        """Return the inputs of a node as values; numbers get the dtype of the first value."""
+        """Return the operands as values; numbers get the dtype of the first one that has any."""
         typed = inputs[1:] if op_type == "Where" else inputs
         dtype = next((v.dtype for v in typed if isinstance(v, ir.Value) and v.dtype), None)
         return [self.const(v, dtype) for v in inputs]
@@ -172,11 +179,11 @@ class Writer:
         attrs: Sequence[ir.Attr],
         outputs: int,
     ) -> list[ir.Value]:
-        """Write a node; its outputs get names, types, and the first one a shape."""
+        """Write a node; set the names and types of its outputs, and the shape of the first."""
         node = ir.Node(domain, op_type, values, attrs, num_outputs=outputs)
         types = output_types(op_type, values, attributes, outputs)
-        for value, kind in zip(node.outputs, types, strict=True):
-            value.name, value.type = self.name(op_type.lower()), kind
+        for value, value_type in zip(node.outputs, types, strict=True):
+            value.name, value.type = self.name(op_type.lower()), value_type
         shape = output_shape(op_type, values, attributes)
         node.outputs[0].shape = None if shape is None else ir.Shape(shape)
         if self._before is None:
@@ -187,22 +194,23 @@ class Writer:
         return list(node.outputs)
 
     def copy_of(self, x: ir.Value) -> ir.Value:
-        """Return the result of an Identity of its own, which can be given another name."""
+        """Return the output of a new Identity of `x`, which may be renamed."""
         return self.emit("Identity", [x], {}, fresh=True)
 
     def _simplify(self, op_type: str, values: list, attributes: dict) -> ir.Value | None:
-        """Return a value that needs no new node, where that is proven."""
+        """Return a value proven to equal the output, by no node or a cheaper one; or None."""
         if op_type == "Mul":
             a, b = values
             for x, other in ((a, b), (b, a)):
                 if equal(broadcast(dims(x), dims(other)), dims(other)) and self.is_all(x, 1):
                     return other
-                inner = _expanded(x)  # Expand before a product that broadcasts anyway
+                inner = _expanded(x)  # Mul broadcasts: no Expand needed
                 if inner is not None and equal(dims(x), dims(other)):
                     return self.Mul(inner, other)
         if op_type == "Cast" and values[0].dtype == attributes["to"]:
             return values[0]
-        if op_type == "ReduceSum" and "noop_with_empty_axes" not in attributes:  # then not squared
+        # without axes, and with noop_with_empty_axes, ReduceSumSquare does not square
+        if op_type == "ReduceSum" and "noop_with_empty_axes" not in attributes:
             factor = _squared(values[0])
             if factor is not None:
                 return self.ReduceSumSquare(factor, *values[1:], **attributes)
@@ -213,7 +221,7 @@ class Writer:
         return None
 
     def _without_kept_axes(self, x: ir.Value, target: tuple[int, ...]) -> ir.Value | None:
-        """Return the sum `x` without the axes of length one that it keeps, if that is `target`."""
+        """Return the ReduceSum `x` with keepdims=0 if that has the shape `target`, else None."""
         node = x.producer()
         if node is None or node.op_type != "ReduceSum" or len(node.inputs) < 2:
             return None
@@ -223,7 +231,7 @@ class Writer:
         return self.ReduceSum(*node.inputs, keepdims=0)
 
     def name(self, prefix: str) -> str:
-        """Return a value name that the graph does not have yet."""
+        """Return `prefix`, with a numeric suffix if a value has that name, and reserve it."""
         name = prefix
         while name in self._names:
             self._counter += 1
@@ -234,19 +242,21 @@ class Writer:
     def name_output(
         self, value: ir.Value, name: str, like: ir.Value, protected: set[ir.Value]
     ) -> ir.Value:
-        """Return `value` under `name`, with the shape and dtype of `like`, to become an output.
+        """Return `value` with the name `name` and the shape and dtype of `like`: a future output.
 
-        Another value of that name gives way, unless it is protected: then ours gets a number.
+        A value that is protected, or that this emitter did not write, is copied. An existing value
+        named `name` is renamed; if it is protected, `value` gets a numeric suffix. The returned
+        value is added to `protected`.
         """
         if value.producer() not in self._written or value in protected:
             value = self.copy_of(value)
         if name in self._names:
-            holder = ir.convenience.create_value_mapping(self.graph).get(name)
-            if holder is not None and holder is not value:
-                if holder in protected:
+            existing = ir.convenience.create_value_mapping(self.graph).get(name)
+            if existing is not None and existing is not value:
+                if existing in protected:
                     name = self.name(name)
                 else:
-                    holder.name = self.name(name)
+                    existing.name = self.name(name)
         self._names.add(name)
         value.name = name
         protected.add(value)
@@ -255,7 +265,13 @@ class Writer:
     # -- constants ----------------------------------------------------------------------------
 
     def const(self, v: Any, dtype: ir.DataType | None = None) -> Any:
-        """Return `v` as a value: numbers, lists and arrays become shared initializers."""
+        """Return `v` as a value: an initializer of the outermost graph, shared by equal constants.
+
+        Args:
+            v: a number, of shape []; a list or tuple, of dtype int64; an array, of its own shape
+                and dtype, where objects become strings. A value or None is returned unchanged.
+            dtype: that of a number; float32 by default.
+        """
         if v is None or isinstance(v, ir.Value):
             return v
         if self.outer is not None:
@@ -270,33 +286,30 @@ class Writer:
         if key not in self._constants:
             tensor: Any = ir.StringTensor(np.char.encode(v.astype(str))) if text else ir.tensor(v)
             tensor.name = self.name("const")
-            made = ir.Value(
+            value = ir.Value(
                 name=tensor.name,
                 shape=ir.Shape(v.shape),
                 type=ir.TensorType(tensor.dtype),
                 const_value=tensor,
             )
-            self.graph.register_initializer(made)
-            self._constants[key] = made
+            self.graph.register_initializer(value)
+            self._constants[key] = value
         return self._constants[key]
 
     known_value = staticmethod(constant)
 
     def is_all(self, v: ir.Value, number: float) -> bool:
-        """Tell whether `v` is a constant whose every element is `number`."""
-        array = (
-            self.known_value(v)
-            if v.const_value is not None and v.const_value.size < _SMALL
-            else None
-        )
+        """Return whether `v` is a constant of fewer than 64 elements, all equal to `number`."""
+        tensor = v.const_value
+        array = self.known_value(v) if tensor is not None and tensor.size < _SMALL else None
         return array is not None and bool(np.all(array == number))
 
     def ones_like(self, x: ir.Value) -> ir.Value:
-        """Return ones of the shape and dtype of `x`."""
+        """Return ones of the shape and dtype of `x`, a tensor or a sequence."""
         return self._filled(1, x)
 
     def zeros_like(self, x: ir.Value) -> ir.Value:
-        """Return zeros of the shape and dtype of `x`."""
+        """Return zeros of the shape and dtype of `x`, a tensor or a sequence."""
         return self._filled(0, x)
 
     def _filled(self, number: int, x: ir.Value) -> ir.Value:
@@ -304,49 +317,48 @@ class Writer:
         shape = static(dims(x))
         if shape is not None and math.prod(shape) < _SMALL:
             return self.const(np.full(shape, number, x.dtype.numpy()))
-        return self.set_type_like(
-            self.Expand(np.full((), number, x.dtype.numpy()), self.shape_of(x)), x
-        )
+        scalar = np.full((), number, x.dtype.numpy())
+        return self.set_type_like(self.Expand(scalar, self.shape_of(x)), x)
 
     # -- shapes -------------------------------------------------------------------------------
 
     def shape_of(self, x: ir.Value) -> ir.Value:
-        """Return the shape of `x`, int64: a constant when it is known, else a `Shape` node."""
-        known = static(dims(x))
-        return self.const(list(known)) if known is not None else self.Shape(x)
+        """Return the shape of `x`, int64 of shape [rank]: a constant if static, else a Shape."""
+        shape = static(dims(x))
+        return self.const(list(shape)) if shape is not None else self.Shape(x)
 
     def dim(self, x: ir.Value, axis: int) -> int | ir.Value:
-        """Return the length of one axis: an int, or an int64 tensor [1] known when it runs."""
-        known = (dims(x) or {axis: None})[axis]
-        if isinstance(known, int):
-            return known
+        """Return the length of `axis`: an int if static, else an int64 tensor of shape [1]."""
+        length = (dims(x) or {axis: None})[axis]
+        if isinstance(length, int):
+            return length
         return self.Shape(x, start=axis) if axis == -1 else self.Shape(x, start=axis, end=axis + 1)
 
     def numel(self, x: ir.Value, start: int, end: int | None = None) -> int | ir.Value:
-        """Return the product of some lengths: an int, or an int64 tensor [1] known at run time."""
+        """Return the product of `shape[start:end]` of `x`: an int if static, else int64 [1]."""
         shape = dims(x)
-        known = None if shape is None else static(shape[start:end])
-        if known is not None:
-            return math.prod(known)
-        limits = {"start": start} | ({} if end is None else {"end": end})
-        return self.ReduceProd(self.Shape(x, **limits), keepdims=1)
+        lengths = None if shape is None else static(shape[start:end])
+        if lengths is not None:
+            return math.prod(lengths)
+        bounds = {"start": start} | ({} if end is None else {"end": end})
+        return self.ReduceProd(self.Shape(x, **bounds), keepdims=1)
 
     def vector(self, *numbers: int | ir.Value) -> list[int] | ir.Value:
-        """Return lengths as a list, or where some are known only when it runs, as one tensor."""
-        known = [n for n in numbers if isinstance(n, int)]
-        if len(known) == len(numbers):
-            return known
+        """Join ints and int64 tensors of shape [1]: a list if all are ints, else int64 [n]."""
+        ints = [n for n in numbers if isinstance(n, int)]
+        if len(ints) == len(numbers):
+            return ints
         joined = self.Concat(*([n] if isinstance(n, int) else n for n in numbers), axis=0)
         joined.shape = ir.Shape([len(numbers)])
         return joined
 
     def reshape_like(self, g: ir.Value, like: ir.Value) -> ir.Value:
-        """Return `g`, of as many elements as `like`, in the shape of `like`."""
+        """Return `g` reshaped to the shape of `like`, of the same dtype and element count."""
         have, want = dims(g), dims(like)
         if equal(have, want):
             return g
         have, target = have or (), list[int]()
-        for i, d in enumerate(want or ()):  # 0 copies the axis of g, one -1 is worked out
+        for i, d in enumerate(want or ()):  # 0 copies the length from g, a single -1 is inferred
             same = d is not None and i < len(have) and have[i] == d
             target.append(d if isinstance(d, int) else 0 if same else -1)
         if want is None or target.count(-1) > 1 or 0 in want:
@@ -354,12 +366,15 @@ class Writer:
         return self.set_type_like(self.Reshape(g, target), like)
 
     def set_type_like(self, y: ir.Value, x: ir.Value) -> ir.Value:
-        """Record that `y` has the shape and dtype of `x`, or of what an Optional `x` holds."""
+        """Set the shape and type of `y` to those of `x`, or of its content if it is an Optional.
+
+        Returns `y` itself; no node is written.
+        """
         y.shape, y.type = x.shape, sequences.content(x.type)
         return y
 
     def total(self, terms: list[ir.Value]) -> ir.Value:
-        """Add up tensors of one shape."""
+        """Return the sum of `terms`, at least one tensor, all of one shape and dtype."""
         if len(terms) == 1:
             return terms[0]
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)

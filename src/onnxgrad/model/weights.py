@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.errors import unknown
+from onnxgrad.graph.operators import ARITHMETIC, REORDERS, SELECTS
 from onnxgrad.model.constants import FLOATS, ConstantRef, Holder, scan, standard, subgraphs
 from onnxgrad.model.normalize import own_names, own_results, rename_uses
 
@@ -39,8 +40,6 @@ _SETTINGS = {
     "com.microsoft.RotaryEmbedding": (2, 3),
 }
 _SCALES = frozenset("GroupQueryAttention Resize RotaryEmbedding Upsample".split())  # of inputs too
-_MOVES = frozenset("Cast Concat Gather Identity Reshape Slice Squeeze Unsqueeze".split())
-_COMPUTES = frozenset("Add Ceil Div Floor Max Min Mul Neg Round Sub".split())  # sizes from others
 
 METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
 SPARSE = "onnxgrad.sparse"  # names of initializers that were sparse, as JSON
@@ -187,7 +186,7 @@ def is_setting(value: ir.Value) -> bool:
         uses = list(v.uses())
         for node, index in uses:
             sets = index in _settings_of(node) and node.op_type in _SCALES
-            if node.op_type in _MOVES and not sets:
+            if node.op_type in REORDERS | SELECTS and not sets:
                 moved.extend(y for y in node.outputs if y not in moved)
             elif not sets:
                 return False
@@ -238,8 +237,8 @@ def _add_settings(
         for inner in subgraphs(node):
             _add_settings(inner, [*around, (mine, own)], settings, others)
         results = settings.intersection(keys(node.output))
-        moves = node.op_type in _MOVES and bool(results)
-        computes = node.op_type in _COMPUTES and bool(results - others)
+        moves = node.op_type in REORDERS | SELECTS and bool(results)
+        computes = node.op_type in ARITHMETIC and bool(results - others)
         for index, key in enumerate(keys(node.input)):
             sets = moves or computes or index in _settings_of(node)
             (settings if sets else others).add(key)

@@ -23,7 +23,8 @@ from onnxgrad.autodiff.partition import partition
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import escaping, printable_lines
-from onnxgrad.graph.emit import RANDOM, Emit
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.runtime.device import Device

@@ -15,11 +15,11 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import new
 from onnxgrad.autodiff.control.iterations import Iterations
-from onnxgrad.graph.emit import RANDOM, Emit
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import RANDOM, TRANSCENDENTAL
 from onnxgrad.graph.shapes import dims, is_stated, rank
 from onnxgrad.graph.traversal import reads, subgraphs
 
-_TRANSCENDENTAL = frozenset("Erf Exp Gelu Log Pow Sigmoid Softmax Softplus Tanh".split())
 _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
 
@@ -65,7 +65,7 @@ def put_off(back: Iterations) -> list[Product]:
 def transcendental(back: Iterations) -> list[ir.Value]:
     """Return the results in the body that are worth keeping, and small enough."""
     room = _Room(back)
-    found = (node for node in back.copy.graph if node.op_type in _TRANSCENDENTAL)
+    found = (node for node in back.copy.graph if node.op_type in TRANSCENDENTAL)
     return [node.outputs[0] for node in found if room.holds(node.outputs[0])]
 
 

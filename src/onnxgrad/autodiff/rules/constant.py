@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from onnxgrad.autodiff.rules.registry import constant
+from onnxgrad.graph.operators import BOOLEAN, RANDOM
 
 constant(
     dict.fromkeys(
         "Ceil Floor Round Sign Hardmax".split(), "piecewise constant: zero almost everywhere"
     )
-    | dict.fromkeys(
-        "Equal Greater GreaterOrEqual Less LessOrEqual Not And Or Xor IsNaN IsInf".split(),
-        "the output is boolean",
-    )
+    | dict.fromkeys(sorted(BOOLEAN), "the output is boolean")
     | dict.fromkeys("ArgMax ArgMin NonZero NonMaxSuppression".split(), "the output is an index")
     | dict.fromkeys(
         "QuantizeLinear QLinearConv QLinearMatMul ConvInteger MatMulInteger".split(),
@@ -29,11 +27,7 @@ constant(
         "BlackmanWindow HammingWindow HannWindow MelWeightMatrix Constant SequenceEmpty".split(),
         "a constant: its operands are lengths and settings",
     )
-    | dict.fromkeys(
-        "RandomNormal RandomUniform RandomNormalLike RandomUniformLike "
-        "Bernoulli Multinomial".split(),
-        "random: depends on the shape or on a draw only",
-    )
+    | dict.fromkeys(sorted(RANDOM - {"Dropout"}), "random: depends on the shape or on a draw only")
     | dict.fromkeys(
         "StringConcat StringNormalizer StringSplit RegexFullMatch "
         "TfIdfVectorizer ImageDecoder".split(),

@@ -19,7 +19,7 @@ def construct(op, node, g):
 def at(op, node, g):
     """y = s[i]:  ds = zeros but for dy at i."""
     s, i = node.inputs
-    return sequence_nodes.placed(op, g, i, s), None
+    return sequence_nodes.scatter_element(op, g, i, s), None
 
 
 @rule("SequenceInsert")
@@ -47,7 +47,7 @@ def erase(op, node, g):
     i = op.const(np.int64(-1)) if i is None else i
     zeros = op.zeros_like(sequence_nodes.element(op, s, i))
     return op.set_type_like(
-        sequence_nodes.put(op, g, zeros, sequence_nodes.hole(op, i, g)), s
+        sequence_nodes.insert(op, g, zeros, sequence_nodes.erased_position(op, i, g)), s
     ), None
 
 
@@ -74,7 +74,7 @@ def concat(op, node, g):
     axis = node.attributes.get_int("axis", 0)
     if node.attributes.get_int("new_axis", 0):
         return (op.set_type_like(op.SplitToSequence(g, axis=axis, keepdims=0), s),)
-    length = sequence_nodes.even(s, axis)
+    length = sequence_nodes.common_length(s, axis)
     if length is None:
         limits = {"start": axis} if axis == -1 else {"start": axis, "end": axis + 1}
         columns = sequence_nodes.stacked(op, lambda inner, v: inner.Shape(v, **limits), s)

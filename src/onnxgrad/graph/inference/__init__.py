@@ -1,1 +1,1 @@
-"""Shapes and types of a graph."""
+"""Inference of the shapes and types of a graph."""

@@ -1,4 +1,4 @@
-"""Types and shapes of the values of a graph, by onnx and by what its inference gives up on."""
+"""Types and shapes of the values of a graph: by onnx, and by rules for what it does not infer."""
 
 from __future__ import annotations
 
@@ -28,26 +28,30 @@ from onnxgrad.reporting import hush, quiet
 
 hush("onnx_ir.passes.common.shape_inference")  # while `_run_inference` runs
 
-_SMALL = 64  # elements: a constant this size may be a shape, or axes
+_SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
 
-# Exporters write these for "I do not know": the same text twice does not mean the same size.
+# Exporters write these for an unknown length: the same text twice does not mean the same length.
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
 
-_ROUNDS = 8  # at most, for types of sequences that follow from each other
+_ROUNDS = 8  # at most, until types of sequences and hidden nodes no longer change
 
 
 def infer(model: ir.Model, trust_branches: bool = True) -> None:
-    """Fill in types and shapes of `model` in place, after giving each unnamed input axis a symbol.
+    """Set types and shapes of the values of `model`, in place.
 
-    The symbols are unique to their axis, so nothing is assumed that the model does not state.
-    Without `trust_branches`, what the model states of outputs behind an If, Loop or Scan is not
-    believed: tracing exporters write the shape of the one branch or iteration that they have seen.
+    First, each input axis without a length or name gets its own symbol, so that no two lengths are
+    assumed to be equal unless the model states it.
+
+    Args:
+        model: the model.
+        trust_branches: whether to use the declared shapes of outputs that depend on an If, Loop or
+            Scan. Exporters that trace a model declare the shape of the one branch they have traced.
 
     Raises:
         ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
     """
     declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
-    for y in declared:  # exporters write wrong ones, or symbols that hide what they equal
+    for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
         y.shape = None
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     check_ranks(nodes)
@@ -67,28 +71,28 @@ def infer(model: ir.Model, trust_branches: bool = True) -> None:
     if trust_ranks(nodes):
         _infer_with_onnx(model)
     check_constants(nodes)
-    traced = set() if trust_branches else _behind_subgraphs(nodes)
+    untrusted = set() if trust_branches else _behind_subgraphs(nodes)
     for y, shape in declared.items():
-        if y not in traced:
+        if y not in untrusted:
             _complete(y, shape)
 
 
 def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
-    """Fill in what is known of the inputs of `node`, through the nodes that make them.
+    """Infer types and shapes of the inputs of `node`, from those of the nodes that precede it.
 
-    `done` holds the nodes that were inferred before, and is added to.
+    `done` is the set of nodes already inferred; the nodes inferred here are added to it.
     """
-    waiting = [node]
-    while waiting:
-        at = waiting[-1]
-        unknown = (x for x in at.inputs if x is not None and (x.type is None or x.shape is None))
+    stack = [node]
+    while stack:
+        top = stack[-1]
+        unknown = (x for x in top.inputs if x is not None and (x.type is None or x.shape is None))
         before = [n for n in (x.producer() for x in unknown) if n is not None and n not in done]
-        waiting.extend(before)
+        stack.extend(before)
         if not before:
-            waiting.pop()
-            if at is not node and at not in done:
-                _infer_node(at, opset)
-                done.add(at)
+            stack.pop()
+            if top is not node and top not in done:
+                _infer_node(top, opset)
+                done.add(top)
 
 
 def _infer_node(node: ir.Node, opset: int) -> None:
@@ -104,18 +108,18 @@ def _infer_node(node: ir.Node, opset: int) -> None:
     }
     schema = defs.get_schema(node.op_type, opset)
     try:
-        found = infer_node_outputs(schema, ir.to_proto(node), types, data)
-    except Exception:  # of several types; where it fails, run-time forms are used
+        inferred = infer_node_outputs(schema, ir.to_proto(node), types, data)
+    except Exception:  # of several types; without shapes, rules compute them at run time
         return
     for y in node.outputs:
-        if (kind := found.get(str(y.name))) is None:
+        if (proto := inferred.get(str(y.name))) is None:
             continue
-        y.type = y.type or ir.serde.deserialize_type_proto_for_type(kind)
-        y.shape = ir.serde.deserialize_type_proto_for_shape(kind) if y.shape is None else y.shape
+        y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
+        y.shape = ir.serde.deserialize_type_proto_for_shape(proto) if y.shape is None else y.shape
 
 
 def name_rows(graph: ir.Graph, symbol: str) -> None:
-    """Give the first axis of all inputs one symbol, where its length is not fixed."""
+    """Name the first axis of all inputs `symbol`, except where its length is static."""
     firsts = {shape[0] for x in graph.inputs if (shape := dims(x))}
     rows = {d for d in firsts if isinstance(d, str) and d not in _PLACEHOLDERS}
     for value in _values(graph):
@@ -129,8 +133,9 @@ def name_rows(graph: ir.Graph, symbol: str) -> None:
 
 
 def _name_axes(graph: ir.Graph) -> None:
-    taken = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
-    fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in taken)
+    """Give each input axis without a length or name its own symbol, and drop placeholders."""
+    symbols = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
+    fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in symbols)
     inputs = set(graph.inputs)
     for value in _values(graph):
         shape = dims(value)
@@ -138,7 +143,7 @@ def _name_axes(graph: ir.Graph) -> None:
             continue
         if value in inputs and not isinstance(value.type, ir.TensorType):
             value.shape = ir.Shape([d if isinstance(d, int) else None for d in shape])
-            continue  # elements of a sequence may differ in what is not a number
+            continue  # the elements of a sequence may differ in their symbolic dimensions
         named = [None if d in _PLACEHOLDERS else d for d in shape]
         if value in inputs:
             named = [next(fresh) if d is None else d for d in named]
@@ -155,13 +160,13 @@ def _behind_subgraphs(nodes: Iterable[ir.Node]) -> set[ir.Value]:
 
 
 def _complete(value: ir.Value, declared: Dims | None) -> None:
-    """Fill in from its declaration what could not be inferred of the shape of `value`."""
+    """Set the dimensions of `value` that could not be inferred to the declared ones."""
     shape = dims(value)
     if declared is not None and (shape is None or len(shape) == len(declared)):
-        known = shape or (None,) * len(declared)
+        inferred = shape or (None,) * len(declared)
         named = [d if d not in _PLACEHOLDERS and is_stated(d) else None for d in declared]
         value.shape = ir.Shape(
-            [k if is_stated(k) else d for k, d in zip(known, named, strict=True)]
+            [i if is_stated(i) else d for i, d in zip(inferred, named, strict=True)]
         )
 
 
@@ -183,7 +188,7 @@ def _infer_with_onnx(model: ir.Model) -> None:
 
 
 def _run_inference(model: ir.Model) -> None:
-    """Let onnx infer shapes, and what vectors hold where these are short."""
+    """Infer shapes with onnx, and the elements of short vectors, from which shapes follow."""
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     shapes = _without_elements(model, nodes) if lacks_shapes(nodes) else {}
     if shapes is None:
@@ -202,12 +207,11 @@ def _run_inference(model: ir.Model) -> None:
 
 
 def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Value, Dims] | None:
-    """Return the shapes that onnx infers without a look at elements.
+    """Return the shapes that onnx infers without the elements of vectors; `model` is unchanged.
 
-    Where these are all that there is to know, `model` keeps them, and None is returned; else
-    `model` stays as it is.
+    If they are complete, set them in `model` instead, and return None.
     """
-    graphs = (held for node in nodes for held in subgraphs(node))
+    graphs = (subgraph for node in nodes for subgraph in subgraphs(node))
     values = [y for node in nodes for y in node.outputs]
     values += [x for graph in graphs for x in graph.inputs]
     before = [y.shape for y in values]
@@ -224,25 +228,25 @@ def _run_pass(model: ir.Model, elements: bool = True) -> None:
     initializers = model.graph.initializers
     ordered = dict(initializers)
     try:
-        # where it fails, run-time forms are used
+        # the pass does not raise: without shapes, rules compute them at run time
         with quiet(), constants_in_bodies(model.graph), starts_as_states(model.graph):
             ShapeInferencePass(check_type=False, strict_mode=False, data_prop=elements)(model)
     finally:
-        if list(initializers) != list(ordered):  # the pass moves large ones to the end
+        if list(initializers) != list(ordered):  # the pass moves large initializers to the end
             initializers.clear()
             initializers.update(ordered)
 
 
 def _complement(model: ir.Model, nodes: list[ir.Node]) -> None:
-    """Fill in what onnx does not find, and what follows from it."""
+    """Infer the shapes that onnx does not, then with onnx those that follow from them."""
     if _refine(nodes):
         _infer_with_onnx(model)
         _refine(nodes)
 
 
 def _refine(nodes: Iterable[ir.Node]) -> bool:
-    """Replace symbols that onnx made up by those they are proven equal to; tell whether any was."""
-    found = False
+    """Replace unknown and generated dimensions by inferred ones; return whether any was."""
+    changed = False
     for node in nodes:
         shape = dims(node.outputs[0])
         if node.domain or (shape is not None and all(is_stated(d) for d in shape)):
@@ -250,12 +254,12 @@ def _refine(nodes: Iterable[ir.Node]) -> bool:
         attributes = {a.name: a.value for a in node.attributes.values()}
         better = output_shape(node.op_type, node.inputs, attributes)
         if better is not None and len(shape or better) == len(better):
-            known = shape or (None,) * len(better)
-            pairs = zip(known, better, strict=True)
+            current = shape or (None,) * len(better)
+            pairs = zip(current, better, strict=True)
             merged = [d if b is None or is_stated(d) else b for d, b in pairs]
-            found |= tuple(merged) != shape
+            changed |= tuple(merged) != shape
             node.outputs[0].shape = ir.Shape(merged)
-    return found
+    return changed
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

@@ -1,4 +1,4 @@
-"""What onnx has to be told for the shapes in graphs that nodes hold, and what it does not find."""
+"""Shape inference for subgraph bodies: what onnx needs for it, and the states of Loops."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from onnxgrad.graph.sequences import is_empty
 from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
 from onnxgrad.graph.traversal import subgraphs
 
-_SMALL = 64  # elements of a constant that tells a shape
-_CHANGES = "onnxgrad.changes"  # noted at a state whose number of axes changes
-_RANKS = "onnxgrad.ranks"  # noted at the body of a Scan: those that its outputs declare
+_SMALL = 64  # elements: only constants up to this size are copied
+_CHANGES = "onnxgrad.changes"  # `meta` key of a state whose rank changes between iterations
+_RANKS = "onnxgrad.ranks"  # `meta` key of the body of a Scan: the declared ranks of its outputs
 
 
 def note_ranks(nodes: Iterable[ir.Node]) -> None:
-    """Note what the bodies of Scans declare of their outputs: onnxruntime has to be told ranks."""
+    """Record the declared ranks of the outputs of Scan bodies, which onnxruntime needs."""
     for node in nodes:
         if (node.domain, node.op_type) == ("", "Scan"):
             body = node.attributes["body"].as_graph()
@@ -25,18 +25,18 @@ def note_ranks(nodes: Iterable[ir.Node]) -> None:
 
 
 def trust_ranks(nodes: Iterable[ir.Node]) -> bool:
-    """Fill in the ranks that were noted and are not known otherwise; tell whether there was one."""
-    found = False
+    """Set recorded ranks of outputs whose rank was not inferred; return whether there was any."""
+    changed = False
     for node in nodes:
         for body in subgraphs(node):
             for y, n in zip(body.outputs, body.meta.get(_RANKS, ()), strict=False):
                 if y.shape is None and n is not None:
-                    y.shape, found = ir.Shape([None] * n), True
-    return found
+                    y.shape, changed = ir.Shape([None] * n), True
+    return changed
 
 
 def forget_declared(nodes: Iterable[ir.Node]) -> None:
-    """Forget the shapes that graphs inside of nodes declare: exporters write wrong ones."""
+    """Remove the declared shapes of inputs and outputs of subgraphs: exporters write wrong ones."""
     for node in nodes:
         for graph in subgraphs(node):
             for value in (*graph.inputs, *graph.outputs):
@@ -51,9 +51,9 @@ def forget_declared(nodes: Iterable[ir.Node]) -> None:
 
 @contextmanager
 def constants_in_bodies(graph: ir.Graph) -> Iterator[None]:
-    """Give the graphs inside of nodes the small integer constants that they read from around.
+    """Copy small integer constants into the subgraphs that capture them, during the block.
 
-    onnx looks into constants, such as the target of a Reshape, of the same graph only.
+    onnx reads constants, such as the shape operand of a Reshape, of the same graph only.
     """
     added = []
     for body in graph.subgraphs():
@@ -63,8 +63,8 @@ def constants_in_bodies(graph: ir.Graph) -> Iterator[None]:
             tensor = x.const_value
             if tensor is None or tensor.size > _SMALL or not tensor.dtype.is_integer():
                 continue
-            twin = ir.Value(name=x.name, type=x.type, shape=x.shape, const_value=tensor)
-            body.register_initializer(twin)
+            copy = ir.Value(name=x.name, type=x.type, shape=x.shape, const_value=tensor)
+            body.register_initializer(copy)
             added.append((body, x.name))
     yield
     for body, name in added:
@@ -73,9 +73,10 @@ def constants_in_bodies(graph: ir.Graph) -> Iterator[None]:
 
 @contextmanager
 def starts_as_states(graph: ir.Graph) -> Iterator[None]:
-    """Let Loops start with stand-ins of their states, where these are sequences.
+    """Replace the initial values of Loop states that are sequences by inputs, during the block.
 
-    onnx takes the elements of the result for those of the sequence that a Loop starts with.
+    The inputs have the shape of the state: onnx infers from the initial value that the elements of
+    the result have the shape of its elements.
     """
     before: list[tuple[ir.Node, int, ir.Value]] = []
     inputs = len(graph.inputs)
@@ -93,52 +94,54 @@ def starts_as_states(graph: ir.Graph) -> Iterator[None]:
 
 
 def assume_states(nodes: Iterable[ir.Node]) -> bool:
-    """Correct what is assumed of the states of Loops; tell whether to infer once more.
+    """Assume shapes of the states of Loops, or correct them; return whether to infer once more.
 
-    Of a sequence that is its elements' shape; one that starts empty has those of its first ones.
-    A state has the shape that it starts with if, whenever an iteration starts with that shape, it
-    ends with it. Lengths for which this is not so are forgotten.
+    A state is assumed to have the shape of its initial value, which holds if an iteration that
+    starts with this shape ends with it; dimensions for which it does not are set to unknown. The
+    shape of a sequence is that of its elements, and of one that is empty initially, that of the
+    elements which the first iteration adds.
     """
-    of_all = [of for node in nodes for of in states(node)]
+    loop_states = [values for node in nodes for values in states(node)]
     new = [
         (state, shape)
-        for start, state, end, _ in of_all
+        for start, state, end, _ in loop_states
         if state.shape is None and not changes(state) and (shape := _first(start, end)) is not None
     ]
     for state, shape in new:
         state.shape = ir.Shape(shape)
     changed = False
-    for _, state, end, _ in () if new else of_all:
-        assumed, found = _known(state), _known(end)
-        if assumed is None or found is None or len(found) != len(assumed):
-            kept = None
+    for _, state, end, _ in () if new else loop_states:
+        assumed, actual = _stated_dims(state), _stated_dims(end)
+        if assumed is None or actual is None or len(actual) != len(assumed):
+            proven = None
             state.meta[_CHANGES] = True
         else:
-            kept = tuple(a if a == b else None for a, b in zip(assumed, found, strict=True))
-        changed |= kept != assumed
-        state.shape = None if kept is None else ir.Shape(kept)
+            proven = tuple(a if a == b else None for a, b in zip(assumed, actual, strict=True))
+        changed |= proven != assumed
+        state.shape = None if proven is None else ir.Shape(proven)
     if changed:
         for node in nodes:
             for y in node.outputs:
                 y.shape = None
-    for _, state, _, result in of_all:
+    for _, state, _, result in loop_states:
         result.shape = state.shape
     return changed or bool(new)
 
 
 def _first(start: ir.Value | None, end: ir.Value) -> Dims | None:
-    """Return the shape that a state starts with, or that its first elements have."""
-    return _known(end if start is not None and is_empty(start) else start)
+    """Return the shape of the initial value of a state, or of the first elements added to it."""
+    return _stated_dims(end if start is not None and is_empty(start) else start)
 
 
 def changes(state: ir.Value) -> bool:
-    """Tell whether the number of axes of a state of a Loop was found to change."""
+    """Return whether the rank of a state of a Loop changes between iterations, or is unknown."""
     return bool(state.meta.get(_CHANGES))
 
 
 def states(node: ir.Node) -> Iterator[tuple]:
-    """Yield of each state of a Loop: what it starts as, what an iteration starts and ends with, and
-    the result.
+    """Yield four values for each state of a Loop, nothing for other nodes.
+
+    They are its initial value, an input and an output of the body, and an output of the Loop.
     """
     if (node.domain, node.op_type) == ("", "Loop"):
         body, starts = node.attributes["body"].as_graph(), node.inputs[2:]
@@ -147,6 +150,6 @@ def states(node: ir.Node) -> Iterator[tuple]:
         yield from zip(starts, body.inputs[2:], ends, results, strict=True)
 
 
-def _known(value: ir.Value | None) -> Dims | None:
+def _stated_dims(value: ir.Value | None) -> Dims | None:
     shape = dims(value)
     return None if shape is None else tuple(d if is_stated(d) else None for d in shape)

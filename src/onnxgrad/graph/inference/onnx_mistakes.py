@@ -1,4 +1,4 @@
-"""Nodes whose shapes onnx infers wrongly, written so that it does not; they compute the same."""
+"""Corrections for nodes whose shapes onnx infers wrongly; what they compute stays the same."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ import onnx_ir as ir
 
 from onnxgrad.graph.shapes import Dims, constant, dims, einsum_shape, static
 
-_HIDDEN = "onnxgrad.hidden"  # a domain that onnx knows nothing about
+_HIDDEN = "onnxgrad.hidden"  # a domain without operators, so that onnx infers nothing
 
 
 def spell_out(nodes: Iterable[ir.Node]) -> None:
-    """State what onnx infers wrong shapes from: the default of STFT's `onesided`, which it takes
-    for 0, and the padding of a ConvTranspose with `auto_pad` and `output_padding`.
+    """Write out attributes whose defaults onnx misreads, in place.
+
+    They are `onesided` of STFT, whose default onnx takes for 0, and `pads` of a ConvTranspose with
+    both `auto_pad` and `output_padding`.
     """
     for node in nodes:
         if (node.domain, node.op_type) == ("", "STFT"):
             node.attributes.setdefault("onesided", ir.AttrInt64("onesided", 1))
         elif (node.domain, node.op_type) == ("", "ConvTranspose"):
-            _state_padding(node)
+            _write_pads(node)
 
 
-def _state_padding(node: ir.Node) -> None:
+def _write_pads(node: ir.Node) -> None:
     get, weight = node.attributes.get_ints, dims(node.inputs[1])
     auto, added = node.attributes.get_string("auto_pad", ""), get("output_padding", ())
     kernel = get("kernel_shape", ()) or (static(weight[2:]) if weight else ())
@@ -40,10 +42,12 @@ def _state_padding(node: ir.Node) -> None:
 
 
 def drop_windows(nodes: Iterable[ir.Node]) -> bool:
-    """Cut padding of pools in which a window would start beyond x: there is none, but before
-    opset 22 onnx counts it. Tell whether any was cut.
+    """Cut the end padding of pools in `ceil_mode`, in place; return whether any was cut.
+
+    A window that would start in the end padding is not computed, but onnx before opset 22 counts it
+    in the shape.
     """
-    found = False
+    changed = False
     for node in nodes:
         get, shape = node.attributes.get_ints, dims(node.inputs[0]) if node.inputs else None
         lengths = None if shape is None else static(shape[2:])
@@ -59,31 +63,33 @@ def drop_windows(nodes: Iterable[ir.Node]) -> bool:
         dropped = -(-beyond // strides) * strides >= np.array(lengths) + begin
         if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET" or not dropped.any():
             continue
-        left = end - beyond % strides  # the padding that the other windows need
+        needed = end - beyond % strides  # the end padding of the windows that remain
         if (dropped | (beyond % strides == 0)).all():
             node.attributes["ceil_mode"] = ir.AttrInt64("ceil_mode", 0)
-        elif (left[dropped] >= 0).all():
-            pads = [*begin.tolist(), *np.where(dropped, left, end).tolist()]
+        elif (needed[dropped] >= 0).all():
+            pads = [*begin.tolist(), *np.where(dropped, needed, end).tolist()]
             node.attributes["pads"] = ir.AttrInt64s("pads", pads)
         else:
             continue
-        found = True
-    return found
+        changed = True
+    return changed
 
 
-def wrongly_inferred(graph: ir.Graph, known: Collection[ir.Node]) -> ir.Node | None:
-    """Return the first node, not among `known`, of which onnx inferred a wrong shape, after writing
-    the right one and forgetting all that follows; or None.
+def wrongly_inferred(graph: ir.Graph, corrected: Collection[ir.Node]) -> ir.Node | None:
+    """Correct the first wrong shape, and return its node; None if there is none.
+
+    The shapes of all later nodes, and of nodes with a subgraph, are removed, as they may follow
+    from it. Nodes in `corrected` are skipped.
     """
     nodes = list(ir.traversal.RecursiveGraphIterator(graph))
     for i, node in enumerate(nodes):
-        if node.domain or node.op_type not in _RIGHT or node in known:
+        if node.domain or node.op_type not in _RIGHT or node in corrected:
             continue
-        found = dims(node.outputs[0])
-        right = None if found is None else _RIGHT[node.op_type](node, found)
-        if right == found:
+        inferred = dims(node.outputs[0])
+        right = None if inferred is None else _RIGHT[node.op_type](node, inferred)
+        if right == inferred:
             continue
-        for later in (*(n for n in nodes[:i] if _holds_graph(n)), *nodes[i + 1 :]):
+        for later in (*(n for n in nodes[:i] if _has_subgraph(n)), *nodes[i + 1 :]):
             for value in later.outputs:
                 value.shape = None
         node.outputs[0].shape = None if right is None else ir.Shape(right)
@@ -91,42 +97,40 @@ def wrongly_inferred(graph: ir.Graph, known: Collection[ir.Node]) -> ir.Node | N
     return None
 
 
-def _of_einsum(node: ir.Node, found: Dims) -> Dims | None:
-    """Of the lengths that an index has in several operands, onnx takes the first 1 or symbol."""
+def _einsum(node: ir.Node, inferred: Dims) -> Dims | None:
+    """Correct an index with several lengths: onnx uses the first, even if it is 1 or a symbol."""
     equation = node.attributes.get_string("equation", "")
     right = einsum_shape([dims(x) for x in node.inputs], equation)
     if right is None:
         return None
-    pairs = zip(found, right, strict=True)  # a length that somebody has declared is kept
+    pairs = zip(inferred, right, strict=True)  # a declared length is kept
     return tuple(d if r is None and isinstance(d, int) and d > 1 else r for d, r in pairs)
 
 
-def _of_dft(node: ir.Node, found: Dims) -> Dims:
-    """Where the length of the transform is known only at run time, onnx keeps that of the input."""
+def _dft(node: ir.Node, inferred: Dims) -> Dims:
+    """Correct a transform whose length is no constant: onnx uses that of the input."""
     length = node.inputs[1] if len(node.inputs) > 1 else None
     if length is None or constant(length) is not None:
-        return found
-    axes: Collection[int] = range(len(found))
+        return inferred
+    axes: Collection[int] = range(len(inferred))
     if len(node.inputs) < 3:
-        axes = {
-            node.attributes.get_int("axis", 1) % len(found),
-            len(found) - 2,
-        }  # by default one of these
+        # the default is the one or the other, depending on the opset
+        axes = {node.attributes.get_int("axis", 1) % len(inferred), len(inferred) - 2}
     elif (axis := constant(node.inputs[2])) is not None:
-        axes = {int(axis) % len(found)}
-    return tuple(None if i in axes else d for i, d in enumerate(found))
+        axes = {int(axis) % len(inferred)}
+    return tuple(None if i in axes else d for i, d in enumerate(inferred))
 
 
-_RIGHT = {"DFT": _of_dft, "Einsum": _of_einsum}
+_RIGHT = {"DFT": _dft, "Einsum": _einsum}
 
 
-def _holds_graph(node: ir.Node) -> bool:
+def _has_subgraph(node: ir.Node) -> bool:
     return any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
 
 
 @contextmanager
 def hiding(model: ir.Model, nodes: Collection[ir.Node]) -> Iterator[None]:
-    """Keep onnx from inferring the shapes of `nodes`, in a domain that it does not know."""
+    """Hide `nodes` from shape inference during the block, in a domain that onnx does not know."""
     nested = _HIDDEN in model.opset_imports
     model.opset_imports[_HIDDEN] = 1
     for node in nodes:

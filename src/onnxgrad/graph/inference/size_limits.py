@@ -1,4 +1,4 @@
-"""Results that would be too large: refused before anything computes their shapes or elements."""
+"""Errors for results that would be too large, before their shapes or elements are computed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import ELEMENTWISE, dims, static
+from onnxgrad.graph.operators import ELEMENTWISE
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.limits import check_limit, limit
 
 
 def check_ranks(nodes: Iterable[ir.Node]) -> None:
-    """Raise for a chain of Unsqueezes that adds more axes than tensors may have.
+    """Raise an error if a chain of Unsqueezes adds more axes than the limit `rank`.
 
     Raises:
-        ModelError: naming the result.
+        ModelError: it names the result.
     """
     axes: dict[ir.Value, int] = {}
     for node in nodes:
@@ -29,24 +30,26 @@ def check_ranks(nodes: Iterable[ir.Node]) -> None:
 
 
 def check_constants(nodes: Iterable[ir.Node]) -> None:
-    """Raise for a result that the runtime would compute from smaller constants when it loads.
+    """Raise an error if nodes compute a large result from smaller constants alone.
+
+    onnxruntime would compute it when it loads the model.
 
     Raises:
-        ModelError: naming the node.
+        ModelError: it names the node.
     """
-    sizes: dict[ir.Value, int] = {}  # of constants
+    sizes: dict[ir.Value, int] = {}  # element counts of computed constants
     for node in nodes:
         inputs = [x for x in node.inputs if x is not None]
-        read = [sizes.get(x) if x in sizes else _size_of_constant(x) for x in inputs]
-        known = [n for n in read if n is not None]
-        if not inputs or len(known) < len(read):
+        counts = [sizes.get(x) if x in sizes else _size_of_constant(x) for x in inputs]
+        constants = [n for n in counts if n is not None]
+        if not inputs or len(constants) < len(counts):
             continue
         for y in node.outputs:
             shape = static(dims(y))
             if shape is None:
                 continue
             sizes[y] = prod(shape)
-            if sizes[y] > max(limit("constant_elements"), sum(known)):
+            if sizes[y] > max(limit("constant_elements"), sum(constants)):
                 what = f"{node.op_type} (node {node.name!r}, output {y.name!r})"
                 check_limit("constant_elements", sizes[y], f"{what} computes a large constant")
 

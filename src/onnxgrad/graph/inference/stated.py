@@ -1,10 +1,10 @@
-"""The shapes that a model states of its results, and how far they can be believed.
+"""The shapes that a model states for its results, and which of them are used.
 
-Many files state those of the example that was exported, after their inputs were given a symbolic
-batch: a gradient built on a length that the model does not keep would be wrong in silence. What
-inference proves comes first. Of the rest, only symbols of inputs are believed, where the rank is
-proven; and of outputs all but the length of a batch. Nothing at all is believed in a model of which
-one statement is proven wrong.
+Many files state the shapes of the example that was exported, although their inputs have a symbolic
+batch: a gradient that relies on a wrong length would be wrong silently. Inferred dimensions take
+precedence. Beyond them, only stated symbols of inputs are used, if the rank was inferred, and for
+outputs of the model all dimensions but a static batch. If inference contradicts one stated shape,
+none is used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
 
 
 def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
-    """Forget the shapes of the results of nodes; return those of the main graph.
+    """Remove the shapes of the results of nodes, in place; return those of the main graph.
 
-    Of the results of operators that inference does not know, the rank stays, and of the outputs of
-    the main graph all that is credible.
+    Results of operators outside the standard domain keep their rank, and outputs of the main graph
+    their shape, without the length of axis 0 if the batch is symbolic.
     """
     stated = {}
     batched = any(not isinstance(d, int) for x in graph.inputs for d in (dims(x) or ())[:1])
@@ -39,14 +39,17 @@ def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
 
 
 def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
-    """Fill in lengths that inference left open; tell whether to infer once more."""
+    """Set dimensions that were not inferred to stated symbols; return whether to infer again.
+
+    If a stated shape is contradicted, remove those of the outputs of the graph instead.
+    """
     symbols = {d for x in graph.inputs for d in dims(x) or () if isinstance(d, str)}
     if any(_contradict(dims(y), shape, symbols) for y, shape in stated.items()):
         results = [y for y in graph.outputs if y.producer() is not None]
         for y in results:
             y.shape = None
         return bool(results)
-    news = False
+    changed = False
     for y, shape in stated.items():
         proven = dims(y)
         if proven is None:
@@ -54,17 +57,17 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
         pairs = zip(proven, shape, strict=True)
         merged = [d if d in symbols and not is_stated(p) else p for p, d in pairs]
         if tuple(merged) != proven:
-            y.shape, news = ir.Shape(merged), True
-    return news
+            y.shape, changed = ir.Shape(merged), True
+    return changed
 
 
 def _contradict(proven: Dims | None, stated: Dims, symbols: set[str]) -> bool:
-    """Tell whether two shapes of one value cannot both hold for every length of the inputs."""
+    """Return whether two shapes of one value cannot both hold for all lengths of the inputs."""
     if proven is None:
         return False
-    known = [
+    comparable = [
         (p, d)
         for p, d in zip(proven, stated, strict=False)
         if all(isinstance(v, int) or v in symbols for v in (p, d))
     ]
-    return len(proven) != len(stated) or any(p != d for p, d in known)
+    return len(proven) != len(stated) or any(p != d for p, d in comparable)

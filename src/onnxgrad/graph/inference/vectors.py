@@ -1,7 +1,7 @@
 """Long vectors in shape inference.
 
-onnx keeps what it knows of vectors element by element, of any dtype, where one of `_KEEPERS` reads
-them: 100 bytes an element. Such nodes are hidden from it where the vectors are long.
+onnx stores the elements of a vector of any dtype if one of the operators `_KEEPERS` reads it, with
+100 bytes for each element. Nodes that read long vectors are therefore hidden from it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _MAKERS = frozenset(
     "CenterCropPad Compress ConcatFromSequence ConstantOfShape Expand GatherElements GatherND "
     "NonZero OneHot Pad Range Reshape Resize Tile Upsample".split()
 )
-_BUDGET = 1 << 20  # elements, of all vectors together
-_SEEN = "onnxgrad.unknown_length"  # noted at a vector whose length onnx was seen not to find
+_BUDGET = 1 << 20  # elements of all vectors together
+_SEEN = "onnxgrad.unknown_length"  # `meta` key of a vector whose length onnx does not infer
 
 
 def lacks_shapes(nodes: Iterable[ir.Node]) -> bool:
-    """Tell whether it takes a look without elements to tell how long the vectors are."""
+    """Return whether the lengths of vectors have to be inferred first, without their elements."""
     return any(
         x is not None and x.shape is None and x.producer() is not None and _SEEN not in x.meta
         for node in nodes
@@ -34,11 +34,11 @@ def lacks_shapes(nodes: Iterable[ir.Node]) -> bool:
 
 
 class Vectors:
-    """Which nodes are to be hidden, in rounds: the more shapes are known, the fewer.
+    """Selects the nodes to hide, in rounds: fewer as more shapes are inferred.
 
     Args:
         nodes: those of a model, in order.
-        shapes: what is known of values beyond their own shapes.
+        shapes: inferred shapes, for values whose own shape is unknown.
     """
 
     def __init__(self, nodes: list[ir.Node], shapes: Mapping[ir.Value, Dims]) -> None:
@@ -52,36 +52,37 @@ class Vectors:
         return shape
 
     def too_long(self) -> list[ir.Node]:
-        """Return the nodes that read more elements than onnx may keep, or maybe do."""
+        """Return the nodes to hide: they read vectors of unknown length, or exceed the budget."""
         lengths: dict[ir.Value, int | None] = {}
         costs: dict[ir.Node, int] = {}
-        unsure: list[ir.Node] = []
+        hidden: list[ir.Node] = []
         for node in self.nodes:
-            kept = node.op_type in _KEEPERS and node.op_type not in _TAKE_SHAPE
-            read = [self._length(x, lengths) for x in node.inputs if x is not None]
-            known = [n for n in read if n is not None]
-            if kept and len(known) < len(read):
-                unsure.append(node)
-            elif kept and any(known):
-                costs[node] = sum(known)
+            stores = node.op_type in _KEEPERS and node.op_type not in _TAKE_SHAPE
+            operands = [self._length(x, lengths) for x in node.inputs if x is not None]
+            bounds = [n for n in operands if n is not None]
+            if stores and len(bounds) < len(operands):
+                hidden.append(node)
+            elif stores and any(bounds):
+                costs[node] = sum(bounds)
             for y in node.outputs:
-                lengths[y] = self._result(node, y, read)
+                lengths[y] = self._result(node, y, operands)
         total = sum(costs.values())
         for node, cost in sorted(costs.items(), key=lambda item: -item[1]):
             if total <= _BUDGET:
                 break
-            unsure.append(node)
+            hidden.append(node)
             total -= cost
-        return unsure
+        return hidden
 
     def _length(self, x: ir.Value, lengths: dict[ir.Value, int | None]) -> int | None:
-        """Return the number of elements of a vector, 0 for what is none; None may be any number."""
+        """Return a bound of the length of a vector: 0 for other tensors, None for no bound."""
         if x in lengths:
             return lengths[x]
         shape = self._dims(x)
         return shape[0] if shape and len(shape) == 1 and isinstance(shape[0], int) else 0
 
-    def _result(self, node: ir.Node, y: ir.Value, read: list[int | None]) -> int | None:
+    def _result(self, node: ir.Node, y: ir.Value, operands: list[int | None]) -> int | None:
+        """Return `_length` of a result, given those of the operands of its node."""
         shape = self._dims(y)
         if shape is not None and len(shape) != 1:
             return 0
@@ -89,35 +90,35 @@ class Vectors:
             return shape[0]
         if node.op_type in _TAKE_SHAPE or y.meta.get(_SEEN):
             return 0
-        if None in read:
+        if None in operands:
             return None
-        known = [n for n in read if n is not None]
+        bounds = [n for n in operands if n is not None]
         if node.op_type == "Concat":
-            return sum(known)
+            return sum(bounds)
         if node.op_type in _MAKERS and not self._stays_small(node):
             return None
-        return max(known, default=0)
+        return max(bounds, default=0)
 
     def _stays_small(self, node: ir.Node) -> bool:
-        """Tell whether the result of a maker has several axes, or is not known to have one."""
+        """Return whether `node`, one of `_MAKERS`, is a Reshape not proven to return a vector."""
         if node.op_type != "Reshape":
             return False
         target = node.inputs[1] if len(node.inputs) > 1 else None
         return target is None or self._dims(target) != (1,)
 
     def note(self, hidden: list[ir.Node]) -> None:
-        """Note, after inference without `hidden`, the vectors whose length it has not found.
+        """Mark the vectors whose length onnx did not infer in a pass without the `hidden` nodes.
 
-        Nothing before the first of them was hidden: it will not be found later either.
+        Only vectors that do not depend on a hidden node: for them, a later pass cannot do better.
         """
-        after: set[ir.Value] = set()
-        hide = set(hidden)
+        dependent: set[ir.Value] = set()
+        hidden_nodes = set(hidden)
         for node in self.nodes:
-            if not after.isdisjoint(x for x in node.inputs if x is not None):
-                after.update(node.outputs)
+            if not dependent.isdisjoint(x for x in node.inputs if x is not None):
+                dependent.update(node.outputs)
                 continue
-            if node in hide:
-                after.update(node.outputs)
+            if node in hidden_nodes:
+                dependent.update(node.outputs)
             else:
                 for y in node.outputs:
                     shape = self._dims(y)

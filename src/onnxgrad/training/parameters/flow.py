@@ -6,17 +6,13 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from onnxgrad.graph.operators import OF_SHAPES, RANDOM
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.training.parameters.operands import (
-    FORMS,
     domain,
     leading_operands,
     letter,
     value_operands,
-)
-
-_RANDOM = frozenset(
-    "RandomNormal RandomUniform RandomNormalLike RandomUniformLike Bernoulli Multinomial".split()
 )
 
 
@@ -39,7 +35,7 @@ class Flow:
             for source, target in _handed(node):
                 self.handed.setdefault(source, []).append(target)
         self.data: set[ir.Value] = set(graph.inputs) - set(graph.initializers.values())
-        self._grow(self.data, lambda node: node.op_type in _RANDOM)
+        self._grow(self.data, lambda node: node.op_type in RANDOM - {"Dropout"})
         self.positions: set[ir.Value] = set()
         self._grow(self.positions, lambda node: node.op_type in ("Shape", "Size", "Range"))
         self.positions -= self.data
@@ -56,7 +52,7 @@ class Flow:
                 if starts(node) or not reached.isdisjoint(value_operands(node)):
                     if any(subgraphs(node)):
                         continue  # what goes in and out of subgraphs is in `handed`
-                    if node.op_type not in FORMS or starts(node):
+                    if node.op_type not in OF_SHAPES or starts(node):
                         reached.update(node.outputs)
             for source, targets in self.handed.items():
                 if source in reached:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxgrad.graph.operators import OF_SHAPES, PACKS, REORDERS, SELECTS
+
 # a letter for each operand, in order; the last one stands for all that follow
 LETTERS = {
     "x": "data",
@@ -148,20 +150,16 @@ OPERANDS = {("", op): letters for op, letters in _STANDARD.items()} | {
     ("com.microsoft", op): letters for op, letters in _MICROSOFT.items()
 }
 
-# operands from which the elements of the result come; all of the others only say how
-_MOVED = {
-    "Identity": 1, "Cast": 1, "CastLike": 1, "Transpose": 1, "Reshape": 1, "Flatten": 1,
-    "Squeeze": 1, "Unsqueeze": 1, "Slice": 1, "Split": 1, "Expand": 1, "Tile": 1, "Pad": 1,
-    "Trilu": 1, "DepthToSpace": 1, "SpaceToDepth": 1, "Concat": 0, "Gather": 1,
-    "SplitToSequence": 1, "SequenceAt": 1, "SequenceConstruct": 0, "ConcatFromSequence": 1,
-    "Dropout": 1, "ReverseSequence": 1, "Compress": 1, "Resize": 1, "TopK": 1,
+# these take one value and hand it on, in another order or shape or dtype
+MOVES = (REORDERS | SELECTS | PACKS | {"CastLike", "Dropout"}) - {
+    "Concat", "GatherElements", "GatherND"
 }  # fmt: skip
 
-# these take one value and hand it on, in another order or shape or dtype
-MOVES = frozenset(_MOVED) - {"Pad", "Trilu", "Resize", "TopK", "Concat"}
-
-# results that no element of an operand reaches
-FORMS = frozenset("Shape Size ConstantOfShape EyeLike SequenceLength SequenceEmpty".split())
+# operands from which the elements of the result come, 0 for all; the others only say how
+_MOVED = dict.fromkeys(MOVES | {"Pad", "Resize", "TopK", "Trilu"}, 1) | {
+    "Concat": 0,
+    "SequenceConstruct": 0,
+}
 
 # of these, the first operands lead on to what is computed; the others choose or locate
 _LEADS = {"RoiAlign": 1, "Gather": 1, "GatherElements": 1, "GatherND": 1, "NonMaxSuppression": 0}
@@ -180,7 +178,7 @@ def domain(node: ir.Node) -> str:
 
 def value_operands(node: ir.Node) -> list[ir.Value]:
     """Return the operands whose elements the results are computed from."""
-    if domain(node) == "" and node.op_type in FORMS:
+    if domain(node) == "" and node.op_type in OF_SHAPES:
         return []
     count = _MOVED.get(node.op_type, 0) if domain(node) == "" else 0
     inputs = node.inputs[:count] if count else node.inputs
