@@ -228,7 +228,7 @@ def test_options_go_with_the_name_of_a_class():
     assert BaseLearningRate.select(0.5, power_t=1.0).power_t == 1.0
     with pytest.raises(ValueError, match=r"option of learning rate 'SGD' 'momentum'"):
         BaseLearningRate.select("SGD", momentum=0.5)
-    with pytest.raises(ValueError, match=r"\['eta0'\] go with a name"):
+    with pytest.raises(ValueError, match=r"is an instance: leave out \['eta0'\]"):
         BaseLearningRate.select(rate, eta0=0.5)
 
 
@@ -282,7 +282,7 @@ def test_updates_in_float64():
     ("rate", "given", "error", "text"),
     [
         (LearningRateSGD(), {"velocity": np.float32(0)}, ValueError, "has no momentum"),
-        (LearningRateSGDNesterov(), {}, ValueError, "needs the velocity, zeros in the first"),
+        (LearningRateSGDNesterov(), {}, ValueError, "needs a velocity: pass zeros in the first"),
         (LearningRateSGD(), {"gradient": np.zeros((3, 1), "f")}, ValueError, r"shape \(3, 1\)"),
         (LearningRateSGD(), {"gradient": np.zeros(3)}, ValueError, "dtype float64, and the upd"),
         (None, {}, EvaluationError, "call init_learning_rate first"),

@@ -199,7 +199,7 @@ def test_the_list_of_functions():
         ("copy", {"dtype": np.int32}, "dtype int32: give one of floats"),
         ("square_error", {"weight_name": "X1"}, "the name 'X1' is taken"),
         ("n_penalty_elastic_error", {"n_tensors": 0}, "n_tensors=0: give the number of weights"),
-        ("update_penalty_elastic_error", {"l1": 0, "l2": 0}, "the penalty of 'X' is null"),
+        ("update_penalty_elastic_error", {"l1": 0, "l2": 0}, "the penalty of 'X' is zero"),
     ],
 )
 def test_what_cannot_be_written(name, options, text):

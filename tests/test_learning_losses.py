@@ -22,6 +22,7 @@ from onnxgrad import (
 )
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objects import FunctionLearningLoss
 from onnxgrad.model.convert import to_proto
 
@@ -300,7 +301,7 @@ def test_what_cannot_be_built():
             kind.build_onnx_function(weight_name=taken)
     with pytest.raises(ProviderError, match="device 'tpu'"):
         kind.build_onnx_function(device="tpu")
-    with pytest.raises(ValueError, match="built without row weights"):
+    with pytest.raises(ValueError, match="built without sample weights"):
         kind.build_onnx_function().loss_gradient(Y, F, ROWS)
     with pytest.raises(ValueError, match="known number of classes"):
         BaseLearningLoss.select("cross_entropy").build_onnx_function()
@@ -337,7 +338,7 @@ def test_names():
         ("elastic", {"l1": 1}, r"Unknown option of loss 'elastic' 'l1'\..*'l1_weight'"),
         ("square", {"eps": 1}, r"Unknown option of loss 'square' 'eps'\..* Valid: none"),
         ("huber", {"eps": 1}, r"Unknown option of loss 'huber' 'eps'\. Valid: 'delta'"),
-        (SquareLearningLoss(), {"eps": 1}, r"has its options: \['eps'\]"),
+        (SquareLearningLoss(), {"eps": 1}, r"is an instance: leave out \['eps'\]"),
     ],
 )
 def test_unknown_names(choice, options, text):
@@ -435,10 +436,10 @@ def test_inside_of_a_graph_whose_ranks_are_not_known(name, shape):
 
 def test_what_trainers_check():
     f = ir.Value(name="f", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3]))
-    assert SquareLearningLoss().facts(f) == {}
-    assert NegLogLearningLoss().facts(f) == {"classes": 2, "threshold": 0.0}
-    assert NegLogLearningLoss(1e-5, "softmax").facts(f) == {"classes": 3}
-    assert FunctionLearningLoss("cross_entropy").facts(f)["ignore_index"] == -100
+    assert SquareLearningLoss().info(f) == LossInfo()
+    assert NegLogLearningLoss().info(f) == LossInfo(classes=2, threshold=0.0)
+    assert NegLogLearningLoss(1e-5, "softmax").info(f) == LossInfo(classes=3)
+    assert FunctionLearningLoss("cross_entropy").info(f).ignore_index == -100
     op = Emit(ir.Graph([], [], nodes=[]))
     for kind, dtype, shape in (
         (SquareLearningLoss(), ir.DataType.FLOAT, ["N", 3]),

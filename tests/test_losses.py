@@ -11,7 +11,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import DerivativeOptions, add_loss_output, get_train_initializer, onnx_derivative
-from onnxgrad.losses.in_graph import loss_info
+from onnxgrad.losses.info import METADATA, LossInfo, loss_info
 
 KINDS = {"float": np.float32, "double": np.float64, "float16": np.float16}
 RNG = np.random.default_rng(0)
@@ -239,7 +239,7 @@ def test_log_of_a_prediction_of_unknown_shape(weighted):
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.ClearField("shape")
     made = add_loss_output(model, "log", weight_name="weight" if weighted else None)
-    assert loss_info(made)["classes"] == 2
+    assert loss_info(made).classes == 2
     feed = {"x": p, "label": y, "weight": ROWS}
     known = add_loss_output(scores(p.shape), "log", weight_name="weight" if weighted else None)
     for found, expected in zip(evaluate(made, feed), evaluate(known, feed), strict=True):
@@ -318,14 +318,14 @@ def test_row_weights_of_a_loss_of_ones_own():
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     loss, _ = session.run(None, {"x": F, "label": Y, "w8": ROWS[:, None]})
     np.testing.assert_allclose(loss, [[(np.abs(F - Y).sum(1) % 3 * ROWS).sum()]])
-    with pytest.raises(ValueError, match="row weights need a loss per row"):
+    with pytest.raises(ValueError, match="sample weights need one loss per row"):
         add_loss_output(
             scores(F.shape), lambda op, f, y: op.ReduceMean(f - y, keepdims=0), weight_name="w8"
         )
     unknown = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
         g (float[N,4] x, int64[K] s) => (float[2] f) { f = Reshape(x, s) }""")
     unknown.graph.output[0].type.tensor_type.ClearField("shape")
-    with pytest.raises(ValueError, match="row weights need a loss per row"):
+    with pytest.raises(ValueError, match="sample weights need one loss per row"):
         add_loss_output(unknown, weight_name="w8")
 
 
@@ -338,15 +338,48 @@ def test_options_of_a_loss_of_ones_own():
 
 
 def test_facts_kept_for_trainers():
-    facts = loss_info(add_loss_output(scores((7, 3)), "cross_entropy", ignore_index=1))
-    assert facts == {
-        "reduction": "sum", "label": "label", "prediction": "f", "classes": 3, "ignore_index": 1,
-    }  # fmt: skip
-    facts = loss_info(add_loss_output(scores((7, 2)), "log", label_name="x"))
-    assert facts.pop("label") != "x"
-    assert facts == {"reduction": "mean", "prediction": "f", "classes": 2, "ignore_index": None}
+    info = loss_info(add_loss_output(scores((7, 3)), "cross_entropy", ignore_index=1))
+    assert info == LossInfo("label", "f", "sum", classes=3, ignore_index=1)
+    info = loss_info(add_loss_output(scores((7, 2)), "log", label_name="x"))
+    assert info.label != "x"
+    assert info == LossInfo(info.label, "f", "mean", classes=2)
     soft = add_loss_output(scores((7, 3)), "cross_entropy", soft_labels=True)
-    assert "classes" not in loss_info(soft)
+    assert loss_info(soft).classes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "about"),
+    [
+        ("l2", {}, ""),
+        ("log", {}, ', "classes": 2, "ignore_index": null'),
+        ("cross_entropy", {}, ', "classes": 2, "ignore_index": -100'),
+        ("cross_entropy", {"soft_labels": True}, ""),
+        ("binary_cross_entropy", {}, ', "loss": "binary_cross_entropy", "threshold": 0.5'),
+        (
+            "binary_cross_entropy",
+            {"from_logits": True},
+            ', "loss": "binary_cross_entropy", "threshold": 0.0',
+        ),
+        ("hinge", {}, ', "loss": "hinge", "threshold": 0.0'),
+        ("poisson", {}, ', "loss": "poisson"'),
+    ],
+)
+def test_metadata_stay_as_earlier_versions_wrote_them(name, options, about):
+    model = add_loss_output(scores((7, 2)), name, **options)
+    [text] = [entry.value for entry in model.metadata_props if entry.key == METADATA]
+    reduction = "mean" if name == "log" else "sum"
+    head = '{"label": "label", "prediction": "f", "reduction": '
+    assert text == f'{head}"{reduction}"{about}}}'
+    assert LossInfo.from_metadata(text) == loss_info(model)
+    assert loss_info(model).to_metadata() == text
+
+
+def test_metadata_of_other_versions():
+    """Keys that are missing or unknown change nothing."""
+    info = LossInfo.from_metadata('{"reduction": "mean", "later": 3}')
+    assert info == LossInfo(reduction="mean")
+    assert LossInfo(loss="hinge").bounds.text == "-1 and 1, or 0 and 1"
+    assert LossInfo(loss="of_a_later_version").bounds is None
 
 
 # -- the model with the loss ---------------------------------------------------------------------
@@ -439,8 +472,8 @@ def test_the_output_to_judge(index):
         ({"output_index": 0, "score_name": "log"}, "needs (N, 2) probabilities"),
         ({"output_index": 0, "penalty": {"W": 1}}, "Unknown weight in penalty 'W'"),
         ({"output_index": 0, "penalty": {"loss": {"l3": 1}}}, "Unknown penalty of 'loss' 'l3'"),
-        ({"output_index": 0, "penalty": {"loss": {"l1": 0}}}, "the penalty of 'loss' is null"),
-        ({"output_index": 0, "penalty": {"loss": {}}}, "the penalty of 'loss' is null"),
+        ({"output_index": 0, "penalty": {"loss": {"l1": 0}}}, "the penalty of 'loss' is zero"),
+        ({"output_index": 0, "penalty": {"loss": {}}}, "the penalty of 'loss' is zero"),
     ],
 )
 def test_wrong_arguments(options, message):

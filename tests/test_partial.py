@@ -176,6 +176,18 @@ LOSSES = {  # loss -> labels, gradient by the prediction, loss of a row
 }
 
 
+def test_class_indices_where_the_number_of_classes_is_symbolic():
+    """Those below 0 are refused; those beyond the last class, by the runtime."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 18]>
+        g (float[N,C] x) => (float[N,C] y) <float[1] w = {2.0}> { y = Mul(x, w) }""")
+    loss = NegLogLearningLoss(probability_function="softmax")
+    made = OrtGradientForwardBackwardOptimizer(model, ["w"], learning_loss=loss, max_iter=2)
+    x, y = np.eye(10, 3, dtype=np.float32), np.arange(10) % 3
+    assert np.isfinite(made.fit(x, y).train_losses_).all()
+    with pytest.raises(ValueError, match="'label' holds labels below 0 in 1 of 10 rows: 0"):
+        made.fit(x, y - (np.arange(10) == 0))
+
+
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss(name, weight):
@@ -647,7 +659,7 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
         ({"learning_loss": "sqare"}, (X, Y), "Unknown loss 'sqare'. Did you mean 'square'"),
         ({"learning_penalty": "elastik"}, (X, Y), "Unknown penalty 'elastik'. Did you mean"),
         ({"learning_penalty": {"W": 1}}, (X, Y), "Unknown weight in penalty 'W'. Did you mean 'w'"),
-        ({"learning_penalty": {"w": 0}}, (X, Y), "penalty of 'w' is null"),
+        ({"learning_penalty": {"w": 0}}, (X, Y), "penalty of 'w' is zero"),
         ({"learning_penalty": ElasticLearningPenalty(-1)}, (X, Y), "l1 must be a number"),
         ({"learning_rate": "constant"}, (X, Y), "Unknown learning rate 'constant'"),
         ({"weights_to_train": ["W"]}, (X, Y), "Unknown weight 'W'. Did you mean 'w'"),

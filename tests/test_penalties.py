@@ -88,7 +88,7 @@ def test_where_there_is_none():
         add_loss_output(model, penalty={"y.coefficients": 1.0})
     branches = f"""y = If (c) <then_branch = a () => (float[N,2] t) {{ {CONSTANT}  t = Mul(x, w) }},
                                 else_branch = b () => (float[N,2] e) {{ e = Neg(x) }}>"""
-    with pytest.raises(ValueError, match="'w' sits in a branch"):
+    with pytest.raises(ValueError, match="'w' is in a subgraph"):
         add_loss_output(parse(branches, "float[N,2] x, bool c"), penalty={"w": 1.0})
 
 
@@ -148,7 +148,7 @@ def test_penalty_nodes_of_several_weights_in_one_graph(options):
 
 @pytest.mark.parametrize("options", [{}, {"l1": 0}, {"l1": None, "l2": 0.0}])
 def test_a_null_penalty(options):
-    with pytest.raises(ValueError, match="the penalty of 'w' is null"):
+    with pytest.raises(ValueError, match="the penalty of 'w' is zero"):
         penalty_loss_onnx("w", np.float32, **options)
 
 
@@ -227,10 +227,10 @@ def test_penalties_by_name():
         (True, {}, "Unknown penalty True"),
         ("elastic", {"l3": 1}, r"Unknown option of penalty 'elastic' 'l3'\. .*Valid: 'l1', 'l2'"),
         (None, {"l1": 1}, "Unknown option of penalty None 'l1'"),
-        (NoLearningPenalty(), {"l1": 1}, r"is a penalty already: \['l1'\] go with a name"),
+        (NoLearningPenalty(), {"l1": 1}, r"not a name or a class: leave out \['l1'\]"),
         ({"W0": {"l3": 1}}, {}, "Unknown penalty of 'W0' 'l3'"),
-        ({"W0": 0}, {}, "the penalty of 'W0' is null"),
-        ({"W0": {"l1": None}}, {}, "the penalty of 'W0' is null"),
+        ({"W0": 0}, {}, "the penalty of 'W0' is zero"),
+        ({"W0": {"l1": None}}, {}, "the penalty of 'W0' is zero"),
         ({"W7": 1}, {}, "Unknown weight in penalty 'W7'"),
         (-1.0, {}, "l2 must be a number of at least 0, not -1.0"),
         (ElasticLearningPenalty(l1=np.nan), {}, "l1 must be a number of at least 0, not nan"),
@@ -250,7 +250,7 @@ def test_penalties_that_are_not_built_or_get_other_weights():
     with pytest.raises(ValueError, match="n_tensors=0"):
         kind.build_onnx_function(n_tensors=0)
     kind.build_onnx_function(n_tensors=2)
-    with pytest.raises(ValueError, match="1 weights given, and built for 2: "):
+    with pytest.raises(ValueError, match="1 weights given, but built for 2: "):
         kind.penalty_loss(np.ones(2))
 
 

@@ -21,7 +21,7 @@ from onnxgrad import (
     onnx_rename_weights,
     onnx_simple_text_plot,
 )
-from onnxgrad.losses.in_graph import loss_info
+from onnxgrad.losses.info import loss_info
 
 # Captured names, names that shadow, the same names in both branches, a result called like an input
 # is renamed to, a local function, a loop.
@@ -207,7 +207,7 @@ def test_weights_stay_weights():
     assert list(get_train_initializer(loss)) == ["w"]
     renamed = onnx_rename_names(loss)
     assert list(get_train_initializer(renamed)) == ["i0"]
-    assert loss_info(renamed)["prediction"] == "a"
+    assert loss_info(renamed).prediction == "a"
     assert list(get_train_initializer(onnx_rename_weights(loss))) == ["I0_w"]
     options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
     gradient = onnx_derivative(loss, options=options)
@@ -215,7 +215,7 @@ def test_weights_stay_weights():
     equal(onnx_rename_names(gradient), gradient, x=x, label=label, w=np.float32([1, 2]))
     loss.graph.output.pop()  # the prediction is no output any more
     renamed = onnx_rename_names(loss)
-    assert loss_info(renamed)["prediction"] in {y for n in renamed.graph.node for y in n.output}
+    assert loss_info(renamed).prediction in {y for n in renamed.graph.node for y in n.output}
 
 
 def test_inputs_with_defaults_and_constants_as_outputs():

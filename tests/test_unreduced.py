@@ -9,7 +9,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import add_loss_output, get_train_initializer, onnx_rename_names, unreduced_onnx_loss
-from onnxgrad.losses.in_graph import loss_info
+from onnxgrad.losses.info import LossInfo, loss_info
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((7, 2))
@@ -117,7 +117,7 @@ def test_what_the_result_keeps():
         made = unreduced_onnx_loss(given, "f")  # also the name of the prediction, which makes way
         assert [y.name for y in made.graph.output] == ["f"]
         assert made.producer_name == "somebody"
-        assert loss_info(made) == {}
+        assert loss_info(made) == LossInfo()
         assert list(get_train_initializer(made)) == list(get_train_initializer(given))
         np.testing.assert_allclose(
             run(made, x=X, label=Y)[0][:, 0], (0.5 * abs(F - Y) + 0.5 * (F - Y) ** 2).sum(1)
@@ -202,15 +202,15 @@ def test_old_opsets_and_weights_among_the_inputs():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("q = Mul(d, d)  s = ReduceMean(q)  l = Sqrt(s)", "'l': it comes from Sqrt"),
-        ("a = ReduceMean(f)  b = ReduceSum(d)  l = Add(a, b)", "it comes from Add"),
-        ("s = ReduceSum(d)  l = Div(half, s)", "it comes from Div"),
-        ("s = ReduceSum<keepdims = 0>(d)  l = Mul(s, w)", "it comes from Mul"),
-        ("l = ReduceSum(d, one)", "not known to leave one number, but ('N', 1)"),
-        ("l = ReduceSum(d, zero)", "not known to leave one number, but (1, 3)"),
-        ("s = ReduceSum<keepdims = 0>(d, zero)  l = ReduceSum(s)", "adds up (3,)"),
+        ("q = Mul(d, d)  s = ReduceMean(q)  l = Sqrt(s)", "'l': it is computed by Sqrt"),
+        ("a = ReduceMean(f)  b = ReduceSum(d)  l = Add(a, b)", "it is computed by Add"),
+        ("s = ReduceSum(d)  l = Div(half, s)", "it is computed by Div"),
+        ("s = ReduceSum<keepdims = 0>(d)  l = Mul(s, w)", "it is computed by Mul"),
+        ("l = ReduceSum(d, one)", "does not reduce to one number: its shape is ('N', 1)"),
+        ("l = ReduceSum(d, zero)", "does not reduce to one number: its shape is (1, 3)"),
+        ("s = ReduceSum<keepdims = 0>(d, zero)  l = ReduceSum(s)", "reduces the shape (3,)"),
         ("l = SoftmaxCrossEntropyLoss<reduction = \"none\">(f, c)", "does not reduce"),
-        ("l = Identity(half)", "'half' is no result"),
+        ("l = Identity(half)", "'half' is not the first output"),
     ],
 )  # fmt: skip
 def test_what_is_no_sum_over_rows(text, message):
@@ -218,7 +218,7 @@ def test_what_is_no_sum_over_rows(text, message):
     with pytest.raises(ValueError) as caught:
         unreduced_onnx_loss(loss)
     assert message in str(caught.value)
-    assert "'f': it comes from MatMul" in str(caught.value)
+    assert "'f': it is computed by MatMul" in str(caught.value)
     assert "select_model_inputs_outputs" in str(caught.value)
 
 

@@ -6,8 +6,10 @@ Messages show names from model files, so their control characters are escaped.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from inspect import signature
+from typing import Any
 
 
 def printable(text: object) -> str:
@@ -188,3 +190,20 @@ def unknown(kind: str, name: object, valid: Iterable[str]) -> ValueError:
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")
+
+
+def check_options(
+    what: str, options: Iterable[str], function: Callable[..., Any], skip: int = 0
+) -> None:
+    """Raise `ValueError` if an option is not a parameter of `function`.
+
+    Args:
+        what: what the message calls an option, such as "option of loss 'huber'".
+        options: names of options.
+        function: function or class that takes the options by name.
+        skip: number of leading parameters that are not options.
+    """
+    valid = list(signature(function).parameters)[skip:]
+    for name in options:
+        if name not in valid:
+            raise unknown(what, name, valid)

@@ -9,7 +9,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,7 +22,7 @@ from onnxgrad.data.arrays import DataError, fit_shape
 from onnxgrad.data.columns import Names, check_names, same_columns
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
-from onnxgrad.losses.formulas import LABELS
+from onnxgrad.losses.info import LossInfo
 
 Table = dict[str, np.ndarray]
 
@@ -179,7 +179,7 @@ def labels(
     table: Table,
     targets: Sequence[str],
     label: ir.Value,
-    facts: Mapping[str, Any] = {},
+    info: LossInfo = LossInfo(),  # noqa: B008 - it is frozen
 ) -> np.ndarray:
     """Return the columns `targets` as what the input `label` is fed.
 
@@ -187,18 +187,18 @@ def labels(
         table: what `read_table` returned.
         targets: names of columns.
         label: the input of the model with the loss.
-        facts: what `losses.loss_info` knows of the loss.
+        info: of the loss.
 
     Raises:
         DataError: values that the loss does not allow, or not as many as it takes.
     """
     what = f"target {', '.join(map(repr, targets))}"
     made = as_value({name: table[name] for name in targets}, label, what)
-    if (loss := facts.get("loss")) in LABELS:
-        allowed, test = LABELS[loss]
-        refuse(~test(made), made, f"{what}: loss {loss!r} takes labels {allowed}")
-    if (count := facts.get("classes")) is not None:
-        outside = ((made < 0) | (made >= count)) & (made != facts.get("ignore_index"))
+    if info.bounds is not None:
+        allowed, test = info.bounds
+        refuse(~test(made), made, f"{what}: loss {info.loss!r} takes labels {allowed}")
+    if isinstance(count := info.classes, int):
+        outside = ((made < 0) | (made >= count)) & (made != info.ignore_index)
         refuse(outside, made, f"{what}: the {count} classes are numbered 0 to {count - 1}")
     return made
 

@@ -13,7 +13,8 @@ from onnxgrad.cli.data_files import Table, as_value, assign, labels, refuse
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import escaping, printable
-from onnxgrad.losses.in_graph import add_loss_output, loss_info
+from onnxgrad.losses.in_graph import add_loss_output
+from onnxgrad.losses.info import loss_info
 from onnxgrad.training.data import Fields
 from onnxgrad.training.objective import Objective, loss_inside
 
@@ -46,10 +47,10 @@ class Task:
         else:
             self.model = add_loss_output(proto, loss, output_index=output_index, **options)
             self.loss_output = self.model.graph.output[0].name
-        self._facts = loss_info(self.model)
+        self._info = loss_info(self.model)
         objective = loss_inside(self.model, [], self.loss_output, "weight")
         inputs = {str(x.name): x for x in objective.data}
-        label = self._facts.get("label") or next((t for t in targets if t in inputs), "label")
+        label = self._info.label or next((t for t in targets if t in inputs), "label")
         if label not in inputs:
             raise ValueError(
                 f"the model computes its own loss, but has no input {label!r}: "
@@ -59,7 +60,7 @@ class Task:
         target = inputs.pop(label)
         columns = assign(table, targets, list(inputs.values()), objective.names)
         self._data = {n: as_value(columns[n], x, f"input {n!r}") for n, x in inputs.items()}
-        self._data[label] = labels(table, targets, target, self._facts)
+        self._data[label] = labels(table, targets, target, self._info)
         named = {n: list(g) for n, g in columns.items() if any(a.ndim == 1 for a in g.values())}
         self.names = Names(named, list(targets) if named else [])
         counts = {name: len(array) for name, array in self._data.items()}
@@ -75,8 +76,8 @@ class Task:
         ]
         if ignored := [name for name in table if name not in used]:
             self.remarks.append(f"ignored columns: {_listed(ignored)}")
-        self._threshold = self._facts.get("threshold")
-        self.classifies = "classes" in self._facts or self._threshold is not None
+        self._threshold = self._info.threshold
+        self.classifies = self._info.classes is not None or self._threshold is not None
 
     def _check_together(self, objective: Objective, label: str) -> None:
         """Raise if arrays do not fit each other, or hold indices that a table lacks."""
@@ -103,15 +104,15 @@ class Task:
         options.log_severity_level = 4
         session = loaded(trained, options, providers=CPU.providers)
         right = counted = 0
-        wanted = data[self._facts["label"]]
+        wanted = data[str(self._info.label)]
         for start in range(0, len(wanted), _CHUNK):
             part = slice(start, start + _CHUNK)
             feed = {name: array[part] for name, array in data.items()}
-            [prediction] = session.run([self._facts["prediction"]], feed)
+            [prediction] = session.run([self._info.prediction], feed)
             y = wanted[part]
             if self._threshold is None:
                 hits = prediction.argmax(axis=1).reshape(y.shape) == y
-                known = y != self._facts["ignore_index"]
+                known = y != self._info.ignore_index
             else:
                 hits = (prediction > self._threshold) == (y > 0.5)
                 known = np.ones_like(hits)

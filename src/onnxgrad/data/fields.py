@@ -24,9 +24,9 @@ class Field:
     name: str
     dtype: np.dtype
     shape: Dims | None
-    classes: int | None = None
+    classes: int | str | None = None  # their number, or the symbol of that dimension
     ignored: int | None = None
-    allowed: tuple[str, Callable[[np.ndarray], np.ndarray]] | None = None  # see `losses.LABELS`
+    allowed: tuple[str, Callable[[np.ndarray], np.ndarray]] | None = None  # a `LabelBounds`
     tables: tuple[Table, ...] = ()  # into which it holds indices
 
     def check(self, given: Any) -> np.ndarray:
@@ -50,10 +50,12 @@ class Field:
         else:
             _refuse(~np.isfinite(made), f"{self.name!r}, as {self.dtype}, holds NaN or infinity")
         if self.classes is not None:
-            outside = (made < 0) | (made >= self.classes)
+            last = self.classes - 1 if isinstance(self.classes, int) else None
+            outside = (made < 0) if last is None else (made < 0) | (made > last)
             if self.ignored is not None:
                 outside &= made != self.ignored
-            _refuse(outside, f"{self.name!r} holds labels outside 0..{self.classes - 1}")
+            where = "below 0" if last is None else f"outside 0..{last}"
+            _refuse(outside, f"{self.name!r} holds labels {where}")
         if self.allowed is not None:
             text, test = self.allowed
             _refuse(~test(made), f"{self.name!r} must hold labels {text}; others")

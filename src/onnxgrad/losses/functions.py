@@ -1,6 +1,6 @@
-"""The small models that a training loop is made of, by name.
+"""Small models by name: losses, penalties and updates, the parts of a training loop.
 
-They hold no formula of their own where a loss or a penalty of this package writes it.
+The formulas of losses and penalties are those of `objects` and `penalties`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.errors import unknown
+from onnxgrad.errors import check_options, unknown
+from onnxgrad.losses.loss_models import GRADIENT, LOSS, loss_onnx
 from onnxgrad.losses.objects import (
-    GRADIENT,
-    LOSS,
     AbsoluteLearningLoss,
     ElasticLearningLoss,
     FunctionLearningLoss,
     NegLogLearningLoss,
-    loss_onnx,
 )
 from onnxgrad.losses.penalties import penalty, weight_names
 from onnxgrad.model.draft import Draft, Shape
@@ -37,36 +35,47 @@ def function_onnx_graph(
     weight_name: str | None = None,
     **kwargs: Any,
 ) -> ModelProto:
-    """Return a small model by name; `get_supported_functions` says what each computes.
+    """Return a small model by name; `get_supported_functions` describes them.
 
-    Where inputs may be of any shape, the model says nothing of their rank, which onnxruntime runs
-    and `onnx.checker` refuses; with the option `shape`, it declares that.
+    An input of any shape is declared without a shape: onnxruntime runs such a model, `onnx.checker`
+    rejects it. The option `shape` declares one.
 
     Args:
         name: a key of `get_supported_functions()`.
         target_opset: 14 to 26; None is 18.
         dtype: numpy dtype of the floats.
-        weight_name: for losses, the name of an input of row weights, (N,), ones when it is not
-            fed; None for none.
+        weight_name: for losses, the name of an input of sample weights, (N,), ones by default; None
+            for none.
         **kwargs: options of the function.
 
     Raises:
-        ValueError: an unknown name or option, row weights where there are no rows, an opset or
-            dtype that cannot be.
+        ValueError: an unknown name or option, sample weights for a function that is not a loss, or
+            an invalid opset or dtype.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og, onnxruntime as ort
+        >>> model = og.function_onnx_graph("axpy", shape=[2])
+        >>> session = ort.InferenceSession(model.SerializeToString())
+        >>> feed = {"X1": [1, 2], "X2": [5, 5], "alpha": [-0.5]}
+        >>> session.run(["Y"], {name: np.float32(x) for name, x in feed.items()})
+        [array([4.5, 4. ], dtype=float32)]
     """
     if name not in _FUNCTIONS:
         raise unknown("function", name, _FUNCTIONS)
     function = _FUNCTIONS[name]
     options = dict(kwargs) if weight_name is None else {"weight_name": weight_name, **kwargs}
-    valid = list(inspect.signature(function).parameters)[2:]
-    for option in options:
-        if option not in valid:
-            raise unknown(f"option of function {name!r}", option, valid)
+    check_options(f"option of function {name!r}", options, function, skip=2)
     return function(target_opset, dtype, **options)
 
 
 def get_supported_functions() -> dict[str, str]:
-    """Return `{name: what it computes}` for all that `function_onnx_graph` knows."""
+    """Return `{name: description}` of the models of `function_onnx_graph`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.get_supported_functions()["copy"]
+        'Y = X, of any shape (or of `shape`).'
+    """
     return {name: inspect.getdoc(function) or "" for name, function in _FUNCTIONS.items()}
 
 
@@ -103,11 +112,11 @@ def _momentum(
     op, x1, x2, g = draft.op, *(draft.input(x, shape) for x in ("X1", "X2", "G"))
     alpha, beta = draft.input("alpha", (1,)), draft.input("beta", (1,))
     with op:
-        rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or numbers would become (1,)
+        rate, decay = op.Squeeze(alpha), op.Squeeze(beta)  # or scalars would become (1,)
         step = rate * x1
         z = op.set_type_like(decay * g + step, g)
-        moved = decay * z + step if ahead else z
-        return draft.model({"Y": op.set_type_like(moved + x2, x2), "Z": z})
+        update = decay * z + step if ahead else z
+        return draft.model({"Y": op.set_type_like(update + x2, x2), "Z": z})
 
 
 def copy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
@@ -117,14 +126,14 @@ def copy(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProt
 
 
 def zero(opset: int | None, dtype: Any, shape: Shape | None = None) -> ModelProto:
-    """Y = zeros of the shape of X, any (or `shape`); of NaN as well."""
+    """Y = zeros like X, also where X is NaN, of any shape (or of `shape`)."""
     draft = Draft("zero", opset, dtype)
     x = draft.input("X", shape)
     return draft.model({"Y": draft.op.zeros_like(x)})
 
 
 def linear_regression(opset: int | None, dtype: Any) -> ModelProto:
-    """Y = X A + B, X (N, d), A (d, k), B of a shape that goes with (N, k), as (1, k)."""
+    """Y = X A + B, X (N, d), A (d, k), B of a shape that broadcasts to (N, k), such as (1, k)."""
     draft = Draft("linear_regression", opset, dtype)
     op = draft.op
     x, a = draft.input("X", ("N", "d")), draft.input("A", ("d", "k"))
@@ -238,7 +247,7 @@ def grad_penalty_elastic_error(
 def update_penalty_elastic_error(
     opset: int | None, dtype: Any, l1: float = 1e-4, l2: float = 1e-4, shape: Shape | None = None
 ) -> ModelProto:
-    """Y = X - (l1 sign(X) + 2 l2 X): a weight after a step against its penalty."""
+    """Y = X - (l1 sign(X) + 2 l2 X): a weight after a gradient step on its penalty."""
     draft = Draft("update_penalty_elastic_error", opset, dtype)
     op, x = draft.op, draft.input("X", shape)
     with op:
@@ -257,7 +266,7 @@ def n_penalty_elastic_error(
     """Y = loss + l1_weight |W| + l2_weight W^2, summed over the weights W0, W1, ... of any shape.
 
     The inputs are the loss, one number of any shape (or of `loss_shape`), and the weights; Y is a
-    scalar. `weight_name` changes nothing: the loss is weighted already.
+    scalar. `weight_name` has no effect: sample weights are part of the loss.
     """
     draft = Draft("n_penalty_elastic_error", opset, dtype)
     op, loss = draft.op, draft.input("loss", loss_shape)

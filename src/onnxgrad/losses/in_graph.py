@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -15,32 +14,18 @@ from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import free, tidy
-from onnxgrad.losses.formulas import (
-    LABELS,
-    LOSSES,
-    Loss,
-    LossSpec,
-    binary_cross_entropy,
-    cross_entropy,
-    hinge,
-    log,
-    loss_spec,
-)
+from onnxgrad.losses.formulas import loss_spec
+from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.penalties import add_penalties
+from onnxgrad.losses.spec import Formula, LabelKind, LossSpec
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import note_constants, sites
 
-# What a trainer has to know of the loss, kept in the model as JSON: `reduction` ("mean" is already
-# divided by the rows of the batch, and must not be divided again), the names `label` and
-# `prediction`, for class labels their number `classes` and the label `ignore_index`, `loss` if its
-# labels are bounded (`LABELS`), `threshold` of the prediction between two classes.
-METADATA = "onnxgrad.loss"
-
 
 def add_loss_output(
     onx: ModelLike,
-    score_name: str | Loss = "squared_error",
+    score_name: str | Formula = "squared_error",
     loss_name: str = "loss",
     label_name: str = "label",
     weight_name: str | None = None,
@@ -49,83 +34,107 @@ def add_loss_output(
     reduction: str | None = None,
     **kwargs: Any,
 ) -> ModelProto:
-    """Return `onx` with a loss behind one of its outputs, ready to be trained.
+    """Return `onx` with a loss computed from one of its outputs, ready to be trained.
 
     The result has the outputs `[loss, prediction]`, the loss of shape (1, 1), and the inputs of
-    `onx`, then the label, then the row weights if asked for. Its opset is that of `onx`, or 18 if
-    that is lower.
+    `onx`, the label, and the sample weights if `weight_name` is given. Its opset is at least 18.
 
     Args:
         onx: model, serialized model or path; never modified.
-        score_name: a key of `onnxgrad.losses.LOSSES`, or a function
+        score_name: a key of `onnxgrad.losses.formulas.LOSSES`, or a function
             `(op, prediction, label) -> loss per element or row` that writes nodes with `op`.
-        loss_name: name of the loss output; another name of the model makes it give way.
+        loss_name: name of the loss output; an existing value of that name is renamed.
         label_name: name of the label input: of the shape and dtype of the prediction, but int64
             for `log` (N, 1) and for `cross_entropy` (N,), or (N, d1, ...) for (N, C, d1, ...).
-            A class number out of range has loss zero: the graph does not look, trainers do.
-        weight_name: name of an input of row weights, (N,) or (N, 1); None for none.
+            A class index out of range has loss zero: trainers validate labels, the model does not.
+        weight_name: name of an input of sample weights, (N,) or (N, 1); None for none.
         penalty: `{weight: {"l1": a, "l2": b}}` or `{weight: b}`, adds a |w| + b w^2.
-        output_index: the output to judge, by place or by name (any float tensor of the graph);
-            None when there is one float output.
-        reduction: "sum" over the rows, or "mean": divided by their number, ignored or weighted
-            ones included. Default: "sum", but "mean" for `log`.
-        **kwargs: options of the loss: see the functions in `onnxgrad.losses`.
+        output_index: index or name of the output that is the prediction, or the name of any other
+            float tensor of the graph; None if there is one float output.
+        reduction: "sum" over the rows, or "mean", divided by the number of all rows, ignored and
+            weighted ones included. Default: "sum", but "mean" for `log`.
+        **kwargs: options of the loss: see the functions in `onnxgrad.losses.formulas`.
 
     Raises:
         ValueError: an unknown loss, option, output or weight, or an output that is no tensor.
         ModelError: `onx` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> loss = og.add_loss_output(model, "huber", delta=0.5, penalty={"w": 0.01})
+        >>> [x.name for x in loss.graph.input], [y.name for y in loss.graph.output]
+        (['x', 'label'], ['loss', 'y'])
     """
-    kind = loss_spec(score_name, reduction, kwargs)
-    proto = read(onx)
+    spec = loss_spec(score_name, reduction, kwargs)
+    names = (loss_name, label_name, weight_name)
+    return _with_loss(read(onx), output_index, spec, names, penalty or {})
+
+
+def _with_loss(
+    proto: ModelProto,
+    output_index: int | str | None,
+    spec: LossSpec,
+    names: tuple[str, str, str | None],
+    penalties: Mapping[str, Any],
+) -> ModelProto:
+    """Return the model with a loss; `names` are of the loss, the labels and the sample weights."""
+    loss_name, label_name, weight_name = names
     chosen = choose_output(proto, output_index)
-    for site in sites(proto):
-        attribute = site.attribute or (site.node and site.node.domain == "ai.onnx.ml")
-        if site.name in (penalty or {}) and (attribute or site.graph is not proto.graph):
-            where = "is an attribute" if attribute else "sits in a branch or a local function"
-            raise ValueError(f"{site.name!r} {where}: a penalty needs a tensor of the main graph")
-    model = to_ir(raise_opset(proto))
-    infer(model)
-    graph = model.graph
-    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
-    prediction = values[chosen]
-    graph.outputs[:] = [prediction, *(values[name] for name in penalty or () if name in values)]
-    tidy(model)
-    free(graph, {loss_name, label_name, weight_name})
+    _check_penalized(proto, penalties)
+    model, values = _with_outputs(proto, chosen, penalties)
+    graph, prediction = model.graph, values[chosen]
+    free(graph, set(names))
     op = Emit(graph)
-    label = label_input(op, prediction, kind, label_name, kwargs)
+    label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:
-        truth = label
+        expected = label
         if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
-            truth = op.Reshape(label, op.Shape(prediction))
-        losses = kind.function(op, prediction, truth, **kwargs)
+            expected = op.Reshape(label, op.Shape(prediction))
+        losses = spec.losses(op, prediction, expected)
         if weight_name is not None:
             losses = _weighted(op, model, losses, prediction, weight_name)
-        if shapes.rank(losses) == 2:
-            loss = op.ReduceSum(losses, keepdims=1)
-        else:
-            loss = op.Reshape(op.ReduceSum(losses, keepdims=0), [1, 1])
-        if kind.reduction == "mean" and shapes.rank(label) != 0:
-            rows = op.Shape(label, start=0, end=1)
-            if label.shape is None:  # it may have no axis: then it is one row
-                rows = op.ReduceProd(rows, keepdims=1)
-            loss = loss / op.Cast(rows, to=loss.dtype)
-        if penalty:
-            loss = add_penalties(op, loss, penalty, values)
+        loss = _reduced(op, losses, spec, label)
+        loss = add_penalties(op, loss, penalties, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
     graph.outputs[:] = [loss, prediction]
-    about = {"label": label.name, "prediction": chosen, **info_of(kind, prediction, kwargs)}
-    model.metadata_props[METADATA] = json.dumps(about)
+    info = LossInfo.of(spec, prediction, label.name, chosen)
+    model.metadata_props[METADATA] = info.to_metadata()
     tidy(model)
     note_constants(model, proto)
     return to_proto(model)
 
 
+def _check_penalized(proto: ModelProto, penalties: Iterable[str]) -> None:
+    """Raise if a penalty is for a weight that is not a tensor of the main graph."""
+    for site in sites(proto):
+        attribute = site.attribute or (site.node and site.node.domain == "ai.onnx.ml")
+        if site.name in penalties and (attribute or site.graph is not proto.graph):
+            where = "is an attribute" if attribute else "is in a subgraph or a local function"
+            raise ValueError(f"{site.name!r} {where}: a penalty needs a tensor of the main graph")
+
+
+def _with_outputs(
+    proto: ModelProto, prediction: str, penalized: Iterable[str]
+) -> tuple[ir.Model, Mapping[str, ir.Value]]:
+    """Return the model reduced to the prediction and the penalized weights, and values by name."""
+    model = to_ir(raise_opset(proto))
+    infer(model)
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+    weights = [values[name] for name in penalized if name in values]
+    model.graph.outputs[:] = [values[prediction], *weights]
+    tidy(model)
+    return model, values
+
+
 def _weighted(
     op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str
 ) -> ir.Value:
-    """Return the losses of the rows, times an input of row weights."""
-    # without a shape: (N,) and (N, 1) are the same
+    """Write the losses of the rows, times a new input of sample weights."""
+    # without a shape, as (N,) and (N, 1) are both accepted
     weight = ir.Value(name=op.name(name), type=prediction.type)
     op.graph.inputs.append(weight)
     if shapes.rank(losses) is None:
@@ -133,8 +142,8 @@ def _weighted(
     shape = shapes.dims(losses)
     if not shape:
         raise ValueError(
-            f"row weights need a loss per row, of known rank; that of {prediction.name!r} has the "
-            f"shape {printable(losses.shape)}"
+            "sample weights need one loss per row, of known rank; the loss of output "
+            f"{prediction.name!r} has the shape {printable(losses.shape)}"
         )
     ones = [1] * (len(shape) - 1)
     weight = op.Reshape(weight, [-1, *ones])
@@ -144,29 +153,18 @@ def _weighted(
     return losses * weight
 
 
-def info_of(kind: LossSpec, prediction: ir.Value, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a trainer has to know of a loss, beside its names."""
-    made: dict[str, Any] = {"reduction": kind.reduction}
-    if kind.classes and not options.get("soft_labels"):
-        columns = (shapes.dims(prediction) or (None, None))[1]
-        made["classes"] = 2 if kind.function is log else columns
-        ignored = options.get("ignore_index", -100)
-        made["ignore_index"] = ignored if kind.function is cross_entropy else None
-    for name in LABELS:
-        if LOSSES[name].function is kind.function:
-            made["loss"] = name
-    if kind.function is hinge or kind.function is binary_cross_entropy:
-        raw = kind.function is hinge or options.get("from_logits")
-        made["threshold"] = 0.0 if raw else 0.5
-    return made
-
-
-def loss_info(proto: ModelProto) -> dict[str, Any]:
-    """Return what `add_loss_output` noted about the loss of a model; {} for a loss of others."""
-    for entry in proto.metadata_props:
-        if entry.key == METADATA:
-            return json.loads(entry.value)
-    return {}
+def _reduced(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.Value:
+    """Write the sum or the mean of the losses, (1, 1)."""
+    if shapes.rank(losses) == 2:
+        loss = op.ReduceSum(losses, keepdims=1)
+    else:
+        loss = op.Reshape(op.ReduceSum(losses, keepdims=0), [1, 1])
+    if spec.reduction == "sum" or shapes.rank(label) == 0:
+        return loss
+    rows = op.Shape(label, start=0, end=1)
+    if label.shape is None:  # for a scalar, `rows` is empty, and its product 1
+        rows = op.ReduceProd(rows, keepdims=1)
+    return loss / op.Cast(rows, to=loss.dtype)
 
 
 def choose_output(
@@ -174,7 +172,11 @@ def choose_output(
     index: int | str | None,
     remedy: str = "say which one with output_index=",
 ) -> str:
-    """Return the name of the float tensor that `index` stands for; errors name the remedy."""
+    """Return the name of the float tensor that is the output of that index or name.
+
+    Raises:
+        ValueError: there is none, or `index` is None and there are several; with `remedy`.
+    """
     outputs = list(proto.graph.output)
     floats = list(dict.fromkeys(o.name for o in outputs if not non_tensor(o) and _is_float(o)))
     if index is None:
@@ -184,7 +186,7 @@ def choose_output(
         choice = ", ".join(repr(c) for c in [*floats, *behind] if c)
         raise ValueError(
             f"the model has {len(floats)} float outputs: {remedy}, "
-            f"one of {choice or 'the float tensors inside'}"
+            f"one of {choice or 'the float tensors inside of the graph'}"
         )
     if isinstance(index, str):
         name = index
@@ -195,12 +197,12 @@ def choose_output(
     for output in outputs:
         if output.name == name and non_tensor(output):
             raise ValueError(
-                f"output {name!r} is no tensor; use the tensor that it is made from: "
+                f"output {name!r} is no tensor; use the tensor that it is computed from: "
                 f"output_index={tensor_behind(proto, name)!r}"
             )
         if output.name == name and name not in floats:
             raise ValueError(f"output {name!r} is no float tensor; choose one of {floats}")
-    if name not in {made for node in proto.graph.node for made in node.output}:
+    if name not in {result for node in proto.graph.node for result in node.output}:
         raise unknown("output", name, [o.name for o in outputs])
     return name
 
@@ -210,23 +212,21 @@ def _is_float(value: Any) -> bool:
 
 
 def label_input(
-    op: Emit, prediction: ir.Value, kind: LossSpec, name: str, options: Mapping[str, Any]
+    op: Emit, prediction: ir.Value, kind: LabelKind, loss_name: str, name: str
 ) -> ir.Value:
-    """Return the label that a loss takes, given the prediction, as an input to be added."""
+    """Return the label input of a loss, which is not yet an input of the graph.
+
+    Raises:
+        ValueError: the prediction does not hold floats, or not in a shape that the loss takes.
+    """
     shape, dtype = shapes.dims(prediction), prediction.dtype
     if dtype is None or not dtype.is_floating_point():
         raise ValueError(f"output {prediction.name!r} holds {dtype}: a loss needs floats")
-    if kind.function is log:
-        rows, *columns = (None, None) if shape is None else shape or (None,)
-        if columns not in ([2], [None]):
-            raise ValueError(f"loss 'log' needs (N, 2) probabilities, not {shape}")
-        shape, dtype = (rows, 1), ir.DataType.INT64
-    elif kind.classes and not options.get("soft_labels"):
-        if shape is None or len(shape) < 2:
-            raise ValueError(f"loss 'cross_entropy' needs a prediction (N, C, ...), not {shape}")
-        shape, dtype = (shape[0], *shape[2:]), ir.DataType.INT64
+    if not kind.accepts(shape):
+        raise ValueError(f"loss {loss_name!r} needs {kind.needs}, not {shape}")
+    shape = kind.shape(shape)
     return ir.Value(
         name=op.name(name),
-        type=ir.TensorType(dtype),
+        type=ir.TensorType(kind.dtype or dtype),
         shape=None if shape is None else ir.Shape(shape),
     )

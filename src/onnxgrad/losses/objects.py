@@ -1,13 +1,12 @@
-"""Losses outside of the model: small graphs of a prediction and a label.
+"""Losses outside of the model, as functions of a prediction and a label.
 
-A loss writes itself and its gradient by the prediction into any graph, or into two models of its
-own, which `loss_gradient` and `loss_scores` run. The formulas are those of `onnxgrad.losses`, but
-for the square, which is halved here, and for `NegLogLearningLoss`, which takes raw scores.
+A loss writes itself and its gradient with respect to the prediction into any graph, or into two
+models, which `loss_gradient` and `loss_scores` run. The formulas are those of `formulas`, but for
+the square, which is halved here, and for `NegLogLearningLoss`, which takes logits.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from math import log, log1p
 from typing import Any
@@ -15,27 +14,37 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from onnx import ModelProto
 
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.data.fields import Field
-from onnxgrad.errors import unknown
-from onnxgrad.graph.emit import Emit
+from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses import formulas
-from onnxgrad.losses.in_graph import info_of, label_input
-from onnxgrad.model.draft import Draft, Shape
+from onnxgrad.losses.in_graph import label_input
+from onnxgrad.losses.info import LossInfo
+from onnxgrad.losses.loss_models import GRADIENT, LOSS, checked_feed, loss_onnx
+from onnxgrad.losses.spec import CLASS_INDICES, LIKE_PREDICTION, LabelKind, LossSpec
+from onnxgrad.model.draft import Shape
 from onnxgrad.runtime.small_models import SmallFunctions
-from onnxgrad.runtime.values import FLOATS, fit, owned, shape_of, to_numpy
-
-EXPECTED, PREDICTED, LOSS, GRADIENT = "X1", "X2", "Y", "Y_grad"  # as in `onnxgrad.functions`
+from onnxgrad.runtime.values import owned, shape_of, to_numpy
 
 
 class BaseLearningLoss(SmallFunctions):
-    """What every loss offers; one of your own writes `loss`, and `label` if it takes class numbers.
+    """Base of the losses.
 
-    `loss` and `gradient` are called inside of `with op:`, so that `a * b` writes a node.
+    A loss of your own overrides `loss`, and for class indices `label` and `info`, too. `loss` and
+    `gradient` are called inside of `with op:`, so that `a * b` writes a node.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> class PseudoHuber(og.BaseLearningLoss):
+        ...     def loss(self, op, prediction, label):
+        ...         d = prediction - label
+        ...         return op.Sqrt(1.0 + d * d) - 1.0
+        >>> pseudo_huber = PseudoHuber().build_onnx_function(dtype=np.float64)
+        >>> loss, gradient = pseudo_huber.loss_gradient(np.zeros(2), np.array([0.75, 0]))
+        >>> print(loss.round(2), gradient.round(2))  # sqrt(1 + d^2) - 1, d / sqrt(1 + d^2)
+        0.25 [0.6 0. ]
     """
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
@@ -43,36 +52,35 @@ class BaseLearningLoss(SmallFunctions):
         raise NotImplementedError
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write d loss / d prediction, of the prediction's shape: by the sweep, unless overridden.
+        """Write d loss / d prediction, of the prediction's shape; by default, by the sweep.
 
         Raises:
             ValueError: the loss does not depend on the prediction.
-            NoGradientRule: it uses an operator without a rule.
+            NoGradientRule: the loss uses an operator without a rule.
         """
         loss = self.loss(op, prediction, label)
-        found = sweep(op, {loss: op.ones_like(loss)}, [prediction])
-        if prediction not in found:
+        gradients = sweep(op, {loss: op.ones_like(loss)}, [prediction])
+        if prediction not in gradients:
             raise ValueError(f"the loss {self} does not depend on {prediction.name!r}")
-        return found[prediction]
+        return gradients[prediction]
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return the label input, not yet added to the graph: by default like the prediction."""
-        return label_input(op, prediction, formulas.LossSpec(self.loss), name, {})
+        """Return the label input, which is not yet an input of the graph.
 
-    def facts(self, prediction: ir.Value) -> dict[str, Any]:
-        """Return what a trainer has to check of labels, by the keys of `losses.METADATA`.
-
-        `classes` (their number, where labels are class numbers), `ignore_index`, `loss` (a key of
-        `losses.LABELS`), and `threshold` of the prediction between two classes.
+        By default, it has the shape and dtype of the prediction.
         """
-        return {}
+        return label_input(op, prediction, LIKE_PREDICTION, type(self).__name__, name)
+
+    def info(self, prediction: ir.Value) -> LossInfo:
+        """Return what limits the labels beyond shape and dtype: by default, nothing."""
+        return LossInfo()
 
     def rows_and_gradient(
         self, op: Any, prediction: ir.Value, label: ir.Value, weight: ir.Value | None = None
     ) -> tuple[ir.Value, ir.Value]:
         """Write the losses of the rows, (N, 1), and the gradient of their sum.
 
-        Row weights, (N,) or (N, 1), multiply both.
+        Sample weights, (N,) or (N, 1), multiply both.
         """
         if label.shape is None:
             label = op.Reshape(label, op.Shape(prediction))  # or (N,) and (N, 1) become (N, N)
@@ -98,22 +106,22 @@ class BaseLearningLoss(SmallFunctions):
         dtype: Any = np.float32,
         shape: Shape = ("N", "k"),
     ) -> BaseLearningLoss:
-        """Write the models that `loss_gradient` and `loss_scores` run; returns `self`.
+        """Write the models that `loss_gradient` and `loss_scores` run; return `self`.
 
-        `loss_grad_onnx_` has the inputs X1 (expected), X2 (predicted) and the row weights, and the
-        outputs Y, the summed loss, a scalar, and Y_grad, its gradient with respect to X2.
-        `loss_score_onnx_` has the same inputs and the output Y, the loss of every row, (N, 1).
-        Row weights that are not fed are ones.
+        `loss_grad_onnx_` has the inputs X1 (expected), X2 (predicted) and the sample weights, ones
+        by default, and the outputs Y, the summed loss, a scalar, and Y_grad, its gradient with
+        respect to X2. `loss_score_onnx_` has the same inputs and the output Y, the loss of every
+        row, (N, 1).
 
         Args:
-            opset: of the models, 14 to 26; None is 18.
+            opset: opset of the models, 14 to 26; None is 18.
             device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
-            weight_name: name of an input of row weights, (N,); None for none.
+            weight_name: name of an input of sample weights, (N,); None for none.
             dtype: numpy dtype of the prediction.
-            shape: shape of the prediction, with strings for unknown lengths.
+            shape: shape of the prediction, with strings for symbolic dimensions.
 
         Raises:
-            ValueError: a dtype, opset or name that cannot be, or a loss that needs another shape.
+            ValueError: an invalid dtype, opset or name, or a loss that needs another shape.
             ProviderError: the installed onnxruntime has none for `device`.
         """
         options = {"opset": opset, "dtype": dtype, "weight_name": weight_name, "shape": shape}
@@ -125,60 +133,30 @@ class BaseLearningLoss(SmallFunctions):
         return self
 
     def loss_gradient(self, expected: Any, predicted: Any, weight: Any = None) -> tuple[Any, Any]:
-        """Return the summed loss, a scalar, and its gradient by the prediction, of its shape.
+        """Return the summed loss, a scalar, and its gradient with respect to the prediction.
 
         Args:
-            expected: labels, an array or OrtValue; (N,) is (N, 1).
-            predicted: predictions, an array or OrtValue. What is returned is of the same kind.
-            weight: row weights, (N,) or (N, 1), or None.
+            expected: labels, an array or OrtValue; (N,) stands for (N, 1).
+            predicted: predictions, an array or OrtValue; the results are of the same type.
+            weight: sample weights, (N,) or (N, 1), or None.
 
         Raises:
             EvaluationError: `build_onnx_function` was not called.
-            ValueError: shapes that do not belong together, or labels that cannot be; rows named.
+            ValueError: shapes that do not fit, or labels that the loss does not allow; the message
+                names rows.
         """
-        feed = self._feed("loss_grad_onnx_", expected, predicted, weight)
+        feed = checked_feed(self, self._session("loss_grad_onnx_"), expected, predicted, weight)
         binds = isinstance(predicted, ort.OrtValue)
         loss, gradient = self._run("loss_grad_onnx_", feed, binds)
-        if len(shape_of(predicted)) == 1:  # computed as (N, 1)
+        if len(shape_of(predicted)) == 1:  # the model computes with (N, 1)
             flat = to_numpy(gradient).reshape(-1)
             gradient = owned(flat, self._device) if binds else flat
         return loss, gradient
 
     def loss_scores(self, expected: Any, predicted: Any, weight: Any = None) -> Any:
-        """Return the weighted loss of every row, (N, 1); all else is as in `loss_gradient`."""
-        feed = self._feed("loss_score_onnx_", expected, predicted, weight)
+        """Return the weighted loss of every row, (N, 1); arguments as for `loss_gradient`."""
+        feed = checked_feed(self, self._session("loss_score_onnx_"), expected, predicted, weight)
         return self._run("loss_score_onnx_", feed, isinstance(predicted, ort.OrtValue))[0]
-
-    def _feed(self, name: str, expected: Any, predicted: Any, weight: Any) -> dict[str, Any]:
-        """Return the checked inputs of a model, those that fit as they were given."""
-        running, shape = self._session(name), shape_of(predicted)
-        given = next(x for x in running.get_inputs() if x.name == PREDICTED)
-        if not shape or 0 in shape:
-            raise ValueError(f"'predicted' must have rows; its shape is {shape}")
-        if len(shape) == 1 and len(given.shape) == 2:
-            shape = (*shape, 1)
-        pairs = zip(given.shape, shape, strict=False)
-        if len(shape) != len(given.shape) or any(isinstance(d, int) and d != s for d, s in pairs):
-            built = f"and the loss was built for {given.shape}: build_onnx_function(shape=...)"
-            raise ValueError(f"'predicted' has the shape {shape}, {built}")
-        dtype = FLOATS[given.type]
-        like = ir.Value(name=PREDICTED, type=ir.TensorType(dtype), shape=ir.Shape(shape))
-        feed = {PREDICTED: fit(predicted, shape, dtype.numpy())}
-        fields = {EXPECTED: _field(self, like)}
-        values = {EXPECTED: expected}
-        if weight is not None:
-            optional = running.get_overridable_initializers()
-            if not optional:
-                raise ValueError("built without row weights: build_onnx_function(weight_name=...)")
-            fields[optional[0].name] = Field("weight", dtype.numpy(), (None,))
-            values[optional[0].name] = weight
-        for key, value in values.items():
-            array = fields[key].check(to_numpy(value))
-            if len(array) != shape[0]:
-                name = fields[key].name
-                raise ValueError(f"{name!r} has {len(array)} rows, 'predicted' has {shape[0]}")
-            feed[key] = fit(value, array.shape, array.dtype, array)
-        return feed
 
     @staticmethod
     def select(class_name: Any, **options: Any) -> BaseLearningLoss:
@@ -186,42 +164,58 @@ class BaseLearningLoss(SmallFunctions):
 
         Names: those of the classes here, `square_error`, `squared_error`, `square`, `l2`;
         `absolute_error`, `absolute`, `l1`; `elastic_error`, `elastic`; `log`, `neglog`, `neg_log`,
-        `logloss`, all four `NegLogLearningLoss`; and what else `onnxgrad.losses.LOSSES` has.
+        `logloss`, all four `NegLogLearningLoss`; and the other keys of `formulas.LOSSES`.
 
         Raises:
             ValueError: an unknown name or option, or options beside an instance.
         """
         if isinstance(class_name, BaseLearningLoss):
             if options:
-                raise ValueError(f"{class_name} has its options: {list(options)} go with a name")
+                raise ValueError(
+                    f"{class_name} is an instance: leave out {list(options)}, which are options "
+                    "for a name or a class"
+                )
             return class_name
-        made = _CLASSES.get(class_name) if isinstance(class_name, str) else class_name
-        if not (isinstance(made, type) and issubclass(made, BaseLearningLoss)):
+        loss = _CLASSES.get(class_name) if isinstance(class_name, str) else class_name
+        if not (isinstance(loss, type) and issubclass(loss, BaseLearningLoss)):
             if not callable(class_name) and class_name not in _FUNCTIONS:
                 raise unknown("loss", class_name, [*_CLASSES, *_FUNCTIONS])
             formulas.loss_spec(class_name, None, options)
             return FunctionLearningLoss(class_name, options or None)
-        valid = list(inspect.signature(made).parameters)
-        for name in options:
-            if name not in valid:
-                raise unknown(f"option of loss {class_name!r}", name, valid)
-        return made(**options)
+        check_options(f"option of loss {class_name!r}", options, loss)
+        return loss(**options)
 
 
 class SquareLearningLoss(BaseLearningLoss):
-    """(f - y)^2 / 2, with the gradient f - y, as scikit-learn's `MLPRegressor`."""
+    """(f - y)^2 / 2, with the gradient f - y, as in scikit-learn's `MLPRegressor`.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> loss = og.SquareLearningLoss().build_onnx_function()
+        >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([1, 5]))
+        >>> print(summed, gradient)
+        4.5 [0. 3.]
+    """
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write (f - y)^2 / 2."""
         return 0.5 * formulas.squared_error(op, prediction, label)
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write f - y, which is one node, where the sweep writes f/2 - y/2 twice."""
+        """Write f - y as one node; the sweep would write f/2 - y/2 twice."""
         return op.set_type_like(op.Sub(prediction, label), prediction)
 
 
 class AbsoluteLearningLoss(BaseLearningLoss):
-    """|f - y|, with the gradient sign(f - y), zero where they are equal."""
+    """|f - y|, with the gradient sign(f - y), zero where they are equal.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> loss = og.AbsoluteLearningLoss().build_onnx_function()
+        >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([1, 5]))
+        >>> print(summed, gradient)
+        3.0 [0. 1.]
+    """
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write |f - y|."""
@@ -234,6 +228,13 @@ class ElasticLearningLoss(BaseLearningLoss):
     Args:
         l1_weight: a.
         l2_weight: b.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> loss = og.ElasticLearningLoss(l1_weight=1, l2_weight=0.5).build_onnx_function()
+        >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([1, 5]))
+        >>> print(summed, gradient)
+        7.5 [0. 4.]
     """
 
     def __init__(self, l1_weight: float = 0.5, l2_weight: float = 0.5) -> None:
@@ -246,16 +247,23 @@ class ElasticLearningLoss(BaseLearningLoss):
 
 
 class NegLogLearningLoss(BaseLearningLoss):
-    """-log of the probability of the label, from raw scores; the gradient is p - y.
+    """-log of the probability of the label, from logits; the gradient is p - y.
 
-    The probability is clipped to [eps, 1 - eps] in the loss, not in the gradient, so that a row
-    that is badly wrong goes on to pull. -log p is computed as softplus(-f), or by log-softmax,
-    which neither overflow nor lose digits (Goodfellow et al. 2016, "Deep Learning", 6.2.2).
+    The probability is clipped to [eps, 1 - eps] in the loss, not in the gradient, so that rows
+    beyond eps still train. -log p is computed as softplus(-f) or by log-softmax, which neither
+    overflow nor lose digits (Goodfellow et al. 2016, "Deep Learning", 6.2.2).
 
     Args:
-        eps: from 0, no clipping, to below 0.5.
-        probability_function: "sigmoid": scores (N, 1) of class 1, int64 labels 0 and 1, (N, 1).
-            "softmax": scores (N, k) of k classes, int64 labels 0 to k - 1, (N,).
+        eps: at least 0 (no clipping) and below 0.5.
+        probability_function: "sigmoid": logits (N, 1) of class 1, int64 labels 0 and 1, (N, 1).
+            "softmax": logits (N, k) of k classes, int64 labels 0 to k - 1, (N,).
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> loss = og.NegLogLearningLoss(probability_function="softmax").build_onnx_function()
+        >>> summed, gradient = loss.loss_gradient([1, 0], np.zeros((2, 2), np.float32))
+        >>> print(summed.round(4), gradient.tolist())  # 2 log(2), p - y
+        1.3863 [[0.5, -0.5], [-0.5, 0.5]]
     """
 
     def __init__(self, eps: float = 1e-5, probability_function: str = "sigmoid") -> None:
@@ -263,59 +271,66 @@ class NegLogLearningLoss(BaseLearningLoss):
         self.probability_function = probability_function
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write -log p[y]: for a sigmoid of every element, for a softmax of every row.
+        """Write -log p[y] of every element for a sigmoid, of every row for a softmax.
 
         Raises:
-            ValueError: an unknown probability function, or eps that is no small probability.
+            ValueError: an unknown probability function, or an eps out of range.
         """
         if not 0 <= self.eps < 0.5:
             raise ValueError(f"eps must be at least 0 and below 0.5, not {self.eps!r}")
-        if self._softmax():
-            logs = op.LogSoftmax(prediction, axis=1)
-            minus = -op.GatherElements(logs, op.Unsqueeze(label, [1]), axis=1)
+        if self._is_softmax():
+            log_p = op.LogSoftmax(prediction, axis=1)
+            loss = -op.GatherElements(log_p, op.Unsqueeze(label, [1]), axis=1)
         else:
-            minus = formulas.softplus(op, op.Where(op.Equal(label, 1), -prediction, prediction))
-        if not self.eps:
-            return minus
-        return op.Clip(minus, -log1p(-self.eps), -log(self.eps))
+            loss = formulas.softplus(op, op.Where(op.Equal(label, 1), -prediction, prediction))
+        return op.Clip(loss, -log1p(-self.eps), -log(self.eps)) if self.eps else loss
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write p - y, of probabilities that are not clipped."""
-        if self._softmax():
-            p, at = op.Softmax(prediction, axis=1), op.Unsqueeze(label, [1])
-            made = op.ScatterElements(p, at, op.GatherElements(p, at, axis=1) - 1.0, axis=1)
+        """Write p - y, where p is not clipped."""
+        if self._is_softmax():
+            p, index = op.Softmax(prediction, axis=1), op.Unsqueeze(label, [1])
+            gradient = op.GatherElements(p, index, axis=1) - 1.0
+            gradient = op.ScatterElements(p, index, gradient, axis=1)
         else:
-            made = op.Sigmoid(prediction) - op.Cast(label, to=prediction.dtype)
-        return op.set_type_like(made, prediction)
+            gradient = op.Sigmoid(prediction) - op.Cast(label, to=prediction.dtype)
+        return op.set_type_like(gradient, prediction)
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return the label input, int64: (N, 1) as the scores, or (N,) of a softmax."""
-        if self._softmax():
-            return label_input(op, prediction, formulas.LOSSES["cross_entropy"], name, {})
-        made = super().label(op, prediction, name)
-        made.dtype = ir.DataType.INT64
-        return made
+        """Return the label input, int64: of the shape of the logits, or (N,) for a softmax."""
+        return label_input(op, prediction, self._label_kind(), type(self).__name__, name)
 
-    def facts(self, prediction: ir.Value) -> dict[str, Any]:
-        """Return the number of classes, and for two the threshold between them."""
-        if self._softmax():
-            return {"classes": (dims(prediction) or (None, None))[1]}
-        return {"classes": 2, "threshold": 0.0}
+    def info(self, prediction: ir.Value) -> LossInfo:
+        """Return the number of classes and, for a sigmoid, the threshold between both."""
+        classes = self._label_kind().classes(dims(prediction))
+        return LossInfo(classes=classes, threshold=None if self._is_softmax() else 0.0)
 
-    def _softmax(self) -> bool:
-        kind, valid = self.probability_function, ("sigmoid", "softmax")
-        if kind not in valid:
-            raise unknown("probability_function", kind, valid)
-        return kind == "softmax"
+    def _label_kind(self) -> LabelKind:
+        if self._is_softmax():
+            return CLASS_INDICES
+        return LabelKind(ir.DataType.INT64, classes=lambda prediction: 2)
+
+    def _is_softmax(self) -> bool:
+        function, valid = self.probability_function, ("sigmoid", "softmax")
+        if function not in valid:
+            raise unknown("probability_function", function, valid)
+        return function == "softmax"
 
 
 class FunctionLearningLoss(BaseLearningLoss):
-    """A loss of `onnxgrad.losses`, or a function of your own; the gradient is that of the sweep.
+    """A loss of `formulas.LOSSES`, or a function of your own; its gradient is by the sweep.
 
     Args:
-        function: a key of `onnxgrad.losses.LOSSES`, or `(op, prediction, label, **options)` that
-            writes the loss of every element or row.
-        options: its options.
+        function: a key of `formulas.LOSSES`, or `(op, prediction, label, **options)` that writes
+            the loss of every element or row.
+        options: options of the function.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.losses.objects import FunctionLearningLoss
+        >>> loss = FunctionLearningLoss("huber", {"delta": 2}).build_onnx_function()
+        >>> summed, gradient = loss.loss_gradient(np.float32([1, 2]), np.float32([2, 5]))
+        >>> print(summed, gradient)
+        4.5 [1. 2.]
     """
 
     def __init__(self, function: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -324,17 +339,18 @@ class FunctionLearningLoss(BaseLearningLoss):
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write the loss."""
-        return self._kind().function(op, prediction, label, **(self.options or {}))
+        return self._spec().losses(op, prediction, label)
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
-        """Return the label input that `add_loss_output` has for this loss."""
-        return label_input(op, prediction, self._kind(), name, self.options or {})
+        """Return the same label input as `add_loss_output` for this loss."""
+        spec = self._spec()
+        return label_input(op, prediction, spec.label_kind, spec.name, name)
 
-    def facts(self, prediction: ir.Value) -> dict[str, Any]:
-        """Return what `add_loss_output` notes about this loss."""
-        return info_of(self._kind(), prediction, self.options or {})
+    def info(self, prediction: ir.Value) -> LossInfo:
+        """Return the same information as `add_loss_output` notes for this loss."""
+        return LossInfo.of(self._spec(), prediction)
 
-    def _kind(self) -> formulas.LossSpec:
+    def _spec(self) -> LossSpec:
         return formulas.loss_spec(self.function, "sum", self.options or {})
 
 
@@ -344,59 +360,5 @@ _ALIASES: dict[type[BaseLearningLoss], tuple[str, ...]] = {
     ElasticLearningLoss: ("elastic", "elastic_error"),
     NegLogLearningLoss: ("log", "neglog", "neg_log", "logloss"),
 }
-_CLASSES = {name: k for k, names in _ALIASES.items() for name in (*names, k.__name__)}
+_CLASSES = {name: loss for loss, names in _ALIASES.items() for name in (*names, loss.__name__)}
 _FUNCTIONS = [name for name in formulas.LOSSES if name not in _CLASSES]
-
-
-def loss_onnx(
-    loss: BaseLearningLoss,
-    outputs: Mapping[str, str],
-    opset: int | None = None,
-    dtype: Any = np.float32,
-    weight_name: str | None = None,
-    shape: Shape = ("N", "k"),
-    scale: float = 1.0,
-) -> ModelProto:
-    """Return the model of a loss, of the inputs X1 (expected), X2 (predicted) and row weights.
-
-    Args:
-        loss: the loss.
-        outputs: `{name: what}`, what is "sum", a scalar; "mean", that divided by the number of
-            elements; "rows", (N, 1); or "gradient" of the sum, of the shape of X2.
-        opset: 14 to 26; None is 18.
-        dtype: numpy dtype of the prediction.
-        weight_name: name of an input of row weights; ones when it is not fed. None for none.
-        shape: shape of the prediction.
-        scale: a number that multiplies everything.
-    """
-    draft = Draft(type(loss).__name__, opset, dtype)
-    op, kind = draft.op, ir.TensorType(draft.dtype)
-    predicted = ir.Value(name=PREDICTED, type=kind, shape=ir.Shape(shape))
-    expected = loss.label(op, predicted, EXPECTED)
-    draft.add(expected)
-    draft.add(predicted)
-    weight = None if weight_name is None else draft.input(weight_name, (None,), default=1.0)
-    with op:
-        rows, gradient = loss.rows_and_gradient(op, predicted, expected, weight)
-        if scale != 1:
-            rows, gradient = rows * scale, gradient * scale
-        summed = op.ReduceSum(rows, keepdims=0)
-        made = {"sum": summed, "rows": rows, "gradient": gradient}
-        if "mean" in outputs.values():
-            made["mean"] = summed / op.Cast(op.Size(predicted), to=draft.dtype)
-        return draft.model({name: made[what] for name, what in outputs.items()})
-
-
-def _field(loss: BaseLearningLoss, prediction: ir.Value) -> Field:
-    """Return the check of the labels that go with a prediction of known shape."""
-    label = loss.label(Emit(ir.Graph([], [], nodes=[])), prediction, "expected")
-    facts, shape = loss.facts(prediction), dims(label)
-    assert label.dtype is not None
-    return Field(
-        "expected",
-        label.dtype.numpy(),
-        None if shape is None else (None, *shape[1:]),
-        classes=facts.get("classes"),
-        ignored=facts.get("ignore_index"),
-        allowed=formulas.LABELS.get(facts.get("loss", "")),
-    )

@@ -1,8 +1,7 @@
-"""Penalties on weights: a |w| + b w^2, in a graph that has the weight, or in small ones."""
+"""Penalties on weights, a |w| + b w^2: written into the graph of a model, or small models."""
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Iterable, Mapping, MutableSet, Sequence
 from math import isfinite
@@ -14,7 +13,7 @@ import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto
 
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.errors import unknown
+from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.draft import Draft
@@ -29,7 +28,7 @@ def penalty_loss_onnx(
     l2: float | None = None,
     existing_names: Iterable[str] | None = None,
 ) -> tuple[list[TensorProto], list[NodeProto]]:
-    """Return the initializers and nodes that compute `l1 |w| + l2 w^2`, summed, for a weight w.
+    """Return the initializers and nodes that compute `l1 |w| + l2 w^2`, summed over a weight w.
 
     The last node computes the penalty, `penalty_<name>`, of shape (1, 1) and of the weight's dtype.
     They are valid from opset 13 on.
@@ -39,15 +38,22 @@ def penalty_loss_onnx(
         dtype: its numpy dtype.
         l1: coefficient of the absolute values, None or 0 for none.
         l2: coefficient of the squares, None or 0 for none.
-        existing_names: names that the graph already has. Those of the results and initializers
-            are different, with a number at their end if need be. A set is updated with them, so
-            that it can be passed on for the next weight.
+        existing_names: names that the graph already has. A new name that is among them gets a
+            numeric suffix. If this is a set, the new names are added to it, so that it can be
+            passed for the next weight.
 
     Raises:
         ValueError: both coefficients are zero.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> initializers, nodes = og.penalty_loss_onnx("w", np.float32, l2=0.1)
+        >>> [node.op_type for node in nodes]
+        ['Reshape', 'ReduceSumSquare', 'Mul']
+        >>> nodes[-1].output
+        ['penalty_w']
     """
-    kind = ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype)))
-    weight = ir.Value(name=name, type=kind)
+    weight = ir.Value(name=name, type=ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype))))
     graph = ir.Graph([weight], [], nodes=[], opset_imports={"": 18})
     op = Emit(graph, existing_names or ())
     with op:
@@ -58,7 +64,7 @@ def penalty_loss_onnx(
     tensors = [v.const_value for v in graph.initializers.values() if v.const_value is not None]
     nodes = [ir.to_proto(node) for node in graph]
     for node in nodes:
-        node.name = ""  # or those of two penalties would have the same names
+        node.name = ""  # or nodes of two penalties would have the same names
     if isinstance(existing_names, MutableSet):
         existing_names |= {str(t.name) for t in tensors}
         existing_names |= {y for node in nodes for y in node.output}
@@ -68,16 +74,16 @@ def penalty_loss_onnx(
 def penalty(op: Emit, w: ir.Value, l1: float | None, l2: float | None) -> ir.Value:
     """Write `l1 |w| + l2 w^2`, summed, of shape (1, 1)."""
     if not l1 and not l2:
-        raise ValueError(f"the penalty of {w.name!r} is null: give l1 or l2 a value")
+        raise ValueError(f"the penalty of {w.name!r} is zero: give l1 or l2 a value")
     flat = op.Reshape(w, [1, -1])
     if flat.shape is None:
         flat.shape = ir.Shape([1, f"elements of {w.name}"])
     terms = []
-    for factor, sizes in ((l1, op.Abs), (l2, lambda x: x * x)):
-        if factor:
-            summed = op.ReduceSum(sizes(flat), keepdims=1)
+    for coefficient, norm in ((l1, op.Abs), (l2, lambda x: x * x)):
+        if coefficient:
+            summed = op.ReduceSum(norm(flat), keepdims=1)
             summed.shape = ir.Shape([1, 1])
-            terms.append(factor * summed)
+            terms.append(coefficient * summed)
     return op.total(terms)
 
 
@@ -86,37 +92,47 @@ def add_penalties(
 ) -> ir.Value:
     """Write `loss` plus the penalties of the named `values`, `{name: b}` or `{name: {l1, l2}}`."""
     floats = {n: v for n, v in values.items() if v.dtype and v.dtype.is_floating_point()}
-    for name, given in penalties.items():
+    for name, setting in penalties.items():
         if name not in floats:
             raise unknown("weight in penalty", name, floats)
-        options = _options(name, given)
-        added = penalty(op, floats[name], options.get("l1"), options.get("l2"))
-        loss = loss + op.Cast(added, to=loss.dtype)
+        coefficients = _coefficients(name, setting)
+        term = penalty(op, floats[name], coefficients.get("l1"), coefficients.get("l2"))
+        loss = loss + op.Cast(term, to=loss.dtype)
     return loss
 
 
-def _options(name: str, given: Any) -> dict[str, Any]:
-    """Return `{"l1": a, "l2": b}` for what is given for a weight: that, or a number, its l2."""
-    options = dict(given) if isinstance(given, Mapping) else {"l2": given}
-    for key in options:
-        if key not in ("l1", "l2"):
-            raise unknown(f"penalty of {name!r}", key, ["l1", "l2"])
-    return options
+def _coefficients(name: str, setting: Any) -> dict[str, Any]:
+    """Return `{"l1": a, "l2": b}` for the setting of a weight: that, or a number, its l2."""
+    coefficients = dict(setting) if isinstance(setting, Mapping) else {"l2": setting}
+    check_options(f"penalty of {name!r}", coefficients, ElasticLearningPenalty)
+    return coefficients
 
 
 class BaseLearningPenalty(SmallFunctions):
-    """What every penalty offers; one of your own writes `penalty`."""
+    """Base of the penalties. A penalty of your own overrides `penalty`.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> class UnitSum(og.BaseLearningPenalty):
+        ...     def penalty(self, op, name, w):
+        ...         distance = op.ReduceSum(op.Reshape(w, [1, -1]), keepdims=1) - 1.0
+        ...         return distance * distance
+        >>> unit_sum = UnitSum().build_onnx_function()
+        >>> w = np.float32([1, 2, 3])
+        >>> print(unit_sum.penalty_loss(w), *unit_sum.penalty_gradient(w))
+        25.0 [10. 10. 10.]
+    """
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
-        """Write what is added to the loss, a sum over rows, for a weight; inside of `with op:`.
+        """Write the term that a weight adds to the summed loss; called inside of `with op:`.
 
         Returns:
-            The penalty, of shape (1, 1) and of the weight's dtype, or None for none.
+            The term, of shape (1, 1) and of the weight's dtype, or None for no penalty.
         """
         raise NotImplementedError
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise if the penalty is wrong for weights of these names: by default, it never is."""
+        """Raise `ValueError` if the penalty cannot be used for weights of these names."""
 
     def build_onnx_function(
         self,
@@ -126,21 +142,21 @@ class BaseLearningPenalty(SmallFunctions):
         dtype: Any = np.float32,
         names: Sequence[str] | None = None,
     ) -> BaseLearningPenalty:
-        """Write the models that `penalty_loss` and `penalty_gradient` run; returns `self`.
+        """Write the models that `penalty_loss` and `penalty_gradient` run; return `self`.
 
         `penalty_onnx_` has the weights as inputs, of any shape, and the output Y, their summed
-        penalty, a scalar. `penalty_grad_onnx_` has the same inputs, and for every weight W that has
-        a penalty the output `W_grad`. Neither is there if no weight has one.
+        penalty, a scalar. `penalty_grad_onnx_` has the same inputs, and an output `W_grad` for
+        every weight W that has a penalty. If no weight has one, neither attribute is set.
 
         Args:
-            opset: of the models, 14 to 26; None is 18.
+            opset: opset of the models, 14 to 26; None is 18.
             device: "cpu", "cuda" or "cuda:1", a GPU by its number; None is "cpu".
-            n_tensors: the number of weights, if they are not named: W0, W1, ...
+            n_tensors: number of weights, W0, W1, ...; not used with `names`.
             dtype: numpy dtype of the weights.
             names: names of the weights.
 
         Raises:
-            ValueError: a number, dtype, opset or name that cannot be.
+            ValueError: an invalid number, dtype, opset or name.
             ProviderError: the installed onnxruntime has none for `device`.
         """
         names = weight_names(n_tensors) if names is None else list(names)
@@ -148,9 +164,9 @@ class BaseLearningPenalty(SmallFunctions):
         for stale in ("penalty_onnx_", "penalty_grad_onnx_"):
             self.__dict__.pop(stale, None)
         models = {
-            attribute: made
+            attribute: model
             for attribute, gradient in (("penalty_onnx_", False), ("penalty_grad_onnx_", True))
-            if (made := penalty_onnx(self, names, gradient, opset, dtype)) is not None
+            if (model := penalty_onnx(self, names, gradient, opset, dtype)) is not None
         }
         self._keep(device, **models)
         self._names, self._dtype = names, np.dtype(dtype)
@@ -160,8 +176,8 @@ class BaseLearningPenalty(SmallFunctions):
         """Return the summed penalty of the weights, a scalar.
 
         Args:
-            *weights: arrays or OrtValues, as many as `build_onnx_function` was told, in that order.
-                What is returned is of the kind of the first.
+            *weights: arrays or OrtValues, in the number and order of `build_onnx_function`. The
+                result is an OrtValue if the first is.
 
         Raises:
             EvaluationError: `build_onnx_function` was not called.
@@ -174,24 +190,24 @@ class BaseLearningPenalty(SmallFunctions):
         return owned(zero, self._device) if binds else zero
 
     def penalty_gradient(self, *weights: Any) -> list[Any]:
-        """Return the gradient of the penalty by each weight, of its shape; None where none is.
+        """Return the gradients of the penalty with respect to the weights; None for no penalty.
 
         Arguments and errors are those of `penalty_loss`.
         """
         feed, binds = self._feed(weights)
         if "penalty_grad_onnx_" not in self.__dict__:
             return [None] * len(weights)
-        made = self._run("penalty_grad_onnx_", feed, binds)
+        results = self._run("penalty_grad_onnx_", feed, binds)
         outputs = [y.name for y in self._session("penalty_grad_onnx_").get_outputs()]
-        found = dict(zip(outputs, made, strict=True))
-        return [found.get(f"{name}_grad") for name in self._names]
+        gradients = dict(zip(outputs, results, strict=True))
+        return [gradients.get(f"{name}_grad") for name in self._names]
 
     def _feed(self, weights: Sequence[Any]) -> tuple[dict[str, Any], bool]:
         if "_names" not in self.__dict__:
             self._session("penalty_onnx_")  # raises
         if len(weights) != len(self._names):
             raise ValueError(
-                f"{len(weights)} weights given, and built for {len(self._names)}: {self._names}"
+                f"{len(weights)} weights given, but built for {len(self._names)}: {self._names}"
             )
         feed = {
             name: w if isinstance(w, ort.OrtValue) else to_numpy(w).astype(self._dtype, copy=False)
@@ -204,21 +220,22 @@ class BaseLearningPenalty(SmallFunctions):
         """Return the penalty for an instance, a class, a name, None, a number, or a dictionary.
 
         Names: `elastic`, `l1l2`, and those of the classes; None and "" are `NoLearningPenalty`. A
-        number is the l2 of all weights. A dictionary gives some weights, by name, a penalty,
-        `{"l1": a, "l2": b}` or a number, their l2, and the others none.
+        number is the l2 of all weights. A dictionary maps names of weights to a penalty,
+        `{"l1": a, "l2": b}` or a number, their l2; other weights have no penalty.
 
         Raises:
-            ValueError: an unknown name or option, or a penalty in a dictionary that is null.
+            ValueError: an unknown name or option, or a penalty of zero in a dictionary.
         """
-        made = _CLASSES.get(class_name) if isinstance(class_name, (str, type(None))) else class_name
-        if isinstance(made, type) and issubclass(made, BaseLearningPenalty):
-            valid = list(inspect.signature(made).parameters)
-            for name in options:
-                if name not in valid:
-                    raise unknown(f"option of penalty {class_name!r}", name, valid)
-            return made(**options)
+        by_name = isinstance(class_name, (str, type(None)))
+        selected = _CLASSES.get(class_name) if by_name else class_name
+        if isinstance(selected, type) and issubclass(selected, BaseLearningPenalty):
+            check_options(f"option of penalty {class_name!r}", options, selected)
+            return selected(**options)
         if options and not isinstance(class_name, str):
-            raise ValueError(f"{class_name!r} is a penalty already: {list(options)} go with a name")
+            raise ValueError(
+                f"{class_name!r} is not a name or a class: leave out {list(options)}, which are "
+                "options for these"
+            )
         if isinstance(class_name, BaseLearningPenalty):
             return class_name
         if isinstance(class_name, Mapping):
@@ -229,7 +246,14 @@ class BaseLearningPenalty(SmallFunctions):
 
 
 class NoLearningPenalty(BaseLearningPenalty):
-    """No penalty."""
+    """No penalty.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> none = og.NoLearningPenalty().build_onnx_function()
+        >>> print(none.penalty_loss(np.ones(3)), none.penalty_gradient(np.ones(3)))
+        0.0 [None]
+    """
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
         """Write nothing."""
@@ -242,6 +266,13 @@ class ElasticLearningPenalty(BaseLearningPenalty):
     Args:
         l1: a, at least 0.
         l2: b, at least 0.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> penalty = og.ElasticLearningPenalty(l1=1, l2=0.5).build_onnx_function()
+        >>> w = np.float32([2, -4])
+        >>> print(penalty.penalty_loss(w), *penalty.penalty_gradient(w))
+        16.0 [ 3. -5.]
     """
 
     def __init__(self, l1: float = 0.5, l2: float = 0.5) -> None:
@@ -252,24 +283,32 @@ class ElasticLearningPenalty(BaseLearningPenalty):
         """Write a |w| + b w^2, unless both are 0.
 
         Raises:
-            ValueError: a coefficient that is negative or no number.
+            ValueError: a coefficient is negative, infinite or NaN.
         """
         self.check([name])
         return penalty(op, w, self.l1, self.l2) if self.l1 or self.l2 else None
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` if a coefficient is negative or no number."""
+        """Raise `ValueError` if a coefficient is negative, infinite or NaN."""
         for key, value in (("l1", self.l1), ("l2", self.l2)):
             if value is not None and not (isfinite(value) and value >= 0):
                 raise ValueError(f"{key} must be a number of at least 0, not {value!r}")
 
 
 class PerWeightLearningPenalty(BaseLearningPenalty):
-    """A penalty of its own for each of some weights, and none for the others.
+    """Different penalties for some weights, and none for the others.
 
     Args:
-        penalties: `{weight name: penalty}`, a penalty being an instance, `{"l1": a, "l2": b}` or a
-            number, which is l2.
+        penalties: `{weight name: penalty}`, where a penalty is an instance, `{"l1": a, "l2": b}` or
+            a number, its l2.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.losses.penalties import PerWeightLearningPenalty
+        >>> penalty = PerWeightLearningPenalty({"w": {"l1": 1}, "b": 0.5})
+        >>> penalty = penalty.build_onnx_function(names=["w", "b", "c"])
+        >>> print(penalty.penalty_loss(np.float32([2]), np.float32([4]), np.float32([8])))
+        10.0
     """
 
     def __init__(self, penalties: Mapping[str, Any]) -> None:
@@ -277,27 +316,29 @@ class PerWeightLearningPenalty(BaseLearningPenalty):
 
     def penalty(self, op: Any, name: str, w: ir.Value) -> ir.Value | None:
         """Write the penalty of the weight of that name, if it has one."""
-        chosen = self._chosen().get(name)
-        return None if chosen is None else chosen.penalty(op, name, w)
+        penalty = self._selected().get(name)
+        return None if penalty is None else penalty.penalty(op, name, w)
 
     def check(self, names: Iterable[str]) -> None:
-        """Raise `ValueError` if a penalty is null, or is for a weight that is not among `names`."""
+        """Raise `ValueError` if a penalty is zero, or for a weight that is not among `names`."""
         names = list(names)
-        for name, chosen in self._chosen().items():
+        for name, penalty in self._selected().items():
             if name not in names:
                 raise unknown("weight in penalty", name, names)
-            chosen.check([name])
+            penalty.check([name])
 
-    def _chosen(self) -> dict[str, BaseLearningPenalty]:
-        return {name: self._one(name, given) for name, given in self.penalties.items()}
+    def _selected(self) -> dict[str, BaseLearningPenalty]:
+        return {name: _penalty_of(name, setting) for name, setting in self.penalties.items()}
 
-    def _one(self, name: str, given: Any) -> BaseLearningPenalty:
-        if isinstance(given, BaseLearningPenalty):
-            return given
-        options = {"l1": 0.0, "l2": 0.0} | _options(name, given)
-        if not options["l1"] and not options["l2"]:
-            raise ValueError(f"the penalty of {name!r} is null: give l1 or l2 a value")
-        return ElasticLearningPenalty(**options)
+
+def _penalty_of(name: str, setting: Any) -> BaseLearningPenalty:
+    """Return the penalty for the setting of a weight in a dictionary."""
+    if isinstance(setting, BaseLearningPenalty):
+        return setting
+    coefficients = {"l1": 0.0, "l2": 0.0} | _coefficients(name, setting)
+    if not coefficients["l1"] and not coefficients["l2"]:
+        raise ValueError(f"the penalty of {name!r} is zero: give l1 or l2 a value")
+    return ElasticLearningPenalty(**coefficients)
 
 
 _CLASSES: dict[str | None, type[BaseLearningPenalty]] = {
@@ -311,10 +352,10 @@ _CLASSES: dict[str | None, type[BaseLearningPenalty]] = {
 
 
 def weight_names(n_tensors: int) -> list[str]:
-    """Return W0, W1, ...
+    """Return the names W0, W1, ...
 
     Raises:
-        ValueError: there is none.
+        ValueError: the number is below 1.
     """
     if operator.index(n_tensors) < 1:
         raise ValueError(f"n_tensors={n_tensors}: give the number of weights, at least 1")
@@ -322,21 +363,21 @@ def weight_names(n_tensors: int) -> list[str]:
 
 
 def penalty_onnx(
-    kind: BaseLearningPenalty,
+    learning_penalty: BaseLearningPenalty,
     names: Sequence[str],
     gradient: bool = False,
     opset: int | None = None,
     dtype: Any = np.float32,
 ) -> ModelProto | None:
-    """Return the model of the summed penalty Y of weights, or of its gradients; None for none."""
-    draft = Draft(type(kind).__name__, opset, dtype)
+    """Return the model of the summed penalty Y, or of its gradients; None if no weight has one."""
+    draft = Draft(type(learning_penalty).__name__, opset, dtype)
     op, weights = draft.op, [draft.input(name) for name in names]
     with op:
-        each = [kind.penalty(op, n, w) for n, w in zip(names, weights, strict=True)]
-        terms = [term for term in each if term is not None]
+        pairs = zip(names, weights, strict=True)
+        terms = [t for n, w in pairs if (t := learning_penalty.penalty(op, n, w)) is not None]
         if not terms:
             return None
         if not gradient:
             return draft.model({"Y": op.Reshape(op.total(terms), [])})
-        found = sweep(op, {term: op.ones_like(term) for term in terms}, weights)
-    return draft.model({f"{w.name}_grad": g for w, g in found.items()})
+        gradients = sweep(op, {term: op.ones_like(term) for term in terms}, weights)
+    return draft.model({f"{w.name}_grad": g for w, g in gradients.items()})

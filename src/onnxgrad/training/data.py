@@ -11,7 +11,6 @@ import numpy as np
 from onnxgrad.data.columns import Part, column_names, is_table, target_names
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims, is_stated
-from onnxgrad.losses.formulas import LABELS
 
 if TYPE_CHECKING:
     from onnxgrad.training.objective import Objective  # it imports losses, which check data
@@ -25,23 +24,23 @@ class Fields:
     """
 
     def __init__(self, objective: Objective) -> None:
-        inputs, weight, facts = objective.data, objective.row_weight, objective.facts
+        inputs, weight, info = objective.data, objective.row_weight, objective.loss_info
         self.names = objective.names.copy()
         names = [str(x.name) for x in inputs]
         self.weight = weight if weight in names else None
         rest = [name for name in names if name != self.weight]
-        self.label = facts.get("label") or ("label" if "label" in rest else rest[-1])
-        if len(rest) == 1 and facts.get("label") not in rest and rest[0] != "label":
+        self.label: str | None = info.label or ("label" if "label" in rest else rest[-1])
+        if len(rest) == 1 and info.label not in rest and rest[0] != "label":
             self.label = None  # the loss needs no label
         self.features = [name for name in rest if name != self.label]
-        self.mean = facts.get("reduction") == "mean"
+        self.mean = info.reduction == "mean"
         self.fields = {}
         for x, name in zip(inputs, names, strict=True):
             assert x.dtype is not None
             limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
             if name == self.label:
-                limits |= {"classes": facts.get("classes"), "ignored": facts.get("ignore_index")}
-                limits["allowed"] = LABELS.get(facts.get("loss", ""))
+                limits |= {"classes": info.classes, "ignored": info.ignore_index}
+                limits["allowed"] = info.bounds
             shape = dims(x)
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output takes (rows,) and (rows, 1) alike

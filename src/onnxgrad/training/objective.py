@@ -6,7 +6,7 @@ The loss is either inside of the model, or written behind its prediction by a `B
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -23,7 +23,8 @@ from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.losses.in_graph import choose_output, loss_info
+from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.losses.info import LossInfo, loss_info
 from onnxgrad.losses.objects import BaseLearningLoss
 from onnxgrad.losses.penalties import BaseLearningPenalty
 from onnxgrad.model import weights as constants
@@ -47,7 +48,7 @@ class Objective:
     weights: list[ir.Value]
     loss: ir.Value  # one number
     seeds: Mapping[ir.Value, ir.Value | None]
-    facts: Mapping[str, Any]  # of the loss: see `losses.METADATA`
+    loss_info: LossInfo
     row_weight: str | None  # name of the input of row weights, if there is one
     tables: Mapping[str, tuple[Table, ...]] = field(kw_only=True)
     names: Names = field(kw_only=True)
@@ -81,9 +82,9 @@ def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight
         raise ValueError(
             f"the loss {loss!r} must hold one number; its shape is {printable(found.shape)}"
         )
-    trained, facts = as_inputs(proto, model.graph, weights), loss_info(proto)
+    trained, info = as_inputs(proto, model.graph, weights), loss_info(proto)
     more = _about(proto, model.graph, data, weights)
-    return Objective(model, data, trained, found, {found: None}, facts, row_weight, **more)
+    return Objective(model, data, trained, found, {found: None}, info, row_weight, **more)
 
 
 def _about(
@@ -153,12 +154,12 @@ def loss_outside(
             loss = loss + summed
         losses = op.Reshape(rows, [-1])
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
-    facts = {**learning_loss.facts(prediction), "label": label.name, "reduction": "sum"}
+    info = replace(learning_loss.info(prediction), label=label.name, reduction="sum")
     row_weight = None if weight is None else weight.name
     inputs = [*data, *added]
     more = _about(proto, graph, inputs, weights)
     return LossOutside(
-        model, inputs, trained, loss, seeds, facts, row_weight, prediction, losses, **more
+        model, inputs, trained, loss, seeds, info, row_weight, prediction, losses, **more
     )
 
 

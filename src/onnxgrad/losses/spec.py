@@ -1,0 +1,119 @@
+"""What the package knows of a loss: its formula, its labels and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from inspect import Parameter, signature
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import check_options, unknown
+from onnxgrad.graph.shapes import Dims
+
+Formula = Callable[..., ir.Value]
+Options = Mapping[str, Any]
+
+
+class LabelBounds(NamedTuple):
+    """Values that labels may have: in words, and as an elementwise test."""
+
+    text: str
+    test: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class LabelKind:
+    """How labels follow from a prediction; by default, they have its shape and dtype.
+
+    Attributes:
+        dtype: dtype of the labels; None for that of the prediction.
+        shape: from the shape of the prediction to that of the labels; None is an unknown rank.
+        accepts: returns whether a prediction may have this shape.
+        needs: the accepted predictions in words.
+        classes: from the shape of the prediction to the number of classes, or the symbol of that
+            dimension; None where labels are not class indices.
+    """
+
+    dtype: ir.DataType | None = None
+    shape: Callable[[Dims | None], Dims | None] = lambda prediction: prediction
+    accepts: Callable[[Dims | None], bool] = lambda prediction: True
+    needs: str = "any prediction"
+    classes: Callable[[Dims | None], int | str | None] = lambda prediction: None
+
+
+LIKE_PREDICTION = LabelKind()
+
+# class indices (N, d1, ...) for scores or probabilities (N, C, d1, ...)
+CLASS_INDICES = LabelKind(
+    dtype=ir.DataType.INT64,
+    shape=lambda f: None if f is None else (f[0], *f[2:]),
+    accepts=lambda f: f is not None and len(f) >= 2,
+    needs="a prediction (N, C, ...)",
+    classes=lambda f: "C" if f is None or f[1] is None else f[1],
+)
+
+# class indices 0 and 1, (N, 1), for the probabilities of both classes, (N, 2)
+COLUMN_OF_TWO_CLASSES = LabelKind(
+    dtype=ir.DataType.INT64,
+    shape=lambda f: (f[0] if f else None, 1),
+    accepts=lambda f: f is None or (len(f) == 2 and f[1] in (2, None)),
+    needs="(N, 2) probabilities",
+    classes=lambda f: 2,
+)
+
+
+@dataclass(frozen=True)
+class LossSpec:
+    """A loss. Nothing outside of its registration in `formulas` depends on which one it is.
+
+    Attributes:
+        formula: function `(op, prediction, label, **options)` that writes the loss of every element
+            or every row.
+        name: name of the loss in messages and in files.
+        reduction: how the losses of a batch become one number: "sum" or "mean".
+        labels: kind of the labels, as a function of the options.
+        has_ignore_index: whether an option `ignore_index` names a label whose loss is zero.
+        bounds: the values that labels may have; None for all that their dtype has.
+        threshold: the prediction between two classes, as a function of the options; None where a
+            prediction is not one of two classes.
+        options: options that the user set.
+    """
+
+    formula: Formula
+    name: str
+    reduction: str = "sum"
+    labels: Callable[[Options], LabelKind] = lambda options: LIKE_PREDICTION
+    has_ignore_index: bool = False
+    bounds: LabelBounds | None = None
+    threshold: Callable[[Options], float] | None = None
+    options: Options = field(default_factory=dict)
+
+    def with_options(self, options: Options, reduction: str | None = None) -> LossSpec:
+        """Return the loss with these options, and with its own reduction if that is None.
+
+        Raises:
+            ValueError: an unknown option or reduction.
+        """
+        check_options(f"option of loss {self.name!r}", options, self.formula, skip=3)
+        if reduction not in (None, "sum", "mean"):
+            raise unknown("reduction", reduction, ["sum", "mean"])
+        return replace(self, options=options, reduction=reduction or self.reduction)
+
+    @property
+    def all_options(self) -> dict[str, Any]:
+        """The options that the user set, and the defaults of the others."""
+        parameters = list(signature(self.formula).parameters.values())[3:]
+        defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
+        return defaults | {**self.options}
+
+    @property
+    def label_kind(self) -> LabelKind:
+        """The kind of the labels."""
+        return self.labels(self.all_options)
+
+    def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
+        """Write the loss of every element or every row."""
+        return self.formula(op, prediction, label, **self.options)
