@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from onnxgrad.cli.console import ignoring_closed_output
 from onnxgrad.cli.signals import StopRequests
 
 if TYPE_CHECKING:
-    from onnxgrad.training.trainer import Progress as State
-
-
-def unseen() -> suppress:
-    """Go on where a terminal has gone, or a pipe was closed: rich exits then."""
-    return suppress(OSError, SystemExit)
+    from onnxgrad.training.loop import Progress as State
 
 
 class Bar:
@@ -39,7 +34,7 @@ class Bar:
 
     def __exit__(self, *error: object) -> None:
         if self.rows:  # else it was never shown
-            with unseen():
+            with ignoring_closed_output():
                 self.progress.stop()
 
     def __call__(self, state: State) -> None:
@@ -47,7 +42,7 @@ class Bar:
         self.stop.hold()  # from here on there is something to lose
         assert state.total_rows is not None  # as it is for an iterable of batches
         self.rows = state.epoch * state.total_rows + state.rows
-        with unseen():
+        with ignoring_closed_output():
             self._show(state, state.epochs * state.total_rows)
         self.stop.check()
 
