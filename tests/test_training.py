@@ -485,7 +485,7 @@ def test_setting_and_getting_the_state():
     assert (made.get_state()["w"] != 7).all()
     with pytest.raises(ValueError, match="Did you mean 'w'"):
         made.set_state({"W": [[1.0], [1.0]]})
-    with pytest.raises(ValueError, match=r"'w' has shape \(2, 1\), the given one \(2,\)"):
+    with pytest.raises(ValueError, match=r"'w' has shape \(2, 1\), its new value \(2,\)"):
         made.set_state({"w": [1.0, 1.0]})
     model = parse("g (float[N,2] x) => (float[N,2] y) { y = Reshape(x, n) }")
     model.graph.initializer.append(numpy_helper.from_array(np.array([0, 2]), "n"))

@@ -157,7 +157,7 @@ class OrtGradientOptimizer(Trainer):
             NotFittedError: `check_trained`, and there was no `fit`.
         """
         new = self._check_weights(state, check_trained)
-        started = self._start()
+        started = self._state_to_set()
         old = started.values
         started.values = replace(old, weights=old.weights | new)
         return self

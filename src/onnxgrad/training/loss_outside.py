@@ -258,7 +258,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         several = not isinstance(kind, str)
         pairs = list(zip(kind, state, strict=True)) if several else [(kind, state)]
         checked = [(k, self._check_state(k, one, zero, check_trained)) for k, one in pairs]
-        started = self._start()
+        started = self._state_to_set()
         for k, new in checked:
             old = started.values
             if k == "weight":
@@ -279,9 +279,9 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
             arrays = {name: to_numpy(value) for name, value in wanted.items()}
             new = self._check_weights(arrays, check_trained)
             return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
-        known = self._known()
+        known = self._float_constants()
         self._check_weights({n: known[n] for n in wanted if n in known}, check_trained)
-        valid = self._select_optimizer(self._check()).slots
+        valid = self._rate_and_optimizer()[1].slots
         for name, slots in wanted.items():
             if name not in known:
                 raise unknown("weight", name, known)
@@ -300,7 +300,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def _set_slots(
         self, state: TrainState, new: dict[str, dict[str, np.ndarray]], zero: bool
     ) -> None:
-        optimizer, old = self._select_optimizer(self._check()), state.values
+        (_, optimizer), old = self._rate_and_optimizer(), state.values
         slots, steps = old.slots, old.steps
         if optimizer != state.optimizer or (zero and new.keys() >= slots.keys()):
             slots, steps = {}, 0
@@ -340,8 +340,8 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         return write_models(self._graphs(), folder, prefix, suffix)
 
     def _graphs(self) -> Graphs:
-        rate = self._check()
-        optimizer, proto = self._select_optimizer(rate), self._model(vars(self).get("_state"))
+        rate, optimizer = self._rate_and_optimizer()
+        proto = self._model(vars(self).get("_state"))
         names = self._names()
         self._check_names(names)
         objective = self._objective(proto, names, False)
