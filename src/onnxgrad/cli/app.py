@@ -1,6 +1,6 @@
 """The command line: `onnxgrad train`, `grad`, `show`.
 
-What is slow to import is imported by the command that needs it.
+Modules that are slow to import are imported by the command that needs them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,9 @@ LossOutput = Annotated[
 OutputIndex = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", help="The output to judge, if there are several.", show_default=False
+        metavar="NAME",
+        help="The output that --loss is of, if there are several.",
+        show_default=False,
     ),
 ]
 LearningRate = Annotated[
@@ -175,9 +177,9 @@ def train(
     One input: it takes all columns that are no target, in their order, reshaped to its shape.
     Several inputs: each takes the column (or .npz array) of its name. Columns may hold lists.
 
-    The result is MODEL with new weights, those after the last epoch, and in its metadata the names
-    of the columns, which are compared when it is trained again. Ctrl-C, SIGTERM and SIGHUP stop
-    early and write what was trained so far.
+    The result is MODEL with the weights after the last epoch. Its metadata store the names of the
+    columns, which are compared when it is trained again. Ctrl-C, SIGTERM and SIGHUP stop early and
+    write what was trained so far.
     """
     from onnxgrad.cli.train import TrainOptions, run
 
@@ -210,14 +212,19 @@ def grad(
     ],
     weights: Annotated[
         list[str] | None,
-        typer.Option(help="Weight to differentiate by; repeat.", show_default="all by their role"),
+        typer.Option(
+            help="Weight to take the gradient with respect to; repeat.",
+            show_default="all by their role",
+        ),
     ] = None,
     inputs: Annotated[
         list[str] | None,
-        typer.Option(help="Input to differentiate by; repeat.", show_default="all floats"),
+        typer.Option(
+            help="Input to take the gradient with respect to; repeat.", show_default="all floats"
+        ),
     ] = None,
     fill_grad: Annotated[
-        bool, typer.Option("--fill-grad", help="Start from ones; needs --keep-outputs.")
+        bool, typer.Option("--fill-grad", help="Use cotangents of ones; needs --keep-outputs.")
     ] = False,
     keep_outputs: Annotated[
         bool, typer.Option("--keep-outputs", help="Return the outputs of MODEL too.")
@@ -259,10 +266,10 @@ def _listed(values) -> Text:
 @_command
 def show(
     model: Model,
-    gradient: Annotated[bool, typer.Option("--grad", help="Its gradient as well.")] = False,
+    gradient: Annotated[bool, typer.Option("--grad", help="Print its gradient as well.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print MODEL as text, nodes indented by what feeds them."""
+    """Print MODEL as text, nodes indented by their depth."""
     from onnxgrad.model.read import read
     from onnxgrad.plot.text import onnx_simple_text_plot
 

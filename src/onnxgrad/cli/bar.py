@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Bar:
-    """What `fit` calls back: shows the progress, and stops between slices where that is asked."""
+    """A callback for `fit`: shows the progress, and raises `Stopped` after a signal."""
 
     def __init__(self, console: Console, stop: StopRequests) -> None:
         self.console, self.stop = console, stop
@@ -33,14 +33,14 @@ class Bar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.rows:  # else it was never shown
+        if self.rows:  # otherwise it was never shown
             with ignoring_closed_output():
                 self.progress.stop()
 
     def __call__(self, state: State) -> None:
         """Show the state after a slice of batches."""
-        self.stop.hold()  # from here on there is something to lose
-        assert state.total_rows is not None  # as it is for an iterable of batches
+        self.stop.hold()  # from here on, a signal must not lose what was trained
+        assert state.total_rows is not None  # None only for an iterable of batches
         self.rows = state.epoch * state.total_rows + state.rows
         with ignoring_closed_output():
             self._show(state, state.epochs * state.total_rows)
