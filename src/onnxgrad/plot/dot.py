@@ -137,7 +137,7 @@ class Drawing:
         outputs: list[tuple[str, list[str]]],
         scope: ChainMap[str, str],
     ) -> tuple[Frame, list[str]]:
-        """Fill `frame`; return it and the ids of its outputs. `scope`: box ids of values by name"""
+        """Fill `frame`; return it and the ids of its outputs. `scope`: ids of boxes by value."""
         own = scope.maps[0]
         for name, lines in inputs.items():
             own[name] = self._box(frame, "input", name, lines)

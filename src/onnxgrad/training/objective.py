@@ -1,4 +1,4 @@
-"""The objective: the loss that training minimizes, and the cotangents that its gradient starts from
+"""The objective: the loss that training minimizes, and the cotangents that the sweep starts with.
 
 The loss is either an output of the model, or a `BaseLearningLoss` writes it into the graph.
 """
@@ -48,7 +48,7 @@ class Objective:
     loss: ir.Value  # one number
     seeds: Mapping[ir.Value, ir.Value | None]
     facts: Mapping[str, Any]  # of the loss: see `losses.METADATA`
-    row_weight: str | None  # name of the input of sample weights, if there is one
+    row_weight: str | None  # name of the input of row weights, if there is one
     tables: Mapping[str, tuple[Table, ...]] = field(kw_only=True)
     names: Names = field(kw_only=True)
     stored: Mapping[str, np.ndarray] = field(kw_only=True)
@@ -78,8 +78,9 @@ def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight
     found, data = model.graph.outputs[0], list(model.graph.inputs)
     size = shapes.static(shapes.dims(found))
     if size is None or prod(size) != 1:
-        shape = printable(found.shape)
-        raise ValueError(f"the loss {loss!r} must hold one number; its shape is {shape}")
+        raise ValueError(
+            f"the loss {loss!r} must hold one number; its shape is {printable(found.shape)}"
+        )
     trained, facts = as_inputs(proto, model.graph, weights), loss_info(proto)
     more = _about(proto, model.graph, data, weights)
     return Objective(model, data, trained, found, {found: None}, facts, row_weight, **more)

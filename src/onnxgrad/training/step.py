@@ -153,7 +153,7 @@ def build_step(objective: Objective, optimizer: Optimizer) -> Step:
 def _seeds(
     op: Emit, objective: Objective, inverse_rows: ir.Value | None
 ) -> dict[ir.Value, ir.Value]:
-    """Return the cotangents that the sweep starts with, times `inverse_rows` if that is not None"""
+    """Return the cotangents that the sweep starts with, times `inverse_rows` if there is one."""
     cotangents = {}
     with op:
         for value, g in objective.seeds.items():

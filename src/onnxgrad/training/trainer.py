@@ -371,7 +371,7 @@ class Trainer(BaseEstimator):
     # -- sessions and graphs, built on demand -------------------------------------------------
 
     def _built(self, name: str, build: Callable[[], T], *depends: Any) -> T:
-        """Return the cached result of `build`; call it again if a parameter or `depends` changed"""
+        """Return the cached result of `build`, built again if a parameter or `depends` changed."""
 
         def key() -> Any:
             params = self.get_params(deep=False)
