@@ -47,8 +47,8 @@ DTYPES = {
         "BOOL": torch.bool,
     }.items()
 }
-# multiply-adds of a forward pass per thread that pays; more than where onnxruntime runs the training
-# loop, as its threads sleep while PyTorch computes
+# multiply-adds of a forward pass per thread; fewer threads pay than in a training loop that
+# onnxruntime runs, as its threads sleep while PyTorch computes
 _WORK_PER_THREAD = 1e7
 _LOCK = threading.RLock()  # so that each session and graph is built once
 _OPTIONS = ort.RunOptions()

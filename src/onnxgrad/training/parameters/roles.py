@@ -20,7 +20,7 @@ from onnxgrad.training.parameters.surroundings import (
 )
 
 QUANTIZED = "scale or zero point of the quantized"
-_LARGE = 1000  # elements: a tensor that size is seldom no weight
+_LARGE = 1000  # elements: most tensors of that size are weights
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,22 @@ class Verdict:
 
     trains: bool
     why: str
-    doubtful: bool = False  # may be wrong: a learned scalar, or a large tensor left out
+    doubtful: bool = False  # may be wrong: for scalars that train, and large tensors that do not
 
 
 class Roles:
-    """Judges the constants of one graph."""
+    """The roles of the constants of one graph."""
 
     def __init__(self, graph: ir.Graph, from_torch: bool) -> None:
         self.around = Surroundings(graph)
-        self.from_torch = from_torch  # names of initializers that are not counted up tell much
+        self.from_torch = from_torch  # then names of initializers are meaningful
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
-        """Return the verdict of the first use in which `constant` trains, or of the first one."""
+        """Return the verdict of the first use as a weight, or else of the first use."""
         if array.size == 0:
             return Verdict(False, "it is empty")
         if array.dtype.itemsize < 4:
-            array = array.astype(np.float32)  # not all of numpy knows bfloat16
+            array = array.astype(np.float32)  # numpy does not support bfloat16 everywhere
         uses = list(self.around.uses(constant))
         verdicts = [self._judge(name, use, array) for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
@@ -94,11 +94,11 @@ class Roles:
                 return Verdict(False, f"{QUANTIZED} {where}")
             case "c":
                 return self._setting(name, use, array, where)
-        if any(target in self.around.data for target in self.around.handed.get(use.value, ())):
+        if any(target in self.around.data for target in self.around.bindings.get(use.value, ())):
             return _state(name, array, where)
         operand = f"operand {use.index} of {where}"
         if domain(node) not in ("", "com.microsoft") and array.size > 1:
-            return Verdict(True, f"{operand}, an operator that is not known here")
+            return Verdict(True, f"{operand}, an operator of another domain")
         return Verdict(False, f"{operand}, which takes no weights", array.size > _LARGE)
 
     def _factor(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
@@ -195,13 +195,13 @@ class Roles:
 
     @staticmethod
     def _is_bias(name: str, array: np.ndarray, product: ir.Node) -> bool:
-        """Tell whether what is added to a product has one number for each of its features."""
+        """Return whether what is added to a product has one number for each of its features."""
         if not array.ndim or sum(n > 1 for n in array.shape) > 1:
             return False
         return array.size > 1 or has_one_feature(product) or evidence.sounds_affine(name)
 
     def _by_neighbours(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-        """Judge by the weights before and behind."""
+        """Return the verdict that follows from weights before and after the node."""
         node, around, said = use.node, self.around, evidence.noted_kind(use.node)
         wide = sum(n > 1 for n in array.shape)
         adds = node.op_type not in FACTORS
@@ -230,7 +230,7 @@ class Roles:
         return _added_to_scores(array, where)
 
     def _single(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-        """Judge a single number in a formula: a temperature may be learned."""
+        """Return the verdict for a scalar, which may be learned, such as a temperature."""
         node = use.node
         sounds = evidence.sounds_learned(name)
         if evidence.counted(name) and not sounds:
