@@ -194,7 +194,7 @@ def _verdict(
 ) -> Verdict:
     """Return the verdict of the role, or of the exporter if it states what the tensor is."""
     if name not in values:
-        return Verdict(False, "nothing reads it")
+        return Verdict(False, "no node reads it")
     verdict = roles.judge(name, values[name], array)
     if parameter is False and verdict.trains:
         return Verdict(False, f"a buffer, as its exporter states ({verdict.why})")

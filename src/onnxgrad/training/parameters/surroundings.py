@@ -151,7 +151,7 @@ class Surroundings(Flow):
         return met == WAVES
 
     def reaches_softmax(self, value: ir.Value) -> bool:
-        """Return whether `value` contains attention scores: Softmax and a product of data follow."""
+        """Return whether `value` is a score of attention: a Softmax and a product of data follow"""
         waiting, seen = [value], {value}
         for v in waiting:  # the loop appends to it
             for user, index in v.uses():
