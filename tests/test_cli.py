@@ -342,7 +342,7 @@ def truncate():
         (*cells("1,2,3\n" * 100_000 + "\n7\n"), "row 10000.: Expected 3 columns, got 1: '7'"),
         (*cells('"1,234",2,3\n'), "'a' is text, first in row 1: '1,234'; .* separators of thou"),
         (*cells("yes,2,3\nno,1,2\n"), "'a' is text, first in row 1: 'yes'; write 1 and 0"),
-        (*cells("1,?,3\n"), "'b' is text, first in row 1: '.'; fill in what is missing"),
+        (*cells("1,?,3\n"), "'b' is text, first in row 1: '.'; fill in the missing numbers"),
         (*cells("2020-01-31,2,3\n"), "'a' holds datetime64.*2020-01-31.*days for instance"),
         (*cells("12:30:00,2,3\n"), "column 'a' is time, first in row 1"),
         (*csv("a;b;y\n1,5;2;3\n"), "'a' is text, first in row 1: '1,5'; .* decimal point"),

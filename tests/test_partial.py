@@ -460,7 +460,7 @@ def test_one_slot_is_set_and_the_others_start_at_zero():
     ("state", "options", "message"),
     [
         ({"W": [[1.0], [1.0]]}, {}, "Unknown weight 'W'. Did you mean 'w'"),
-        ({"w": [[9.0], [9.0]], "b": [1.0, 1.0]}, {}, r"'b' has shape \(1,\), the given one \(2,\)"),
+        ({"w": [[9.0], [9.0]], "b": [1.0, 1.0]}, {}, r"'b' has shape \(1,\), its new value \(2,\)"),
         ({"w": {"speed": [[1.0], [1.0]]}}, {"kind": "grad"}, "Unknown slot of 'w' 'speed'"),
         ({"w": {"velocity": [1.0]}}, {"kind": "grad"}, r"'w' has shape \(2, 1\)"),
         ({"q": {"velocity": [1.0]}}, {"kind": "grad"}, "Unknown weight 'q'"),

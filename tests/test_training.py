@@ -485,7 +485,7 @@ def test_setting_and_getting_the_state():
     assert (made.get_state()["w"] != 7).all()
     with pytest.raises(ValueError, match="Did you mean 'w'"):
         made.set_state({"W": [[1.0], [1.0]]})
-    with pytest.raises(ValueError, match=r"'w' has shape \(2, 1\), the given one \(2,\)"):
+    with pytest.raises(ValueError, match=r"'w' has shape \(2, 1\), its new value \(2,\)"):
         made.set_state({"w": [1.0, 1.0]})
     model = parse("g (float[N,2] x) => (float[N,2] y) { y = Reshape(x, n) }")
     model.graph.initializer.append(numpy_helper.from_array(np.array([0, 2]), "n"))
@@ -656,7 +656,7 @@ def test_an_iterable_of_batches(kind):
 
 def test_a_generator_can_be_read_once_only():
     x, y = rows()
-    with pytest.raises(ValueError, match="generator can be read once only"):
+    with pytest.raises(ValueError, match="generator can be read only once"):
         trainer(max_iter=2).fit((x, y) for _ in range(3))
 
 
@@ -665,7 +665,7 @@ def test_wrong_batches():
     model = add_loss_output(linear(), weight_name="weight")
     with pytest.raises(ValueError, match="not 4 arrays"):
         trainer().fit([(x, y, y, y)])
-    with pytest.raises(ValueError, match="brings its row weights"):
+    with pytest.raises(ValueError, match="brings its sample weights"):
         trainer(model).fit([(x, y)], sample_weight=np.ones(47))
     with pytest.raises(ValueError, match="different numbers of rows"):
         trainer().fit([(x, y), (x, y[:3])])
@@ -760,7 +760,7 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
         ({}, (np.zeros(47, "f4, f4"), Y), r"'x' must hold numbers, not \[\('f0', '<f4'\)"),
         ({}, (X,), r"no data for the inputs \['label'\]"),
         ({}, (3.0, Y), "'x' must have one entry per row"),
-        ({}, (X, Y, np.ones(47)), "takes no row weights: build it with"),
+        ({}, (X, Y, np.ones(47)), "takes no sample weights: build it with"),
         ({"training_optimizer_name": "adam", "learning_rate": "Nesterov"}, (X, Y), "own momentum"),
         ({"model_onnx": b"no model"}, (X, Y), "is no ONNX model"),
     ],

@@ -1,38 +1,27 @@
 """The command line: `onnxgrad train`, `grad`, `show`.
 
-What is slow to import is imported by the command that needs it.
+Modules that are slow to import are imported by the command that needs them.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from onnxgrad import __version__
-from onnxgrad.cli.bar import Bar, unseen
+from onnxgrad.cli.console import complain, say, stdout, warn
 from onnxgrad.cli.signals import Stopped, StopRequests
-from onnxgrad.errors import escape, printable, printable_lines
-from onnxgrad.model.files import check_not_input, check_writable, one_line, replacing
-
-if TYPE_CHECKING:
-    from onnx import ModelProto
-
-    from onnxgrad.cli.data_files import Table as Data
-    from onnxgrad.cli.task import Task
-    from onnxgrad.training.loss_inside import OrtGradientOptimizer
+from onnxgrad.errors import escape, printable
+from onnxgrad.model.files import check_not_input, check_writable, one_line
 
 app = typer.Typer(
     help="Differentiate and train ONNX models on the ordinary onnxruntime.",
@@ -40,7 +29,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-stdout, stderr = Console(), Console(stderr=True)
 stop = StopRequests()
 
 
@@ -67,13 +55,13 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     def command(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         try:
             with stop, warnings.catch_warnings():
-                warnings.showwarning = _warn
+                warnings.showwarning = _show_warning
                 function(*args, debug=debug, **kwargs)
         except (typer.Exit, BrokenPipeError):
             raise
         except Stopped as e:
             trained = "nothing was trained yet, and " if function.__name__ == "train" else ""
-            _complain(f"{e}: {trained}no file was written")
+            complain(f"{e}: {trained}no file was written")
             raise typer.Exit(e.code) from None
         except Exception as e:
             if debug:
@@ -82,27 +70,18 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
             expected = isinstance(e, (ValueError, OSError, NotImplementedError))
             hint = "" if expected else " (unexpected: --debug shows where)"
             message = one_line(e) if isinstance(e, OSError) else str(e)
-            _complain(f"{message or type(e).__name__}{hint}")
+            complain(f"{message or type(e).__name__}{hint}")
             raise typer.Exit(2 if expected else 1) from None
 
     return command
 
 
-def _say(message: str, console: Console = stdout, style: str = "") -> None:
-    with unseen():
-        console.print(Text(printable_lines(message), style=style), soft_wrap=True)
+def _show_warning(message: Warning | str, *category_and_source: Any, **more: Any) -> None:
+    warn(message)
 
 
-def _complain(message: str) -> None:
-    _say(f"Error: {' '.join(message.split())}", stderr, "red")
-
-
-def _warn(message: Warning | str, *where: Any, **more: Any) -> None:
-    _say(f"Warning: {message}", stderr, "yellow")
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"onnxgrad {__version__}")
         raise typer.Exit
 
@@ -116,66 +95,80 @@ def _main(
     pass
 
 
+Data = Annotated[
+    Path, typer.Argument(help="CSV, Parquet or .npz file, a row each.", show_default=False)
+]
+Target = Annotated[
+    list[str], typer.Option(help="Column to predict; repeat for several.", show_default=False)
+]
+Loss = Annotated[
+    str | None,
+    typer.Option(
+        help="squared_error (l2), absolute_error (l1), elastic, huber, poisson, "
+        "binary_cross_entropy, cross_entropy, log, or hinge. "
+        "Needed unless the model computes its own: see --loss-output.",
+        show_default=False,
+    ),
+]
+LossOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME=VALUE",
+        help="Option of the loss, as from_logits=true or delta=2; repeat for several.",
+        show_default=False,
+    ),
+]
+LossOutput = Annotated[
+    str, typer.Option(help="Without --loss: the output of the model that is its loss.")
+]
+OutputIndex = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The output that --loss is of, if there are several.",
+        show_default=False,
+    ),
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        help="For the mean gradient of a batch; constant.",
+        show_default="0.001 for adam(w), 0.01",
+    ),
+]
+Count = Annotated[int, typer.Option(min=1)]
+Validation = Annotated[
+    float, typer.Option(min=0, max=0.9, help="Share of the rows kept for validation.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Of the split and of the order of rows.")]
+Weights = Annotated[
+    list[str] | None,
+    typer.Option(help="Weight to train; repeat for several.", show_default="all by their role"),
+]
+Output = Annotated[
+    str,  # a Path forgets the '/' at its end
+    typer.Option(metavar="PATH", help="Where the trained model goes; its loss curves beside it."),
+]
+
+
 @_command
 def train(
     model: Model,
-    data: Annotated[
-        Path, typer.Argument(help="CSV, Parquet or .npz file, a row each.", show_default=False)
-    ],
-    target: Annotated[
-        list[str], typer.Option(help="Column to predict; repeat for several.", show_default=False)
-    ],
-    loss: Annotated[
-        str | None,
-        typer.Option(
-            help="squared_error (l2), absolute_error (l1), elastic, huber, poisson, "
-            "binary_cross_entropy, cross_entropy, log, or hinge. "
-            "Needed unless the model computes its own: see --loss-output.",
-            show_default=False,
-        ),
-    ] = None,
-    loss_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE",
-            help="Option of the loss, as from_logits=true or delta=2; repeat for several.",
-            show_default=False,
-        ),
-    ] = None,
-    loss_output: Annotated[
-        str, typer.Option(help="Without --loss: the output of the model that is its loss.")
-    ] = "loss",
-    output_index: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="The output to judge, if there are several.", show_default=False
-        ),
-    ] = None,
+    data: Data,
+    target: Target,
+    loss: Loss = None,
+    loss_option: LossOption = None,
+    loss_output: LossOutput = "loss",
+    output_index: OutputIndex = None,
     optimizer: Annotated[OptimizerName, typer.Option()] = OptimizerName.adam,
-    learning_rate: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            help="For the mean gradient of a batch; constant.",
-            show_default="0.001 for adam(w), 0.01",
-        ),
-    ] = None,
-    epochs: Annotated[int, typer.Option(min=1)] = 10,
-    batch_size: Annotated[int, typer.Option(min=1)] = 32,
-    validation: Annotated[
-        float, typer.Option(min=0, max=0.9, help="Share of the rows kept for validation.")
-    ] = 0.2,
-    seed: Annotated[int, typer.Option(min=0, help="Of the split and of the order of rows.")] = 0,
-    weights: Annotated[
-        list[str] | None,
-        typer.Option(help="Weight to train; repeat for several.", show_default="all by their role"),
-    ] = None,
-    output: Annotated[
-        str,  # a Path forgets the '/' at its end
-        typer.Option(
-            metavar="PATH", help="Where the trained model goes; its loss curves beside it."
-        ),
-    ] = "trained.onnx",
+    learning_rate: LearningRate = None,
+    epochs: Count = 10,
+    batch_size: Count = 32,
+    validation: Validation = 0.2,
+    seed: Seed = 0,
+    weights: Weights = None,
+    output: Output = "trained.onnx",
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
@@ -184,162 +177,31 @@ def train(
     One input: it takes all columns that are no target, in their order, reshaped to its shape.
     Several inputs: each takes the column (or .npz array) of its name. Columns may hold lists.
 
-    The result is MODEL with new weights, those after the last epoch, and in its metadata the names
-    of the columns, which are compared when it is trained again. Ctrl-C, SIGTERM and SIGHUP stop
-    early and write what was trained so far.
+    The result is MODEL with the weights after the last epoch. Its metadata store the names of the
+    columns, which are compared when it is trained again. Ctrl-C, SIGTERM and SIGHUP stop early and
+    write what was trained so far.
     """
-    path = check_writable(output, overwrite, (model, data))
-    curves = _curves(path)
-    if os.path.realpath(path) == os.path.realpath(curves):
-        raise ValueError(f"--output {output} is the name of the loss curves: use one in .onnx")
-    check_writable(curves, overwrite, (model, data))
+    from onnxgrad.cli.train import TrainOptions, run
 
-    from onnxgrad.cli.data_files import read_table
-    from onnxgrad.cli.task import Task, split
-    from onnxgrad.model.read import read
-    from onnxgrad.model.write import data_files
-    from onnxgrad.schedules import LearningRateSGD
-    from onnxgrad.training.loss_inside import OrtGradientOptimizer
-    from onnxgrad.training.parameters.defaults import default_weights, listed, trainable
-
-    proto = read(model)
-    if overwrite:
-        for file in (path, curves):
-            check_not_input(file, data_files(model))
-    _check_weights(proto, weights or [])
-    options = dict(map(_option, loss_option or []))
-    task = Task(proto, read_table(data), target, loss, loss_output, output_index, options)
-    training, held = split(task.count, validation, seed)
-    if batch_size > len(training):
-        raise ValueError(
-            f"--batch-size {batch_size} is more than the {len(training)} rows to train on"
-        )
-    if learning_rate is None:
-        learning_rate = 0.001 if optimizer.value.startswith("adam") else 0.01
-    trainer = OrtGradientOptimizer(
-        task.model,
-        weights or default_weights(proto, announce=True),
-        loss_output_name=task.loss_output,
-        max_iter=epochs,
-        training_optimizer_name=optimizer.value,
+    options = TrainOptions(
+        model=model,
+        data=data,
+        target=target,
+        loss=loss,
+        loss_option=loss_option or [],
+        loss_output=loss_output,
+        output_index=output_index,
+        optimizer=optimizer.value,
+        learning_rate=learning_rate,
+        epochs=epochs,
         batch_size=batch_size,
-        learning_rate=LearningRateSGD(learning_rate, learning_rate="constant"),
-        validation_every=1,
-        random_state=seed,
+        validation=validation,
+        seed=seed,
+        weights=weights or [],
+        output=output,
+        overwrite=overwrite,
     )
-    held_data = task.rows(held) if len(held) else None
-    began = time.perf_counter()
-    rows, ended, code = _fit(trainer, task.rows(training), held_data)
-    seconds = time.perf_counter() - began
-    task.names.keep(trained := trainer.get_trained_onnx(proto))
-    files = _save(trainer, trained, path, overwrite)
-    _report(trainer, task, held_data, f"{rows / seconds:,.0f} rows/s, {seconds:.1f} s")
-    left = [] if weights else [t for t in trainable(proto) if not t.trains]
-    remarks = [f"not trained by default: {listed(left, len(left))}"] * bool(left)
-    for remark in (*(f"wrote {file}" for file in files), *remarks, *task.remarks):
-        _say(remark)
-    if not ended and stop.request:
-        ended, code = (str(stop.request), "all that was to be trained"), stop.request.code
-    if ended:
-        _complain(f"{ended[0]}; {files[0] if files else 'no file'} holds {ended[1]}")
-    if files != _expected(trainer, path):
-        raise typer.Exit(1)
-    if code:
-        raise typer.Exit(code)
-
-
-def _check_weights(proto: ModelProto, names: list[str]) -> None:
-    """Raise `ValueError` for a name that is no float constant of the model."""
-    from onnxgrad.errors import unknown
-    from onnxgrad.model.weights import FLOATS, sites
-
-    known = [site.name for site in sites(proto) if site.read().data_type in FLOATS]
-    for name in names:
-        if name not in known:
-            raise unknown("weight", name, known)
-
-
-def _fit(
-    trainer: OrtGradientOptimizer, data: Data, held: Data | None
-) -> tuple[int, tuple[str, str] | None, int]:
-    """Train; return the rows seen, what ended it early and is kept, and the exit code."""
-    from onnxgrad.errors import ConvergenceError
-
-    with Bar(stderr, stop) as bar:
-        try:
-            trainer.fit(data, X_val=held, callback=bar)
-        except Stopped as e:
-            if not bar.rows:
-                raise
-            return bar.rows, (str(e), "what was trained so far"), e.code
-        except ConvergenceError as e:
-            return bar.rows, (str(e), "the state before that"), 1
-        finally:
-            stop.hold()
-    return bar.rows, None, 0
-
-
-def _expected(trainer: OrtGradientOptimizer, output: Path) -> list[Path]:
-    """Return the files to write; curves need an epoch."""
-    return [output, _curves(output)] if trainer.train_losses_ else [output]
-
-
-def _curves(output: Path) -> Path:
-    return output.with_suffix(".png")
-
-
-def _save(
-    trainer: OrtGradientOptimizer, trained: ModelProto, output: Path, overwrite: bool
-) -> list[Path]:
-    """Write the trained model, then the curves of its losses; return what could be written."""
-    from onnxgrad.cli.rescue import Keeper
-
-    written = Keeper(trained, stop, _complain).write(output, overwrite)
-    if written is None or not trainer.train_losses_:
-        return [] if written is None else [written]
-    from onnxgrad.plot.curves import plot_losses
-
-    curves = _curves(written)
-    try:
-        check_writable(curves, overwrite and written == output)
-        with replacing(curves) as temporary:
-            plot_losses(trainer.train_losses_, trainer.validation_losses_, temporary)
-    except OSError as e:
-        _complain(f"the loss curves are not written: {one_line(e)}")
-        return [written]
-    return [written, curves]
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        raise ValueError(
-            f"--loss-option {text!r} is not NAME=VALUE with a number, true or false"
-        ) from None
-
-
-def _report(trainer: OrtGradientOptimizer, task: Task, held: Data | None, speed: str) -> None:
-    """Print the losses, the accuracy on the rows kept for validation, and the speed."""
-    accuracy = None
-    if task.classifies and held:
-        accuracy = task.accuracy(trainer.get_trained_onnx(), held)
-    with unseen():
-        stdout.print(_results(trainer.train_losses_, trainer.validation_losses_, accuracy))
-        stdout.print(speed, highlight=False)
-
-
-def _results(train: list[float], validation: list[float], accuracy: float | None) -> Table:
-    table = Table("", "first", "last", "best")
-    for name, losses in (("training loss", train), ("validation loss", validation)):
-        if losses:
-            epoch = min(range(len(losses)), key=losses.__getitem__)
-            best = f"{losses[epoch]:.5g} (epoch {epoch + 1})"
-            table.add_row(name, f"{losses[0]:.5g}", f"{losses[-1]:.5g}", best)
-    if accuracy is not None:
-        table.add_row("validation accuracy", "", f"{accuracy:.2%}", "")
-    return table
+    run(options, stop)
 
 
 @_command
@@ -350,14 +212,19 @@ def grad(
     ],
     weights: Annotated[
         list[str] | None,
-        typer.Option(help="Weight to differentiate by; repeat.", show_default="all by their role"),
+        typer.Option(
+            help="Weight to take the gradient with respect to; repeat.",
+            show_default="all by their role",
+        ),
     ] = None,
     inputs: Annotated[
         list[str] | None,
-        typer.Option(help="Input to differentiate by; repeat.", show_default="all floats"),
+        typer.Option(
+            help="Input to take the gradient with respect to; repeat.", show_default="all floats"
+        ),
     ] = None,
     fill_grad: Annotated[
-        bool, typer.Option("--fill-grad", help="Start from ones; needs --keep-outputs.")
+        bool, typer.Option("--fill-grad", help="Use cotangents of ones; needs --keep-outputs.")
     ] = False,
     keep_outputs: Annotated[
         bool, typer.Option("--keep-outputs", help="Return the outputs of MODEL too.")
@@ -378,16 +245,16 @@ def grad(
     options = DerivativeOptions(
         keep_outputs * DerivativeOptions.KeepOutputs | fill_grad * DerivativeOptions.FillGrad
     )
-    made = onnx_derivative(proto, weights or None, inputs or None, options)
-    save(made, output)
-    counts = Counter(node.op_type for node in made.graph.node).most_common(8)
+    gradient = onnx_derivative(proto, weights or None, inputs or None, options)
+    save(gradient, output)
+    counts = Counter(node.op_type for node in gradient.graph.node).most_common(8)
     table = Table(show_header=False)
-    table.add_row("nodes", f"{len(proto.graph.node)} -> {len(made.graph.node)}")
+    table.add_row("nodes", f"{len(proto.graph.node)} -> {len(gradient.graph.node)}")
     table.add_row("operators", Text(", ".join(f"{n} {printable(op)}" for op, n in counts)))
-    table.add_row("inputs", _listed(made.graph.input))
-    table.add_row("outputs", _listed(made.graph.output))
+    table.add_row("inputs", _listed(gradient.graph.input))
+    table.add_row("outputs", _listed(gradient.graph.output))
     stdout.print(table)
-    _say(f"wrote {output}")
+    say(f"wrote {output}")
 
 
 def _listed(values) -> Text:
@@ -399,10 +266,10 @@ def _listed(values) -> Text:
 @_command
 def show(
     model: Model,
-    gradient: Annotated[bool, typer.Option("--grad", help="Its gradient as well.")] = False,
+    gradient: Annotated[bool, typer.Option("--grad", help="Print its gradient as well.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Print MODEL as text, nodes indented by what feeds them."""
+    """Print MODEL as text, nodes indented by their depth."""
     from onnxgrad.model.read import read
     from onnxgrad.plot.text import onnx_simple_text_plot
 

@@ -1,4 +1,4 @@
-"""Data files that are much larger once they are expanded."""
+"""Limits on data files that are much larger once they are decompressed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import BinaryIO
 
 from onnxgrad.limits import check_limit
 
-_RATIO = 10  # more than this many times the file is looked at twice
+_RATIO = 10  # expanded size divided by file size, above which the limit is checked
 
 
 def check_expansion(file: BinaryIO, suffix: str, error: type[Exception]) -> None:
     """Raise `error` if a compressed file expands to more than the limit `table_bytes`.
 
-    A file that grows less than tenfold is as large as it looks, and is let through.
+    A file that expands less than tenfold passes, however large it is.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -24,8 +24,8 @@ def check_expansion(file: BinaryIO, suffix: str, error: type[Exception]) -> None
     elif suffix == ".parquet":
         from pyarrow import parquet
 
-        facts = parquet.ParquetFile(file).metadata
-        groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
+        metadata = parquet.ParquetFile(file).metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
         columns = (group.column(i) for group in groups for i in range(group.num_columns))
         expanded = sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in columns)
     else:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from onnxgrad.cli.console import ignoring_closed_output
 from onnxgrad.cli.signals import StopRequests
 
 if TYPE_CHECKING:
-    from onnxgrad.training.trainer import Progress as State
-
-
-def unseen() -> suppress:
-    """Go on where a terminal has gone, or a pipe was closed: rich exits then."""
-    return suppress(OSError, SystemExit)
+    from onnxgrad.training.loop import Progress as State
 
 
 class Bar:
-    """What `fit` calls back: shows the progress, and stops between slices where that is asked."""
+    """A callback for `fit`: shows the progress, and raises `Stopped` after a signal."""
 
     def __init__(self, console: Console, stop: StopRequests) -> None:
         self.console, self.stop = console, stop
@@ -38,16 +33,16 @@ class Bar:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.rows:  # else it was never shown
-            with unseen():
+        if self.rows:  # otherwise it was never shown
+            with ignoring_closed_output():
                 self.progress.stop()
 
     def __call__(self, state: State) -> None:
         """Show the state after a slice of batches."""
-        self.stop.hold()  # from here on there is something to lose
-        assert state.total_rows is not None  # as it is for an iterable of batches
+        self.stop.hold()  # from here on, a signal must not lose what was trained
+        assert state.total_rows is not None  # None only for an iterable of batches
         self.rows = state.epoch * state.total_rows + state.rows
-        with unseen():
+        with ignoring_closed_output():
             self._show(state, state.epochs * state.total_rows)
         self.stop.check()
 

@@ -1,6 +1,6 @@
 """Data files, and their columns as the arrays that a model takes.
 
-Rows are counted from 1 in every message; the header of a CSV file is not one.
+Messages count rows from 1, without the header of a CSV file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read_table(path: str | os.PathLike) -> Table:
     except OSError as e:
         raise DataError(f"cannot read {str(path)!r}: {e.strerror or e}") from None
     except MemoryError:
-        raise DataError(f"{str(path)!r} says that it holds more than the memory can") from None
+        raise DataError(f"{str(path)!r} declares more data than fits into memory") from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).splitlines()[0] if str(e) else "unexpected end"
         raise DataError(f"{str(path)!r} is damaged, or no {path.suffix} file: {reason}") from e
@@ -77,7 +77,7 @@ def _read_csv(file: BinaryIO) -> Table:
         wrong.append(row)
         return "skip"
 
-    for threads in (True, False):  # with several, a row has no number
+    for threads in (True, False):  # the numbers of rows are only known to a single thread
         file.seek(0)
         wrong.clear()
         options = csv.ParseOptions(delimiter=delimiter, invalid_row_handler=skip)
@@ -124,7 +124,7 @@ def _to_numpy(name: str, column) -> np.ndarray:
     while pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
         sizes = pc.unique(pc.list_value_length(column)).to_pylist()
         if len(sizes) != 1 or sizes[0] is None:
-            raise DataError(f"the lists of column {name!r} differ in length: pad or cut them")
+            raise DataError(f"the lists of column {name!r} differ in length: pad or truncate them")
         shape.append(sizes[0])
         column = pc.list_flatten(column)
     if pa.types.is_dictionary(column.type):
@@ -140,13 +140,13 @@ def assign(
     table: Table,
     targets: Sequence[str],
     inputs: Sequence[ir.Value],
-    trained: Names = Names(),  # noqa: B008 - it is only read
+    trained: Names = Names(),  # noqa: B008 - never modified
 ) -> dict[str, Table]:
-    """Return the columns of `table` that each of the `inputs` is made from.
+    """Return the columns of `table` for each of the `inputs`.
 
-    Several inputs take the columns that they were trained on, or else the column of their name. A
-    single input takes the column of its name if that holds arrays, else all columns that are no
-    target, in the order of the file, which must be that of the columns that it was trained on.
+    Each of several inputs takes the columns that it was trained on, or else the column of its
+    name. A single input takes the column of its name if that contains arrays, else all columns but
+    the targets, in the order of the file, which must be the order of an earlier training.
 
     Raises:
         ValueError: a target or an input without a column, columns that an input was not trained
@@ -168,11 +168,11 @@ def assign(
         if order := trained.columns.get(names[0]):
             same_columns(list(rest), order, f"input {names[0]!r}", "training", first=1)
         return {names[0]: rest}
-    taken = {name: trained.columns.get(name, [name]) for name in names}
-    for name in (column for columns in taken.values() for column in columns):
+    columns_of = {name: trained.columns.get(name, [name]) for name in names}
+    for name in (column for columns in columns_of.values() for column in columns):
         if name not in rest:
             raise unknown("column (every input of the model needs one)", name, rest)
-    return {name: {column: rest[column] for column in taken[name]} for name in names}
+    return {name: {column: rest[column] for column in columns_of[name]} for name in names}
 
 
 def labels(
@@ -181,7 +181,7 @@ def labels(
     label: ir.Value,
     info: LossInfo = LossInfo(),  # noqa: B008 - it is frozen
 ) -> np.ndarray:
-    """Return the columns `targets` as what the input `label` is fed.
+    """Return the columns `targets` as one array for the input `label`.
 
     Args:
         table: what `read_table` returned.
@@ -211,10 +211,10 @@ def as_value(columns: Table, value: ir.Value, what: str) -> np.ndarray:
     array = stack(columns, what)
     dtype = value.dtype.numpy() if value.dtype else np.dtype(np.float32)
     with np.errstate(all="ignore"):
-        made = array.astype(dtype)
-    lost = made != array if dtype.kind in "biu" else ~np.isfinite(made)
+        converted = array.astype(dtype)
+    lost = converted != array if dtype.kind in "biu" else ~np.isfinite(converted)
     refuse(lost, array, f"{what} takes {dtype}")
-    return fit_shape(made, dims(value), what, reshape=True)
+    return fit_shape(converted, dims(value), what, reshape=True)
 
 
 def stack(columns: Table, what: str) -> np.ndarray:
@@ -263,18 +263,18 @@ def _is_number(value: Any) -> bool:
         float("nan" if value is None else value)
     except (ValueError, TypeError):
         return False
-    return "_" not in str(value)  # Python takes 1_000
+    return "_" not in str(value)  # Python accepts 1_000
 
 
 def _remedy(value: Any) -> str:
-    """Return what to do about a cell that is no number."""
+    """Return advice about a cell that is not a number."""
     text = value.strip() if isinstance(value, str) else ""
     if re.fullmatch(r"[+-]?[\d.]*(,\d+)+", text):
         return "write numbers without separators of thousands, and with a decimal point"
     if text.lower() in ("yes", "no", "y", "n", "t", "f", "true", "false", "on", "off"):
         return "write 1 and 0"
     if text.lower() in ("na", "n/a", "nan", "null", "none", "?", "-", "."):
-        return "fill in what is missing, or leave these rows out"
+        return "fill in the missing numbers, or leave these rows out"
     return "turn it into numbers, or leave it out of the file"
 
 

@@ -1,4 +1,4 @@
-"""Writing a trained model so that a full disk, or another obstacle, does not cost the training."""
+"""Writing a trained model, elsewhere if its path cannot be written, as with a full disk."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from onnxgrad.model.write import save
 
 
 class Keeper:
-    """Writes a trained model where it should go, else where there is room for it.
+    """Writes a trained model to its path, or else to a folder that can be written.
 
     Args:
         model: the trained model.
-        stop: what may interrupt a question to the user.
-        complain: shows an error.
+        stop: the signals that may interrupt the prompt for another path.
+        complain: prints an error.
     """
 
     def __init__(
@@ -33,50 +33,51 @@ class Keeper:
         self.model, self.stop, self.complain = model, stop, complain
 
     def write(self, output: Path, overwrite: bool) -> Path | None:
-        """Write the model; return its path, None if it was written nowhere."""
-        if self._wrote(output, overwrite):
+        """Write the model; return its path, None if it could not be written anywhere."""
+        if self._write(output, overwrite):
             return output
-        kept = self._rescued(output)
-        if kept:
-            self.complain(f"the trained model is kept in {kept}")
-        asked = self._asked(kept) if self._has_user() else None
-        if asked and kept:
-            shutil.rmtree(kept.parent, ignore_errors=True)
-        if not asked and not kept:
+        backup = self._write_backup(output)
+        if backup:
+            self.complain(f"the trained model is kept in {backup}")
+        chosen = self._write_prompted(backup) if self._has_user() else None
+        if chosen and backup:
+            shutil.rmtree(backup.parent, ignore_errors=True)
+        if not chosen and not backup:
             self.complain("the trained model is lost: no other folder has room for it")
-        return asked or kept
+        return chosen or backup
 
     def _has_user(self) -> bool:
-        """Tell whether somebody is there to answer: after SIGTERM or SIGHUP, nobody is."""
+        """Return whether a user can answer a prompt; after SIGTERM or SIGHUP nobody can."""
         request = self.stop.request
         stopped = request is not None and request.code != 128 + signal.SIGINT
         return not stopped and sys.stdin is not None and sys.stdin.isatty()
 
-    def _wrote(self, path: Path, overwrite: bool) -> bool:
+    def _write(self, path: Path, overwrite: bool) -> bool:
+        """Write the model, or print why not; return whether it is written."""
         try:
-            check_writable(path, overwrite)  # it may have come into being meanwhile
+            check_writable(path, overwrite)  # it may have been created during training
             save(self.model, path)
         except OSError as e:
             self.complain(one_line(e))
             return False
         return True
 
-    def _rescued(self, output: Path) -> Path | None:
-        """Write the model into a new folder of its own, in the first folder that has room."""
+    def _write_backup(self, output: Path) -> Path | None:
+        """Write the model into a new folder, in the first of three folders that has room."""
         for folder in (lambda: output.parent, Path.home, lambda: Path(tempfile.gettempdir())):
-            home = None
+            new = None
             try:
-                home = Path(tempfile.mkdtemp(prefix="onnxgrad-", dir=folder().absolute()))
-                save(self.model, home / output.name)
-                return home / output.name
+                new = Path(tempfile.mkdtemp(prefix="onnxgrad-", dir=folder().absolute()))
+                save(self.model, new / output.name)
+                return new / output.name
             except (OSError, RuntimeError):  # RuntimeError: there is no home folder
-                if home is not None:
-                    shutil.rmtree(home, ignore_errors=True)
+                if new is not None:
+                    shutil.rmtree(new, ignore_errors=True)
         return None
 
-    def _asked(self, kept: Path | None) -> Path | None:
-        """Write the model to a path that the user types; None if they leave it."""
-        leave = "leave it there" if kept else "give it up"
+    def _write_prompted(self, backup: Path | None) -> Path | None:
+        """Write the model to a path that the user types; None if they type none."""
+        leave = "leave it there" if backup else "give it up"
         while True:
             try:
                 with self.stop.released():
@@ -92,5 +93,5 @@ class Keeper:
             except (OSError, ValueError) as e:
                 self.complain(str(e))
                 continue
-            if path is None or self._wrote(path, False):
+            if path is None or self._write(path, False):
                 return path

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: a command that they end loses nothing that it computed."""
+"""Ctrl-C, SIGTERM and SIGHUP: they stop a command without losing what it computed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Stopped(KeyboardInterrupt):
 
 
 class StopRequests:
-    """While it is entered, signals that ask to stop raise `Stopped`.
+    """A context manager in which signals that ask to stop raise `Stopped`.
 
-    Only the first one does, as another must not end the clean-up. After `hold`, none does: they
-    wait for `check`, which is called where nothing is lost. What is ignored already stays so, as
-    SIGHUP is under nohup.
+    Only the first signal does, as another must not interrupt the clean-up. After `hold`, signals
+    are only recorded, and `check` raises where nothing is lost. Signals that were ignored before
+    stay ignored, as SIGHUP under nohup.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class StopRequests:
     def __enter__(self) -> Self:
         self.request, self._held = None, False
         self._before: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # others cannot set handlers
             for number in (getattr(signal, name) for name in _NAMES if hasattr(signal, name)):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._handle)
@@ -52,17 +52,17 @@ class StopRequests:
             raise Stopped(number)
 
     def hold(self) -> None:
-        """Let signals wait for `check` from now on."""
+        """Record signals from now on, for `check`, instead of raising."""
         self._held = True
 
     def check(self) -> None:
-        """Raise `Stopped` if a signal came."""
+        """Raise `Stopped` if a signal was received."""
         if self.request is not None:
             raise self.request
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Let a signal raise again, while a user is asked something."""
+        """Raise on a signal again, during a prompt."""
         self._held = False
         try:
             yield

@@ -1,4 +1,4 @@
-"""What the command line trains: a model with a loss, and a data file in the form that it takes."""
+"""What the command line trains: a model with a loss, and arrays from a data file."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ class Task:
     """A model with a loss, and the arrays that it is trained on.
 
     - `model`, `loss_output`: the model, and the name of its loss.
-    - `count`: rows of data; `names`: of the columns.
-    - `remarks`: what is to be told of the columns: an order that only the file says, and which of
-      them no input takes.
-    - `classifies`: is a prediction right or wrong, so that `accuracy` has a meaning?
+    - `count`: the number of rows; `names`: those of the columns.
+    - `remarks`: messages about columns: their order in an input, and those that no input takes.
+    - `classifies`: whether predictions are classes, so that `accuracy` is defined.
     """
 
     def __init__(
@@ -61,8 +60,8 @@ class Task:
         columns = assign(table, targets, list(inputs.values()), objective.names)
         self._data = {n: as_value(columns[n], x, f"input {n!r}") for n, x in inputs.items()}
         self._data[label] = labels(table, targets, target, self._info)
-        named = {n: list(g) for n, g in columns.items() if any(a.ndim == 1 for a in g.values())}
-        self.names = Names(named, list(targets) if named else [])
+        names = {n: list(g) for n, g in columns.items() if any(a.ndim == 1 for a in g.values())}
+        self.names = Names(names, list(targets) if names else [])
         counts = {name: len(array) for name, array in self._data.items()}
         if len(set(counts.values())) > 1:
             raise DataError(f"the arrays differ in their number of rows: {counts}")
@@ -80,7 +79,7 @@ class Task:
         self.classifies = self._info.classes is not None or self._threshold is not None
 
     def _check_together(self, objective: Objective, label: str) -> None:
-        """Raise if arrays do not fit each other, or hold indices that a table lacks."""
+        """Raise if arrays do not fit each other, or contain indices out of range of a table."""
         Fields(objective).check_axes(self._data)
         for name, each in objective.tables.items():
             what = "the target" if name == label else f"input {name!r}"
@@ -88,13 +87,13 @@ class Task:
                 array = self._data[name]
                 refuse(table.outside(array, self._data), array, f"{what} holds {table}")
 
-    def rows(self, chosen: np.ndarray) -> Table:
-        """Return the chosen rows of the data, by input."""
-        return {name: array[chosen] for name, array in self._data.items()}
+    def rows(self, indices: np.ndarray) -> Table:
+        """Return the rows with these indices, by input."""
+        return {name: array[indices] for name, array in self._data.items()}
 
     @escaping()
     def accuracy(self, trained: ModelProto, data: Table) -> float:
-        """Return the share of the labels in `data` that `trained`, which has the loss, predicts."""
+        """Return the share of the labels in `data` that `trained`, a model with loss, predicts."""
         from onnxruntime import SessionOptions
 
         from onnxgrad.runtime.device import CPU
@@ -137,8 +136,8 @@ def _listed(names: Sequence[str]) -> str:
 
 def split(rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows to train on and the `share` of them to validate on, drawn by `seed`."""
-    held = round(rows * share)
-    if share and held in (0, rows):
+    count = round(rows * share)
+    if share and count in (0, rows):
         raise ValueError(f"--validation {share} of {rows} rows leaves a part empty: use 0")
     order = np.random.default_rng(seed).permutation(rows)
-    return np.sort(order[held:]), np.sort(order[:held])
+    return np.sort(order[count:]), np.sort(order[:count])

@@ -10,7 +10,7 @@ def plot_losses(
     train: Sequence[float], validation: Sequence[float], path: str | os.PathLike
 ) -> None:
     """Save the losses of every epoch as a PNG; `validation` may be empty."""
-    # No pyplot: it would keep the figure and choose a window system.
+    # not pyplot, which would keep the figure and start a window system
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

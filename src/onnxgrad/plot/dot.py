@@ -1,4 +1,4 @@
-"""A model as boxes and arrows, and these as text in the DOT language."""
+"""The graph of a model as boxes and arrows, and as text in the DOT language."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Box:
 
 @dataclass
 class Frame:
-    """The boxes of a graph, and the frames of the graphs that its nodes hold."""
+    """The boxes of a graph, and the frames of its subgraphs."""
 
     title: str
     boxes: list[Box] = field(default_factory=list)
@@ -54,7 +54,7 @@ def to_dot(model: ModelLike) -> str:
     """Return the graph of `model` in the DOT language, for Graphviz and other viewers.
 
     Inputs are red, outputs green, nodes orange and rounded, with their attributes; constants show
-    dtype, shape, and their values if these are few. Branches, loop bodies and local functions are
+    dtype, shape, and their values up to 10 elements. Branches, loop bodies and local functions are
     clusters.
 
     Args:
@@ -62,11 +62,21 @@ def to_dot(model: ModelLike) -> str:
 
     Raises:
         ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
+        ... ''')
+        >>> print("".join(line for line in og.to_dot(model).splitlines(True) if "->" in line))
+          x -> Exp;
+          Exp -> y;
+        <BLANKLINE>
     """
     drawing = Drawing(model)
     lines = ["digraph {", "  orientation=portrait;", "  ranksep=0.25;", "  nodesep=0.05;"]
     lines += _frame(drawing.frame, "  ", count())
-    # at the end: an edge in a cluster draws the boxes at both its ends into it
+    # at the end: an edge in a cluster would move the boxes at both its ends into that cluster
     lines += [f"  {a} -> {b};" for a, b in drawing.edges]
     return "\n".join([*lines, "}\n"])
 
@@ -82,7 +92,7 @@ def _frame(frame: Frame, margin: str, numbers: Iterator[int]) -> Iterator[str]:
 
 
 def _label(lines: Iterable[str]) -> str:
-    """Return `lines` as the inside of a quoted label, where `\\` and `&` begin escapes."""
+    """Return `lines` as the text of a quoted label, in which `\\` and `&` begin escapes."""
     text = (line.replace("\\", r"\\").replace('"', r"\"").replace("&", "&amp;") for line in lines)
     return r"\n".join(text)
 
@@ -127,25 +137,25 @@ class Drawing:
         outputs: list[tuple[str, list[str]]],
         scope: ChainMap[str, str],
     ) -> tuple[Frame, list[str]]:
-        """Fill `frame`; return it and the ids of its outputs. `scope`: the ids of values."""
+        """Fill `frame`; return it and the ids of its outputs. `scope`: ids of boxes by value."""
         own = scope.maps[0]
         for name, lines in inputs.items():
             own[name] = self._box(frame, "input", name, lines)
-        given = inputs.keys() | constants.keys()
-        made = {y: [y] for node in nodes for y in node.output if y and y not in given}
-        ends, passed = [], []
+        sources = inputs.keys() | constants.keys()
+        results = {y: [y] for node in nodes for y in node.output if y and y not in sources}
+        ends, copies = [], []
         for name, lines in outputs:
             ends.append(self._box(frame, "output", name, lines))
-            if name in made and name not in own:
+            if name in results and name not in own:
                 own[name] = ends[-1]
-            else:  # an input, a constant or a value from outside, as it is
-                passed.append((name, ends[-1]))
-        for name, lines in (*constants.items(), *made.items()):
+            else:  # an input, a constant or a captured value
+                copies.append((name, ends[-1]))
+        for name, lines in (*constants.items(), *results.items()):
             if name not in own:
                 own[name] = self._box(frame, "result", name, lines)
         for node in nodes:
             self._node(frame, node, scope)
-        self.edges += [(self._value(frame, name, scope), end) for name, end in passed]
+        self.edges += [(self._value(frame, name, scope), end) for name, end in copies]
         return frame, ends
 
     def _node(self, frame: Frame, node: NodeProto, scope: ChainMap[str, str]) -> None:
@@ -171,22 +181,22 @@ class Drawing:
 
     def _value(self, frame: Frame, name: str, scope: ChainMap[str, str]) -> str:
         """Return the id of the box of a value."""
-        if name not in scope:  # nothing gives it: the model is not valid, and can be looked at
+        if name not in scope:  # no node computes it: invalid models are drawn, too
             scope[name] = self._box(frame, "result", name, [name])
         return scope[name]
 
     def _box(self, frame: Frame, kind: str, name: str, lines: list[str]) -> str:
-        """Add a box; return its id, a plain word that no other box has."""
+        """Add a box; return its id, an unquoted DOT identifier that no other box has."""
         word = re.sub(r"\W", "_", name, flags=re.ASCII)
         if not word or word[0].isdigit() or word.lower() in _KEYWORDS:
             word = f"_{word}"
-        made = word
-        while made in self._ids:
+        box_id = word
+        while box_id in self._ids:
             self._counts[word] += 1
-            made = f"{word}_{self._counts[word]}"
-        self._ids.add(made)
-        frame.boxes.append(Box(made, kind, [printable(line) for line in lines]))
-        return made
+            box_id = f"{word}_{self._counts[word]}"
+        self._ids.add(box_id)
+        frame.boxes.append(Box(box_id, kind, [printable(line) for line in lines]))
+        return box_id
 
 
 def _is_graph(attribute: AttributeProto) -> bool:

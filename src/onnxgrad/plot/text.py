@@ -1,4 +1,4 @@
-"""A model as text: its inputs, its constants, its nodes indented by what feeds them."""
+"""A model as text: inputs, constants, and nodes, indented by their depth."""
 
 from __future__ import annotations
 
@@ -28,14 +28,30 @@ _DEEPEST = 24  # steps to the right: deep networks stay readable
 
 
 def onnx_simple_text_plot(model: ModelLike, *, indent: bool = True) -> str:
-    """Return the graph of `model` as text, a line a node, in the order of the file.
+    """Return the graph of `model` as text, one line per node, in the order of the file.
 
-    A node stands one step to the right of the leftmost node that feeds it; the graphs that it
-    holds (branches, loop bodies) follow it.
+    A node is indented by one step more than the least indented node whose results it reads. Its
+    subgraphs (branches, loop bodies) follow it.
 
     Args:
         model: model, serialized model or path.
         indent: False starts all nodes of a graph in the same column.
+
+    Raises:
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,2] y)
+        ...     <float[2] w = {2.0, 3.0}> { s = Mul(x, w) y = Exp(s) }''')
+        >>> print(og.onnx_simple_text_plot(model))
+        opset: domain='' version=20
+        input: name='x' type=dtype('float32') shape=('N', 2)
+        init: name='w' type=dtype('float32') shape=(2,) -- array([2., 3.], dtype=float32)
+        Mul(x, w) -> s
+          Exp(s) -> y
+        output: name='y' type=dtype('float32') shape=('N', 2)
     """
     proto = read(model)
     lines = [*_opsets(proto), *_graph(proto.graph, indent)]
@@ -47,7 +63,24 @@ def onnx_simple_text_plot(model: ModelLike, *, indent: bool = True) -> str:
 
 
 def onnx_text_plot_io(model: ModelLike) -> str:
-    """Return the opsets, the inputs, the constants and the outputs of `model` as text."""
+    """Return the opsets, the inputs, the constants and the outputs of `model` as text.
+
+    Args:
+        model: model, serialized model or path.
+
+    Raises:
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
+        ... ''')
+        >>> print(og.onnx_text_plot_io(model))
+        opset: domain='' version=20
+        input: name='x' type=dtype('float32') shape=('N',)
+        output: name='y' type=dtype('float32') shape=('N',)
+    """
     proto = read(model)
     constants = [_tensor(t) for t in proto.graph.initializer]
     lines = [*_opsets(proto), *_inputs(proto.graph), *constants, *_outputs(proto.graph)]
@@ -99,7 +132,7 @@ def _node(node: NodeProto) -> str:
 
 
 def attribute_text(attribute: AttributeProto) -> str:
-    """Return name and value of an attribute that holds no graph; long values are left out."""
+    """Return name and value of an attribute that is not a graph; long values are left out."""
     if attribute.ref_attr_name:
         return f"{attribute.name}=@{attribute.ref_attr_name}"
     if attribute.type == AttributeProto.TENSOR and np.prod(attribute.t.dims) <= _SHOWN:
@@ -133,7 +166,7 @@ def _value(value) -> str:
 
 
 def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
-    """Return the lengths and symbols of a declared shape, None when there is none."""
+    """Return the dimensions of a declared shape, None when there is none."""
     if not tensor.HasField("shape"):
         return None
     return [
@@ -146,6 +179,6 @@ def _typed(data_type: int, dims) -> str:
 
 
 def dtype_name(data_type: int) -> str:
-    """Return the name that numpy has for a type of elements."""
+    """Return the numpy name of an element type."""
     name = ir.DataType(data_type).name.lower()
     return {"float": "float32", "double": "float64"}.get(name, name)

@@ -1,7 +1,7 @@
-"""A graph that PyTorch differentiates: onnxruntime computes it, and its gradients of every order.
+"""A graph as a function of PyTorch: onnxruntime computes it, and its gradients of every order.
 
-Tensors go to onnxruntime and come back by DLPack, which copies nothing. Nothing that is shared
-changes while a graph runs, so that threads may run it at the same time.
+Tensors are exchanged with onnxruntime by DLPack, without copies. Running a graph modifies no shared
+state, so that threads may run it at the same time.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ DTYPES = {
         "BOOL": torch.bool,
     }.items()
 }
-# Multiply-adds of a forward pass that are worth a thread of their own; more than in a training loop
-# of onnxruntime's, as its threads sleep while PyTorch computes.
+# multiply-adds of a forward pass per thread; fewer threads pay than in a training loop that
+# onnxruntime runs, as its threads sleep while PyTorch computes
 _WORK_PER_THREAD = 1e7
-_LOCK = threading.RLock()  # one for all: what it guards is built once
+_LOCK = threading.RLock()  # so that each session and graph is built once
 _OPTIONS = ort.RunOptions()
 
 
 class Session:
-    """Runs a model on tensors of one device, given and returned in its order."""
+    """Runs a model on tensors of one device, in the order of its inputs and outputs."""
 
     def __init__(self, proto: ModelProto, device: torch.device, threads: int) -> None:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.inter_op_num_threads = 1
         options.log_severity_level = 4
-        # between two runs the cores are PyTorch's
+        # between two runs, leave the cores to PyTorch
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-        own = Device.of(device)
-        providers = own.providers
+        ort_device = Device.of(device)
+        providers = ort_device.providers
         try:
             session = loaded(proto, options, providers=providers)
         except Exception as e:  # onnxruntime's errors have no common base
@@ -76,7 +76,7 @@ class Session:
         self._run = session.run_with_ortvaluevector
         self._inputs = [x.name for x in proto.graph.input]
         self._outputs = [y.name for y in proto.graph.output]
-        self._devices = [ort.OrtDevice.make(own.kind, own.index)._get_c_device()]
+        self._devices = [ort.OrtDevice.make(ort_device.kind, ort_device.index)._get_c_device()]
         self._devices *= len(self._outputs)
         kinds = [y.type.tensor_type.elem_type for y in proto.graph.output]
         self._bools = [i for i, kind in enumerate(kinds) if kind == ir.DataType.BOOL]
@@ -87,30 +87,30 @@ class Session:
         feeds, fetches = OrtValueVector(), OrtValueVector()
         feeds.reserve(len(tensors))
         for t in tensors:
-            if t.dtype is torch.bool:  # which DLPack passes as bytes
+            if t.dtype is torch.bool:  # DLPack passes it as bytes
                 feeds.push_back(to_dlpack(t.contiguous().view(torch.uint8)), True)
-            else:  # nor does it know of a sign that is still to be changed
+            else:  # DLPack ignores PyTorch's negative bit
                 feeds.push_back(to_dlpack(t.resolve_neg().contiguous()), False)
-        if self._cuda is not None:  # onnxruntime has a stream of its own, and waits for it
+        if self._cuda is not None:  # onnxruntime uses its own stream
             torch.cuda.current_stream(self._cuda).synchronize()
         with escaping():
             self._run(_OPTIONS, self._inputs, feeds, self._outputs, fetches, self._devices)
-        made = fetches.to_dlpacks(from_dlpack)
+        outputs = fetches.to_dlpacks(from_dlpack)
         for i in self._bools:
-            made[i] = made[i].view(torch.bool)
-        return made
+            outputs[i] = outputs[i].view(torch.bool)
+        return outputs
 
 
 @dataclass(frozen=True)
 class _Passes:
-    """The forward and the backward pass for one choice of gradients."""
+    """The forward and the backward pass for the gradients of some inputs."""
 
     forward: Session
-    backward: Session | None  # None: nothing that is wanted has a gradient
-    names: list[str]  # of the inputs that have one
-    places: list[int]  # of these inputs in the graph's
-    kept: list[int]  # outputs of the forward pass that are saved beside its inputs
-    reads: list[int]  # what the backward pass reads of the inputs, the kept and the gradients
+    backward: Session | None  # None: none of the inputs has a gradient
+    names: list[str]  # of the inputs that have a gradient
+    indices: list[int]  # of these inputs
+    saved: list[int]  # indices of the outputs of the forward pass that are saved with its inputs
+    reads: list[int]  # indices of what backward reads among inputs, saved tensors and cotangents
 
 
 class Graph:
@@ -118,8 +118,8 @@ class Graph:
 
     Args:
         proto: model in the working dialect, all its weights among the inputs.
-        device: where it runs.
-        memory: as in `partition`.
+        device: the device that it runs on.
+        memory: `recompute` of `partition`.
     """
 
     def __init__(self, proto: ModelProto, device: torch.device, memory: str) -> None:
@@ -134,10 +134,10 @@ class Graph:
         self._gradients: dict[tuple[str, ...], Graph] = {}
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
-        """Return the outputs, with a gradient where gradients are enabled.
+        """Return the outputs, which are differentiable if gradients are enabled.
 
         Raises:
-            NoGradientRule: a gradient is wanted, and an operator on the way has no rule.
+            NoGradientRule: an input requires a gradient, and an operator has no rule.
             RuntimeError: onnxruntime has no kernel for an operator in this dtype.
         """
         threads = self._threads(tensors)
@@ -146,7 +146,7 @@ class Graph:
         return self.plain(threads)(tensors)
 
     def _threads(self, tensors: Sequence[Tensor]) -> int:
-        """Return how many threads pay for these tensors: a rule, as in `runtime.session`."""
+        """Return the number of threads for these tensors, by a rule of thumb."""
         most = torch.get_num_threads()
         if most == 1 or not tensors or not tensors[0].ndim:
             return 1
@@ -160,20 +160,20 @@ class Graph:
                     self._plain[threads] = Session(self.proto, self.device, threads)
         return self._plain[threads]
 
-    def passes(self, wanted: tuple[bool, ...], threads: int) -> _Passes:
-        """Return the passes for the gradient of those inputs that are wanted."""
-        found = self._passes.get((wanted, threads))
-        if found is None:
+    def passes(self, needed: tuple[bool, ...], threads: int) -> _Passes:
+        """Return the passes for the gradients of the inputs that are `needed`."""
+        passes = self._passes.get((needed, threads))
+        if passes is None:
             with _LOCK:
-                found = self._passes.get((wanted, threads)) or self._build(wanted, threads)
-                self._passes[wanted, threads] = found
-        return found
+                passes = self._passes.get((needed, threads)) or self._build(needed, threads)
+                self._passes[needed, threads] = passes
+        return passes
 
     def gradient(self, names: list[str]) -> Graph:
-        """Return the graph of the gradient: its inputs, then `Y_grad` of every float output.
+        """Return the graph of the gradient; its inputs are those of the graph, then cotangents.
 
         Raises:
-            RuntimeError: the graph holds random nodes, and would draw anew.
+            RuntimeError: the graph contains random nodes, and would draw different numbers.
         """
         key = tuple(names)
         if key not in self._gradients:
@@ -188,65 +188,66 @@ class Graph:
                 self._gradients.setdefault(key, Graph(proto, self.device, self.memory))
         return self._gradients[key]
 
-    def _build(self, wanted: tuple[bool, ...], threads: int) -> _Passes:
-        names = [name for name, w in zip(self.inputs, wanted, strict=True) if w]
+    def _build(self, needed: tuple[bool, ...], threads: int) -> _Passes:
+        names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
         try:
             parts = partition(self.proto, [], names, self.memory) if names else None
         except ValueError:
-            if not _vanishes(self.proto, names):
+            if not _has_zero_gradient(self.proto, names):
                 raise
             parts = None
         if parts is None:
             return _Passes(self.plain(threads), None, [], [], [], [])
         names = [name for name in names if name in parts.gradients]
-        made = [y.name for y in parts.forward.graph.output]
-        kept = [made.index(tensor.name) for tensor in parts.saved]
-        fed = [*self.inputs, *(made[i] for i in kept), *parts.cotangents.values()]
-        reads = [fed.index(x.name) for x in parts.backward.graph.input]
-        places = [self.inputs.index(name) for name in names]
+        outputs = [y.name for y in parts.forward.graph.output]
+        saved = [outputs.index(tensor.name) for tensor in parts.saved]
+        readable = [*self.inputs, *(outputs[i] for i in saved), *parts.cotangents.values()]
+        reads = [readable.index(x.name) for x in parts.backward.graph.input]
+        indices = [self.inputs.index(name) for name in names]
         forward, backward = (
             Session(p, self.device, threads) for p in (parts.forward, parts.backward)
         )
-        return _Passes(forward, backward, names, places, kept, reads)
+        return _Passes(forward, backward, names, indices, saved, reads)
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, graph: Graph, threads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         passes = graph.passes(ctx.needs_input_grad[2:], threads)
-        made = passes.forward(tensors)
+        outputs = passes.forward(tensors)
         ctx.graph, ctx.passes = graph, passes
         if passes.backward is not None:
-            # What is saved so is guarded against changes in place, and seen by hooks of PyTorch
-            ctx.save_for_backward(*tensors, *[made[i] for i in passes.kept])
-        return tuple(made[: graph.outputs])
+            # PyTorch checks saved tensors for changes in place, and passes them to its hooks
+            ctx.save_for_backward(*tensors, *[outputs[i] for i in passes.saved])
+        return tuple(outputs[: graph.outputs])
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         graph, passes = ctx.graph, ctx.passes
         result: list[Tensor | None] = [None] * (len(graph.inputs) + 2)
         if passes.backward is None:
             return tuple(result)
-        fed = [*ctx.saved_tensors, *[gradients[i] for i in graph.real]]
-        if torch.is_grad_enabled():  # this gradient shall be differentiated too
-            inputs, arriving = fed[: len(graph.inputs)], fed[len(fed) - len(graph.real) :]
-            made = graph.gradient(passes.names)((*inputs, *arriving))
+        cotangents = [grad_outputs[i] for i in graph.real]
+        if torch.is_grad_enabled():  # for gradients of this gradient
+            inputs = ctx.saved_tensors[: len(graph.inputs)]
+            gradients = graph.gradient(passes.names)((*inputs, *cotangents))
         else:
-            made = passes.backward([fed[i] for i in passes.reads])
-        for place, gradient in zip(passes.places, made, strict=True):
-            result[place + 2] = gradient
+            tensors = [*ctx.saved_tensors, *cotangents]
+            gradients = passes.backward([tensors[i] for i in passes.reads])
+        for i, gradient in zip(passes.indices, gradients, strict=True):
+            result[i + 2] = gradient
         return tuple(result)
 
 
-def _vanishes(proto: ModelProto, names: list[str]) -> bool:
-    """Tell whether no gradient of the inputs `names` depends on what arrives at the outputs."""
+def _has_zero_gradient(proto: ModelProto, names: list[str]) -> bool:
+    """Return whether no gradient of the inputs `names` depends on the cotangents of the outputs."""
     model = prepare(proto)
     graph, op = model.graph, Emit(model.graph)
-    seeds = {y: ir.Value(type=y.type, shape=y.shape) for y in graph.outputs if is_real(y)}
-    found = sweep(op, seeds, [x for x in graph.inputs if x.name in names])
-    graph.outputs[:] = list(found.values())
+    cotangents = {y: ir.Value(type=y.type, shape=y.shape) for y in graph.outputs if is_real(y)}
+    gradients = sweep(op, cotangents, [x for x in graph.inputs if x.name in names])
+    graph.outputs[:] = list(gradients.values())
     tidy(model)
-    return not any(g.uses() or g in graph.outputs for g in seeds.values())
+    return not any(g.uses() or g in graph.outputs for g in cotangents.values())
 
 
 def _random(proto: ModelProto) -> ir.Node | None:
@@ -254,8 +255,8 @@ def _random(proto: ModelProto) -> ir.Node | None:
     for node in ir.from_proto(proto).graph.all_nodes():
         if node.op_type == "Dropout":
             mode = node.inputs[2] if len(node.inputs) > 2 else None
-            known = None if mode is None else constant(mode)
-            if mode is not None and (known is None or known.any()):
+            training = None if mode is None else constant(mode)
+            if mode is not None and (training is None or training.any()):
                 return node
         elif not node.domain and node.op_type in RANDOM:
             return node

@@ -1,4 +1,4 @@
-"""What tensors a graph of PyTorch takes, and the errors for those that it does not."""
+"""The tensors that a graph takes and returns, and the errors for tensors that do not fit."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from onnxgrad.torch.graph import DTYPES, Graph
 
 
 class Port:
-    """What a tensor that goes in or out must be."""
+    """The name, dtype and shape of an input, a weight or an output."""
 
     def __init__(self, kind: str, name: str, dtype: torch.dtype, shape: Dims | None) -> None:
         self.kind, self.name, self.dtype, self.shape = kind, name, dtype, shape
 
     @staticmethod
     def of(kind: str, value: ir.Value) -> Port:
-        """Return the port of `value`, or raise for what no tensor of PyTorch can be."""
+        """Return the port of `value`, or raise for a type that PyTorch does not have."""
         tensor = isinstance(value.type, ir.TensorType)
         dtype = DTYPES.get(value.dtype) if tensor and value.dtype else None
         if dtype is None:
@@ -61,17 +61,17 @@ class Variant:
     def __init__(self, graph: Graph, inputs: list[Port], weights: list[Port]) -> None:
         self.graph, self.inputs, self.weights = graph, inputs, weights
         self._device = graph.device
-        places: dict[str, list[tuple[int, int]]] = {}
+        axes: dict[str, list[tuple[int, int]]] = {}
         for i, port in enumerate(inputs):
             for axis, d in enumerate(port.shape or ()):
                 if isinstance(d, str):
-                    places.setdefault(d, []).append((i, axis))
-        self._same = {d: found for d, found in places.items() if len(found) > 1}
+                    axes.setdefault(d, []).append((i, axis))
+        self._same = {symbol: pairs for symbol, pairs in axes.items() if len(pairs) > 1}
 
     def doubtful(self, inputs: Sequence[Any], weights: Sequence[Tensor]) -> bool:
-        """Tell whether `check` has to look for what onnxruntime does not find by itself.
+        """Return whether `check` is needed, as onnxruntime would not raise by itself.
 
-        It would copy from one device to another unasked.
+        It does not compare symbolic dimensions, and copies tensors between devices.
         """
         device = self._device
         return bool(

@@ -1,4 +1,4 @@
-"""Data: what the user gives, as checked arrays by input name, and the batches made of them."""
+"""Training data as checked arrays by input name, and the batches drawn from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from onnxgrad.data.fields import Field
 
 
 class Fields:
-    """The data inputs of a model with a loss: features, label, row weights.
+    """The data inputs of a model with a loss: features, label, sample weights.
 
-    `names` are those of the columns: of an earlier training, or else of the first table that comes.
+    `names` are those of the columns: of an earlier training, or else of the first table.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -43,7 +43,7 @@ class Fields:
                 limits["allowed"] = info.bounds
             shape = dims(x)
             if name == self.weight and shape is None:
-                shape = (None,)  # add_loss_output takes (rows,) and (rows, 1) alike
+                shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
             self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
         firsts = (field.shape[0] for field in self.fields.values() if field.shape)
         self.fixed_rows = next((d for d in firsts if isinstance(d, int)), None)
@@ -55,52 +55,52 @@ class Fields:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        given = self._by_name(X, y is None, sample_weight is None)
+        data = self._by_name(X, y is None, sample_weight is None)
         if y is not None:
             if self.label is None:
                 raise ValueError("the model has no label input: pass y=None")
-            given[self.label] = y
+            data[self.label] = y
         if sample_weight is not None:
             if self.weight is None:
                 raise ValueError(
-                    "the loss takes no row weights: build it with "
+                    "the loss takes no sample weights: build it with "
                     "add_loss_output(..., weight_name='weight')"
                 )
-            given[self.weight] = sample_weight
-        return self._checked(given, list(self.fields))
+            data[self.weight] = sample_weight
+        return self._checked(data, list(self.fields))
 
     def inputs(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the checked arrays of the inputs beside label and row weights."""
+        """Return the checked arrays of the inputs other than label and sample weights."""
         return self._checked(self._by_name(X), self.features)
 
-    def _checked(self, given: Mapping[str, Any], names: list[str]) -> dict[str, np.ndarray]:
-        for name in given:
+    def _checked(self, data: Mapping[str, Any], names: list[str]) -> dict[str, np.ndarray]:
+        for name in data:
             if name not in names:
                 raise unknown("input", name, names)
-        self._check_columns(given)
-        missing = [name for name in names if name not in given and name != self.weight]
+        self._check_columns(data)
+        missing = [name for name in names if name not in data and name != self.weight]
         if missing:
-            raise ValueError(f"no data for the inputs {missing}; given: {list(given)}")
-        made = {name: self.fields[name].check(value) for name, value in given.items()}
-        if self.weight in names and self.weight not in made:
-            ones = np.ones(len(next(iter(made.values()))))
-            made[self.weight] = self.fields[self.weight].check(ones)
-        counts = {name: len(array) for name, array in made.items()}
+            raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
+        arrays = {name: self.fields[name].check(value) for name, value in data.items()}
+        if self.weight in names and self.weight not in arrays:
+            ones = np.ones(len(next(iter(arrays.values()))))
+            arrays[self.weight] = self.fields[self.weight].check(ones)
+        counts = {name: len(array) for name, array in arrays.items()}
         if len(set(counts.values())) > 1:
             raise ValueError(f"the inputs have different numbers of rows: {counts}")
         rows = min(counts.values())
         if self.fixed_rows and rows % self.fixed_rows:
             raise ValueError(
-                f"the model has a fixed batch of {self.fixed_rows} rows: give a multiple of it, "
+                f"the model has a fixed batch of {self.fixed_rows} rows: pass a multiple of it, "
                 f"not {rows} rows, or export it with a symbolic batch"
             )
-        self.check_axes(made)
-        for name in made:
-            self.fields[name].check_indices(made)
-        return {name: made[name] for name in names}
+        self.check_axes(arrays)
+        for name in arrays:
+            self.fields[name].check_indices(arrays)
+        return {name: arrays[name] for name in names}
 
     def check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Raise if axes differ in length that the model declares as one and the same."""
+        """Raise if axes of one symbolic dimension differ in length."""
         lengths: dict[str, tuple[int, str]] = {}
         for name, array in arrays.items():
             for axis, d in enumerate(self.fields[name].shape or ()):
@@ -114,9 +114,9 @@ class Fields:
                         "the same"
                     )
 
-    def _check_columns(self, given: Mapping[str, Any]) -> None:
-        """Raise if tables have other columns than those before; keep the names of the first."""
-        for name, value in given.items():
+    def _check_columns(self, data: Mapping[str, Any]) -> None:
+        """Raise if tables have other columns than earlier ones; store the names of the first."""
+        for name, value in data.items():
             if name == self.label:
                 if names := target_names(value):
                     self.names.check_target(names)
@@ -138,9 +138,9 @@ class Fields:
         return self._split(X, names, [name for name in more if name in names])
 
     def _split(self, X: Any, names: list[str], more: list[Any]) -> dict[str, Any]:
-        """Return the columns of a table by the input that takes them, the one of its name."""
-        taken = {n: self.names.columns.get(n, [n]) for n in [*self.features, *more]}
-        used = [name for columns in taken.values() for name in columns]
+        """Return the columns of a table by input: those it was trained on, or that of its name."""
+        columns_of = {n: self.names.columns.get(n, [n]) for n in [*self.features, *more]}
+        used = [name for columns in columns_of.values() for name in columns]
         for name in used:
             if name not in names:
                 raise unknown("column (every input of the model needs one)", name, names)
@@ -148,7 +148,7 @@ class Fields:
             raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
         return {
             name: X[name] if columns == [name] else Part(X, columns)
-            for name, columns in taken.items()
+            for name, columns in columns_of.items()
         }
 
     def batch(self, item: Any) -> dict[str, np.ndarray]:
@@ -169,7 +169,7 @@ class Fields:
             )
 
     def gathered(self, X: Any, y: Any = None) -> dict[str, np.ndarray]:
-        """Return the checked arrays, those of an iterable of batches put together."""
+        """Return the checked arrays; batches of an iterable are concatenated."""
         if not is_iterable_of_batches(X, y):
             return self.arrays(X, y)
         batches = [self.batch(item) for item in X]
@@ -207,17 +207,17 @@ class ArraySource:
         while start < rows:
             length = min(size, rows - start)
             batches = max(1, min(budget(), (rows - start) // length))
-            picked = order[start : start + batches * length]
+            indices = order[start : start + batches * length]
             start += batches * length
-            taken = {
-                name: array[picked].reshape(batches, length, *array.shape[1:])
+            arrays = {
+                name: array[indices].reshape(batches, length, *array.shape[1:])
                 for name, array in self.arrays.items()
             }
-            yield Slice(taken, batches, length)
+            yield Slice(arrays, batches, length)
 
 
 class IterableSource:
-    """Batches as an iterable gives them, a torch DataLoader for one; read anew every epoch."""
+    """Batches of an iterable such as a torch DataLoader, iterated once per epoch."""
 
     def __init__(self, batches: Iterable[Any], fields: Fields) -> None:
         self.batches = batches
@@ -235,14 +235,14 @@ class IterableSource:
             yield Slice({name: a[None] for name, a in arrays.items()}, 1, rows)
         if not seen:
             raise ValueError(
-                "the iterable gave no batch: a generator can be read once only; "
+                "the iterable gave no batch: a generator can be read only once; "
                 "pass a list of batches or a DataLoader"
             )
         self.rows = seen
 
 
 def is_iterable_of_batches(X: Any, y: Any) -> bool:
-    """Tell whether `X` yields batches, rather than being an array or a dict of arrays."""
+    """Return whether `X` yields batches, rather than being an array or a dict of arrays."""
     if y is not None or isinstance(X, Mapping) or is_table(X):
         return False
     if hasattr(X, "__array__") or hasattr(X, "dtype"):
@@ -257,18 +257,20 @@ def is_iterable_of_batches(X: Any, y: Any) -> bool:
 def make_source(
     fields: Fields, X: Any, y: Any, sample_weight: Any, batch_size: int, rng: np.random.Generator
 ) -> ArraySource | IterableSource:
-    """Return where the batches come from.
+    """Return the source of batches.
 
     Raises:
-        ValueError: data that the inputs do not take, or not in batches of this size.
+        ValueError: data that the inputs do not accept, or fewer rows than a batch has.
     """
     if is_iterable_of_batches(X, y):
         if sample_weight is not None:
-            raise ValueError("an iterable of batches brings its row weights: (X, y, sample_weight)")
+            raise ValueError(
+                "an iterable of batches brings its sample weights: (X, y, sample_weight)"
+            )
         return IterableSource(X, fields)
     arrays = fields.arrays(X, y, sample_weight)
     rows = len(next(iter(arrays.values())))
     if batch_size > rows:
-        raise ValueError(f"batch_size={batch_size} is more than the {rows} rows given")
+        raise ValueError(f"batch_size={batch_size} is more than the {rows} rows of data")
     fields.check_batch(batch_size)
     return ArraySource(arrays, batch_size, rng)

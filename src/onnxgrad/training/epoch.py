@@ -1,4 +1,4 @@
-"""The epoch: a `Scan` over batches whose body is the step, so that the runtime does the loop."""
+"""The epoch: a `Scan` over batches whose body is the step, so that onnxruntime runs the loop."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ def build_epoch(step: Step) -> ModelProto:
     """Return the model that runs the step over a stack of batches in one call.
 
     Inputs, in order: the states; every data input, stacked along a new first axis; one
-    minus_learning_rate and, where it is read, one step number per batch; inverse_rows, where
-    there is one. Outputs: the states after the
-    last batch, then the loss of every batch.
+    minus_learning_rate per batch; one step number per batch, if the step reads it; inverse_rows,
+    if the step has it. Outputs: the states after the last batch, then the loss of every batch.
     """
     body = step.model.graph
     count = sum(len(group.inputs) for group in step.groups)

@@ -1,4 +1,4 @@
-"""Attributes that exist after `fit`, and what is built when it is asked for and kept."""
+"""Attributes that exist after `fit`, and a cache of what they build on demand."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _NAMED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type)
 
 
 class Fitted:
-    """An attribute of a trainer that exists once there is a state; `read` computes it.
+    """An attribute of a trainer that `read` computes from the state.
 
-    Before, it raises `NotFittedError`, which is an `AttributeError`.
+    Before there is a state, it raises `NotFittedError`, which is an `AttributeError`.
     """
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
@@ -45,14 +45,14 @@ class Fitted:
         raise AttributeError(f"{self.name!r} is computed from the state: call set_state or fit")
 
 
-class Built:
-    """What was built from the parameters of a trainer, by name, until one of them changes."""
+class BuildCache:
+    """Sessions and graphs built from the parameters of a trainer, until one of them changes."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[Any, Any]] = {}
 
     def get(self, name: str, read_key: Callable[[], Any], build: Callable[[], T]) -> T:
-        """Return what `build` returns, or returned before under an equal key."""
+        """Return the result that `build` returned under an equal key, or call it."""
         key = read_key()
         entry = self._entries.get(name)
         if entry is not None and entry[0] == key:
@@ -64,11 +64,11 @@ class Built:
 
 
 def fingerprint(value: Any) -> Any:
-    """Return something that is equal for equal parameters, and for no others.
+    """Return a key that is equal for equal parameters, and for no others.
 
-    Models are told apart by their content, files by size and time of change, functions and classes
-    by identity. What may have changed unseen equals nothing, so that what depends on it is built
-    anew every time.
+    Models are compared by their content, files by size and modification time, functions and
+    classes by identity. Objects whose content cannot be compared get a key that equals no other,
+    so that whatever depends on them is built every time.
     """
     if isinstance(value, _PLAIN):
         return type(value), value
@@ -91,14 +91,14 @@ def fingerprint(value: Any) -> Any:
 
 
 def model_fingerprint(model: Any) -> Any:
-    """Return the fingerprint of a `ModelLike`; of a path, that of the files."""
+    """Return the fingerprint of a `ModelLike`; for a path, that of the model's files."""
     if not isinstance(model, (str, os.PathLike)):
         return fingerprint(model)
     path = Path(model)
     try:
         stamp = _stamp(path)
         return os.fspath(path), stamp, tuple(map(_stamp, _data_files(path, stamp)))
-    except Exception:  # missing or no model: reading it to build something says what is wrong
+    except Exception:  # missing or no model: the error is raised where it is read
         return object()
 
 

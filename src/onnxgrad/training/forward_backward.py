@@ -34,7 +34,7 @@ Tensor: TypeAlias = np.ndarray | ort.OrtValue
 class OrtGradientForwardBackward:
     """A model, its weights as inputs, whose forward and backward passes are called separately.
 
-    The loss, and what follows the gradient, lie elsewhere: in Python, in another framework.
+    Loss and optimizer are yours, in Python or in another framework.
 
     Args:
         onnx_model: model, serialized model or path; never modified.
@@ -43,28 +43,40 @@ class OrtGradientForwardBackward:
         input_names: the inputs, in the order in which they are passed; None for those of the model.
         output_names: the outputs, in the order in which they are returned; None for those of the
             model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
-        class_name: what the pair of passes is called, in messages and names of files.
+        class_name: name of the pair of passes in messages and names of files.
         sess_options: `onnxruntime.SessionOptions` of both sessions.
-        providers: a device, as "cpu" or "cuda:1", or execution providers of onnxruntime, as it
-            takes them: a list of names or of pairs (name, options). None is the CPU.
+        providers: a device, as "cpu" or "cuda:1", or execution providers as onnxruntime takes
+            them: a list of names or of pairs (name, options). None is the CPU.
         provider_options: options of a list of names, a dict for each.
         run_options: `onnxruntime.RunOptions` of every call.
-        graph_builder_config: None. It configured the gradients of onnxruntime-training.
-        device_index: number of the GPU, if `providers` or their options do not say it.
-        enable_logging: report every call through `logging`, to stderr where it is not configured.
-        debug: look for NaN and infinity in what is returned.
+        graph_builder_config: must be None; it configured the gradients of onnxruntime-training.
+        device_index: number of the GPU, if neither `providers` nor their options contain it.
+        enable_logging: report every call through `logging`, to stderr if it is not configured.
+        debug: raise `EvaluationError` for NaN and infinity in the results of the passes.
 
     Attributes:
-        input_names, weights_to_train, output_names: as they are passed and returned.
+        input_names, weights_to_train, output_names: in the order in which they are passed and
+            returned.
         partition: the forward and the backward model, `onnxgrad.Partition`.
         cls_type_: the class of what `new_instance` returns.
 
     Raises:
-        ValueError: an unknown name, inputs that are missing, a `graph_builder_config`.
+        ValueError: an unknown name, missing inputs, a `graph_builder_config`.
         ProviderError: a provider that the installed onnxruntime does not have, or numbers of GPUs
             that contradict each other.
         ModelError: `onnx_model` cannot be read.
-        NoGradientRule: an operator on the way has no rule.
+        NoGradientRule: an operator between weights or inputs and an output has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> passes = og.OrtGradientForwardBackward(model).new_instance()
+        >>> [y] = passes.forward([np.float32([[1, 2]]), np.float32([2, 3])], training=True)
+        >>> dx, dw = passes.backward([np.ones_like(y)])
+        >>> y.tolist(), dx.tolist(), dw.tolist()
+        ([[2.0, 6.0]], [[2.0, 3.0]], [1.0, 2.0])
     """
 
     def __init__(
@@ -108,7 +120,7 @@ class OrtGradientForwardBackward:
         self.read = [x.name for x in self.partition.backward.graph.input]
 
     def new_instance(self) -> OrtGradientForwardBackwardFunction:
-        """Return a pair of passes, which keeps what its last forward pass saved."""
+        """Return a pair of passes, which stores what its last forward pass saved."""
         return OrtGradientForwardBackwardFunction(self)
 
     @property
@@ -130,7 +142,7 @@ class OrtGradientForwardBackward:
         return forward, backward
 
     def graphs(self) -> dict[str, ModelProto]:
-        """Return the models by the names that `save_onnx_graph` has for them."""
+        """Return the models by their names in `save_onnx_graph`."""
         parts = self.partition
         outputs = [y.name for y in parts.forward.graph.output][: len(self.output_names)]
         return {
@@ -146,23 +158,24 @@ class OrtGradientForwardBackward:
         prefix: str | None = None,
         suffix: str | None = None,
     ) -> dict[str, Any]:
-        """Write the graphs into `folder`, which is made if it is missing.
+        """Write the graphs into `folder`, which is created if it is missing.
 
         The names of the files are `<prefix><class_name>.<name><suffix>.onnx`.
 
         Returns:
-            `{name: path}`, or with `bytes` in place of the folder `{name: serialized model}`.
+            `{name: path}`, or with `bytes` instead of a folder `{name: serialized model}`.
             `_trained_onnx` is the joint graph with its YieldOp, `_optimized_pre_grad_model` the
-            model with its weights as inputs; `_forward_onnx` and `_backward_onnx` are what runs.
+            model with its weights as inputs; `_forward_onnx` and `_backward_onnx` are the models
+            that run.
 
         Raises:
-            ValueError: `class_name`, with which the names of the files begin, is no plain name.
+            ValueError: `class_name` cannot be part of the name of a file.
             OSError: the folder cannot be written.
         """
         return write_models(self.graphs(), folder, f"{prefix or ''}{self.class_name}.", suffix)
 
     def check(self, what: str, value: Any, dtype: ir.DataType | None, shape: Dims | None) -> Tensor:
-        """Return `value` as it can be bound, or raise for what does not fit."""
+        """Return `value` in a form that can be bound, or raise if it does not fit."""
         if value is None:
             raise ValueError(f"{what} is None")
         if isinstance(value, ort.OrtValue):
@@ -181,102 +194,102 @@ class OrtGradientForwardBackward:
         return value
 
     def returned(
-        self, which: str, names: Sequence[str], made: list[ort.OrtValue], given: Sequence[Any]
+        self, which: str, names: Sequence[str], results: list[ort.OrtValue], inputs: Sequence[Any]
     ) -> list[Tensor]:
-        """Return results as what was given: OrtValues or arrays."""
+        """Return results as OrtValues if any of `inputs` is one, else as arrays."""
         if self.enable_logging:
             with reporting(logging.INFO):
                 logger.info("%s of %s: %s", which, self.class_name, ", ".join(names))
         if self.debug:
-            for name, value in zip(names, made, strict=True):
+            for name, value in zip(names, results, strict=True):
                 array = value.numpy()
                 if array.dtype.kind == "f" and not np.isfinite(array).all():
                     raise EvaluationError(f"{which}: {name!r} holds NaN or infinity")
-        if any(isinstance(v, ort.OrtValue) for v in given):
-            return made
-        return [np.array(v.numpy()) for v in made]  # copies: the backward pass may read the values
+        if any(isinstance(v, ort.OrtValue) for v in inputs):
+            return results
+        return [np.array(v.numpy()) for v in results]  # copies: backward may read the values
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "sessions"}
 
     def __repr__(self) -> str:
-        taken = ", ".join(map(printable, [*self.input_names, *self.weights_to_train]))
-        returned = ", ".join(map(printable, self.output_names))
-        return f"{type(self).__name__}({taken} -> {returned})"
+        inputs = ", ".join(map(printable, [*self.input_names, *self.weights_to_train]))
+        outputs = ", ".join(map(printable, self.output_names))
+        return f"{type(self).__name__}({inputs} -> {outputs})"
 
 
 class OrtGradientForwardBackwardFunction:
-    """The two passes of an `OrtGradientForwardBackward`; `new_instance` makes one.
+    """The two passes of an `OrtGradientForwardBackward`, see `new_instance`.
 
-    Not to be shared by threads: each takes an instance of its own.
+    Threads cannot share an instance: each needs its own.
     """
 
     def __init__(self, parent: OrtGradientForwardBackward) -> None:
         self.parent = parent
         self._outputs: list[ort.OrtValue] | None = None  # of the last pass for training
-        self._kept: dict[str, Tensor] | None = None  # what its backward pass reads
+        self._saved: dict[str, Tensor] | None = None  # what its backward pass reads
 
     def forward(self, inputs: Sequence[Tensor], training: bool = False) -> list[Tensor]:
         """Return the outputs of the model.
 
         Args:
-            inputs: the inputs of the model, then the weights, arrays or OrtValues. What is passed
-                for training must not change until the backward pass.
-            training: save what the backward pass needs, in place of what was saved before.
+            inputs: the inputs of the model, then the weights, arrays or OrtValues. With `training`,
+                do not modify them before the backward pass.
+            training: save what the backward pass needs, and forget what was saved before.
 
         Returns:
             The outputs, OrtValues if any of the inputs is one, else arrays.
 
         Raises:
-            ValueError: another number of inputs, one of another dtype, rank or fixed length, or on
-                another device.
+            ValueError: another number of inputs, or an input of another dtype, shape or device.
         """
         parent, names = self.parent, self.parent.output_names
-        taken = [*parent.input_names, *parent.weights_to_train]
+        expected = [*parent.input_names, *parent.weights_to_train]
         if isinstance(inputs, Mapping):
-            raise ValueError(f"forward takes a list, of the inputs {taken}, not a dict")
+            raise ValueError(f"forward takes a list, of the inputs {expected}, not a dict")
         inputs = [wrapped(v) for v in inputs]
-        if len(inputs) != len(taken):
-            raise ValueError(f"forward takes {len(taken)} inputs {taken}, not {len(inputs)}")
-        fed = {
+        if len(inputs) != len(expected):
+            raise ValueError(f"forward takes {len(expected)} inputs {expected}, not {len(inputs)}")
+        feed = {
             str(x.name): parent.check(f"input {x.name!r}", value, x.dtype, dims(x))
             for x, value in zip(parent.inputs, inputs, strict=True)
         }
         saved = [t.name for t in parent.partition.saved if t.name not in names] if training else []
-        made = self._forward.run(fed, [*names, *saved], parent.run_options)
+        results = self._forward.run(feed, [*names, *saved], parent.run_options)
         if training:
-            kept = fed | dict(zip([*names, *saved], made, strict=True))
-            self._outputs = made[: len(names)]
-            self._kept = {name: kept[name] for name in parent.read if name in kept}
-        return parent.returned("forward", names, made[: len(names)], inputs)
+            values = feed | dict(zip([*names, *saved], results, strict=True))
+            self._outputs = results[: len(names)]
+            self._saved = {name: values[name] for name in parent.read if name in values}
+        return parent.returned("forward", names, results[: len(names)], inputs)
 
     def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of the inputs and of the weights.
 
         Args:
-            grad_outputs: what arrives at each output, of its shape and dtype; None for nothing, as
-                at an output of integers.
+            grad_outputs: the cotangent of each output, of its shape and dtype; None for zeros, and
+                for an integer output.
 
         Returns:
-            One for each input of the model, then for each weight; None where there is none. They
-            are OrtValues if any of `grad_outputs` is one, else arrays.
+            The gradient with respect to each input of the model, then to each weight; None where
+            there is none. They are OrtValues if any of `grad_outputs` is one, else arrays.
 
         Raises:
-            EvaluationError: no forward pass for training came before, or its backward pass did.
-            ValueError: another number of gradients, or one of another shape, dtype or device.
+            EvaluationError: there was no forward pass for training, or its backward pass was
+                called already.
+            ValueError: another number of cotangents, or one of another shape, dtype or device.
         """
-        parent, outputs, kept = self.parent, self._outputs, self._kept
+        parent, outputs, saved = self.parent, self._outputs, self._saved
         grad_outputs = [wrapped(g) for g in grad_outputs]
         if outputs is None:
             raise EvaluationError("backward comes after forward(inputs, training=True)")
-        if kept is None:
+        if saved is None:
             raise EvaluationError("backward was called already: call forward(..., training=True)")
         if len(grad_outputs) != len(outputs):
             raise ValueError(
                 f"backward takes {len(outputs)} gradients, of {parent.output_names}, "
                 f"not {len(grad_outputs)}"
             )
-        fed = dict(kept)
+        feed = dict(saved)
         for name, y, g in zip(parent.output_names, outputs, grad_outputs, strict=True):
             dtype, shape = session_dtype(y.data_type()), tuple(y.shape())
             if g is not None:
@@ -284,14 +297,14 @@ class OrtGradientForwardBackwardFunction:
             elif dtype is not None:
                 g = np.zeros(shape, dtype.numpy())
             if name in parent.partition.cotangents:
-                fed[parent.partition.cotangents[name]] = g
+                feed[parent.partition.cotangents[name]] = g
         names = [y.name for y in parent.partition.backward.graph.output]
-        made = self._backward.run(fed, names, parent.run_options)
-        self._kept = None
-        given = parent.returned("backward", names, made, grad_outputs)
-        found = dict(zip(names, given, strict=True))
-        gradients = parent.partition.gradients
-        return [found.get(gradients.get(str(x.name), "")) for x in parent.inputs]
+        results = self._backward.run(feed, names, parent.run_options)
+        self._saved = None
+        gradients = parent.returned("backward", names, results, grad_outputs)
+        by_name = dict(zip(names, gradients, strict=True))
+        gradient_names = parent.partition.gradients
+        return [by_name.get(gradient_names.get(str(x.name), "")) for x in parent.inputs]
 
     def save_onnx_graph(
         self,
@@ -311,7 +324,7 @@ class OrtGradientForwardBackwardFunction:
         return Binding(self.parent.sessions[1], self.parent.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"parent": self.parent, "_outputs": None, "_kept": None}
+        return {"parent": self.parent, "_outputs": None, "_saved": None}
 
     def __repr__(self) -> str:
         return f"{printable(self.parent.class_name)}({self.parent!r})"

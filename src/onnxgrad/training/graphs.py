@@ -1,4 +1,4 @@
-"""The graphs that make up the training of a model whose loss is outside."""
+"""The graphs of a training with the loss outside of the model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def training_graphs(
     loss: BaseLearningLoss,
     penalty: BaseLearningPenalty,
 ) -> Graphs:
-    """Return the graphs by name; the objective, which is that of `proto`, and the rate are used."""
+    """Return the graphs by name; this modifies the objective, built from `proto`, and the rate."""
     prediction, row_weight = objective.prediction, objective.row_weight
     output, shape = str(prediction.name), dims(prediction)
     shape = ("N", "k") if shape is None else ("N", *shape[1:])
@@ -45,15 +45,15 @@ def training_graphs(
     penalty = copy.deepcopy(penalty).build_onnx_function(opset, dtype=dtype, names=step.weights)
     return {
         "model_onnx": proto,
-        "learning_rate": _made_by(rate),
-        "learning_loss": _made_by(loss),
-        "learning_penalty": _made_by(penalty),
+        "learning_rate": _models_of(rate),
+        "learning_loss": _models_of(loss),
+        "learning_penalty": _models_of(penalty),
         "zero_onnx_": function_onnx_graph("zero", opset, dtype),
         "train_function_": passes.graphs(),
         "epoch_onnx_": build_epoch(step),
     }
 
 
-def _made_by(piece: Any) -> dict[str, ModelProto]:
+def _models_of(piece: Any) -> dict[str, ModelProto]:
     """Return the models among the attributes of `piece`."""
     return {name: value for name, value in vars(piece).items() if isinstance(value, ModelProto)}

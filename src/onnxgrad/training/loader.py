@@ -1,4 +1,4 @@
-"""Batches for a loop of one's own: drawn from arrays, as arrays, as OrtValues, or bound."""
+"""Batches for your own training loop: as arrays, as OrtValues, or bound to a session."""
 
 from __future__ import annotations
 
@@ -15,21 +15,29 @@ from onnxgrad.runtime.values import owned
 
 
 class OrtDataLoader:
-    """Draws every row once per pass, in batches, the last of which may be shorter.
+    """Draws batches from arrays, every row once per pass; the last batch may be shorter.
 
     Args:
         X: features, (N, ...), kept in their dtype.
         y: targets, (N, ...), kept in their dtype and with their columns; (N,) becomes (N, 1).
-        sample_weight: row weights, (N,) or (N, 1), or None; given out as (N,).
+        sample_weight: sample weights, (N,) or (N, 1), or None; yielded as (N,).
         batch_size: rows of a batch, at least 1.
-        device: where OrtValues are put: "cpu", "cuda" or "cuda:1", a GPU by its number.
-        random_iter: draw the rows in random order, another one every pass; else as they are.
+        device: the device of OrtValues: "cpu", "cuda" or "cuda:1", a GPU by its number.
+        random_iter: draw the rows in a new random order for every pass; else in their order.
         random_state: seed of that order, or a `numpy.random.Generator`; None is random.
 
     Raises:
-        ValueError: arrays of different lengths, empty ones, ones that hold no numbers, or a batch
-            of no rows.
-        ProviderError: the installed onnxruntime has none for `device`.
+        ValueError: arrays of different lengths, empty arrays, arrays that are not numeric, or
+            `batch_size` below 1.
+        ProviderError: the installed onnxruntime has no execution provider for `device`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad import OrtDataLoader
+        >>> X = np.arange(10, dtype=np.float32).reshape(5, 2)
+        >>> loader = OrtDataLoader(X, X.sum(axis=1), batch_size=2, random_iter=False)
+        >>> [(x.shape, y.shape) for x, y in loader.iter_numpy()]
+        [((2, 2), (2, 1)), ((2, 2), (2, 1)), ((1, 2), (1, 1))]
     """
 
     def __init__(
@@ -73,16 +81,16 @@ class OrtDataLoader:
 
     @property
     def data(self) -> tuple[np.ndarray, ...]:
-        """The arrays that rows are drawn from: X, y, and the row weights if there are any."""
+        """The arrays that rows are drawn from: X, y, and the sample weights if there are any."""
         return self._arrays
 
     @property
     def desc(self) -> list[tuple[tuple[int, ...], np.dtype]]:
-        """The shape and dtype of each of them."""
+        """The shape and dtype of each array of `data`."""
         return [(array.shape, array.dtype) for array in self._arrays]
 
     def iter_numpy(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield batches (X, y) or (X, y, weight) as arrays: views where the order is kept."""
+        """Yield batches (X, y) or (X, y, weight) as arrays; views without `random_iter`."""
         order = self._rng.permutation(len(self)) if self.random_iter else None
         for start in range(0, len(self), self.batch_size):
             rows = slice(start, start + self.batch_size)
@@ -94,12 +102,12 @@ class OrtDataLoader:
             yield tuple(owned(array, self._device) for array in batch)
 
     def iter_bind(self, bind: ort.IOBinding, names: Sequence[str]) -> Iterator[int]:
-        """Bind batch after batch to inputs of `bind`, and yield the number of its rows.
+        """Bind each batch to inputs of `bind`, and yield its number of rows.
 
         Args:
-            bind: of `session.io_binding()`.
-            names: of the inputs for X, y and the row weights. One more may follow, which is left to
-                the caller, a learning rate for instance.
+            bind: what `session.io_binding()` returned.
+            names: names of the inputs for X, y and the sample weights. One more may follow, of an
+                input that the caller binds, such as a learning rate.
 
         Raises:
             ValueError: another number of names.
@@ -118,9 +126,9 @@ class OrtDataLoader:
             yield batch[0].shape()[0]
 
 
-def _numbers(name: str, given: Any) -> np.ndarray:
-    """Return `given` as a contiguous array with rows."""
-    array = to_numbers(name, given)
+def _numbers(name: str, data: Any) -> np.ndarray:
+    """Return `data` as a contiguous array with rows."""
+    array = to_numbers(name, data)
     if array.ndim == 0 or array.size == 0:
         raise ValueError(f"{name!r} must have rows; its shape is {array.shape}")
     return np.ascontiguousarray(array)

@@ -23,20 +23,37 @@ INTERRUPTED, ERROR = "interrupted", "error"
 
 @dataclass
 class Progress:
-    """Where training stands, after a slice of batches or a validation."""
+    """The progress of training, passed to a callback after slices of batches and validations.
+
+    Attributes:
+        epoch: number of this epoch, from 0.
+        epochs: number of all epochs.
+        rows: rows trained on so far in this epoch.
+        total_rows: rows of an epoch; None in the first epoch of an iterable of batches.
+        loss: mean loss of a row so far in this epoch.
+        validation_loss: that of the last validation; None before the first.
+        rows_per_second: speed of this epoch so far.
+
+    Examples:
+        >>> from onnxgrad.training.loop import Progress
+        >>> def stop_at_small_loss(progress: Progress) -> bool:
+        ...     return progress.loss > 1e-3  # False ends `fit(X, y, callback=stop_at_small_loss)`
+        >>> stop_at_small_loss(Progress(0, 10, 32, 100, 0.25, None, 1e5))
+        True
+    """
 
     epoch: int
     epochs: int
     rows: int
     total_rows: int | None
-    loss: float  # mean loss of a row so far in this epoch
+    loss: float
     validation_loss: float | None
     rows_per_second: float
 
 
 @dataclass
 class Loop:
-    """The epochs of one call of `fit`, after all that can be checked beforehand."""
+    """The epochs of one call of `fit`, whose arguments are checked already."""
 
     state: TrainState
     runner: Runner
@@ -53,15 +70,15 @@ class Loop:
 
     @property
     def moved(self) -> bool:
-        """Tell whether a slice of batches was finished."""
+        """Return whether a slice of batches was finished."""
         return self.runner.now is not self._began
 
     def run(self, callback: Callable[[Progress], Any]) -> str:
-        """Run until the last epoch or a callback ends it; returns which of them did.
+        """Run until the last epoch or until a callback ends it; return `MAX_ITER` or `CALLBACK`.
 
         Raises:
             ConvergenceError: the loss, a weight or the validation loss is not finite.
-            ValueError: the callback returned something else than it may.
+            ValueError: the callback returned an invalid value.
         """
         if self.log_steps:
             logger.info("fit: %s on %s", self.state.optimizer, self.runner.device)
@@ -79,7 +96,7 @@ class Loop:
         return MAX_ITER
 
     def _epoch(self, epoch: int, callback: Callable[[Progress], Any]) -> tuple[Progress, bool]:
-        """Run one epoch; returns where it ended, and whether the callback ended it."""
+        """Run one epoch; return its last progress, and whether the callback ended it."""
         rate, state = self.rate.value, self.state
         assert rate is not None
         state.learning_rate = rate
@@ -89,7 +106,7 @@ class Loop:
             if losses is None:
                 raise self._diverged("the loss or a weight", epoch, "the state before it is kept")
             rows += piece.batches * piece.rows
-            total = float(np.cumsum([total, *losses])[-1])  # however the epoch is cut
+            total = float(np.cumsum([total, *losses])[-1])  # the same for any slices
             speed = rows / max(time.perf_counter() - start, 1e-9)
             validated = state.validation_losses[-1] if state.validation_losses else None
             loss, every = total / rows, self.source.rows
@@ -126,12 +143,12 @@ class Loop:
 
 
 def _stops(answer: Any) -> bool:
-    """Tell whether what a callback returned ends training."""
+    """Return whether `answer`, which a callback returned, ends training."""
     if answer is None or (isinstance(answer, (bool, np.bool_)) and answer):
         return False
     if isinstance(answer, (bool, np.bool_)) or (isinstance(answer, str) and answer == "stop"):
         return True
     raise ValueError(
-        f"the callback returned {answer!r}: return None or True to go on, "
+        f"the callback returned {answer!r}: return None or True to continue, "
         "False or 'stop' to end training"
     )

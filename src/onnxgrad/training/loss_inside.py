@@ -29,56 +29,71 @@ from onnxgrad.training.trainer import Trainer
 class OrtGradientOptimizer(Trainer):
     """Trains the weights of a model that computes its loss, on the ordinary onnxruntime.
 
-    A batch is drawn, its gradient and the update of the weights are computed by one model, and one
-    call of onnxruntime runs many batches. The learning rate applies to the mean gradient of a row:
-    for a loss that is a sum over rows it is divided by the rows of the batch.
+    One model computes the gradient of a batch and updates the weights, and one call of onnxruntime
+    runs many batches. The learning rate applies to the mean of the rows' gradients: the gradient of
+    a loss that is a sum over rows is divided by the number of rows of the batch.
 
     Args:
         model_onnx: model, serialized model or path, with a loss output (`add_loss_output`).
         weights_to_train: names of float constants of the model. None: those that play
-            the role of a weight, see `trainable`; a warning names what is uncertain.
-        loss_output_name: the output that holds the loss, one number; a sum over rows where
-            `add_loss_output` does not know better.
+            the role of a weight, see `trainable`; a warning names uncertain ones.
+        loss_output_name: the output that is the loss, of one element; it counts as a sum over rows
+            unless `add_loss_output` noted in the model that it is a mean.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
         training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
             optimizer of `onnxgrad` such as `adam(b1=0.8)`.
         batch_size: rows of a batch.
-        learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
-            momentum, and goes with "SGDOptimizer" only.
+        learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` has its own
+            momentum, and requires "SGDOptimizer".
         device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
-        warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
-            are empty again for another optimizer, and when weights are added.
-        verbose: 1 reports every epoch through `logging`, to stderr where it is not configured.
+        warm_start: `fit` continues from the last `fit`, slots and step number included; the slots
+            start empty for another optimizer, and when weights are added.
+        verbose: 1 reports every epoch through `logging`, to stderr if it is not configured.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         saved_gradient: path to which `fit` saves the gradient model, with inputs for data and
-            weights, the loss and `<weight>_grad` as outputs; the training model, which is what
-            runs, goes to the same path with ".training.onnx" behind it.
-        sample_weight_name: name of the input of row weights.
+            weights, the loss and `<weight>_grad` as outputs; the training model that runs is
+            saved to the same path with ".training.onnx" appended.
+        sample_weight_name: name of the input of sample weights.
         random_state: seed of the order of rows and of `weight_init`; None draws a new one.
         weight_init: "model" starts from the model's weights. "glorot" (Glorot & Bengio 2010,
-            uniform) and "normal" (standard normal) draw those of two axes or more anew.
+            uniform) and "normal" (standard normal) initialize those of rank 2 or more.
 
     Attributes:
         train_losses_: mean loss of a row, per epoch.
         validation_losses_: the same for the validation rows, per validation.
         trained_coef_: `{name: array}`, the trained weights.
-        n_iter_: epochs done.
-        n_steps_: batches that the optimizer has counted.
+        n_iter_: number of finished epochs.
+        n_steps_: step number of the optimizer: the batches since its slots were empty.
         learning_rate_: the rate of the last epoch.
-        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (of the loss, a
+        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (the loss, a
             weight or the validation loss), "interrupted" (Ctrl-C), or "error" (any other); None
             while it runs.
-        feature_names_in_: the columns, if `fit` got a table of which they have names.
+        feature_names_in_: the names of the columns of X, if `fit` was called with a table.
         train_session_: an `onnxruntime.InferenceSession` of the gradient model, as
             `saved_gradient` saves it, for one batch.
         input_names_, output_names_: those of `train_session_`: data, label and weights; the loss
             and the gradients.
-        train_function_: the model as a forward and a backward pass (`OrtGradientForwardBackward`),
-            of the inputs of the model and then the trained weights.
+        train_function_: the forward and the backward pass of the model
+            (`OrtGradientForwardBackward`); its inputs are those of the model, then the trained
+            weights.
         cls_type_: the class of `train_function_`.
 
-    During `fit`, a callback reads them as they are at that moment. The sessions and passes are
-    built when they are asked for.
+    A callback of `fit` reads their current values. Sessions and passes are built on demand.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
+        ... ''')
+        >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+        >>> y = X @ np.float32([[2], [3]])
+        >>> trainer = og.OrtGradientOptimizer(
+        ...     og.add_loss_output(model), training_optimizer_name="momentum", learning_rate=0.02
+        ... )
+        >>> trainer.fit(X, y).get_state()["w"].ravel().round(2).tolist()
+        [2.0, 3.0]
+        >>> trained = trainer.get_trained_onnx(model)
     """
 
     def __init__(
@@ -145,19 +160,19 @@ class OrtGradientOptimizer(Trainer):
         return {name: array.copy() for name, array in self._fitted().values.weights.items()}
 
     def set_state(self, state: Mapping[str, np.ndarray], check_trained: bool = False) -> Self:
-        """Set weights, `{name: array}`; with `warm_start` the next `fit` goes on from them.
+        """Set weights, `{name: array}`; with `warm_start` the next `fit` starts from them.
 
         Args:
-            state: values of weights, trained or not; the others stay as they are.
-            check_trained: refuse what the last `fit` did not train.
+            state: values of weights, trained or not; other weights are unchanged.
+            check_trained: raise for weights that the last `fit` did not train.
 
         Raises:
-            ValueError: a name that no float tensor of the model has, or an array of another shape;
-                with `check_trained`, a weight that was not trained.
+            ValueError: a name that no float constant of the model has, or an array of another
+                shape; with `check_trained`, a weight that was not trained.
             NotFittedError: `check_trained`, and there was no `fit`.
         """
-        new = self._check_weights(state, check_trained)
-        started = self._start()
-        old = started.values
-        started.values = replace(old, weights=old.weights | new)
+        weights = self._check_weights(state, check_trained)
+        fitted = self._state_to_set()
+        old = fitted.values
+        fitted.values = replace(old, weights=old.weights | weights)
         return self

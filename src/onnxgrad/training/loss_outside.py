@@ -35,61 +35,78 @@ _PIECES = ("learning_rate", "learning_loss", "learning_penalty")
 
 
 class OrtGradientForwardBackwardOptimizer(Trainer):
-    """Trains the weights of a model that predicts; loss and penalty are objects beside it.
+    """Trains the weights of a model that predicts; loss and penalty are separate objects.
 
-    What is minimized is the sum over the rows of w l(f, y), w the row's weight, plus the penalties
-    of the weights; the learning rate applies to its gradient divided by the rows of the batch. As
-    in `OrtGradientOptimizer`, forward, loss, backward and update are one model, of which one call
-    of onnxruntime runs many batches. `score` makes it an estimator for `GridSearchCV`.
+    The objective is the sum over rows of w l(f, y), where w is the sample weight, plus the
+    penalties of the weights; the learning rate applies to its gradient divided by the number of
+    rows of the batch. As in `OrtGradientOptimizer`, one model computes forward pass, loss, backward
+    pass and update, and one call of onnxruntime runs many batches. `score` makes the trainer an
+    estimator for `GridSearchCV`.
 
     Args:
-        model_onnx: model, serialized model or path, with one float output, of one row or more
-            numbers for each row of the input (`select_model_inputs_outputs` keeps one).
+        model_onnx: model, serialized model or path, with one float output, (rows,) or (rows, ...)
+            (`select_model_inputs_outputs` keeps one of several).
         weights_to_train: names of float constants of the model. None: those that play
-            the role of a weight, see `trainable`; a warning names what is uncertain.
+            the role of a weight, see `trainable`; a warning names uncertain ones.
         loss_output_name: name of the loss in the saved graphs.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
         training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
             optimizer of `onnxgrad` such as `adam(b1=0.8)`.
         batch_size: rows of a batch.
-        learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` brings its own
-            momentum, and goes with "SGDOptimizer" only.
+        learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` has its own
+            momentum, and requires "SGDOptimizer".
         device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
-        warm_start: `fit` goes on from the last `fit`, slots and step number included; the slots
-            are empty again for another optimizer, and when weights are added.
-        verbose: 1 reports every epoch through `logging`, to stderr where it is not configured.
+        warm_start: `fit` continues from the last `fit`, slots and step number included; the slots
+            start empty for another optimizer, and when weights are added.
+        verbose: 1 reports every epoch through `logging`, to stderr if it is not configured.
         validation_every: epochs between two validations, or below 1 a share of `max_iter`.
         learning_loss: name, function or `BaseLearningLoss` (see `BaseLearningLoss.select`).
-        enable_logging: as `verbose`, and every call of the runtime at level DEBUG.
-        weight_name: name of the row weights in the saved graphs; None leaves them out there.
+        enable_logging: as `verbose`, and every call of onnxruntime at level DEBUG.
+        weight_name: name of the sample weights in the saved graphs; None: these have none.
         learning_penalty: None, a name, number, `BaseLearningPenalty`, or `{weight: penalty}`.
-        exc: whether NaN or infinity raises; else it warns, and `fit` ends.
+        exc: whether NaN or infinity raises; otherwise a warning is issued and `fit` ends.
         random_state: seed of the order of rows and of `weight_init`; None draws a new one.
         weight_init: "model" starts from the model's weights. "glorot" (Glorot & Bengio 2010,
-            uniform) and "normal" (standard normal) draw those of two axes or more anew.
+            uniform) and "normal" (standard normal) initialize those of rank 2 or more.
 
     Attributes:
         train_losses_: mean loss of a row, per epoch, the penalty of each batch included.
         validation_losses_: the same for the validation rows, per validation.
         trained_coef_: `{name: OrtValue}`, the trained weights.
-        n_iter_: epochs done.
-        n_steps_: batches that the optimizer has counted.
+        n_iter_: number of finished epochs.
+        n_steps_: step number of the optimizer: the batches since its slots were empty.
         learning_rate_: the rate of the last epoch.
-        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (of the loss, a
+        stop_reason_: why the last `fit` ended: "max_iter", "callback", "not finite" (the loss, a
             weight or the validation loss), "interrupted" (Ctrl-C), or "error" (any other); None
             while it runs.
-        feature_names_in_: the columns, if `fit` got a table of which they have names.
+        feature_names_in_: the names of the columns of X, if `fit` was called with a table.
         train_session_: the model as an `OrtGradientForwardBackward`.
         train_function_: its forward and backward pass, an instance of `cls_type_`.
-        input_names_: what `train_function_.forward` takes: the inputs, then the trained weights.
-        output_names_: the gradients that `train_function_.backward` returns for them, None where
-            there is none.
+        input_names_: the inputs of `train_function_.forward`: those of the model, then the trained
+            weights.
+        output_names_: names of the gradients that `train_function_.backward` returns, one per
+            input; None for an input without gradient.
         epoch_onnx_: an epoch, one of the graphs of `save_onnx_graph`. The others are
             `loss_grad_onnx_`, `loss_score_onnx_`, `axpy_onnx_` (`axpyw_onnx_` with momentum),
             `zero_onnx_` and, with a penalty, `penalty_onnx_` and `penalty_grad_onnx_`.
 
-    During `fit`, a callback reads them as they are at that moment. The sessions and graphs are
-    built when they are asked for.
+    A callback of `fit` reads their current values. Sessions and graphs are built on demand.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
+        ... ''')
+        >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+        >>> y = X @ np.float32([[2], [3]])
+        >>> trainer = og.OrtGradientForwardBackwardOptimizer(
+        ...     model, training_optimizer_name="momentum", learning_rate=0.02
+        ... )
+        >>> trainer.fit(X, y).predict(np.float32([[1, 1]])).round(2).tolist()
+        [[5.0]]
+        >>> trainer.score(X, y) > -1e-4
+        True
     """
 
     learning_loss = Selected(BaseLearningLoss.select)
@@ -167,8 +184,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def losses(self, X: Any, y: Any = None, sample_weight: Any = None) -> np.ndarray:
         """Return the loss of every row, times its weight, in the order of the rows: (rows,).
 
-        Arguments and errors are those of `fit`. Penalties, which are of weights and not of rows,
-        are left out.
+        Arguments and errors are those of `fit`. Penalties are not included.
         """
         weighted = sample_weight is not None or is_iterable_of_batches(X, y)
         compute = self._built(
@@ -181,18 +197,18 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Return the negative mean of `losses`: higher is better.
 
-        With row weights, that is the sum of w l divided by the number of rows, as in
+        With sample weights, that mean is the sum of w l divided by the number of rows, as in
         `train_losses_`, and not by the sum of the weights.
         """
         return -float(self.losses(X, y, sample_weight).mean(dtype=np.float64))
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return what the trained model computes for `X`, an array, a table or a dict of them.
+        """Return the output of the trained model for `X`, an array, a table or a dict of them.
 
-        One column is returned flat, (rows,), if the labels of `fit` were.
+        A single column is returned with shape (rows,) if the labels of `fit` had that shape.
 
         Raises:
-            ValueError: data that the inputs do not take, or nothing was trained.
+            ValueError: data that the inputs do not accept, or nothing was trained.
         """
         compute = self._built("prediction", self._prediction, self._fitted().values)
         predictions = compute(compute.fields.inputs(X))
@@ -210,19 +226,19 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     # -- state --------------------------------------------------------------------------------
 
     def get_state(self, kind: Any = "weight") -> Any:
-        """Return a copy of what was trained, by the name of the weight.
+        """Return a copy of the weights or of the slots of the optimizer, by name.
 
         Args:
-            kind: "weight": `{name: OrtValue}`. "grad": what the optimizer keeps of the gradients,
-                `{name: {slot: OrtValue}}`. A list of kinds: a list of these.
+            kind: "weight": `{name: OrtValue}`. "grad": the slots, `{name: {slot: OrtValue}}`. A
+                list of kinds: a list of these.
 
         Raises:
-            ValueError: nothing was trained, or another kind.
+            ValueError: nothing was trained, or an unknown kind.
         """
         if not isinstance(kind, str):
             return [self.get_state(k) for k in kind]
         values, device = self._fitted().values, Device.of(self.device).check()
-        if _known_kind(kind) == "weight":
+        if _check_kind(kind) == "weight":
             return {name: owned(array, device) for name, array in values.weights.items()}
         return {
             name: {slot: owned(a, device) for slot, a in values.slots.get(name, {}).items()}
@@ -230,7 +246,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         }
 
     def get_full_state(self, kind: Any = "weight") -> Any:
-        """Return `get_state` for all inputs of training, in their order; None for data."""
+        """Return `get_state` with the data inputs of the model first, of value None."""
         if not isinstance(kind, str):
             return [self.get_full_state(k) for k in kind]
         state = self.get_state(kind)
@@ -239,60 +255,60 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def set_state(
         self, state: Any, kind: Any = "weight", zero: bool = False, check_trained: bool = False
     ) -> Self:
-        """Set what `get_state` returns; with `warm_start` the next `fit` goes on from it.
+        """Set what `get_state` returns; with `warm_start` the next `fit` continues from it.
 
         Args:
             state: `{name: array or OrtValue}`, or for the kind "grad" `{name: {slot: array or
-                OrtValue}}`; None stands for what is not set, such as data. For a list of kinds, a
-                list of these.
+                OrtValue}}`; entries of value None, such as data inputs, are skipped. For a list of
+                kinds, a list of these.
             kind: "weight", "grad", or a list of them.
-            zero: set zeros in place of the values given. Where no slot is left but zeros, the steps
-                are counted anew, too.
-            check_trained: refuse weights that the last `fit` did not train.
+            zero: set zeros instead of the values in `state`. If all slots become zero, the step
+                number is reset, too.
+            check_trained: raise for weights that the last `fit` did not train.
 
         Raises:
-            ValueError: a kind, weight or slot that is not known, or an array of another shape; with
+            ValueError: an unknown kind, weight or slot, or an array of another shape; with
                 `check_trained`, a weight that was not trained.
             NotFittedError: `check_trained`, and there was no `fit`.
         """
         several = not isinstance(kind, str)
         pairs = list(zip(kind, state, strict=True)) if several else [(kind, state)]
         checked = [(k, self._check_state(k, one, zero, check_trained)) for k, one in pairs]
-        started = self._start()
+        fitted = self._state_to_set()
         for k, new in checked:
-            old = started.values
+            old = fitted.values
             if k == "weight":
-                started.values = replace(old, weights=old.weights | new)
+                fitted.values = replace(old, weights=old.weights | new)
             else:
-                self._set_slots(started, new, zero)
+                self._set_slots(fitted, new, zero)
         return self
 
     def _check_state(
         self, kind: str, state: State, zero: bool, check_trained: bool
     ) -> dict[str, Any]:
-        """Return copies of what is given, as arrays."""
-        _known_kind(kind)
+        """Return the entries of `state` that are not None, as arrays."""
+        _check_kind(kind)
         if not isinstance(state, Mapping):
             raise ValueError(f"a state is a dict by name, not {type(state).__name__}")
-        wanted = {name: value for name, value in state.items() if value is not None}
+        entries = {name: value for name, value in state.items() if value is not None}
         if kind == "weight":
-            arrays = {name: to_numpy(value) for name, value in wanted.items()}
+            arrays = {name: to_numpy(value) for name, value in entries.items()}
             new = self._check_weights(arrays, check_trained)
             return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
-        known = self._known()
-        self._check_weights({n: known[n] for n in wanted if n in known}, check_trained)
-        valid = self._select_optimizer(self._check()).slots
-        for name, slots in wanted.items():
-            if name not in known:
-                raise unknown("weight", name, known)
+        weights = self._float_constants()
+        self._check_weights({n: weights[n] for n in entries if n in weights}, check_trained)
+        valid = self._rate_and_optimizer()[1].slots
+        for name, slots in entries.items():
+            if name not in weights:
+                raise unknown("weight", name, weights)
             for slot in () if zero else slots:
                 if slot not in valid:
                     raise unknown(f"slot of {name!r}", slot, valid)
         if zero:
-            return {name: dict.fromkeys(valid, np.zeros_like(known[name])) for name in wanted}
+            return {name: dict.fromkeys(valid, np.zeros_like(weights[name])) for name in entries}
         checked: dict[str, dict[str, np.ndarray]] = {}
         for slot in valid:
-            arrays = {name: to_numpy(s[slot]) for name, s in wanted.items() if slot in s}
+            arrays = {name: to_numpy(s[slot]) for name, s in entries.items() if slot in s}
             for name, array in self._check_weights(arrays).items():
                 checked.setdefault(name, {})[slot] = array
         return checked
@@ -300,11 +316,11 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
     def _set_slots(
         self, state: TrainState, new: dict[str, dict[str, np.ndarray]], zero: bool
     ) -> None:
-        optimizer, old = self._select_optimizer(self._check()), state.values
+        (_, optimizer), old = self._rate_and_optimizer(), state.values
         slots, steps = old.slots, old.steps
         if optimizer != state.optimizer or (zero and new.keys() >= slots.keys()):
             slots, steps = {}, 0
-        names = self._names()  # those not given start at zero
+        names = self._names()  # slots that are not set start at zero
         slots = {name: {} for name in names} | slots
         slots |= {name: slots.get(name, {}) | arrays for name, arrays in new.items()}
         state.values = replace(old, slots=slots, steps=steps)
@@ -322,26 +338,26 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         prefix: str | None = None,
         suffix: str | None = None,
     ) -> dict[str, Any]:
-        """Save the graphs that make up the training, before or after `fit`.
+        """Save the graphs of the training, before or after `fit`.
 
         Args:
-            folder: where to, created where it is missing; `bytes` saves nothing.
-            prefix: what the names of the files begin with, such as `<prefix>model_onnx.onnx`.
+            folder: where to save, created if it is missing; `bytes` saves nothing.
+            prefix: prefix of the names of the files, as in `<prefix>model_onnx.onnx`.
             suffix: what follows the name of the graph, as in `zero_onnx_<suffix>.onnx`.
 
         Returns:
             Paths, or with `bytes` serialized models, in nested dictionaries: `model_onnx`;
             `learning_rate`: `axpy_onnx_`, or `axpyw_onnx_` with momentum; `learning_loss`:
             `loss_grad_onnx_`, `loss_score_onnx_`; `learning_penalty`: `penalty_onnx_`,
-            `penalty_grad_onnx_` where there is one; `zero_onnx_`; `train_function_`: the graphs of
-            `OrtGradientForwardBackward`; `epoch_onnx_`, which is all of that in one, and the model
-            that training runs.
+            `penalty_grad_onnx_` if there is a penalty; `zero_onnx_`; `train_function_`: the graphs
+            of `OrtGradientForwardBackward`; `epoch_onnx_`: the model that training runs, in which
+            all of these are combined.
         """
         return write_models(self._graphs(), folder, prefix, suffix)
 
     def _graphs(self) -> Graphs:
-        rate = self._check()
-        optimizer, proto = self._select_optimizer(rate), self._model(vars(self).get("_state"))
+        rate, optimizer = self._rate_and_optimizer()
+        proto = self._model(vars(self).get("_state"))
         names = self._names()
         self._check_names(names)
         objective = self._objective(proto, names, False)
@@ -371,7 +387,7 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
         return [passes.partition.gradients.get(name) for name in self.input_names_]
 
 
-def _known_kind(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     if kind not in ("weight", "grad"):
         raise unknown("kind of state", kind, ["weight", "grad"])
     return kind

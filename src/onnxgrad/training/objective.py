@@ -1,6 +1,6 @@
-"""The objective: what training minimizes, and where its gradient starts.
+"""The objective: the loss that training minimizes, and the cotangents that the sweep starts with.
 
-The loss is either inside of the model, or written behind its prediction by a `BaseLearningLoss`.
+The loss is either an output of the model, or a `BaseLearningLoss` writes it into the graph.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from onnxgrad.losses.penalties import BaseLearningPenalty
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 
-BATCH = "onnxgrad_rows"  # a symbol that no model has for another axis
+BATCH = "onnxgrad_rows"  # a symbolic dimension that no model uses
 
 
 @dataclass
 class Objective:
-    """A prepared graph, its inputs sorted, the loss, and where the gradient starts.
+    """A prepared graph, its data inputs and weights, the loss, and the cotangents of the sweep.
 
-    `seeds` says for some values what gradient arrives there; None for one number that is the loss
-    or a part of it. `tables` says into which tables data inputs hold indices, `names` what the
-    columns were called that an earlier training fed them, and `stored` which elements of sparse
-    weights are stored: the others are not trained.
+    `seeds` maps values to their cotangents; None stands for one, at the loss or a term of it.
+    `tables` are those into which data inputs contain indices, `names` the names of the columns in
+    an earlier training, and `stored` masks of the stored elements of sparse weights: only these
+    are trained.
     """
 
     model: ir.Model
@@ -55,7 +55,7 @@ class Objective:
     stored: Mapping[str, np.ndarray] = field(kw_only=True)
 
     def compute(self, *values: ir.Value) -> ModelProto:
-        """Return the model from data and weights to some values, which takes up the graph."""
+        """Return the model from data and weights to `values`; this modifies the graph."""
         self.model.graph.outputs[:] = values
         tidy(self.model)
         return to_proto(self.model)
@@ -66,14 +66,14 @@ class LossOutside(Objective):
     """The objective of a model whose loss is outside of it."""
 
     prediction: ir.Value
-    losses: ir.Value  # (rows,): what every row adds to the loss
+    losses: ir.Value  # (rows,): the term of the loss that belongs to each row
 
 
 def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight: str) -> Objective:
     """Return the objective of a model that computes its loss, as the output `loss`.
 
     Raises:
-        ValueError: unknown names, a weight that is no float, or a loss of several numbers.
+        ValueError: unknown names, a weight that is no float, or a loss of several elements.
     """
     model = prepare(proto, batch=BATCH, output=loss)
     found, data = model.graph.outputs[0], list(model.graph.inputs)
@@ -90,6 +90,7 @@ def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight
 def _about(
     proto: ModelProto, graph: ir.Graph, data: Sequence[ir.Value], weights: Sequence[str]
 ) -> dict[str, Any]:
+    """Return the fields of an `Objective` that describe data and weights."""
     return {
         "tables": tables(graph, data),
         "names": read_names(proto),
@@ -98,7 +99,7 @@ def _about(
 
 
 def predicted(proto: ModelProto) -> str:
-    """Return the name of the output that a loss outside of the model judges.
+    """Return the name of the output that a loss outside of the model is applied to.
 
     Raises:
         ValueError: the model has none, or several.
@@ -117,19 +118,19 @@ def loss_outside(
 ) -> LossOutside:
     """Return the objective of a model and a loss of its prediction.
 
-    The gradient starts at the prediction, from what the loss writes, and at the penalty.
+    The sweep starts at the prediction, with the gradient that the loss writes, and at the penalty.
 
     Args:
         proto: the model, with one float output.
-        weights: names of the weights, those that the penalty is for.
+        weights: names of the weights, to which the penalty applies.
         learning_loss: writes the loss and its gradient.
-        penalty: what is added for the weights.
+        penalty: the penalty of the weights.
         loss_name: name of the loss in the graph.
-        weight_name: name of the input of row weights; None for none.
+        weight_name: name of the input of sample weights; None for none.
 
     Raises:
         ValueError: unknown names, a weight that is no float, several outputs, or a prediction that
-            the loss does not take.
+            the loss does not accept.
     """
     model = prepare(proto, batch=BATCH, output=predicted(proto))
     graph, data = model.graph, list(model.graph.inputs)
@@ -166,7 +167,7 @@ def loss_outside(
 def _require_rows(
     op: Emit, model: ir.Model, loss: BaseLearningLoss, prediction: ir.Value, label: ir.Value
 ) -> None:
-    """Raise if the loss is one number for all rows, which row weights would be multiplied with."""
+    """Raise if the loss is reduced to one number, which sample weights cannot weigh by row."""
     losses = loss.loss(op, prediction, label)
     if losses.shape is None:
         infer(model)

@@ -1,4 +1,4 @@
-"""Computations on data of any number of rows: what a trained model predicts, and its losses."""
+"""Predictions and losses of a trained model, for data of any number of rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Computation:
 
     @property
     def fields(self) -> Fields:
-        """What checks the data of one call: names of columns that it sees first are not kept."""
+        """A copy of `checks` for one call, so that it does not store names of columns."""
         fields = copy.copy(self.checks)
         fields.names = self.checks.names.copy()
         return fields
@@ -41,12 +41,12 @@ class Computation:
 
 
 def prediction(proto: ModelProto, objective: LossOutside, device: Device) -> Computation:
-    """Return what computes the output of `proto` that the loss of `objective` judges."""
+    """Return the computation of the output of `proto` that is compared with the labels."""
     return _computation(proto, predicted(proto), objective, work(objective.model.graph), device)
 
 
 def row_losses(objective: LossOutside, device: Device) -> Computation:
-    """Return what computes the loss of every row, which takes up the graph of `objective`."""
+    """Return the computation of the loss of every row; this modifies the graph of `objective`."""
     multiply_adds = work(objective.model.graph)
     model = objective.compute(objective.losses)
     return _computation(model, model.graph.output[0].name, objective, multiply_adds, device)

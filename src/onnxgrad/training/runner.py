@@ -1,4 +1,4 @@
-"""Running the models of training: the epoch, and the loss of other rows."""
+"""Running the models of training: the epoch, and the loss of validation data."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from onnxgrad.training.objective import Objective
 from onnxgrad.training.state import Values
 from onnxgrad.training.step import Step
 
-SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C stay alive
-ROWS = 1024  # of one call of the evaluation
+SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
+ROWS = 1024  # rows per call of an evaluation
 
 
 class Runner:
@@ -42,8 +42,8 @@ class Runner:
             states.append(group.pack(values.weights))
             for slot in group.slots:
                 zeros = {name: np.zeros(shape) for name, shape in group.shapes.items()}
-                kept = {n: s[slot] for n, s in values.slots.items() if slot in s and n in zeros}
-                states.append(group.pack(zeros | kept))
+                saved = {n: s[slot] for n, s in values.slots.items() if slot in s and n in zeros}
+                states.append(group.pack(zeros | saved))
         self.now = [self.device.ortvalue(state) for state in states], values.steps
 
     def budget(self) -> int:
@@ -51,9 +51,9 @@ class Runner:
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
     def run(self, piece: Slice, rate: float) -> np.ndarray | None:
-        """Train on the batches of `piece`; returns the summed loss of each.
+        """Train on the batches of `piece`; return the summed loss of each.
 
-        None where the loss or a weight is not finite: the states are then left as they were.
+        Return None, and leave the states unchanged, if the loss or a weight is not finite.
         """
         start = time.perf_counter()
         binding, (states, done) = self.session.io_binding(), self.now
@@ -69,13 +69,16 @@ class Runner:
         values = losses.numpy().astype(np.float64)
         if not np.isfinite(values).all() or not all(np.isfinite(s.numpy()).all() for s in states):
             return None
-        self.now = states, done + piece.batches  # at once: an interruption never parts them
+        self.now = states, done + piece.batches  # in one assignment, which cannot be interrupted
         self.last = piece.batches
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return values.ravel() * (piece.rows if self.mean else 1)
 
     def _scalars(self, piece: Slice, rate: float, done: int) -> list[np.ndarray]:
-        """Return what the epoch is fed beside the data; a sum over rows is divided by them."""
+        """Return the inputs of the epoch other than states and data.
+
+        The gradient of a loss that is a sum over rows is divided by the number of rows.
+        """
         step, count, inverse = self.step, piece.batches, 1.0 if self.mean else 1 / piece.rows
         kind = step.rate_dtype
         minus_rate = -rate * (inverse if step.inverse_rows is None else 1.0)
@@ -105,7 +108,7 @@ class Runner:
 
 
 class Evaluation:
-    """The loss of given rows under given weights."""
+    """The loss of fixed data for any weights."""
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class Evaluation:
 def pieces(
     arrays: Mapping[str, np.ndarray], size: int
 ) -> Iterator[tuple[dict[str, np.ndarray], int]]:
-    """Yield the arrays in pieces of `size` rows, the last one shorter, and the rows of each."""
+    """Yield the arrays in pieces of `size` rows, the last one shorter, and the rows of a piece."""
     count = len(next(iter(arrays.values())))
     for start in range(0, count, size):
         rows = min(size, count - start)

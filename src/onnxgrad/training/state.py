@@ -1,4 +1,4 @@
-"""The state: what training carries from step to step, in one object."""
+"""The state of training: weights, slots, losses, random numbers, in one object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxgrad.optimizers import Optimizer
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """Weights and slots by name, and the steps that led to them: replaced, never changed."""
+    """Weights and slots by name, and the number of steps done; replaced, never modified."""
 
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     slots: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Values:
 
 
 class OnDevice(Protocol):
-    """Weights and slots on a device, and how often they were replaced there: a `Runner`."""
+    """Weights and slots on a device, and the number of steps done there: a `Runner`."""
 
     now: tuple[Any, int]
 
@@ -34,39 +34,59 @@ class OnDevice(Protocol):
     def unpacked(
         self, states: Any
     ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-        """Return weights and slots by name, of the first entry of `now`."""
+        """Return weights and slots by name, from `states`, the first entry of `now`."""
 
 
 class TrainState:
-    """What training carries from step to step; the only object that holds it.
+    """The state of training; no other object stores any part of it.
 
-    While `fit` runs, the weights and slots are on the device. `values` reads them from there, so
-    that they are those of the last slice of batches, whoever asks.
+    While `fit` runs, the weights and slots are on the device, and `values` reads them from there:
+    a callback sees those after the last slice of batches.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
-        self.optimizer: Optimizer | None = None  # whose slots these are
-        self.trained: list[str] = []  # names of the weights that the last `fit` moved
+        self.optimizer: Optimizer | None = None  # to which the slots belong
+        self.trained: list[str] = []  # names of the weights that the last `fit` trained
         self.losses: list[float] = []
         self.validation_losses: list[float] = []
         self.learning_rate: float | None = None
         self.stop_reason: str | None = None
         self.flat = False  # whether the labels of `fit` had one axis
-        self.columns: list[str] | None = None  # of the table that `fit` got
-        self.names = Names()  # of the columns of all inputs and of the label
+        self.columns: list[str] | None = None  # of the table X of `fit`
+        self.names = Names()  # of the columns for all inputs and the label
         self._values = Values()
         self._runner: OnDevice | None = None
-        self._read: tuple[object, Values] | None = None  # from the runner, and when
+        self._read: tuple[object, Values] | None = None  # runner.now, and its values
+
+    @classmethod
+    def drawn(
+        cls, weights: dict[str, np.ndarray], weight_init: str, random_state: int | None
+    ) -> TrainState:
+        """Return a state in which the weights are initialized, with empty slots."""
+        rng = np.random.default_rng(random_state)
+        state, initial = cls(rng), INITS[weight_init]
+        state.values = Values({name: initial(rng, array) for name, array in weights.items()})
+        return state
+
+    def resumed(self, weights: dict[str, np.ndarray], optimizer: Optimizer) -> TrainState:
+        """Return a copy that trains `weights`; slots are kept if they exist for all of these."""
+        state, old = self.copy(), self.values
+        same = optimizer == self.optimizer and old.slots.keys() >= weights.keys()
+        weights = old.weights | weights
+        state.values = Values(weights, old.slots, old.steps) if same else Values(weights)
+        return state
 
     @property
     def values(self) -> Values:
-        """The weights, slots and steps of this moment."""
+        """The current weights, slots and steps."""
         runner, old = self._runner, self._values
         if runner is None:
             return old
         now, read = runner.now, self._read
-        if read is None or read[0] is not now:  # one object, as other threads may read, too
+        if (
+            read is None or read[0] is not now
+        ):  # compared by identity, assigned at once: other threads read it, too
             weights, slots = runner.unpacked(now[0])
             self._read = read = now, Values(old.weights | weights, old.slots | slots, now[1])
         return read[1]
@@ -80,16 +100,16 @@ class TrainState:
 
     @property
     def running(self) -> bool:
-        """Tell whether `fit` is running."""
+        """Return whether `fit` is running."""
         return self._runner is not None
 
     def begin(self, runner: OnDevice) -> None:
-        """Put the values on the device of `runner`, which changes them from now on."""
+        """Copy the values to the device of `runner`, where training changes them until `end`."""
         runner.load(self._values)
         self._runner, self._read = runner, (runner.now, self._values)
 
     def end(self) -> None:
-        """Take the values back from the device; if that fails, those read last are kept."""
+        """Copy the values back from the device; if that fails, keep those that were read last."""
         try:
             self._values = self.values
         except BaseException:
@@ -100,7 +120,7 @@ class TrainState:
             self._runner = self._read = None
 
     def copy(self) -> TrainState:
-        """Return a state that goes its own way from here, and is not running."""
+        """Return an independent copy, which is not running."""
         new = copy.copy(self)
         new.losses, new.validation_losses = list(self.losses), list(self.validation_losses)
         new.rng, new.names = copy.deepcopy(self.rng), self.names.copy()

@@ -19,7 +19,7 @@ from onnxgrad.optimizers import Inputs, Optimizer
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective
 
-PACKED = 1 << 14  # elements: to copy a weight this small costs less than the nodes of its update
+PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Group:
 class Step:
     """The step's graph: states, data, minus_learning_rate, step in; new states, loss out.
 
-    The step number is an input only where the optimizer reads it. `inverse_rows`, by which the
-    gradient is multiplied, is read from outside: it is the same for all steps of a call. There is
-    none where the optimizer begins with the learning rate, which can be divided instead.
+    The step number is an input only if the optimizer reads it. `inverse_rows`, by which the
+    gradient is multiplied, is a captured value, as it is the same for all steps of a call. It is
+    None if the optimizer begins with the learning rate, which is divided instead.
     """
 
     model: ir.Model
@@ -80,7 +80,7 @@ class Step:
 
     @property
     def counts(self) -> bool:
-        """Tell whether the step number is an input."""
+        """Return whether the step number is an input."""
         return self.step in self.model.graph.inputs
 
     def like_loss(self, number: float) -> np.ndarray:
@@ -103,23 +103,23 @@ def build_step(objective: Objective, optimizer: Optimizer) -> Step:
         ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
-    graph, found, trained = objective.model.graph, objective.loss, objective.weights
+    graph, loss, trained = objective.model.graph, objective.loss, objective.weights
     multiply_adds, op = work(graph), Emit(graph)
-    inverse_rows = None if optimizer.rate_first else _input(op, "inverse_rows", found)
+    inverse_rows = None if optimizer.rate_first else _input(op, "inverse_rows", loss)
     gradients = sweep(op, _seeds(op, objective, inverse_rows), trained)
     if not gradients:
         refuse_quantized(list(graph), objective.data, objective.seeds)
         names = [str(w.name) for w in trained]
-        raise ValueError(f"no differentiable path from any of {names} to the loss {found.name!r}")
+        raise ValueError(f"no differentiable path from any of {names} to the loss {loss.name!r}")
     for w in gradients:
-        if (stored := objective.stored.get(str(w.name))) is not None:  # what is zero stays zero
+        if (stored := objective.stored.get(str(w.name))) is not None:  # sparse: others stay zero
             with op:
                 gradients[w] = op.set_type_like(gradients[w] * stored.astype(numpy_dtype(w)), w)
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
 
-    together = _together(gradients, PACKED if optimizer.elementwise else 0)
-    groups = [_pack(op, members, gradients, optimizer) for members in together]
+    partition = _partition(gradients, PACKED if optimizer.elementwise else 0)
+    groups = [_pack(op, members, gradients, optimizer) for members in partition]
     widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)
     rate, number = (
         _input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
@@ -129,37 +129,43 @@ def build_step(objective: Objective, optimizer: Optimizer) -> Step:
         for group, g in groups:
             scalars = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
             u, new = optimizer.update(op, g, group.slots, Inputs(group.state, *scalars))
-            updated += [_moved(op, group.state, u), *(new[slot] for slot in group.slots)]
+            updated += [_sum(op, group.state, u), *(new[slot] for slot in group.slots)]
     states = [v for group, _ in groups for v in group.inputs]
     graph.inputs[:] = [*states, *objective.data, rate, *([number] if number.uses() else [])]
-    protected = {*graph.inputs, found}
+    protected = {*graph.inputs, loss}
     graph.outputs[:] = [
         op.name_output(new, f"{old.name}.new", old, protected)
         for old, new in zip(states, updated, strict=True)
-    ] + [found]
+    ] + [loss]
     tidy(objective.model)
-    lost = [str(w.name) for w in unreached]
-    made = [group for group, _ in groups]
     return Step(
-        objective.model, made, objective.data, rate, number, inverse_rows, lost, multiply_adds
+        model=objective.model,
+        groups=[group for group, _ in groups],
+        data=objective.data,
+        minus_learning_rate=rate,
+        step=number,
+        inverse_rows=inverse_rows,
+        unreached=[str(w.name) for w in unreached],
+        work=multiply_adds,
     )
 
 
 def _seeds(
     op: Emit, objective: Objective, inverse_rows: ir.Value | None
 ) -> dict[ir.Value, ir.Value]:
-    """Return what arrives where the gradient starts, times `inverse_rows` where it is read."""
-    made = {}
+    """Return the cotangents that the sweep starts with, times `inverse_rows` if there is one."""
+    cotangents = {}
     with op:
         for value, g in objective.seeds.items():
             if g is None:
-                made[value] = inverse_rows or op.ones_like(value)
+                cotangents[value] = inverse_rows or op.ones_like(value)
             elif inverse_rows is None:
-                made[value] = g
+                cotangents[value] = g
             else:
                 broadcasts = (shapes.rank(g) or 0) >= (shapes.rank(inverse_rows) or 0)
-                made[value] = g * (inverse_rows if broadcasts else op.Reshape(inverse_rows, []))
-    return made
+                factor = inverse_rows if broadcasts else op.Reshape(inverse_rows, [])
+                cotangents[value] = g * factor
+    return cotangents
 
 
 def _input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
@@ -168,8 +174,8 @@ def _input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -
     )
 
 
-def _together(weights: Iterable[ir.Value], limit: int) -> list[list[ir.Value]]:
-    """Put weights of up to `limit` elements together by dtype, and every other one by itself."""
+def _partition(weights: Iterable[ir.Value], limit: int) -> list[list[ir.Value]]:
+    """Return the weights in groups: those of up to `limit` elements by dtype, others alone."""
     groups: dict[object, list[ir.Value]] = {}
     for w in weights:
         groups.setdefault(w.dtype if 0 < _size(w) <= limit else w.name, []).append(w)
@@ -185,7 +191,7 @@ def _pack(
 ) -> tuple[Group, ir.Value]:
     """Return the group of `members` and the gradient of its state.
 
-    Several become one input that the graph splits into them, so that the update is written once.
+    Several weights become one input, which the graph splits, so that their update is written once.
     """
     if len(members) == 1:
         state, g = members[0], gradients[members[0]]
@@ -207,15 +213,15 @@ def _pack(
     ), g
 
 
-def _moved(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
-    """Return state + u; where u is a sum itself, as one node."""
+def _sum(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
+    """Return state + u, as one node if u is a sum itself."""
     node = u.producer()
     assert node is not None
     return op.Sum(state, *node.inputs) if node.op_type == "Add" else op.Add(state, u)
 
 
 def _only_broadcast(w: ir.Value) -> bool:
-    """Tell whether `w`, all axes but the last of length one, may as well have only that axis."""
+    """Return whether `w` only broadcasts, so that its axes of length one can be dropped."""
     shape = shapes.dims(w) or ()
     return all(d == 1 for d in shape[:-1]) and all(
         node.op_type in ("Add", "Sub", "Mul", "Div")

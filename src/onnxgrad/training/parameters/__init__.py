@@ -1,1 +1,1 @@
-"""What trains by default, and why."""
+"""Which constants of a model train by default, and why."""

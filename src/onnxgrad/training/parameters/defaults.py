@@ -1,4 +1,4 @@
-"""`trainable`: which constants of a model train when none is named, and why."""
+"""`trainable`: which constants of a model train by default, and why."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _LISTED = 12  # tensors that a message names
 
 @dataclass(frozen=True)
 class Tensor:
-    """A float constant of a model, and whether it trains when no weight is named.
+    """A float constant of a model, and whether it trains by default.
 
     Attributes:
-        name: the name under which trainers take it.
-        shape: lengths of its axes.
+        name: its name, as in `weights_to_train`.
+        shape: its shape.
         dtype: "float32", "float64", "float16" or "bfloat16".
         size: number of its elements.
         trains: whether it trains by default.
-        why: the role that it plays, or the reason why it does not train.
-        doubtful: whether trainers warn that they train it, or that they do not.
+        why: its role in the graph, or the reason why it does not train.
+        doubtful: whether trainers warn about the decision.
     """
 
     name: str
@@ -63,9 +63,9 @@ class Tensors(list[Tensor]):
             for row in (head, *rows)
         ]
         trained = [t for t in self if t.trains]
-        numbers = sum(t.size for t in trained)
-        count = f"{len(trained)} of {len(self)} float constants train: {numbers:,} numbers"
-        return "\n".join([*lines, count])
+        size = sum(t.size for t in trained)
+        summary = f"{len(trained)} of {len(self)} float constants train: {size:,} numbers"
+        return "\n".join([*lines, summary])
 
     __repr__ = __str__
 
@@ -73,29 +73,35 @@ class Tensors(list[Tensor]):
 def trainable(model: ModelLike) -> Tensors:
     """Return the float constants of `model`, which of them train by default, and why.
 
-    A tensor trains when it plays the role of a weight: factor of a product with data, bias behind
-    one, scale or bias of a normalization, table of an embedding, and so on. Masks, running
-    statistics, tables of sines, scales of attention or of images and other parts of formulas do
-    not. Trainers, `OnnxModule` and the command line take these weights where none are named; names
-    that a user lists are trained in any case.
+    A tensor trains if its role in the graph is that of a weight: factor of a product with data,
+    bias added to one, scale or bias of a normalization, table of an embedding, and so on. Masks,
+    running statistics, tables of sines, scales of attention or of images and other constants of
+    formulas do not. Trainers, `OnnxModule` and the command line train these weights by default, and
+    any others that the user names.
 
     Args:
         model: model, serialized model or path; not modified.
 
     Returns:
-        A list of `Tensor`, in the order of the graph, which prints as a table. `name`, `shape`,
-        `dtype`, `size`, `trains` and `why` are its attributes.
+        A list of tensors in the order of the graph, with attributes `name`, `shape`, `dtype`,
+        `size`, `trains` and `why`; it prints as a table.
 
     Raises:
         ModelError: `model` cannot be read, or computes with maps.
 
-    Example:
-        ```python
-        import onnxgrad as og
-
-        print(og.trainable("model.onnx"))
-        names = [t.name for t in og.trainable("model.onnx") if t.trains and t.size > 100]
-        ```
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)
+        ...     <float[2] units = {0.1, 0.2}, float[2,1] w = {1.0, 2.0}>
+        ...     { scaled = Mul(x, units) y = MatMul(scaled, w) }''')
+        >>> print(og.trainable(model))
+        name   shape   dtype    trains  why
+        units  [2]     float32  no      a factor of an input before any weight (Mul)
+        w      [2, 1]  float32  yes     factor of MatMul
+        1 of 2 float constants train: 2 numbers
+        >>> [t.name for t in og.trainable(model) if t.trains]
+        ['w']
     """
     proto = read(model)
     inner = to_ir(inlined(proto, lifted=True))
@@ -126,23 +132,23 @@ def trainable(model: ModelLike) -> Tensors:
 
 
 def default_weights(proto: ModelProto, announce: bool = False, needed: bool = True) -> list[str]:
-    """Return the names of the weights that train when none is named.
+    """Return the names of the weights that train by default.
 
-    With `announce`, each tensor that is left out is logged with the reason; a single number that
-    may be learned, or a large tensor of an uncertain role, is named in a warning.
+    With `announce`, each float constant that does not train is logged with the reason, and a
+    warning names uncertain ones: single numbers that may be learned, and large tensors.
 
     Raises:
-        ValueError: none of the float constants trains, where weights are `needed`.
+        ValueError: weights are `needed`, and none of the float constants trains.
     """
     rows = trainable(proto)
     names = [t.name for t in rows if t.trains]
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
-        return [t.name for t in rows]  # their gradient is refused, with the reason
+        return [t.name for t in rows]  # the sweep raises an error that explains why
     if rows and not names and needed:
-        left = [t for t in rows if not t.trains]
+        untrained = [t for t in rows if not t.trains]
         raise ValueError(
-            f"none of the float constants is a weight by its role: {listed(left)}. Name those to "
-            "train"
+            f"none of the float constants is a weight by its role: {listed(untrained)}. Name those "
+            "to train"
         )
     if announce:
         _announce(rows)
@@ -150,21 +156,21 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
 
 
 def _announce(rows: Tensors) -> None:
-    left = [t for t in rows if not t.trains]
-    if left:
-        logger.info("not trained by default: %s", listed(left, len(left)))
+    untrained = [t for t in rows if not t.trains]
+    if untrained:
+        logger.info("not trained by default: %s", listed(untrained, len(untrained)))
     doubtful = [t for t in rows if t.doubtful]
     if doubtful:
-        said = "; ".join(
+        decisions = "; ".join(
             f"{printable(t.name)!r} {'trains' if t.trains else 'does not train'}: {t.why}"
             for t in doubtful[:_LISTED]
         )
-        message = f"{said}{_more(doubtful)}. List the weights to choose otherwise"
+        message = f"{decisions}{_more(doubtful)}. List the weights to choose otherwise"
         warnings.warn(message, stacklevel=_frames_inside() + 1)
 
 
 def _frames_inside() -> int:
-    """Return how many frames of this package are above the caller's, its own included."""
+    """Return the number of frames of this package from the caller up, for `stacklevel`."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("onnxgrad"):
@@ -186,9 +192,9 @@ def _verdict(
     array: np.ndarray,
     parameter: bool | None,
 ) -> Verdict:
-    """Judge by the role; where the exporter states what a tensor is, that decides."""
+    """Return the verdict of the role, or of the exporter if it states what the tensor is."""
     if name not in values:
-        return Verdict(False, "nothing reads it")
+        return Verdict(False, "no node reads it")
     verdict = roles.judge(name, values[name], array)
     if parameter is False and verdict.trains:
         return Verdict(False, f"a buffer, as its exporter states ({verdict.why})")

@@ -1,4 +1,4 @@
-"""What the numbers of a constant, its name, and the notes of an exporter tell about it."""
+"""Evidence that a constant is a weight: its elements, its name, and the metadata of exporters."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import numpy as np
 import onnx_ir as ir
 from onnx import GraphProto
 
-HUGE = 9e3  # nothing learned that is added is as large; masks of float16 begin at -1e4
+HUGE = 9e3  # larger than any learned bias; masks of float16 begin at -1e4
 
-_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"  # of PyTorch's exporter, for values
-_NOTE = "pkg.torch.onnx.fx_node"  # the node of PyTorch's graph that a node was written for
+# metadata keys of PyTorch's exporter: the kind of a value, and the FX node of a node
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+_NOTE = "pkg.torch.onnx.fx_node"
 
-# names that exporters and optimizers count up for constants of formulas
+# numbered names that exporters and optimizers generate for constants
 _COUNTED = re.compile(
     r"""(.*/)?(Constant|ConstantOfShape|ConstantFolding|Const)(_\d+)*(_output_\d+)?(:\d+)?
     | (.*/)?(val|const|_?const_fold\w*|ortshared|scalar_tensor|_?tensor_constant|lifted_tensor
@@ -24,7 +25,7 @@ _COUNTED = re.compile(
     | .*cst\d* | [\d_.:]+ | _\w*""",
     re.VERBOSE,
 )
-# the result of a function of constants, under which an exporter or optimizer stored it
+# names of the results of constant folding
 _FOLDED = re.compile(r"(.*/)?(exp|softplus|sigmoid|tanh)(_\d+)?(_output_\d+)?", re.IGNORECASE)
 _LEARNED = re.compile(
     r"""(.*[._/])?\w*(scale|temp|temperature|tau|alpha|beta|gamma|bias|weight|gain|lambda|slope|logit
@@ -41,34 +42,34 @@ _AFFINE = re.compile(
 
 
 def counted(name: str) -> bool:
-    """Tell whether `name` is one of those that exporters count up, and says nothing."""
+    """Return whether `name` is generated and numbered, so that it has no meaning."""
     return _COUNTED.fullmatch(name) is not None
 
 
 def sounds_learned(name: str) -> bool:
-    """Tell whether the name of a single number is that of a parameter, or of a function of one."""
+    """Return whether the name of a scalar is that of a parameter, or of a function of one."""
     if _FOLDED.fullmatch(name):
         return True
     return not counted(name) and _LEARNED.fullmatch(name) is not None
 
 
 def sounds_affine(name: str) -> bool:
-    """Tell whether `name` is that of a weight or bias of a layer."""
+    """Return whether `name` is that of a weight or bias of a layer."""
     return _AFFINE.fullmatch(name) is not None
 
 
 def sounds_fixed(name: str) -> bool:
-    """Tell whether `name` is that of anchors, of a mask, of the units of a target, or the like."""
+    """Return whether `name` is that of anchors, a mask, the units of a target, or the like."""
     return _FIXED.fullmatch(name) is not None
 
 
 def sounds_statistic(name: str) -> bool:
-    """Tell whether `name` is that of a running mean or variance."""
+    """Return whether `name` is that of a running mean or variance."""
     return _STATISTIC.fullmatch(name) is not None
 
 
 def stated_kinds(graph: GraphProto) -> dict[str, bool]:
-    """Return which constants are parameters, as far as PyTorch's exporter states it."""
+    """Return which constants are parameters according to PyTorch's exporter, `{name: bool}`."""
     stated = {
         value.name: entry.value
         for value in (*graph.value_info, *graph.input)
@@ -79,16 +80,16 @@ def stated_kinds(graph: GraphProto) -> dict[str, bool]:
 
 
 def noted_kind(node: ir.Node) -> bool | None:
-    """Return whether the function of PyTorch behind `node` takes parameters; None: not told.
+    """Return whether the FX node of `node` takes parameters; None if the metadata do not say.
 
-    The notes survive onnxruntime's optimizer, where the statements for values do not.
+    These metadata survive onnxruntime's optimizer; those of values do not.
     """
     kinds = set(re.findall(r"%([pbc])_", node.metadata_props.get(_NOTE, "")))
     return None if len(kinds) != 1 else kinds == {"p"}
 
 
 def is_mask(array: np.ndarray) -> bool:
-    """Tell whether added numbers hide something: infinite or huge ones, or two of which one is 0"""
+    """Return whether added numbers mask: infinite or huge ones, or two of which one is zero."""
     if array.size and not np.abs(array).max() < HUGE:
         return True
     distinct = np.unique(array[np.isfinite(array)])
@@ -96,18 +97,18 @@ def is_mask(array: np.ndarray) -> bool:
 
 
 def is_binary(array: np.ndarray) -> bool:
-    """Tell whether an array holds zeros and ones, both of them."""
+    """Return whether an array contains zeros and ones, and nothing else."""
     return array.size > 1 and np.array_equal(np.unique(array), [0, 1])
 
 
 def is_all(array: np.ndarray, number: float | None = None) -> bool:
-    """Tell whether all elements are one number, or that `number`."""
+    """Return whether all elements are equal, and equal to `number` if it is not None."""
     first = array.ravel()[0] if array.size else 0
     return bool((array == (first if number is None else number)).all())
 
 
 def is_linear(array: np.ndarray) -> bool:
-    """Tell whether numbers grow evenly with the distance along the last axis, as ALiBi's do."""
+    """Return whether elements change linearly with distance along the last axis, as in ALiBi."""
     if array.ndim < 2 or array.shape[-1] < 4 or is_all(array):
         return False
     steps = np.diff(array.astype(np.float64), axis=-1)
@@ -116,10 +117,10 @@ def is_linear(array: np.ndarray) -> bool:
 
 
 def is_wave(array: np.ndarray) -> bool:
-    """Tell whether a table holds sines and cosines of positions.
+    """Return whether a table contains sines and cosines of positions.
 
     Either an axis runs over positions: then t[p+1] + t[p-1] = 2 cos(a) t[p], with one angle a for
-    all p. Or sines stand beside their cosines on an axis: the sums of squares agree.
+    all p. Or an axis pairs sines with their cosines: then all sums of two squares are equal.
     """
     table = array.reshape([n for n in array.shape if n > 1])
     if table.ndim < 2 or not np.isfinite(array).all() or is_all(array):
@@ -129,7 +130,7 @@ def is_wave(array: np.ndarray) -> bool:
 
 
 def is_cosine(array: np.ndarray) -> bool:
-    """Tell whether a short table can hold the cosines, or the sines, of positions from zero on."""
+    """Return whether a table may contain the cosines or the sines of positions 0, 1, ..."""
     table = array.reshape([n for n in array.shape if n > 1])
     if table.ndim < 2 or not np.abs(table).max() <= 1 or is_all(table):
         return False
@@ -144,13 +145,13 @@ def _recurs(table: np.ndarray) -> bool:
         factor = np.nan_to_num((sums * middle).sum(0) / (middle * middle).sum(0))
     varies = np.ptp(table, axis=0) > 1e-2 * np.abs(table).max()
     fits = np.abs(sums - factor * middle).max() <= 5e-3 * np.abs(table).max()
-    turns = np.abs(factor) < 1.99  # what grows evenly has 2
+    turns = np.abs(factor) < 1.99  # it is 2 for linear functions
     return bool(fits and (varies & turns).mean() >= 0.05 and (np.abs(factor) <= 2.01).all())
 
 
 def _paired(table: np.ndarray) -> bool:
     rows, width = table.astype(np.float64), table.shape[1]
-    rows = rows[np.abs(rows).max(-1) > 0]  # that of a class token, or of padding, may be zero
+    rows = rows[np.abs(rows).max(-1) > 0]  # without zero rows of class tokens or padding
     if len(rows) < 2 or width < 4 or width % 2 or is_all(rows[1:] - rows[:1]):
         return False
     pairs = [rows.reshape(len(rows), -1, 2)]
@@ -164,20 +165,20 @@ def _paired(table: np.ndarray) -> bool:
 
 
 def is_same_filter(array: np.ndarray) -> bool:
-    """Tell whether the channels have one filter each, and all the same, as one that blurs."""
+    """Return whether all channels have the same single filter, such as a blur."""
     each = array.ndim > 2 and len(array) > 1 and array.shape[1] == 1
     return each and not is_all(array) and is_all(array - array[:1], 0)
 
 
 def is_filter_bank(array: np.ndarray) -> bool:
-    """Tell whether a matrix holds windows of frequencies, one per row or column.
+    """Return whether a matrix contains windows of frequencies, one per row or column.
 
-    A window is one run of positive numbers among zeros. Weights that start as zeros hold none.
+    A window is one run of positive numbers among zeros.
     """
     if array.ndim != 2 or min(array.shape) < 2 or array.size <= 64 or array.min() < 0:
         return False
-    held = array != 0
-    if not 0 < held.mean() < 0.4:
+    nonzero = array != 0
+    if not 0 < nonzero.mean() < 0.4:
         return False
-    edges = (np.diff(np.pad(t.astype(np.int8), ((0, 0), (1, 1)))) for t in (held, held.T))
+    edges = (np.diff(np.pad(t.astype(np.int8), ((0, 0), (1, 1)))) for t in (nonzero, nonzero.T))
     return any((np.count_nonzero(e, axis=1) <= 2).all() for e in edges)

@@ -1,4 +1,4 @@
-"""What the values of a graph are computed from: data, lengths, constants, weights before them."""
+"""From what the values of a graph are computed: data, shapes, constants, weights."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from onnxgrad.training.parameters.operands import (
 
 
 class Flow:
-    """What every value of `graph` and of its subgraphs is computed from.
+    """From what every value of `graph` and of its subgraphs is computed.
 
     Attributes:
         nodes: all nodes, those of subgraphs included.
-        handed: `{value: values}`, where subgraphs take values in and hand results out.
-        data: values that hold numbers computed from the elements of an input, or random ones.
+        bindings: `{value: values}`, from the operands of a node to the inputs of its subgraphs,
+            and from the outputs of these to the results of the node.
+        data: values computed from the elements of an input, or from random numbers.
         positions: values computed from shapes and ranges, and from no data.
-        weighted: data that have met a weight: behind a product with a constant, or a lookup.
-        hidden: values that meet a weight further on.
+        weighted: data computed with a weight: from a product with a constant, or a lookup.
+        hidden: values from which a product with a weight is computed.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
         self.nodes = list(ir.traversal.RecursiveGraphIterator(graph))
-        self.handed: dict[ir.Value, list[ir.Value]] = {}
+        self.bindings: dict[ir.Value, list[ir.Value]] = {}
         for node in self.nodes:
-            for source, target in _handed(node):
-                self.handed.setdefault(source, []).append(target)
+            for source, target in _bindings(node):
+                self.bindings.setdefault(source, []).append(target)
         self.data: set[ir.Value] = set(graph.inputs) - set(graph.initializers.values())
         self._grow(self.data, lambda node: node.op_type in RANDOM - {"Dropout"})
         self.positions: set[ir.Value] = set()
@@ -44,22 +45,22 @@ class Flow:
         self.hidden = self._backward()
 
     def _grow(self, reached: set[ir.Value], starts) -> None:
-        """Add to `reached` all that is computed from it, and from the nodes that start it."""
+        """Add all values computed from `reached`, or from nodes for which `starts` is true."""
         size = -1
         while size != len(reached):
             size = len(reached)
             for node in self.nodes:
                 if starts(node) or not reached.isdisjoint(value_operands(node)):
                     if any(subgraphs(node)):
-                        continue  # what goes in and out of subgraphs is in `handed`
+                        continue  # see `bindings`
                     if node.op_type not in OF_SHAPES or starts(node):
                         reached.update(node.outputs)
-            for source, targets in self.handed.items():
+            for source, targets in self.bindings.items():
                 if source in reached:
                     reached.update(targets)
 
     def _weighs(self, node: ir.Node) -> bool:
-        """Tell whether `node` applies a weight to data."""
+        """Return whether `node` applies a weight to data."""
         if domain(node) not in ("", "com.microsoft"):
             return any(x in self.data for x in node.inputs)
         return self.product(node) or any(
@@ -69,7 +70,7 @@ class Flow:
         )
 
     def product(self, node: ir.Node) -> bool:
-        """Tell whether `node` multiplies data by constants, and sums up."""
+        """Return whether `node` is a matrix product or convolution of data with constants."""
         factors = [
             x not in self.data
             for i, x in enumerate(node.inputs)
@@ -78,12 +79,12 @@ class Flow:
         return any(factors) and any(x in self.data for x in node.inputs)
 
     def looks_up(self, node: ir.Node) -> bool:
-        """Tell whether `node` takes rows by indices that are data."""
+        """Return whether `node` gathers by indices that are data."""
         return any(x in self.data for x in node.inputs[1:])
 
     def _backward(self) -> set[ir.Value]:
         back: dict[ir.Value, list[ir.Value]] = {}
-        for source, targets in self.handed.items():
+        for source, targets in self.bindings.items():
             for target in targets:
                 back.setdefault(target, []).append(source)
         hidden: set[ir.Value] = set()
@@ -99,24 +100,24 @@ class Flow:
         return hidden
 
 
-def _handed(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Yield the values that go into subgraphs of `node` with what they are there, and back."""
-    held = list(subgraphs(node))
-    if not held or domain(node):
+def _bindings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yield operands of `node` with inputs of its subgraphs, and their outputs with its results."""
+    graphs = list(subgraphs(node))
+    if not graphs or domain(node):
         return
     pairs: list[tuple[ir.Value | None, ir.Value]] = []
     if node.op_type == "If":
-        for branch in held:
+        for branch in graphs:
             pairs += zip(branch.outputs, node.outputs, strict=False)
     elif node.op_type == "Loop":
         states = len(node.inputs) - 2
-        pairs += zip(node.inputs[2:], held[0].inputs[2:], strict=False)
-        pairs += zip(held[0].outputs[1 : 1 + states], held[0].inputs[2:], strict=False)
-        pairs += zip(held[0].outputs[1:], node.outputs, strict=False)
+        pairs += zip(node.inputs[2:], graphs[0].inputs[2:], strict=False)
+        pairs += zip(graphs[0].outputs[1 : 1 + states], graphs[0].inputs[2:], strict=False)
+        pairs += zip(graphs[0].outputs[1:], node.outputs, strict=False)
     else:  # Scan, SequenceMap
-        pairs += zip(node.inputs, held[0].inputs, strict=False)
+        pairs += zip(node.inputs, graphs[0].inputs, strict=False)
         if node.op_type == "Scan":
             states = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
-            pairs += zip(held[0].outputs[:states], held[0].inputs[:states], strict=False)
-        pairs += zip(held[0].outputs, node.outputs, strict=False)
+            pairs += zip(graphs[0].outputs[:states], graphs[0].inputs[:states], strict=False)
+        pairs += zip(graphs[0].outputs, node.outputs, strict=False)
     yield from ((a, b) for a, b in pairs if a is not None)

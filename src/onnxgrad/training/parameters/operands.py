@@ -1,4 +1,4 @@
-"""What the operands of operators are for: factors, biases, scales, tables, settings."""
+"""The roles of operands: factors, biases, scales, tables, settings."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.operators import OF_SHAPES, PACKS, REORDERS, SELECTS
 
-# a letter for each operand, in order; the last one stands for all that follow
+# letters for the roles of operands; the last letter of an operator applies to all that follow
 LETTERS = {
     "x": "data",
     "a": "added to the data",
@@ -166,7 +166,7 @@ _LEADS = {"RoiAlign": 1, "Gather": 1, "GatherElements": 1, "GatherND": 1, "NonMa
 
 
 def letter(node: ir.Node, index: int) -> str:
-    """Return what operand `index` of `node` is for, a key of `LETTERS`, or "" if nothing is said"""
+    """Return the role of operand `index` of `node`, a key of `LETTERS`, or "" if unknown."""
     letters = OPERANDS.get((domain(node), node.op_type), "")
     return letters[min(index, len(letters) - 1)] if letters else ""
 

@@ -20,7 +20,7 @@ from onnxgrad.training.parameters.surroundings import (
 )
 
 QUANTIZED = "scale or zero point of the quantized"
-_LARGE = 1000  # elements: a tensor that size is seldom no weight
+_LARGE = 1000  # elements: most tensors of that size are weights
 
 
 @dataclass(frozen=True)
@@ -29,28 +29,28 @@ class Verdict:
 
     trains: bool
     why: str
-    doubtful: bool = False  # may be wrong: a learned scalar, or a large tensor left out
+    doubtful: bool = False  # may be wrong: for scalars that train, and large tensors that do not
 
 
 class Roles:
-    """Judges the constants of one graph."""
+    """The roles of the constants of one graph."""
 
     def __init__(self, graph: ir.Graph, from_torch: bool) -> None:
         self.around = Surroundings(graph)
-        self.from_torch = from_torch  # names of initializers that are not counted up tell much
+        self.from_torch = from_torch  # then names of initializers are meaningful
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
-        """Return the verdict of the first use in which `constant` trains, or of the first one."""
+        """Return the verdict of the first use as a weight, or else of the first use."""
         if array.size == 0:
             return Verdict(False, "it is empty")
         if array.dtype.itemsize < 4:
-            array = array.astype(np.float32)  # not all of numpy knows bfloat16
+            array = array.astype(np.float32)  # numpy does not support bfloat16 everywhere
         uses = list(self.around.uses(constant))
         verdicts = [self._judge(name, use, array) for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
         if learned is None:
-            nowhere = Verdict(False, "it meets no data on the way to an output")
-            return next((v for v in verdicts if v.doubtful), [*verdicts, nowhere][0])
+            unused = Verdict(False, "no node combines it with data")
+            return next((v for v in verdicts if v.doubtful), [*verdicts, unused][0])
         if not np.isfinite(array).all():
             return Verdict(False, f"it holds infinite or undefined numbers ({learned.why})")
         statistic = [use.node for use in uses if letter(use.node, use.index) == "r"]
@@ -94,11 +94,11 @@ class Roles:
                 return Verdict(False, f"{QUANTIZED} {where}")
             case "c":
                 return self._setting(name, use, array, where)
-        if any(target in self.around.data for target in self.around.handed.get(use.value, ())):
+        if any(target in self.around.data for target in self.around.bindings.get(use.value, ())):
             return _state(name, array, where)
         operand = f"operand {use.index} of {where}"
         if domain(node) not in ("", "com.microsoft") and array.size > 1:
-            return Verdict(True, f"{operand}, an operator that is not known here")
+            return Verdict(True, f"{operand}, an operator of another domain")
         return Verdict(False, f"{operand}, which takes no weights", array.size > _LARGE)
 
     def _factor(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
@@ -137,21 +137,23 @@ class Roles:
         indices, around = use.node.inputs[1], self.around
         nearest = indices is not None and around.origin(indices, MOVES) == "TopK"
         if nearest and indices not in around.weighted:
-            return Verdict(False, f"stored data that {where} takes for the nearest")
+            return Verdict(False, f"stored data of which {where} gathers the nearest")
         if around.reaches_softmax(use.node.outputs[0]) and evidence.is_mask(array):
-            return Verdict(False, f"mask that {where} takes rows of")
+            return Verdict(False, f"mask of which {where} gathers rows")
         return Verdict(True, f"table of {where}")
 
     def _joined(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
         if array.size == 1 or (evidence.is_all(array) and evidence.counted(name)):
-            return Verdict(False, f"a fixed value beside data in {where}")
+            return Verdict(False, f"a fixed value concatenated with data ({where})")
         if evidence.is_wave(array) or evidence.is_mask(array):
-            return Verdict(False, f"a fixed table beside data in {where}")
+            return Verdict(False, f"a fixed table concatenated with data ({where})")
         if use.at_positions and not use.via <= MOVES | {"Concat", "Add"}:
             return Verdict(False, f"it only combines with computed positions before {where}")
         if use.node.outputs[0] not in self.around.hidden:
-            return Verdict(False, f"beside the results of the last weights in {where}")
-        return Verdict(True, f"learned rows (a class token, queries) beside data in {where}")
+            return Verdict(False, f"concatenated with results of the last weights ({where})")
+        return Verdict(
+            True, f"learned rows (a class token, queries) concatenated with data ({where})"
+        )
 
     def _setting(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
         if use.node.op_type != "Pow" or use.index != 1:
@@ -195,13 +197,13 @@ class Roles:
 
     @staticmethod
     def _is_bias(name: str, array: np.ndarray, product: ir.Node) -> bool:
-        """Tell whether what is added to a product has one number for each of its features."""
+        """Return whether what is added to a product has one number for each of its features."""
         if not array.ndim or sum(n > 1 for n in array.shape) > 1:
             return False
         return array.size > 1 or has_one_feature(product) or evidence.sounds_affine(name)
 
     def _by_neighbours(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-        """Judge by the weights before and behind."""
+        """Return the verdict that follows from weights before and after the node."""
         node, around, said = use.node, self.around, evidence.noted_kind(use.node)
         wide = sum(n > 1 for n in array.shape)
         adds = node.op_type not in FACTORS
@@ -209,18 +211,18 @@ class Roles:
         early = not any(x in around.weighted for x in node.inputs if x is not None)
         if node.outputs[0] in around.hidden:
             if not early:
-                return Verdict(True, f"{verb} what weights computed ({where})")
+                return Verdict(True, f"{verb} a result of weights ({where})")
             if node.op_type == "Add" and wide > 1:
-                return Verdict(True, f"table of positions that is added to an input ({where})")
+                return Verdict(True, f"table of positions, added to an input ({where})")
         elif not early and (said or (said is None and evidence.sounds_affine(name))):
-            return Verdict(True, f"{verb} what the last weights computed ({where})")
+            return Verdict(True, f"{verb} a result of the last weights ({where})")
         if early and node.op_type == "Sub" and wide > 1:
             return Verdict(False, f"stored rows that an input is compared with ({where})")
         if early and (node.outputs[0] in around.hidden or evidence.counted(name)):
             return Verdict(False, f"{verb} an input before any weight ({where})")
         if early:
-            return Verdict(True, f"{verb} an input that meets no other weight ({where})")
-        why = f"{verb} what the last weights computed: anchors, units ({where})"
+            return Verdict(True, f"{verb} an input that no other weight is applied to ({where})")
+        why = f"{verb} a result of the last weights: anchors, units ({where})"
         told = said is not None or evidence.counted(name) or evidence.sounds_fixed(name)
         return Verdict(False, why, array.size > _LARGE or not told)
 
@@ -230,14 +232,18 @@ class Roles:
         return _added_to_scores(array, where)
 
     def _single(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
-        """Judge a single number in a formula: a temperature may be learned."""
+        """Return the verdict for a scalar, which may be learned, such as a temperature."""
         node = use.node
         sounds = evidence.sounds_learned(name)
         if evidence.counted(name) and not sounds:
             return Verdict(False, f"a single number in a formula ({where})")
         if not any(x in self.around.weighted for x in node.inputs if x is not None):
             alone = node.outputs[0] not in self.around.hidden and (array.ndim or sounds)
-            why = "that meets no other weight" if alone else "before any weight"
+            why = (
+                "that is applied to an input, without other weights"
+                if alone
+                else "before any weight"
+            )
             return Verdict(bool(alone), f"a single number {why} ({where})", bool(alone))
         said = evidence.noted_kind(node)
         if said is None:
@@ -248,7 +254,7 @@ class Roles:
         if said is False or (said is None and not sounds):
             doubtful = said is None and self.from_torch and not evidence.sounds_fixed(name)
             return Verdict(False, f"a single number in a formula ({where})", doubtful)
-        return Verdict(True, f"a single number that weights meet: a learned scalar ({where})", True)
+        return Verdict(True, f"a learned scalar: a single number between weights ({where})", True)
 
 
 def _named(node: ir.Node) -> str:

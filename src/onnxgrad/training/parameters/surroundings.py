@@ -1,4 +1,4 @@
-"""Where constants meet data, and what is computed around these nodes."""
+"""The nodes that combine constants with data, and what is computed before and after them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _NORMALIZES = frozenset(
 
 @dataclass(frozen=True)
 class Use:
-    """Where a constant, moved or computed with others, meets data."""
+    """A node that combines a constant, or a value computed from constants, with data."""
 
     node: ir.Node
-    index: int
-    value: ir.Value  # what the constant has become
-    via: frozenset[str]  # the operators on the way
-    at_positions: bool  # whether some were computed from lengths
+    index: int  # of the operand
+    value: ir.Value  # the operand: the constant, or a value computed from it
+    via: frozenset[str]  # the operators that compute `value` from the constant
+    at_positions: bool  # whether one of them has an operand computed from shapes
 
 
 class Surroundings(Flow):
-    """The values of a graph, with what is before and behind them."""
+    """The values of a graph, with what is computed before and after them."""
 
     def uses(self, constant: ir.Value) -> Iterator[Use]:
-        """Yield where `constant` meets data, as it is or computed with other constants."""
+        """Yield the uses of `constant`, itself or in a value computed from constants, with data."""
         seen = {constant}
         waiting: list[tuple[ir.Value, frozenset[str], bool]] = [(constant, frozenset(), False)]
-        for value, via, moved in waiting:  # which grows
+        for value, via, moved in waiting:  # the loop appends to it
             onward: list[tuple[ir.Value, frozenset[str], bool]] = []
-            for target in self.handed.get(value, ()):
+            for target in self.bindings.get(value, ()):
                 if target in self.data:
                     for node, index in _reading(value, target):
                         yield Use(node, index, value, via, moved)
@@ -64,11 +64,11 @@ class Surroundings(Flow):
                     waiting.append(entry)
 
     def _meets(self, node: ir.Node, index: int) -> bool:
-        """Tell whether the role of an operand shows at this node."""
+        """Return whether this node defines the role of its operand."""
         if domain(node) == "ai.onnx.ml":
             return True
         if any(subgraphs(node)) or node.inputs[index] not in value_operands(node):
-            return False  # `handed` leads on; of others, only the shape is read
+            return False  # see `bindings`; others read only the shape
         kind = letter(node, index)
         if kind == "f":
             own = node.op_type in ("MatMul", "Gemm", "Einsum", "FusedMatMul", "TransposeMatMul")
@@ -85,9 +85,9 @@ class Surroundings(Flow):
         return any(x in self.data and x in operands for x in others)
 
     def unbiased(self, value: ir.Value) -> ir.Node | None:
-        """Return the product without bias that `value` is, moved or added to another value."""
+        """Return the product without bias that `value` is a moved copy of, or a sum with data."""
         waiting, seen = [value], {value}
-        for v in waiting:  # which grows
+        for v in waiting:  # the loop appends to it
             node = v.producer()
             if node is None:
                 continue
@@ -109,14 +109,14 @@ class Surroundings(Flow):
         return None
 
     def is_quantized(self, node: ir.Node) -> bool:
-        """Tell whether `node` scales a product of integers, or computes the factor for that."""
+        """Return whether `node` scales a product of integers, or computes the factor for that."""
         origins = [self.origin(x, MOVES) for x in node.inputs if x is not None]
         return any(
             op in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear") for op in origins
         )
 
     def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
-        """Tell whether `value` is divided by a deviation, and if `scaled`, times a constant."""
+        """Return whether `value` is data divided by a deviation, if `scaled` times a constant."""
         node = _producer(value)
         if node is None:
             return False
@@ -132,16 +132,16 @@ class Surroundings(Flow):
         return node.op_type in ("Reciprocal", "Pow", "Sqrt") and _of_means(value)
 
     def scaled_again(self, node: ir.Node) -> bool:
-        """Tell whether a result is multiplied by a constant at once, as GroupNorm is written."""
+        """Return whether the next node multiplies by a constant, as exporters write GroupNorm."""
         [value] = node.outputs
         while len(users := list(value.uses())) == 1 and users[0][0].op_type in MOVES:
             value = users[0][0].outputs[0]
         return any(n.op_type == "Mul" and n.inputs[1 - i] not in self.data for n, i in value.uses())
 
     def makes_waves(self, node: ir.Node) -> bool:
-        """Tell whether the results go into a Sin and into a Cos."""
+        """Return whether a Sin and a Cos read the results."""
         waiting, seen, met = list(node.outputs), set(node.outputs), set[str]()
-        for v in waiting:  # which grows
+        for v in waiting:  # the loop appends to it
             for user, _ in v.uses():
                 if user.op_type in WAVES:
                     met.add(user.op_type)
@@ -151,9 +151,9 @@ class Surroundings(Flow):
         return met == WAVES
 
     def reaches_softmax(self, value: ir.Value) -> bool:
-        """Tell whether `value` is the scores of an attention: a Softmax, then a product of data."""
+        """Return whether `value` is a score of attention: a Softmax and a product of data follow"""
         waiting, seen = [value], {value}
-        for v in waiting:  # which grows
+        for v in waiting:  # the loop appends to it
             for user, index in v.uses():
                 if user.op_type == "Softmax" and self._weighs_data(user.outputs[0]):
                     return True
@@ -165,9 +165,9 @@ class Surroundings(Flow):
         return False
 
     def _weighs_data(self, weights: ir.Value) -> bool:
-        """Tell whether the results of a Softmax go into a product with other data."""
+        """Return whether a product with other data reads the result of a Softmax."""
         waiting, seen = [weights], {weights}
-        for v in waiting:  # which grows
+        for v in waiting:  # the loop appends to it
             for user, index in v.uses():
                 if letter(user, index) == "f" and self._with_data(user, index):
                     return True
@@ -177,7 +177,7 @@ class Surroundings(Flow):
         return False
 
     def origin(self, value: ir.Value, through: frozenset[str]) -> str:
-        """Return the operator that computes `value`, seen through others."""
+        """Return the operator that computes `value`, ignoring nodes of the types `through`."""
         node = value.producer()
         while node is not None and node.op_type in through and node.inputs[0] is not None:
             node = node.inputs[0].producer()
@@ -185,13 +185,13 @@ class Surroundings(Flow):
 
 
 def has_one_feature(product: ir.Node) -> bool:
-    """Tell whether the products with a weight have one feature, so that one number is a bias."""
+    """Return whether a product has one output feature, so that its bias is one number."""
     sizes = [x.shape for x in product.inputs[:2] if x is not None and x.shape is not None]
     return any(1 in shape or len(shape) == 1 for shape in sizes)
 
 
 def _reading(value: ir.Value, target: ir.Value) -> Iterator[tuple[ir.Node, int]]:
-    """Yield the node that takes `value` into a subgraph as a state, or hands it out of one."""
+    """Yield the node that passes `value` into a subgraph as `target`, or out of one."""
     for node, index in value.uses():
         if index < len(node.inputs) and any(
             attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
@@ -205,7 +205,7 @@ def _reading(value: ir.Value, target: ir.Value) -> Iterator[tuple[ir.Node, int]]
 
 
 def _producer(value: ir.Value) -> ir.Node | None:
-    """Return the node that computes `value`, seen through those that move it."""
+    """Return the node that computes `value`, ignoring nodes that only move its elements."""
     node = value.producer()
     while node is not None and node.op_type in MOVES and node.inputs[0] is not None:
         node = node.inputs[0].producer()
@@ -213,9 +213,9 @@ def _producer(value: ir.Value) -> ir.Node | None:
 
 
 def _of_means(value: ir.Value) -> bool:
-    """Tell whether `value` is computed from means or sums, through roots and the like."""
+    """Return whether `value` is computed from means or sums, through roots and the like."""
     waiting, seen = [value], {value}
-    for v in waiting:  # which grows
+    for v in waiting:  # the loop appends to it
         node = v.producer()
         if node is None or len(seen) > 24:
             continue
