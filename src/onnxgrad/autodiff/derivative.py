@@ -234,7 +234,7 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
     Raises:
         ValueError: an unknown name, one named twice, or a constant that is no float.
     """
-    known = {site.name: site for site in constants.sites(proto)}
+    known = {site.name: site for site in constants.constant_refs(proto)}
     if names is None:
         names = [name for name, site in known.items() if site.default]
     made = []

@@ -251,9 +251,9 @@ def train(
 def _check_weights(proto: ModelProto, names: list[str]) -> None:
     """Raise `ValueError` for a name that is no float constant of the model."""
     from onnxgrad.errors import unknown
-    from onnxgrad.model.weights import FLOATS, sites
+    from onnxgrad.model.weights import FLOATS, constant_refs
 
-    known = [site.name for site in sites(proto) if site.read().data_type in FLOATS]
+    known = [site.name for site in constant_refs(proto) if site.read().data_type in FLOATS]
     for name in names:
         if name not in known:
             raise unknown("weight", name, known)

@@ -29,7 +29,7 @@ from onnxgrad.losses.formulas import (
 from onnxgrad.losses.penalties import add_penalties
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.weights import note_constants, sites
+from onnxgrad.model.weights import constant_refs, note_constants
 
 # What a trainer has to know of the loss, kept in the model as JSON: `reduction` ("mean" is already
 # divided by the rows of the batch, and must not be divided again), the names `label` and
@@ -78,7 +78,7 @@ def add_loss_output(
     kind = loss_spec(score_name, reduction, kwargs)
     proto = read(onx)
     chosen = choose_output(proto, output_index)
-    for site in sites(proto):
+    for site in constant_refs(proto):
         attribute = site.attribute or (site.node and site.node.domain == "ai.onnx.ml")
         if site.name in (penalty or {}) and (attribute or site.graph is not proto.graph):
             where = "is an attribute" if attribute else "sits in a branch or a local function"

@@ -97,9 +97,9 @@ def scan(model: ModelProto) -> Iterator[ConstantRef]:
     called = {(f.domain, f.name) for f in model.functions}
     yield from _of_graph(model.graph, called)
     for function in model.functions:
-        for site in _of_function(function, called):
-            site.function = function
-            yield site
+        for ref in _of_function(function, called):
+            ref.function = function
+            yield ref
 
 
 def standard(domain: str) -> str:
@@ -179,9 +179,9 @@ def _of_tensor(
             tensor.ClearField(field)
         tensor.MergeFrom(data)
 
-    site = ConstantRef(name, lambda: tensor, write, default, holder, node, graph_name=name)
-    site.attribute = attribute
-    return site
+    ref = ConstantRef(name, lambda: tensor, write, default, holder, node, graph_name=name)
+    ref.attribute = attribute
+    return ref
 
 
 def _of_sparse(
@@ -230,9 +230,9 @@ def _of_ml(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
         attribute = next((a for a in node.attribute if a.name == name and a.floats), None)
         if attribute is not None:
             full = f"{node.name or node.output[0]}.{name}"
-            site = _of_numbers(attribute, full, holder, node, trained, None)
-            site.operand = operand
-            yield site
+            ref = _of_numbers(attribute, full, holder, node, trained, None)
+            ref.operand = operand
+            yield ref
 
 
 def _of_call(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:

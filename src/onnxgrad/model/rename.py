@@ -26,7 +26,7 @@ from onnxgrad.errors import ModelError, unknown
 from onnxgrad.model.constants import ConstantRef, Holder, subgraphs
 from onnxgrad.model.normalize import names
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.weights import METADATA, SPARSE, sites
+from onnxgrad.model.weights import METADATA, SPARSE, constant_refs
 from onnxgrad.reporting import level_of, logger, reporting
 
 # (graph, "input" | "initializer" | "result" | "node", old name) -> new name
@@ -85,16 +85,16 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
         ModelError: `onx` cannot be read.
     """
     made = _copy(onx)
-    weights = [site for site in sites(made) if site.default and not _keeps_name(site)]
+    weights = [ref for ref in constant_refs(made) if ref.default and not _keeps_name(ref)]
     taken, digits = set(names(made.graph)), len(str(len(weights) - 1))
     chosen = {}
-    for i, site in enumerate(weights):
-        name = base = f"I{i:0{digits}d}_{site.name}"
+    for i, ref in enumerate(weights):
+        name = base = f"I{i:0{digits}d}_{ref.name}"
         number = 0
         while name in taken:
             number += 1
             name = f"{base}_{number}"
-        chosen[id(site.graph), site.graph_name] = name  # `weights` keeps the graphs, thus their ids
+        chosen[id(ref.graph), ref.graph_name] = name  # `weights` keeps the graphs, thus their ids
 
     def choose(graph: Holder, kind: str, name: str) -> str:
         return name if kind == "node" else chosen.get((id(graph), name), name)
@@ -119,10 +119,10 @@ def _copy(onx: ModelLike) -> ModelProto:
     return made
 
 
-def _keeps_name(site: ConstantRef) -> bool:
-    ml = site.node is not None and site.node.domain == "ai.onnx.ml"
-    returned = site.function is not None and site.graph_name in site.function.output
-    return ml or returned or site.attribute is not None
+def _keeps_name(ref: ConstantRef) -> bool:
+    ml = ref.node is not None and ref.node.domain == "ai.onnx.ml"
+    returned = ref.function is not None and ref.graph_name in ref.function.output
+    return ml or returned or ref.attribute is not None
 
 
 def _numbered(holder: Holder, kept: Iterable[str], found: list[tuple[str, str]]) -> Choose:

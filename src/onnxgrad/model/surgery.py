@@ -16,7 +16,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.normalize import names
 from onnxgrad.model.read import ModelLike, once, read
-from onnxgrad.model.weights import replace, sites
+from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.reporting import level_of, logger, reporting
 
 
@@ -36,12 +36,12 @@ def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorP
         `{name: (value, tensor)}`.
     """
     found = {}
-    for site in sites(read(onx)):
-        if site.default:
+    for ref in constant_refs(read(onx)):
+        if ref.default:
             tensor = TensorProto()
-            tensor.CopyFrom(site.read())
-            tensor.name = site.name
-            found[site.name] = (site.array(), tensor)
+            tensor.CopyFrom(ref.read())
+            tensor.name = ref.name
+            found[ref.name] = (ref.array(), tensor)
     return found
 
 

@@ -1,9 +1,9 @@
-"""The trainable tensors of a model, wherever it keeps them, under one name each.
+"""The constant tensors of a model, wherever it stores them, each under a unique name.
 
 They are initializers, dense or sparse, of the main graph or of subgraphs, `Constant` nodes there or
-in local functions, and attributes of `ai.onnx.ml` operators. `sites` lists them, `lift` turns all
-into initializers of the main graph for the engine, `replace` writes new values back to where they
-came from.
+in local functions, and attributes of `ai.onnx.ml` operators. `constant_refs` lists them, `lift`
+turns all into initializers of the main graph, and `replace` writes new values to where they are
+stored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from onnxgrad.errors import unknown
 from onnxgrad.model.constants import FLOATS, ConstantRef, Holder, scan, standard, subgraphs
 from onnxgrad.model.normalize import own_names, own_results, rename_uses
 
-__all__ = ["FLOATS", "ConstantRef", "lift", "note_constants", "replace", "sites", "subgraphs"]
+__all__ = [
+    "FLOATS",
+    "ConstantRef",
+    "constant_refs",
+    "lift",
+    "note_constants",
+    "replace",
+    "subgraphs",
+]
 
 # operands that tell how to compute, or decide sizes: neither weights nor inputs by default
 _SETTINGS = {
@@ -46,7 +54,7 @@ METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as
 SPARSE = "onnxgrad.sparse"  # names of initializers that were sparse, as JSON
 
 
-def sites(model: ModelProto) -> Iterator[ConstantRef]:
+def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
     """Yield the constant tensors of `model` in graph order, each under a name of its own.
 
     Not among the default ones is what `note_constants` noted: the factors of a loss or a gradient;
@@ -57,20 +65,20 @@ def sites(model: ModelProto) -> Iterator[ConstantRef]:
     """
     noted_names = noted(model)
     everything = list(scan(model))  # which keeps the graphs, thus their ids
-    settings = _settings(model) if any(site.default for site in everything) else set()
-    constants = {site.name for site in everything}
+    settings = _settings(model) if any(ref.default for ref in everything) else set()
+    constants = {ref.name for ref in everything}
     taken = set(_computed(model.graph))
-    for site in everything:
-        name, i = site.name, 0
+    for ref in everything:
+        name, i = ref.name, 0
         while name in taken or (i and name in constants):
             i += 1
-            name = f"{site.name}_{i}"
+            name = f"{ref.name}_{i}"
         taken.add(name)
-        setting = (id(site.graph), site.graph_name) in settings
-        ours = site.graph is model.graph and not {name, site.name}.isdisjoint(noted_names)
-        site.default = site.default and not (ours or setting)
-        site.name = name
-        yield site
+        setting = (id(ref.graph), ref.graph_name) in settings
+        ours = ref.graph is model.graph and not {name, ref.name}.isdisjoint(noted_names)
+        ref.default = ref.default and not (ours or setting)
+        ref.name = name
+        yield ref
 
 
 def noted(model: ModelProto) -> set[str]:
@@ -82,11 +90,11 @@ def note_constants(model: ir.Model, origin: ModelProto) -> None:
     """Note in `model`, made of `origin`, which float initializers are no weights of `origin`, and
     which of them are sparse there.
     """
-    everything = list(sites(origin))
-    weights = {site.name for site in everything if site.default}
+    everything = list(constant_refs(origin))
+    weights = {ref.name for ref in everything if ref.default}
     values = model.graph.initializers.items()
     ours = [n for n, v in values if v.dtype and v.dtype.is_floating_point() and n not in weights]
-    sparse = [site.name for site in everything if site.sparse]
+    sparse = [ref.name for ref in everything if ref.sparse]
     for key, names in ((METADATA, ours), (SPARSE, sparse)):
         if names:
             model.metadata_props[key] = json.dumps(names)
@@ -96,9 +104,9 @@ def stored(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
     """Return, for the sparse ones of the named tensors, which of their elements are stored."""
     sparse = _names_in(model, SPARSE)
     return {
-        site.name: site.array() != 0 if site.stored is None else site.stored()
-        for site in sites(model)
-        if site.name in names and (site.sparse or site.name in sparse)
+        ref.name: ref.array() != 0 if ref.stored is None else ref.stored()
+        for ref in constant_refs(model)
+        if ref.name in names and (ref.sparse or ref.name in sparse)
     }
 
 
@@ -115,7 +123,7 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
     """
     made = ModelProto()
     made.CopyFrom(model)
-    found = {site.name: site for site in sites(made)}
+    found = {ref.name: ref for ref in constant_refs(made)}
     for name, value in values.items():
         if name not in found:
             raise unknown("constant", name, found)
@@ -147,25 +155,25 @@ def lift(model: ModelProto, everything: Iterable[ConstantRef] | None = None) -> 
 
     The attributes of `ai.onnx.ml` operators become further inputs of the node, which is no valid
     node then: `prepare` lowers it. Constants of local functions are left to `inlined`. `everything`
-    is what `sites` yields; None: it is called.
+    is what `constant_refs` yields; None: it is called.
     """
-    everything = list(sites(model) if everything is None else everything)
-    for site in everything:
-        if site.function is not None or site.attribute is not None:
+    everything = list(constant_refs(model) if everything is None else everything)
+    for ref in everything:
+        if ref.function is not None or ref.attribute is not None:
             continue
-        if site.node is None and site.graph is model.graph and not site.sparse:
+        if ref.node is None and ref.graph is model.graph and not ref.sparse:
             continue
         tensor = TensorProto()
-        tensor.CopyFrom(site.read())
-        tensor.name = site.name
-        if site.node is None:
-            rename_uses(site.graph, site.take_away(), site.name)
-        elif site.node.op_type == "Constant":
-            take_out(model, site.graph, site.node, site.name)
+        tensor.CopyFrom(ref.read())
+        tensor.name = ref.name
+        if ref.node is None:
+            rename_uses(ref.graph, ref.take_away(), ref.name)
+        elif ref.node.op_type == "Constant":
+            take_out(model, ref.graph, ref.node, ref.name)
         else:
-            site.as_operand(site.name)
+            ref.as_operand(ref.name)
         model.graph.initializer.append(tensor)
-    own_results(model, {site.name for site in everything})
+    own_results(model, {ref.name for ref in everything})
 
 
 def take_out(model: ModelProto, graph: Holder, node: NodeProto, name: str) -> None:

@@ -133,7 +133,7 @@ class OnnxModule(nn.Module):
         keys = self.weight_names.values()
         self._getters = [attrgetter(key) for key in keys]
         self._places = [(path, last) for *path, last in (key.split(".") for key in keys)]
-        arrays = {site.name: site.array for site in constants.sites(self._model)}
+        arrays = {site.name: site.array for site in constants.constant_refs(self._model)}
         for name, key in self.weight_names.items():
             _register(self, key, nn.Parameter(_tensor(arrays[name]())))
 
@@ -310,7 +310,8 @@ def _choose(proto: ModelProto, trainable: str | Sequence[str] | None) -> list[st
     if trainable is None:
         return default
     known = {
-        site.name: site.read().data_type in constants.FLOATS for site in constants.sites(proto)
+        site.name: site.read().data_type in constants.FLOATS
+        for site in constants.constant_refs(proto)
     }
     chosen: dict[str, None] = {}
     for asked in [trainable] if isinstance(trainable, str) else trainable:

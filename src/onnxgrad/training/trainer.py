@@ -253,7 +253,7 @@ class Trainer(BaseEstimator):
         before: TrainState | None,
     ) -> TrainState:
         """Return the state that training begins with: a new one, or a copy of the one `before`."""
-        arrays = {site.name: site.array() for site in constants.sites(proto)}
+        arrays = {site.name: site.array() for site in constants.constant_refs(proto)}
         if before is None:
             rng = np.random.default_rng(self.random_state)
             state, initial, kept = TrainState(rng), INITS[self.weight_init], set(step.weights)
@@ -315,7 +315,7 @@ class Trainer(BaseEstimator):
 
     def _known(self) -> dict[str, np.ndarray]:
         """Return the float constants of the model, by name."""
-        sites = constants.sites(read(self.model_onnx))
+        sites = constants.constant_refs(read(self.model_onnx))
         return {s.name: s.array() for s in sites if s.read().data_type in constants.FLOATS}
 
     def _trained(self) -> list[str]:

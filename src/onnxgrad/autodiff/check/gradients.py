@@ -83,7 +83,7 @@ def check_gradient(
         raise ValueError(f"order must be 1 or 2, not {order!r}")
     seed = int(np.random.default_rng(random_state).integers(1 << 32))
     proto = read(model)
-    sites = {site.name: site for site in constants.sites(proto)}
+    sites = {site.name: site for site in constants.constant_refs(proto)}
     if weights is None:
         weights = [name for name, site in sites.items() if site.default]
     prepared = prepare(proto, on_demand=True)  # the kernels know float32 only

@@ -26,7 +26,7 @@ from onnxgrad.model.normalize import (
     use_standard_domain,
 )
 from onnxgrad.model.opsets import WORKING_OPSET, convert
-from onnxgrad.model.weights import lift, sites, take_out
+from onnxgrad.model.weights import constant_refs, lift, take_out
 
 Key = tuple[str, str, str]  # domain, name, overload
 
@@ -40,7 +40,7 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
 
     A constant of a function becomes one initializer, which all calls share. Functions that have a
     rule stay. In the copy, every subgraph returns results of its own nodes, each once. With
-    `lifted`, all constants are initializers of the main graph, by the names that `sites` gives.
+    `lifted`, all constants are initializers of the main graph, by the names of `constant_refs`.
 
     Raises:
         ModelError: a function calls itself.
@@ -49,7 +49,7 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     model.CopyFrom(proto)
     use_standard_domain(model)
     declare_once(model)
-    everything = list(sites(model))  # the names: what follows adds others
+    everything = list(constant_refs(model))  # the names: what follows adds others
     if lifted:
         lift(model, everything)
     tensors = _mark_constants(everything)
