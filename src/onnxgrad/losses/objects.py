@@ -18,6 +18,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.data.fields import Field
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
@@ -157,10 +158,9 @@ class BaseLearningLoss(SmallFunctions):
             raise ValueError(f"'predicted' must have rows; its shape is {shape}")
         if len(shape) == 1 and len(given.shape) == 2:
             shape = (*shape, 1)
-        pairs = zip(given.shape, shape, strict=False)
-        if len(shape) != len(given.shape) or any(isinstance(d, int) and d != s for d, s in pairs):
-            built = f"and the loss was built for {given.shape}: build_onnx_function(shape=...)"
-            raise ValueError(f"'predicted' has the shape {shape}, {built}")
+        if mismatch := shape_mismatch(shape, given.shape):
+            rebuild = "build the loss for it by build_onnx_function(shape=...)"
+            raise ValueError(f"'predicted' {mismatch}; {rebuild}")
         dtype = FLOATS[given.type]
         like = ir.Value(name=PREDICTED, type=ir.TensorType(dtype), shape=ir.Shape(shape))
         feed = {PREDICTED: fit(predicted, shape, dtype.numpy())}
