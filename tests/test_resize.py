@@ -125,7 +125,7 @@ def test_resize_before_opset_11_keeps_its_meaning(opset, node, scales):
 
 def test_resize_before_opset_11_that_both_grows_and_shrinks_is_refused():
     scales = "float[4] s={1, 1, 1.5, 0.6}"
-    with pytest.raises(ModelError, match="nearest needs constant scales"):
+    with pytest.raises(ModelError, match="nearest requires constant scales"):
         prepare(parsed("float[1, 2, 6, 7] x", "y = Resize(x, s)", 10, scales))
 
 

@@ -137,7 +137,7 @@ def test_places_before_opset_11_in_branches(body, opset):
 @pytest.mark.parametrize(
     ("body", "opset", "match"),
     [
-        ("p = PRelu(x, x)", 6, "PRelu .*in the graph 't' before opset 7"),
+        ("p = PRelu(x, x)", 6, "PRelu .*in the subgraph 't' before opset 7"),
         ("p = Scan<num_scan_inputs = 1, body = b (a) => (z) { z = Neg(a) }>(, x)", 8, "opset 8"),
     ],
 )

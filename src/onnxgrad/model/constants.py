@@ -1,4 +1,7 @@
-"""Where a model keeps its constant tensors, and how each is read and written there."""
+"""References to the constant tensors of a model, each of which reads and writes its tensor.
+
+A constant is an initializer, or an attribute of a node or a function.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from onnxgrad.model import external
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
-# operator -> {attribute: is it trained when no weight is named}
+# operator -> {attribute: whether it is a weight when none is named}
 ML_COEFFICIENTS = {
     "LinearRegressor": {"coefficients": True, "intercepts": True},
     "LinearClassifier": {"coefficients": True, "intercepts": True},
@@ -38,7 +41,7 @@ ML_COEFFICIENTS = {
     },
 }
 
-# the fields of a tensor that hold or point to its elements
+# the fields of a TensorProto that hold its elements or refer to them
 _STORAGE = (
     "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
     "raw_data", "external_data", "data_location",
@@ -51,31 +54,31 @@ Holder = GraphProto | FunctionProto
 
 @dataclass
 class ConstantRef:
-    """Where one constant tensor is kept."""
+    """A reference to one constant tensor."""
 
     name: str
     read: Callable[[], TensorProto]
     write: Callable[[np.ndarray], None]
-    default: bool  # among the weights of `onnx_derivative` when none is named
-    graph: Holder  # the graph or function whose node or initializer it is
-    node: NodeProto | None = None  # the node that holds it; None for an initializer
-    operand: int = 0  # for ai.onnx.ml: the input of the node that takes it once it is lifted
-    function: FunctionProto | None = None  # the local function in which it is, at any depth
-    attribute: AttributeProto | None = None  # of a call, or a default of a function's attribute
-    stored: Callable[[], np.ndarray] | None = None  # which elements a sparse tensor stores
-    graph_name: str = ""  # what its graph calls it: `name` is unique in the whole model
+    default: bool  # whether it is a weight of `onnx_derivative` when none is named
+    graph: Holder  # the graph or function that has its node or initializer
+    node: NodeProto | None = None  # the node with its attribute; None for an initializer
+    operand: int = 0  # for ai.onnx.ml: index of the input that replaces it when it is lifted
+    function: FunctionProto | None = None  # the local function that it is in, at any depth
+    attribute: AttributeProto | None = None  # of a function, its default, or of a call of one
+    stored: Callable[[], np.ndarray] | None = None  # mask of the elements a sparse tensor stores
+    graph_name: str = ""  # its name in its graph, where `name` is unique in the whole model
 
     @property
     def sparse(self) -> bool:
-        """Tell whether it is a sparse tensor."""
+        """Whether the tensor is sparse."""
         return self.stored is not None
 
     def array(self) -> np.ndarray:
-        """Return the tensor's current value, which is not to be written to."""
+        """Return the current value of the tensor; do not write to it."""
         return external.array(self.read())
 
     def take_away(self) -> str:
-        """Remove an initializer from its graph; return the name that the graph has for it."""
+        """Remove an initializer from its graph; return its name there."""
         assert isinstance(self.graph, GraphProto)
         name = self.graph_name
         field = self.graph.sparse_initializer if self.sparse else self.graph.initializer
@@ -86,14 +89,14 @@ class ConstantRef:
         return name
 
     def as_operand(self, name: str) -> None:
-        """Let the ai.onnx.ml node that holds it take the value `name` as a further input."""
+        """Make the value `name` an input of the ai.onnx.ml node, in addition to the attribute."""
         assert self.node is not None
         self.node.input.extend([""] * (self.operand + 1 - len(self.node.input)))
         self.node.input[self.operand] = name
 
 
 def scan(model: ModelProto) -> Iterator[ConstantRef]:
-    """Yield the constant tensors of `model`: of the main graph, then of the local functions."""
+    """Yield references to the constants of the main graph, then of the local functions."""
     called = {(f.domain, f.name) for f in model.functions}
     yield from _of_graph(model.graph, called)
     for function in model.functions:
@@ -103,12 +106,12 @@ def scan(model: ModelProto) -> Iterator[ConstantRef]:
 
 
 def standard(domain: str) -> str:
-    """Return the domain of the standard operators as "", for which "ai.onnx" is an alias."""
+    """Return `domain`, or "" for its alias "ai.onnx": the standard operators."""
     return "" if domain == "ai.onnx" else domain
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """Yield the graphs that `node` holds as attributes."""
+    """Yield the subgraphs of `node`, which are its attributes."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -117,7 +120,7 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def dense(sparse: SparseTensorProto, name: str) -> TensorProto:
-    """Return the dense tensor: indices are flat, or have one number for each axis."""
+    """Return the tensor as dense; its indices are flat, or have one number for each axis."""
     values, indices = (numpy_helper.to_array(t) for t in (sparse.values, sparse.indices))
     array = np.zeros(tuple(sparse.dims), values.dtype)
     if indices.ndim == 1:
@@ -161,6 +164,7 @@ def _of_nodes(
 
 
 def _several(tensor: TensorProto) -> bool:
+    """Return whether `tensor` holds more than one float."""
     return tensor.data_type in FLOATS and prod(tensor.dims) > 1
 
 
@@ -194,13 +198,14 @@ def _of_sparse(
         return numpy_helper.to_array(dense(mask, ""))
 
     def write(array: np.ndarray) -> None:
-        """Keep the elements that are stored, and store those that are no longer zero."""
+        """Store the elements that were stored, and those that are not zero."""
         flat = np.flatnonzero(stored() | (array != 0))
-        whole = len(sparse.indices.dims) == 1
-        rows = flat if whole else np.stack(np.unravel_index(flat, array.shape), 1)
+        is_flat = len(sparse.indices.dims) == 1
+        indices = flat if is_flat else np.stack(np.unravel_index(flat, array.shape), 1)
         values = numpy_helper.from_array(array.ravel()[flat], sparse.values.name)
         sparse.values.CopyFrom(values)
-        sparse.indices.CopyFrom(numpy_helper.from_array(rows.astype(np.int64), sparse.indices.name))
+        indices = indices.astype(np.int64)
+        sparse.indices.CopyFrom(numpy_helper.from_array(indices, sparse.indices.name))
 
     def read() -> TensorProto:
         return dense(sparse, name)
@@ -226,17 +231,17 @@ def _of_constant(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
 
 
 def _of_ml(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
-    for operand, (name, trained) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
+    for operand, (name, default) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
         attribute = next((a for a in node.attribute if a.name == name and a.floats), None)
         if attribute is not None:
             full = f"{node.name or node.output[0]}.{name}"
-            ref = _of_numbers(attribute, full, holder, node, trained, None)
+            ref = _of_numbers(attribute, full, holder, node, default, None)
             ref.operand = operand
             yield ref
 
 
 def _of_call(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
-    """Yield the tensors that a call hands to a local function as attributes."""
+    """Yield the tensors that a call passes to a local function as attributes."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.TENSOR and not attribute.ref_attr_name:
             full = f"{node.name or node.output[0]}.{attribute.name}"
