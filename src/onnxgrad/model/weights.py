@@ -29,7 +29,7 @@ __all__ = [
     "subgraphs",
 ]
 
-# inputs that are settings or decide shapes: neither weights nor inputs by default
+# operands that tell how to compute, or decide sizes: neither weights nor inputs by default
 _SETTINGS = {
     "Range": (0, 1, 2),
     "Resize": (1, 2, 3),
