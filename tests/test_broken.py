@@ -107,7 +107,7 @@ DAMAGE = {
     "opset 0 of the domain ''": lambda m, w: setattr(m.opset_import[0], "version", 0),
     "opset -1 of the domain ''": lambda m, w: setattr(m.opset_import[0], "version", -1),
     "IR version is 999": lambda m, w: setattr(m, "ir_version", 999),
-    "states no opset": lambda m, w: m.ClearField("opset_import"),
+    "imports no opset": lambda m, w: m.ClearField("opset_import"),
     "has no operator type": lambda m, w: m.graph.node[0].ClearField("op_type"),
     "has no output": lambda m, w: m.graph.node.add(op_type="Neg", input=["X"]),
     "input 'X' has the unknown element type 99": lambda m, w: setattr(
