@@ -49,7 +49,7 @@ _STORAGE = (
 
 _CONSTANT_ATTRIBUTES = ("value", "value_float", "value_floats", "value_int", "value_ints")
 
-Holder = GraphProto | FunctionProto
+GraphLike = GraphProto | FunctionProto  # what has nodes
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ConstantRef:
     read: Callable[[], TensorProto]
     write: Callable[[np.ndarray], None]
     default: bool  # whether it is a weight of `onnx_derivative` when none is named
-    graph: Holder  # the graph or function that has its node or initializer
+    graph: GraphLike  # the graph or function that has its node or initializer
     node: NodeProto | None = None  # the node with its attribute; None for an initializer
     operand: int = 0  # for ai.onnx.ml: index of the input that replaces it when it is lifted
     function: FunctionProto | None = None  # the local function that it is in, at any depth
@@ -150,15 +150,15 @@ def _of_graph(graph: GraphProto, called: Collection[tuple[str, str]]) -> Iterato
 
 
 def _of_nodes(
-    nodes: Iterable[NodeProto], holder: Holder, called: Collection[tuple[str, str]]
+    nodes: Iterable[NodeProto], graph: GraphLike, called: Collection[tuple[str, str]]
 ) -> Iterator[ConstantRef]:
     for node in nodes:
         if node.op_type == "Constant" and not standard(node.domain):
-            yield from _of_constant(node, holder)
+            yield from _of_constant(node, graph)
         elif node.domain == "ai.onnx.ml":
-            yield from _of_ml(node, holder)
+            yield from _of_ml(node, graph)
         elif (node.domain, node.op_type) in called:
-            yield from _of_call(node, holder)
+            yield from _of_call(node, graph)
         for inner in subgraphs(node):
             yield from _of_graph(inner, called)
 
@@ -171,7 +171,7 @@ def _several(tensor: TensorProto) -> bool:
 def _of_tensor(
     tensor: TensorProto,
     name: str,
-    holder: Holder,
+    graph: GraphLike,
     node: NodeProto | None,
     default: bool,
     attribute: AttributeProto | None = None,
@@ -183,13 +183,13 @@ def _of_tensor(
             tensor.ClearField(field)
         tensor.MergeFrom(data)
 
-    ref = ConstantRef(name, lambda: tensor, write, default, holder, node, graph_name=name)
+    ref = ConstantRef(name, lambda: tensor, write, default, graph, node, graph_name=name)
     ref.attribute = attribute
     return ref
 
 
 def _of_sparse(
-    sparse: SparseTensorProto, name: str, holder: Holder, node: NodeProto | None, default: bool
+    sparse: SparseTensorProto, name: str, graph: GraphLike, node: NodeProto | None, default: bool
 ) -> ConstantRef:
     def stored() -> np.ndarray:
         mask = SparseTensorProto()
@@ -210,48 +210,48 @@ def _of_sparse(
     def read() -> TensorProto:
         return dense(sparse, name)
 
-    return ConstantRef(name, read, write, default, holder, node, graph_name=name, stored=stored)
+    return ConstantRef(name, read, write, default, graph, node, graph_name=name, stored=stored)
 
 
-def _of_constant(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
+def _of_constant(node: NodeProto, graph: GraphLike) -> Iterator[ConstantRef]:
     attribute = next((a for a in node.attribute if not a.ref_attr_name), None)
     if attribute is None:
         return
     name = node.output[0]
     if attribute.name == "value":
-        yield _of_tensor(attribute.t, name, holder, node, _several(attribute.t))
+        yield _of_tensor(attribute.t, name, graph, node, _several(attribute.t))
     elif attribute.name == "sparse_value":
         values = attribute.sparse_tensor.values
         default = values.data_type in FLOATS and prod(attribute.sparse_tensor.dims) > 1
-        yield _of_sparse(attribute.sparse_tensor, name, holder, node, default)
+        yield _of_sparse(attribute.sparse_tensor, name, graph, node, default)
     elif attribute.name in _CONSTANT_ATTRIBUTES:
         shape = None if attribute.name.endswith("s") else ()
         default = attribute.name == "value_floats" and len(attribute.floats) > 1
-        yield _of_numbers(attribute, name, holder, node, default, shape)
+        yield _of_numbers(attribute, name, graph, node, default, shape)
 
 
-def _of_ml(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
+def _of_ml(node: NodeProto, graph: GraphLike) -> Iterator[ConstantRef]:
     for operand, (name, default) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
         attribute = next((a for a in node.attribute if a.name == name and a.floats), None)
         if attribute is not None:
             full = f"{node.name or node.output[0]}.{name}"
-            ref = _of_numbers(attribute, full, holder, node, default, None)
+            ref = _of_numbers(attribute, full, graph, node, default, None)
             ref.operand = operand
             yield ref
 
 
-def _of_call(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
+def _of_call(node: NodeProto, graph: GraphLike) -> Iterator[ConstantRef]:
     """Yield the tensors that a call passes to a local function as attributes."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.TENSOR and not attribute.ref_attr_name:
             full = f"{node.name or node.output[0]}.{attribute.name}"
-            yield _of_tensor(attribute.t, full, holder, node, _several(attribute.t), attribute)
+            yield _of_tensor(attribute.t, full, graph, node, _several(attribute.t), attribute)
 
 
 def _of_numbers(
     attribute: AttributeProto,
     name: str,
-    holder: Holder,
+    graph: GraphLike,
     node: NodeProto,
     default: bool,
     shape: tuple[int, ...] | None,
@@ -271,4 +271,4 @@ def _of_numbers(
         else:
             setattr(attribute, field, array.item())
 
-    return ConstantRef(name, read, write, default, holder, node, graph_name=node.output[0])
+    return ConstantRef(name, read, write, default, graph, node, graph_name=node.output[0])

@@ -178,7 +178,7 @@ def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto
     return copy
 
 
-def held(model: ModelProto) -> int:
+def inline_nbytes(model: ModelProto) -> int:
     """Return the size in bytes of the initializers that `written_out` would write."""
     return sum(nbytes(t) for t in model.graph.initializer if _is_written(t))
 

@@ -7,7 +7,7 @@ from itertools import count
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
-from onnxgrad.model.constants import Holder, dense, standard, subgraphs
+from onnxgrad.model.constants import GraphLike, dense, standard, subgraphs
 
 
 def normalized(proto: ModelProto) -> ModelProto:
@@ -66,7 +66,7 @@ def use_standard_domain(model: ModelProto) -> None:
 
 def _every_node(model: ModelProto) -> list[NodeProto]:
     """Return the nodes of `model`, those of subgraphs and local functions too."""
-    return [n for holder in (model.graph, *model.functions) for n in all_nodes(holder.node)]
+    return [n for graph in (model.graph, *model.functions) for n in all_nodes(graph.node)]
 
 
 def _graphs(model: ModelProto, nodes: Iterable[NodeProto]) -> Iterator[GraphProto]:
@@ -116,16 +116,16 @@ def _own_results_of(nodes: Iterable[NodeProto], taken: set[str]) -> None:
             graph.output[i].name = copy
 
 
-def _not_own(outputs: list[str], holder: Holder, taken: set[str]) -> Iterator[tuple[int, str]]:
-    """Add an Identity for outputs of `holder` that are not its results, or repeated; yield both.
+def _not_own(outputs: list[str], graph: GraphLike, taken: set[str]) -> Iterator[tuple[int, str]]:
+    """Add an Identity for outputs of `graph` that are not its results, or repeated; yield both.
 
     The pairs are the index of the output and the name of the copy.
     """
-    own = {y for node in holder.node for y in node.output}
+    own = {y for node in graph.node for y in node.output}
     for i, name in enumerate(outputs):
         if name not in own:
             copy = unused(name, taken)
-            holder.node.add(op_type="Identity", input=[name], output=[copy])
+            graph.node.add(op_type="Identity", input=[name], output=[copy])
             yield i, copy
         own.discard(name)
 
@@ -168,7 +168,7 @@ def names(graph: GraphProto) -> Iterator[str]:
             yield from names(inner)
 
 
-def rename_uses(graph: Holder, old: str, new: str) -> None:
+def rename_uses(graph: GraphLike, old: str, new: str) -> None:
     """Replace uses of the value `old` of `graph` by `new`, also where subgraphs capture it."""
     if old == new:
         return

@@ -158,8 +158,8 @@ def _keep_channels(model: ModelProto) -> None:
         for name in node.input:
             if name not in lengths:
                 raise ModelError(
-                    f"PRelu {node.name!r} (output {node.output[0]!r}) before opset 7: the rank of "
-                    f"{name!r} must be known"
+                    f"PRelu {node.name!r} (output {node.output[0]!r}) before opset 7: declare the "
+                    f"shape of {name!r} in value_info"
                 )
         x, slope = (len(lengths[name]) for name in node.input)
         if x > 2 and slope == 1:

@@ -23,14 +23,14 @@ from onnx import (
 )
 
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.model.constants import ConstantRef, Holder, subgraphs
+from onnxgrad.model.constants import ConstantRef, GraphLike, subgraphs
 from onnxgrad.model.normalize import names
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import METADATA, SPARSE, constant_refs
 from onnxgrad.reporting import level_of, logger, reporting
 
 # (graph, "input" | "initializer" | "result" | "node", old name) -> new name
-Choose = Callable[[Holder, str, str], str]
+Choose = Callable[[GraphLike, str, str], str]
 Scope = ChainMap[str, str]
 
 _LOSS = "onnxgrad.loss"  # metadata of `add_loss_output`: names of label and prediction, and more
@@ -115,7 +115,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
             name = f"{base}_{number}"
         chosen[id(ref.graph), ref.graph_name] = name  # `weights` keeps the graphs alive
 
-    def choose(graph: Holder, kind: str, name: str) -> str:
+    def choose(graph: GraphLike, kind: str, name: str) -> str:
         return name if kind == "node" else chosen.get((id(graph), name), name)
 
     _rename_model(model, (), choose)
@@ -144,7 +144,7 @@ def _keeps_name(ref: ConstantRef) -> bool:
     return ml or returned or ref.attribute is not None
 
 
-def _numbered(holder: Holder, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
+def _numbered(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
     """Return the function that chooses names by the strategy "simple".
 
     It adds the pairs of old and new names to `renamed`, and chooses none that is `kept`.
@@ -152,7 +152,7 @@ def _numbered(holder: Holder, kept: Iterable[str], renamed: list[tuple[str, str]
     counts: Counter[str] = Counter()
     taken = set(kept)
 
-    def choose(graph: Holder, kind: str, old: str) -> str:
+    def choose(graph: GraphLike, kind: str, old: str) -> str:
         prefix = _PREFIXES[kind]
         while (name := f"{prefix}{counts[prefix]}") in taken:
             counts[prefix] += 1
@@ -163,12 +163,12 @@ def _numbered(holder: Holder, kept: Iterable[str], renamed: list[tuple[str, str]
     return choose
 
 
-def _digested(holder: Holder, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
+def _digested(graph: GraphLike, kept: Iterable[str], renamed: list[tuple[str, str]]) -> Choose:
     """Return the function that chooses names by the strategy "type", as `_numbered`."""
-    described = {(id(graph), *key): entry for graph, *key, entry in _described(holder)}
+    described = {(id(owner), *key): entry for owner, *key, entry in _described(graph)}
     taken = dict.fromkeys(kept, "")  # name -> digest
 
-    def choose(graph: Holder, kind: str, old: str) -> str:
+    def choose(graph: GraphLike, kind: str, old: str) -> str:
         _, prefix, digest = described.get((id(graph), kind, old), (graph, _PREFIXES[kind], "0" * 8))
         names = (f"{prefix}_{digest[:length]}" for length in range(2, len(digest) + 1, 2))
         base = next(name for name in names if taken.get(name, digest) == digest)
@@ -181,26 +181,26 @@ def _digested(holder: Holder, kept: Iterable[str], renamed: list[tuple[str, str]
     return choose
 
 
-def _described(holder: Holder) -> Iterator[tuple[Any, str, str, tuple]]:
-    """Yield graph, kind, name and (graph, prefix, digest) for the values and nodes of `holder`.
+def _described(graph: GraphLike) -> Iterator[tuple[Any, str, str, tuple]]:
+    """Yield graph, kind, name and (graph, prefix, digest) for the values and nodes of `graph`.
 
     The graph is repeated in the last so that it stays alive: its id is a key.
     """
-    if isinstance(holder, GraphProto):
-        for tensor in (*holder.initializer, *(s.values for s in holder.sparse_initializer)):
+    if isinstance(graph, GraphProto):
+        for tensor in (*graph.initializer, *(s.values for s in graph.sparse_initializer)):
             values = TensorProto()
             values.CopyFrom(tensor)
             for field in ("name", "doc_string", "external_data"):  # files are not read
                 values.ClearField(field)
-            yield holder, "initializer", tensor.name, (holder, "i", _digest(values))
-    for node in holder.node:
+            yield graph, "initializer", tensor.name, (graph, "i", _digest(values))
+    for node in graph.node:
         operator = NodeProto(domain=node.domain, op_type=node.op_type)
         graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)  # which contain names
         operator.attribute.extend(a for a in node.attribute if a.type not in graphs)
         digest = _digest(operator)
-        yield holder, "node", node.name, (holder, "n", digest)
+        yield graph, "node", node.name, (graph, "n", digest)
         for i, name in enumerate(node.output):
-            yield holder, "result", name, (holder, f"r{i}", digest)
+            yield graph, "result", name, (graph, f"r{i}", digest)
         for inner in subgraphs(node):
             yield from _described(inner)
 
@@ -271,7 +271,7 @@ def _declared(graph: GraphProto) -> Iterator[tuple[str, str]]:
 
 
 def _declare(
-    graph: Holder, values: Iterable[tuple[str, str]], scope: Scope, choose: Choose
+    graph: GraphLike, values: Iterable[tuple[str, str]], scope: Scope, choose: Choose
 ) -> None:
     """Choose new names for the values that `graph` defines."""
     own = scope.maps[0]
@@ -280,7 +280,9 @@ def _declare(
             own[name] = choose(graph, kind, name)
 
 
-def _rename_nodes(graph: Holder, nodes: Iterable[NodeProto], scope: Scope, choose: Choose) -> None:
+def _rename_nodes(
+    graph: GraphLike, nodes: Iterable[NodeProto], scope: Scope, choose: Choose
+) -> None:
     for node in nodes:
         for field in (node.input, node.output):
             field[:] = [scope[name] if name else "" for name in field]
@@ -293,10 +295,10 @@ def _rename_nodes(graph: Holder, nodes: Iterable[NodeProto], scope: Scope, choos
             _rename_graph(inner, scope.new_child(), choose)
 
 
-def _rename_types(holder: Holder, scope: Scope) -> None:
-    """Rename the values whose types `holder` declares."""
-    _remove(holder.value_info, lambda value: value.name not in scope)
-    for value in holder.value_info:
+def _rename_types(graph: GraphLike, scope: Scope) -> None:
+    """Rename the values whose types `graph` declares."""
+    _remove(graph.value_info, lambda value: value.name not in scope)
+    for value in graph.value_info:
         value.name = scope[value.name]
 
 

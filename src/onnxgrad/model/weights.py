@@ -16,7 +16,7 @@ import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.errors import unknown
-from onnxgrad.model.constants import FLOATS, ConstantRef, Holder, scan, standard, subgraphs
+from onnxgrad.model.constants import FLOATS, ConstantRef, GraphLike, scan, standard, subgraphs
 from onnxgrad.model.normalize import own_names, own_results, rename_uses
 
 __all__ = [
@@ -180,7 +180,7 @@ def lift(model: ModelProto, refs: Iterable[ConstantRef] | None = None) -> None:
     own_results(model, {ref.name for ref in refs})
 
 
-def take_out(model: ModelProto, graph: Holder, node: NodeProto, name: str) -> None:
+def take_out(model: ModelProto, graph: GraphLike, node: NodeProto, name: str) -> None:
     """Replace the Constant `node` of `graph` by the initializer `name` of the main graph."""
     old = node.output[0]
     if graph is model.graph and old != name and any(y.name == old for y in graph.output):
@@ -223,13 +223,13 @@ def _settings(model: ModelProto) -> set[_Key]:
     several axes, and multiply lengths by them.
     """
     settings: set[_Key] = set()
-    for holder in (model.graph, *model.functions):
-        _add_settings(holder, [], settings, set())
+    for graph in (model.graph, *model.functions):
+        _add_settings(graph, [], settings, set())
     return settings
 
 
 def _add_settings(
-    graph: Holder, outer: list[tuple[int, set[str]]], settings: set[_Key], others: set[_Key]
+    graph: GraphLike, outer: list[tuple[int, set[str]]], settings: set[_Key], others: set[_Key]
 ) -> None:
     """Add the settings of `graph` to `settings`, and the values that have other uses to `others`.
 

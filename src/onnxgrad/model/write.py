@@ -57,7 +57,7 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
     proto, target = read(model), target_of(path)
     _check_not_data(proto, model, target)
     home, before = target.parent, _own_data(target)
-    large = external.held(proto) > external.IN_MODEL
+    large = external.inline_nbytes(proto) > external.IN_MODEL
     if (large or external.files_of(proto)) and Path(path).parent.resolve() != home:
         reason = f"models with external data cannot be read through links: save to {target}"
         raise OSError(errno.EINVAL, reason, os.fspath(path))

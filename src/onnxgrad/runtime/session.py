@@ -53,7 +53,7 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
     """
     model = dense_inside(model)
     with ExitStack() as stack:
-        if external.held(model) > external.IN_MODEL:
+        if external.inline_nbytes(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             data = Path(folder).resolve() / "data"
             model = external.written_out(model, data, data)
