@@ -96,11 +96,7 @@ def select_model_inputs_outputs(
         ['Exp']
     """
     proto = read(onx)
-    for y in proto.graph.output:
-        if non_tensor(y) and (outputs is None or y.name in outputs):
-            source = tensor_behind(proto, y.name)
-            hint = f", such as {source!r}" if source else ""
-            raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
+    _check_tensors(proto, outputs)
     model = to_ir(proto)
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
@@ -125,6 +121,15 @@ def select_model_inputs_outputs(
         raise ValueError(f"the outputs also depend on {lost}: add to `inputs`")
     _report(nodes, graph, verbose)
     return to_proto(model)
+
+
+def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
+    """Raise if one of the outputs is no tensor."""
+    for y in proto.graph.output:
+        if non_tensor(y) and (outputs is None or y.name in outputs):
+            source = tensor_behind(proto, y.name)
+            hint = f", such as {source!r}" if source else ""
+            raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
 
 
 def _report(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
