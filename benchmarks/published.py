@@ -184,13 +184,15 @@ class Judge:
     @cached_property
     def weights(self) -> Feed:
         """The float constants that are differentiated by default."""
-        return {site.name: site.array() for site in constants.sites(self.proto) if site.default}
+        return {
+            site.name: site.array() for site in constants.constant_refs(self.proto) if site.default
+        }
 
     @cached_property
     def exponents(self) -> set[str]:
         """Those that stay: the power of a negative number exists for whole exponents only."""
         read = set(_exponents(self.proto.graph))
-        return {s.name for s in constants.sites(self.proto) if s.read().name in read}
+        return {s.name for s in constants.constant_refs(self.proto) if s.read().name in read}
 
     @cached_property
     def outputs(self) -> Feed:

@@ -327,7 +327,12 @@ def test_options_stay_those_of_the_caller(machine):
         ([CUDA, PLAIN], [ONE], None, "1 provider_options for 2 providers"),
         (PLAIN, None, None, "a list of names, not 'CPU.*'cuda:1'"),
         ("tpu", None, None, "a list of names, not 'tpu'"),
-        ([(CUDA, {"device_id": "one"})], None, None, "device_id='one' must be the number"),
+        (
+            [(CUDA, {"device_id": "one"})],
+            None,
+            None,
+            "device_id must be the number of a GPU, not 'one'",
+        ),
         (["TPU"], None, None, "Unknown execution provider 'TPU'"),
     ],
 )

@@ -199,10 +199,10 @@ def test_instances_keep_their_own():
     ("inputs", "message"),
     [
         ([X, W], r"takes 3 inputs \['x', 'w', 'b'\], not 2"),
-        ([X[:, :2], W, B], r"input 'x' must have the shape \('N', 3\), not \(7, 2\)"),
-        ([X[0], W, B], r"input 'x' must have the shape \('N', 3\), not \(3,\)"),
+        ([X[:, :2], W, B], r"input 'x' must have shape \(N, 3\), not \(7, 2\)"),
+        ([X[0], W, B], r"input 'x' must have shape \(N, 3\), not \(3,\)"),
         ([X.astype(float), W, B], "input 'x' must hold FLOAT, not DOUBLE"),
-        ([X, W.T, B], r"input 'w' must have the shape \(3, 2\), not \(2, 3\)"),
+        ([X, W.T, B], r"input 'w' must have shape \(3, 2\), not \(2, 3\)"),
         ([X, W, [["a", "b"]]], "input 'b' must hold FLOAT, not "),
         ([None, W, B], "input 'x' is None"),
         ({"x": X, "w": W, "b": B}, r"takes a list, of the inputs \['x', 'w', 'b'\], not a dict"),
@@ -219,7 +219,7 @@ def test_inputs_that_do_not_fit(inputs, message):
 @pytest.mark.parametrize(
     ("gradients", "message"),
     [
-        ([G[:5]], r"gradient of 'y' must have the shape \(7, 2\), not \(5, 2\)"),
+        ([G[:5]], r"gradient of 'y' must have shape \(7, 2\), not \(5, 2\)"),
         ([G.astype(float)], "gradient of 'y' must hold FLOAT, not DOUBLE"),
         ([G, G], r"backward takes 1 gradients, of \['y'\], not 2"),
         ([], "backward takes 1 gradients"),
@@ -242,8 +242,8 @@ def test_gradients_that_do_not_fit(gradients, message):
             "Unknown execution provider 'CUDAProvider'",
         ),
         ({"providers": "CPUExecutionProvider"}, ProviderError, "a list of names, not 'CPU"),
-        ({"weights_to_train": "w"}, ValueError, "a list of names of weights, not the text 'w'"),
-        ({"output_names": "y"}, ValueError, "a list of names of tensors, not the text 'y'"),
+        ({"weights_to_train": "w"}, ValueError, "a list of names of weights, not the string 'w'"),
+        ({"output_names": "y"}, ValueError, "a list of names of tensors, not the string 'y'"),
         ({"graph_builder_config": 3}, ValueError, "has no counterpart here"),
         ({"input_names": ["z"]}, ValueError, "Unknown tensor 'z'"),
         ({"output_names": ["z"]}, ValueError, "Unknown tensor 'z'"),

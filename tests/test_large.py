@@ -414,7 +414,7 @@ def test_data_outside_of_the_folder_are_refused(path):
     [
         ("offset", "-4", "at offset -4"),
         ("offset", "x", "at offset x"),
-        ("length", "3", r"of length 3: its shape \[20, 20\] needs 1600 bytes"),
+        ("length", "3", r"of length 3: its shape \[20, 20\] requires 1600 bytes"),
         ("offset", "1000000", "truncated"),
     ],
 )

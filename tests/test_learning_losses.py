@@ -261,7 +261,7 @@ def test_images():
     ("kind", "expected", "predicted", "weight", "text"),
     [
         (SquareLearningLoss(), Y, F, ROWS[:6], "'weight' has 6 rows, 'predicted' has 7"),
-        (SquareLearningLoss(), Y, F, F, "'weight' must have shape (rows), not (7, 3)"),
+        (SquareLearningLoss(), Y, F, F, "'weight' must have shape (rows,), not (7, 3)"),
         (SquareLearningLoss(), Y[:1], F[:1], ROWS, "'weight' has 7 rows, 'predicted' has 1"),
         (SquareLearningLoss(), Y[:6], F, None, "'expected' has 6 rows, 'predicted' has 7"),
         (SquareLearningLoss(), Y[:1], F, None, "'expected' has 1 rows, 'predicted' has 7"),
@@ -271,7 +271,13 @@ def test_images():
         (SquareLearningLoss(), Y[0, 0], F, None, "not a single number"),
         (SquareLearningLoss(), Y, F[0, 0], None, "'predicted' must have rows; its shape is ()"),
         (SquareLearningLoss(), Y[:0], F[:0], None, "'predicted' must have rows"),
-        (SquareLearningLoss(), Y, F[:, :, None], None, "was built for ['N', 'k']"),
+        (
+            SquareLearningLoss(),
+            Y,
+            F[:, :, None],
+            None,
+            "(N, k), not (7, 3, 1): its rank is 3, not 2",
+        ),
         (SquareLearningLoss(), Y + np.nan, F, None, "NaN or infinity in 7 of 7 rows"),
         (NegLogLearningLoss(), 2 * BINARY, F, None, "'expected' holds labels outside 0..1"),
         (NegLogLearningLoss(), 2 * BINARY - 1, F, None, "'expected' holds labels outside 0..1"),

@@ -60,10 +60,10 @@ def test_other_objects_and_missing_files(tmp_path, door):
     ("content", "message"),
     [
         (b"not a model at all", r"m\.onnx' \(18 bytes\) is no ONNX model, or is truncated"),
-        (b"", r"m\.onnx' is no ONNX model: it holds no graph"),
+        (b"", r"m\.onnx' is no ONNX model: it has no graph"),
         (layer().SerializeToString()[:-30], r"m\.onnx' \(\d+ bytes\) is .* truncated"),
-        (onnx.ModelProto(ir_version=8).SerializeToString(), "it holds no graph"),
-        (onnx.ModelProto(graph=layer().graph).SerializeToString(), "states no opset"),
+        (onnx.ModelProto(ir_version=8).SerializeToString(), "it has no graph"),
+        (onnx.ModelProto(graph=layer().graph).SerializeToString(), "imports no opset"),
     ],
 )
 def test_bad_files(tmp_path, content, message, door):
@@ -116,7 +116,7 @@ def test_external_data_of_other_tensors(tmp_path, place):
     (tmp_path / "m.data").write_bytes(np.float32([6, 7]).tobytes())
     assert get_train_initializer(path)[name][0].tolist() == [6, 7]
     (tmp_path / "m.data").unlink()
-    with pytest.raises(ModelError, match=rf"keeps '{name}' in the external file 'm\.data'"):
+    with pytest.raises(ModelError, match=rf"stores '{name}' in the external file 'm\.data'"):
         onnx_derivative(path)
-    with pytest.raises(ModelError, match=rf"keeps '{name}' in the external file 'm\.data'"):
+    with pytest.raises(ModelError, match=rf"stores '{name}' in the external file 'm\.data'"):
         onnx_derivative(model)

@@ -135,8 +135,8 @@ def test_other_functions_print_too(tmp_path):
         "onnx_derivative(model)\nonnx_rename_names(model)",
     )
     assert text.count("prepared:") == 1
-    assert "w is called i0" in text
-    assert "names given" in text
+    assert "w is renamed to i0" in text
+    assert "names changed" in text
     assert text.count("forward of OrtGradientForwardBackwardFunction: y") == 1
     assert len(epochs(text)) == 3
     assert "step 1 loss" in text

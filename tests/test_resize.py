@@ -11,7 +11,7 @@ from cases import run
 from onnxgrad import ModelError, NoGradientRule, check_gradient, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
-from onnxgrad.model.weights import sites
+from onnxgrad.model.weights import constant_refs
 
 
 def parsed(inputs: str, body: str, opset: int = 20, initializers: str = "") -> onnx.ModelProto:
@@ -125,13 +125,13 @@ def test_resize_before_opset_11_keeps_its_meaning(opset, node, scales):
 
 def test_resize_before_opset_11_that_both_grows_and_shrinks_is_refused():
     scales = "float[4] s={1, 1, 1.5, 0.6}"
-    with pytest.raises(ModelError, match="nearest needs constant scales"):
+    with pytest.raises(ModelError, match="nearest requires constant scales"):
         prepare(parsed("float[1, 2, 6, 7] x", "y = Resize(x, s)", 10, scales))
 
 
 def test_scales_are_no_weights():
     made = parsed("float[n, c, h, w] x", "y = Resize(x, , s)", 20, "float[4] s={1, 1, 2, 3}")
-    assert not any(site.default for site in sites(made))
+    assert not any(site.default for site in constant_refs(made))
 
 
 def test_scales_put_together_are_no_weights():
@@ -140,7 +140,7 @@ def test_scales_put_together_are_no_weights():
         c = Concat<axis=0>(a, b)  s = Identity(c)  z = Mul(x, w)  y = Resize<mode="linear">(z, , s)
     """
     made = parsed("float[n, 2, 6, 7] x", body, 20, "float[7] w={1, 2, 3, 4, 5, 6, 7}")
-    assert [site.name for site in sites(made) if site.default] == ["w"]
+    assert [site.name for site in constant_refs(made) if site.default] == ["w"]
     assert [y.name for y in onnx_derivative(made).graph.output] == ["x_grad", "w_grad"]
     body = body.replace("b = Constant<value_floats=[2.0, 1.5]>()", "")
     taken = parsed("float[n, 2, 6, 7] x, float[2] b", body, 20, "float[7] w={1, 2, 3, 4, 5, 6, 7}")

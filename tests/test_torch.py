@@ -998,9 +998,9 @@ def test_inputs_by_name():
         (torch.ones(2, 6).double(), ValueError, r"'x' takes torch.float32, not torch.float64"),
         (torch.ones(2, 6).bool(), ValueError, r"'x' takes torch.float32, not torch.bool"),
         (torch.ones(2, 6, device="meta"), ValueError, "input 'x' is on meta, the module on cpu"),
-        (torch.ones(6), ValueError, r"'x' takes the shape \[N, 6\], not \[6\]"),
-        (torch.ones(2, 5), ValueError, r"'x' takes the shape \[N, 6\], not \[2, 5\]"),
-        (torch.ones(2, 6, 1), ValueError, r"'x' takes the shape \[N, 6\], not \[2, 6, 1\]"),
+        (torch.ones(6), ValueError, r"'x' must have shape \(N, 6\), not \(6,\)"),
+        (torch.ones(2, 5), ValueError, r"'x' must have shape \(N, 6\), not \(2, 5\): axis 1"),
+        (torch.ones(2, 6, 1), ValueError, r"'x' must have shape \(N, 6\), not \(2, 6, 1\)"),
     ],
 )
 def test_bad_inputs(module, x, error, message, first, gradients):
@@ -1030,7 +1030,7 @@ def test_a_weight_of_another_shape(module, first):
     if not first:
         module(x)
     module.get_submodule("2").bias.data = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"weight '2.bias' takes the shape \[4\], not \[3\]"):
+    with pytest.raises(ValueError, match=r"weight '2.bias' must have shape \(4,\), not \(3,\)"):
         module(x)
 
 

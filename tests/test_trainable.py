@@ -17,7 +17,7 @@ pytest.importorskip("onnxscript")
 
 from networks_more import NETWORKS  # noqa: E402
 from onnxgrad import trainable  # noqa: E402
-from onnxgrad.model.weights import sites  # noqa: E402
+from onnxgrad.model.weights import constant_refs  # noqa: E402
 
 LEVELS = {
     "plain": None,
@@ -89,7 +89,7 @@ def learned(net, model: onnx.ModelProto) -> set[str]:
     single = [p.detach() for p in net.parameters() if p.numel() == 1]
     single = elements(single) | elements(p.exp() for p in single)
     names = set()
-    for site in sites(model):
+    for site in constant_refs(model):
         array = site.array()
         if array.dtype.kind != "f":
             continue

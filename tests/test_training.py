@@ -778,7 +778,7 @@ def test_bad_input_changes_nothing(options, data, message):
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (np.ones((47, 2)), r"'weight' must have shape \(rows\), not \(47, 2\)"),
+        (np.ones((47, 2)), r"'weight' must have shape \(rows,\), not \(47, 2\)"),
         (np.ones(46), "different numbers of rows"),
     ],
 )

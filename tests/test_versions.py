@@ -106,7 +106,7 @@ def test_slopes_before_opset_7_need_a_rank():
     made = onnx.parser.parse_model("""<ir_version: 3, opset_import: ["": 6]>
         g (float[] x, float[3] s) => (float[] y) { y = PRelu(x, s) }""")
     made.graph.input[0].type.tensor_type.ClearField("shape")
-    with pytest.raises(ModelError, match=r"PRelu.*rank of 'x'"):
+    with pytest.raises(ModelError, match=r"PRelu.*declare the shape of 'x'"):
         onnx_derivative(made)
 
 
@@ -137,7 +137,7 @@ def test_places_before_opset_11_in_branches(body, opset):
 @pytest.mark.parametrize(
     ("body", "opset", "match"),
     [
-        ("p = PRelu(x, x)", 6, "PRelu .*in the graph 't' before opset 7"),
+        ("p = PRelu(x, x)", 6, "PRelu .*in the subgraph 't' before opset 7"),
         ("p = Scan<num_scan_inputs = 1, body = b (a) => (z) { z = Neg(a) }>(, x)", 8, "opset 8"),
     ],
 )

@@ -265,7 +265,7 @@ def as_inputs(proto: ModelProto, graph: ir.Graph, names: Sequence[str] | None) -
     Raises:
         ValueError: an unknown name, one named twice, or a constant that is no float.
     """
-    refs = {ref.name: ref for ref in constants.sites(proto)}
+    refs = {ref.name: ref for ref in constants.constant_refs(proto)}
     if names is None:
         names = [name for name, ref in refs.items() if ref.default]
     weights = []

@@ -23,7 +23,7 @@ from onnxgrad.cli.task import Task, split
 from onnxgrad.errors import ConvergenceError, unknown
 from onnxgrad.model.files import check_not_input, check_writable, one_line, replacing
 from onnxgrad.model.read import read
-from onnxgrad.model.weights import FLOATS, sites
+from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.model.write import data_files
 from onnxgrad.schedules import LearningRateSGD
 from onnxgrad.training.loss_inside import OrtGradientOptimizer
@@ -119,7 +119,7 @@ def _curves_path(output: Path) -> Path:
 
 def _check_weights(proto: ModelProto, names: Sequence[str]) -> None:
     """Raise `ValueError` for a name that is no float constant of the model."""
-    floats = [site.name for site in sites(proto) if site.read().data_type in FLOATS]
+    floats = [ref.name for ref in constant_refs(proto) if ref.read().data_type in FLOATS]
     for name in names:
         if name not in floats:
             raise unknown("weight", name, floats)

@@ -1,1 +1,1 @@
-"""What users pass as data."""
+"""Data that users pass: arrays, tables, and checks against what a model declares."""

@@ -1,88 +1,117 @@
-"""Arrays from what users pass, in the shape that an input declares."""
+"""Arrays of numbers from what users pass, and the shape that an input declares."""
 
 from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.errors import PrintableError, printable
-from onnxgrad.graph.shapes import Dims
+from onnxgrad.graph.shapes import Dim, Dims
 from onnxgrad.runtime.values import to_numpy
 
 
-def to_numbers(name: str, given: Any) -> np.ndarray:
-    """Return `given` as an array of numbers; Python objects that are numbers are converted.
+class DataError(PrintableError, ValueError):
+    """The data cannot be used; the message names the part that is wrong, and the remedy."""
+
+
+def to_numbers(name: str, values: Any) -> np.ndarray:
+    """Return `values` as an array of numbers; Python objects that are numbers are converted.
 
     Raises:
-        ValueError: it is sparse, has masked values, or holds something else than real numbers.
+        ValueError: they are sparse, partly masked, or not all real numbers.
     """
-    if hasattr(given, "toarray"):
+    if hasattr(values, "toarray"):
         raise ValueError(f"{name!r} is sparse, which is not supported: pass its .toarray()")
-    if isinstance(given, np.ma.MaskedArray) and np.ma.is_masked(given):
+    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise ValueError(f"{name!r} has masked values: fill them, or drop their rows")
-    array = to_numpy(given)
+    array = to_numpy(values)
     if array.dtype == object and array.ndim:  # a table with columns of several dtypes, for one
         array = _unboxed(name, array)
     if array.dtype.kind in "OSUMmc" or array.dtype.names:  # names: of a structured array
-        kind = type(given).__name__ if array.dtype == object else array.dtype
+        kind = type(values).__name__ if array.dtype == object else array.dtype
         raise ValueError(f"{name!r} must hold numbers, not {kind}")
     return array
 
 
 def _unboxed(name: str, array: np.ndarray) -> np.ndarray:
+    """Return an array of Python objects in the dtype that numpy has for them."""
     try:
-        made = np.array(array.tolist())
-    except ValueError:  # of lists that differ in length
-        made = array
-    if made.dtype.kind not in "biuf":
+        numbers = np.array(array.tolist())
+    except ValueError:  # lists that differ in length
+        numbers = array
+    if numbers.dtype.kind not in "biuf":
         for row, values in enumerate(array.reshape(len(array), -1)):
             for value in values:
                 if not isinstance(value, (int, float, np.number, np.bool_)):
                     shown = reprlib.repr(value)
                     raise ValueError(f"{name!r} must hold numbers, not {shown} as in row {row}")
-    return made
+    return numbers
 
 
-"""x"""
+def shape_mismatch(shape: Sequence[int], declared: Sequence[Dim] | None) -> str:
+    """Return how a shape differs from the declared one, "" if it does not.
+
+    Args:
+        shape: the length of every axis.
+        declared: for every axis a length, or a symbolic dimension or None, which fit any length;
+            None in place of the whole allows any rank.
+
+    Returns:
+        The end of a message, such as "must have shape (N, 3), not (7, 2): axis 1 differs".
+    """
+    if declared is None:
+        return ""
+    if len(shape) != len(declared):
+        reason = f"its rank is {len(shape)}, not {len(declared)}"
+    else:
+        pairs = enumerate(zip(shape, declared, strict=True))
+        axes = [axis for axis, (n, d) in pairs if isinstance(d, int) and n != d]
+        if not axes:
+            return ""
+        reason = f"axis {axes[0]} differs" if len(axes) == 1 else f"axes {axes} differ"
+    return f"must have shape {_shown(declared)}, not {_shown(shape)}: {reason}"
 
 
-class DataError(PrintableError, ValueError):
-    """The data cannot be used; the message says which part of it, and what to do."""
+def _shown(shape: Sequence[Dim]) -> str:
+    lengths = ["?" if d is None else printable(d) for d in shape]
+    return f"({lengths[0]},)" if len(lengths) == 1 else f"({', '.join(lengths)})"
 
 
 def fit_shape(array: np.ndarray, shape: Dims | None, what: str, reshape: bool) -> np.ndarray:
-    """Return `array` in the shape that an input declares, whose first axis is that of the rows.
+    """Return `array` in the shape that an input declares; the first axis counts rows.
 
     Args:
-        array: with a first axis of rows.
-        shape: the declared one; None fits all.
-        what: has it, in the message.
-        reshape: the values of a row, those of columns, take any shape that holds as many. If not,
-            a last axis of length one may be added or left out.
+        array: of rank 1 or more.
+        shape: the declared shape, of which the first length is not checked; None fits any array.
+        what: the subject of the message, such as the quoted name of the input.
+        reshape: give the values of a row, which come from columns, any declared shape of as many
+            elements. If false, only a last axis of length one may be added or removed.
 
     Raises:
-        DataError: it does not fit.
+        DataError: the shapes do not fit.
     """
     if shape is None:
         return array
-    lengths = [d if isinstance(d, int) and d > 0 else None for d in shape[1:]]
+    # a declared length below one counts as unknown
+    lengths = [None if isinstance(d, int) and d <= 0 else d for d in shape[1:]]
+    declared = ("rows", *lengths) if shape else ()
     one_less = [array[..., 0]] if array.shape[-1] == 1 else []
     for candidate in [array] if reshape else [array, array[..., None], *one_less]:
-        pairs = zip(lengths, candidate.shape[1:], strict=False)
-        if candidate.ndim == len(shape) and all(d in (None, n) for d, n in pairs):
+        if not shape_mismatch(candidate.shape, declared):
             return candidate
-    wanted = ", ".join(["rows", *map(printable, shape[1:])])
     if not reshape or not shape:
-        raise DataError(f"{what} must have shape ({wanted}), not {array.shape}")
-    count, least = math.prod(array.shape[1:]), math.prod(d for d in lengths if d)
-    free = lengths.count(None)
+        raise DataError(f"{what} {shape_mismatch(array.shape, declared)}")
+    fixed = [d if isinstance(d, int) else -1 for d in lengths]
+    count, least = math.prod(array.shape[1:]), math.prod(d for d in fixed if d > 0)
+    free = fixed.count(-1)
     if free > 1 or (count % least if free else count != least):
         multiple = "a multiple of " * bool(free)
         raise DataError(
-            f"{what} takes {multiple}{least} values a row (shape ({wanted})); "
-            f"the data has {count} (shape {array.shape})"
+            f"{what} takes {multiple}{least} values a row (shape {_shown(declared)}); "
+            f"the data has {count} (shape {_shown(array.shape)})"
         )
-    return array.reshape(len(array), *(-1 if d is None else d for d in lengths))
+    return array.reshape(len(array), *fixed)

@@ -1,6 +1,6 @@
-"""Columns of tables: their names, which a trained model keeps, and their values as one array.
+"""Tables: the names of their columns, which a trained model stores, and their values as one array.
 
-A table is what has names of columns: a DataFrame of pandas or polars, a table of pyarrow.
+A table is any object with column names: a DataFrame of pandas or polars, a table of pyarrow.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ COLUMNS = "onnxgrad.columns"  # metadata: {input: names of its columns}, as JSON
 
 TARGET = "onnxgrad.target"  # metadata: names of the columns of the label, as JSON
 
-# what pandas calls the index, where it writes that as a column
+# names under which pandas writes the index of a table as a column
 _INDEX_NAMES = ("", "Unnamed: 0", "__index_level_0__")
 
 
 class Part:
-    """Some columns of a table, itself a table."""
+    """A table of some columns of another table."""
 
     def __init__(self, table: Any, names: Sequence[str]) -> None:
         self.table, self.columns = table, list(names)
@@ -35,18 +35,18 @@ class Part:
 
 
 def is_table(X: Any) -> bool:
-    """Tell whether `X` has columns, under names or numbers."""
+    """Return whether `X` has columns, labelled by names or numbers."""
     return _labels(X) is not None
 
 
 def column_names(X: Any) -> list[str] | None:
-    """Return the names of the columns of a table; None where they are not all text."""
+    """Return the names of the columns of a table; None if they are not all strings."""
     labels = _labels(X)
     return labels if labels and all(isinstance(n, str) for n in labels) else None
 
 
 def target_names(y: Any) -> list[str] | None:
-    """Return the names of the columns of labels: of a table, or the name of a series."""
+    """Return the names of the columns of labels, which are a table or a series."""
     name = getattr(y, "name", None)
     return [name] if isinstance(name, str) and name else column_names(y)
 
@@ -60,10 +60,12 @@ def _labels(X: Any) -> list[Any] | None:
 
 
 def stacked(name: str, table: Any) -> np.ndarray:
-    """Return the columns of `table` side by side, (rows, ...); lists in a column count one each.
+    """Return the columns of `table` as one array, (rows, values).
+
+    A column of lists gives as many values a row as the lists have elements.
 
     Raises:
-        ValueError: columns of one name, or that hold something else than numbers.
+        ValueError: columns have the same name, or do not hold numbers.
     """
     labels = _labels(table) or []
     if column_names(table):
@@ -84,28 +86,27 @@ def _is_list(value: Any) -> bool:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise if columns have one name, or are the index of a table, which pandas writes too."""
-    if double := next((n for n in names if names.count(n) > 1), None):
-        raise DataError(f"two columns are called {double!r}: rename one")
+    """Raise if columns have the same name, or one is the index of a table that pandas wrote."""
+    if repeated := next((n for n in names if names.count(n) > 1), None):
+        raise DataError(f"two columns are called {repeated!r}: rename one")
     if index := [n for n in names if n in _INDEX_NAMES]:
         raise DataError(
-            f"column {names.index(index[0]) + 1} is called {index[0]!r}, as an index is that was "
-            "written with the data: leave it out (pandas: index=False), or name it if it is a "
-            "feature"
+            f"column {names.index(index[0]) + 1} is called {index[0]!r}, the name by which pandas "
+            "writes an index: leave it out (index=False), or rename it if it is a feature"
         )
 
 
 def same_columns(
     names: Sequence[str], fitted: Sequence[str], what: str, when: str = "fit", first: int = 0
 ) -> None:
-    """Raise if the columns of a table are others than those in training, or in another order.
+    """Raise if the columns of a table are not those of training, in the same order.
 
     Args:
-        names: of the data.
-        fitted: the names in training.
-        what: takes them, in the message.
-        when: what training is called there.
-        first: number of the first column there.
+        names: the columns of the data.
+        fitted: the columns in training.
+        what: the subject of the message, such as the quoted name of the input.
+        when: the name of training in the message.
+        first: the number of the first column in the message.
     """
     if list(names) == list(fitted):
         return
@@ -116,7 +117,7 @@ def same_columns(
         parts += [f"column {_listed(extra)} that was not in {when}"] * bool(extra)
         raise DataError(
             f"{what} takes the columns {_listed(fitted)}; the data has {' and '.join(parts)}: "
-            "give the same columns, in the same order"
+            "pass the same columns, in the same order"
         )
     pairs = enumerate(zip_longest(names, fitted), first)
     number, (new, old) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
@@ -133,32 +134,32 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass
 class Names:
-    """The names of the columns that each input is fed, in their order, and of those of the label.
+    """The names of the columns of each input, and of those of the label, in their order.
 
-    Nothing where they are unknown.
+    Inputs that were not fed from tables with column names are missing.
     """
 
     columns: dict[str, list[str]] = field(default_factory=dict)
     target: list[str] = field(default_factory=list)
 
     def check(self, name: str, names: Sequence[str]) -> None:
-        """Raise if an input is fed other columns than before; keep their names if they are new."""
+        """Raise if an input gets other columns than before; store the names if it is new."""
         same_columns(names, self.columns.setdefault(name, list(names)), repr(name))
 
     def check_target(self, names: Sequence[str]) -> None:
-        """Raise if the columns of the label come in another order; a new label may be learned."""
+        """Store the columns of the label; raise if they are the stored ones in another order."""
         if sorted(names) == sorted(self.target):
             same_columns(names, self.target, "the label")
         self.target = list(names)
 
     def copy(self) -> Names:
-        """Return these names, to be added to."""
+        """Return a copy that can be modified independently."""
         return Names(dict(self.columns), self.target)
 
     def keep(self, proto: ModelProto) -> None:
         """Write the names into the metadata of `proto`, in place.
 
-        Left out are inputs that `proto` lacks, and single columns that have the input's name.
+        Inputs that `proto` lacks, and single columns of the same name as the input, are left out.
         """
         inputs = {x.name for x in proto.graph.input}
         kept = {n: list(c) for n, c in self.columns.items() if n in inputs and list(c) != [n]}
@@ -187,7 +188,7 @@ def read_names(proto: ModelProto) -> Names:
     if not fits:
         raise ValueError(
             f"the model's metadata {COLUMNS!r} must be JSON as {{input: [names]}}, and {TARGET!r} "
-            "as [names]: correct them, or remove them from the model"
+            "as [names]: correct or remove these entries"
         )
     return Names(columns, target)
 

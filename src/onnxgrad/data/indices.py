@@ -1,6 +1,7 @@
-"""Inputs whose values are indices into a table of known length, and the values that it lacks.
+"""Inputs whose elements are indices into a table of static length, and the check of these indices.
 
-onnxruntime stops at such a value without naming the row; on some devices it reads elsewhere.
+For an index out of range, onnxruntime raises without naming the row, or reads other memory on some
+devices.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _NUMBERS = frozenset(
 )
 _EXACT = (ir.DataType.INT32, ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 _CLASS_LOSSES = ("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
-_LARGE = 100_000  # elements: what holds more is no position
+_LARGE = 100_000  # elements; larger constants are not positions
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table that an input holds indices into.
+    """A table that an input indexes.
 
-    - `name`: of the table; `lengths`: of its axes, one for each number of an index.
-    - `negative`: whether -1 is the last entry; `ignored`: an index that stands for none.
-    - `selection`: the model of what is read of the input, where that is not all.
+    - `name`: of the table; `lengths`: of the axes that an index selects from, one for each number.
+    - `negative`: whether -1 is the last entry; `ignored`: an index that selects nothing.
+    - `selection`: the elements of the input that are used as indices, None for all.
     """
 
     name: str
@@ -50,17 +51,20 @@ class Table:
         first = -n if self.negative else 0
         ends = f"from {first} to {n - 1}"
         if len(self.lengths) > 1:
-            ends = f"inside of its shape {list(self.lengths)}"
+            ends = f"within its shape {list(self.lengths)}"
         return f"indices into {self.name!r}, of length {n}, {ends}"
 
     def outside(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return where `array`, one of the `arrays` that are fed, holds another index."""
-        array = np.trunc(array) if array.dtype.kind == "f" else array  # as the Cast behind it does
+        """Return a mask of the elements of `array` that are used as indices and out of range.
+
+        `arrays` has the arrays of all inputs, by name.
+        """
+        array = np.trunc(array) if array.dtype.kind == "f" else array  # as Cast does
         if self.selection is None:
             return self._outside(array, self.lengths[0])
         wrong = np.zeros(array.size, bool)
         positions = self.selection.positions(array, arrays)
-        if positions is None:  # onnxruntime says then what does not fit
+        if positions is None:  # onnxruntime will raise
             return wrong.reshape(array.shape)
         flat, several = array.reshape(-1), len(self.lengths) > 1
         for i, length in enumerate(self.lengths):
@@ -74,9 +78,9 @@ class Table:
 
 
 class Selection:
-    """The part of a graph from an input to indices that are some of its elements.
+    """The part of a graph that selects elements of an input as indices.
 
-    It runs on as many `rows` at a time as the input has, if their number is fixed.
+    It is run on `rows` rows at a time if the input has a static number of rows.
     """
 
     def __init__(self, proto: ModelProto, source: str, rows: int | None) -> None:
@@ -94,7 +98,7 @@ class Selection:
         return {name: value for name, value in self.__dict__.items() if name != "_session"}
 
     def positions(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
-        """Return the flat positions in `array` of the indices; None where that cannot be told."""
+        """Return the flat positions of the indices in `array`; None if the graph fails on it."""
         fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
         size = self.rows or len(array)
         try:
@@ -104,14 +108,14 @@ class Selection:
                 for start in range(0, len(array), size)
             ]
             return np.concatenate(pieces)
-        except Exception:  # of several types: onnxruntime then says itself what does not fit
+        except Exception:  # of several types; the model itself will raise it again
             return None
 
 
 def tables(graph: ir.Graph, inputs: Sequence[ir.Value]) -> dict[str, tuple[Table, ...]]:
-    """Return, by the name of an input, the tables of known length that it holds indices into.
+    """Return the tables of static length that each input indexes, `{name of the input: tables}`.
 
-    An index that is computed is left to onnxruntime: so may be one that no row of data holds.
+    Indices that are computed from elements of an input are not checked.
     """
     by_input = {str(x.name): tuple(_tables(graph, x)) for x in inputs if x.dtype in _NUMBERS}
     return {name: each for name, each in by_input.items() if each}
@@ -133,10 +137,10 @@ def _tables(graph: ir.Graph, x: ir.Value) -> Iterator[Table]:
 
 
 def _uses(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
-    """Yield who reads elements of `x`: as which value, node, operand, and whether all of them."""
+    """Yield the uses of elements of `x`: value, node, operand, and whether that has all."""
     reached: dict[ir.Value, bool] = {x: True}
     waiting = [x]
-    for v in waiting:  # which grows
+    for v in waiting:  # which is appended to
         for node, operand in v.uses():
             yield v, node, operand, reached[v]
             for y, whole in _onward(node, operand):
@@ -146,7 +150,7 @@ def _uses(x: ir.Value) -> Iterator[tuple[ir.Value, ir.Node, int, bool]]:
 
 
 def _onward(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
-    """Yield the values that hold elements of an operand of `node`, and whether they hold all."""
+    """Yield the values with elements of an operand of `node`, and whether they have all."""
     if node.domain:
         return
     if node.op_type in REORDERS | SELECTS and (operand == 0 or node.op_type == "Concat"):
@@ -159,7 +163,7 @@ def _onward(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
 
 
 def _table(node: ir.Node, operand: int) -> Table | None:
-    """Return the table of which the operand of `node` holds indices, if there is one."""
+    """Return the table that the operand of `node` indexes, None if it is no index."""
     kind, size = node.op_type, node.attributes.get_int
     if node.domain or not node.inputs:
         return None
@@ -180,17 +184,19 @@ def _table(node: ir.Node, operand: int) -> Table | None:
         lengths = shape[1:2]
     else:
         return None
-    fixed = static(lengths)
-    if not fixed:
+    static_lengths = static(lengths)
+    if not static_lengths:
         return None
     if kind in _CLASS_LOSSES:
         ignored = node.attributes.get("ignore_index")
-        return Table(_name(data), fixed, False, None if ignored is None else ignored.as_int())
-    return Table(_name(data), fixed)
+        return Table(
+            _name(data), static_lengths, False, None if ignored is None else ignored.as_int()
+        )
+    return Table(_name(data), static_lengths)
 
 
 def _name(data: ir.Value) -> str:
-    """Return the name of a table, that of the weight if it is one."""
+    """Return the name of a table; if it is a view of a weight, that of the weight."""
     v = data
     while (node := v.producer()) is not None and node.op_type in ("Cast", "Identity", "Transpose"):
         if node.inputs[0] is None:
@@ -200,22 +206,22 @@ def _name(data: ir.Value) -> str:
 
 
 def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | None:
-    """Return the part of `graph` from `x` to `index`; None where it computes with values of `x`."""
+    """Return the part of `graph` from `x` to `index`; None if it computes with elements of `x`."""
     path: list[ir.Node] = []
-    held, v = {x, index}, index
+    on_path, v = {x, index}, index
     while v is not x:
         node = v.producer()
         if node is None or node.graph is not graph or node.op_type == "Concat":
             return None
         path.append(node)
         assert node.inputs[0] is not None
-        held.add(v := node.inputs[0])
+        on_path.add(v := node.inputs[0])
     nodes, values = set(path), {x}
     waiting = [v for node in path for v in node.inputs[1:] if v is not None]
     while waiting:
         v = waiting.pop()
         node = v.producer()
-        if v in held or (v.const_value is not None and v.const_value.size > _LARGE):
+        if v in on_path or (v.const_value is not None and v.const_value.size > _LARGE):
             return None
         if node is None:
             values.add(v)
@@ -224,7 +230,7 @@ def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | Non
                 return None
             nodes.add(node)
             shape = node.op_type in ("Shape", "Size")
-            waiting += [u for u in node.inputs if u is not None and not (shape and u in held)]
+            waiting += [u for u in node.inputs if u is not None and not (shape and u in on_path)]
     rows = (dims(x) or (None,))[0]
     proto = _extract(graph, x, index, path, nodes, values)
     return Selection(proto, str(x.name), rows if isinstance(rows, int) and rows > 0 else None)
@@ -238,7 +244,7 @@ def _extract(
     nodes: set[ir.Node],
     values: set[ir.Value],
 ) -> ModelProto:
-    """Return the model of `nodes`, in which positions take the way of the elements of `x`."""
+    """Return the model of `nodes`, with the positions of the elements of `x` as its input `x`."""
     model = ModelProto(ir_version=8)
     for domain, version in graph.opset_imports.items():
         model.opset_import.add(domain=domain, version=version)

@@ -20,7 +20,7 @@ from onnxgrad.losses.penalties import add_penalties
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.weights import note_constants, sites
+from onnxgrad.model.weights import constant_refs, note_constants
 
 
 def add_loss_output(
@@ -110,11 +110,11 @@ def _with_loss(
 
 def _check_penalized(proto: ModelProto, penalties: Iterable[str]) -> None:
     """Raise if a penalty is for a weight that is not a tensor of the main graph."""
-    for site in sites(proto):
-        attribute = site.attribute or (site.node and site.node.domain == "ai.onnx.ml")
-        if site.name in penalties and (attribute or site.graph is not proto.graph):
+    for ref in constant_refs(proto):
+        attribute = ref.attribute or (ref.node and ref.node.domain == "ai.onnx.ml")
+        if ref.name in penalties and (attribute or ref.graph is not proto.graph):
             where = "is an attribute" if attribute else "is in a subgraph or a local function"
-            raise ValueError(f"{site.name!r} {where}: a penalty needs a tensor of the main graph")
+            raise ValueError(f"{ref.name!r} {where}: a penalty needs a tensor of the main graph")
 
 
 def _with_outputs(

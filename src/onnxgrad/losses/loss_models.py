@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.data.fields import Field
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
@@ -111,10 +112,9 @@ def _prediction_shape(declared: list[int | str], shape: tuple[int, ...]) -> tupl
         raise ValueError(f"'predicted' must have rows; its shape is {shape}")
     if len(shape) == 1 and len(declared) == 2:
         shape = (*shape, 1)
-    pairs = zip(declared, shape, strict=False)
-    if len(shape) != len(declared) or any(isinstance(d, int) and d != s for d, s in pairs):
-        built = f"and the loss was built for {declared}: build_onnx_function(shape=...)"
-        raise ValueError(f"'predicted' has the shape {shape}, {built}")
+    if mismatch := shape_mismatch(shape, declared):
+        rebuild = "build the loss for it by build_onnx_function(shape=...)"
+        raise ValueError(f"'predicted' {mismatch}; {rebuild}")
     return shape
 
 

@@ -1,1 +1,1 @@
-"""Models as files and as `ModelProto`."""
+"""Models as `ModelProto`: reading, validating, rewriting and writing them."""

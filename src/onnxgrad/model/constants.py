@@ -1,4 +1,7 @@
-"""Where a model keeps its constant tensors, and how each is read and written there."""
+"""References to the constant tensors of a model, each of which reads and writes its tensor.
+
+A constant is an initializer, or an attribute of a node or a function.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from onnxgrad.model import external
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
-# operator -> {attribute: is it trained when no weight is named}
+# operator -> {attribute: whether it is a weight when none is named}
 ML_COEFFICIENTS = {
     "LinearRegressor": {"coefficients": True, "intercepts": True},
     "LinearClassifier": {"coefficients": True, "intercepts": True},
@@ -38,7 +41,7 @@ ML_COEFFICIENTS = {
     },
 }
 
-# the fields of a tensor that hold or point to its elements
+# the fields of a TensorProto that hold its elements or refer to them
 _STORAGE = (
     "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
     "raw_data", "external_data", "data_location",
@@ -46,36 +49,36 @@ _STORAGE = (
 
 _CONSTANT_ATTRIBUTES = ("value", "value_float", "value_floats", "value_int", "value_ints")
 
-Holder = GraphProto | FunctionProto
+GraphLike = GraphProto | FunctionProto  # what has nodes
 
 
 @dataclass
 class ConstantRef:
-    """Where one constant tensor is kept."""
+    """A reference to one constant tensor."""
 
     name: str
     read: Callable[[], TensorProto]
     write: Callable[[np.ndarray], None]
-    default: bool  # among the weights of `onnx_derivative` when none is named
-    graph: Holder  # the graph or function whose node or initializer it is
-    node: NodeProto | None = None  # the node that holds it; None for an initializer
-    operand: int = 0  # for ai.onnx.ml: the input of the node that takes it once it is lifted
-    function: FunctionProto | None = None  # the local function in which it is, at any depth
-    attribute: AttributeProto | None = None  # of a call, or a default of a function's attribute
-    stored: Callable[[], np.ndarray] | None = None  # which elements a sparse tensor stores
-    graph_name: str = ""  # what its graph calls it: `name` is unique in the whole model
+    default: bool  # whether it is a weight of `onnx_derivative` when none is named
+    graph: GraphLike  # the graph or function that has its node or initializer
+    node: NodeProto | None = None  # the node with its attribute; None for an initializer
+    operand: int = 0  # for ai.onnx.ml: index of the input that replaces it when it is lifted
+    function: FunctionProto | None = None  # the local function that it is in, at any depth
+    attribute: AttributeProto | None = None  # of a function, its default, or of a call of one
+    stored: Callable[[], np.ndarray] | None = None  # mask of the elements a sparse tensor stores
+    graph_name: str = ""  # its name in its graph, where `name` is unique in the whole model
 
     @property
     def sparse(self) -> bool:
-        """Tell whether it is a sparse tensor."""
+        """Whether the tensor is sparse."""
         return self.stored is not None
 
     def array(self) -> np.ndarray:
-        """Return the tensor's current value, which is not to be written to."""
+        """Return the current value of the tensor; do not write to it."""
         return external.array(self.read())
 
     def take_away(self) -> str:
-        """Remove an initializer from its graph; return the name that the graph has for it."""
+        """Remove an initializer from its graph; return its name there."""
         assert isinstance(self.graph, GraphProto)
         name = self.graph_name
         field = self.graph.sparse_initializer if self.sparse else self.graph.initializer
@@ -86,29 +89,29 @@ class ConstantRef:
         return name
 
     def as_operand(self, name: str) -> None:
-        """Let the ai.onnx.ml node that holds it take the value `name` as a further input."""
+        """Make the value `name` an input of the ai.onnx.ml node, in addition to the attribute."""
         assert self.node is not None
         self.node.input.extend([""] * (self.operand + 1 - len(self.node.input)))
         self.node.input[self.operand] = name
 
 
 def scan(model: ModelProto) -> Iterator[ConstantRef]:
-    """Yield the constant tensors of `model`: of the main graph, then of the local functions."""
+    """Yield references to the constants of the main graph, then of the local functions."""
     called = {(f.domain, f.name) for f in model.functions}
     yield from _of_graph(model.graph, called)
     for function in model.functions:
-        for site in _of_function(function, called):
-            site.function = function
-            yield site
+        for ref in _of_function(function, called):
+            ref.function = function
+            yield ref
 
 
 def standard(domain: str) -> str:
-    """Return the domain of the standard operators as "", for which "ai.onnx" is an alias."""
+    """Return `domain`, or "" for its alias "ai.onnx": the standard operators."""
     return "" if domain == "ai.onnx" else domain
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """Yield the graphs that `node` holds as attributes."""
+    """Yield the subgraphs of `node`, which are its attributes."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH:
             yield attribute.g
@@ -117,7 +120,7 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def dense(sparse: SparseTensorProto, name: str) -> TensorProto:
-    """Return the dense tensor: indices are flat, or have one number for each axis."""
+    """Return the tensor as dense; its indices are flat, or have one number for each axis."""
     values, indices = (numpy_helper.to_array(t) for t in (sparse.values, sparse.indices))
     array = np.zeros(tuple(sparse.dims), values.dtype)
     if indices.ndim == 1:
@@ -147,27 +150,28 @@ def _of_graph(graph: GraphProto, called: Collection[tuple[str, str]]) -> Iterato
 
 
 def _of_nodes(
-    nodes: Iterable[NodeProto], holder: Holder, called: Collection[tuple[str, str]]
+    nodes: Iterable[NodeProto], graph: GraphLike, called: Collection[tuple[str, str]]
 ) -> Iterator[ConstantRef]:
     for node in nodes:
         if node.op_type == "Constant" and not standard(node.domain):
-            yield from _of_constant(node, holder)
+            yield from _of_constant(node, graph)
         elif node.domain == "ai.onnx.ml":
-            yield from _of_ml(node, holder)
+            yield from _of_ml(node, graph)
         elif (node.domain, node.op_type) in called:
-            yield from _of_call(node, holder)
+            yield from _of_call(node, graph)
         for inner in subgraphs(node):
             yield from _of_graph(inner, called)
 
 
 def _several(tensor: TensorProto) -> bool:
+    """Return whether `tensor` holds more than one float."""
     return tensor.data_type in FLOATS and prod(tensor.dims) > 1
 
 
 def _of_tensor(
     tensor: TensorProto,
     name: str,
-    holder: Holder,
+    graph: GraphLike,
     node: NodeProto | None,
     default: bool,
     attribute: AttributeProto | None = None,
@@ -179,13 +183,13 @@ def _of_tensor(
             tensor.ClearField(field)
         tensor.MergeFrom(data)
 
-    site = ConstantRef(name, lambda: tensor, write, default, holder, node, graph_name=name)
-    site.attribute = attribute
-    return site
+    ref = ConstantRef(name, lambda: tensor, write, default, graph, node, graph_name=name)
+    ref.attribute = attribute
+    return ref
 
 
 def _of_sparse(
-    sparse: SparseTensorProto, name: str, holder: Holder, node: NodeProto | None, default: bool
+    sparse: SparseTensorProto, name: str, graph: GraphLike, node: NodeProto | None, default: bool
 ) -> ConstantRef:
     def stored() -> np.ndarray:
         mask = SparseTensorProto()
@@ -194,59 +198,60 @@ def _of_sparse(
         return numpy_helper.to_array(dense(mask, ""))
 
     def write(array: np.ndarray) -> None:
-        """Keep the elements that are stored, and store those that are no longer zero."""
+        """Store the elements that were stored, and those that are not zero."""
         flat = np.flatnonzero(stored() | (array != 0))
-        whole = len(sparse.indices.dims) == 1
-        rows = flat if whole else np.stack(np.unravel_index(flat, array.shape), 1)
+        is_flat = len(sparse.indices.dims) == 1
+        indices = flat if is_flat else np.stack(np.unravel_index(flat, array.shape), 1)
         values = numpy_helper.from_array(array.ravel()[flat], sparse.values.name)
         sparse.values.CopyFrom(values)
-        sparse.indices.CopyFrom(numpy_helper.from_array(rows.astype(np.int64), sparse.indices.name))
+        indices = indices.astype(np.int64)
+        sparse.indices.CopyFrom(numpy_helper.from_array(indices, sparse.indices.name))
 
     def read() -> TensorProto:
         return dense(sparse, name)
 
-    return ConstantRef(name, read, write, default, holder, node, graph_name=name, stored=stored)
+    return ConstantRef(name, read, write, default, graph, node, graph_name=name, stored=stored)
 
 
-def _of_constant(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
+def _of_constant(node: NodeProto, graph: GraphLike) -> Iterator[ConstantRef]:
     attribute = next((a for a in node.attribute if not a.ref_attr_name), None)
     if attribute is None:
         return
     name = node.output[0]
     if attribute.name == "value":
-        yield _of_tensor(attribute.t, name, holder, node, _several(attribute.t))
+        yield _of_tensor(attribute.t, name, graph, node, _several(attribute.t))
     elif attribute.name == "sparse_value":
         values = attribute.sparse_tensor.values
         default = values.data_type in FLOATS and prod(attribute.sparse_tensor.dims) > 1
-        yield _of_sparse(attribute.sparse_tensor, name, holder, node, default)
+        yield _of_sparse(attribute.sparse_tensor, name, graph, node, default)
     elif attribute.name in _CONSTANT_ATTRIBUTES:
         shape = None if attribute.name.endswith("s") else ()
         default = attribute.name == "value_floats" and len(attribute.floats) > 1
-        yield _of_numbers(attribute, name, holder, node, default, shape)
+        yield _of_numbers(attribute, name, graph, node, default, shape)
 
 
-def _of_ml(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
-    for operand, (name, trained) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
+def _of_ml(node: NodeProto, graph: GraphLike) -> Iterator[ConstantRef]:
+    for operand, (name, default) in enumerate(ML_COEFFICIENTS.get(node.op_type, {}).items(), 1):
         attribute = next((a for a in node.attribute if a.name == name and a.floats), None)
         if attribute is not None:
             full = f"{node.name or node.output[0]}.{name}"
-            site = _of_numbers(attribute, full, holder, node, trained, None)
-            site.operand = operand
-            yield site
+            ref = _of_numbers(attribute, full, graph, node, default, None)
+            ref.operand = operand
+            yield ref
 
 
-def _of_call(node: NodeProto, holder: Holder) -> Iterator[ConstantRef]:
-    """Yield the tensors that a call hands to a local function as attributes."""
+def _of_call(node: NodeProto, graph: GraphLike) -> Iterator[ConstantRef]:
+    """Yield the tensors that a call passes to a local function as attributes."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.TENSOR and not attribute.ref_attr_name:
             full = f"{node.name or node.output[0]}.{attribute.name}"
-            yield _of_tensor(attribute.t, full, holder, node, _several(attribute.t), attribute)
+            yield _of_tensor(attribute.t, full, graph, node, _several(attribute.t), attribute)
 
 
 def _of_numbers(
     attribute: AttributeProto,
     name: str,
-    holder: Holder,
+    graph: GraphLike,
     node: NodeProto,
     default: bool,
     shape: tuple[int, ...] | None,
@@ -266,4 +271,4 @@ def _of_numbers(
         else:
             setattr(attribute, field, array.item())
 
-    return ConstantRef(name, read, write, default, holder, node, graph_name=node.output[0])
+    return ConstantRef(name, read, write, default, graph, node, graph_name=node.output[0])

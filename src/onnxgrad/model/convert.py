@@ -1,4 +1,4 @@
-"""Between `ModelProto` and `onnx_ir`."""
+"""Conversion between `ModelProto` and `onnx_ir`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from onnx import ModelProto
 from onnxgrad.errors import ModelError, escaping, first_line
 from onnxgrad.model.normalize import normalized
 from onnxgrad.model.opsets import min_ir_version
+
+_ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
+_OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
 
 
 def to_proto(model: ir.Model) -> ModelProto:
@@ -21,19 +24,11 @@ def to_proto(model: ir.Model) -> ModelProto:
         raise ModelError(f"the model cannot be written: {first_line(e)[:300]}") from e
 
 
-"""x"""
-
-
-_ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
-
-_OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
-
-
 @escaping()
 def to_ir(proto: ModelProto) -> ir.Model:
-    """Return `proto` as an `onnx_ir` model, without the outputs that hold no tensor.
+    """Return `proto` as an `onnx_ir` model, without the outputs that are no tensors.
 
-    Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not know them.
+    Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not support them.
     """
     kept = normalized(proto)
     if any(non_tensor(o) for o in proto.graph.output):
@@ -59,19 +54,19 @@ def to_ir(proto: ModelProto) -> ir.Model:
 
 
 def non_tensor(value: onnx.ValueInfoProto) -> bool:
-    """Tell whether `value` is declared as something else than a tensor."""
+    """Return whether `value` is declared with a type that is no tensor type."""
     return value.type.WhichOneof("value") not in (None, "tensor_type")
 
 
 def tensor_behind(proto: ModelProto, name: str) -> str | None:
-    """Return the float tensor that the non-tensor output `name` is made from, if it is known."""
+    """Return the name of the tensor that the non-tensor output `name` is built from, if any."""
     for node in proto.graph.node:
         if name in node.output and node.op_type in _OF_TENSORS:
             return node.input[0]
     return None
 
 
-def _keep(repeated, wanted) -> None:
-    kept = [item for item in repeated if wanted(item)]
+def _keep(repeated, condition) -> None:
+    kept = [item for item in repeated if condition(item)]
     del repeated[:]
     repeated.extend(kept)

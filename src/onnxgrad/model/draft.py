@@ -1,4 +1,4 @@
-"""Small models, written from declared inputs."""
+"""Construction of small models from declared inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Shape = Sequence[int | str | None]
 
 
 class Draft:
-    """A small model that is being written, by `op`, on inputs that are declared one by one.
+    """A small model under construction: declare inputs, write nodes by `op`, call `model`.
 
     Args:
         name: name of the graph.
@@ -33,7 +33,7 @@ class Draft:
         dtype: numpy dtype of the floats.
 
     Raises:
-        ValueError: another opset, or no dtype of floats.
+        ValueError: an opset out of range, or a dtype that is not floating.
     """
 
     def __init__(self, name: str, opset: int | None = None, dtype: Any = np.float32) -> None:
@@ -50,7 +50,7 @@ class Draft:
     def input(
         self, name: str, shape: Shape | None = None, default: float | None = None
     ) -> ir.Value:
-        """Return a new input of floats; with a default, of shape (1,), nothing need be fed."""
+        """Return a new input of floats; one with a default, of shape (1,), is optional."""
         value = ir.Value(name=name, type=ir.TensorType(self.dtype))
         value.shape = None if shape is None else ir.Shape(shape)
         self.add(value)
@@ -62,7 +62,7 @@ class Draft:
         """Append an input.
 
         Raises:
-            ValueError: its name is that of another one.
+            ValueError: another input has the same name.
         """
         if value.name in [x.name for x in self.graph.inputs]:
             raise ValueError(f"the name {value.name!r} is taken by another input: give a new one")
@@ -70,7 +70,7 @@ class Draft:
         self.graph.inputs.append(value)
 
     def model(self, outputs: Mapping[str, ir.Value]) -> ModelProto:
-        """Return the model that computes `outputs`, by name.
+        """Return the model that computes `outputs`, `{name: value}`.
 
         Raises:
             ValueError: an output has the name of an input, or the opset lacks an operator.
@@ -79,12 +79,17 @@ class Draft:
         for name, value in outputs.items():
             named = self.op.name_output(value, name, value, protected)
             if named.name != name:
-                raise ValueError(f"the name {name!r} is taken by an output: give the input another")
+                raise ValueError(
+                    f"the name {name!r} is taken by an output: give the input another name"
+                )
             self.graph.outputs.append(named)
         model = ir.Model(self.graph, ir_version=8, producer_name="onnxgrad")
         tidy(model)
         infer(model)
-        for value, number in self._defaults.items():  # not before: its shape is not that of data
+        for (
+            value,
+            number,
+        ) in self._defaults.items():  # after `infer`: data may differ in shape
             value.const_value = ir.tensor(np.full(1, number, self.dtype.numpy()), name=value.name)
             self.graph.initializers.add(value)
         opset = self.graph.opset_imports[""]
@@ -105,7 +110,7 @@ class Draft:
 
 
 def _axes_as_attributes(graph: ir.Graph) -> None:
-    """Move the axes of reductions to where they were before opset 18; ReduceSum moved in 13."""
+    """Make the axes of reductions attributes, as before opset 18; for ReduceSum, before 13."""
     for node in graph:
         if node.op_type.startswith("Reduce") and node.op_type != "ReduceSum" and node.inputs[1:]:
             axes = constant(node.inputs[1])

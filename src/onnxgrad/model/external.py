@@ -1,9 +1,9 @@
-"""Tensors in files beside the model.
+"""External data: tensors in files beside the model.
 
-A model read from a path holds them, up to `IN_MODEL` bytes. Beyond, as no `ModelProto` of 2 GB can
-be serialized, all but the `SMALL` ones stay where they are, and only what is asked of them is
-mapped into memory. They are marked by a location that is an absolute path, so that the model goes
-through every function like any other; `files.save` and sessions make the paths relative again.
+A model read from a path contains their data, up to `IN_MODEL` bytes in total. As a `ModelProto` of
+2 GB cannot be serialized, the data of larger models stay in their files, except for `SMALL`
+tensors, and are mapped into memory when they are read. Their location is then an absolute path, so
+that all functions work on such a model; `write.save` and sessions make the paths relative again.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 from onnxgrad.errors import ModelError
 
 IN_MODEL = 1 << 30
-SMALL = 1000  # what inference reads is never larger: it is the limit that onnx_ir has for it
-_ALIGNED = 4096
+SMALL = 1000  # bytes; shape inference of onnx_ir reads no larger constants
+_ALIGNMENT = 4096  # bytes
 
 
 @dataclass
-class _Place:
-    """Where the data of a tensor are."""
+class _Reference:
+    """A tensor, and the part of a file that holds its data."""
 
     tensor: TensorProto
     file: Path
@@ -37,7 +37,7 @@ class _Place:
 
 
 def tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
-    """Yield the tensors of `model`, those of subgraphs and functions too, with their names."""
+    """Yield the names and tensors of `model`, those in subgraphs and functions included."""
     yield from _of_graph(model.graph)
     for function in model.functions:
         yield from _of_nodes(function.node)
@@ -63,23 +63,24 @@ def _of_nodes(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, TensorProto]]:
 
 
 def resolve(model: ModelProto, path: Path | None, where: str) -> None:
-    """Read the external data of `model`, which lies at `path`, or refer to them.
+    """Load the external data of `model`, the file at `path`, or make their locations absolute.
 
-    Without a path, references are checked, and `model` stays as it is.
+    Without a path, locations are checked, and `model` is not changed. `where` names the model in
+    messages.
 
     Raises:
-        ModelError: the data are missing, too short, or elsewhere than in the folder of the model.
+        ModelError: the data are missing, too short, or outside of the folder of the model.
     """
-    places = [_place(t, name, path, where) for name, t in tensors(model) if _is_external(t)]
+    references = [_reference(t, name, path, where) for name, t in tensors(model) if _is_external(t)]
     if path is None:
         return
     try:
-        held = path.stat().st_size + sum(place.size for place in places)
-        for place in places:
-            if held <= IN_MODEL or place.size <= SMALL:
-                _load(place)
+        total = path.stat().st_size + sum(reference.size for reference in references)
+        for reference in references:
+            if total <= IN_MODEL or reference.size <= SMALL:
+                _load(reference)
             else:
-                refer(place.tensor, place.file, place.offset, place.size)
+                refer(reference.tensor, reference.file, reference.offset, reference.size)
     except OSError as e:
         raise ModelError(f"the external data of {where} cannot be read: {e}") from None
 
@@ -88,26 +89,26 @@ def _is_external(tensor: TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL
 
 
-def _place(tensor: TensorProto, name: str, path: Path | None, where: str) -> _Place:
+def _reference(tensor: TensorProto, name: str, path: Path | None, where: str) -> _Reference:
     entries = {e.key: e.value for e in tensor.external_data}
     location = entries.get("location", "?")
-    keeps = f"{where} keeps {name!r} in the external file {location!r}"
+    subject = f"{where} stores {name!r} in the external file {location!r}"
     if path is None and not os.path.isabs(location):
         raise ModelError(
-            f"{keeps}; pass the path of the .onnx file instead, or call "
+            f"{subject}; pass the path of the .onnx file instead, or call "
             "onnx.load_external_data_for_model first"
         )
     folder = Path() if path is None else path.parent.resolve()
     file = folder / location
     if not file.is_file():
         raise ModelError(
-            f"{keeps}, which is not in {os.fspath(file.parent if path is None else folder)!r}; "
+            f"{subject}, which is not in {os.fspath(file.parent if path is None else folder)!r}; "
             "put it beside the model"
         )
-    # a cache of downloads may hold links: then the data are where the model itself is
-    homes = () if path is None else (folder, path.resolve().parent)
-    if homes and not any(file.resolve().is_relative_to(home) for home in homes):
-        raise ModelError(f"{keeps}, outside of the folder of the model: put it beside the model")
+    # in a cache of downloads, the model and its data may be links into another folder
+    folders = () if path is None else (folder, path.resolve().parent)
+    if folders and not any(file.resolve().is_relative_to(folder) for folder in folders):
+        raise ModelError(f"{subject}, outside of the folder of the model: put it beside the model")
     size = nbytes(tensor)
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", size))
@@ -115,34 +116,34 @@ def _place(tensor: TensorProto, name: str, path: Path | None, where: str) -> _Pl
         offset, length = -1, -1
     if offset < 0 or length != size:
         raise ModelError(
-            f"{keeps}, at offset {entries.get('offset', 0)} and of length {entries.get('length')}: "
-            f"its shape {list(tensor.dims)} needs {size} bytes"
+            f"{subject}, at offset {entries.get('offset', 0)} and of length "
+            f"{entries.get('length')}: its shape {list(tensor.dims)} requires {size} bytes"
         )
-    if (there := file.stat().st_size) < offset + size:
+    if (available := file.stat().st_size) < offset + size:
         raise ModelError(
-            f"{keeps}, which is truncated: {there} bytes where {offset + size} are needed"
+            f"{subject}, which is truncated: {available} bytes where {offset + size} are needed"
         )
-    return _Place(tensor, file, offset, size)
+    return _Reference(tensor, file, offset, size)
 
 
 def nbytes(tensor: TensorProto) -> int:
-    """Return the bytes of the elements of a tensor, 0 for text."""
+    """Return the size of the elements of a tensor in bytes, 0 for strings."""
     kind = ir.DataType(tensor.data_type)
-    text = kind in (ir.DataType.STRING, ir.DataType.UNDEFINED)
-    return 0 if text else ceil(prod(tensor.dims) * kind.itemsize)
+    unsized = kind in (ir.DataType.STRING, ir.DataType.UNDEFINED)
+    return 0 if unsized else ceil(prod(tensor.dims) * kind.itemsize)
 
 
-def _load(place: _Place) -> None:
-    with place.file.open("rb") as file:
-        file.seek(place.offset)
-        data = file.read(place.size)
-    place.tensor.ClearField("external_data")
-    place.tensor.ClearField("data_location")
-    place.tensor.raw_data = data
+def _load(reference: _Reference) -> None:
+    with reference.file.open("rb") as file:
+        file.seek(reference.offset)
+        data = file.read(reference.size)
+    reference.tensor.ClearField("external_data")
+    reference.tensor.ClearField("data_location")
+    reference.tensor.raw_data = data
 
 
 def refer(tensor: TensorProto, file: os.PathLike | str, offset: int, size: int) -> None:
-    """Let `tensor` have its data in `file`."""
+    """Make `tensor` refer to `size` bytes of `file`, from `offset` on."""
     tensor.ClearField("external_data")
     tensor.data_location = TensorProto.EXTERNAL
     for key, value in (("location", file), ("offset", offset), ("length", size)):
@@ -150,7 +151,7 @@ def refer(tensor: TensorProto, file: os.PathLike | str, offset: int, size: int) 
 
 
 def array(tensor: TensorProto) -> np.ndarray:
-    """Return the elements of `tensor`: of data in a file, a view that cannot be written to."""
+    """Return the elements of `tensor`; external data as a read-only view."""
     if _is_external(tensor):
         return ir.serde.deserialize_tensor(tensor).numpy()
     return numpy_helper.to_array(tensor)
@@ -158,59 +159,59 @@ def array(tensor: TensorProto) -> np.ndarray:
 
 def files_of(model: ModelProto) -> set[Path]:
     """Return the files that `model` refers to."""
-    found = (_location(t) for _, t in tensors(model) if _is_external(t))
-    return {Path(location.value) for location in found}
+    locations = (_location(t) for _, t in tensors(model) if _is_external(t))
+    return {Path(location.value) for location in locations}
 
 
 def _location(tensor: TensorProto) -> Any:
     return next(e for e in tensor.external_data if e.key == "location")
 
 
-def relocated(model: ModelProto, place_of: Callable[[Path], Path]) -> ModelProto:
-    """Return a copy of `model` that refers to its files by other paths."""
-    made = ModelProto()
-    made.CopyFrom(model)
-    for _, tensor in tensors(made):
+def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto:
+    """Return a copy of `model` that refers to the new paths of its files."""
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    for _, tensor in tensors(copy):
         if _is_external(tensor):
             location = _location(tensor)
-            location.value = place_of(Path(location.value)).as_posix()
-    return made
+            location.value = new_path(Path(location.value)).as_posix()
+    return copy
 
 
-def held(model: ModelProto) -> int:
-    """Return the bytes of the initializers that `written_out` would write."""
-    return sum(nbytes(t) for t in model.graph.initializer if _is_heavy(t))
+def inline_nbytes(model: ModelProto) -> int:
+    """Return the size in bytes of the initializers that `written_out` would write."""
+    return sum(nbytes(t) for t in model.graph.initializer if _is_written(t))
 
 
-def _is_heavy(tensor: TensorProto) -> bool:
+def _is_written(tensor: TensorProto) -> bool:
     return not _is_external(tensor) and nbytes(tensor) > SMALL
 
 
 def written_out(model: ModelProto, file: Path, location: Path) -> ModelProto:
-    """Return `model` without the data of its initializers, written to `file`.
+    """Return `model` with external data, after writing its initializers to `file`.
 
-    It refers to them as to be found at `location`, where the caller puts `file`.
+    It refers to the file `location`, to which the caller moves `file`.
     """
-    made = ModelProto()
-    _copy(model, made, "graph")
-    _copy(model.graph, made.graph, "initializer")
+    result = ModelProto()
+    _copy(model, result, "graph")
+    _copy(model.graph, result.graph, "initializer")
     with file.open("wb") as out:
         for tensor in model.graph.initializer:
-            new = made.graph.initializer.add()
-            if not _is_heavy(tensor):
+            new = result.graph.initializer.add()
+            if not _is_written(tensor):
                 new.CopyFrom(tensor)
                 continue
             new.name, new.data_type = tensor.name, tensor.data_type
             new.doc_string = tensor.doc_string
             new.dims.extend(tensor.dims)
-            out.write(bytes(-out.tell() % _ALIGNED))
+            out.write(bytes(-out.tell() % _ALIGNMENT))
             refer(new, location, out.tell(), nbytes(tensor))
             out.write(ir.serde.deserialize_tensor(tensor).tobytes())
-    return made
+    return result
 
 
 def _copy(old: Any, new: Any, without: str) -> None:
-    """Copy all fields of a message but one, which may be too large to be there twice."""
+    """Copy all fields of a message except `without`, which may be too large to copy."""
     for field, value in old.ListFields():
         if field.name == without:
             continue

@@ -1,4 +1,4 @@
-"""Random inputs for a model."""
+"""Random inputs for a model, and the dtypes of the inputs of a session."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def random_feed(
 ) -> dict[str, np.ndarray]:
     """Return random values for the inputs of a model, ready to be fed.
 
-    Floats are standard normal. Integers are 0 or 1, so that they do as labels, masks and indices;
-    booleans are false or true, strings "0" or "1".
+    Floats are standard normal. Integers are 0 or 1, so that they are valid labels, masks and
+    indices; booleans are false or true, strings "0" or "1".
 
     Args:
         inputs: `model.graph.input`, or `session.get_inputs()` of an onnxruntime session.
-        batch: length of a first axis that is not fixed, and of every other axis of its symbol.
-        empty_dimension: length of any other axis that is not fixed.
+        batch: length of a first axis that is not static, and of all axes with the same symbolic
+            dimension.
+        empty_dimension: length of any other axis that is not static.
         random_state: seed or generator; None draws a new seed.
 
     Returns:
@@ -35,6 +36,15 @@ def random_feed(
 
     Raises:
         ValueError: an input that is no tensor.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x, int64[N] label) => (float[N,2] y) { y = Exp(x) }''')
+        >>> feed = og.random_feed(model.graph.input, batch=4, random_state=0)
+        >>> {name: (array.dtype.name, array.shape) for name, array in feed.items()}
+        {'x': ('float32', (4, 2)), 'label': ('int64', (4,))}
     """
     rng = np.random.default_rng(random_state)
     described = [_describe(x) for x in inputs]
@@ -48,14 +58,14 @@ def random_feed(
 
 
 def _describe(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
-    """Return name, dtype and shape of an input as onnx, onnx_ir or onnxruntime describes it."""
+    """Return name, dtype and shape of an input of onnx, onnx_ir or onnxruntime."""
     if isinstance(x, ValueInfoProto):
         if x.type.WhichOneof("value") != "tensor_type":
             raise ValueError(f"input {x.name!r} is no tensor")
         x = ir.from_proto(x)
     if isinstance(x, ir.Value):
         if x.dtype is None:
-            raise ValueError(f"input {x.name!r} states no type")
+            raise ValueError(f"input {x.name!r} has no declared type: declare it")
         if not isinstance(x.type, ir.TensorType):
             raise ValueError(f"input {x.name!r} is no tensor but {x.type}")
         shape = () if x.shape is None else x.shape
@@ -67,17 +77,17 @@ def _describe(x: Any) -> tuple[str, ir.DataType, list[int | str | None]]:
 
 
 def session_dtype(kind: str) -> ir.DataType | None:
-    """Return the dtype that onnxruntime calls "tensor(float)" or the like; None for no tensor."""
-    found = re.fullmatch(r"tensor\((\w+)\)", kind)
-    return found and (_SESSION_TYPES.get(found[1]) or ir.DataType[found[1].upper()])
+    """Return the dtype of a type of onnxruntime, such as "tensor(float)"; None if no tensor."""
+    match = re.fullmatch(r"tensor\((\w+)\)", kind)
+    return match and (_SESSION_TYPES.get(match[1]) or ir.DataType[match[1].upper()])
 
 
 def _length(
-    d: int | str | None, place: int, sizes: Mapping[Any, int], batch: int, other: int
+    d: int | str | None, axis: int, sizes: Mapping[Any, int], batch: int, other: int
 ) -> int:
     if isinstance(d, int) and d >= 0:
         return d
-    if place == 0:
+    if axis == 0:
         return batch
     return sizes.get(d, other) if isinstance(d, str) and d else other
 

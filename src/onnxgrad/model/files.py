@@ -1,4 +1,4 @@
-"""Output files: whole or not at all, and never in place of what is no regular file."""
+"""Output files, which are written atomically, and replace regular files only."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _KINDS = (
     (stat.S_ISSOCK, "socket"),
 )
 
-_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # of some network filesystems
+_NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # errors of some network filesystems
 
 KEPT = "nothing was replaced, and models and weights in memory are kept: save to another path"
 
 
 def one_line(error: OSError) -> str:
-    """Return the message for a user of the command line."""
+    """Return the message of `error` for users of the command line."""
     if error.filename is None:
         return str(error)
     return f"{error.filename}: {str(error.strerror).removesuffix(f'; {KEPT}')}"
 
 
 def target_of(path: str | os.PathLike) -> Path:
-    """Return the file that is written when `path` is: where a symbolic link leads to.
+    """Return the file that is written for `path`: itself, or the target of a symbolic link.
 
-    A link whose target does not exist leads to a new file.
+    The file need not exist.
 
     Raises:
-        OSError: `path` is something else than a regular file, or may not be written.
+        OSError: `path` exists and is no regular file, or is read-only.
     """
     text = os.fspath(path)
     if os.path.basename(text) in ("", os.curdir, os.pardir):
@@ -49,7 +49,7 @@ def target_of(path: str | os.PathLike) -> Path:
     if not stat.S_ISREG(mode):
         kind = next((word for test, word in _KINDS if test(mode)), "special file")
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        raise OSError(code, f"this is a {kind}: only regular files are written", text)
+        raise OSError(code, f"this is a {kind}: name a regular file", text)
     if not os.access(text, os.W_OK):
         raise OSError(errno.EACCES, "this file is read-only", text)
     return target
@@ -57,19 +57,19 @@ def target_of(path: str | os.PathLike) -> Path:
 
 @contextmanager
 def replacing(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a new empty file beside `path`, which becomes `path` if all goes well.
+    """Yield a new empty file beside `path`, which replaces `path` if the block raises no error.
 
-    A file that was there keeps its mode, and its owner where that is permitted. Its other hard
-    links keep the old data.
+    The new file has the mode of the old one, and its owner where that is permitted. Other hard
+    links of the old file keep its data.
 
     Raises:
-        OSError: `path` cannot be written; what was there is unchanged.
+        OSError: `path` cannot be written; an existing file is unchanged.
     """
     target = target_of(path)
     old = target.stat() if target.exists() else None
     temporary = _beside(target)
     with _named(path, temporary):
-        # private until it has the mode of the old file; a new one gets what the umask leaves
+        # private until it gets the mode of the old file; a new file has the mode of the umask
         _create(temporary, 0o666 if old is None else 0o600)
         try:
             yield temporary
@@ -85,24 +85,24 @@ def _beside(file: Path) -> Path:
 
 
 def _create(file: Path, mode: int) -> None:
-    """Create a file that does not exist, nor a link of its name."""
+    """Create `file`, or raise if there is a file or a link of this name."""
     os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
 
 
 @contextmanager
 def _named(path: str | os.PathLike, temporary: Path) -> Iterator[None]:
-    """Let errors with the temporary file name `path`."""
+    """Replace the temporary file by `path` in errors."""
     try:
         yield
     except OSError as e:
         if e.filename not in (None, str(temporary)) and e.filename2 != str(temporary):
-            raise  # of another file, that was read
+            raise  # about another file, which was read
         reason = f"{e.strerror or e}; {KEPT}"
         raise OSError(e.errno or errno.EIO, reason, os.fspath(path)) from None
 
 
 def _finish(temporary: Path, old: os.stat_result | None) -> None:
-    """Bring the data to the disk, so that not even a power cut leaves half a file."""
+    """Flush the data to the disk, in case of a power cut, and set owner and mode as `old` has."""
     descriptor = os.open(temporary, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -123,11 +123,11 @@ def _finish(temporary: Path, old: os.stat_result | None) -> None:
 def check_writable(
     path: str | os.PathLike, overwrite: bool, inputs: Iterable[str | os.PathLike] = ()
 ) -> Path:
-    """Return `path`, or raise now for what would otherwise fail after hours of training.
+    """Return `path`, or raise if a file cannot be written there: before a long training.
 
     Raises:
         OSError: it cannot be written, or exists and `overwrite` is false.
-        ValueError: it is one of `inputs`, under this name or through a link.
+        ValueError: it is one of `inputs`, or a link to one.
     """
     try:
         target = target_of(path)
@@ -149,7 +149,7 @@ def check_writable(
 
 
 def check_not_input(path: str | os.PathLike, inputs: Iterable[str | os.PathLike]) -> None:
-    """Raise ValueError if `path` is one of the files that are read, or a link to one."""
+    """Raise ValueError if `path` is one of the files `inputs`, or a link to one."""
     for file in inputs:
         if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
-            raise ValueError(f"{path} is the file {file}, which is read: choose another --output")
+            raise ValueError(f"{path} is the input file {file}: choose another --output")

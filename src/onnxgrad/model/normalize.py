@@ -1,4 +1,4 @@
-"""Different ways to say the same in a model, reduced to one."""
+"""Rewrites of a `ModelProto` into equivalent forms that the other modules and onnx_ir can read."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from itertools import count
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
-from onnxgrad.model.constants import Holder, dense, standard, subgraphs
+from onnxgrad.model.constants import GraphLike, dense, standard, subgraphs
 
 
 def normalized(proto: ModelProto) -> ModelProto:
-    """Return `proto`, or where onnx_ir would misread it, a copy that says the same otherwise."""
+    """Return `proto`, or an equivalent copy if onnx_ir would misread it.
+
+    That is where it has sparse tensors, or calls the standard domain "ai.onnx".
+    """
     nodes = _every_node(proto)
     sparse = any(g.sparse_initializer for g in _graphs(proto, nodes))
     if (
         not sparse
-        and not any(map(_holds_sparse, nodes))
+        and not any(map(_has_sparse, nodes))
         and all(o.domain != "ai.onnx" for o in proto.opset_import)
     ):
         return proto
@@ -28,16 +31,14 @@ def normalized(proto: ModelProto) -> ModelProto:
 
 
 def dense_inside(proto: ModelProto) -> ModelProto:
-    """Return `proto`, or where a subgraph or a function holds a sparse tensor, a dense copy.
+    """Return `proto`, or a copy with dense tensors if a subgraph or function has sparse ones.
 
-    onnxruntime (1.31) reads freed memory when it loads those, and crashes now and then.
+    onnxruntime (1.31) reads freed memory when it loads these, and sometimes crashes.
     """
     inner = [n for function in proto.functions for n in all_nodes(function.node)]
-    inner += [
-        n for node in proto.graph.node for held in subgraphs(node) for n in all_nodes(held.node)
-    ]
-    graphs = (held for node in (*proto.graph.node, *inner) for held in subgraphs(node))
-    if not any(map(_holds_sparse, inner)) and not any(g.sparse_initializer for g in graphs):
+    inner += [n for node in proto.graph.node for g in subgraphs(node) for n in all_nodes(g.node)]
+    graphs = (g for node in (*proto.graph.node, *inner) for g in subgraphs(node))
+    if not any(map(_has_sparse, inner)) and not any(g.sparse_initializer for g in graphs):
         return proto
     copy = ModelProto()
     copy.CopyFrom(proto)
@@ -45,15 +46,15 @@ def dense_inside(proto: ModelProto) -> ModelProto:
     return copy
 
 
-def _holds_sparse(node: NodeProto) -> bool:
+def _has_sparse(node: NodeProto) -> bool:
     return any(a.type == AttributeProto.SPARSE_TENSOR for a in node.attribute)
 
 
 def use_standard_domain(model: ModelProto) -> None:
-    """Write the domain of the standard operators as "", not as its alias "ai.onnx"."""
+    """Replace the domain "ai.onnx" by its alias "", in place."""
     for holder in (model, *model.functions):
         versions: dict[str, int] = {}
-        for entry in holder.opset_import:  # skl2onnx states both names
+        for entry in holder.opset_import:  # skl2onnx imports both
             domain = standard(entry.domain)
             versions[domain] = max(entry.version, versions.get(domain, 0))
         del holder.opset_import[:]
@@ -65,7 +66,7 @@ def use_standard_domain(model: ModelProto) -> None:
 
 def _every_node(model: ModelProto) -> list[NodeProto]:
     """Return the nodes of `model`, those of subgraphs and local functions too."""
-    return [n for held in (model.graph, *model.functions) for n in all_nodes(held.node)]
+    return [n for graph in (model.graph, *model.functions) for n in all_nodes(graph.node)]
 
 
 def _graphs(model: ModelProto, nodes: Iterable[NodeProto]) -> Iterator[GraphProto]:
@@ -75,7 +76,10 @@ def _graphs(model: ModelProto, nodes: Iterable[NodeProto]) -> Iterator[GraphProt
 
 
 def declare_once(model: ModelProto) -> None:
-    """Declare outputs that are inputs too as these: onnx_ir takes what is stated last."""
+    """Give outputs that are inputs too the types of the inputs, in place.
+
+    onnx_ir uses the type that is declared last.
+    """
     inputs = {x.name: x for x in model.graph.input}
     for y in model.graph.output:
         if y.name in inputs:
@@ -91,12 +95,11 @@ def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
 
 
 def own_results(model: ModelProto, reserved: Iterable[str] = ()) -> None:
-    """Let every subgraph and function return results of its own nodes, each once.
+    """Make every output of a subgraph or function a result of its own nodes, each used once.
 
-    New results get names that are not `reserved`.
-
-    Exporters and optimizers let them return inputs, initializers, captured values, or one result
-    twice. onnxruntime and the tools here treat such outputs in different ways.
+    An Identity node is added for other outputs. Its result gets a name that is not `reserved`.
+    Exporters and optimizers write subgraphs that return inputs, initializers, captured values, or
+    one result twice; onnxruntime and this package treat such outputs in different ways.
     """
     taken = {*names(model.graph), *reserved}
     _own_results_of(model.graph.node, taken)
@@ -113,26 +116,29 @@ def _own_results_of(nodes: Iterable[NodeProto], taken: set[str]) -> None:
             graph.output[i].name = copy
 
 
-def _not_own(outputs: list[str], holder: Holder, taken: set[str]) -> Iterator[tuple[int, str]]:
-    """Copy by an Identity what `holder` returns and no node of it computes, or returns twice."""
-    own = {y for node in holder.node for y in node.output}
+def _not_own(outputs: list[str], graph: GraphLike, taken: set[str]) -> Iterator[tuple[int, str]]:
+    """Add an Identity for outputs of `graph` that are not its results, or repeated; yield both.
+
+    The pairs are the index of the output and the name of the copy.
+    """
+    own = {y for node in graph.node for y in node.output}
     for i, name in enumerate(outputs):
         if name not in own:
             copy = unused(name, taken)
-            holder.node.add(op_type="Identity", input=[name], output=[copy])
+            graph.node.add(op_type="Identity", input=[name], output=[copy])
             yield i, copy
         own.discard(name)
 
 
 def unused(name: str, taken: set[str]) -> str:
-    """Return `name` with a number behind it that makes it new, and add it to `taken`."""
+    """Return `name` with the first numeric suffix that is not in `taken`, and add it there."""
     new = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
     taken.add(new)
     return new
 
 
 def densify(model: ModelProto) -> None:
-    """Turn the sparse constants of `model` into dense ones, in place, wherever they are."""
+    """Turn all sparse constants of `model` into dense ones, in place."""
     nodes = _every_node(model)
     for graph in _graphs(model, nodes):
         for sparse in graph.sparse_initializer:
@@ -155,15 +161,15 @@ def own_names(graph: GraphProto) -> Iterator[str]:
 
 
 def names(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of all values that `graph` has, in subgraphs too."""
+    """Yield the names of all values of `graph` and its subgraphs."""
     yield from own_names(graph)
     for node in graph.node:
         for inner in subgraphs(node):
             yield from names(inner)
 
 
-def rename_uses(graph: Holder, old: str, new: str) -> None:
-    """Let `graph` read and return `new` in place of `old`, in subgraphs that have no `old` too."""
+def rename_uses(graph: GraphLike, old: str, new: str) -> None:
+    """Replace uses of the value `old` of `graph` by `new`, also where subgraphs capture it."""
     if old == new:
         return
     if isinstance(graph, GraphProto):
@@ -182,9 +188,9 @@ def _rename_reads(node: NodeProto, old: str, new: str) -> None:
 
 
 def unshadow(model: ModelProto, reserved: Iterable[str] = ()) -> None:
-    """Rename what a subgraph computes under a name that the graphs around it have too.
+    """Rename the values of subgraphs that have the name of a value of an enclosing graph.
 
-    onnxruntime's optimizer writes such names. New ones are not `reserved`.
+    onnxruntime's optimizer writes such names. The new names are not `reserved`.
     """
     for holder in (model.graph, *model.functions):
         graphs = [g for node in all_nodes(holder.node) for g in subgraphs(node)]
@@ -200,19 +206,19 @@ def unshadow(model: ModelProto, reserved: Iterable[str] = ()) -> None:
 
 
 def _unshadow(graph: GraphProto, outer: set[str], taken: set[str]) -> None:
-    for named in (*graph.input, *graph.initializer, *(s.values for s in graph.sparse_initializer)):
-        if named.name in outer:
-            old, named.name = named.name, unused(named.name, taken)
-            rename_uses(graph, old, named.name)
+    for value in (*graph.input, *graph.initializer, *(s.values for s in graph.sparse_initializer)):
+        if value.name in outer:
+            old, value.name = value.name, unused(value.name, taken)
+            rename_uses(graph, old, value.name)
     for i, node in enumerate(graph.node):
         for j, old in enumerate(node.output):
             if old in outer:
                 new = node.output[j] = unused(old, taken)
-                for later in graph.node[i + 1 :]:  # those before it read the outer one
+                for later in graph.node[i + 1 :]:  # the nodes before it read the outer value
                     _rename_reads(later, old, new)
                 for y in (y for y in graph.output if y.name == old):
                     y.name = new
     inner = outer | set(own_names(graph))
     for node in graph.node:
-        for held in subgraphs(node):
-            _unshadow(held, inner, taken)
+        for subgraph in subgraphs(node):
+            _unshadow(subgraph, inner, taken)

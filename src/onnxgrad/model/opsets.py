@@ -1,4 +1,4 @@
-"""Models between versions of the standard: opsets, IR versions, local functions."""
+"""Conversion of models to newer opsets, and the IR versions that opsets require."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model.constants import subgraphs
 from onnxgrad.model.normalize import all_nodes, names, rename_uses, unused
 
-_UNKNOWN = ("LayerNormalization", "SimplifiedLayerNormalization")  # the first until opset 17
-_HIDDEN = "onnxgrad.hidden"  # a domain that the converter leaves alone
-_OF_CONVERTER = re.compile(r"_v_\d+")
+# onnxruntime has these in the standard domain; onnx has the first from opset 17 on
+_NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
+_HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
+_CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
 
 WORKING_OPSET = 18
-NEWEST_OPSET = 26  # that onnxruntime 1.31 loads
+NEWEST_OPSET = 26  # the newest that onnxruntime 1.31 loads
 
 
 def exists(node: ir.Node, opset: int) -> bool:
-    """Tell whether the operator and the attributes of `node` are there at `opset`."""
+    """Return whether `opset` has the operator of `node`, with its attributes."""
     if node.domain:
         return True
     if not defs.has(node.op_type, opset):
@@ -32,15 +33,15 @@ def exists(node: ir.Node, opset: int) -> bool:
 
 
 def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
-    """Return the first IR version that knows these opsets."""
+    """Return the first IR version that allows these opsets."""
     return onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True)  # noqa: TID251
 
 
 def convert(model: ModelProto, version: int, target: int) -> ModelProto:
-    """Return `model`, which is written to and has no functions, at a newer opset.
+    """Return `model` at a newer opset; it must have no functions, and is modified.
 
     Raises:
-        ModelError: it cannot be converted.
+        ModelError: the model cannot be converted.
     """
     model.ir_version = max(model.ir_version, 8)
     if version < 7:
@@ -50,7 +51,7 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
             raise ModelError(f"its shapes cannot be inferred: {first_line(e)}") from e
     if version == 8 and any(node.op_type == "Scan" for node in all_nodes(model.graph.node)):
         raise ModelError(
-            "the Scan of opset 8 runs over a batch, which onnx does not convert: export the model "
+            "the Scan of opset 8 has a batch axis, which onnx does not convert: export the model "
             "at opset 9 or newer"
         )
     upsampled = {n.output[0] for n in all_nodes(model.graph.node) if n.op_type == "Upsample"}
@@ -59,62 +60,65 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
     except ModelError:
         raise
     except Exception as e:  # the converter raises several undeclared types
-        raise ModelError(f"opset {version} cannot be raised to {target}: {first_line(e)}") from e
+        raise ModelError(
+            f"the model cannot be converted from opset {version} to {target}: {first_line(e)}"
+        ) from e
     if version < 11:
-        _keep_places(model.graph, upsampled, {})
+        _state_resize(model.graph, upsampled, {})
     return model
 
 
 def _converted(proto: ModelProto, target: int) -> ModelProto:
-    """Return `proto`, which is written to, at another opset.
+    """Return `proto`, which is modified, at another opset.
 
-    The converter fails at operators that onnx does not know, or not yet, and onnxruntime calls
-    standard: its optimizer leaves them at any opset.
+    The converter fails for operators that onnxruntime has in the standard domain and onnx does not,
+    or only in later opsets; the optimizer of onnxruntime writes them at any opset. They are moved
+    to another domain during the conversion.
     """
     proto.opset_import.add(domain=_HIDDEN, version=1)
     _free_names(proto.graph)
     for node in all_nodes(proto.graph.node):
-        if not node.domain and (node.op_type in _UNKNOWN or _trains(node)):
+        if not node.domain and (node.op_type in _NOT_STANDARD or _trains(node)):
             node.domain = _HIDDEN
     read = {name for node in all_nodes(proto.graph.node) for name in node.input}
     read.update(y.name for y in proto.graph.output)
-    made = version_converter.convert_version(proto, target)
-    for node in all_nodes(made.graph.node):
+    converted = version_converter.convert_version(proto, target)
+    for node in all_nodes(converted.graph.node):
         if node.domain == _HIDDEN:
             node.domain = ""
             if _trains(node):
                 _state_training(node, read)
-    for hidden in [o for o in made.opset_import if o.domain == _HIDDEN]:
-        made.opset_import.remove(hidden)
-    return made
+    for hidden in [o for o in converted.opset_import if o.domain == _HIDDEN]:
+        converted.opset_import.remove(hidden)
+    return converted
 
 
 def _free_names(graph: onnx.GraphProto) -> None:
-    """Rename results that are named as the converter names its own, which it does not look for."""
+    """Rename results that have names which the converter may give to its own, unchecked."""
     taken = set(names(graph))
-    for held in (graph, *(g for node in all_nodes(graph.node) for g in subgraphs(node))):
-        kept = {y.name for y in graph.output} if held is graph else set()
-        for node in held.node:
+    for inner in (graph, *(g for node in all_nodes(graph.node) for g in subgraphs(node))):
+        kept = {y.name for y in graph.output} if inner is graph else set()
+        for node in inner.node:
             for i, old in enumerate(node.output):
-                if _OF_CONVERTER.fullmatch(old) and old not in kept:
+                if _CONVERTER_NAME.fullmatch(old) and old not in kept:
                     node.output[i] = unused(f"result{old}", taken)
-                    rename_uses(held, old, node.output[i])
+                    rename_uses(inner, old, node.output[i])
 
 
 def _trains(node: NodeProto) -> bool:
-    """Tell whether `node` is a BatchNormalization before opset 14 that uses the batch's statistics.
+    """Return whether `node` is a BatchNormalization before opset 14 in training mode.
 
-    Its outputs said so, and the converter refuses more than three.
+    Its number of outputs tells; the converter fails for more than three.
     """
     return node.op_type == "BatchNormalization" and any(node.output[1:])
 
 
 def _state_training(node: NodeProto, read: set[str]) -> None:
-    """Write a BatchNormalization in training mode as from opset 14 on.
+    """Rewrite a BatchNormalization in training mode as one of opset 14.
 
     Raises:
-        ModelError: something reads the statistics of the batch, which are no outputs any more, or
-            they are those of single elements (`spatial=0`, until opset 8).
+        ModelError: statistics of the batch are read, which opset 14 does not return, or are not
+            per channel (`spatial=0`, until opset 8).
     """
     where = f"BatchNormalization {node.name!r} (output {node.output[0]!r}) before opset 14"
     if used := [y for y in node.output[3:] if y in read]:
@@ -123,7 +127,7 @@ def _state_training(node: NodeProto, read: set[str]) -> None:
             "it with ReduceMean, or export the model at opset 14 or newer"
         )
     if any(a.name == "spatial" and not a.i for a in node.attribute):
-        raise ModelError(f"{where}: spatial=0 was removed from ONNX: export the model anew")
+        raise ModelError(f"{where}: spatial=0 was removed from ONNX: export the model again")
     del node.output[3:]
     kept = [a for a in node.attribute if a.name in ("epsilon", "momentum")]
     kept.append(AttributeProto(name="training_mode", type=AttributeProto.INT, i=1))
@@ -132,14 +136,14 @@ def _state_training(node: NodeProto, read: set[str]) -> None:
 
 
 def _keep_channels(model: ModelProto) -> None:
-    """Write slopes of PRelu as what they were before opset 7: one for each channel, axis 1.
+    """Reshape the slopes of PRelu, which are aligned with axis 1 before opset 7.
 
-    Later they broadcast from the last axis, which the converter forgets.
+    From opset 7 on they broadcast to the last axes; the converter does not reshape them.
     """
-    for held in (held for node in model.graph.node for held in subgraphs(node)):
-        for node in (n for n in all_nodes(held.node) if n.op_type == "PRelu"):
+    for graph in (graph for node in model.graph.node for graph in subgraphs(node)):
+        for node in (n for n in all_nodes(graph.node) if n.op_type == "PRelu"):
             raise ModelError(
-                f"PRelu {node.name!r} (output {node.output[0]!r}) in the graph {held.name!r} "
+                f"PRelu {node.name!r} (output {node.output[0]!r}) in the subgraph {graph.name!r} "
                 "before opset 7: export the model at opset 7 or newer"
             )
     graph = onnx.shape_inference.infer_shapes(model).graph
@@ -148,45 +152,45 @@ def _keep_channels(model: ModelProto) -> None:
     lengths = {n: [d.dim_value for d in shape] for n, shape in shapes.items()}
     lengths |= {t.name: list(t.dims) for t in graph.initializer}
     taken = set(names(graph))
-    for place, node in reversed(list(enumerate(model.graph.node))):
+    for index, node in reversed(list(enumerate(model.graph.node))):
         if node.op_type != "PRelu" or lengths.get(node.input[1]) in ([], [1]):
             continue
         for name in node.input:
             if name not in lengths:
                 raise ModelError(
-                    f"PRelu {node.name!r} (output {node.output[0]!r}) before opset 7: the rank of "
-                    f"{name!r} must be known"
+                    f"PRelu {node.name!r} (output {node.output[0]!r}) before opset 7: declare the "
+                    f"shape of {name!r} in value_info"
                 )
         x, slope = (len(lengths[name]) for name in node.input)
         if x > 2 and slope == 1:
-            made = unused(node.input[1], taken)
-            wide = NodeProto(op_type="Unsqueeze", input=[node.input[1]], output=[made])
+            reshaped = unused(node.input[1], taken)
+            unsqueeze = NodeProto(op_type="Unsqueeze", input=[node.input[1]], output=[reshaped])
             axes = list(range(1, x - 1))
-            wide.attribute.add(name="axes", type=onnx.AttributeProto.INTS, ints=axes)
-            node.input[1] = made
-            model.graph.node.insert(place, wide)
+            unsqueeze.attribute.add(name="axes", type=onnx.AttributeProto.INTS, ints=axes)
+            node.input[1] = reshaped
+            model.graph.node.insert(index, unsqueeze)
 
 
 def _has_shape(value: onnx.ValueInfoProto) -> bool:
     return value.type.tensor_type.HasField("shape")
 
 
-def _keep_places(
-    graph: onnx.GraphProto, upsampled: set[str], around: Mapping[str, onnx.TensorProto]
+def _state_resize(
+    graph: onnx.GraphProto, upsampled: set[str], outer: Mapping[str, onnx.TensorProto]
 ) -> None:
-    """Say at each Resize what was meant before opset 11, which the converter forgets.
+    """Add the attributes to each Resize that it implied before opset 11; the converter does not.
 
-    Places were multiples of 1 / scale; onnxruntime takes the element before them where it makes an
-    axis longer, and the one after where it makes it shorter.
+    Coordinates were multiples of 1 / scale. For nearest, onnxruntime rounds them down where the
+    axis gets longer, and up where it gets shorter. `outer` has the constants of enclosing graphs.
     """
-    tensors = {**around, **{t.name: t for t in graph.initializer}}
+    tensors = {**outer, **{t.name: t for t in graph.initializer}}
     tensors |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
     for node in graph.node:
         for inner in subgraphs(node):
-            _keep_places(inner, upsampled, tensors)
+            _state_resize(inner, upsampled, tensors)
         if node.op_type != "Resize":
             continue
-        said = {"coordinate_transformation_mode": "asymmetric"}
+        attributes = {"coordinate_transformation_mode": "asymmetric"}
         if not any(a.name == "mode" and a.s != b"nearest" for a in node.attribute):
             tensor = tensors.get(node.input[2])
             scales = np.array([0.5, 2]) if tensor is None else numpy_helper.to_array(tensor)
@@ -194,8 +198,8 @@ def _keep_places(
             if not longer and (scales > 1).any():
                 raise ModelError(
                     f"Resize {node.name!r} (output {node.output[0]!r}) before opset 11: nearest "
-                    "needs constant scales, all at least one or all at most one"
+                    "requires constant scales, all at least one or all at most one"
                 )
-            said["nearest_mode"] = "floor" if longer else "ceil"
-        for name, value in said.items():
+            attributes["nearest_mode"] = "floor" if longer else "ceil"
+        for name, value in attributes.items():
             node.attribute.add(name=name, type=onnx.AttributeProto.STRING, s=value.encode())

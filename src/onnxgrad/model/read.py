@@ -1,4 +1,4 @@
-"""The door: a model as `ModelProto`, bytes or path comes in, and is checked."""
+"""Reading of models: every public function that takes a model calls `read`, which checks it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,25 @@ from onnxgrad.model.external import resolve
 from onnxgrad.model.validate.model import normalize, validate
 from onnxgrad.reporting import escape_loggers
 
-escape_loggers("onnx_ir")  # which warns of invalid models, by the names in them
+escape_loggers("onnx_ir")  # its warnings quote names of invalid models
 
 ModelLike: TypeAlias = ModelProto | bytes | str | os.PathLike
 
 
 def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False) -> ModelProto:
-    """Return `model` as a `ModelProto` that passed `validate`; a given one is not modified.
+    """Return `model` as a `ModelProto` that passed `validate`; the argument is not modified.
 
-    It holds its tensors, but for those of a large model: see `external`. The nodes of its main
-    graph are sorted, and no declared length is negative: such a length is an unknown one.
-    `promised` is that of `validate`. With `broken`, the graph is not checked: a picture shows what
-    is wrong with it.
+    It contains its tensors, except those of a large model: see `external`. The nodes of its main
+    graph are sorted, and negative declared lengths are made unknown.
+
+    Args:
+        model: model, serialized model or path.
+        promised: as in `validate`.
+        broken: do not check the graph, so that a broken model can be plotted.
 
     Raises:
-        TypeError: `model` is nothing that can be a model.
-        ModelError: it cannot be read, or it is broken; the message says why.
+        TypeError: `model` is of none of these types.
+        ModelError: it cannot be read, or is broken; the message says why.
     """
     path = None
     if isinstance(model, ModelProto):
@@ -50,19 +53,23 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     else:
         raise TypeError(f"a model is a ModelProto, bytes or a path, not {type(model).__name__}")
     if not proto.graph.node and not proto.graph.output:
-        raise ModelError(f"{where} is no ONNX model: it holds no graph")
+        raise ModelError(f"{where} is no ONNX model: it has no graph")
     if not proto.opset_import:
-        raise ModelError(f"{where} states no opset: it is truncated, or was never finished")
+        raise ModelError(
+            f"{where} imports no opset: it is truncated or incomplete, export it again"
+        )
     try:
-        wanting = not broken and validate(proto, promised)
+        fix = not broken and validate(proto, promised)
     except UnicodeDecodeError:
-        raise ModelError(f"{where} holds a name that is not UTF-8: it is damaged") from None
+        raise ModelError(
+            f"{where} has a name that is not UTF-8: it is damaged, export it again"
+        ) from None
     except ModelError as e:
         raise ModelError(f"{where}: {e}") from None
-    if wanting and proto is model:
+    if fix and proto is model:
         proto = ModelProto()
         proto.CopyFrom(model)
-    if wanting:
+    if fix:
         normalize(proto)
     resolve(proto, path, where)
     return proto
@@ -79,9 +86,9 @@ def _parse(data: bytes, where: str) -> ModelProto:
 
 
 def once(kind: str, names: Sequence[str]) -> Sequence[str]:
-    """Return `names`, or raise if they are no list, or one of them is there twice."""
+    """Return `names`, or raise ValueError if they are a string, or one of them is repeated."""
     if isinstance(names, str):
-        raise ValueError(f"give a list of names of {kind}s, not the text {names!r}")
+        raise ValueError(f"pass a list of names of {kind}s, not the string {names!r}")
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"{kind} {name!r} is named twice")

@@ -1,4 +1,4 @@
-"""Cutting, reading and changing models: inputs and outputs, constants, opsets."""
+"""Public functions that cut models, and read and replace their constants and opsets."""
 
 from __future__ import annotations
 
@@ -13,36 +13,54 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.normalize import names
 from onnxgrad.model.read import ModelLike, once, read
-from onnxgrad.model.weights import replace, sites
+from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.reporting import level_of, logger, reporting
 
 
 def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorProto]]:
-    """Return the float tensors that `onnx_derivative` takes for weights when none is named.
+    """Return the float tensors that are the weights of `onnx_derivative` by default.
 
-    They are in graph order: the float initializers, the float `Constant` nodes of more than one
-    element (inside branches too), under the name of the node's output, and the coefficients that
-    linear models and support vector machines of `ai.onnx.ml` hold as attributes, as
-    `<node>.coefficients`, `<node>.intercepts`, `<node>.rho`, `<node>.prob_a` and `<node>.prob_b`,
-    flat as the attribute is. What decides sizes is left out: the ends of a Range, the scales of a
-    Resize.
+    In graph order, these are
 
-    Trainers choose by role among all: see `trainable`.
+    - float initializers;
+    - float `Constant` nodes of more than one element, also in subgraphs, under the name of the
+      output of the node;
+    - the coefficients of linear models and support vector machines of `ai.onnx.ml`, under the names
+      `<node>.coefficients`, `<node>.intercepts`, `<node>.rho`, `<node>.prob_a` and `<node>.prob_b`,
+      flat as the attributes are.
+
+    Settings of operators are left out, such as the ends of a Range and the scales of a Resize.
+    Trainers choose their weights by role instead: see `trainable`.
+
+    Args:
+        onx: model, serialized model or path; never modified.
 
     Returns:
         `{name: (value, tensor)}`.
+
+    Raises:
+        ModelError: `onx` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> {name: value for name, (value, tensor) in og.get_train_initializer(model).items()}
+        {'w': array([2., 3.], dtype=float32)}
     """
-    found = {}
-    for site in sites(read(onx)):
-        if site.default:
+    weights = {}
+    for ref in constant_refs(read(onx)):
+        if ref.default:
             tensor = TensorProto()
-            tensor.CopyFrom(site.read())
-            tensor.name = site.name
-            found[site.name] = (site.array(), tensor)
-    return found
+            tensor.CopyFrom(ref.read())
+            tensor.name = ref.name
+            weights[ref.name] = (ref.array(), tensor)
+    return weights
 
 
 def select_model_inputs_outputs(
@@ -52,35 +70,40 @@ def select_model_inputs_outputs(
     infer_shapes: bool = True,
     verbose: int = 0,
 ) -> ModelProto:
-    """Return the part of `onx` between `inputs` and `outputs`, without the nodes it needs no more.
+    """Return the part of `onx` that computes `outputs` from `inputs`.
 
     Args:
         onx: model, serialized model or path; never modified.
         outputs: names of any tensors of the graph; None keeps the outputs.
-        inputs: names of any tensors of the graph; None keeps the inputs, all of them.
-        infer_shapes: False declares the shapes that `onx` states, and no others. The types of new
-            inputs and outputs are inferred in any case.
+        inputs: names of any tensors of the graph; None keeps all inputs.
+        infer_shapes: False declares only the shapes that `onx` declares. The types of new inputs
+            and outputs are inferred in any case.
         verbose: 1 reports the number of nodes through `logging`, to stderr where it is not
             configured; 2 every node, kept or removed.
 
     Raises:
         ValueError: an unknown name, one named twice, an output that is no tensor, or outputs that
-            depend on an input that was not chosen.
+            depend on an input that is not in `inputs`.
         ModelError: `onx` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) { h = Exp(x)  y = Neg(h) }''')
+        >>> part = og.select_model_inputs_outputs(model, outputs=["h"])
+        >>> [node.op_type for node in part.graph.node]
+        ['Exp']
     """
     proto = read(onx)
-    for y in proto.graph.output:
-        if non_tensor(y) and (outputs is None or y.name in outputs):
-            behind = tensor_behind(proto, y.name)
-            hint = f", {behind!r} for one" if behind else ""
-            raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
+    _check_tensors(proto, outputs)
     model = to_ir(proto)
     graph = model.graph
     values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
-    stated = {v: v.shape.copy() if v.shape else v.shape for v in values.values()}
+    declared_shapes = {v: v.shape.copy() if v.shape else v.shape for v in values.values()}
     infer(model)
     if not infer_shapes:
-        for value, shape in stated.items():
+        for value, shape in declared_shapes.items():
             value.shape = shape
     declared, nodes = list(graph.inputs), list(graph)
     for chosen in (outputs or (), inputs or ()):
@@ -100,8 +123,17 @@ def select_model_inputs_outputs(
     return to_proto(model)
 
 
+def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:
+    """Raise if one of the outputs is no tensor."""
+    for y in proto.graph.output:
+        if non_tensor(y) and (outputs is None or y.name in outputs):
+            source = tensor_behind(proto, y.name)
+            hint = f", such as {source!r}" if source else ""
+            raise ValueError(f"{y.name!r} is no tensor: name outputs that are{hint}")
+
+
 def _report(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
-    """Log which of `nodes` are still in `graph`."""
+    """Log for each of `nodes` whether it is still in `graph`."""
     with reporting(level_of(verbose)):
         for node in nodes:
             outputs = ", ".join(str(y.name) for y in node.outputs)
@@ -111,42 +143,53 @@ def _report(nodes: Sequence[ir.Node], graph: ir.Graph, verbose: int) -> None:
 
 
 def as_input(graph: ir.Graph, value: ir.Value) -> ir.Value:
-    """Return an input that takes the place of `value`, which has no name then: see `name_rest`."""
+    """Return an input that replaces `value`, which has no name afterwards: see `name_rest`."""
     if value.dtype is None:
-        raise ValueError(f"the type of {value.name!r} is not known: it cannot become an input")
+        raise ValueError(
+            f"{value.name!r} cannot become an input, as its type is unknown: add it to value_info"
+        )
     if value.producer() is None:
         if not value.is_graph_input():
             graph.initializers.pop(str(value.name))
         return value
-    made = ir.Value(name=value.name, type=value.type, shape=value.shape)
+    new_input = ir.Value(name=value.name, type=value.type, shape=value.shape)
     value.name = None
-    ir.convenience.replace_all_uses_with(value, made, replace_graph_outputs=True)
-    return made
+    ir.convenience.replace_all_uses_with(value, new_input, replace_graph_outputs=True)
+    return new_input
 
 
 def name_rest(graph: ir.Graph) -> None:
-    """Name the values without one: replaced by an input, of nodes kept for another output."""
-    nameless = [y for node in graph for y in node.outputs if y.name is None]
-    if nameless:
+    """Name the values that inputs replaced, of nodes that are kept for another output."""
+    unnamed = [y for node in graph for y in node.outputs if y.name is None]
+    if unnamed:
         op = Emit(graph)
-        for y in nameless:
+        for y in unnamed:
             y.name = op.name("unused")
 
 
 def replace_initializers_into_onnx(model: ModelLike, results: Mapping[str, Any]) -> ModelProto:
-    """Return `model` with new values for some of its constants, written to where they are kept.
+    """Return `model` with new values for some of its constants.
 
     Args:
         model: model, serialized model or path; never modified.
-        results: `{name: value}`, of arrays or `OrtValue`, of the shape that the constant has, such
-            as `trained_coef_`. Any constant has a name: initializers, `Constant` nodes (inside
-            branches too), coefficients of `ai.onnx.ml` operators (see `get_train_initializer`).
-            Floats are rounded to the dtype of the constant.
+        results: `{name: value}`, such as `trained_coef_`: arrays or `OrtValue`s of the shape of the
+            constant. Constants are initializers, `Constant` nodes (also in subgraphs), and
+            coefficients of `ai.onnx.ml` operators, see `get_train_initializer`. Floats are rounded
+            to the dtype of the constant.
 
     Raises:
         ValueError: an unknown name, a value of another shape, or one that the dtype of the constant
             cannot hold.
         ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> changed = og.replace_initializers_into_onnx(model, {"w": [4, 5]})
+        >>> og.get_train_initializer(changed)["w"][0]
+        array([4., 5.], dtype=float32)
     """
     return replace(read(model), {name: _array(value) for name, value in results.items()})
 
@@ -156,43 +199,64 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
 
     Args:
         model: model, serialized model or path; never modified.
-        name: its name, which no other value of the model has, branches included.
+        name: its name, which no other value of the model or of its subgraphs has. Nodes may read
+            this name already.
         value: array or `OrtValue`; the initializer has its shape and dtype.
 
     Raises:
         ValueError: the name is taken or empty, or ONNX has no such dtype.
         ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) { y = Mul(x, w) }''')
+        >>> model = og.add_initializer(model, "w", np.array([2, 3], np.float32))
+        >>> [tensor.name for tensor in model.graph.initializer]
+        ['w']
     """
-    made = ModelProto()
-    made.CopyFrom(read(model, promised=[name]))
+    extended = ModelProto()
+    extended.CopyFrom(read(model, promised=[name]))
     if not name:
-        raise ValueError("an initializer needs a name")
-    if name in names(made.graph):
+        raise ValueError("the name of an initializer must not be empty: pass name=")
+    if name in names(extended.graph):
         raise ValueError(f"the model has a value called {name!r} already: choose another name")
     array = _array(value)
     try:
-        made.graph.initializer.append(numpy_helper.from_array(array, name))
+        extended.graph.initializer.append(numpy_helper.from_array(array, name))
     except (KeyError, NotImplementedError, TypeError, ValueError) as e:
         raise ValueError(f"{name!r}: ONNX has no tensors of {array.dtype}") from e
-    made.ir_version = max(made.ir_version, 4)  # before that, initializers had to be inputs too
-    return made
+    extended.ir_version = max(extended.ir_version, 4)  # before, initializers had to be inputs too
+    return extended
 
 
 def get_onnx_opset(onx: ModelLike, domain: str = "") -> int:
-    """Return the version of the opset that `onx` imports for a domain; "" is "ai.onnx".
+    """Return the version of the opset that `onx` imports for a domain.
+
+    Args:
+        onx: model, serialized model or path; never modified.
+        domain: "" or "ai.onnx" for the standard operators.
 
     Raises:
         ValueError: `onx` does not import the domain.
         ModelError: `onx` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N] x) => (float[N] y) { y = Exp(x) }''')
+        >>> og.get_onnx_opset(model)
+        20
     """
     versions: dict[str, int] = {}
     for entry in read(onx).opset_import:
-        known = "" if entry.domain == "ai.onnx" else entry.domain
-        versions[known] = max(entry.version, versions.get(known, 0))
-    asked = "" if domain == "ai.onnx" else domain
-    if asked not in versions:
+        name = standard(entry.domain)
+        versions[name] = max(entry.version, versions.get(name, 0))
+    if standard(domain) not in versions:
         raise unknown("domain", domain, versions)
-    return versions[asked]
+    return versions[standard(domain)]
 
 
 def _array(value: Any) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""The trainable tensors of a model, wherever it keeps them, under one name each.
+"""The constant tensors of a model, wherever it stores them, each under a unique name.
 
 They are initializers, dense or sparse, of the main graph or of subgraphs, `Constant` nodes there or
-in local functions, and attributes of `ai.onnx.ml` operators. `sites` lists them, `lift` turns all
-into initializers of the main graph for the engine, `replace` writes new values back to where they
-came from.
+in local functions, and attributes of `ai.onnx.ml` operators. `constant_refs` lists them, `lift`
+turns all into initializers of the main graph, and `replace` writes new values to where they are
+stored.
 """
 
 from __future__ import annotations
@@ -17,10 +17,18 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.operators import ARITHMETIC, REORDERS, SELECTS
-from onnxgrad.model.constants import FLOATS, ConstantRef, Holder, scan, standard, subgraphs
+from onnxgrad.model.constants import FLOATS, ConstantRef, GraphLike, scan, standard, subgraphs
 from onnxgrad.model.normalize import own_names, own_results, rename_uses
 
-__all__ = ["FLOATS", "ConstantRef", "lift", "note_constants", "replace", "sites", "subgraphs"]
+__all__ = [
+    "FLOATS",
+    "ConstantRef",
+    "constant_refs",
+    "lift",
+    "note_constants",
+    "replace",
+    "subgraphs",
+]
 
 # operands that tell how to compute, or decide sizes: neither weights nor inputs by default
 _SETTINGS = {
@@ -41,63 +49,65 @@ _SETTINGS = {
 }
 _SCALES = frozenset("GroupQueryAttention Resize RotaryEmbedding Upsample".split())  # of inputs too
 
-METADATA = "onnxgrad.constants"  # names of initializers that are no weights, as JSON
-SPARSE = "onnxgrad.sparse"  # names of initializers that were sparse, as JSON
+METADATA = "onnxgrad.constants"  # metadata: initializers that are no weights, names as JSON
+SPARSE = "onnxgrad.sparse"  # metadata: initializers that were sparse, names as JSON
 
 
-def sites(model: ModelProto) -> Iterator[ConstantRef]:
-    """Yield the constant tensors of `model` in graph order, each under a name of its own.
+def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
+    """Yield references to the constants of `model` in graph order, each with a unique name.
 
-    Not among the default ones is what `note_constants` noted: the factors of a loss or a gradient;
-    nor what decides sizes: the scales of a Resize, the ends of a Range.
+    `default` is false for those that `note_constants` recorded (factors of a loss or a gradient)
+    and for settings (the scales of a Resize, the ends of a Range).
 
-    Branches may use one name twice; the later ones get a number, as does one whose name is that of
-    a value computed elsewhere.
+    If several constants have the same name, as those of two branches may, the later ones get a
+    numeric suffix; so does one that has the name of a computed value.
     """
     noted_names = noted(model)
-    everything = list(scan(model))  # which keeps the graphs, thus their ids
-    settings = _settings(model) if any(site.default for site in everything) else set()
-    constants = {site.name for site in everything}
+    refs = list(scan(model))  # keeps the graphs alive, and so their ids unique
+    settings = _settings(model) if any(ref.default for ref in refs) else set()
+    constants = {ref.name for ref in refs}
     taken = set(_computed(model.graph))
-    for site in everything:
-        name, i = site.name, 0
+    for ref in refs:
+        name, i = ref.name, 0
         while name in taken or (i and name in constants):
             i += 1
-            name = f"{site.name}_{i}"
+            name = f"{ref.name}_{i}"
         taken.add(name)
-        setting = (id(site.graph), site.graph_name) in settings
-        ours = site.graph is model.graph and not {name, site.name}.isdisjoint(noted_names)
-        site.default = site.default and not (ours or setting)
-        site.name = name
-        yield site
+        setting = (id(ref.graph), ref.graph_name) in settings
+        ours = ref.graph is model.graph and not {name, ref.name}.isdisjoint(noted_names)
+        ref.default = ref.default and not (ours or setting)
+        ref.name = name
+        yield ref
 
 
 def noted(model: ModelProto) -> set[str]:
-    """Return the names that `note_constants` noted in `model`."""
+    """Return the names that `note_constants` recorded in `model`."""
     return _names_in(model, METADATA)
 
 
 def note_constants(model: ir.Model, origin: ModelProto) -> None:
-    """Note in `model`, made of `origin`, which float initializers are no weights of `origin`, and
-    which of them are sparse there.
+    """Record in the metadata of `model`, derived from `origin`, which initializers are no weights.
+
+    These are the float initializers that are not weights of `origin`. Those that are sparse in
+    `origin` are recorded too.
     """
-    everything = list(sites(origin))
-    weights = {site.name for site in everything if site.default}
+    refs = list(constant_refs(origin))
+    weights = {ref.name for ref in refs if ref.default}
     values = model.graph.initializers.items()
     ours = [n for n, v in values if v.dtype and v.dtype.is_floating_point() and n not in weights]
-    sparse = [site.name for site in everything if site.sparse]
+    sparse = [ref.name for ref in refs if ref.sparse]
     for key, names in ((METADATA, ours), (SPARSE, sparse)):
         if names:
             model.metadata_props[key] = json.dumps(names)
 
 
 def stored(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Return, for the sparse ones of the named tensors, which of their elements are stored."""
+    """Return a mask of the stored elements for each of the named tensors that is sparse."""
     sparse = _names_in(model, SPARSE)
     return {
-        site.name: site.array() != 0 if site.stored is None else site.stored()
-        for site in sites(model)
-        if site.name in names and (site.sparse or site.name in sparse)
+        ref.name: ref.array() != 0 if ref.stored is None else ref.stored()
+        for ref in constant_refs(model)
+        if ref.name in names and (ref.sparse or ref.name in sparse)
     }
 
 
@@ -106,69 +116,71 @@ def _names_in(model: ModelProto, key: str) -> set[str]:
 
 
 def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
-    """Return a copy of `model` in which the named tensors hold new values, and nothing else moved.
+    """Return a copy of `model` with new values for the named constants, else unchanged.
 
     Raises:
-        ValueError: a name that the model does not have, or a value of another shape, or of a kind
-            that the tensor cannot hold.
+        ValueError: an unknown name, a value of another shape, or of a kind that the tensor cannot
+            hold.
     """
-    made = ModelProto()
-    made.CopyFrom(model)
-    found = {site.name: site for site in sites(made)}
+    replaced = ModelProto()
+    replaced.CopyFrom(model)
+    refs = {ref.name: ref for ref in constant_refs(replaced)}
     for name, value in values.items():
-        if name not in found:
-            raise unknown("constant", name, found)
-        old, new = found[name].array(), np.asarray(value)
+        if name not in refs:
+            raise unknown("constant", name, refs)
+        old, new = refs[name].array(), np.asarray(value)
         if new.shape != old.shape:
             raise ValueError(f"{name!r} has shape {old.shape}, the new value {new.shape}")
-        found[name].write(_converted(name, new, old.dtype))
-    return made
+        refs[name].write(_converted(name, new, old.dtype))
+    return replaced
 
 
 def _converted(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return `new` as `dtype`: floats are rounded, all else stays what it is."""
+    """Return `new` as `dtype`; floats are rounded, other values must not change."""
     if dtype.kind in "OUS":
-        made, fits = new.astype(object), new.dtype.kind in "OUS"
+        converted, fits = new.astype(object), new.dtype.kind in "OUS"
     elif new.dtype.kind in "OUSc" and dtype.kind != "c":
-        made, fits = new, False
+        converted, fits = new, False
     else:
         with np.errstate(invalid="ignore", over="ignore"):
-            made = new.astype(dtype)
-        exact = dtype.kind in "iub"
-        fits = np.array_equal(made, new) if exact else np.can_cast(new.dtype, dtype, "same_kind")
+            converted = new.astype(dtype)
+        if dtype.kind in "iub":
+            fits = np.array_equal(converted, new)
+        else:
+            fits = np.can_cast(new.dtype, dtype, "same_kind")
     if not fits:
         raise ValueError(f"{name!r} holds {dtype}, which the new value ({new.dtype}) does not fit")
-    return made
+    return converted
 
 
-def lift(model: ModelProto, everything: Iterable[ConstantRef] | None = None) -> None:
+def lift(model: ModelProto, refs: Iterable[ConstantRef] | None = None) -> None:
     """Turn every constant of the graphs of `model` into an initializer of the main graph, in place.
 
-    The attributes of `ai.onnx.ml` operators become further inputs of the node, which is no valid
-    node then: `prepare` lowers it. Constants of local functions are left to `inlined`. `everything`
-    is what `sites` yields; None: it is called.
+    The attributes of `ai.onnx.ml` operators become additional inputs of the node; the node is not
+    valid then, and `prepare` lowers it. Constants of local functions are left to `inlined`. `refs`
+    are those of `constant_refs`, which is called if they are None.
     """
-    everything = list(sites(model) if everything is None else everything)
-    for site in everything:
-        if site.function is not None or site.attribute is not None:
+    refs = list(constant_refs(model) if refs is None else refs)
+    for ref in refs:
+        if ref.function is not None or ref.attribute is not None:
             continue
-        if site.node is None and site.graph is model.graph and not site.sparse:
+        if ref.node is None and ref.graph is model.graph and not ref.sparse:
             continue
         tensor = TensorProto()
-        tensor.CopyFrom(site.read())
-        tensor.name = site.name
-        if site.node is None:
-            rename_uses(site.graph, site.take_away(), site.name)
-        elif site.node.op_type == "Constant":
-            take_out(model, site.graph, site.node, site.name)
+        tensor.CopyFrom(ref.read())
+        tensor.name = ref.name
+        if ref.node is None:
+            rename_uses(ref.graph, ref.take_away(), ref.name)
+        elif ref.node.op_type == "Constant":
+            take_out(model, ref.graph, ref.node, ref.name)
         else:
-            site.as_operand(site.name)
+            ref.as_operand(ref.name)
         model.graph.initializer.append(tensor)
-    own_results(model, {site.name for site in everything})
+    own_results(model, {ref.name for ref in refs})
 
 
-def take_out(model: ModelProto, graph: Holder, node: NodeProto, name: str) -> None:
-    """Remove the Constant `node` from `graph`, where an initializer called `name` takes over."""
+def take_out(model: ModelProto, graph: GraphLike, node: NodeProto, name: str) -> None:
+    """Replace the Constant `node` of `graph` by the initializer `name` of the main graph."""
     old = node.output[0]
     if graph is model.graph and old != name and any(y.name == old for y in graph.output):
         del node.attribute[:]  # outputs of the model keep their names
@@ -180,9 +192,9 @@ def take_out(model: ModelProto, graph: Holder, node: NodeProto, name: str) -> No
 
 
 def is_setting(value: ir.Value) -> bool:
-    """Tell whether `value` only tells operators how to compute, as the scales of a Resize do."""
+    """Return whether `value` is only used for settings, such as the scales of a Resize."""
     moved = [value]
-    for v in moved:  # which grows
+    for v in moved:  # which is appended to
         uses = list(v.uses())
         for node, index in uses:
             sets = index in _settings_of(node) and node.op_type in _SCALES
@@ -200,42 +212,42 @@ def _settings_of(node: NodeProto | ir.Node) -> tuple[int, ...]:
     return _SETTINGS.get(f"{domain}.{node.op_type}" if domain else node.op_type, ())
 
 
-_Key = tuple[int, str]  # the id of the graph that has a value, and its name there
+_Key = tuple[int, str]  # the id of the graph that defines a value, and its name there
 
 
 def _settings(model: ModelProto) -> set[_Key]:
-    """Return the operands that are no weights, in subgraphs and local functions too.
+    """Return the values that are only used for settings, in subgraphs and local functions too.
 
-    Exporters put scales together of those of the batch, the channels and the plane, and multiply
-    the lengths of axes by them.
+    This includes values that settings are computed from: exporters concatenate the scales of
+    several axes, and multiply lengths by them.
     """
     settings: set[_Key] = set()
-    for holder in (model.graph, *model.functions):
-        _add_settings(holder, [], settings, set())
+    for graph in (model.graph, *model.functions):
+        _add_settings(graph, [], settings, set())
     return settings
 
 
 def _add_settings(
-    graph: Holder, around: list[tuple[int, set[str]]], settings: set[_Key], others: set[_Key]
+    graph: GraphLike, outer: list[tuple[int, set[str]]], settings: set[_Key], others: set[_Key]
 ) -> None:
-    """Add the settings of `graph`, and to `others` what something else reads as well.
+    """Add the settings of `graph` to `settings`, and the values that have other uses to `others`.
 
-    `around` are the ids and names of the graphs whose values `graph` may capture.
+    `outer` has the ids and value names of the enclosing graphs.
     """
     if isinstance(graph, GraphProto):
         own, outputs = set(own_names(graph)), [y.name for y in graph.output]
     else:
         own = {*graph.input, *(y for node in graph.node for y in node.output)}
         outputs = list(graph.output)
-    mine, outer = id(graph), around[::-1]
+    scopes = [*outer, (id(graph), own)]
 
     def keys(names: Iterable[str]) -> list[_Key]:
-        return [(mine if n in own else next((g for g, o in outer if n in o), 0), n) for n in names]
+        return [(next((g for g, values in scopes[::-1] if n in values), 0), n) for n in names]
 
     others.update(keys(outputs))
     for node in reversed(graph.node):
         for inner in subgraphs(node):
-            _add_settings(inner, [*around, (mine, own)], settings, others)
+            _add_settings(inner, scopes, settings, others)
         results = settings.intersection(keys(node.output))
         moves = node.op_type in REORDERS | SELECTS and bool(results)
         computes = node.op_type in ARITHMETIC and bool(results - others)
@@ -245,7 +257,7 @@ def _add_settings(
 
 
 def _computed(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of all values that are no constants, in branches too."""
+    """Yield the names of all values that are not constants, in subgraphs too."""
     constants = {t.name for t in graph.initializer}
     yield from (x.name for x in graph.input if x.name not in constants)
     for node in graph.node:

@@ -1,4 +1,4 @@
-"""The door out: a model becomes a file, with its external data beside it where there are any."""
+"""Writing of models to files, with external data beside them where they are large."""
 
 from __future__ import annotations
 
@@ -22,52 +22,65 @@ from onnxgrad.model.read import ModelLike, read
 
 
 def save(model: ModelLike, path: str | os.PathLike) -> None:
-    """Write a model of any size to a file, whole or not at all.
+    """Write a model of any size to a file, atomically: completely or not at all.
 
-    Up to 1 GB it is one file, unless `model` refers to tensors in other files, as what is made of a
-    larger model does. Those in the folder of `path`, or below, are referred to and not copied;
-    others are copied into it, once. More than 1 GB of tensors that `model` holds itself go to a new
-    file, `<name of path>.<number>.data`. No file of data is written over: only such a new file, of
-    the model that was at `path` before, is removed when no model in that folder refers to it.
+    More than 1 GB of initializers that `model` contains go to a new file of external data,
+    `<name of path>.<number>.data`; a smaller model is one file. If `model` refers to external data
+    already, files in the folder of `path` or below are referred to, and others are copied into it,
+    once.
+
+    Existing files of external data are never overwritten. A file `<name of path>.<number>.data` of
+    the model that is replaced is removed when no model in that folder refers to it.
 
     Args:
         model: model, serialized model or path; never modified.
-        path: where to write it to, in a folder that exists; a model that is there is replaced, and
-            keeps its mode. Where it is a symbolic link, its target is written.
+        path: the file, in a folder that exists. An existing file is replaced by one of the same
+            mode; of a symbolic link, the target is replaced.
 
     Raises:
-        OSError: `path` is no regular file, the folder cannot be written, or the disk is full: what
-            was there before stays.
-        ValueError: `path` is a file of data that `model` refers to.
+        OSError: `path` is no regular file, the folder is not writable, or the disk is full; an
+            existing file is unchanged then.
+        ValueError: `path` is a file of external data that `model` refers to.
         ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import os, tempfile, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "model.onnx")
+        ...     og.save(model, path)
+        ...     og.get_onnx_opset(path)
+        20
     """
     proto, target = read(model), target_of(path)
     _check_not_data(proto, model, target)
     home, before = target.parent, _own_data(target)
-    large = external.held(proto) > external.IN_MODEL
+    large = external.inline_nbytes(proto) > external.IN_MODEL
     if (large or external.files_of(proto)) and Path(path).parent.resolve() != home:
-        reason = f"a model with data in other files is not read through a link: save to {target}"
+        reason = f"models with external data cannot be read through links: save to {target}"
         raise OSError(errno.EINVAL, reason, os.fspath(path))
     with ExitStack() as undo:
         if large:
-            data = _reserved(_numbered(target, ".data"), undo)
+            data = _reserve(_numbered(target, ".data"), undo)
             with replacing(data) as temporary:
                 proto = external.written_out(proto, temporary, data)
-        places = {file: _placed(file, home, undo) for file in external.files_of(proto)}
-        if places:
-            proto = external.relocated(proto, lambda file: places[file].relative_to(home))
+        copies = {file: _copied(file, home, undo) for file in external.files_of(proto)}
+        if copies:
+            proto = external.relocated(proto, lambda file: copies[file].relative_to(home))
         formats = onnx.serialization.registry
         kind = formats.get_format_from_file_extension(Path(path).suffix) or "protobuf"
         with replacing(path) as temporary:
             temporary.write_bytes(formats.get(kind).serialize_proto(proto))
         undo.pop_all()
-    for file in before.difference(places.values()):
+    for file in before.difference(copies.values()):
         if not _is_shared(file):
             file.unlink(missing_ok=True)
 
 
 def data_files(path: str | os.PathLike) -> set[Path]:
-    """Return the files that the model at `path` refers to, none if there is no model."""
+    """Return the files of external data of the model at `path`, none if it is no model."""
     if not Path(path).is_file():
         return set()
     try:
@@ -78,22 +91,23 @@ def data_files(path: str | os.PathLike) -> set[Path]:
 
 
 def _check_not_data(proto: ModelProto, model: ModelLike, target: Path) -> None:
+    """Raise ValueError if `target` holds external data of `model`, which is `proto` when read."""
     files = external.files_of(proto)
     if isinstance(model, (str, os.PathLike)):
         files |= data_files(model)
     if target.exists() and any(file.exists() and file.samefile(target) for file in files):
-        raise ValueError(f"{target} holds data that the model refers to: save to another path")
+        raise ValueError(f"{target} is external data of the model: save to another path")
 
 
-def _reserved(names: Iterator[Path], undo: ExitStack) -> Path:
-    """Return the first name that is free, taken by an empty new file, which `undo` removes."""
+def _reserve(names: Iterator[Path], undo: ExitStack) -> Path:
+    """Create an empty file under the first unused name; return it. `undo` removes the file."""
     file = next(file for file in names if _is_new(file))
     undo.callback(file.unlink, missing_ok=True)
     return file
 
 
 def _is_new(file: Path) -> bool:
-    """Create `file`, unless it exists: threads may save beside each other."""
+    """Create `file` and return True, or return False if it exists: other threads may save, too."""
     try:
         file.touch(exist_ok=False)
     except FileExistsError:
@@ -101,28 +115,28 @@ def _is_new(file: Path) -> bool:
     return True
 
 
-def _placed(file: Path, home: Path, undo: ExitStack) -> Path:
-    """Return where `file` is in `home` or below, after copying it there if it is not.
+def _copied(file: Path, home: Path, undo: ExitStack) -> Path:
+    """Return the path of `file` in `home` or below, after copying it there if necessary.
 
-    Copied and not linked: neither onnx nor onnxruntime read through links.
+    It is not linked: neither onnx nor onnxruntime read external data through links.
     """
     if (real := file.resolve()).is_relative_to(home):
         return real
-    place = home / file.name
-    others = _numbered(place.with_suffix(""), place.suffix)
-    while place.is_symlink() or (place.exists() and _stamp(place) != _stamp(real)):
-        place = next(others)
-    if not place.exists():
-        place = _reserved(chain([place], others), undo)
-        with replacing(place) as temporary:
+    copy = home / file.name
+    others = _numbered(copy.with_suffix(""), copy.suffix)
+    while copy.is_symlink() or (copy.exists() and _stamp(copy) != _stamp(real)):
+        copy = next(others)
+    if not copy.exists():
+        copy = _reserve(chain([copy], others), undo)
+        with replacing(copy) as temporary:
             shutil.copy2(real, temporary)
-    return place
+    return copy
 
 
 def _stamp(file: Path) -> tuple[int, int]:
-    """Return what is the same of a copy."""
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns
+    """Return the size and the time of modification, which a copy shares."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _numbered(stem: Path, suffix: str) -> Iterator[Path]:
@@ -130,22 +144,19 @@ def _numbered(stem: Path, suffix: str) -> Iterator[Path]:
 
 
 def _own_data(path: Path) -> set[Path]:
-    """Return the files of data that `save` wrote for the model that is at `path`."""
+    """Return the files of external data that `save` wrote for the model at `path`."""
     pattern = re.compile(rf"{re.escape(path.name)}\.\d+\.data")
-    named = {file for file in path.parent.glob("*.data") if pattern.fullmatch(file.name)}
-    return data_files(path) & named if named else set()
+    files = {file for file in path.parent.glob("*.data") if pattern.fullmatch(file.name)}
+    return data_files(path) & files if files else set()
 
 
 def _is_shared(file: Path) -> bool:
-    """Tell whether a model in the folder of `file` may refer to it."""
+    """Return whether a model in the folder of `file` may refer to it."""
     models = (model for model in file.parent.glob("*.onnx") if model.is_file())
     try:
         return any(file.name.encode() in model.read_bytes() for model in models)
     except OSError:
         return True
-
-
-"""x"""
 
 
 def write_models(
@@ -156,22 +167,20 @@ def write_models(
 ) -> dict[str, Any]:
     """Write models, in dictionaries that may be nested, into a folder, created if missing.
 
-    The model `models["a"]["b"]` is the file `<prefix>a.b<suffix>.onnx`.
+    The model `models["a"]["b"]` becomes the file `<prefix>a.b<suffix>.onnx`.
 
     Returns:
-        The same dictionaries, of paths; or with `bytes` in place of the folder, of serialized
-        models.
+        The same dictionaries with the paths in place of the models, or with the serialized models
+        if `bytes` is passed in place of the folder.
 
     Raises:
-        ValueError: a name, with `prefix` and `suffix`, that would be no plain name of a file in
-            `folder`; nothing is written then.
-        OSError: the folder cannot be written.
+        ValueError: a name that, with `prefix` and `suffix`, is no name of a file in `folder`;
+            nothing is written then.
+        OSError: the folder is not writable.
     """
     if isinstance(folder, type):
         return _mapped(models, lambda name, model: model.SerializeToString())
-    from onnxgrad.model.write import save  # slow to import, and the command line starts here
-
-    home, paths, around = Path(folder), dict[str, Path](), (prefix or "", suffix or "")
+    home, paths, affixes = Path(folder), dict[str, Path](), (prefix or "", suffix or "")
 
     def check(name: str, model: Any) -> None:
         if name in paths:
@@ -182,9 +191,9 @@ def write_models(
         save(model, paths[name])
         return str(paths[name])
 
-    _mapped(models, check, *around)
+    _mapped(models, check, *affixes)
     home.mkdir(parents=True, exist_ok=True)
-    return _mapped(models, write, *around)
+    return _mapped(models, write, *affixes)
 
 
 def _mapped(
@@ -193,7 +202,7 @@ def _mapped(
     prefix: str = "",
     suffix: str = "",
 ) -> dict[str, Any]:
-    """Return the same dictionaries, of what `function` returns for full names and models."""
+    """Return the same dictionaries with `function(full name, model)` in place of the models."""
     return {
         name: _mapped(model, function, f"{prefix}{name}.", suffix)
         if isinstance(model, Mapping)
@@ -203,12 +212,12 @@ def _mapped(
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """Return the path of the file `name` of `folder`, from which no name or link leads away."""
+    """Return the path of the file `name` in `folder`, or raise if it is outside of it."""
     if not name.isprintable() or set(name) & set("/\\") or Path(name).name != name:
         raise ValueError(
-            f"{name!r} is no plain name of a file: give names without '/', '\\' and line breaks"
+            f"{name!r} is no plain name of a file: use names without '/', '\\' and line breaks"
         )
     path = folder / name
     if target_of(path).parent != Path(os.path.realpath(folder)):
-        raise ValueError(f"{path} is a link out of its folder: remove it")
+        raise ValueError(f"{path} is a link to another folder: remove it")
     return path

@@ -1,4 +1,4 @@
-"""Inputs bound to a session: one that is where it was is not bound again."""
+"""Inputs bound to a session, which are bound again only if their memory has changed."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import onnxruntime as ort
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import CPU, Device
 
-# Before 1.31, what a binding returns is a part of it, and changes when it runs again.
+# Before 1.31, the outputs belong to the binding, and change when it runs again.
 _OUTPUTS_STAY = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 31)
 
 
 class Binding:
-    """Runs a session on arrays and OrtValues, without a copy where they are on its device.
+    """Runs a session on arrays and OrtValues, without copying those that are on its device.
 
-    Between calls, an input of the same memory, shape and dtype stays bound. Outputs are new with
-    every call.
+    An input stays bound while its memory, shape and dtype are those of the previous call. Outputs
+    are new in every call.
     """
 
     def __init__(self, session: ort.InferenceSession, device: Device) -> None:
@@ -33,12 +33,12 @@ class Binding:
         outputs: Sequence[str],
         options: ort.RunOptions | None = None,
     ) -> list[ort.OrtValue]:
-        """Return the outputs, in the order asked, on the device."""
+        """Return the outputs of these names, on the device."""
         if not _OUTPUTS_STAY:
             self._binding, self._bound = self._session.io_binding(), {}
         for name, value in inputs.items():
             self._bind(name, value)
-        self._binding.clear_binding_outputs()  # what was returned before keeps its memory
+        self._binding.clear_binding_outputs()  # outputs returned before keep their memory
         self._device.bind_outputs(self._binding, outputs)
         with escaping():
             self._session.run_with_iobinding(self._binding, options)
@@ -46,16 +46,16 @@ class Binding:
 
     def _bind(self, name: str, value: np.ndarray | ort.OrtValue) -> None:
         if isinstance(value, ort.OrtValue):
-            place: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
-            if self._bound.get(name) != place:
+            key: tuple[Any, ...] = (value.data_ptr(), value.shape(), value.data_type())
+            if self._bound.get(name) != key:
                 self._binding.bind_ortvalue_input(name, value)
-        elif self._device != CPU:  # copied to the device, whatever is there already
+        elif self._device != CPU:  # copied to the device in every call
             self._binding.bind_cpu_input(name, value)
-            place = ()
+            key = ()
         else:
-            place = (value.ctypes.data, value.shape, value.dtype)
-            if self._bound.get(name) != place:
+            key = (value.ctypes.data, value.shape, value.dtype)
+            if self._bound.get(name) != key:
                 self._binding.bind_input(
-                    name, CPU.kind, CPU.index, value.dtype, value.shape, place[0]
+                    name, CPU.kind, CPU.index, value.dtype, value.shape, key[0]
                 )
-        self._bound[name] = place
+        self._bound[name] = key

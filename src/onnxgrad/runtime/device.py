@@ -1,4 +1,4 @@
-"""Devices: what a name such as "cuda:1" means for sessions, for OrtValues and for bindings."""
+"""Devices such as "cuda:1": the execution providers, OrtValues and bindings that they need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnxgrad.errors import ProviderError, unknown
 VALID = "a device is 'cpu', 'cuda' or 'cuda:1', a GPU by its number; 'gpu' means 'cuda'"
 _FORM = re.compile(r"(cpu|cuda|gpu)(?::([0-9]{1,4}))?", re.ASCII | re.IGNORECASE)
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-_ON_CUDA = (_CUDA, "TensorrtExecutionProvider")  # their tensors are in the memory of a CUDA device
+_ON_CUDA = (_CUDA, "TensorrtExecutionProvider")  # providers whose tensors are in CUDA memory
 
 Provider = tuple[str, dict[str, Any]]
 
@@ -74,7 +74,7 @@ class Device:
         return [cpu] if self.kind == "cpu" else [(_CUDA, {"device_id": self.index}), cpu]
 
     def check(self) -> Device:
-        """Return this device, or raise `ProviderError` if onnxruntime cannot run on it."""
+        """Return this device, or raise ProviderError if onnxruntime has no provider for it."""
         assert self.providers
         return self
 
@@ -87,17 +87,20 @@ class Device:
         return ort.OrtValue.ortvalue_from_shape_and_type(shape, dtype, self.kind, self.index)
 
     def bind_outputs(self, binding: ort.IOBinding, names: Iterable[str]) -> None:
-        """Have the outputs `names` allocated on this device."""
+        """Bind the outputs `names` to new memory on this device."""
         for name in names:
             binding.bind_output(name, self.kind, self.index)
 
     def check_holds(self, what: str, value: ort.OrtValue) -> None:
-        """Raise `ValueError` if `value` is elsewhere; not every onnxruntime tells on which GPU."""
+        """Raise ValueError if `value` is on another device, as far as onnxruntime reports it."""
         kind = value.device_name().lower().replace("gpu", "cuda")
-        tell = getattr(value, "__dlpack_device__", None) if kind == "cuda" else None
-        own = Device(kind, tell()[1] if tell is not None else self.index if kind == "cuda" else 0)
-        if own != self:
-            raise ValueError(f"{what} is on '{own}', the session on '{self}'")
+        dlpack_device = getattr(value, "__dlpack_device__", None) if kind == "cuda" else None
+        if dlpack_device is not None:
+            device = Device(kind, dlpack_device()[1])
+        else:
+            device = Device(kind, self.index if kind == "cuda" else 0)
+        if device != self:
+            raise ValueError(f"{what} is on '{device}', the session on '{self}'")
 
 
 CPU = Device()
@@ -119,13 +122,13 @@ def read_providers(
         ValueError: options that are no dicts, not as many as there are providers, or twice.
     """
     pairs = _pairs(providers, options)
-    on_gpu = [given for name, given in pairs if name in _ON_CUDA]
-    numbers = {_number(given["device_id"]) for given in on_gpu if "device_id" in given}
+    on_gpu = [settings for name, settings in pairs if name in _ON_CUDA]
+    numbers = {_number(settings["device_id"]) for settings in on_gpu if "device_id" in settings}
     if index is not None:
         if index and not on_gpu:
             raise ProviderError(
                 f"device_index={index} is the number of a GPU, and the providers "
-                f"{[name for name, _ in pairs]} use none: pass providers='cuda:{index}'"
+                f"{[name for name, _ in pairs]} use no GPU: pass providers='cuda:{index}'"
             )
         numbers.add(index)
     if len(numbers) > 1:
@@ -134,14 +137,14 @@ def read_providers(
             "give one"
         )
     number = max(numbers, default=0)
-    for given in on_gpu:
-        given["device_id"] = number
+    for settings in on_gpu:
+        settings["device_id"] = number
     return pairs, Device("cuda", number) if on_gpu else CPU
 
 
 def _number(device_id: Any) -> int:
     if not re.fullmatch("[0-9]+", str(device_id), re.ASCII):
-        raise ValueError(f"device_id={device_id!r} must be the number of a GPU")
+        raise ValueError(f"device_id must be the number of a GPU, not {device_id!r}")
     return int(device_id)
 
 
@@ -184,7 +187,7 @@ def _checked(provider: Any) -> Provider:
 
 
 def _is_name(device: Any) -> bool:
-    """Tell whether `device` is text, or a `torch.device`, which this does not import."""
+    """Return whether `device` is a string or a `torch.device`; torch is not imported."""
     return isinstance(device, str) or type(device).__module__ == "torch"
 
 

@@ -1,4 +1,4 @@
-"""Sessions: onnxruntime with the device and the number of threads that the work asks for."""
+"""Sessions of onnxruntime on a device, with as many threads as the computation is worth."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from onnxgrad.model import external
 from onnxgrad.model.normalize import dense_inside
 from onnxgrad.runtime.device import Device, Provider
 
-# Multiply-adds of a forward pass that are worth a thread of their own: measured on MLPs and CNNs
+# multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
-_KNOWS_FOLDER = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 21)
+_HAS_FOLDER_OPTION = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 21)
 _FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 def threads(work: float) -> int:
-    """Return how many threads pay for a step of `work` multiply-adds.
+    """Return the number of threads for a step of `work` multiply-adds.
 
-    A rule and not a measurement, so that the same run gives the same bits again.
+    It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(cores or 1, int(work / WORK_PER_THREAD)))
 
 
 def session(model: ModelProto, device: Device, work: float) -> ort.InferenceSession:
-    """Return a session for `model`, whose one run does `work` multiply-adds per step."""
+    """Return a session for `model`, with threads for `work` multiply-adds per step."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
     options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # errors are raised; the log shows names as they are
+    options.log_severity_level = 4  # errors are raised; the log does not escape names
     return loaded(model, options, providers=device.providers)
 
 
@@ -48,17 +48,17 @@ def session(model: ModelProto, device: Device, work: float) -> ort.InferenceSess
 def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
     """Return a session for a model of any size.
 
-    External data stay mapped into memory: onnxruntime would pack weights anew, and compute
-    transposed ones beforehand. `options` then hold the folder of the data, too.
+    External data stay mapped into memory: prepacking and constant folding, which would copy
+    weights, are disabled. The folder of the data is added to `options`.
     """
     model = dense_inside(model)
     with ExitStack() as stack:
-        if external.held(model) > external.IN_MODEL:
+        if external.inline_nbytes(model) > external.IN_MODEL:
             folder = stack.enter_context(TemporaryDirectory(ignore_cleanup_errors=True))
             data = Path(folder).resolve() / "data"
             model = external.written_out(model, data, data)
         if files := {file: file.resolve() for file in external.files_of(model)}:
-            if _KNOWS_FOLDER:  # if not, it takes absolute paths
+            if _HAS_FOLDER_OPTION:  # older versions accept absolute paths
                 home = os.path.commonpath([file.parent for file in files.values()])
                 model = external.relocated(model, lambda file: files[file].relative_to(home))
                 options.add_session_config_entry(_FOLDER, home)
@@ -69,18 +69,18 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
     return running
 
 
-def _require_providers(running: ort.InferenceSession, asked: Sequence[Provider]) -> None:
-    """Raise where onnxruntime falls back to the CPU: it does so without an error."""
-    present = running.get_providers()
-    if lost := [name for name, _ in asked if name not in present]:
+def _require_providers(running: ort.InferenceSession, requested: Sequence[Provider]) -> None:
+    """Raise if the session lacks a provider: onnxruntime falls back to the CPU without an error."""
+    available = running.get_providers()
+    if missing := [name for name, _ in requested if name not in available]:
         raise ProviderError(
-            f"onnxruntime could not start {', '.join(lost)} and would run on {present}: check the "
-            "number of the device, the driver and its libraries, or use device='cpu'"
+            f"onnxruntime could not start {', '.join(missing)} and would run on {available}: check "
+            "the number of the device, the driver and its libraries, or use device='cpu'"
         )
 
 
 def work(graph: ir.Graph) -> float:
-    """Return the multiply-adds of the matrix products and convolutions of one row."""
+    """Return the multiply-adds of the matrix products and convolutions, per row of the batch."""
     return float(sum(_node_work(node) for node in graph))
 
 
@@ -91,12 +91,13 @@ def _node_work(node: ir.Node) -> int:
     if a is None or b is None or y is None:
         return 0
     if node.op_type == "Conv":
-        return _known(y) * _known(b[1:])
+        return _static_size(y) * _static_size(b[1:])
     if node.op_type == "ConvTranspose":
-        return _known(a) * _known(b[1:])
+        return _static_size(a) * _static_size(b[1:])
     inner = a[0 if node.attributes.get_int("transA", 0) else -1]
-    return _known(y) * _known((inner,))
+    return _static_size(y) * _static_size((inner,))
 
 
-def _known(shape: shapes.Dims) -> int:
+def _static_size(shape: shapes.Dims) -> int:
+    """Return the product of the static dimensions."""
     return prod(d for d in shape if isinstance(d, int))

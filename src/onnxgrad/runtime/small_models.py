@@ -1,4 +1,4 @@
-"""Estimators that run small models that they build."""
+"""The base class of estimators that build small models and run them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from onnxgrad.runtime.values import to_numpy, to_ortvalue
 
 
 class SmallFunctions(BaseEstimator):
-    """An estimator that keeps small models in attributes and runs them.
+    """An estimator that keeps small models as attributes and runs them.
 
-    A session is made when a model first runs, and is not pickled. Two are equal if their arguments
-    are.
+    Sessions are created when a model first runs, and are not pickled. Two instances are equal if
+    their parameters are.
     """
 
     def _keep(self, device: Any, **models: ModelProto) -> None:
-        """Keep `models` as attributes, to run on `device`."""
+        """Set the attributes `models`, which run on `device`."""
         self._device = CPU if device is None else Device.of(device).check()
         self._sessions = dict[str, ort.InferenceSession]()
         for name, model in models.items():
@@ -42,18 +42,17 @@ class SmallFunctions(BaseEstimator):
 
     @escaping()
     def _run(self, name: str, feed: Mapping[str, Any], as_ortvalues: bool) -> list[Any]:
-        """Run a model on numpy arrays and OrtValues alike; returns either."""
-        running = self._session(name)
+        """Return the outputs of the model `name`; the inputs are arrays or OrtValues."""
+        ort_session = self._session(name)
         if not as_ortvalues:
-            return running.run(None, {k: to_numpy(v) for k, v in feed.items()})
-        binding = running.io_binding()
-        held = {
-            key: to_ortvalue(value, self._device) for key, value in feed.items()
-        }  # until it has run
-        for key, value in held.items():
+            return ort_session.run(None, {k: to_numpy(v) for k, v in feed.items()})
+        binding = ort_session.io_binding()
+        # this dict keeps their memory alive until the session has run
+        ortvalues = {key: to_ortvalue(value, self._device) for key, value in feed.items()}
+        for key, value in ortvalues.items():
             binding.bind_ortvalue_input(key, value)
-        self._device.bind_outputs(binding, [y.name for y in running.get_outputs()])
-        running.run_with_iobinding(binding)
+        self._device.bind_outputs(binding, [y.name for y in ort_session.get_outputs()])
+        ort_session.run_with_iobinding(binding)
         return binding.get_outputs()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The update of a weight that a learning rate writes as a model, run for a loop of one's own."""
+"""Runs the models by which learning rates update a weight, for custom training loops."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from onnxgrad.runtime.values import FLOATS, shape_of, to_numpy
 
 
 class Update(SmallFunctions):
-    """A model of `function_onnx_graph` such as `axpy`, and its session on a device."""
+    """A model of `function_onnx_graph`, such as `axpy`, with its session on a device."""
 
     def __init__(self, model: ModelProto, device: Any = None) -> None:
         self.model = model
         self._keep(device, update_onnx_=model)
 
     def run(self, numbers: dict[str, float], **tensors: Any) -> list[Any]:
-        """Return the outputs: arrays, or OrtValues if the weight, X2, is one.
+        """Return the outputs: arrays, or OrtValues if the weight `X2` is one.
 
         Args:
             numbers: the inputs of shape (1,).
-            **tensors: the other inputs, all of the shape of the weight, X2.
+            **tensors: the other inputs, all of the shape of the weight `X2`.
 
         Raises:
-            ValueError: a tensor that differs from the weight in shape, or the model in dtype.
+            ValueError: a tensor that differs from the weight in shape, or from the model in dtype.
         """
         weight = tensors["X2"]
         dtype = FLOATS[self._session("update_onnx_").get_inputs()[0].type].numpy()
@@ -38,10 +38,10 @@ class Update(SmallFunctions):
                     f"{_NAMES[name]} has the shape {shape_of(value)}, "
                     f"and the weight {shape_of(weight)}"
                 )
-            if (given := _dtype(value)) != dtype:
+            if (actual := _dtype(value)) != dtype:
                 raise ValueError(
-                    f"{_NAMES[name]} has the dtype {given}, and the update was written for "
-                    f"{dtype}: call build_onnx_function(dtype=np.{given})"
+                    f"{_NAMES[name]} has the dtype {actual}, and the update was built for "
+                    f"{dtype}: call build_onnx_function(dtype=np.{actual})"
                 )
         feed = tensors | {name: np.full(1, number, dtype) for name, number in numbers.items()}
         return self._run("update_onnx_", feed, isinstance(weight, ort.OrtValue))

@@ -1,4 +1,4 @@
-"""Arrays and OrtValues."""
+"""Conversion between arrays and OrtValues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnxruntime.capi.onnxruntime_pybind11_state import OrtValue as BoundValue
 
 from onnxgrad.runtime.device import Device
 
-FLOATS = {  # what onnxruntime calls them
+FLOATS = {  # by the names of onnxruntime
     "tensor(float16)": ir.DataType.FLOAT16,
     "tensor(bfloat16)": ir.DataType.BFLOAT16,
     "tensor(float)": ir.DataType.FLOAT,
@@ -20,12 +20,12 @@ FLOATS = {  # what onnxruntime calls them
 
 
 def wrapped(value: Any) -> Any:
-    """Return the OrtValue of a binding (one of its `OrtValueVector`) as that of `onnxruntime`."""
+    """Return an element of an `OrtValueVector` as an `onnxruntime.OrtValue`, and others as is."""
     return ort.OrtValue(value) if isinstance(value, BoundValue) else value
 
 
 def to_numpy(value: Any) -> np.ndarray:
-    """Return an OrtValue, a tensor of torch or anything like an array, as an array."""
+    """Return an OrtValue, a tensor of torch or an array-like as an array."""
     value = wrapped(value)
     if isinstance(value, ort.OrtValue):
         return value.numpy()
@@ -40,14 +40,14 @@ def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:
 
 
 def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
-    """Return an array as an OrtValue with memory of its own.
+    """Return a copy of an array as an OrtValue.
 
-    One of `ortvalue_from_numpy` has the array's memory, and what its `numpy()` returns would not
-    keep that alive.
+    That of `ortvalue_from_numpy` would share the memory of the array, which the result of its
+    `numpy()` would not keep alive.
     """
-    made = device.empty(array.shape, array.dtype)
-    made.update_inplace(np.asarray(array, order="C"))
-    return made
+    value = device.empty(array.shape, array.dtype)
+    value.update_inplace(np.asarray(array, order="C"))
+    return value
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -58,7 +58,10 @@ def shape_of(value: Any) -> tuple[int, ...]:
 def fit(
     value: Any, shape: tuple[int, ...], dtype: np.dtype, array: np.ndarray | None = None
 ) -> Any:
-    """Return `value` in this shape and dtype: itself where it has them, which copies nothing."""
+    """Return `value` in this shape and dtype, without a copy if it is an OrtValue that has them.
+
+    `array` is the value as an array, if the caller has it.
+    """
     if isinstance(value, ort.OrtValue) and shape_of(value) == shape:
         kind = FLOATS.get(value.data_type())
         if kind is not None and kind.numpy() == dtype:

@@ -135,7 +135,7 @@ class OnnxModule(nn.Module):
         keys = self.weight_names.values()
         self._getters = [attrgetter(key) for key in keys]
         self._paths = [(path, last) for *path, last in (key.split(".") for key in keys)]
-        arrays = {site.name: site.array for site in constants.sites(self._model)}
+        arrays = {ref.name: ref.array for ref in constants.constant_refs(self._model)}
         for name, key in self.weight_names.items():
             register(self, key, nn.Parameter(_tensor(arrays[name]())))
 
@@ -314,7 +314,7 @@ def _choose(proto: ModelProto, trainable: str | Sequence[str] | None) -> list[st
     if trainable is None:
         return default
     is_float = {
-        site.name: site.read().data_type in constants.FLOATS for site in constants.sites(proto)
+        ref.name: ref.read().data_type in constants.FLOATS for ref in constants.constant_refs(proto)
     }
     chosen: dict[str, None] = {}
     for name in [trainable] if isinstance(trainable, str) else trainable:

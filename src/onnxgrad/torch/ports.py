@@ -9,6 +9,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
+from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import printable
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.torch.graph import DTYPES, Graph
@@ -49,10 +50,8 @@ class Port:
             raise ValueError(
                 f"{who} takes {self.dtype}, not {x.dtype}: convert it with .to, or the module"
             )
-        wanted = x.shape if self.shape is None else self.shape
-        pairs = zip(x.shape, wanted, strict=False)
-        if len(x.shape) != len(wanted) or any(isinstance(d, int) and n != d for n, d in pairs):
-            raise ValueError(f"{who} takes the shape {self._lengths()}, not {list(x.shape)}")
+        if mismatch := shape_mismatch(x.shape, self.shape):
+            raise ValueError(f"{who} {mismatch}")
 
 
 class Variant:

@@ -14,6 +14,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.autodiff.partition import partition
+from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import EvaluationError, printable
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.model.convert import non_tensor
@@ -184,13 +185,10 @@ class OrtGradientForwardBackward:
         else:
             value = np.asarray(to_numpy(value), order="C")
             kind, given = ir.DataType.from_numpy(value.dtype), value.shape
-        pairs = zip(given, shape or (), strict=False)
         if kind != dtype:
             raise ValueError(f"{what} must hold {dtype}, not {kind}")
-        if shape is not None and (
-            len(given) != len(shape) or any(isinstance(d, int) and d != n for n, d in pairs)
-        ):
-            raise ValueError(f"{what} must have the shape {shape}, not {given}")
+        if mismatch := shape_mismatch(given, shape):
+            raise ValueError(f"{what} {mismatch}")
         return value
 
     def returned(

@@ -275,7 +275,7 @@ class Trainer(BaseEstimator):
         before: TrainState | None,
     ) -> TrainState:
         """Return the state that training begins with: a new one, or a copy of the one `before`."""
-        arrays = {site.name: site.array() for site in constants.sites(proto)}
+        arrays = {site.name: site.array() for site in constants.constant_refs(proto)}
         if before is None:
             reached = set(step.weights)
             weights = {name: arrays[name] for name in names if name in reached}
@@ -330,8 +330,8 @@ class Trainer(BaseEstimator):
 
     def _float_constants(self) -> dict[str, np.ndarray]:
         """Return the float constants of the model, by name."""
-        sites = constants.sites(read(self.model_onnx))
-        return {s.name: s.array() for s in sites if s.read().data_type in constants.FLOATS}
+        refs = constants.constant_refs(read(self.model_onnx))
+        return {s.name: s.array() for s in refs if s.read().data_type in constants.FLOATS}
 
     def _trained(self) -> list[str]:
         """Return the names of the weights that the last `fit` trained.

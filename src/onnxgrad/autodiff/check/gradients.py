@@ -85,7 +85,7 @@ def _problem(
     seed: int,
 ) -> Problem:
     """Prepare the model, choose what to check, and draw the point."""
-    refs = {ref.name: ref for ref in constants.sites(proto)}
+    refs = {ref.name: ref for ref in constants.constant_refs(proto)}
     if weights is None:
         weights = [name for name, ref in refs.items() if ref.default]
     prepared = prepare(proto, on_demand=True)  # the fused kernels compute in float32 only

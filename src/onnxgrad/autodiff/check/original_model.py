@@ -11,7 +11,7 @@ from onnx import ModelProto, ValueInfoProto
 from onnxgrad.autodiff.check.runtimes import Feed, Function
 from onnxgrad.graph.precision import set_precision
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.weights import replace, sites
+from onnxgrad.model.weights import constant_refs, replace
 
 
 class OriginalModel:
@@ -23,7 +23,7 @@ class OriginalModel:
     Args:
         proto: the model, never modified.
         load: returns the function that runs a model.
-        weights: names of its weights, as `sites` returns them.
+        weights: names of its weights, as `constant_refs` returns them.
 
     Raises:
         NoKernelError: the runtime cannot run the model.
@@ -33,7 +33,7 @@ class OriginalModel:
         self, proto: ModelProto, load: Callable[[ModelProto], Function], weights: Sequence[str]
     ) -> None:
         self._proto, self._load = _readable(proto), load
-        self._weights = {s.name: s.array() for s in sites(self._proto) if s.name in weights}
+        self._weights = {s.name: s.array() for s in constant_refs(self._proto) if s.name in weights}
         self._inputs = {x.name for x in proto.graph.input}
         fed = [t.name for t in proto.graph.initializer if t.name in self._weights]
         self._function, self._fed = load(_with_inputs(self._proto, fed)), set(fed)

@@ -26,11 +26,11 @@ from onnxgrad.model.normalize import (
     use_standard_domain,
 )
 from onnxgrad.model.opsets import WORKING_OPSET, convert
-from onnxgrad.model.weights import lift, sites, take_out
+from onnxgrad.model.weights import constant_refs, lift, take_out
 
 Key = tuple[str, str, str]  # domain, name, overload
 
-_MARK = "onnxgrad.site:"  # prefix of a Constant's tensor name: it stands for that initializer
+_MARK = "onnxgrad.ref:"  # prefix of a Constant's tensor name: it stands for that initializer
 _LARGE = 1024  # elements: larger tensors are not copied for every call
 
 
@@ -40,7 +40,8 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
 
     A constant of a function becomes one initializer, which all calls share. Calls of functions that
     have a rule are not inlined. In the copy, every subgraph returns results of its own nodes, each
-    once. With `lifted`, all constants are initializers of the main graph, named as by `sites`.
+    once. With `lifted`, all constants are initializers of the main graph, named by
+    `constant_refs`.
 
     Raises:
         ModelError: a function calls itself.
@@ -49,7 +50,7 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     model.CopyFrom(proto)
     use_standard_domain(model)
     declare_once(model)
-    refs = list(sites(model))  # before other constants are added
+    refs = list(constant_refs(model))  # before other constants are added
     if lifted:
         lift(model, refs)
     tensors = _mark_constants(refs)

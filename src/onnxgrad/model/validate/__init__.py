@@ -1,1 +1,1 @@
-"""Checks of a model that comes in."""
+"""Structural checks of an input model."""

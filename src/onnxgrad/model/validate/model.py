@@ -1,6 +1,6 @@
-"""Structural checks of a model that enters: what is broken is refused with one line.
+"""Structural checks of an input model: a broken one is rejected with a message of one line.
 
-Everything is looked at once, in the order of the file; only nodes that are out of order cost more.
+Every part is visited once, in the order of the file; only unsorted nodes cost more.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from onnxgrad.model.validate.tensors import (
     shown,
 )
 
-_DEEPEST = 30  # subgraphs inside of each other: protobuf does not write more
+_DEEPEST = 30  # levels of nested subgraphs; protobuf does not write more
 _NEWEST_IR = max(13, onnx.IR_VERSION)
-_NOTES = {"onnxgrad.constants": list, "onnxgrad.loss": dict}  # metadata of ours, as JSON
+_METADATA = {"onnxgrad.constants": list, "onnxgrad.loss": dict}  # written by us, as JSON
 
 
 def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
-    """Raise if `model` is broken; tell whether it has to be put right by `normalize`.
+    """Raise if `model` is broken; return whether `normalize` has to correct it.
 
     Args:
         model: any model.
-        promised: names of values that the caller adds to its graph, which may read them.
+        promised: names of values that the caller will add to the graph, which may read them.
 
     Raises:
-        ModelError: a cycle, a value that is read and computed nowhere or computed twice, tensors
-            that are not what they say, opsets that onnx does not have, operators without the
-            operands or attributes that they ask for, recursive functions, or more nodes than
-            `limits` allows; one line that names the node or value.
+        ModelError: a cycle, a value that is read but not defined or that is defined twice, tensors
+            whose data do not match their shape and type, opsets that onnx does not have, operators
+            without the operands or attributes that they require, recursive functions, or more nodes
+            than `limits` allows; the message is one line that names the node or value.
     """
     _check_versions(model)
     checked = _Checked({_key(f): f for f in model.functions})
     if len(checked.functions) < len(model.functions):
-        raise ModelError("the model has two functions of one name: rename one")
+        raise ModelError("two functions of the model have the same name: rename one")
     for function in _callees_first(checked):
         _check_function(function, checked)
     opsets = _opsets(model.opset_import)
     size = _Scope(checked, opsets, inside=False).check_graph(model.graph, promised)
     check_limit("nodes", size, "the model has too many nodes")
     for entry in model.metadata_props:
-        if entry.key in _NOTES and not _is_note(entry.value, _NOTES[entry.key]):
+        if entry.key in _METADATA and not _is_json(entry.value, _METADATA[entry.key]):
             raise ModelError(f"its metadata {entry.key!r} is damaged: remove the entry")
     return checked.unsorted or checked.negative
 
 
 def normalize(model: ModelProto) -> None:
-    """Sort the nodes of the main graph, and turn negative lengths into unknown ones, in place.
+    """Sort the nodes of the main graph, and make negative lengths unknown, in place.
 
-    The model is one that `validate` accepts.
+    The model has passed `validate`.
     """
     order = sorted_order(model.graph.node)
     if order != list(range(len(order))):
@@ -90,11 +90,11 @@ def _forget_negative_in(nodes: Iterable[NodeProto]) -> None:
 
 @dataclass
 class _Checked:
-    """What is known of a model while its parts are checked."""
+    """The functions of a model, and what the checks have learned of it."""
 
     functions: dict[Key, FunctionProto]
-    sizes: dict[Key, int] = field(default_factory=dict)  # nodes, calls inside replaced by theirs
-    needed: dict[Key, frozenset[str]] = field(default_factory=dict)  # attributes of functions
+    sizes: dict[Key, int] = field(default_factory=dict)  # nodes, those of called functions included
+    needed: dict[Key, frozenset[str]] = field(default_factory=dict)  # attributes calls must set
     unsorted: bool = False
     negative: bool = False
 
@@ -104,20 +104,22 @@ def _check_versions(model: ModelProto) -> None:
     newest |= {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
     for holder in (model, *model.functions):
         if any(type(entry.domain) is not str for entry in holder.opset_import):
-            raise ModelError("it imports a domain that is not UTF-8: it is damaged, write it again")
+            raise ModelError(
+                "it imports a domain that is not UTF-8: it is damaged, export it again"
+            )
         for entry in holder.opset_import:
             domain = "" if entry.domain == "ai.onnx" else entry.domain
-            of = f"opset {entry.version} of the domain {shown(entry.domain)}"
+            opset = f"opset {entry.version} of the domain {shown(entry.domain)}"
             if entry.version < (domain in newest):
-                raise ModelError(f"it asks for {of}: versions start at 1, write the true one")
+                raise ModelError(f"it imports {opset}: versions start at 1, correct it")
             if entry.version > newest.get(domain, entry.version):
                 raise ModelError(
-                    f"it asks for {of}, and onnx {onnx.__version__} knows them up to "
+                    f"it imports {opset}, and the newest of onnx {onnx.__version__} is "
                     f"{newest[domain]}: export the model at that, or upgrade onnx"
                 )
     if not 0 <= model.ir_version <= _NEWEST_IR:
         raise ModelError(
-            f"its IR version is {model.ir_version}, and onnx {onnx.__version__} knows them up to "
+            f"its IR version is {model.ir_version}, and the newest of onnx {onnx.__version__} is "
             f"{_NEWEST_IR}: export the model at that, or upgrade onnx"
         )
 
@@ -131,7 +133,8 @@ def _opsets(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
     return versions
 
 
-def _is_note(text: str, kind: type) -> bool:
+def _is_json(text: str, kind: type) -> bool:
+    """Return whether `text` is the JSON of a `kind`, list or dict, of strings."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -152,7 +155,7 @@ def _key(function: FunctionProto) -> Key:
 
 
 def _callees_first(checked: _Checked) -> list[FunctionProto]:
-    """Return the functions in an order in which each comes after those that it calls."""
+    """Return the functions sorted so that each comes after those that it calls."""
     functions = checked.functions
     callees = {
         key: list(dict.fromkeys(k for n in all_nodes(f.node) if (k := key_of(n)) in functions))
@@ -170,28 +173,30 @@ def _callees_first(checked: _Checked) -> list[FunctionProto]:
             elif callee in path:
                 chain = list(path)
                 cycle = " -> ".join(shown(k[1]) for k in [*chain[chain.index(callee) :], callee])
-                raise ModelError(f"its functions call each other without end: {cycle}; break that")
+                raise ModelError(
+                    f"its functions call each other without end: {cycle}; break the cycle"
+                )
             elif callee not in done:
                 path[callee] = iter(callees[callee])
     return [functions[key] for key in done]
 
 
 def _check_function(function: FunctionProto, checked: _Checked) -> None:
-    what = f"the function {shown(function.name)}"
+    subject = f"the function {shown(function.name)}"
     key = _key(function)
     if not function.name:
         raise ModelError("a function has no name: name it, or remove it")
     for kind, names in (("input", function.input), ("output", function.output)):
         if len(set(names)) < len(names) or "" in names:
-            raise ModelError(f"{what} has an {kind} twice, or without a name: rename it")
+            raise ModelError(f"{subject} has an {kind} twice, or without a name: rename it")
     scope = _Scope(checked, _opsets(function.opset_import), inside=True)
-    order = scope.check_nodes(function.node, dict.fromkeys(function.input), [], what)
+    order = scope.check_nodes(function.node, dict.fromkeys(function.input), [], subject)
     for name, reader in order.free.items():
         raise ModelError(_undefined(name, reader))
-    order.refuse_unsorted(what)
+    order.refuse_unsorted(subject)
     for name in function.output:
         if name not in order.defined:
-            raise ModelError(f"output {shown(name)} of {what} is not computed: remove it")
+            raise ModelError(f"output {shown(name)} of {subject} is not computed: remove it")
     checked.negative |= check_values(function.value_info, "the value")
     with_default = {a.name for a in function.attribute_proto}
     checked.needed[key] = frozenset(scope.needed - with_default)
@@ -202,17 +207,17 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
 
 
 class _Scope:
-    """Checks graphs that share opsets: the main one and its subgraphs, or a function's body."""
+    """Checks graphs of the same opsets: the main graph and its subgraphs, or a function body."""
 
     def __init__(self, checked: _Checked, opsets: Mapping[str, int], inside: bool) -> None:
         self.checked = checked
         self.opsets = opsets
-        self.inside = inside  # a function, to whose attributes nodes may refer
-        self.needed: set[str] = set()  # attributes of that function
-        self.size = 0  # nodes, subgraphs and bodies of functions included
+        self.inside = inside  # whether in a function, to whose attributes nodes may refer
+        self.needed: set[str] = set()  # attributes that the nodes require of that function
+        self.size = 0  # number of nodes, those of subgraphs and called functions included
 
     def check_graph(self, graph: GraphProto, promised: Collection[str]) -> int:
-        """Check the main graph; return the number of nodes, functions inlined."""
+        """Check the main graph; return its number of nodes, those of called functions included."""
         order = self._check_graph(graph, [], "the graph", None)
         for name, reader in order.free.items():
             if name not in promised:
@@ -223,8 +228,9 @@ class _Scope:
         return self.size
 
     def _check_graph(
-        self, graph: GraphProto, outer: list, what: str, holder: NodeProto | None
+        self, graph: GraphProto, outer: list, subject: str, parent: NodeProto | None
     ) -> Order:
+        """Check a graph, which is a subgraph of the node `parent` if there is one."""
         defined: dict[str, None] = {}
         for x in graph.input:
             _declare(x.name, "input", defined)
@@ -239,25 +245,26 @@ class _Scope:
             self.checked.negative |= check_values(values, kind)
         self.checked.negative |= check_values(graph.value_info, "the value")
         defined |= constants
-        order = self.check_nodes(graph.node, defined, outer, what)
+        order = self.check_nodes(graph.node, defined, outer, subject)
         for y in graph.output:
             if not y.name:
-                raise ModelError(f"an output of {what} has no name: name it, or remove it")
+                raise ModelError(f"an output of {subject} has no name: name it, or remove it")
             if y.name not in order.defined:
-                if holder is None:
+                if parent is None:
                     raise ModelError(
-                        f"output {shown(y.name)} of {what} is not computed: remove it, or name a "
-                        "value of the graph"
+                        f"output {shown(y.name)} of {subject} is not computed: remove it, or "
+                        "name a value of the graph"
                     )
-                order.free.setdefault(y.name, holder)
+                order.free.setdefault(y.name, parent)
         return order
 
     def check_nodes(
-        self, nodes: Sequence[NodeProto], defined: dict[str, None], outer: list, what: str
+        self, nodes: Sequence[NodeProto], defined: dict[str, None], outer: list, subject: str
     ) -> Order:
-        """Check nodes one by one, and that each value is computed once; return their order.
+        """Check each node, and that each value is computed once; return the order of the nodes.
 
-        `defined` are the inputs and constants, and is added to; `outer` those of the graphs around.
+        `defined` has the names of the inputs and constants; those of the results are added to it.
+        `outer` has one such dict for each enclosing graph.
         """
         if len(outer) > _DEEPEST:
             raise ModelError(f"subgraphs are nested more than {_DEEPEST} deep: flatten the model")
@@ -274,14 +281,15 @@ class _Scope:
             order.read(node)
             for graph in graphs:
                 inner = f"the subgraph {shown(graph.name)} of {title(node)}"
-                held = self._check_graph(graph, [*outer, defined], inner, node)
-                held.refuse_unsorted(inner)
-                order.capture(held.free)
+                inner_order = self._check_graph(graph, [*outer, defined], inner, node)
+                inner_order.refuse_unsorted(inner)
+                order.capture(inner_order.free)
             order.write(node)
         order.close()
         return order
 
     def _call(self, node: NodeProto, key: Key) -> None:
+        """Count the nodes of the function that `node` calls, and check its attributes."""
         self.size += self.checked.sizes[key]
         attributes = {a.name: a.ref_attr_name for a in node.attribute}
         for name in self.checked.needed[key]:
@@ -295,12 +303,12 @@ def _declare(name: str, kind: str, names: dict[str, None]) -> None:
     if not name or type(name) is not str:
         raise ModelError(f"an {kind} has no name, or one that is not UTF-8: name it, or remove it")
     if name in names:
-        raise ModelError(f"{kind} {shown(name)} is there twice: remove one, or rename it")
+        raise ModelError(f"{kind} {shown(name)} is declared twice: remove one, or rename it")
     names[name] = None
 
 
 def _undefined(name: str, reader: NodeProto) -> str:
     return (
-        f"{title(reader)} reads {shown(name)}, which is no input, no constant and no result of a "
+        f"{title(reader)} reads {shown(name)}, which is no input, no constant and no output of a "
         "node: add it, or correct the name"
     )

@@ -1,4 +1,4 @@
-"""Nodes of a model that enters: operands, attributes and subgraphs that their operators ask for."""
+"""Checks of single nodes: the operands, attributes and subgraphs that their operators require."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onnxgrad.errors import ModelError
 from onnxgrad.model.validate.tensors import check_sparse, check_tensor, shown
 
 _KINDS = AttributeProto.AttributeType
-_FIELD = {  # of those attributes that are empty without it
+_FIELD = {  # the field of AttributeProto that holds the value
     AttributeProto.TENSOR: "t",
     AttributeProto.GRAPH: "g",
     AttributeProto.SPARSE_TENSOR: "sparse_tensor",
@@ -27,19 +27,19 @@ Key = tuple[str, str, str]  # domain, name and overload of a function
 
 
 class _Signature(NamedTuple):
-    """What a schema of onnx says of its operator."""
+    """What the schema of an operator says."""
 
-    inputs: tuple[int, int]  # the fewest and the most
+    inputs: tuple[int, int]  # the least and the greatest number
     outputs: tuple[int, int]
-    single_inputs: tuple[int, ...]  # those that cannot be left out
+    single_inputs: tuple[int, ...]  # indices of those that cannot be left out
     single_outputs: tuple[int, ...]
-    types: Mapping[str, int]
+    types: Mapping[str, int]  # of attributes
     required: frozenset[str]
 
 
 @lru_cache(maxsize=4096)
 def _signature(domain: str, op_type: str, opset: int) -> _Signature | None:
-    """Return what onnx knows of an operator, None where it does not know it."""
+    """Return the signature of an operator, None if onnx has no schema for it."""
     domain = "" if domain in STANDARD else domain
     if opset < 1 or not defs.has(op_type, opset, domain):
         return None
@@ -58,12 +58,12 @@ def _signature(domain: str, op_type: str, opset: int) -> _Signature | None:
 
 
 def key_of(node: NodeProto) -> Key:
-    """Return what identifies the function that `node` calls, if it calls one."""
+    """Return the key of the local function that `node` calls, if it calls one."""
     return ("" if node.domain == "ai.onnx" else node.domain, node.op_type, node.overload)
 
 
 def title(node: NodeProto) -> str:
-    """Return how messages call `node`."""
+    """Return the operator, the name and the first output of `node`, for messages."""
     domain = "" if node.domain in STANDARD else f"{node.domain!s}::"
     name = f"{domain}{node.op_type!s}"
     output = next((y for y in node.output if y), "")
@@ -79,14 +79,14 @@ def check_node(
     inside: bool,
     needed: set[str],
 ) -> list[GraphProto]:
-    """Raise unless `node` has the operands and attributes that its operator asks for.
+    """Raise unless `node` has the operands and attributes that its operator requires.
 
     Args:
         node: any node.
-        opset: version of the operators in the domain of the node, 0 if it is not imported.
-        function: the one that the node calls, if it does.
-        inside: whether the node is in a function, and may refer to the attributes of that.
-        needed: is added the attributes of that function that the node cannot do without.
+        opset: version of the opset of the node's domain, 0 if it is not imported.
+        function: the local function that the node calls, if it does.
+        inside: whether the node is in a local function, to whose attributes it may refer.
+        needed: the attributes of that function that the node requires are added to it.
 
     Returns:
         The subgraphs of the node.
@@ -94,23 +94,44 @@ def check_node(
     Raises:
         ModelError: with the node as its subject.
     """
-    op_type, domain, inputs, outputs = node.op_type, node.domain, node.input, node.output
-    if type(op_type) is not str or type(domain) is not str:  # protobuf hands out bytes then
-        raise ModelError("an operator is not UTF-8: the model is damaged, write it again")
-    if not op_type:
-        raise ModelError(f"{title(node)} states no operator: it is damaged, write it again")
-    if not outputs:
+    _check_header(node)
+    signature = None if function is not None else _signature(node.domain, node.op_type, opset)
+    graphs = _check_attributes(node, signature, inside, needed)
+    if function is not None:
+        _check_call(node, function)
+    elif signature is not None:
+        _check_operands(node, signature)
+        _check_required(node, signature, opset)
+    elif opset < 1 and node.domain in STANDARD:
+        raise ModelError(f"{title(node)} is of a domain without an opset: import one")
+    if signature is None and not (node.op_type.isprintable() and node.domain.isprintable()):
+        raise ModelError(f"{title(node)} is no operator: correct its name")
+    return graphs
+
+
+def _check_header(node: NodeProto) -> None:
+    """Raise unless `node` has an operator type in valid text, and an output."""
+    # protobuf returns bytes for text that is not UTF-8
+    if type(node.op_type) is not str or type(node.domain) is not str:
+        raise ModelError("an operator is not UTF-8: the model is damaged, export it again")
+    if not node.op_type:
+        raise ModelError(f"{title(node)} has no operator type: it is damaged, export it again")
+    if not node.output:
         raise ModelError(f"{title(node)} has no output: remove the node")
-    signature = None if function is not None else _signature(domain, op_type, opset)
-    attributes = node.attribute
+
+
+def _check_attributes(
+    node: NodeProto, signature: _Signature | None, inside: bool, needed: set[str]
+) -> list[GraphProto]:
+    """Raise unless each attribute of `node` is valid and there once; return the subgraphs."""
     names: set[str] = set()
     graphs: list[GraphProto] = []
     types = signature.types if signature is not None else {}
-    for attribute in attributes:
+    for attribute in node.attribute:
         name, kind = attribute.name, attribute.type
         names.add(name)
         if type(name) is not str:
-            raise ModelError(f"{title(node)} has an attribute that is not UTF-8: write it again")
+            raise ModelError(f"{title(node)} has an attribute that is not UTF-8: export it again")
         if kind not in _PLAIN:
             _check_value(attribute, node, graphs)
         if attribute.ref_attr_name:
@@ -120,54 +141,47 @@ def check_node(
         if kind != types.get(name, kind):
             raise ModelError(
                 f"{title(node)} has the attribute {name!r} as {_KINDS.Name(kind)}, not "
-                f"{_KINDS.Name(types[name])}: write it as that"
+                f"{_KINDS.Name(types[name])}: change its type"
             )
-    if attributes and (len(names) < len(attributes) or "" in names):
+    if len(names) < len(node.attribute) or "" in names:
         raise ModelError(f"{title(node)} has an attribute twice, or without a name: remove it")
-    if function is not None:
-        _check_call(node, function)
-    if signature is None:
-        if function is None and opset < 1 and domain in STANDARD:
-            raise ModelError(f"{title(node)} is of a domain without an opset: import one")
-        if not (op_type.isprintable() and domain.isprintable()):
-            raise ModelError(f"{title(node)} is no operator: correct its name")
-        return graphs
-    least, most = signature.inputs
-    fewest, mostly = signature.outputs
-    n, m = len(inputs), len(outputs)
-    if n < least or n > most or m < fewest or m > mostly or "" in inputs or "" in outputs:
-        _check_operands(node, signature)
+    return graphs
+
+
+def _check_required(node: NodeProto, signature: _Signature, opset: int) -> None:
+    """Raise unless `node` has the attributes and subgraphs that its operator requires."""
+    names = {a.name for a in node.attribute}
     if not signature.required <= names:
         missing = min(signature.required - names)
         raise ModelError(f"{title(node)} lacks the attribute {missing!r}: add it")
-    if domain in STANDARD:
-        if op_type == "Constant" and not names:
-            raise ModelError(f"{title(node)} holds no value: it is damaged, write it again")
-        if op_type in _BODIES:
+    if node.domain in STANDARD:
+        if node.op_type == "Constant" and not names:
+            raise ModelError(f"{title(node)} has no value: it is damaged, export it again")
+        if node.op_type in _BODIES:
             _check_bodies(node, opset)
-    return graphs
 
 
 def _check_reference(attribute: AttributeProto, node: NodeProto, inside: bool) -> None:
     if not inside:
         raise ModelError(
-            f"the attribute {shown(attribute.name)} of {title(node)} refers to "
-            f"{shown(attribute.ref_attr_name)} of a function, and is in none: write its value"
+            f"the attribute {shown(attribute.name)} of {title(node)} refers to the attribute "
+            f"{shown(attribute.ref_attr_name)} of a function, but is outside of one: write its "
+            "value"
         )
 
 
 def _check_value(attribute: AttributeProto, node: NodeProto, graphs: list[GraphProto]) -> None:
-    """Check the value of an attribute that is more than numbers or text; add its graphs."""
+    """Check an attribute of tensors, graphs or types; add its graphs to `graphs`."""
     kind = attribute.type
     if kind not in _TYPES or kind == AttributeProto.UNDEFINED:
         what = f"the attribute {shown(attribute.name)} of {title(node)}"
-        raise ModelError(f"{what} has no type that ONNX has: write it again")
+        raise ModelError(f"{what} has a type that ONNX lacks: export it again")
     field = _FIELD.get(kind)
     if attribute.ref_attr_name:
         return
     if field is not None and not attribute.HasField(field):
         what = f"the attribute {shown(attribute.name)} of {title(node)}"
-        raise ModelError(f"{what} is empty: it is damaged, write it again")
+        raise ModelError(f"{what} is empty: it is damaged, export it again")
     if kind == AttributeProto.TENSOR:
         check_tensor(attribute.t, lambda: f"the tensor of {title(node)}")
     elif kind == AttributeProto.SPARSE_TENSOR:
@@ -182,19 +196,21 @@ def _check_value(attribute: AttributeProto, node: NodeProto, graphs: list[GraphP
 
 
 def _check_operands(node: NodeProto, signature: _Signature) -> None:
+    """Raise unless `node` has as many inputs and outputs as its operator allows."""
     for kind, names, (least, most), single in (
-        ("inputs", node.input, signature.inputs, signature.single_inputs),
-        ("outputs", node.output, signature.outputs, signature.single_outputs),
+        ("input", node.input, signature.inputs, signature.single_inputs),
+        ("output", node.output, signature.outputs, signature.single_outputs),
     ):
         n = len(names)
         if not least <= n <= most:
-            wanted = f"at least {least}" if n < least else f"at most {most}"
+            allowed = f"at least {least}" if n < least else f"at most {most}"
             raise ModelError(
-                f"{title(node)} has {n} {kind}, where its operator has {wanted}: correct the node"
+                f"{title(node)} has {n} {kind}s, and its operator {allowed}: correct the node"
             )
-        for i in single:
-            if i < n and not names[i]:
-                raise ModelError(f"{title(node)} leaves out number {i} of its {kind}: name it")
+        if "" in names:
+            for i in single:
+                if i < n and not names[i]:
+                    raise ModelError(f"{title(node)} leaves out {kind} {i}: name it")
 
 
 def _check_call(node: NodeProto, function: FunctionProto) -> None:
@@ -204,8 +220,8 @@ def _check_call(node: NodeProto, function: FunctionProto) -> None:
     ):
         if len(names) > most:
             raise ModelError(
-                f"{title(node)} has {len(names)} {kind}, and the function that it calls {most}: "
-                "correct the node"
+                f"{title(node)} has {len(names)} {kind}, and the function that it calls has "
+                f"{most}: correct the node"
             )
 
 
@@ -220,31 +236,31 @@ _BODIES = {
 
 
 def _check_bodies(node: NodeProto, opset: int) -> None:
-    """Raise unless the subgraphs of `node` take and return as many values as it hands on."""
-    read, written = len(node.input), len(node.output)
+    """Raise unless the subgraphs of `node` have as many inputs and outputs as it requires."""
+    inputs, outputs = len(node.input), len(node.output)
     counts = {
-        "If": (0, written),
-        "Loop": (read, written + 1),
-        "Scan": (read - (opset < 9), written),
-        "SequenceMap": (read, written),
+        "If": (0, outputs),
+        "Loop": (inputs, outputs + 1),
+        "Scan": (inputs - (opset < 9), outputs),
+        "SequenceMap": (inputs, outputs),
     }[node.op_type]
     if node.op_type == "Scan":
         scanned = next((a.i for a in node.attribute if a.name == "num_scan_inputs"), 0)
         states = counts[0] - scanned
-        if scanned < 1 or states < 0 or states > written:
+        if scanned < 1 or states < 0 or states > outputs:
             raise ModelError(
-                f"{title(node)} says num_scan_inputs={scanned}, which its {read} inputs and "
-                f"{written} outputs do not allow: write the number of scanned inputs"
+                f"{title(node)} has num_scan_inputs={scanned}, which its {inputs} inputs and "
+                f"{outputs} outputs do not allow: write the number of scanned inputs"
             )
     for attribute in node.attribute:
         if attribute.name in _BODIES[node.op_type] and attribute.HasField("g"):
             graph: GraphProto = attribute.g
-            for kind, there, wanted in (
+            for kind, count, required in (
                 ("inputs", len(graph.input), counts[0]),
                 ("outputs", len(graph.output), counts[1]),
             ):
-                if there != wanted:
+                if count != required:
                     raise ModelError(
-                        f"the {attribute.name!r} of {title(node)} has {there} {kind}, where the "
-                        f"node asks for {wanted}: give the node and its subgraph matching ones"
+                        f"the {attribute.name!r} of {title(node)} has {count} {kind}, and the "
+                        f"node requires {required}: make their numbers match"
                     )

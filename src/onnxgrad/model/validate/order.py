@@ -1,4 +1,4 @@
-"""The order of the nodes of a graph: what is read before it is computed, and cycles."""
+"""The order of the nodes of a graph: values read before they are computed, and cycles."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from onnxgrad.model.validate.tensors import shown
 
 @dataclass
 class Order:
-    """Which values the nodes of a graph define, and which they read before, or from outside."""
+    """The values that the nodes of a graph define, and those that they read before or capture."""
 
     nodes: Sequence[NodeProto]
     defined: dict[str, None]
-    free: dict[str, NodeProto]  # what is read and not defined here -> a node that reads it
-    late: list[tuple[str, NodeProto]] = field(default_factory=list)  # read, and defined later
+    free: dict[str, NodeProto]  # name of a value not defined here -> a node that reads it
+    late: list[tuple[str, NodeProto]] = field(default_factory=list)  # read before it is defined
 
     def read(self, node: NodeProto) -> None:
-        """Take note of what the next node reads."""
+        """Record the inputs of the next node."""
         defined = self.defined
         for name in node.input:
             if name not in defined and name:
                 self.late.append((name, node))
 
     def capture(self, names: Mapping[str, NodeProto]) -> None:
-        """Take note of what a subgraph of the next node reads from outside."""
+        """Record the values that a subgraph of the next node captures."""
         self.late.extend((name, node) for name, node in names.items() if name not in self.defined)
 
     def write(self, node: NodeProto) -> None:
-        """Take note of what the next node computes."""
+        """Record the outputs of the next node."""
         defined = self.defined
         for name in node.output:
             if name in defined:
                 raise ModelError(
                     f"{title(node)} computes {shown(name)}, which is the name of an input, a "
-                    "constant or another result: rename one"
+                    "constant or of another output: rename one"
                 )
-            if type(name) is not str:  # protobuf hands out bytes then
-                raise ModelError(f"{title(node)} has a name that is not UTF-8: write it again")
+            if type(name) is not str:  # bytes, where it is not UTF-8
+                raise ModelError(f"{title(node)} has a name that is not UTF-8: export it again")
             if name:
                 defined[name] = None
 
     def close(self) -> None:
-        """Tell what is read before it is defined from what is not defined at all."""
+        """Split the values read early into those that are defined later, and the free ones."""
         for name, reader in self.late:
             if name not in self.defined:
                 self.free.setdefault(name, reader)
         self.late = [(name, reader) for name, reader in self.late if name in self.defined]
 
     def refuse_unsorted(self, what: str) -> None:
-        """Raise if a node reads what a later one computes."""
+        """Raise if a node reads the output of a later one."""
         for name, reader in self.late:
             sorted_order(self.nodes)  # raises for a cycle
             raise ModelError(
@@ -66,13 +66,13 @@ class Order:
 
 
 def sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
-    """Return the indices of `nodes` so that each comes after those that it reads from.
+    """Return the indices of `nodes`, each after those of the nodes whose outputs it reads.
 
     Raises:
         ModelError: there is a cycle; the message names its values.
     """
-    makers = {y: i for i, node in enumerate(nodes) for y in node.output if y}
-    waits = [{makers[x] for x in _reads([node], ()) if x in makers} for node in nodes]
+    producers = {y: i for i, node in enumerate(nodes) for y in node.output if y}
+    waits = [{producers[x] for x in _reads([node], ()) if x in producers} for node in nodes]
     readers: dict[int, list[int]] = defaultdict(list)
     for i, before in enumerate(waits):
         for j in before:
@@ -92,21 +92,21 @@ def sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
 
 
 def _cycle(nodes: Sequence[NodeProto], waits: list[set[int]]) -> str:
-    """Return the error for nodes that wait for each other."""
-    at = next(i for i, before in enumerate(waits) if before)
+    """Return the message for nodes that depend on each other, from what each waits for."""
+    index = next(i for i, before in enumerate(waits) if before)
     path: dict[int, None] = {}
-    while at not in path:
-        path[at] = None
-        at = min(waits[at])
-    indices = list(path)[list(path).index(at) :]
-    chain = [shown(next(filter(None, nodes[i].output))) for i in (at, *reversed(indices))]
+    while index not in path:
+        path[index] = None
+        index = min(waits[index])
+    cycle = list(path)[list(path).index(index) :]
+    chain = [shown(next(filter(None, nodes[i].output))) for i in (index, *reversed(cycle))]
     if len(chain) > 12:
         chain = [*chain[:6], f"({len(chain) - 11} more)", *chain[-5:]]
-    return f"its nodes wait for each other: {' -> '.join(chain)}; break the cycle"
+    return f"its nodes depend on each other: {' -> '.join(chain)}; break the cycle"
 
 
 def _reads(nodes: Iterable[NodeProto], own: Iterable[str]) -> set[str]:
-    """Return what `nodes` read, their subgraphs too, without the values `own` of their graph."""
+    """Return the values that `nodes` and their subgraphs read, except `own`."""
     names: set[str] = set()
     for node in nodes:
         names.update(node.input)
@@ -119,7 +119,7 @@ def _reads(nodes: Iterable[NodeProto], own: Iterable[str]) -> set[str]:
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """Yield the graphs that `node` holds."""
+    """Yield the subgraphs of `node`."""
     for attribute in node.attribute:
         if attribute.type == AttributeProto.GRAPH and attribute.HasField("g"):
             yield attribute.g
@@ -128,7 +128,7 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
 
 
 def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yield `nodes` and those of their subgraphs, however deep."""
+    """Yield `nodes` and those of their subgraphs, at any depth."""
     waiting = list(nodes)
     while waiting:
         node = waiting.pop()

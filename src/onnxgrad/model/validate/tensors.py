@@ -1,4 +1,4 @@
-"""Constants and declared types of a model that enters: whether they are what they say."""
+"""Checks of constants, whose data must match their shape and type, and of declared types."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from onnxgrad.errors import ModelError
 from onnxgrad.limits import check_limit
 
 _SHOWN = 100  # characters of a name, or lengths of a shape, in a message
-_MOST = (1 << 63) - 1  # what a size in bytes can be
+_MOST = (1 << 63) - 1  # the greatest size in bytes
 _BITS: dict[int, int] = {
     d.value: d.bitwidth for d in ir.DataType if d.name not in ("UNDEFINED", "STRING")
 }
-_KNOWN = {*_BITS, TensorProto.STRING}
-_FIELDS: dict[
-    int, str
-] = {  # where elements are that are not in `raw_data`; others are in `int32_data`
+_DTYPES = {*_BITS, TensorProto.STRING}
+# the field that holds the elements if `raw_data` does not; `int32_data` for other types
+_FIELDS: dict[int, str] = {
     TensorProto.FLOAT: "float_data",
     TensorProto.COMPLEX64: "float_data",
     TensorProto.DOUBLE: "double_data",
@@ -34,7 +33,7 @@ _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
 def shown(name: str | bytes) -> str:
-    """Return a name as it stands in messages: quoted, control characters escaped, not too long."""
+    """Return a name for messages: quoted, control characters escaped, shortened."""
     return repr(name if len(name) <= _SHOWN else f"{name[:_SHOWN]!s}...")
 
 
@@ -46,70 +45,68 @@ def _shape(dims: Sequence[int]) -> str:
 def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
     """Raise if the data type, the shape and the number of elements of `tensor` do not agree.
 
-    Data in an external file are not looked at.
+    Data in external files are not read.
 
     Raises:
-        ModelError: with what `subject()` returns, such as "initializer 'w'", at its beginning.
+        ModelError: the message starts with `subject()`, such as "initializer 'w'".
     """
     kind, dims = tensor.data_type, tensor.dims
-    if kind not in _KNOWN:
-        raise ModelError(
-            f"{subject()} has the unknown data type {kind}: write a type that ONNX has"
-        )
+    if kind not in _DTYPES:
+        raise ModelError(f"{subject()} has the unknown data type {kind}: use a type of ONNX")
     count = prod(dims)
     if (count <= 0 and min(dims) < 0) or (count > 0 and min(dims, default=0) < 0):
-        raise ModelError(f"{subject()} has the negative length {min(dims)}: write its true shape")
+        raise ModelError(f"{subject()} has the negative length {min(dims)}: correct its shape")
     if count * 16 > _MOST:
-        raise ModelError(f"{subject()} has a shape of {_size(count)} elements: write its true one")
+        raise ModelError(f"{subject()} has a shape of {_size(count)} elements: correct it")
     if tensor.data_location == TensorProto.EXTERNAL:
         return
-    field, wanted = "raw_data", (count * _BITS.get(kind, 8) + 7) // 8
+    field, expected = "raw_data", (count * _BITS.get(kind, 8) + 7) // 8
     if kind == TensorProto.STRING or not tensor.HasField("raw_data"):
         field = _FIELDS.get(kind, "int32_data")
         if _BITS.get(kind, 8) >= 8:
-            wanted = count * 2 if kind in _COMPLEX else count
+            expected = count * 2 if kind in _COMPLEX else count
     length = len(getattr(tensor, field))
-    if length != wanted:
-        relation = "fewer" if length < wanted else "more"
+    if length != expected:
+        relation = "fewer" if length < expected else "more"
         raise ModelError(
             f"{subject()} holds {relation} data than its shape {_shape(dims)} says "
-            f"({length} entries of {field}, not {wanted}): it is damaged, write it again"
+            f"({length} entries of {field}, not {expected}): it is damaged, export it again"
         )
 
 
-# The specification says int64; onnxruntime writes the smallest type that holds them
-_INDICES = (TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64)
+# of indices: the specification says int64, but onnxruntime writes the smallest type that fits
+_INDEX_TYPES = (TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64)
 
 
 def check_sparse(sparse: SparseTensorProto, what: str) -> None:
     """Raise if the values, the indices and the shape of a sparse tensor do not agree.
 
     Raises:
-        ModelError: with `what` as its subject; too many elements for a dense tensor, too.
+        ModelError: with `what` as its subject; also if it is too large for a dense tensor.
     """
     values, indices, dims = sparse.values, sparse.indices, list(sparse.dims)
     for part, tensor in (("values", values), ("indices", indices)):
         check_tensor(tensor, lambda part=part: f"{what}: the tensor of its {part}")  # type: ignore
         if tensor.data_location == TensorProto.EXTERNAL:
-            raise ModelError(f"{what} keeps its {part} in an external file: write it as dense")
+            raise ModelError(f"{what} keeps its {part} in an external file: store it as dense")
     count = prod(dims)
     if not dims or min(dims) < 0:
         raise ModelError(f"{what} has the shape {_shape(dims)}: lengths are not negative")
     check_limit("dense_elements", count, f"{what} has too many elements for a dense tensor")
     n = values.dims[0] if len(values.dims) == 1 else -1
-    if indices.data_type not in _INDICES or list(indices.dims) not in ([n], [n, len(dims)]):
+    if indices.data_type not in _INDEX_TYPES or list(indices.dims) not in ([n], [n, len(dims)]):
         raise ModelError(
             f"{what} has values of shape {_shape(values.dims)} and indices of shape "
             f"{_shape(indices.dims)}: these are (n,), and integers of shape (n,) or (n, rank)"
         )
-    at = numpy_helper.to_array(indices)
-    ends = np.array([count] if at.ndim == 1 else dims)
-    if ((at < 0) | (at >= ends)).any():
+    positions = numpy_helper.to_array(indices)
+    ends = np.array([count] if positions.ndim == 1 else dims)
+    if ((positions < 0) | (positions >= ends)).any():
         raise ModelError(f"{what} has an index outside of its shape {_shape(dims)}")
 
 
 def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
-    """Raise for a declared type that ONNX does not have; tell whether a length is negative.
+    """Raise for a declared type that ONNX does not have; return whether a length is negative.
 
     Raises:
         ModelError: with `kind`, such as "input", and the name as its subject.
@@ -118,29 +115,31 @@ def check_values(values: Iterable[ValueInfoProto], kind: str) -> bool:
     for value in values:
         if not value.HasField("type"):
             continue
-        at = innermost(value.type)
-        if at.elem_type not in _KNOWN and at.elem_type:
+        tensor = innermost(value.type)
+        if tensor.elem_type not in _DTYPES and tensor.elem_type:
             raise ModelError(
-                f"{kind} {shown(value.name)} has the unknown element type {at.elem_type}: "
-                "write a type that ONNX has"
+                f"{kind} {shown(value.name)} has the unknown element type {tensor.elem_type}: "
+                "use a type of ONNX"
             )
-        if at.HasField("shape"):
-            negative |= any(d.dim_value < 0 for d in at.shape.dim)
-            check_limit("rank", len(at.shape.dim), f"{kind} {shown(value.name)} has too many axes")
+        if tensor.HasField("shape"):
+            negative |= any(d.dim_value < 0 for d in tensor.shape.dim)
+            check_limit(
+                "rank", len(tensor.shape.dim), f"{kind} {shown(value.name)} has too many axes"
+            )
     return negative
 
 
 def forget_negative(values: Iterable[ValueInfoProto]) -> None:
-    """Turn the negative lengths that `values` declare into unknown ones, in place."""
+    """Make the negative lengths that `values` declare unknown, in place."""
     for value in values:
-        at = innermost(value.type)
-        for d in at.shape.dim if at.HasField("shape") else ():
+        tensor = innermost(value.type)
+        for d in tensor.shape.dim if tensor.HasField("shape") else ():
             if d.dim_value < 0:
                 d.ClearField("dim_value")
 
 
 def innermost(kind: TypeProto) -> TypeProto.Tensor | TypeProto.SparseTensor:
-    """Return the type of a tensor, or of those in a sequence, an Optional or a map."""
+    """Return a type of tensors, or that of the tensors in a sequence, an Optional or a map."""
     while True:
         field = kind.WhichOneof("value")
         if field in ("sequence_type", "optional_type"):

@@ -111,7 +111,7 @@ def trainable(model: ModelLike) -> Tensors:
     stated = evidence.stated_kinds(proto.graph)
     noted = constants.noted(proto)
     rows = Tensors()
-    for site in constants.sites(proto):
+    for site in constants.constant_refs(proto):
         if site.read().data_type in constants.FLOATS:
             array = site.array()
             verdict = Verdict(False, "part of a loss or of a gradient")
