@@ -57,6 +57,9 @@ from .losses.functions import (
 from .losses.in_graph import (
     add_loss_output as add_loss_output,
 )
+from .losses.info import (
+    LossInfo as LossInfo,
+)
 from .losses.objects import (
     AbsoluteLearningLoss as AbsoluteLearningLoss,
     BaseLearningLoss as BaseLearningLoss,
@@ -71,6 +74,9 @@ from .losses.penalties import (
     NoLearningPenalty as NoLearningPenalty,
     PerWeightLearningPenalty as PerWeightLearningPenalty,
     penalty_loss_onnx as penalty_loss_onnx,
+)
+from .losses.spec import (
+    LossSpec as LossSpec,
 )
 from .losses.unreduced import (
     unreduced_onnx_loss as unreduced_onnx_loss,

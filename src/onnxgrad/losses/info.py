@@ -27,7 +27,7 @@ class LossInfo:
             be divided again.
         classes: number of classes, or the symbol of that dimension, where labels are class indices.
         ignore_index: the label whose loss is zero.
-        loss: name of the loss in `formulas.LOSSES`, if that bounds the labels.
+        loss: name of the loss in `onnxgrad.LOSSES`, if that bounds the labels.
         threshold: the prediction between two classes.
     """
 

@@ -164,7 +164,7 @@ class BaseLearningLoss(SmallFunctions):
 
         Names: those of the classes here, `square_error`, `squared_error`, `square`, `l2`;
         `absolute_error`, `absolute`, `l1`; `elastic_error`, `elastic`; `log`, `neglog`, `neg_log`,
-        `logloss`, all four `NegLogLearningLoss`; and the other keys of `formulas.LOSSES`.
+        `logloss`, all four `NegLogLearningLoss`; and the other keys of `onnxgrad.LOSSES`.
 
         Raises:
             ValueError: an unknown name or option, or options beside an instance.
@@ -317,10 +317,10 @@ class NegLogLearningLoss(BaseLearningLoss):
 
 
 class FunctionLearningLoss(BaseLearningLoss):
-    """A loss of `formulas.LOSSES`, or a function of your own; its gradient is by the sweep.
+    """A loss of `onnxgrad.LOSSES`, or a function of your own; its gradient is by the sweep.
 
     Args:
-        function: a key of `formulas.LOSSES`, or `(op, prediction, label, **options)` that writes
+        function: a key of `onnxgrad.LOSSES`, or `(op, prediction, label, **options)` that writes
             the loss of every element or row.
         options: options of the function.
 

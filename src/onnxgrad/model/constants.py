@@ -22,6 +22,7 @@ from onnx import (
 )
 
 from onnxgrad.model import external
+from onnxgrad.model.traversal import subgraphs
 
 FLOATS = (TensorProto.FLOAT, TensorProto.DOUBLE, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -108,15 +109,6 @@ def scan(model: ModelProto) -> Iterator[ConstantRef]:
 def standard(domain: str) -> str:
     """Return `domain`, or "" for its alias "ai.onnx": the standard operators."""
     return "" if domain == "ai.onnx" else domain
-
-
-def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """Yield the subgraphs of `node`, which are its attributes."""
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == AttributeProto.GRAPHS:
-            yield from attribute.graphs
 
 
 def dense(sparse: SparseTensorProto, name: str) -> TensorProto:

@@ -7,8 +7,8 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, escaping, first_line
-from onnxgrad.model.normalize import normalized
 from onnxgrad.model.opsets import min_ir_version
+from onnxgrad.model.rewrites import normalized
 
 _ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
 _OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")

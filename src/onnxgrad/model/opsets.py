@@ -11,8 +11,8 @@ import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, NodeProto, defs, numpy_helper, version_converter
 
 from onnxgrad.errors import ModelError, first_line
-from onnxgrad.model.constants import subgraphs
-from onnxgrad.model.normalize import all_nodes, names, rename_uses, unused
+from onnxgrad.model.rewrites import rename_uses, unused
+from onnxgrad.model.traversal import all_nodes, names, subgraphs
 
 # onnxruntime has these in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")

@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
 from onnxgrad.model.external import resolve
-from onnxgrad.model.validate.model import normalize, validate
+from onnxgrad.model.validate.model import repair, validate
 from onnxgrad.reporting import escape_loggers
 
 escape_loggers("onnx_ir")  # its warnings quote names of invalid models
@@ -70,7 +70,7 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
         proto = ModelProto()
         proto.CopyFrom(model)
     if fix:
-        normalize(proto)
+        repair(proto)
     resolve(proto, path, where)
     return proto
 

@@ -23,9 +23,9 @@ from onnx import (
 )
 
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.model.constants import ConstantRef, GraphLike, subgraphs
-from onnxgrad.model.normalize import names
+from onnxgrad.model.constants import ConstantRef, GraphLike
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.traversal import names, subgraphs
 from onnxgrad.model.weights import METADATA, SPARSE, constant_refs
 from onnxgrad.reporting import level_of, logger, reporting
 

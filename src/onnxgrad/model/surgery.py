@@ -15,8 +15,8 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
-from onnxgrad.model.normalize import names
 from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.traversal import names
 from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.reporting import level_of, logger, reporting
 

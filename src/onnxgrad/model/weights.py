@@ -17,8 +17,9 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.operators import ARITHMETIC, REORDERS, SELECTS
-from onnxgrad.model.constants import FLOATS, ConstantRef, GraphLike, scan, standard, subgraphs
-from onnxgrad.model.normalize import own_names, own_results, rename_uses
+from onnxgrad.model.constants import FLOATS, ConstantRef, GraphLike, scan, standard
+from onnxgrad.model.rewrites import own_results, rename_uses
+from onnxgrad.model.traversal import own_names, subgraphs
 
 __all__ = [
     "FLOATS",
@@ -27,7 +28,6 @@ __all__ = [
     "lift",
     "note_constants",
     "replace",
-    "subgraphs",
 ]
 
 # operands that tell how to compute, or decide sizes: neither weights nor inputs by default

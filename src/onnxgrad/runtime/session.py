@@ -17,7 +17,7 @@ from onnx import ModelProto
 from onnxgrad.errors import ProviderError, escaping
 from onnxgrad.graph import shapes
 from onnxgrad.model import external
-from onnxgrad.model.normalize import dense_inside
+from onnxgrad.model.rewrites import dense_inside
 from onnxgrad.runtime.device import Device, Provider
 
 # multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs

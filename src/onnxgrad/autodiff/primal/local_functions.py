@@ -17,15 +17,10 @@ from onnx import (
 
 from onnxgrad.autodiff.rules import RULES
 from onnxgrad.errors import ModelError, escaping, first_line, printable
-from onnxgrad.model.constants import ConstantRef, standard, subgraphs
-from onnxgrad.model.normalize import (
-    all_nodes,
-    declare_once,
-    own_results,
-    unshadow,
-    use_standard_domain,
-)
+from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.model.opsets import WORKING_OPSET, convert
+from onnxgrad.model.rewrites import declare_once, own_results, unshadow, use_standard_domain
+from onnxgrad.model.traversal import all_nodes, subgraphs
 from onnxgrad.model.weights import constant_refs, lift, take_out
 
 Key = tuple[str, str, str]  # domain, name, overload

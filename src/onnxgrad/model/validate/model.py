@@ -14,8 +14,9 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, defs
 
 from onnxgrad.errors import ModelError
 from onnxgrad.limits import check_limit
+from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of
 from onnxgrad.model.validate.nodes import Key, check_node, key_of, title
-from onnxgrad.model.validate.order import Order, all_nodes, sorted_order, subgraphs
+from onnxgrad.model.validate.order import Order, sorted_order
 from onnxgrad.model.validate.tensors import (
     check_sparse,
     check_tensor,
@@ -30,7 +31,7 @@ _METADATA = {"onnxgrad.constants": list, "onnxgrad.loss": dict}  # written by us
 
 
 def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
-    """Raise if `model` is broken; return whether `normalize` has to correct it.
+    """Raise if `model` is broken; return whether `repair` has to correct it.
 
     Args:
         model: any model.
@@ -57,7 +58,7 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
     return checked.unsorted or checked.negative
 
 
-def normalize(model: ModelProto) -> None:
+def repair(model: ModelProto) -> None:
     """Sort the nodes of the main graph, and make negative lengths unknown, in place.
 
     The model has passed `validate`.
@@ -67,22 +68,10 @@ def normalize(model: ModelProto) -> None:
         nodes = [NodeProto.FromString(model.graph.node[i].SerializeToString()) for i in order]
         del model.graph.node[:]
         model.graph.node.extend(nodes)
-    for function in model.functions:
-        forget_negative(function.value_info)
-        _forget_negative_in(function.node)
-    _forget_negative_of(model.graph)
-
-
-def _forget_negative_of(graph: GraphProto) -> None:
-    for values in (graph.input, graph.output, graph.value_info):
-        forget_negative(values)
-    _forget_negative_in(graph.node)
-
-
-def _forget_negative_in(nodes: Iterable[NodeProto]) -> None:
-    for node in nodes:
-        for graph in subgraphs(node):
-            _forget_negative_of(graph)
+    for graph in (*model.functions, *graphs_of(model, nodes_of(model))):
+        forget_negative(graph.value_info)
+        if isinstance(graph, GraphProto):
+            forget_negative((*graph.input, *graph.output))
 
 
 # -- the model -----------------------------------------------------------------------------------

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onnx import AttributeProto, GraphProto, NodeProto
+from onnx import NodeProto
 
 from onnxgrad.errors import ModelError
+from onnxgrad.model.traversal import subgraphs
 from onnxgrad.model.validate.nodes import title
 from onnxgrad.model.validate.tensors import shown
 
@@ -116,22 +117,3 @@ def _reads(nodes: Iterable[NodeProto], own: Iterable[str]) -> set[str]:
             inner.update(y for n in graph.node for y in n.output)
             names |= _reads(graph.node, inner) | {y.name for y in graph.output} - inner
     return names.difference(own)
-
-
-def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
-    """Yield the subgraphs of `node`."""
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH and attribute.HasField("g"):
-            yield attribute.g
-        elif attribute.type == AttributeProto.GRAPHS:
-            yield from attribute.graphs
-
-
-def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yield `nodes` and those of their subgraphs, at any depth."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        for graph in subgraphs(node):
-            waiting.extend(graph.node)

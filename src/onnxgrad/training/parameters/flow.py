@@ -8,12 +8,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.operators import OF_SHAPES, RANDOM
 from onnxgrad.graph.traversal import subgraphs
-from onnxgrad.training.parameters.operands import (
-    domain,
-    leading_operands,
-    letter,
-    value_operands,
-)
+from onnxgrad.training.parameters.operands import domain, leading_operands, letter, value_operands
 
 
 class Flow:

@@ -7,7 +7,8 @@ from itertools import count
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
-from onnxgrad.model.constants import GraphLike, dense, standard, subgraphs
+from onnxgrad.model.constants import GraphLike, dense, standard
+from onnxgrad.model.traversal import all_nodes, graphs_of, names, nodes_of, own_names, subgraphs
 
 
 def normalized(proto: ModelProto) -> ModelProto:
@@ -15,8 +16,8 @@ def normalized(proto: ModelProto) -> ModelProto:
 
     That is where it has sparse tensors, or calls the standard domain "ai.onnx".
     """
-    nodes = _every_node(proto)
-    sparse = any(g.sparse_initializer for g in _graphs(proto, nodes))
+    nodes = nodes_of(proto)
+    sparse = any(g.sparse_initializer for g in graphs_of(proto, nodes))
     if (
         not sparse
         and not any(map(_has_sparse, nodes))
@@ -60,19 +61,8 @@ def use_standard_domain(model: ModelProto) -> None:
         del holder.opset_import[:]
         for domain, version in versions.items():
             holder.opset_import.add(domain=domain, version=version)
-    for node in _every_node(model):
+    for node in nodes_of(model):
         node.domain = standard(node.domain)
-
-
-def _every_node(model: ModelProto) -> list[NodeProto]:
-    """Return the nodes of `model`, those of subgraphs and local functions too."""
-    return [n for graph in (model.graph, *model.functions) for n in all_nodes(graph.node)]
-
-
-def _graphs(model: ModelProto, nodes: Iterable[NodeProto]) -> Iterator[GraphProto]:
-    yield model.graph
-    for node in nodes:
-        yield from subgraphs(node)
 
 
 def declare_once(model: ModelProto) -> None:
@@ -84,14 +74,6 @@ def declare_once(model: ModelProto) -> None:
     for y in model.graph.output:
         if y.name in inputs:
             y.CopyFrom(inputs[y.name])
-
-
-def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yield `nodes`, each followed by the nodes of its subgraphs."""
-    for node in nodes:
-        yield node
-        for graph in subgraphs(node):
-            yield from all_nodes(graph.node)
 
 
 def own_results(model: ModelProto, reserved: Iterable[str] = ()) -> None:
@@ -139,8 +121,8 @@ def unused(name: str, taken: set[str]) -> str:
 
 def densify(model: ModelProto) -> None:
     """Turn all sparse constants of `model` into dense ones, in place."""
-    nodes = _every_node(model)
-    for graph in _graphs(model, nodes):
+    nodes = nodes_of(model)
+    for graph in graphs_of(model, nodes):
         for sparse in graph.sparse_initializer:
             graph.initializer.append(dense(sparse, sparse.values.name))
         graph.ClearField("sparse_initializer")
@@ -150,22 +132,6 @@ def densify(model: ModelProto) -> None:
                 attribute.name, attribute.type = "value", AttributeProto.TENSOR
                 attribute.t.CopyFrom(dense(attribute.sparse_tensor, node.output[0]))
                 attribute.ClearField("sparse_tensor")
-
-
-def own_names(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of the values of `graph`, without those of its subgraphs."""
-    yield from (x.name for x in (*graph.input, *graph.initializer))
-    yield from (s.values.name for s in graph.sparse_initializer)
-    for node in graph.node:
-        yield from node.output
-
-
-def names(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of all values of `graph` and its subgraphs."""
-    yield from own_names(graph)
-    for node in graph.node:
-        for inner in subgraphs(node):
-            yield from names(inner)
 
 
 def rename_uses(graph: GraphLike, old: str, new: str) -> None:
