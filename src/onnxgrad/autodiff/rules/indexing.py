@@ -114,8 +114,8 @@ def _extremum(op, reduction, x, i, u, g, axis):
 def tensor_scatter(op, node, g):
     """y = x with u from an index on along an axis:  dx = g, 0 there,  du = g there.
 
-    The positions of u in y are computed by the same node, from the positions in u in place of u and
-    an invalid position in place of every element of x.
+    The positions of u in y are computed by the same node, applied to the positions 0, 1, ... of u
+    and an invalid position for each element of x.
     """
     x, u, *start = node.inputs
     attributes = attributes_of(node)
