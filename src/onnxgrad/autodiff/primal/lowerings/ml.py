@@ -206,7 +206,7 @@ def feature_vectorizer(op: Emit, node: ir.Node) -> list[ir.Value]:
     """y = [a, b, ...], each cropped or padded with zeros to `inputdimensions` columns."""
     widths = node.attributes.get_ints("inputdimensions", ())
     if len(widths) != len(node.inputs):
-        raise refused(node, "inputdimensions must have one number for each input; correct it")
+        raise refused(node, "inputdimensions must state a number for each input; correct it")
     parts = [_columns(op, x, n) for x, n in zip(node.inputs, widths, strict=True)]
     return [op.Concat(*parts, axis=1)]
 

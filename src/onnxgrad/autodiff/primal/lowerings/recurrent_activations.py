@@ -50,7 +50,7 @@ def activation_functions(node: ir.Node, default: Sequence[str], n: int) -> Itera
         a = next(alphas, _ALPHA.get(name)) if name in _TAKES_ALPHA else 0.0
         b = next(betas, _BETA.get(name)) if name in _TAKES_BETA else 0.0
         if a is None or b is None:
-            raise _error(node, f"{name} lacks its activation_alpha or activation_beta; state them")
+            raise _error(node, f"{name} without activation_alpha or activation_beta: write them")
         yield _function(name, a, b)
 
 
