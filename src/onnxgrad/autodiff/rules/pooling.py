@@ -115,7 +115,7 @@ def _distinct(indices) -> bool:
 
 @rule("AveragePool")
 def average_pool(op, node, g):
-    """y = sum of a window of x / n:  dx = g / n added over each window."""
+    """y = mean of a window of x:  dx = g / n added over each window, n the divisor of y."""
     windows = windows_of(op, node)
     return (_sum_windows_adjoint(op, g / _divisor(op, node, windows), windows, node.inputs[0]),)
 
