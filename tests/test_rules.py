@@ -94,7 +94,7 @@ def operators(text: str) -> set[str]:
 def test_every_rule_has_a_row():
     rows = [row.body for row in ROWS] + [case.node for case in convolution_cases.CASES]
     tested = set().union(*map(operators, rows))
-    assert {name for _, name in RULES} <= tested
+    assert {name for domain, name in RULES if not domain} <= tested
 
 
 def slopes(body: str, *arrays, opset: int = 20) -> list[np.ndarray]:

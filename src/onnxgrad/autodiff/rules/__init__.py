@@ -1,4 +1,4 @@
-"""The rules: one file per operator family, read by importing this package."""
+"""The rules: one file per operator family. Importing this package registers them."""
 
 from onnxgrad.autodiff.rules import (
     activation,

@@ -1,4 +1,7 @@
-"""Activations. At a kink the slope is PyTorch's: Relu, LeakyRelu, Elu, ... take the side x <= 0."""
+"""Activations.
+
+At a kink the slope is that of PyTorch: Relu, LeakyRelu, Elu, ... take the slope of x < 0 at x = 0.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.rules.registry import elementwise, rule
 
 elementwise(
-    # Two casts: onnxruntime's Sign is several times slower than both on large tensors.
+    # Two casts, as onnxruntime's Sign takes several times as long on large tensors.
     Relu=lambda op, x, y: op.Cast(op.Cast(y, to=ir.DataType.BOOL), to=y.dtype),
     Sigmoid=lambda op, x, y: y * (1.0 - y),
     Softplus=lambda op, x, y: op.Sigmoid(x),
@@ -93,14 +96,15 @@ def shrink(op, node, g):
 
 @rule("Gelu")
 def gelu(op, node, g):
-    """y = x F(x):  dx = g (F(x) + x F'(x)), F the normal distribution, or its tanh approximation.
+    """y = x F(x):  dx = g (F(x) + x F'(x)), F the standard normal distribution function.
 
+    With `approximate="tanh"`, F is its tanh approximation.
     Hendrycks & Gimpel 2016, arXiv:1606.08415.
     """
     (x,) = node.inputs
     if node.attributes.get_string("approximate", "none") == "tanh":
         c = sqrt(2 / pi)
-        x = op.Clip(x, -10.0, 10.0)  # the slope is 0 or 1 beyond, where the cube may overflow
+        x = op.Clip(x, -10.0, 10.0)  # beyond, the slope is 0 or 1, and x^3 may overflow
         t = op.Tanh(c * (x + 0.044715 * (x * x * x)))
         inner = c * (1.0 + 3 * 0.044715 * (x * x))
         return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner),)
@@ -112,20 +116,25 @@ def gelu(op, node, g):
 def softmax(op, node, g):
     """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
 
-    y is NaN where all of x is -inf. If the model itself puts something else in its place, dx is 0.
+    y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
+    exported attention does for rows that are masked out completely, dx is 0 there.
     """
     (y,) = node.outputs
-    if _is_replaced(y):
+    # The cotangent of a replaced row is 0, but 0 * NaN is NaN. To guard every Softmax would cost
+    # two nodes of the size of y, so this rule alone looks at the consumers of its output. It cannot
+    # tell from the cotangent: Clip and Dropout, which need no guard, mask it as Where does.
+    if _is_selected(y):
         y = op.Where(op.IsNaN(y), 0.0, y)
     axis = node.attributes.get_int("axis", -1)
     return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
 
 
-def _is_replaced(y) -> bool:
-    """Tell whether a Where chooses between `y`, or `y` in another dtype, and something else."""
-    users = [user for user, _ in y.uses()]
-    users += [u for cast in users if cast.op_type == "Cast" for u, _ in cast.outputs[0].uses()]
-    return any(user.op_type == "Where" for user in users)
+def _is_selected(y) -> bool:
+    """Return whether a Where reads `y`, directly or through a Cast."""
+    consumers = [consumer for consumer, _ in y.uses()]
+    casts = [consumer for consumer in consumers if consumer.op_type == "Cast"]
+    consumers += [consumer for cast in casts for consumer, _ in cast.outputs[0].uses()]
+    return any(consumer.op_type == "Where" for consumer in consumers)
 
 
 @rule("LogSoftmax")

@@ -1,7 +1,7 @@
 """Arithmetic with broadcasting, and elementwise mathematics.
 
-Kinks follow PyTorch: |x|' is 0 at 0, ties in Max and Min share equally, Clip passes the gradient
-at its bounds.
+Kinks follow PyTorch: |x|' is 0 at 0, equal maxima and minima get equal shares of the gradient, and
+Clip passes the gradient at its bounds.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ elementwise(
     Sinh=lambda op, x, y: op.Cosh(x),
     Cosh=lambda op, x, y: op.Sinh(x),
     Tanh=lambda op, x, y: 1.0 - y * y,
-    # factored, since 1 - x^2 has few correct digits near 1, and x^2 - 1 overflows
+    # factored, as 1 - x^2 loses digits near 1 and x^2 - 1 overflows
     Asin=lambda op, x, y: 1.0 / op.Sqrt((1.0 - x) * (1.0 + x)),
     Acos=lambda op, x, y: -1.0 / op.Sqrt((1.0 - x) * (1.0 + x)),
     Atan=lambda op, x, y: 1.0 / (1.0 + x * x),
@@ -67,9 +67,9 @@ def div(op, node, g):
 
 @rule("Mod")
 def mod(op, node, g):
-    """y = a - q b, q = a / b rounded down, or with fmod towards zero:  da = g,  db = -g q."""
+    """y = a - q b, q = a / b rounded down, or towards zero with fmod:  da = g,  db = -g q."""
     a, b = node.inputs
-    quotient = op.Round((a - node.outputs[0]) / b)  # the forward's own, also where a / b is inexact
+    quotient = op.Round((a - node.outputs[0]) / b)  # the q of y, even if a / b is inexact
     return op.sum_to(g, a), -op.sum_to(g * quotient, b)
 
 
@@ -96,7 +96,7 @@ def mean(op, node, g):
 
 @rule("Max", "Min")
 def extremum(op, node, g):
-    """y = max(a, b, ...):  g goes to those that are y, in equal shares."""
+    """y = max(a, b, ...):  g in equal shares to the inputs that equal y."""
     (y,) = node.outputs
     hits = [op.Cast(op.Equal(x, y), to=y.dtype) for x in node.inputs]
     share = g / op.total([op.set_type_like(hit, y) for hit in hits])
@@ -133,7 +133,9 @@ def where(op, node, g):
 
 @rule("Clip")
 def clip(op, node, g):
-    """y = min(max(x, low), high):  dx = g inside, bounds included,  dlow, dhigh = g outside."""
+    """y = min(max(x, low), high):  dx = g where low <= x <= high,  dlow = g where x < low,
+    dhigh = g where max(x, low) > high.
+    """
     x, low, high = (*node.inputs, None, None)[:3]
     above = None if high is None else op.Greater(x if low is None else op.Max(x, low), high)
     below = None if low is None else op.Less(x, low)

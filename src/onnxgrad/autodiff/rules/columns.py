@@ -1,4 +1,4 @@
-"""Windows of an image as columns of a matrix: Col2Im, and DeformConv, whose windows are bent."""
+"""Windows of an image as columns of a matrix: Col2Im and DeformConv."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import wide
 from onnxgrad.autodiff.rules.registry import Unsupported, rule
-from onnxgrad.autodiff.rules.sampling import arange, samples, taps
+from onnxgrad.autodiff.rules.sampling import arange, samples_of, taps
 from onnxgrad.graph.shapes import dims, rank, static
 
 
 @rule("Col2Im")
 def col2im(op, node, g):
-    """y = the columns of x, one per window, added up where they lie:  dx = the windows of g."""
+    """y = the columns of x, each added to its window of the image:  dx = the windows of g."""
     x, _, block = node.inputs
     n = _spatial_axes(node)
     if n is None:
-        return Unsupported("the rank of its output is not known")
+        return Unsupported("the rank of its output is not known; state its shape in the model")
     get = node.attributes.get_ints
     pads = get("pads", [0] * 2 * n)
     kernel, index = op.known_value(block), None
@@ -30,8 +30,8 @@ def col2im(op, node, g):
         count = _quotient(op, length - reach, stride) + 1
         inner, first = arange(op, k) * dilation, arange(op, count) * stride
         inner = op.Unsqueeze(inner, [a for a in range(2 * n) if a != i])
-        places = inner + op.Unsqueeze(first, [a for a in range(2 * n) if a != n + i])
-        index = places if index is None else index * op.const(length, ir.DataType.INT64) + places
+        along = inner + op.Unsqueeze(first, [a for a in range(2 * n) if a != n + i])
+        index = along if index is None else index * op.const(length, ir.DataType.INT64) + along
     if any(pads):
         g = op.Pad(g, [0, 0, *pads[:n], 0, 0, *pads[n:]])
     flat = op.Reshape(g, [0, 0, -1])
@@ -43,80 +43,80 @@ def _quotient(op, a, b: int):
 
 
 def _spatial_axes(node) -> int | None:
-    """Return the number of spatial axes, from whatever tells it."""
+    """Return the number of spatial axes, or None if neither attributes nor shapes state it."""
     for name, per_axis in (("kernel_shape", 1), ("strides", 1), ("dilations", 1), ("pads", 2)):
-        if listed := node.attributes.get_ints(name, None):
-            return len(listed) // per_axis
-    alike = [*node.outputs]  # of the rank of the image
+        if numbers := node.attributes.get_ints(name, None):
+            return len(numbers) // per_axis
+    images = [*node.outputs]  # values of the rank of the image
     if node.op_type == "Col2Im":
         for v in node.inputs[1:]:
             if shape := static(dims(v)):
                 return shape[0]
     else:
-        alike += node.inputs[:3]
-    known = next((n for v in alike if (n := rank(v))), None)
-    return None if known is None else known - 2
+        images += node.inputs[:3]
+    image_rank = next((n for v in images if (n := rank(v))), None)
+    return None if image_rank is None else image_rank - 2
 
 
 @rule("DeformConv")
 def deform_conv(op, node, g):
-    """y = w c + b, columns c = m x at the places of a window, each moved by an offset u:
-    dw = g cT,  db = sum g,  dm = x wT g,  dx = m wT g there,  du = m dx/du wT g.
+    """y = w c + b, columns c = m x(p + u), m the mask, p positions in a window, u their offsets:
+    dw = g cT,  db = sum g,  dm = x wT g,  dx = m wT g at p + u,  du = m x'(p + u) wT g.
 
-    (Dai et al. 2017, Zhu et al. 2019.)
+    Dai et al. 2017, arXiv:1703.06211; Zhu et al. 2019, arXiv:1811.11168.
     """
     x, w, offset, b, mask = (*node.inputs, None, None)[:5]
     n = _spatial_axes(node)
     if n is None:
-        return Unsupported("the rank of its inputs is not known")
+        return Unsupported("the rank of its inputs is not known; state their shapes in the model")
     kernel = node.attributes.get_ints("kernel_shape", None) or [op.dim(w, 2 + i) for i in range(n)]
     dtype, group = wide(x.dtype), node.attributes.get_int("group", 1)
-    rows = op.dim(x, 0) * node.attributes.get_int("offset_group", 1)  # images with own offsets
+    rows = op.dim(x, 0) * node.attributes.get_int("offset_group", 1)  # images times offset groups
     count, width, total = op.numel(offset, 2), op.numel(w, 1), op.numel(offset, 2)
     for k in kernel:
         total = k * total
-    read = _bent(op, node, kernel, rows, total)
-    elements = read.read(op)
+    samples = _samples_at_offsets(op, node, kernel, rows, total)
+    elements = samples.read(op)
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, group, -1, count))
     matrix = op.Reshape(op.Cast(w, to=dtype), op.vector(group, -1, width))
     dc = op.MatMul(op.Transpose(matrix, perm=[0, 2, 1]), g)
     dc = op.Reshape(dc, op.vector(rows, -1, total))
-    columns, dm = read.values(op, elements), None
+    columns, dm = samples.values(op, elements), None
     if mask is not None:
         m = op.Reshape(op.Cast(mask, to=dtype), op.vector(rows, 1, total))
         dm = op.ReduceSum(dc * columns, [1])
         dc, columns = dc * m, columns * m
     columns = op.Reshape(columns, op.vector(op.dim(x, 0), group, width, count))
     dw = op.ReduceSum(op.MatMul(g, op.Transpose(columns, perm=[0, 1, 3, 2])), [0])
-    moved = [op.Reshape(d, op.vector(0, -1, 1, count)) for d in read.into_places(op, elements, dc)]
-    du = op.Concat(*moved, axis=2)
-    gradients = [read.into_images(op, dc), dw, du, op.ReduceSum(g, [0, 3]), dm]
+    by_axis = samples.positions_gradient(op, elements, dc)
+    du = op.Concat(*(op.Reshape(d, op.vector(0, -1, 1, count)) for d in by_axis), axis=2)
+    gradients = [samples.images_gradient(op, dc), dw, du, op.ReduceSum(g, [0, 3]), dm]
     return [
         None if v is None else op.reshape_like(op.Cast(d, to=v.dtype), v)
         for d, v in zip(gradients, (x, w, offset, b, mask), strict=True)
     ]
 
 
-def _bent(op, node, kernel, rows, total):
-    """Return what is read at the moved places of all windows, as images with own offsets."""
+def _samples_at_offsets(op, node, kernel, rows, total):
+    """Return the samples at the positions of all windows plus their offsets, for `rows` images."""
     x, _, offset = node.inputs[:3]
     n, count, get = len(kernel), op.numel(offset, 2), node.attributes.get_ints
     pads, strides = get("pads", [0] * 2 * n), get("strides", [1] * n)
     dilations, dtype = get("dilations", [1] * n), wide(x.dtype)
     images = op.Reshape(op.Cast(x, to=dtype), op.vector(rows, -1, op.numel(x, 2)))
-    moves = op.Reshape(op.Cast(offset, to=dtype), op.vector(rows, -1, n, count))
+    offsets = op.Reshape(op.Cast(offset, to=dtype), op.vector(rows, -1, n, count))
     lengths, axes = [op.dim(x, 2 + i) for i in range(n)], []
     for i, length in enumerate(lengths):
         firsts = [op.dim(offset, 2 + k) for k in range(n)]
         first = op.Reshape(_mesh(op, firsts, i) * strides[i] - pads[i], [1, -1])
         within = op.Reshape(_mesh(op, kernel, i) * dilations[i], [-1, 1])
-        place = op.Gather(moves, np.int64(i), axis=2) + op.Cast(first + within, to=dtype)
-        axes.append(taps(op, op.Reshape(place, op.vector(0, total)), length, "linear"))
-    return samples(op, images, op.dim(images, 1), total, axes, lengths)
+        position = op.Gather(offsets, np.int64(i), axis=2) + op.Cast(first + within, to=dtype)
+        axes.append(taps(op, op.Reshape(position, op.vector(0, total)), length, "linear"))
+    return samples_of(op, images, op.dim(images, 1), total, axes, lengths)
 
 
 def _mesh(op, lengths: list, axis: int):
-    """Return the index along one axis of all elements of an array with these lengths."""
+    """Return the index along `axis` of each element of an array with these lengths."""
     line = op.Reshape(
         arange(op, lengths[axis]), [-1 if a == axis else 1 for a in range(len(lengths))]
     )

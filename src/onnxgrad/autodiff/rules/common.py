@@ -1,4 +1,4 @@
-"""What rules of several families need."""
+"""Helpers of rules of several families."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import onnx_ir as ir
 
 
 def attributes_of(node):
-    """Return the attributes of a node, to write another with the same."""
+    """Return the attributes of a node as the keyword arguments of another."""
     return {a.name: a.value for a in node.attributes.values()}
 
 
 def output(op, node, i: int, dtype: ir.DataType) -> ir.Value:
-    """Return an optional output of the node, which is added where the model does not ask for it."""
+    """Return output `i` of the node, which is added if the model omits it."""
     if len(node.outputs) <= i:
         node.resize_outputs(i + 1)
     y = node.outputs[i]
@@ -22,14 +22,14 @@ def output(op, node, i: int, dtype: ir.DataType) -> ir.Value:
 
 
 def positions_of(op, x):
-    """Return the positions 0..n-1 in the flat `x`, in its shape."""
+    """Return the positions 0, ..., n-1 of the elements of flattened `x`, in the shape of `x`."""
     return op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape_of(x), allowzero=1)
 
 
 def wide(dtype: ir.DataType) -> ir.DataType:
     """Return the dtype in which sums and products of `dtype` are computed.
 
-    Half precision takes float32: sums need it, and onnxruntime has few kernels for less.
+    For half precision that is float32: sums need it, and onnxruntime has few kernels for less.
     """
     return dtype if dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
 

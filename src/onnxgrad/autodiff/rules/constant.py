@@ -1,4 +1,4 @@
-"""Operators whose gradient is zero or does not exist, each with a word why."""
+"""Operators whose gradient is zero or does not exist, each with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ constant(
     | dict.fromkeys("ArgMax ArgMin NonZero NonMaxSuppression".split(), "the output is an index")
     | dict.fromkeys(
         "QuantizeLinear QLinearConv QLinearMatMul ConvInteger MatMulInteger".split(),
-        "the output is an integer; QuantizeLinear can be passed straight through, by name",
+        "the output is an integer; to pass a gradient, name the output in `straight_through`",
     )
     | dict.fromkeys(
         "BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor BitCast".split(),
@@ -25,13 +25,13 @@ constant(
     )
     | dict.fromkeys(
         "BlackmanWindow HammingWindow HannWindow MelWeightMatrix Constant SequenceEmpty".split(),
-        "a constant: its operands are lengths and settings",
+        "a constant: its inputs are lengths and settings",
     )
-    | dict.fromkeys(sorted(RANDOM - {"Dropout"}), "random: depends on the shape or on a draw only")
+    | dict.fromkeys(sorted(RANDOM - {"Dropout"}), "random: depends on the shape, or is a draw")
     | dict.fromkeys(
         "StringConcat StringNormalizer StringSplit RegexFullMatch "
         "TfIdfVectorizer ImageDecoder".split(),
-        "works on texts or images",
+        "works on strings or encoded images",
     )
 )
 constant(
@@ -41,7 +41,7 @@ constant(
     )
     | dict.fromkeys(
         "CategoryMapper LabelEncoder OneHotEncoder".split(),
-        "a table of equal keys: zero almost everywhere",
+        "a lookup by equality: zero almost everywhere",
     ),
     domain="ai.onnx.ml",
 )

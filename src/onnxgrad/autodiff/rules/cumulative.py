@@ -15,21 +15,22 @@ def cum_sum(op, node, g):
 def cum_prod(op, node, g):
     """y_i = prod of x_j, j <= i:  dx_k = sum over i >= k of g_i times the product without x_k.
 
-    That is the product of those that are not zero, over x_k if it is one of them, where no other is
-    zero. Where one other is, it is a factor: it makes the product zero, but not its slope.
+    Right where some x_j are zero. The product without x_k is computed from the product of all
+    nonzero factors, divided by x_k if that is not zero; it is zero if another factor is. A single
+    other zero stays a factor, so that second derivatives are right too.
     """
     x = node.inputs[0]
     zero = op.Equal(x, 0.0)
     nonzero = op.Where(zero, 1.0, x)
     product = g * _cumulated(op.CumProd, node, nonzero)
-    zeros = _cumulated(op.CumSum, node, op.Cast(zero, to=x.dtype))  # how many up to i
+    zeros = _cumulated(op.CumSum, node, op.Cast(zero, to=x.dtype))  # number of zeros up to i
     factor = _cumulated(op.CumSum, node, op.Where(zero, x, 0.0))
 
     def total(count, factor=None):
-        """Return the sum of the products with so many zeros, times `factor`."""
-        chosen = op.Where(op.Equal(zeros, count), product, 0.0)
+        """Return the sum of the products with `count` zeros, times `factor`."""
+        selected = op.Where(op.Equal(zeros, count), product, 0.0)
         return _cumulated(
-            op.CumSum, node, chosen if factor is None else chosen * factor, backwards=True
+            op.CumSum, node, selected if factor is None else selected * factor, backwards=True
         )
 
     of_zero = total(1.0) + (total(2.0, factor) - x * total(2.0))

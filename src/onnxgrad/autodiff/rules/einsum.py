@@ -1,7 +1,7 @@
-"""Einsum: the gradient by an operand is an Einsum of the others.
+"""Einsum: the gradient with respect to an operand is an Einsum of the others.
 
-An index of length one is repeated where others have it longer, as an ellipsis is: neither numpy nor
-onnxruntime objects. An Einsum whose inputs have an ellipsis must have it in its output too.
+numpy and onnxruntime broadcast named indices of length one, as they do the axes of an ellipsis, and
+so do the gradients. If an input has an ellipsis, the output must have it too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DOTS = "..."
 
 @rule("Einsum")
 def einsum(op, node, g):
-    """y = sum a b ...:  da = sum g b ..., over the indices that a lacks.
+    """y = sum a b ...:  da = sum g b ... over the indices that a lacks.
 
     Laue, Mitterreiter & Giesen 2020, A simple and efficient tensor calculus, arXiv:2010.03313.
     """
@@ -31,9 +31,10 @@ def einsum(op, node, g):
 
 
 def _named_dots(xs, terms, output):
-    """Return the indices with letters for the ellipsis, if ranks tell how many: they can be summed.
+    """Return the terms with letters in place of the ellipsis, if the ranks are static.
 
-    An Einsum sums named indices only; over the axes of an ellipsis a larger result is summed.
+    An Einsum sums over named indices only. The axes of an ellipsis are summed after it, so that its
+    result is larger.
     """
     pairs = [(rank(x), term) for x, term in zip(xs, terms, strict=True) if DOTS in term]
     counts = {None if n is None else n - len(term.replace(DOTS, "")) for n, term in pairs}
@@ -45,20 +46,20 @@ def _named_dots(xs, terms, output):
 
 
 def _by_operand(op, xs, terms, k, g, output):
-    """Return the gradient by operand k."""
+    """Return the gradient with respect to operand k."""
     x, term, letters = xs[k], terms[k], terms[k].replace(DOTS, "")
-    if 0 in (dims(x) or ()):  # onnxruntime's Einsum and Expand are not to be trusted with nothing
+    if 0 in (dims(x) or ()):  # onnxruntime's Einsum and Expand are wrong for empty tensors
         return op.zeros_like(x)
-    if DOTS in term[1:]:  # to the front, so that letters are counted from the end
+    if DOTS in term[1:]:  # move it to the front: axes are then counted from the end
         x, back = _dots_first(op, x, term)
         xs, terms = [*xs[:k], x, *xs[k + 1 :]], [*terms[:k], DOTS + letters, *terms[k + 1 :]]
         return op.Einsum(_by_operand(op, xs, terms, k, g, output), equation=back)
-    others, given = [*xs[:k], *xs[k + 1 :]], [output, *terms[:k], *terms[k + 1 :]]
-    kept = [c for c in dict.fromkeys(letters) if c in "".join(given)]
+    others, sources = [*xs[:k], *xs[k + 1 :]], [output, *terms[:k], *terms[k + 1 :]]
+    kept = [c for c in dict.fromkeys(letters) if c in "".join(sources)]
     target = (DOTS if DOTS in output else "") + "".join(kept)
     dx = g
-    if given != [target]:
-        dx = op.Einsum(g, *others, equation=f"{','.join(given)}->{target}")
+    if sources != [target]:
+        dx = op.Einsum(g, *others, equation=f"{','.join(sources)}->{target}")
     new = [i for i, c in enumerate(letters) if c not in kept or letters.index(c) < i]
     if new:
         dx = op.Unsqueeze(dx, [i - len(letters) for i in new])
@@ -71,11 +72,11 @@ def _by_operand(op, xs, terms, k, g, output):
 
 
 def _dots_first(op, x, term):
-    """Return x with the axes of its ellipsis in front, and the equation that moves them back."""
+    """Return x with the axes of its ellipsis first, and the equation that moves them back."""
     head, _, tail = term.partition(DOTS)
     names = ascii_letters[: len(head + tail)]
-    there, front = names[: len(head)] + DOTS + names[len(head) :], DOTS + names
-    return op.Einsum(x, equation=f"{there}->{front}"), f"{front}->{there}"
+    original, front = names[: len(head)] + DOTS + names[len(head) :], DOTS + names
+    return op.Einsum(x, equation=f"{original}->{front}"), f"{front}->{original}"
 
 
 def _on_diagonals(op, dx, x, letters):
@@ -84,10 +85,10 @@ def _on_diagonals(op, dx, x, letters):
     def positions(axis):
         n = op.dim(x, axis)
         if isinstance(n, int):
-            at = op.const(np.arange(n))
+            line = op.const(np.arange(n))
         else:
-            at = op.Range(np.int64(0), op.Squeeze(n), np.int64(1))
-        return op.Unsqueeze(at, list(range(1, -axis))) if axis < -1 else at
+            line = op.Range(np.int64(0), op.Squeeze(n), np.int64(1))
+        return op.Unsqueeze(line, list(range(1, -axis))) if axis < -1 else line
 
     for i, c in enumerate(letters):
         first = letters.index(c)

@@ -1,6 +1,6 @@
 """Operators that read or write at indices.
 
-Kinks follow PyTorch: where several are the largest, they share equally.
+Kinks follow PyTorch: equal maxima get equal shares of the gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onnxgrad.autodiff.rules.shape import moved, scatter_flat
 
 @rule("GatherElements")
 def gather_elements(op, node, g):
-    """y = x[i] along an axis:  dx = zero but for g added at i."""
+    """y = x[i] along an axis:  dx = zeros with g added at i."""
     x, i = node.inputs
     dtype = wide(x.dtype)
     zeros = op.Expand(op.const(0.0, dtype), op.shape_of(x))
@@ -25,15 +25,15 @@ def gather_elements(op, node, g):
 
 @rule("GatherND", "Compress")
 def gather_nd(op, node, g):
-    """y = x[i], i a list of places or conditions:  dx = zero but for g added at i."""
+    """y = x[i], i a list of indices or conditions:  dx = zeros with g added at i."""
     return moved(op, node, g), None
 
 
 @rule("ScatterElements")
 def scatter_elements(op, node, g):
-    """y = x with u at i:  dx = g, zero at i,  du = g[i];  x with u added at i:  dx = g,  du = g[i].
+    """y = x with u at i:  dx = g, 0 at i,  du = g[i];  with u added at i:  dx = g,  du = g[i].
 
-    Without a reduction the specification allows no place twice in i: each u there would get g.
+    Without a reduction the specification does not allow an index twice; each such u would get g.
     """
     x, i, u = node.inputs
     reduction, axis = node.attributes.get_string("reduction", "none"), _axis(node)
@@ -46,9 +46,9 @@ def scatter_elements(op, node, g):
 
 @rule("ScatterND")
 def scatter_nd(op, node, g):
-    """y = x with u at the places i, or added there:  as ScatterElements.
+    """y = x with u at i:  dx = g, 0 at i,  du = g[i];  with u added at i:  dx = g,  du = g[i].
 
-    The other reductions are those of ScatterElements on flat tensors.
+    The other reductions are computed as those of ScatterElements on flat tensors.
     """
     x, i, u = node.inputs
     reduction = node.attributes.get_string("reduction", "none")
@@ -66,24 +66,24 @@ def _axis(node):
 
 
 def _reduced(op, reduction, x, i, u, g, axis):
-    """Return the gradients of x and u where u is not just added to x at i."""
+    """Return the gradients of x and u for the reductions mul, max and min."""
     dtype = x.dtype
     x, u, g = (op.Cast(v, to=wide(dtype)) for v in (x, u, g))
     if reduction == "mul":
-        made = _multiplied(op, x, i, u, g, axis)
+        gradients = _multiplied(op, x, i, u, g, axis)
     else:
-        made = _extremum(op, reduction, x, i, u, g, axis)
-    return [op.Cast(v, to=dtype) for v in made]
+        gradients = _extremum(op, reduction, x, i, u, g, axis)
+    return [op.Cast(v, to=dtype) for v in gradients]
 
 
 def _multiplied(op, x, i, u, g, axis):
-    """y = x prod of the u at a place:  dx = g prod u,  du = g x times the product of the others.
+    """y = x prod u, over the u with the same index:  dx = g prod u,  du = g x prod of the other u.
 
-    Right where some are zero: the others' product is zero if two of them are, else the product of
-    those that are not zero, times the zero among them, whose slope counts.
+    Right where some u are zero. The product of the others is zero if two of them are; a single zero
+    among them stays a factor, so that second derivatives are right too.
     """
 
-    def of_place(v, start, reduction):
+    def by_index(v, start, reduction):
         v = op.ScatterElements(start, i, v, axis=axis, reduction=reduction)
         return op.GatherElements(v, i, axis=axis)
 
@@ -93,16 +93,16 @@ def _multiplied(op, x, i, u, g, axis):
         op.Where(zero, u, 0.0),
         op.Where(zero, 1.0, u),
     )
-    rest = of_place(nonzero, ones, "mul") / nonzero
-    left = of_place(counted, none, "add") - counted  # zeros among the others
-    rest_with_zero = rest * (of_place(zeros, none, "add") - zeros)
+    rest = by_index(nonzero, ones, "mul") / nonzero
+    left = by_index(counted, none, "add") - counted  # zeros among the others
+    rest_with_zero = rest * (by_index(zeros, none, "add") - zeros)
     others = op.Where(op.Equal(left, 0.0), rest, op.Where(op.Equal(left, 1.0), rest_with_zero, 0.0))
     dx = g * op.ScatterElements(ones, i, u, axis=axis, reduction="mul")
     return dx, op.GatherElements(g * x, i, axis=axis) * others
 
 
 def _extremum(op, reduction, x, i, u, g, axis):
-    """y = max of x and the u at a place:  g goes to those that are y, in equal shares."""
+    """y = max of x and the u with its index:  g in equal shares to those that equal y."""
     y = op.ScatterElements(x, i, u, axis=axis, reduction=reduction)
     x_hits = op.Cast(op.Equal(x, y), to=x.dtype)
     u_hits = op.Cast(op.Equal(u, op.GatherElements(y, i, axis=axis)), to=x.dtype)
@@ -112,31 +112,31 @@ def _extremum(op, reduction, x, i, u, g, axis):
 
 @rule("TensorScatter")
 def tensor_scatter(op, node, g):
-    """y = x with u from a place on along an axis:  dx = g, zero there,  du = g from there on.
+    """y = x with u from an index on along an axis:  dx = g, 0 there,  du = g there.
 
-    Where u went is learnt from the node itself: it writes the positions of u into a tensor of
-    numbers that are none.
+    The positions of u in y are computed by the same node, applied to the positions 0, 1, ... of u
+    and an invalid position for each element of x.
     """
     x, u, *start = node.inputs
     attributes = attributes_of(node)
     dx = op.TensorScatter(g, op.zeros_like(u), *start, **attributes)
-    nowhere = op.Expand(op.Size(u), op.shape_of(x))
-    written = op.TensorScatter(nowhere, positions_of(op, u), *start, **attributes)
+    invalid = op.Expand(op.Size(u), op.shape_of(x))
+    written = op.TensorScatter(invalid, positions_of(op, u), *start, **attributes)
     n = op.Reshape(op.Size(u), [1])
-    places = op.ScatterElements(
+    positions = op.ScatterElements(
         op.Expand(np.int64(0), n + 1),
         op.Reshape(written, [-1]),
         op.Reshape(positions_of(op, x), [-1]),
         axis=0,
-        reduction="max",  # any would do: only what is nowhere has several
+        reduction="max",  # any would do: only the invalid position occurs twice
     )
-    du = op.Gather(op.Reshape(g, [-1]), op.Slice(places, [0], n), axis=0)
+    du = op.Gather(op.Reshape(g, [-1]), op.Slice(positions, [0], n), axis=0)
     return dx, op.reshape_like(du, u), None
 
 
 @rule("TopK")
 def top_k(op, node, g):
-    """y = the k largest of x along an axis:  dx = zero but for g where they were."""
+    """y = the k largest of x along an axis:  dx = zeros with g at their indices."""
     x, axis = node.inputs[0], node.attributes.get_int("axis", -1)
     return op.ScatterElements(
         op.zeros_like(x), output(op, node, 1, ir.DataType.INT64), g, axis=axis
@@ -145,7 +145,7 @@ def top_k(op, node, g):
 
 @rule("Unique")
 def unique(op, node, g):
-    """y = the different elements of x:  dx = zero but for g where each occurred first."""
+    """y = the distinct elements of x:  dx = zeros with g at the first occurrence of each."""
     (x,), i = node.inputs, output(op, node, 1, ir.DataType.INT64)
     if "axis" in node.attributes:
         i = op.Gather(positions_of(op, x), i, axis=_axis(node))

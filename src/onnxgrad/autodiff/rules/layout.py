@@ -1,4 +1,4 @@
-"""Operators that repeat, mask, cut or rearrange whole axes."""
+"""Operators that repeat, mask, crop or rearrange whole axes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from onnxgrad.graph.shapes import rank
 def tile(op, node, g):
     """y = x repeated along its axes:  dx = sum of g over the repeats."""
     x, repeats = node.inputs
-    known, n = op.known_value(repeats), rank(x)
-    if known is not None and n is not None:
+    static_repeats, n = op.known_value(repeats), rank(x)
+    if static_repeats is not None and n is not None:
         shape, axes = [], []
-        for axis, times in enumerate(known.tolist()):
-            if times != 1:  # an axis for the repeats before each axis that has some
+        for axis, times in enumerate(static_repeats.tolist()):
+            if times != 1:  # an axis of the repeats before each repeated axis
                 axes.append(len(shape))
                 shape.append(times)
             shape.append(op.dim(x, axis))
@@ -33,21 +33,21 @@ def tile(op, node, g):
 
 @rule("Trilu")
 def trilu(op, node, g):
-    """y = a triangle of x, else zero:  dx = that triangle of g."""
+    """y = x in a triangle, else 0:  dx = g in that triangle, else 0."""
     return op.Trilu(g, *node.inputs[1:], **attributes_of(node)), None
 
 
 @rule("ReverseSequence")
 def reverse_sequence(op, node, g):
-    """y = x with the first of each sequence reversed:  dx = g with them reversed again."""
+    """y = x with the start of each sequence reversed:  dx = g with it reversed again."""
     return op.ReverseSequence(g, node.inputs[1], **attributes_of(node)), None
 
 
 @rule("CenterCropPad")
 def center_crop_pad(op, node, g):
-    """y = the centre of x, or x amid zeros:  dx = g brought back to the lengths of x.
+    """y = x cropped or padded with zeros about its centre:  dx = g padded or cropped back.
 
-    Cropping and padding round alike: each undoes the other.
+    Both round the centre in the same direction, so that each is the adjoint of the other.
     """
     shape, axes = op.shape_of(node.inputs[0]), node.attributes.get_ints("axes", None)
     if axes is not None:
@@ -57,26 +57,26 @@ def center_crop_pad(op, node, g):
 
 @rule("DepthToSpace")
 def depth_to_space(op, node, g):
-    """y = x with blocks of channels laid out in space:  dx = g with them put back."""
-    (x,), (b, place_first) = node.inputs, _blocks(node)
+    """y = x with blocks of channels laid out in space:  dx = g with them moved back."""
+    (x,), (b, offset_first) = node.inputs, _blocks(node)
     lengths = [op.dim(g, 0), op.dim(g, 1), op.dim(x, 2), b, op.dim(x, 3), b]
     blocks = op.Reshape(g, op.vector(*lengths), allowzero=1)
-    dx = op.Transpose(blocks, perm=[0, 3, 5, 1, 2, 4] if place_first else [0, 1, 3, 5, 2, 4])
+    dx = op.Transpose(blocks, perm=[0, 3, 5, 1, 2, 4] if offset_first else [0, 1, 3, 5, 2, 4])
     return (op.reshape_like(dx, x),)
 
 
 @rule("SpaceToDepth")
 def space_to_depth(op, node, g):
-    """y = x with blocks of space laid out as channels:  dx = g with them put back."""
-    (x,), (b, place_first) = node.inputs, _blocks(node)
+    """y = x with blocks of space laid out as channels:  dx = g with them moved back."""
+    (x,), (b, offset_first) = node.inputs, _blocks(node)
     n, depth, height, width = op.dim(x, 0), op.dim(x, 1), op.dim(g, 2), op.dim(g, 3)
-    deep = [b, b, depth] if place_first else [depth, b, b]
+    deep = [b, b, depth] if offset_first else [depth, b, b]
     blocks = op.Reshape(g, op.vector(n, *deep, height, width), allowzero=1)
-    dx = op.Transpose(blocks, perm=[0, 3, 4, 1, 5, 2] if place_first else [0, 1, 4, 2, 5, 3])
+    dx = op.Transpose(blocks, perm=[0, 3, 4, 1, 5, 2] if offset_first else [0, 1, 4, 2, 5, 3])
     return (op.reshape_like(dx, x),)
 
 
 def _blocks(node):
-    """Return the length of a block, and whether a place in it counts before the channel (DCR)."""
-    mode = node.attributes.get_string("mode", "DCR")  # of SpaceToDepth since opset 27
+    """Return the side of a block, and whether the offset in it comes before the depth (DCR)."""
+    mode = node.attributes.get_string("mode", "DCR")  # SpaceToDepth has it since opset 27
     return node.attributes.get_int("blocksize"), mode == "DCR"

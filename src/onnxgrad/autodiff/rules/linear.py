@@ -28,7 +28,7 @@ def matmul(op, node, g):
 
 
 def _matrices(op, a, b, g):
-    """Return a, b, g with the axis that they lack where a or b is a vector: a row, a column."""
+    """Return a, b and g as stacks of matrices: a vector a becomes a row, a vector b a column."""
     row, column = (_ones(op, op.Max(2 - op.Shape(op.Shape(v)), [0])) for v in (a, b))
     left, right = op.Concat(row, op.Shape(a), axis=0), op.Concat(op.Shape(b), column, axis=0)
     wide = op.Concat(op.Shape(g), column, axis=0)
@@ -49,7 +49,7 @@ def _pair(op, width):
 
 @rule("Gemm")
 def gemm(op, node, g):
-    """y = s A B + t c:  dA = s g BT,  dB = s AT g,  dc = t g, for A, B as a, b or transposed."""
+    """y = s A B + t c:  dA = s g BT,  dB = s AT g,  dc = t g, A = a or aT, B = b or bT."""
     a, b, c = (*node.inputs, None)[:3]
     ta, tb = node.attributes.get_int("transA", 0), node.attributes.get_int("transB", 0)
     alpha, beta = node.attributes.get_float("alpha", 1.0), node.attributes.get_float("beta", 1.0)
@@ -68,12 +68,12 @@ def gemm(op, node, g):
 def det(op, node, g):
     """y = det x:  dx = g C, C_ij the determinant of x with the unit vector j as its row i.
 
-    These are the cofactors, right also where x is singular. n^2 determinants take n^4 numbers and
-    n^5 operations; ONNX has no inverse.
+    C are the cofactors, which exist for singular x too. The n^2 determinants take n^4 numbers of
+    memory and n^5 operations, as ONNX has no inverse.
     """
     (x,) = node.inputs
-    at = op.Range(np.int64(0), op.Gather(op.Shape(x), np.int64(-1)), np.int64(1))
-    same = op.Equal(op.Unsqueeze(at, [1]), at)
+    index = op.Range(np.int64(0), op.Gather(op.Shape(x), np.int64(-1)), np.int64(1))
+    same = op.Equal(op.Unsqueeze(index, [1]), index)
     units = op.Cast(same, to=x.dtype)
     rows = op.Where(
         op.Unsqueeze(same, [1, 3]), op.Unsqueeze(units, [0, 2]), op.Unsqueeze(x, [-4, -3])

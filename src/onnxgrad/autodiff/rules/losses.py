@@ -1,4 +1,4 @@
-"""Losses that are operators: the negative log likelihood of class labels, in two forms."""
+"""The loss operators of ONNX: negative log likelihood and softmax cross entropy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def negative_log_likelihood(op, node, g):
     """y = -w_t x_t, or their sum:  dx_t = -g w_t,  dw_t = -g x_t, 0 where t is ignored;
     y = -sum w_t x_t / sum w_t:  dx_t = -g w_t / sum w_t,  dw_t = -g (x_t + y) / sum w_t.
 
-    t the label. Where all are ignored the mean is NaN, its gradient 0, as in PyTorch.
+    t is the label. If all labels are ignored, the mean is NaN and its gradient 0, as in PyTorch.
     """
     x, g = widened(op, node.inputs[0], g)
     t, share, dweights = _labels(op, node, g, x)
-    return narrowed(op, [_at(op, x, t, -share), None, dweights], node.inputs)
+    return narrowed(op, [_scattered(op, x, t, -share), None, dweights], node.inputs)
 
 
 @rule("SoftmaxCrossEntropyLoss")
 def softmax_cross_entropy(op, node, g, g_log=None):
-    """y as NegativeLogLikelihoodLoss, of f = log softmax x:  dx = e^f s - s at t, s = -df_t there;
-    f is an output too:  dx += gf - e^f sum(gf), sums over the classes.
+    """y = NegativeLogLikelihoodLoss(f), f = log softmax x:  dx = e^f s, minus s at t, s = -df_t;
+    from the output f:  dx += gf - e^f sum(gf), sums over the classes.
     """
     scores = node.inputs[0]
     log = op.set_type_like(output(op, node, 1, scores.dtype), scores)
@@ -33,21 +33,23 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     terms, dweights = [], None
     if g is not None:
         t, share, dweights = _labels(op, node, g, log)
-        terms += [op.Exp(log) * share, _at(op, log, t, -share)]
+        terms += [op.Exp(log) * share, _scattered(op, log, t, -share)]
     if gf is not None:
         terms.append(gf - op.Exp(log) * op.ReduceSum(gf, [1], keepdims=1))
     return narrowed(op, [op.total(terms), None, dweights], node.inputs)
 
 
-def _at(op, x, t, values):
-    """Return zeros of the shape of x but for `values` at the classes t, of which there is one."""
+def _scattered(op, x, t, values):
+    """Return zeros of the shape of x with `values` at the classes t, one per row."""
     zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
     return op.set_type_like(op.ScatterElements(zeros, t, values, axis=1), x)
 
 
 def _labels(op, node, g, x):
-    """Return the labels with an axis for the classes, 0 for those ignored; the part of g that
-    arrives at minus the logarithm at each; and the gradient of the weights, None without them.
+    """Return the labels, the gradient of each label's loss, and the gradient of the class weights.
+
+    The labels have an axis for the classes, and are 0 where ignored. The loss of a label is minus
+    its log likelihood. The gradient of the weights is None without weights.
     """
     _, labels, weights = (*node.inputs, None)[:3]
     reduction = node.attributes.get_string("reduction", "mean")

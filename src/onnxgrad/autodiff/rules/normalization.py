@@ -1,7 +1,6 @@
 """Normalizations, and Dropout.
 
-Half precision is computed in float32. `stash_type` asks for that of the forward, and changes no
-gradient.
+Half precision is computed in float32. `stash_type` sets the dtype of the forward pass only.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from onnxgrad.autodiff.rules.common import narrowed, output, widened
 from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.graph.shapes import dims, rank, static
 
-_EPSILON = 1e-9  # that MeanVarianceNormalization adds to the standard deviation
+_EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
 
 
-# -- axes: a list, or an int64 tensor where the rank is known only at run time ------------------
+# -- axes: a list, or an int64 value if the rank is dynamic --------------------------------------
 
 
-def _from(op, x, axis: int):
+def _axes_from(op, x, axis: int):
     """Return the axes of x from `axis` on."""
     n = rank(x)
     if n is None and axis >= 0:
@@ -31,13 +30,13 @@ def _from(op, x, axis: int):
 
 
 def _all_but_channels(op, x):
-    """Return the axes of x but for the second one."""
-    spatial = _from(op, x, 2)
+    """Return all axes of x except the second, that of the channels."""
+    spatial = _axes_from(op, x, 2)
     return [0, *spatial] if isinstance(spatial, list) else op.Concat([0], spatial, axis=0)
 
 
 def _along_channels(op, v, x):
-    """Return v (C) with the axes after it that broadcast it along the second axis of x."""
+    """Return v (C) with axes of length one after it, to broadcast along the channels of x."""
     n = rank(x)
     if n is None:
         last = op.Size(op.Shape(x)) - np.int64(1)
@@ -46,7 +45,7 @@ def _along_channels(op, v, x):
 
 
 def _count(op, x, axes):
-    """Return the number of elements of x along the axes: a float, or a scalar of its dtype."""
+    """Return the number of elements of x along `axes`: a float, or a scalar of the dtype of x."""
     shape = dims(x)
     lengths = None if shape is None else static(tuple(shape[i] for i in axes))
     if lengths is not None:
@@ -55,21 +54,21 @@ def _count(op, x, axes):
 
 
 def _mean(op, v, axes):
-    return v if axes == [] else op.ReduceMean(v, axes, keepdims=1)  # no axes would mean all
+    return v if axes == [] else op.ReduceMean(v, axes, keepdims=1)  # to ReduceMean, [] means all
 
 
-# -- what they share --------------------------------------------------------------------------
+# -- shared ----------------------------------------------------------------------------------
 
 
 def _standardized(op, x, axes, epsilon: float):
-    """Return n = (x - m) / r and 1 / r, m the mean, r the root of the variance plus epsilon."""
+    """Return n = (x - m) / r and 1 / r, m the mean, r = sqrt(variance + epsilon)."""
     centred = x - _mean(op, x, axes)
     inverse = op.Reciprocal(op.Sqrt(_mean(op, centred * centred, axes) + epsilon))
     return centred * inverse, inverse
 
 
-def _through(op, h, n, inverse, axes):
-    """Return the gradient of x from h, that of its standardized n: (h - mean h - n mean(h n)) / r.
+def _standardized_gradient(op, h, n, inverse, axes):
+    """Return the gradient of x, (h - mean h - n mean(h n)) / r, h that of the standardized n.
 
     Ba, Kiros & Hinton 2016, arXiv:1607.06450.
     """
@@ -83,16 +82,16 @@ def _epsilon(node) -> float:
 @rule("LayerNormalization")
 def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
     """y = s n + b, n = (x - m) / r:  dx = (h - mean h - n mean(h n)) / r, h = s g,  ds = g n,
-    db = g;  m and 1 / r are outputs too:  dx += gm / N - gr n / (N r^2).
+    db = g;  from the outputs m and 1 / r:  dx += gm / N - gr n / (N r^2).
 
-    m the mean, r the root of the variance plus epsilon, of the N elements from `axis` on.
+    m is the mean and r = sqrt(variance + epsilon) of the N elements from `axis` on.
     """
-    axes = _from(op, node.inputs[0], node.attributes.get_int("axis", -1))
+    axes = _axes_from(op, node.inputs[0], node.attributes.get_int("axis", -1))
     x, scale, bias, g, gm, gr = widened(op, *(*node.inputs, None)[:3], g, g_mean, g_inverse)
-    n, inverse = _of_layer(op, node, x, axes)
+    n, inverse = _standardized_layer(op, node, x, axes)
     terms, dscale, dbias = [], None, None
     if g is not None:
-        terms.append(_through(op, g * scale, n, inverse, axes))
+        terms.append(_standardized_gradient(op, g * scale, n, inverse, axes))
         dscale = op.sum_to(g * n, scale)
         dbias = None if bias is None else op.sum_to(g, bias)
     if gm is not None:
@@ -102,10 +101,10 @@ def layer_normalization(op, node, g, g_mean=None, g_inverse=None):
     return narrowed(op, [op.total(terms), dscale, dbias], node.inputs)
 
 
-def _of_layer(op, node, x, axes):
-    """Return n and 1 / r: from the node's own mean and 1 / r, unless those are of less precision.
+def _standardized_layer(op, node, x, axes):
+    """Return n and 1 / r, from the outputs mean and 1 / r of the node if they are precise enough.
 
-    In float64 the kernel of onnxruntime gives them in float32.
+    For float64 the kernel of onnxruntime returns them in float32.
     """
     full = node.attributes.get_int("stash_type", 1) == ir.DataType.FLOAT
     if x.dtype == ir.DataType.DOUBLE or not full:
@@ -121,10 +120,10 @@ def _of_layer(op, node, x, axes):
 def rms_normalization(op, node, g):
     """y = s n, n = x / r:  dx = (h - n mean(h n)) / r, h = s g,  ds = g n.
 
-    r the root of the mean square plus epsilon, over the axes from `axis` on.
+    r = sqrt(mean square + epsilon), over the axes from `axis` on.
     Zhang & Sennrich 2019, arXiv:1910.07467.
     """
-    axes = _from(op, node.inputs[0], node.attributes.get_int("axis", -1))
+    axes = _axes_from(op, node.inputs[0], node.attributes.get_int("axis", -1))
     x, scale, g = widened(op, *node.inputs, g)
     inverse = op.Reciprocal(op.Sqrt(_mean(op, x * x, axes) + _epsilon(node)))
     n, h = x * inverse, g * scale
@@ -137,19 +136,19 @@ def instance_normalization(op, node, g):
     """y = s n + b, n = (x - m) / r:  dx = (h - mean h - n mean(h n)) / r, h = s g,
     ds = sum g n,  db = sum g.
 
-    Means over the axes after the channel's, sums over those and the first.
+    Means are over the spatial axes, sums over those and the batch.
     Ulyanov, Vedaldi & Lempitsky 2016, arXiv:1607.08022.
     """
     x, scale, bias, g = widened(op, *node.inputs, g)
-    axes = _from(op, x, 2)
+    axes = _axes_from(op, x, 2)
     n, inverse = _standardized(op, x, axes, _epsilon(node))
-    dx = _through(op, g * _along_channels(op, scale, x), n, inverse, axes)
-    sums = _of_channels(op, g, n, _all_but_channels(op, x), scale, bias)
+    dx = _standardized_gradient(op, g * _along_channels(op, scale, x), n, inverse, axes)
+    sums = _channel_gradients(op, g, n, _all_but_channels(op, x), scale, bias)
     return narrowed(op, [dx, *sums], node.inputs)
 
 
-def _of_channels(op, g, n, axes, scale, bias):
-    """Return the gradients of scale and bias (C): the sums of g n and of g over the others."""
+def _channel_gradients(op, g, n, axes, scale, bias):
+    """Return the gradients of scale and bias (C): the sums of g n and of g over `axes`."""
     dscale, dbias = (op.ReduceSum(v, axes, keepdims=0) for v in (g * n, g))
     return op.reshape_like(dscale, scale), op.reshape_like(dbias, bias)
 
@@ -158,8 +157,8 @@ def _of_channels(op, g, n, axes, scale, bias):
 def group_normalization(op, node):
     """y = s n + b, n standardized in every group of channels; s and b (C), up to opset 20 (groups).
 
-    onnxruntime has no kernel, and expands it too. Float64 stays: `stash_type` says float32 unless
-    it is given. Wu & He 2018, arXiv:1803.08494.
+    onnxruntime has no kernel and rewrites it too. Without a `stash_type`, float64 is computed in
+    float64, not in the float32 of the specification. Wu & He 2018, arXiv:1803.08494.
     """
     x, scale, bias = node.inputs
     if x.dtype is None:
@@ -176,7 +175,7 @@ def group_normalization(op, node):
 def mean_variance_normalization(op, node, g):
     """y = (x - m) / (r + e):  dx = (g - mean g) / (r + e) - y mean(g y) / r.
 
-    r the standard deviation; where it is 0 there is no last term (onnxruntime's y is NaN there).
+    r is the standard deviation. Where r = 0, the last term is 0 (and onnxruntime's y is NaN).
     """
     axes = list(node.attributes.get_ints("axes", (0, 2, 3)))
     x, g = widened(op, node.inputs[0], g)
@@ -206,9 +205,10 @@ def lp_normalization(op, node, g):
 @rule("LRN")
 def local_response_normalization(op, node, g):
     """y_c = x_c / z_c^b, z_c = k + a / n sum x_i^2 over the n channels i around c:
-    dx_i = g_i / z_i^b - 2 a b / n x_i sum g_c x_c / z_c^(b+1) over the c that i is around.
+    dx_i = g_i / z_i^b - 2 a b / n x_i sum g_c x_c / z_c^(b+1) over the c whose windows have i.
 
-    Of an even number of channels the odd one comes after c. Krizhevsky et al. 2012 (AlexNet).
+    If n is even, the window has one channel more after c than before it. Krizhevsky et al. 2012
+    (AlexNet).
     """
     get = node.attributes.get_float
     size, alpha, beta = node.attributes["size"].as_int(), get("alpha", 1e-4), get("beta", 0.75)
@@ -221,7 +221,7 @@ def local_response_normalization(op, node, g):
 
 
 def _window_sums(op, x, before: int, after: int):
-    """Return for each channel the sum of those from `before` it to `after` it."""
+    """Return, for each channel, the sum from `before` channels before it to `after` after it."""
     padded, last = op.Pad(x, [before, after], None, [1]), before + after
     ends = [i - last if i < last else 2**63 - 1 for i in range(last + 1)]
     return op.total(
@@ -232,42 +232,42 @@ def _window_sums(op, x, before: int, after: int):
 @rule("BatchNormalization")
 def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     """y = s n + b, n = (x - m) / r, r = sqrt(v + e):  ds = sum g n,  db = sum g,  dx = g s / r,
-    dm = -s db / r,  dv = -s ds / (2 r^2), sums over all axes but the channel's.
+    dm = -s db / r,  dv = -s ds / (2 r^2), sums over all axes but the channels.
 
     Ioffe & Szegedy 2015, arXiv:1502.03167.
     """
     x, scale, bias, mean, variance, *gs = widened(op, *node.inputs, g, g_mean, g_variance)
     axes = _all_but_channels(op, x)
     if node.attributes.get_int("training_mode", 0):
-        return narrowed(op, _of_a_batch(op, node, axes, x, scale, bias, *gs), node.inputs)
+        return narrowed(op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs)
     g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon(node)))
     slope = scale * inverse
     n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)
-    ds, db = _of_channels(op, g, n, axes, scale, bias)
-    made = g * _along_channels(op, slope, x), ds, db, -slope * db, -0.5 * slope * inverse * ds
-    return narrowed(op, made, node.inputs)
+    ds, db = _channel_gradients(op, g, n, axes, scale, bias)
+    dx = g * _along_channels(op, slope, x)
+    return narrowed(op, [dx, ds, db, -slope * db, -0.5 * slope * inverse * ds], node.inputs)
 
 
-def _of_a_batch(op, node, axes, x, scale, bias, g, g_mean, g_variance):
-    """m and v of the N elements in a channel:  dx = s (g - db / N - n ds / N) / r;
-    running outputs  m' = c m_in + (1 - c) m,  v' = c v_in + (1 - c) v, c the momentum:
+def _training_gradients(op, node, axes, x, scale, bias, g, g_mean, g_variance):
+    """m and v of the N elements of a channel:  dx = s (g - db / N - n ds / N) / r;
+    from the running outputs  m' = c m_in + (1 - c) m,  v' = c v_in + (1 - c) v, c the momentum:
     dm_in = c gm,  dv_in = c gv,  dx += (1 - c) (gm + 2 (x - m) gv) / N.
     """
     momentum, count = node.attributes.get_float("momentum", 0.9), _count(op, x, axes)
     n, inverse = _standardized(op, x, axes, _epsilon(node))
-    terms, made = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
+    terms, others = [], dict.fromkeys(("scale", "bias", "mean", "variance"))
     if g is not None:
-        made["scale"], made["bias"] = ds, db = _of_channels(op, g, n, axes, scale, bias)
+        others["scale"], others["bias"] = ds, db = _channel_gradients(op, g, n, axes, scale, bias)
         inner = g - _along_channels(op, db / count, x) - n * _along_channels(op, ds / count, x)
         terms.append(inner * (_along_channels(op, scale, x) * inverse))
     if g_mean is not None:
-        made["mean"] = momentum * g_mean
+        others["mean"] = momentum * g_mean
         terms.append(op.expand_to(_along_channels(op, (1.0 - momentum) * g_mean / count, x), x))
     if g_variance is not None:
-        made["variance"] = momentum * g_variance
+        others["variance"] = momentum * g_variance
         each = _along_channels(op, 2.0 * (1.0 - momentum) * g_variance / count, x)
         terms.append((x - _mean(op, x, axes)) * each)
-    return op.total(terms), *made.values()
+    return op.total(terms), *others.values()
 
 
 @rule("Dropout")
@@ -275,7 +275,7 @@ def dropout(op, node, g, g_mask=None):
     """y = x mask / (1 - p) in training:  dx = g mask / (1 - p),  dp = sum(g y) / (1 - p);  else
     y = x:  dx = g.
 
-    The mask is the forward's own, and held fixed.
+    The mask is that of the forward pass, as a constant.
     """
     ratio, training = (*node.inputs, None, None)[1:3]
     if training is None or (op.known_value(training) is not None and not op.known_value(training)):

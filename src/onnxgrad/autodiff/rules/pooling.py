@@ -1,4 +1,4 @@
-"""Pooling."""
+"""Pooling over windows and over whole channels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnxgrad.autodiff.rules.windows import (
     reach,
     scatter_windows,
     weigh_windows,
-    windows,
+    windows_of,
     with_padding,
 )
 from onnxgrad.graph.shapes import dims, rank, static
@@ -25,31 +25,31 @@ from onnxgrad.graph.shapes import dims, rank, static
 
 @rule("MaxPool")
 def max_pool(op, node, g, g_indices=None):
-    """y = max of a window of x:  dx = g added where the maximum was, the first of several."""
+    """y = max of a window of x:  dx = zeros with g added at the first maximum of each window."""
     (x,) = node.inputs
     indices = _indices(op, node)
     if x.dtype == ir.DataType.FLOAT and lengths(x) is not None:
-        where = windows(op, node)
-        if _tiles(x, where):
-            windows_ = {"kernel_shape": list(where.kernel), "strides": list(where.strides)}
-            return (op.set_type_like(op.MaxUnpool(g, indices, **windows_), x),)
+        windows = windows_of(op, node)
+        if _tiles(x, windows):
+            sizes = {"kernel_shape": list(windows.kernel), "strides": list(windows.strides)}
+            return (op.set_type_like(op.MaxUnpool(g, indices, **sizes), x),)
     if max(node.attributes.get_ints("dilations", (1,))) > 1:
         g, indices = _without_empty(op, node, g, indices)
     shape = dims(x)
     row = static(None if shape is None else shape[1:])
     if row is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return (scatter_flat(op, x, indices, g),)
-    # rows apart: their number need not be known
+    # one row per element of the batch, whose size may be dynamic
     n = prod(row)
     positions = op.Reshape(op.Mod(indices, np.int64(n)), [0, -1])
     flat = op.Reshape(g, [0, -1])
     zeros = op.Pad(op.Slice(flat, [0], [0], [1]), [0, 0, 0, n])
-    made = op.ScatterElements(zeros, positions, flat, axis=1, reduction="add")
-    return (op.set_type_like(op.Reshape(made, [0, *row]), x),)
+    sums = op.ScatterElements(zeros, positions, flat, axis=1, reduction="add")
+    return (op.set_type_like(op.Reshape(sums, [0, *row]), x),)
 
 
 def _indices(op, node):
-    """Return where in the flat input each maximum was."""
+    """Return the position of each maximum in the flattened input."""
     (x,) = node.inputs
     if node.attributes.get_int("storage_order", 0):
         attributes = attributes_of(node) | {"storage_order": 0}
@@ -61,48 +61,49 @@ def _indices(op, node):
 
 
 def _without_empty(op, node, g, indices):
-    """Return g and indices without what comes from dilated windows that lie between the elements
-    of x: their maximum is the lowest number, at an index of another row.
+    """Return g and indices, 0 for dilated windows that contain no element of x.
+
+    onnxruntime returns the lowest number as their maximum, and an index in another row.
     """
     y = node.outputs[0]
     wide = y.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    found = op.Greater(y, np.finfo(y.dtype.numpy()).min if wide else -np.inf)
-    return op.Where(found, g, 0.0), op.Where(found, indices, np.int64(0))
+    nonempty = op.Greater(y, np.finfo(y.dtype.numpy()).min if wide else -np.inf)
+    return op.Where(nonempty, g, 0.0), op.Where(nonempty, indices, np.int64(0))
 
 
-def _tiles(x, where: Windows) -> bool:
-    """Tell whether the windows cover `x` once."""
-    known = lengths(x)
+def _tiles(x, windows: Windows) -> bool:
+    """Return whether every element of `x` is in exactly one window."""
+    static_lengths = lengths(x)
     return (
-        known is not None
-        and where.kernel == where.strides
-        and not any(where.pads or (1,))
-        and max(where.dilations) == 1
-        and not any(m % k for m, k in zip(known, where.kernel, strict=True))
+        static_lengths is not None
+        and windows.kernel == windows.strides
+        and not any(windows.pads or (1,))
+        and max(windows.dilations) == 1
+        and not any(m % k for m, k in zip(static_lengths, windows.kernel, strict=True))
     )
 
 
 @rule("MaxUnpool")
 def max_unpool(op, node, g):
-    """y = zero but for x at the given places:  dx = g there, for the last of several at one place.
+    """y = zeros with x at indices i:  dx = g[i], 0 for all but the last x of the same index.
 
-    Places count in the flat output, also where `output_shape` is given: as in onnxruntime and
-    PyTorch, unlike the node case of onnx, which moves them.
+    Indices are positions in the flattened output, whose shape is `output_shape` if stated, as in
+    onnxruntime and PyTorch. In the node case of onnx they refer to the output without it.
     """
     x, indices = node.inputs[:2]
     dx = op.Gather(op.Reshape(g, [-1]), indices, axis=0)
     if not _distinct(indices):
         flat = op.Reshape(indices, [-1])
-        turns = op.Range(np.int64(0), op.Size(indices), np.int64(1))
-        none = op.Expand(np.int64(-1), op.Shape(op.Reshape(g, [-1])))
-        last = op.ScatterElements(none, flat, turns, axis=0, reduction="max")
-        wins = op.Equal(op.Gather(last, flat, axis=0), turns)
+        order = op.Range(np.int64(0), op.Size(indices), np.int64(1))
+        unset = op.Expand(np.int64(-1), op.Shape(op.Reshape(g, [-1])))
+        last = op.ScatterElements(unset, flat, order, axis=0, reduction="max")
+        wins = op.Equal(op.Gather(last, flat, axis=0), order)
         dx = op.Where(op.Reshape(wins, op.Shape(indices), allowzero=1), dx, 0.0)
     return op.set_type_like(dx, x), None, None
 
 
 def _distinct(indices) -> bool:
-    """Tell whether the indices are proven to differ: those of a MaxPool without overlap."""
+    """Return whether no index can occur twice: a MaxPool without overlap produced them."""
     node = indices.producer()
     if node is None or node.op_type != "MaxPool" or node.domain:
         return False
@@ -114,24 +115,24 @@ def _distinct(indices) -> bool:
 
 @rule("AveragePool")
 def average_pool(op, node, g):
-    """y = mean of a window of x:  dx = each g, divided as in the forward, added to its window."""
-    where = windows(op, node)
-    return (_spread(op, g / _divisor(op, node, where), where, node.inputs[0]),)
+    """y = mean of a window of x:  dx = g / n added over each window, n the divisor of y."""
+    windows = windows_of(op, node)
+    return (_sum_windows_adjoint(op, g / _divisor(op, node, windows), windows, node.inputs[0]),)
 
 
 @rule("LpPool")
 def lp_pool(op, node, g):
     """y = (sum over a window of |x|^p)^(1/p):  dx = sign(x) |x|^(p-1) sum of g y^(1-p) over the
-    windows of x, zero where y is: the smallest subgradient.
+    windows of x, 0 where y = 0, the smallest subgradient.
     """
-    (x,), where = node.inputs, windows(op, node)
+    (x,), windows = node.inputs, windows_of(op, node)
     outer, inner = _slopes_of_norm(op, node)
-    return (inner * _spread(op, g if outer is None else g * outer, where, x),)
+    return (inner * _sum_windows_adjoint(op, g if outer is None else g * outer, windows, x),)
 
 
 @rule("GlobalLpPool")
 def global_lp_pool(op, node, g):
-    """y = (sum over a channel of |x|^p)^(1/p):  dx = g y^(1-p) sign(x) |x|^(p-1), zero where y is:
+    """y = (sum over a channel of |x|^p)^(1/p):  dx = g y^(1-p) sign(x) |x|^(p-1), 0 where y = 0,
     the smallest subgradient.
     """
     outer, inner = _slopes_of_norm(op, node)
@@ -139,7 +140,7 @@ def global_lp_pool(op, node, g):
 
 
 def _slopes_of_norm(op, node):
-    """Return the slope of y by the sum of powers, and of that by x, without the factors p, 1/p."""
+    """Return dy/ds and ds/dx, s the sum of powers, without the factors 1/p and p; None for 1."""
     x, y, p = node.inputs[0], node.outputs[0], node.attributes.get_int("p", 2)
     if p == 1:
         return None, op.Sign(x)
@@ -148,59 +149,59 @@ def _slopes_of_norm(op, node):
     return outer, x if p == 2 else op.Sign(x) * op.Pow(op.Abs(x), float(p - 1))
 
 
-def _spread(op, g, where: Windows, x):
+def _sum_windows_adjoint(op, g, windows: Windows, x):
     """Return the adjoint of the sum over windows of each channel of x."""
     shape = dims(x)
     channels = None if shape is None else shape[1]
     if isinstance(channels, int):
-        ones = op.const(np.ones((channels, 1, *where.kernel), x.dtype.numpy()))
-        return op.set_type_like(scatter_windows(op, g, ones, where, x, group=channels), x)
-    ones = op.const(np.ones((1, 1, *where.kernel), x.dtype.numpy()))
+        ones = op.const(np.ones((channels, 1, *windows.kernel), x.dtype.numpy()))
+        return op.set_type_like(scatter_windows(op, g, ones, windows, x, group=channels), x)
+    ones = op.const(np.ones((1, 1, *windows.kernel), x.dtype.numpy()))
     rows = op.ReduceProd(op.Shape(g, start=0, end=2), [0], keepdims=1)
     flat = op.Reshape(g, op.Concat(rows, [1], op.Shape(g, start=2), axis=0), allowzero=1)
-    return op.reshape_like(scatter_windows(op, flat, ones, where, x), x)
+    return op.reshape_like(scatter_windows(op, flat, ones, windows, x), x)
 
 
-def _divisor(op, node, where: Windows):
-    """Return what each window's sum is divided by: its size, or how much of it is no padding."""
+def _divisor(op, node, windows: Windows):
+    """Return the divisor of each window: its size, or the number of its elements in the input."""
     (x,), y = node.inputs, node.outputs[0]
-    unpadded = where.pads is not None and not any(where.pads)
-    all_counts = bool(node.attributes.get_int("count_include_pad", 0))
-    rounded_up = bool(node.attributes.get_int("ceil_mode", 0)) and max(where.strides) > 1
-    if not rounded_up and (all_counts or unpadded):
-        return float(prod(where.kernel))
-    known, counts = lengths(x), lengths(y)
-    if known is not None and counts is not None:
+    unpadded = windows.pads is not None and not any(windows.pads)
+    count_padding = bool(node.attributes.get_int("count_include_pad", 0))
+    ceil_mode = bool(node.attributes.get_int("ceil_mode", 0)) and max(windows.strides) > 1
+    if not ceil_mode and (count_padding or unpadded):
+        return float(prod(windows.kernel))
+    x_lengths, y_lengths = lengths(x), lengths(y)
+    if x_lengths is not None and y_lengths is not None:
         divisor = np.ones((), x.dtype.numpy())
-        for i, (m, o) in enumerate(zip(known, counts, strict=True)):
-            starts = np.arange(o) * where.strides[i] - where.begin[i]
-            places = starts[:, None] + np.arange(where.kernel[i]) * where.dilations[i]
-            low, high = (-where.begin[i], m + where.end[i]) if all_counts else (0, m)
-            inside = ((places >= low) & (places < high)).sum(axis=1)
+        for i, (m, o) in enumerate(zip(x_lengths, y_lengths, strict=True)):
+            starts = np.arange(o) * windows.strides[i] - windows.begin[i]
+            positions = starts[:, None] + np.arange(windows.kernel[i]) * windows.dilations[i]
+            low, high = (-windows.begin[i], m + windows.end[i]) if count_padding else (0, m)
+            inside = ((positions >= low) & (positions < high)).sum(axis=1)
             divisor = divisor[..., None] * inside.astype(divisor.dtype)
         return op.const(divisor)
-    # ones where an element counts, zeros up to the end of the last window, added up by window
+    # ones at elements that count, zeros up to the end of the last window, summed over windows
     one = x.dtype.numpy().type(1)
     counted = op.Expand(op.const(one), op.Concat([1, 1], op.Shape(x, start=2), axis=0))
-    counted = with_padding(op, counted, where, one if all_counts else None)
-    end = op.Sub(op.Shape(y, start=2), 1) * np.array(where.strides) + reach(op, where)
-    none = np.zeros(len(where.axes), np.int64)
-    last = padded(where, none, end - op.Shape(counted, start=2))
-    return weigh_windows(op, counted, op.const(np.ones((1, 1, *where.kernel), one.dtype)), last)
+    counted = with_padding(op, counted, windows, one if count_padding else None)
+    end = op.Sub(op.Shape(y, start=2), 1) * np.array(windows.strides) + reach(op, windows)
+    none = np.zeros(len(windows.axes), np.int64)
+    last = padded(windows, none, end - op.Shape(counted, start=2))
+    return weigh_windows(op, counted, op.const(np.ones((1, 1, *windows.kernel), one.dtype)), last)
 
 
 @rule("GlobalAveragePool")
 def global_average_pool(op, node, g):
     """y = mean of each channel:  dx = g / n."""
     x, y = node.inputs[0], node.outputs[0]
-    known = lengths(x)
-    n = op.Cast(op.Size(x) / op.Size(y), to=x.dtype) if known is None else float(prod(known))
+    shape = lengths(x)
+    n = op.Cast(op.Size(x) / op.Size(y), to=x.dtype) if shape is None else float(prod(shape))
     return (op.expand_to(g / n, x),)
 
 
 @rule("GlobalMaxPool")
 def global_max_pool(op, node, g):
-    """y = max of each channel:  g goes to the elements that are y, in equal shares."""
+    """y = max of each channel:  g in equal shares to the elements that equal y."""
     x, y = node.inputs[0], node.outputs[0]
     n = rank(x)
     axes = op.Range(np.int64(2), op.Size(op.Shape(x)), np.int64(1)) if n is None else [*range(2, n)]

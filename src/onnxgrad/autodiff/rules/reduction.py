@@ -1,4 +1,4 @@
-"""Reduce*: the gradient of what was reduced goes back over the axes."""
+"""Reduce*: the gradient is broadcast over the reduced axes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from onnxgrad.graph.shapes import dims, static
 
 
 def _axes(op, node):
-    """Return the `axes` operand, or None when everything is reduced."""
+    """Return the `axes` input, or None if all axes are reduced."""
     axes = node.inputs[1] if len(node.inputs) > 1 else None
-    known = op.known_value(axes)
-    return None if known is not None and known.size == 0 else axes
+    numbers = op.known_value(axes)
+    return None if numbers is not None and numbers.size == 0 else axes
 
 
 def _keep(op, node, v):
-    """Return `v`, of the output's shape, with the reduced axes kept as ones."""
+    """Return `v`, of the shape of the output, with the reduced axes kept with length one."""
     axes = _axes(op, node)
     if node.attributes.get_int("keepdims", 1) or axes is None:
-        return v  # all axes reduced without keeping them: a scalar, which broadcasts
+        return v  # without axes and keepdims, v is a scalar, which broadcasts
     return op.Unsqueeze(v, axes)
 
 
@@ -30,7 +30,7 @@ def _reduces_nothing(op, node):
 
 
 def _count(op, node):
-    """Return how many elements go into one of the output, as a float of its dtype, or a number."""
+    """Return the number of elements per output element: a float, or a scalar of the dtype of x."""
     x, axes = node.inputs[0], op.known_value(_axes(op, node))
     shape = dims(x)
     if shape is not None:
@@ -38,7 +38,7 @@ def _count(op, node):
         if static(reduced) is not None and (axes is not None or _axes(op, node) is None):
             return float(prod(static(reduced)))
     sizes = [op.Cast(op.Size(v), to=ir.DataType.DOUBLE) for v in (x, node.outputs[0])]
-    return op.Cast(op.Div(*sizes), to=x.dtype)  # not as integers: both may be zero
+    return op.Cast(op.Div(*sizes), to=x.dtype)  # as floats: both may be zero
 
 
 @rule("ReduceSum")
@@ -59,7 +59,7 @@ def reduce_mean(op, node, g):
 
 @rule("ReduceMax", "ReduceMin")
 def reduce_extremum(op, node, g):
-    """y = max x:  g goes to the elements that are y, in equal shares."""
+    """y = max x:  g in equal shares to the elements that equal y."""
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
@@ -69,7 +69,7 @@ def reduce_extremum(op, node, g):
 
 @rule("ReduceProd")
 def reduce_prod(op, node, g):
-    """y = prod x:  dx = g times the product of the others, right where some are zero."""
+    """y = prod x:  dx = g times the product of the other elements, right where some are zero."""
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
@@ -77,8 +77,8 @@ def reduce_prod(op, node, g):
     one_if_zero, zeros = op.Cast(zero, to=x.dtype), op.Where(zero, x, 0.0)
     nonzero = op.Where(zero, 1.0, x)
     rest = op.ReduceProd(nonzero, _axes(op, node), keepdims=1, **_noop(node)) / nonzero
-    left = _sum(op, node, one_if_zero) - one_if_zero  # zeros among the others
-    rest_with_zero = rest * (_sum(op, node, zeros) - zeros)  # zero, but its slope is not
+    left = _sum(op, node, one_if_zero) - one_if_zero  # number of zeros among the others
+    rest_with_zero = rest * (_sum(op, node, zeros) - zeros)  # zero, but not its derivative
     without = op.Where(
         op.Equal(left, 0.0), rest, op.Where(op.Equal(left, 1.0), rest_with_zero, 0.0)
     )

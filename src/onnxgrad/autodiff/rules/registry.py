@@ -1,4 +1,4 @@
-"""Where rules are kept: from an operator to the function that writes its gradient."""
+"""The registry of rules: a table from operators to the functions that write their gradients."""
 
 from __future__ import annotations
 
@@ -13,40 +13,73 @@ import onnx_ir as ir
 Rule: TypeAlias = Callable[..., Any]  # (op, node, *gradients of the outputs) -> one per input
 
 RULES: dict[tuple[str, str], Rule] = {}
-NON_DIFFERENTIABLE: dict[
-    tuple[str, str], str
-] = {}  # operators without gradient, each with a word why
-# Operators that hold graphs: (op, node, gradients of the outputs, values that depend on what is
-# asked for) -> pairs of what the node reads, around its graphs too, and a gradient of it
+NON_DIFFERENTIABLE: dict[tuple[str, str], str] = {}  # operators without gradient, with the reason
+# Operators with subgraphs: (op, node, cotangents of the outputs, values that depend on the
+# requested inputs) -> pairs of an input or captured value of the node and its gradient
 SUBGRAPH_RULES: dict[str, Callable[..., list[tuple[ir.Value, ir.Value]]]] = {}
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Returned by a rule in place of a gradient that it cannot give: an error if it is needed.
+    """What a rule returns in place of a gradient that it does not cover.
+
+    If that gradient is needed, `NoGradientRule` is raised; otherwise nothing happens.
 
     Attributes:
-        reason: why, and what to do; it becomes part of the `NoGradientRule`.
+        reason: why, and what to do instead; it becomes part of the error message.
+
+    Examples:
+        A rule that covers one of two modes:
+
+        >>> from onnxgrad import Unsupported, rule
+        >>> @rule("Wave", domain="doc.example")
+        ... def wave(op, node, g):
+        ...     # y = sin x:  dx = g cos x
+        ...     if node.attributes.get_string("kind", "sine") != "sine":
+        ...         return (Unsupported("only kind='sine' has a gradient"),)
+        ...     return (g * op.Cos(node.inputs[0]),)
     """
 
     reason: str
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
-    """Register the function below as the rule of the named operators.
+    """Register the decorated function as the rule of the named operators.
 
-    It is called as `f(op, node, g)`, with one `g` per output that it takes, None where no gradient
-    arrives, and returns one gradient per input, of that input's shape and dtype: a value, None for
-    none, or `Unsupported(reason)`. It never asks which are wanted: what nobody uses is removed
-    afterwards. `op` writes nodes: `op.MatMul(a, b)`, `op.Softmax(x, axis=-1)`, `a * b`;
-    `op.sum_to(g, x)` undoes broadcasting. `node` has `inputs`, `outputs` and `attributes`.
+    A rule is called as `f(op, node, g)`. It takes one cotangent `g` for each output, None where the
+    output has none. A rule of fewer cotangents fails if an output beyond them has one.
 
-    A later rule takes the place of an earlier one. Local functions of a model that have a rule stay
-    functions; the others are differentiated through their nodes.
+    It returns one gradient for each input: a value of the shape and dtype of the input, None for no
+    gradient, or `Unsupported(reason)`. Nodes of gradients that nobody needs are removed later.
+
+    `op` writes nodes: `op.MatMul(a, b)`, `op.Softmax(x, axis=-1)`, `a * b`. `op.sum_to(g, x)`
+    undoes broadcasting. `node` has `inputs`, `outputs` and `attributes`.
+
+    A later rule replaces an earlier one. A local function that has a rule stays a function; others
+    are differentiated through their nodes.
 
     Args:
-        op_types: names of the operators, or of local functions.
-        domain: their domain; empty for the standard operators.
+        op_types: names of operators or local functions.
+        domain: their domain; empty for standard operators.
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Examples:
+        >>> import onnx
+        >>> from onnxgrad import onnx_derivative, rule
+        >>> @rule("Square", domain="doc.example")
+        ... def square(op, node, g):
+        ...     # y = x^2:  dx = 2 g x
+        ...     return (2.0 * g * node.inputs[0],)
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20, "doc.example": 1]>
+        ...     f (float[N,2] x) => (float[N,2] y) { y = doc.example.Square (x) }
+        ...     <domain: "doc.example", opset_import: ["": 20]>
+        ...     Square (a) => (b) { b = Mul(a, a) }''')
+        >>> gradient = onnx_derivative(model)
+        >>> [node.op_type for node in gradient.graph.node]
+        ['Mul', 'Mul']
     """
 
     def register(function: Rule) -> Rule:
@@ -58,7 +91,7 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
 
 def elementwise(**slopes: Callable[[Any, ir.Value, ir.Value], Any]) -> None:
-    """Register y = f(x) by its slope: `Tanh=lambda op, x, y: 1 - y * y`."""
+    """Register rules of y = f(x) by their slopes f'(x): `Tanh=lambda op, x, y: 1 - y * y`."""
     for name, slope in slopes.items():
         rule(name)(_by_slope(slope))
 
@@ -72,13 +105,13 @@ def _by_slope(slope: Callable[[Any, ir.Value, ir.Value], Any]) -> Rule:
 
 
 def constant(reasons: Mapping[str, str], domain: str = "") -> None:
-    """Declare operators without gradient, each with a word why."""
+    """Declare operators without gradient, each with the reason."""
     NON_DIFFERENTIABLE.update({(domain, name): why for name, why in reasons.items()})
 
 
 @cache
 def taken_gradients(function: Rule) -> int:
-    """Return how many output gradients a rule takes; those beyond must not arrive."""
+    """Return the number of cotangents that a rule takes; outputs beyond it must not have one."""
     parameters = list(inspect.signature(function).parameters.values())[2:]
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return 1 << 30

@@ -1,7 +1,7 @@
-"""Reading an image between its elements: GridSample, AffineGrid, DeformConv.
+"""Interpolation of images: GridSample and AffineGrid, and the samples of DeformConv.
 
-A sample is the sum of a few elements around its place, each times a weight that is a polynomial of
-the place along each axis. Half precision is computed in float32.
+A sample is a weighted sum of the elements around its position. The weights are polynomials of the
+position along each axis. Half precision is computed in float32.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from onnxgrad.autodiff.rules.common import wide
 from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.graph.shapes import rank
 
-_LAST = 2**63 - 1  # as the end of a Slice: up to the last element
-_A = -0.75  # of the cubic convolution (Keys 1981), fixed by the specification of GridSample
-# the weights of neighbouring elements as polynomials of the distance t from the first at or before
-# the place: one row per power of t
+_LAST = 2**63 - 1  # end of a Slice up to the last element
+_A = -0.75  # coefficient of cubic convolution (Keys 1981), as GridSample specifies
+# the weights of neighbouring elements as polynomials of the distance t of the position from the
+# element at or before it: one row per power of t
 _WEIGHTS = {
     "nearest": [[1.0]],
     "linear": [[1.0, 0.0], [-1.0, 1.0]],
@@ -35,40 +35,41 @@ _WEIGHTS = {
 
 @dataclass(frozen=True)
 class Taps:
-    """The elements that samples (B, P) read along one axis: each field is (B, P, taps)."""
+    """The elements read by samples (B, P) along one axis: each field is (B, P, taps)."""
 
     index: ir.Value  # int64, within the axis
     weight: ir.Value
-    slope: ir.Value | None  # of the weight by the place; None where it is zero everywhere
-    taken: int  # taps
+    slope: ir.Value | None  # d weight / d position; None if it is zero everywhere
+    count: int  # taps per sample
 
 
-def taps(op, place, length, mode: str, padding: str = "zeros", aligned: bool = False) -> Taps:
-    """Return what is read along an axis of some length at `place`, counted in elements."""
-    powers = [np.array(row, place.dtype.numpy()) for row in _WEIGHTS[mode]]
+def taps(op, position, length, mode: str, padding: str = "zeros", aligned: bool = False) -> Taps:
+    """Return the taps along an axis of this length at `position`, in units of elements."""
+    powers = [np.array(row, position.dtype.numpy()) for row in _WEIGHTS[mode]]
     count, derivative = len(powers[0]), [n * row for n, row in enumerate(powers)][1:]
-    turn = None
+    inner = None
     if mode == "linear" and padding != "zeros":
-        place, turn = _inside(op, place, as_real(op, length, place.dtype), padding, aligned)
-    first = op.Round(place) if mode == "nearest" else op.Floor(place)
-    t = op.Unsqueeze(place - first, [-1])
+        real = as_real(op, length, position.dtype)
+        position, inner = _moved_inside(op, position, real, padding, aligned)
+    first = op.Round(position) if mode == "nearest" else op.Floor(position)
+    t = op.Unsqueeze(position - first, [-1])
     neighbours = np.arange(count) - (1 if mode == "cubic" else 0)
     index = op.Unsqueeze(op.Cast(first, to=ir.DataType.INT64), [-1]) + neighbours
     weight, slope = _polynomial(op, t, powers), _polynomial(op, t, derivative)
     last = length - 1 if isinstance(length, ir.Value) else np.int64(length - 1)
     if padding == "reflection" and mode != "linear":
-        index = _mirrored(op, index, length, aligned)
+        index = _reflected(op, index, length, aligned)
     clipped = op.Max(op.Min(index, last), np.int64(0))
     if padding == "zeros":
-        there = op.Cast(op.Equal(index, clipped), to=place.dtype)
-        weight, slope = weight * there, None if slope is None else slope * there
-    if turn is not None:
-        slope = slope * op.Unsqueeze(turn, [-1])
+        inside = op.Cast(op.Equal(index, clipped), to=position.dtype)
+        weight, slope = weight * inside, None if slope is None else slope * inside
+    if inner is not None:
+        slope = slope * op.Unsqueeze(inner, [-1])
     return Taps(clipped, weight, slope, count)
 
 
 def as_real(op, number, dtype):
-    """Return an int, or an int64 value, in another dtype."""
+    """Return an int, or an int64 value, as a value of a floating-point dtype."""
     if isinstance(number, ir.Value):
         return op.Cast(number, to=dtype)
     return op.const(np.array([number], dtype.numpy()))
@@ -93,32 +94,32 @@ def _polynomial(op, t, rows: list[np.ndarray]):
     return y
 
 
-def _inside(op, place, length, padding: str, aligned: bool):
-    """Return the place moved into the image, and its derivative: 0 where it is held at the border.
+def _moved_inside(op, position, length, padding: str, aligned: bool):
+    """Return the position clamped to the image or reflected into it, and the derivative of that.
 
-    As in PyTorch the border belongs to what is held.
+    The derivative is 0 where the position is clamped, and at the border itself, as in PyTorch.
     """
     last, sign = length - 1.0, None
     if padding == "reflection":
         low, half = (0.0, op.Max(last, 1.0)) if aligned else (-0.5, length)
-        from_low, period = place - low, 2.0 * half
-        turned = op.Abs(from_low) - period * op.Floor(op.Abs(from_low) / period)
-        back = op.Greater(turned, half)
-        place = op.Where(back, period - turned, turned) + low
-        one, other = op.const(1.0, place.dtype), op.const(-1.0, place.dtype)
-        sign = op.Where(op.Xor(back, op.Less(from_low, 0.0)), other, one)
-    free = op.And(op.Greater(place, 0.0), op.Less(place, last))
-    held = op.Min(op.Max(place, 0.0), last)
-    moving = op.Cast(free, to=place.dtype)
-    return held, moving if sign is None else moving * sign
+        from_low, period = position - low, 2.0 * half
+        phase = op.Abs(from_low) - period * op.Floor(op.Abs(from_low) / period)
+        back = op.Greater(phase, half)
+        position = op.Where(back, period - phase, phase) + low
+        one, minus_one = op.const(1.0, position.dtype), op.const(-1.0, position.dtype)
+        sign = op.Where(op.Xor(back, op.Less(from_low, 0.0)), minus_one, one)
+    inside = op.And(op.Greater(position, 0.0), op.Less(position, last))
+    clamped = op.Min(op.Max(position, 0.0), last)
+    derivative = op.Cast(inside, to=position.dtype)
+    return clamped, derivative if sign is None else derivative * sign
 
 
-def _mirrored(op, index, length, aligned: bool):
-    """Return integer places reflected at the first and last element, or half an element beyond."""
+def _reflected(op, index, length, aligned: bool):
+    """Return indices reflected at the first and last element, or half an element beyond them."""
     edge = 0 if aligned else 1
     period = op.Max(op.const(np.int64(2)) * length - 2 * (1 - edge), np.int64(1))
-    turned = op.Mod(index, period)
-    return op.Min(turned, period - edge - turned)
+    phase = op.Mod(index, period)
+    return op.Min(phase, period - edge - phase)
 
 
 # -- all axes together --------------------------------------------------------------------------
@@ -126,12 +127,12 @@ def _mirrored(op, index, length, aligned: bool):
 
 @dataclass(frozen=True)
 class Samples:
-    """What P samples per image read of `images` (B, C, elements): T elements each."""
+    """P samples of each of `images` (B, C, elements), each of T elements."""
 
     images: ir.Value
     index: ir.Value  # (B, C, P T)
     weight: ir.Value  # (B, 1, P, T)
-    slopes: list[ir.Value]  # of the weight by the place along each axis, as `weight`
+    slopes: list[ir.Value]  # d weight / d position along each axis, each (B, 1, P, T)
     unfolded: Any  # the shape (B, C, P, T) for a Reshape
     folded: Any  # (B, C, P T)
 
@@ -143,44 +144,44 @@ class Samples:
         """Return the samples (B, C, P)."""
         return op.ReduceSum(elements * self.weight, [3], keepdims=0)
 
-    def into_images(self, op, g):
-        """Return the gradient of the images, where g (B, C, P) arrives at the samples."""
+    def images_gradient(self, op, g):
+        """Return the gradient of the images from g (B, C, P), that of the samples."""
         parts = op.Reshape(op.Unsqueeze(g, [-1]) * self.weight, self.folded)
         zeros = op.zeros_like(self.images)
         return op.ScatterElements(zeros, self.index, parts, axis=2, reduction="add")
 
-    def into_places(self, op, elements, g):
-        """Return the gradient (B, P) of the places along each axis."""
+    def positions_gradient(self, op, elements, g):
+        """Return the gradient (B, P) of the positions along each axis."""
         by_weight = op.ReduceSum(op.Unsqueeze(g, [-1]) * elements, [1], keepdims=1)
         return [op.ReduceSum(by_weight * slope, [1, 3], keepdims=0) for slope in self.slopes]
 
 
-def samples(op, images, channels, count, axes: list[Taps], lengths: list) -> Samples:
-    """Return what `count` samples read along all axes, which have these lengths."""
-    n, taken = len(axes), prod(tap.taken for tap in axes)
+def samples_of(op, images, channels, count, axes: list[Taps], lengths: list) -> Samples:
+    """Return `count` samples per image, from their taps along axes of these lengths."""
+    n, size = len(axes), prod(tap.count for tap in axes)
 
-    def spread(i: int, v):  # (B, P, taps) with an axis for the taps of each axis
+    def spread(i: int, v):  # (B, P, taps) -> (B, P, taps of axis 0, taps of axis 1, ...)
         return op.Unsqueeze(v, [2 + k for k in range(n) if k != i]) if n > 1 else v
 
-    def together(parts: list):
+    def product(parts: list):
         y = parts[0]
         for part in parts[1:]:
             y = y * part
-        return op.Unsqueeze(op.Reshape(y, [0, 0, taken]), [1])
+        return op.Unsqueeze(op.Reshape(y, [0, 0, size]), [1])
 
     index = spread(0, axes[0].index)
     for i in range(1, n):
         index = index * op.const(lengths[i], ir.DataType.INT64) + spread(i, axes[i].index)
-    folded = op.vector(0, 0, count * taken)
-    index = op.Reshape(op.Unsqueeze(op.Reshape(index, [0, 0, taken]), [1]), folded)
+    folded = op.vector(0, 0, count * size)
+    index = op.Reshape(op.Unsqueeze(op.Reshape(index, [0, 0, size]), [1]), folded)
     weights = [spread(i, tap.weight) for i, tap in enumerate(axes)]
     slopes = [
-        together([spread(i, tap.slope) if k == i else w for k, w in enumerate(weights)])
+        product([spread(i, tap.slope) if k == i else w for k, w in enumerate(weights)])
         for i, tap in enumerate(axes)
         if tap.slope is not None
     ]
     index = op.Expand(index, op.vector(1, channels, 1))
-    return Samples(images, index, together(weights), slopes, op.vector(0, 0, count, taken), folded)
+    return Samples(images, index, product(weights), slopes, op.vector(0, 0, count, size), folded)
 
 
 # -- operators ----------------------------------------------------------------------------------
@@ -188,14 +189,14 @@ def samples(op, images, channels, count, axes: list[Taps], lengths: list) -> Sam
 
 @rule("GridSample")
 def grid_sample(op, node, g):
-    """y = sum w(u) x around each place u of the grid:  dx = g w there,  du = g x dw/du.
+    """y = sum w(u) x over the elements around each u of the grid:  dx = g w,  du = sum g x dw/du.
 
-    Where a place is held at the border, the border included, its gradient is zero, as in PyTorch.
+    Where u is clamped to the border, and at the border itself, du is zero, as in PyTorch.
     """
     x, grid = node.inputs
     n = rank(x) or rank(grid)
     if n is None:
-        return Unsupported("the rank of its input is not known")
+        return Unsupported("the rank of its input is not known; state its shape in the model")
     aligned = bool(node.attributes.get_int("align_corners", 0))
     mode = node.attributes.get_string("mode", "linear").removeprefix("bi")
     padding = node.attributes.get_string("padding_mode", "zeros")
@@ -208,25 +209,25 @@ def grid_sample(op, node, g):
     axes, factors = [], []
     for i, length in enumerate(lengths):  # the last axis of x comes first in the grid
         u, real = op.Gather(points, np.int64(n - 3 - i), axis=2), as_real(op, length, dtype)
-        place = (u + 1.0) * 0.5 * (real - 1.0) if aligned else ((u + 1.0) * real - 1.0) * 0.5
-        axes.append(taps(op, place, length, mode, padding, aligned))
+        position = (u + 1.0) * 0.5 * (real - 1.0) if aligned else ((u + 1.0) * real - 1.0) * 0.5
+        axes.append(taps(op, position, length, mode, padding, aligned))
         factors.append(0.5 * (real - 1.0) if aligned else 0.5 * real)
     images = op.Reshape(op.Cast(x, to=dtype), op.vector(0, 0, op.numel(x, 2)))
-    read = samples(op, images, op.dim(x, 1), count, axes, lengths)
+    samples = samples_of(op, images, op.dim(x, 1), count, axes, lengths)
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, 0, count))
-    dx = op.reshape_like(op.Cast(read.into_images(op, g), to=x.dtype), x)
+    dx = op.reshape_like(op.Cast(samples.images_gradient(op, g), to=x.dtype), x)
     if mode == "nearest":
         return dx, None
-    by_axis = zip(read.into_places(op, read.read(op), g), factors, strict=True)
+    by_axis = zip(samples.positions_gradient(op, samples.read(op), g), factors, strict=True)
     du = op.Concat(*(op.Unsqueeze(d * f, [2]) for d, f in reversed([*by_axis])), axis=2)
     return dx, op.reshape_like(op.Cast(du, to=grid.dtype), grid)
 
 
 @rule("AffineGrid")
 def affine_grid(op, node, g):
-    """y = theta b, b = (x, y, 1) of each place:  dtheta = sum over places of g bT.
+    """y = theta b, b = (x, y, 1) at each position:  dtheta = sum over positions of g bT.
 
-    The places are those of the unit transformation.
+    The positions are computed by an AffineGrid of the unit matrix.
     """
     theta, size = node.inputs
     dtype = wide(theta.dtype)
@@ -234,9 +235,9 @@ def affine_grid(op, node, g):
     unit = op.EyeLike(op.Expand(op.const(0.0, dtype), op.vector(n, op.dim(theta, 2))))
     one_of = op.Concat([1], op.Slice(size, [1], [_LAST], [0]), axis=0)
     aligned = node.attributes.get_int("align_corners", 0)
-    places = op.AffineGrid(op.Unsqueeze(unit, [0]), one_of, align_corners=aligned)
-    places = op.Reshape(places, op.vector(-1, n))
-    b = op.Concat(places, op.Expand(op.const(1.0, dtype), op.vector(op.dim(places, 0), 1)), axis=1)
+    grid = op.AffineGrid(op.Unsqueeze(unit, [0]), one_of, align_corners=aligned)
+    grid = op.Reshape(grid, op.vector(-1, n))
+    b = op.Concat(grid, op.Expand(op.const(1.0, dtype), op.vector(op.dim(grid, 0), 1)), axis=1)
     g = op.Reshape(op.Cast(g, to=dtype), op.vector(0, -1, n))
     dtheta = op.MatMul(op.Transpose(g, perm=[0, 2, 1]), b)
     return op.set_type_like(op.Cast(dtheta, to=theta.dtype), theta), None

@@ -17,20 +17,20 @@ def construct(op, node, g):
 
 @rule("SequenceAt")
 def at(op, node, g):
-    """y = s[i]:  ds = zeros but for dy at i."""
+    """y = s[i]:  ds = zeros with dy at i."""
     s, i = node.inputs
     return sequence_nodes.scatter_element(op, g, i, s), None
 
 
 @rule("SequenceInsert")
 def insert(op, node, g):
-    """y = s with x put at i:  dx = dy[i],  ds = dy without it."""
+    """y = s with x inserted at i:  dx = dy[i],  ds = dy without dy[i]."""
     s, x, i = (*node.inputs, None)[:3]
     if i is None:
         i = op.const(np.int64(-1))
-    elif (known := op.known_value(i)) is not None:  # below zero: from the end of the shorter s
-        at = int(known.reshape(()))
-        i = op.const(np.int64(at if at >= 0 else at - 1))
+    elif (array := op.known_value(i)) is not None:  # below zero: from the end of the shorter s
+        index = int(array.reshape(()))
+        i = op.const(np.int64(index if index >= 0 else index - 1))
     else:
         i = op.Where(op.Less(i, op.const(0, i.dtype)), op.Sub(i, op.const(1, i.dtype)), i)
     return (
@@ -42,7 +42,7 @@ def insert(op, node, g):
 
 @rule("SequenceErase")
 def erase(op, node, g):
-    """y = s without s[i]:  ds = dy with zeros put at i."""
+    """y = s without s[i]:  ds = dy with zeros inserted at i."""
     s, i = (*node.inputs, None)[:2]
     i = op.const(np.int64(-1)) if i is None else i
     zeros = op.zeros_like(sequence_nodes.element(op, s, i))
@@ -53,23 +53,23 @@ def erase(op, node, g):
 
 @rule("SplitToSequence")
 def split(op, node, g):
-    """s = the pieces of x:  dx = the pieces of ds, joined."""
-    x, given = (*node.inputs, None)[:2]
+    """s = x split along an axis:  dx = the elements of ds, concatenated."""
+    x, lengths = (*node.inputs, None)[:2]
     axis = node.attributes.get_int("axis", 0)
-    new = int(given is None and not node.attributes.get_int("keepdims", 1))
+    new = int(lengths is None and not node.attributes.get_int("keepdims", 1))
     shape = dims(x)
     if shape is not None and isinstance(shape[axis], int) and shape[axis] > 0:
         return op.set_type_like(op.ConcatFromSequence(g, axis=axis, new_axis=new), x), None
-    nothing = op.Slice(op.zeros_like(x), [0], [0], [axis])  # there may be no piece
+    empty = op.Slice(op.zeros_like(x), [0], [0], [axis])  # s may have no element
     if new:
         g = sequence_nodes.mapped(op, lambda inner, v: inner.Unsqueeze(v, [axis]), g)
-    joined = op.SequenceInsert(g, nothing, np.int64(0))
+    joined = op.SequenceInsert(g, empty, np.int64(0))
     return op.set_type_like(op.ConcatFromSequence(joined, axis=axis), x), None
 
 
 @rule("ConcatFromSequence")
 def concat(op, node, g):
-    """y = the elements of s, joined:  ds = the pieces of dy."""
+    """y = the elements of s, concatenated:  ds = dy split as s was."""
     [s] = node.inputs
     axis = node.attributes.get_int("axis", 0)
     if node.attributes.get_int("new_axis", 0):
@@ -86,5 +86,5 @@ def concat(op, node, g):
 
 @rule("Optional", "OptionalGetElement")
 def optional(op, node, g):
-    """y = what x holds:  dx = dy."""
+    """y = the value in x:  dx = dy."""
     return (g,)

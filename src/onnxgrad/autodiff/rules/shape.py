@@ -26,7 +26,7 @@ def reshape(op, node, g):
 
 @rule("Transpose")
 def transpose(op, node, g):
-    """y = x with its axes permuted:  dx = g with them put back."""
+    """y = x with its axes permuted:  dx = g with its axes permuted back."""
     perm = node.attributes.get_ints("perm", None)
     if perm is None:  # reversed: its own inverse
         return (op.Transpose(g),)
@@ -35,7 +35,7 @@ def transpose(op, node, g):
 
 @rule("Expand")
 def expand(op, node, g):
-    """y = x repeated:  dx = g summed over what was repeated."""
+    """y = x repeated:  dx = g summed over the repeats."""
     return (op.sum_to(g, node.inputs[0]),)
 
 
@@ -61,18 +61,18 @@ def split(op, node, *gs):
 
 @rule("Slice")
 def slice_(op, node, g):
-    """y = x[start:end:step]:  dx = zero but for g where y was taken from."""
+    """y = x[start:end:step]:  dx = zeros with g in that slice."""
     pads = _pads_of_slice(op, node, g)
     return (moved(op, node, g) if pads is None else op.Pad(g, pads),)
 
 
 def _pads_of_slice(op, node, g):
-    """Return the padding that undoes a Slice of step one, else None."""
+    """Return the padding that is the adjoint of a Slice of step one, or None if it is dynamic."""
     x, first, *others = node.inputs
     shape, count = dims(x), static(dims(first))
     starts, ends, axes, steps = (op.known_value(v) for v in (first, *others, None, None)[:4])
-    unread = any(v is not None and op.known_value(v) is None for v in others[1:])
-    if shape is None or unread or (steps is not None and np.any(steps != 1)) or count is None:
+    dynamic = any(v is not None and op.known_value(v) is None for v in others[1:])
+    if shape is None or dynamic or (steps is not None and np.any(steps != 1)) or count is None:
         return None
     begin, end = [0] * len(shape), [0] * len(shape)
     for i, axis in enumerate(range(*count) if axes is None else axes.tolist()):
@@ -81,7 +81,7 @@ def _pads_of_slice(op, node, g):
         if isinstance(n, int) and lo is not None and hi is not None:
             lo, hi, _ = slice(lo, hi).indices(n)
             begin[axis], end[axis] = min(lo, hi), n - hi
-        elif hi is not None and hi >= 2**31 - 1:  # up to the last, of which there may be none
+        elif hi is not None and hi >= 2**31 - 1:  # up to the end, whatever the length
             begin[axis] = op.dim(x, axis) - op.dim(g, axis)
         elif lo == 0:
             end[axis] = op.dim(x, axis) - op.dim(g, axis)
@@ -96,7 +96,7 @@ def pad(op, node, g):
     x, pads, value, axes = (*node.inputs, None, None)[:4]
     if node.attributes.get_string("mode", "constant") != "constant":
         return moved(op, node, g, pads, None, axes), None, None
-    dx = op.Pad(g, -pads, None, axes)  # a negative length cuts off
+    dx = op.Pad(g, -pads, None, axes)  # negative pads crop
     if value is None:
         return dx, None, None
     border = op.Pad(op.zeros_like(x), pads, 1.0, axes)
@@ -106,23 +106,23 @@ def pad(op, node, g):
 def moved(op, node, g, *operands):
     """Return the gradient of the first input of a node that only moves its elements.
 
-    The node is run on the positions 0..n-1 of its input, and g is added up at the positions that
-    come out: right for every attribute, and for indices known only at run time. `operands` are its
-    other inputs, where they are not to be those of the node.
+    The node is applied to the positions 0, ..., n-1 of its input, and g is added at the positions
+    that it returns. That is right for all attributes and for dynamic indices. `operands` replace
+    the other inputs of the node.
     """
     x, *rest = node.inputs
     inputs = [positions_of(op, x), *(operands or rest)]
-    taken = op.emit(node.op_type, inputs, attributes_of(node), domain=node.domain)
-    return scatter_flat(op, x, taken, g)
+    positions = op.emit(node.op_type, inputs, attributes_of(node), domain=node.domain)
+    return scatter_flat(op, x, positions, g)
 
 
 def scatter_flat(op, x, positions, g):
     """Return zeros of the shape of `x` with `g` added at flat `positions`.
 
-    ScatterND would do, but onnxruntime runs it on several threads that overwrite each other's sums.
+    Not by ScatterND: onnxruntime's threads overwrite each other's sums in it.
     """
-    known = static(dims(x))
-    n = op.Reshape(op.Size(x), [1]) if known is None else [prod(known)]
+    shape = static(dims(x))
+    n = op.Reshape(op.Size(x), [1]) if shape is None else [prod(shape)]
     dtype = wide(x.dtype)
     flat = op.ScatterElements(
         op.Expand(op.const(0.0, dtype), n),
@@ -136,15 +136,16 @@ def scatter_flat(op, x, positions, g):
 
 @rule("Gather")
 def gather(op, node, g):
-    """y = x[i]:  dx = zero but for g added at i."""
+    """y = x[i]:  dx = zeros with g added at i."""
     x, i = node.inputs
     axis = node.attributes.get_int("axis", 0)
-    shape, at = dims(x), op.known_value(i)
-    if at is not None and at.ndim == 0 and shape is not None:
-        n, at = op.dim(x, axis), int(at)
+    shape, index = dims(x), op.known_value(i)
+    if index is not None and index.ndim == 0 and shape is not None:
+        n, index = op.dim(x, axis), int(index)
         axis %= len(shape)
         before, after = [0] * len(shape), [0] * len(shape)
-        before[axis], after[axis] = (at, n - (at + 1)) if at >= 0 else (n + at, -1 - at)
+        begin, end = (index, n - (index + 1)) if index >= 0 else (n + index, -1 - index)
+        before[axis], after[axis] = begin, end
         return op.Pad(op.Unsqueeze(g, [axis]), op.vector(*before, *after)), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
         row = None if shape is None else static(shape[1:])
@@ -155,7 +156,7 @@ def gather(op, node, g):
 
 
 def scatter_rows(op, x, i, g):
-    """Return zeros of the shape of `x` with the rows of `g` added at rows `i`."""
+    """Return zeros of the shape of `x` with the rows of `g` added at row indices `i`."""
     shape = dims(x)
     row = None if shape is None else static(shape[1:])
     width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
@@ -165,9 +166,9 @@ def scatter_rows(op, x, i, g):
 
 
 def _scattered_rows(op, x, i, g, row: tuple[int, ...]):
-    """Return what `scatter_rows` does, of rows of the static shape `row`.
+    """Return the result of `scatter_rows` for rows of the static shape `row`.
 
-    In the shape of x itself: a table of embeddings is large, and a Reshape of an output copies it.
+    It never has another shape than x: embeddings are large, and to reshape an output copies it.
     """
     g = op.Reshape(op.Cast(g, to=wide(x.dtype)), [-1, *row])
     rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape_of(g))

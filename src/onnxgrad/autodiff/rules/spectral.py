@@ -1,7 +1,7 @@
-"""Fourier transforms: linear, so the gradient is a transform again.
+"""Fourier transforms, which are linear: the gradient is a transform too.
 
-Complex numbers are pairs of reals on the last axis, and a matrix F of complex numbers acts on them
-with the adjoint F^H. Only whole transforms are written, never one-sided inverse ones.
+Complex numbers are pairs of reals on the last axis. The adjoint of a complex matrix F is F^H. The
+gradients have no one-sided inverse transforms, only full ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.autodiff.rules.shape import scatter_flat
-from onnxgrad.autodiff.rules.windows import Vector, alike, quotient
+from onnxgrad.autodiff.rules.windows import Vector, quotient, unified
 from onnxgrad.graph.shapes import dims, rank
 
 _ZERO, _ONE = np.int64(0), np.int64(1)
@@ -21,8 +21,8 @@ _ZERO, _ONE = np.int64(0), np.int64(1)
 def dft(op, node, g):
     """y = F x:  dx = F^H g = n F^-1 g;  y = F^-1 x:  dx = F g / n.
 
-    The half that a one-sided y lacks has no gradient; one-sided x stands for both halves. What the
-    length n of the transform cut off gets zeros, and of what it added nothing comes back.
+    The half that a one-sided y omits has no gradient; a one-sided x stands for both halves. If the
+    length n of the transform is shorter than x, the gradient of the rest of x is zero.
     """
     x, inverse = node.inputs[0], node.attributes.get_int("inverse", 0)
     onesided, axis = node.attributes.get_int("onesided", 0), _axis(op, node)
@@ -41,7 +41,7 @@ def dft(op, node, g):
 
 @rule("STFT")
 def stft(op, node, g):
-    """y = F u of every frame u = w x:  du = F^H g,  dx = w du added up over frames, dw = sum x du.
+    """y = F u of each frame u = w x:  du = F^H g,  dx = w du summed over frames,  dw = sum x du.
 
     Allen & Rabiner 1977, doi:10.1109/PROC.1977.10770.
     """
@@ -54,8 +54,8 @@ def stft(op, node, g):
     onesided = node.attributes.get_int("onesided", 1)
     du = _adjoint(op, g, x, n, -2, inverse=0, onesided=onesided)
     counts = [op.Squeeze(v, [0]) for v in (op.const(_length(op, g, 1)), op.const(n))]
-    frames, places = (op.Range(_ZERO, count, _ONE) for count in counts)
-    times = op.Unsqueeze(frames * op.Cast(step, to=ir.DataType.INT64), [1]) + places
+    frames, offsets = (op.Range(_ZERO, count, _ONE) for count in counts)
+    times = op.Unsqueeze(frames * op.Cast(step, to=ir.DataType.INT64), [1]) + offsets
     flat = op.Reshape(op.Range(_ZERO, op.Size(x), _ONE), op.Shape(x), allowzero=1)
     windowed = du if w is None else du * op.Unsqueeze(w, [1])
     dx = op.reshape_like(scatter_flat(op, x, op.Gather(flat, times, axis=1), windowed), signal)
@@ -65,38 +65,39 @@ def stft(op, node, g):
 
 
 def _adjoint(op, g, x, n: Vector, axis, inverse: int, onesided: int):
-    """Return n F^-1 g, or F g / n, along `axis`: its real part where x is real."""
+    """Return n F^-1 g along `axis`, or F g / n if `inverse`; only the real part if x is real."""
     if onesided:
         g = _fit(op, g, axis, quotient(op, n, 2) + 1, n)
-    made = _transform(op, g, axis, inverse=1 - inverse)
+    transformed = _transform(op, g, axis, inverse=1 - inverse)
     scale = op.Cast(n, to=x.dtype) if isinstance(n, ir.Value) else float(n[0])
-    made = made / scale if inverse else made * scale
+    dx = transformed / scale if inverse else transformed * scale
     if (dims(x) or (None,))[-1] == 2:
-        return made
-    return op.Slice(made, [0], op.Shape(x, start=-1), [-1])
+        return dx
+    return op.Slice(dx, [0], op.Shape(x, start=-1), [-1])
 
 
 def _transform(op, g, axis, **attributes):
-    """Return a DFT over all of `axis`; onnx infers wrong symbols where a length is given."""
+    """Return a DFT over all of `axis`; from a length, onnx would infer wrong symbols."""
     if op.opset < 20:
         return op.DFT(g, axis=axis, **attributes)
-    at = op.Reshape(axis, []) if isinstance(axis, ir.Value) else np.int64(axis)
-    return op.DFT(g, None, at, **attributes)
+    axis = op.Reshape(axis, []) if isinstance(axis, ir.Value) else np.int64(axis)
+    return op.DFT(g, None, axis, **attributes)
 
 
 def _fit(op, v, axis, have: Vector, want: Vector):
-    """Return v, `have` elements long, cut off or continued with zeros to be as long as wanted."""
-    have, want = alike(op, have, want)
+    """Return v, of length `have` along `axis`, cropped or padded with zeros to length `want`."""
+    have, want = unified(op, have, want)
     if isinstance(have, ir.Value):
-        return op.Pad(v, op.Concat([0], op.Sub(want, have), axis=0), None, _places(axis))
+        return op.Pad(v, op.Concat([0], op.Sub(want, have), axis=0), None, _as_axes(axis))
     more = int(want[0] - have[0])
-    return op.Pad(v, [0, more], None, _places(axis)) if more else v
+    return op.Pad(v, [0, more], None, _as_axes(axis)) if more else v
 
 
 def _weights(op, x, n: Vector, axis):
-    """Return how often each element of one-sided x counts, over n, to be multiplied along `axis`.
+    """Return the multiplicity of each element of one-sided x along `axis`, divided by n.
 
-    All but the first, and for even n the middle one, stand for their conjugates too.
+    It is 2, as an element stands for its conjugate too, and 1 for the first and, if n is even, the
+    middle one. The shape broadcasts against x.
     """
     n, r = op.const(n), rank(x)
     k = op.Range(_ZERO, op.Squeeze(n / 2 + 1, [0]), _ONE)
@@ -105,22 +106,22 @@ def _weights(op, x, n: Vector, axis):
     if r is not None and isinstance(axis, int):
         return op.Reshape(times, [-1 if i == axis % r else 1 for i in range(r)])
     r = op.Size(op.Shape(x))
-    at = op.Equal(op.Range(_ZERO, r, _ONE), op.Mod(op.const(_places(axis)), r))
-    return op.Reshape(times, op.Where(at, op.const(np.int64(-1)), _ONE))
+    is_axis = op.Equal(op.Range(_ZERO, r, _ONE), op.Mod(op.const(_as_axes(axis)), r))
+    return op.Reshape(times, op.Where(is_axis, op.const(np.int64(-1)), _ONE))
 
 
 def _axis(op, node) -> int | ir.Value:
-    """Return the axis of a DFT: an attribute up to opset 19, an operand from 20 on."""
+    """Return the axis of a DFT: an attribute up to opset 19, an input since opset 20."""
     if op.opset < 20:
         return node.attributes.get_int("axis", 1)
-    given = node.inputs[2] if len(node.inputs) > 2 else None
-    known = op.known_value(given)
-    if given is None:
+    axis = node.inputs[2] if len(node.inputs) > 2 else None
+    number = op.known_value(axis)
+    if axis is None:
         return -2
-    return op.Reshape(given, [1]) if known is None else int(known)
+    return op.Reshape(axis, [1]) if number is None else int(number)
 
 
-def _places(axis):
+def _as_axes(axis):
     return axis if isinstance(axis, ir.Value) else [axis]
 
 
@@ -133,8 +134,8 @@ def _length(op, v, axis) -> Vector:
 
 
 def _vector(op, number) -> Vector:
-    """Return an operand that holds one integer as a vector."""
-    known = op.known_value(number)
-    if known is not None:
-        return known.reshape(1).astype(np.int64)
+    """Return an integer input as a vector of one element."""
+    array = op.known_value(number)
+    if array is not None:
+        return array.reshape(1).astype(np.int64)
     return op.Reshape(op.Cast(number, to=ir.DataType.INT64), [1])

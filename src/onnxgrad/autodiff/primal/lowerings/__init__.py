@@ -1,4 +1,4 @@
-"""Operators that `prepare` rewrites, so that no rule has to know them: one file per family."""
+"""Lowerings: operators that are rewritten to others before differentiation, a file per family."""
 
 from onnxgrad.autodiff.primal.lowerings import (
     attention,
@@ -15,4 +15,4 @@ from onnxgrad.autodiff.primal.lowerings import (
 )
 from onnxgrad.autodiff.primal.lowerings.registry import LOWERINGS, ON_DEMAND, lowering
 
-__all__ = ["LATE", "LOWERINGS", "lowering"]
+__all__ = ["LOWERINGS", "ON_DEMAND", "lowering"]

@@ -1,7 +1,7 @@
-"""Attention as products of matrices, so that every variant has the gradient of these.
+"""Attention as matrix products and softmax, whose rules differentiate every variant of it.
 
-https://onnx.ai/onnx/operators/onnx__Attention.html, Vaswani et al. 2017, arXiv:1706.03762. A row
-that attends to nothing is zero, and so is its gradient.
+https://onnx.ai/onnx/operators/onnx__Attention.html, Vaswani et al. 2017, arXiv:1706.03762. A query
+whose keys are all masked gives zeros, and has gradient zero.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from onnxgrad.autodiff.primal.lowerings.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
 
-Length = int | ir.Value  # of an axis: a number, or a tensor [1] known when the graph runs
+Length = int | ir.Value  # of an axis: a number, or a tensor [1] if it is dynamic
 _HEADS, _ROWS = 1, 2  # axes of (batch, heads, rows, size)
 
 
 @lowering("Attention")
 def attention(op: Emit, node: Any) -> list[ir.Value]:
-    """Y = softmax(s Q KT + bias) V, the bias -inf for keys that are out of sight."""
+    """Y = softmax(s Q KT + bias) V, the bias being -inf for keys that are masked."""
     q, k, v, mask, past_key, past_value, lengths = (*node.inputs, *[None] * 7)[:7]
     get = node.attributes
     packed = rank(q) == 3 if rank(q) is not None else "q_num_heads" in get
@@ -45,11 +45,11 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
     if bias is not None:
         scores = op.set_type_like(scores + bias, scores)
         exposed = scores if mode == 2 else exposed
-    all_see = mask is None and lengths is None and get.get_int("left_window_size", -1) < 0
+    unmasked = mask is None and lengths is None and get.get_int("left_window_size", -1) < 0
     precision = get.get_int("softmax_precision", q.dtype)
-    weights = _softmax(op, scores, None if all_see else bias, precision)
+    weights = _softmax(op, scores, None if unmasked else bias, precision)
     exposed = weights if mode == 3 else exposed
-    if len(node.outputs) > 3:  # behind past keys, onnx infers 0 of them
+    if len(node.outputs) > 3:  # with past keys, onnx infers a length of 0
         node.outputs[3].shape = exposed.shape
     y = grouped(op, weights, v, lambda a: op.MatMul(a, v))
     return [heads_together(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
@@ -66,9 +66,9 @@ def heads_together(op: Emit, y: ir.Value) -> ir.Value:
 
 
 def grouped(op: Emit, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
-    """Return product(a), where several consecutive heads of `a` share one of `b`.
+    """Return product(a), where several consecutive heads of `a` share one head of `b`.
 
-    The rows of those heads are put one below the other, so that `b` is not repeated.
+    The rows of those heads are stacked, so that `b` is not repeated.
     """
     heads, shared = ((dims(v) or (None, None))[_HEADS] for v in (a, b))
     if heads is not None and heads == shared:
@@ -87,7 +87,7 @@ def _scale(op: Emit, node: ir.Node, q: ir.Value) -> Any:
 
 
 def scale_of(op: Emit, q: ir.Value) -> Any:
-    """Return one over the root of the size of a head."""
+    """Return 1 / sqrt(head size)."""
     size = op.dim(q, 3)
     if isinstance(size, int):
         return size**-0.5
@@ -97,13 +97,13 @@ def scale_of(op: Emit, q: ir.Value) -> Any:
 def _bias(
     op: Emit, q: ir.Value, k: ir.Value, mask: ir.Value | None, visible: ir.Value | None
 ) -> ir.Value | None:
-    """Return what is added to the scores, None for nothing: -inf where a key is out of sight."""
+    """Return the bias of the scores, -inf where a key is masked, or None for no bias."""
     zero, minus_inf = op.const(0.0, q.dtype), op.const(-np.inf, q.dtype)
     if mask is not None:
         if mask.dtype == ir.DataType.BOOL:
             mask = op.Where(mask, zero, minus_inf)
         have, want = (dims(mask) or (None,))[-1], (dims(k) or (None,) * 4)[_ROWS]
-        if have is None or have != want:  # shorter masks hide the keys beyond
+        if have is None or have != want:  # a shorter mask hides the keys beyond it
             missing = op.dim(k, _ROWS) - op.dim(mask, -1)
             mask = op.Pad(mask, op.vector(0, missing), minus_inf, [-1])
     if visible is None:
@@ -119,30 +119,30 @@ def _visible(
     past: ir.Value | None,
     lengths: ir.Value | None,
 ) -> ir.Value | None:
-    """Return which keys a row may see by their places: booleans (rows, keys), None for all.
+    """Return which keys each query may attend to by position: booleans (rows, keys), None for all.
 
-    Row i stands at p = i + offset, and sees key j if p - left <= j <= p + right.
+    Query i has position p = i + offset, and attends to key j if p - left <= j <= p + right.
     """
     left = node.attributes.get_int("left_window_size", -1)
     right = node.attributes.get_int("right_window_size", -1)
     if node.attributes.get_int("is_causal", 0):
         right = 0
-    j, conditions = places(op, keys), []
-    place = op.Unsqueeze(places(op, rows), [1])
+    j, conditions = positions(op, keys), []
+    position = op.Unsqueeze(positions(op, rows), [1])
     if past is not None:
-        place = place + op.const(op.dim(past, _ROWS), ir.DataType.INT64)
+        position = position + op.const(op.dim(past, _ROWS), ir.DataType.INT64)
     if lengths is not None:
         lengths = op.Reshape(lengths, [-1, 1, 1, 1])
         conditions.append(op.Less(j, lengths))
-        place = place + (lengths - op.const(rows, ir.DataType.INT64))
+        position = position + (lengths - op.const(rows, ir.DataType.INT64))
     if right >= 0:
-        conditions.append(op.LessOrEqual(j, place + right))
+        conditions.append(op.LessOrEqual(j, position + right))
     if left >= 0:
-        conditions.append(op.GreaterOrEqual(j, place - left))
+        conditions.append(op.GreaterOrEqual(j, position - left))
     return reduce(op.And, conditions) if conditions else None
 
 
-def places(op: Emit, n: Length) -> ir.Value:
+def positions(op: Emit, n: Length) -> ir.Value:
     """Return 0, 1, ..., n - 1, int64."""
     if isinstance(n, int):
         return op.const(np.arange(n))
@@ -150,10 +150,10 @@ def places(op: Emit, n: Length) -> ir.Value:
 
 
 def _softmax(op: Emit, scores: ir.Value, bias: ir.Value | None, precision: int) -> ir.Value:
-    """Return softmax(scores) over the keys, zero for a row that sees none."""
+    """Return softmax(scores) over the keys, zero for a query whose keys are all masked."""
     if bias is None:
         return op.Cast(op.Softmax(op.Cast(scores, to=precision), axis=-1), to=scores.dtype)
-    dark = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), -np.inf)
-    seen = op.Cast(op.set_type_like(op.Where(dark, 0.0, scores), scores), to=precision)
-    weights = op.Cast(op.Softmax(seen, axis=-1), to=scores.dtype)
-    return op.set_type_like(op.Where(dark, 0.0, weights), scores)
+    masked = op.Equal(op.ReduceMax(bias, [-1], keepdims=1), -np.inf)
+    safe = op.Cast(op.set_type_like(op.Where(masked, 0.0, scores), scores), to=precision)
+    weights = op.Cast(op.Softmax(safe, axis=-1), to=scores.dtype)
+    return op.set_type_like(op.Where(masked, 0.0, weights), scores)

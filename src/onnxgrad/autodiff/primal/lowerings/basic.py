@@ -1,4 +1,4 @@
-"""What does nothing is dropped, and what would make a rule long is rewritten."""
+"""Nodes without effect are removed, and variants that rules would have to handle are rewritten."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from onnxgrad.graph.shapes import dims, equal, rank
 @lowering("Reshape")
 @lowering("Dropout")
 def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
-    """A node that hands on its input is dropped, unless it makes an output of the graph."""
+    """A node that returns its input is removed, unless its output is an output of the graph."""
     x, (y, *others) = node.inputs[0], node.outputs
     training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
     same = {
@@ -30,7 +30,7 @@ def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
 
 @lowering("MatMul")
 def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """Rank one on either side becomes rank two, and the added axis is taken away again."""
+    """A vector operand becomes a matrix, and the added axis is removed from the product."""
     a, b = node.inputs
     if 1 not in (rank(a), rank(b)) or None in (rank(a), rank(b)):
         return None
@@ -38,7 +38,7 @@ def matmul(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 def product(op: Emit, a: Any, b: Any) -> ir.Value:
-    """Return the product of matrices, either of which may have rank one."""
+    """Return the product of two matrices or vectors."""
     axes = [-2] * (rank(a) == 1) + [-1] * (rank(b) == 1)
     y = op.MatMul(
         op.Unsqueeze(a, [0]) if rank(a) == 1 else a, op.Unsqueeze(b, [1]) if rank(b) == 1 else b

@@ -1,4 +1,4 @@
-"""LinearAttention, row by row.
+"""LinearAttention, unrolled over its rows.
 
 https://onnx.ai/onnx/operators/onnx__LinearAttention.html; Yang, Kautz & Hatamizadeh 2024,
 arXiv:2412.06464.
@@ -14,14 +14,14 @@ from onnxgrad.autodiff.primal.lowerings.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
 
-_MOST_ROWS = 64  # a dozen nodes each; more are left to the Scan of the function body, in float32
+_MOST_ROWS = 64  # a dozen nodes each; longer inputs use the function body, a Scan in float32
 
 
 @lowering("LinearAttention")
 def linear_attention(op: Emit, node: Any) -> list[ir.Value] | None:
-    """S <- e^g S,  u = v, or b (v - ST k),  S <- S + k uT,  y = s ST q, for each row in turn.
+    """S <- e^g S,  u = v or b (v - ST k),  S <- S + k uT,  y = s ST q, for one row after the other.
 
-    As by the specification, in float32 where the inputs hold less.
+    As the specification demands, computed in float32 for half precision.
     """
     q, k, v, past, decay, beta = (*node.inputs, *[None] * 6)[:6]
     rows = (dims(q) or (None, None))[1]
@@ -43,8 +43,8 @@ def linear_attention(op: Emit, node: Any) -> list[ir.Value] | None:
         if g_t is not None and state is not None:
             state = state * op.Exp(g_t)
         if b_t is not None:
-            read = 0.0 if state is None else op.ReduceSum(state * k_t, [-2], keepdims=1)
-            v_t = b_t * (v_t - read)
+            recalled = 0.0 if state is None else op.ReduceSum(state * k_t, [-2], keepdims=1)
+            v_t = b_t * (v_t - recalled)
         state = k_t * v_t if state is None else state + k_t * v_t
         ys.append(op.Reshape(op.MatMul(q_t, state), [0, 1, -1]))
     y = op.Cast(op.Concat(*ys, axis=1), to=q.dtype)
@@ -54,7 +54,7 @@ def linear_attention(op: Emit, node: Any) -> list[ir.Value] | None:
 def _rows(
     op: Emit, x: ir.Value | None, rows: int, dtype: ir.DataType, shape: list[int]
 ) -> list[ir.Value | None]:
-    """Return each row of `x` (batch, rows, size) in another shape."""
+    """Return each row of `x` (batch, rows, size), reshaped to `shape`."""
     if x is None:
         return [None] * rows
     attributes = {"axis": 1, "num_outputs": rows}

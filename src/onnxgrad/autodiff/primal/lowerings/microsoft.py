@@ -1,7 +1,7 @@
-"""Fused products and activations of `com.microsoft`, written as what they were fused from.
+"""Fused products and activations of `com.microsoft`, as the operators that were fused.
 
-https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md; the kernels of
-onnxruntime are the reference, where they leave it.
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. Where the kernels of
+onnxruntime deviate from it, they are the reference.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from onnxgrad.graph.shapes import rank
 DOMAIN = "com.microsoft"
 _QUANTIZED = re.compile(r"Q[A-Z]|.*Quant|.*NBits|.*Bnb4|.*FpQ4|.*Integer|NhwcMaxPool")
 
-_OF_CONV = ("group", "pads", "strides", "dilations", "kernel_shape", "auto_pad")
-_OF_GEMM = ("alpha", "beta", "transA", "transB")
-_PARAMETERS = {  # of the activations that are standard operators
+_CONV_ATTRIBUTES = ("group", "pads", "strides", "dilations", "kernel_shape", "auto_pad")
+_GEMM_ATTRIBUTES = ("alpha", "beta", "transA", "transB")
+_PARAMETERS = {  # attributes of the activations that are standard operators
     **dict.fromkeys("HardSwish Relu Sigmoid Softplus Softsign Tanh".split(), ()),
     **dict.fromkeys("Celu Elu LeakyRelu ThresholdedRelu".split(), ("alpha",)),
     "HardSigmoid": ("alpha", "beta"),
@@ -31,20 +31,18 @@ _PARAMETERS = {  # of the activations that are standard operators
 
 
 def remedy(node: ir.Node) -> str | None:
-    """Return what to do about an operator of onnxruntime's own that is not lowered, None for
-    another's.
-    """
+    """Return the remedy for an operator of onnxruntime without lowering, None for others."""
     if not node.domain.startswith(DOMAIN):
         return None
     if _QUANTIZED.match(node.op_type):
-        return "it works on quantized numbers: give the model as it was before quantization"
+        return "it computes with quantized numbers; use the model as it was before quantization"
     level = "ORT_ENABLE_EXTENDED" if node.domain.endswith("nchwc") else "ORT_ENABLE_BASIC"
-    return f"give the model as it was before optimization, or optimized at {level} at most"
+    return f"use the model as it was before optimization, or optimized at {level} at most"
 
 
-def wanted(node: ir.Node, place: int) -> bool:
-    """Tell whether `node` states an output at `place`."""
-    return place < len(node.outputs) and bool(node.outputs[place].name)
+def has_output(node: ir.Node, index: int) -> bool:
+    """Return whether `node` has the optional output `index`."""
+    return index < len(node.outputs) and bool(node.outputs[index].name)
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -53,15 +51,15 @@ def wanted(node: ir.Node, place: int) -> bool:
 @lowering("FusedMatMul", DOMAIN)
 @lowering("TransposeMatMul", DOMAIN)
 def fused_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
-    """y = alpha A' B', A' = A with its last two axes swapped, or its first one behind the others
-    of the batch.
+    """y = alpha A' B', A' being A, or A with its last two axes swapped (transA), or with its first
+    axis moved behind the other batch axes (transBatchA).
     """
     flags, n = node.attributes, rank(node.inputs[1])
     batch = flags.get_int("transBatchA", 0) or flags.get_int("transBatchB", 0)
     if n is None and batch:
         return None
     if n == 1 and flags.get_int("transA", 0):
-        return None  # onnxruntime 1.31 takes A for its transpose there
+        return None  # onnxruntime 1.31 does not transpose A then
     a, b = (_transposed(op, node, x, side) for x, side in zip(node.inputs, "AB", strict=True))
     alpha = node.attributes.get_float("alpha", 1.0)
     y = product(op, a, b)
@@ -71,7 +69,7 @@ def fused_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
 def _transposed(op: Emit, node: ir.Node, x: ir.Value, side: str) -> ir.Value:
     n = rank(x)
     if node.attributes.get_int(f"transBatch{side}", 0):
-        assert n is not None  # of both the same
+        assert n is not None  # both operands have the same rank
         x = op.Transpose(x, perm=[*range(1, n - 1), 0, n - 1])
     swapped = node.attributes.get_int(f"trans{side}", 0) and n != 1
     return op.mT(x) if swapped else x
@@ -86,7 +84,7 @@ def fused_gemm(op: Emit, node: Any) -> list[ir.Value] | None:
         for name in ("alpha", "beta", "gamma")
         if f"activation_{name}" in get
     }
-    y = op.emit("Gemm", node.inputs, _chosen(node, _OF_GEMM))
+    y = op.emit("Gemm", node.inputs, _selected_attributes(node, _GEMM_ATTRIBUTES))
     return _activated(op, y, get.get_string("activation", ""), parameters)
 
 
@@ -94,30 +92,32 @@ def fused_gemm(op: Emit, node: Any) -> list[ir.Value] | None:
 def fused_conv(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = f(conv(x, w) + b + z)."""
     *operands, z = (*node.inputs, None, None)[:4]
-    y = op.emit("Conv", operands, _chosen(node, _OF_CONV))
+    y = op.emit("Conv", operands, _selected_attributes(node, _CONV_ATTRIBUTES))
     y = y if z is None else op.set_type_like(y + z, z)
     kind = node.attributes.get_string("activation", "")
     names = ("min", "max") if kind == "Clip" else _PARAMETERS.get(kind, ())
-    given = node.attributes.get_floats("activation_params", ())
-    return _activated(op, y, kind, dict(zip(names, given, strict=False)))
+    numbers = node.attributes.get_floats("activation_params", ())
+    return _activated(op, y, kind, dict(zip(names, numbers, strict=False)))
 
 
-def _chosen(node: ir.Node, names: tuple[str, ...]) -> dict[str, Any]:
+def _selected_attributes(node: ir.Node, names: tuple[str, ...]) -> dict[str, Any]:
     return {name: node.attributes[name].value for name in names if name in node.attributes}
 
 
-def _activated(op: Emit, y: ir.Value, kind: str, given: dict[str, float]) -> list[ir.Value] | None:
-    """Return f(y), None where f is not known or lacks a parameter."""
+def _activated(
+    op: Emit, y: ir.Value, kind: str, parameters: dict[str, float]
+) -> list[ir.Value] | None:
+    """Return f(y), or None if f is unknown or lacks a parameter."""
     if kind == "":
         return [y]
-    if kind == "Clip" and len(given) == 2:
-        return [op.Clip(y, given["min"], given["max"])]
-    if kind in ("ParametricSoftplus", "ScaledTanh") and {"alpha", "beta"} <= given.keys():
+    if kind == "Clip" and len(parameters) == 2:
+        return [op.Clip(y, parameters["min"], parameters["max"])]
+    if kind in ("ParametricSoftplus", "ScaledTanh") and {"alpha", "beta"} <= parameters.keys():
         f = op.Tanh if kind == "ScaledTanh" else op.Softplus
-        return [f(y * given["beta"]) * given["alpha"]]
-    if kind not in _PARAMETERS or not given.keys() >= set(_PARAMETERS[kind]):
+        return [f(y * parameters["beta"]) * parameters["alpha"]]
+    if kind not in _PARAMETERS or not parameters.keys() >= set(_PARAMETERS[kind]):
         return None
-    attributes = {name: given[name] for name in _PARAMETERS[kind]}
+    attributes = {name: parameters[name] for name in _PARAMETERS[kind]}
     return [op.set_type_like(op.emit(kind, [y], attributes), y)]
 
 
@@ -127,7 +127,7 @@ def _activated(op: Emit, y: ir.Value, kind: str, given: dict[str, float]) -> lis
 @lowering("Gelu", DOMAIN)
 @lowering("BiasGelu", DOMAIN)
 def bias_gelu(op: Emit, node: Any) -> list[ir.Value]:
-    """y = x P(x), x = a + b, P the standard normal distribution."""
+    """y = x F(x), x = a + b, F the standard normal distribution function."""
     return [_gelu(op, _biased(node))]
 
 
@@ -179,8 +179,10 @@ def bias_add(op: Emit, node: Any) -> list[ir.Value]:
 @lowering("BiasDropout", DOMAIN)
 def bias_dropout(op: Emit, node: Any) -> list[ir.Value]:
     """y = dropout(x + b) + z."""
-    x, bias, residual, *how = (*node.inputs, None, None, None)[:5]
-    y, mask = op.emit_many("Dropout", [x + bias, *how], _chosen(node, ("seed",)), outputs=2)
+    x, bias, residual, *ratio_and_mode = (*node.inputs, None, None, None)[:5]
+    y, mask = op.emit_many(
+        "Dropout", [x + bias, *ratio_and_mode], _selected_attributes(node, ("seed",)), outputs=2
+    )
     mask.dtype = ir.DataType.BOOL
     y = op.set_type_like(y, x)
     return [y if residual is None else y + residual, mask][: len(node.outputs)]
@@ -188,7 +190,7 @@ def bias_dropout(op: Emit, node: Any) -> list[ir.Value]:
 
 @lowering("BiasSoftmax", DOMAIN)
 def bias_softmax(op: Emit, node: Any) -> list[ir.Value]:
-    """y = softmax(x + b), over all axes from the named one on."""
+    """y = softmax(x + b), over all axes from `axis` on."""
     scores, axis = _biased(node), node.attributes.get_int("axis", 1)
     n = rank(scores)
     if axis == -1 or (n is not None and axis == n - 1):
@@ -200,7 +202,7 @@ def bias_softmax(op: Emit, node: Any) -> list[ir.Value]:
 @lowering("Pad", DOMAIN)
 @lowering("Trilu", DOMAIN)
 def standard(op: Emit, node: Any) -> list[ir.Value]:
-    """y = that of the standard operator of the same name, which came later."""
+    """y = the result of the standard operator of the same name, which was added to ONNX later."""
     attributes = {name: a.value for name, a in node.attributes.items()}
     inputs = list(node.inputs)
     if node.op_type == "GatherND":
@@ -210,6 +212,6 @@ def standard(op: Emit, node: Any) -> list[ir.Value]:
 
 @lowering("ExpandDims", DOMAIN)
 def expand_dims(op: Emit, node: Any) -> list[ir.Value]:
-    """y = x with one axis more."""
+    """y = x with one more axis."""
     x, axis = node.inputs
     return [op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=ir.DataType.INT64), [1]))]

@@ -1,7 +1,7 @@
-"""Attention and MultiHeadAttention of onnxruntime, as products of matrices.
+"""Attention and MultiHeadAttention of onnxruntime, as matrix products and softmax.
 
-Vaswani et al. 2017, arXiv:1706.03762. A mask adds `mask_filter_value` to the scores, and keys that
-come later are out of sight.
+Vaswani et al. 2017, arXiv:1706.03762. A mask adds `mask_filter_value` to the scores; with
+`unidirectional`, keys after the query are left out.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.attention import Length, heads_apart, heads_together, places
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, wanted
+from onnxgrad.autodiff.primal.lowerings.attention import (
+    Length,
+    heads_apart,
+    heads_together,
+    positions,
+)
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend
 from onnxgrad.autodiff.primal.lowerings.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -28,16 +33,17 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     x, weights, b, mask, past, bias, used = (*node.inputs, *[None] * 5)[:7]
     get = node.attributes
     unknown = mask is not None and rank(mask) is None
-    if unknown or used is not None or get.get_int("do_rotary", 0):  # of buffers that are shared
+    if unknown or used is not None or get.get_int("do_rotary", 0):  # `used`: of a shared buffer
         return None
     joined = op.MatMul(x, weights)
     joined = joined if b is None else joined + b
     sizes = get.get_ints("qkv_hidden_sizes", ())
-    how = {"axis": 2} if sizes else {"axis": 2, "num_outputs": 3}
+    attributes = {"axis": 2} if sizes else {"axis": 2, "num_outputs": 3}
     operands = [joined, list(sizes)] if sizes else [joined]
     heads = get.get_int("num_heads")
     q, k, v = (
-        heads_apart(op, part, heads) for part in op.emit_many("Split", operands, how, outputs=3)
+        heads_apart(op, part, heads)
+        for part in op.emit_many("Split", operands, attributes, outputs=3)
     )
     if past is not None:
         pasts = op.emit_many("Split", [past], {"axis": 0, "num_outputs": 2}, outputs=2)
@@ -46,7 +52,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
         )
     y, _ = _attend(op, node, q, k, v, mask, bias)
     present = y
-    if wanted(node, 1):
+    if has_output(node, 1):
         present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
     return [y, present][: len(node.outputs)]
 
@@ -56,7 +62,7 @@ def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V."""
     q, k, v, b, mask, bias, past_key, past_value, used, beams = (*node.inputs, *[None] * 9)[:10]
     unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
-    if unknown or used is not None or beams is not None:  # of buffers that are shared
+    if unknown or used is not None or beams is not None:  # `used`: of a shared buffer
         return None
     q, k, v = _heads(op, q, k, v, b, node.attributes.get_int("num_heads"))
     if past_key is not None:
@@ -73,24 +79,24 @@ def _heads(
     bias: ir.Value | None,
     heads: int,
 ) -> list[ir.Value]:
-    """Return Q, K and V (batch, heads, rows, size), from any of the forms that they come in."""
+    """Return Q, K and V as (batch, heads, rows, size), from any of their packed forms."""
     if k is None or rank(k) == 5:  # (batch, rows, heads, 2 or 3 of them, size)
         packed, n = (q, 3) if k is None else (k, 2)
         if bias is not None and k is None:
             packed = packed + op.Transpose(op.Reshape(bias, [3, heads, -1]), perm=[1, 0, 2])
         parts = op.emit_many("Split", [packed], {"axis": 3, "num_outputs": n}, outputs=n)
-        found = [op.Transpose(op.Squeeze(part, [3]), perm=[0, 2, 1, 3]) for part in parts]
-        return found if k is None else [heads_apart(op, q, heads), *found]
+        separate = [op.Transpose(op.Squeeze(part, [3]), perm=[0, 2, 1, 3]) for part in parts]
+        return separate if k is None else [heads_apart(op, q, heads), *separate]
     assert v is not None
     parts = [q, k, v]
-    there = rank(k) == 4  # K and V of another pass: only Q gets a bias
-    if bias is not None and there:
+    ready = rank(k) == 4  # K and V of cross attention, projected before: only Q gets a bias
+    if bias is not None and ready:
         parts[0] = q + op.Slice(bias, [0], op.vector(op.dim(q, 2)), [0])
     elif bias is not None:
         sizes = op.vector(op.dim(q, 2), op.dim(q, 2), op.dim(v, 2))
         biases = op.emit_many("Split", [bias, sizes], {"axis": 0}, outputs=3)
         parts = [op.set_type_like(x + c, x) for x, c in zip(parts, biases, strict=True)]
-    apart = parts[:1] if there else parts
+    apart = parts[:1] if ready else parts
     return [*(heads_apart(op, x, heads) for x in apart), *parts[len(apart) :]]
 
 
@@ -103,7 +109,7 @@ def _attend(
     mask: ir.Value | None,
     bias: ir.Value | None,
 ) -> tuple[ir.Value, ir.Value]:
-    """Return Y (batch, rows, heads size), and the scores with what was added to them."""
+    """Return Y (batch, rows, heads size), and the scores including bias and mask."""
     get, rows, keys = node.attributes, op.dim(q, _ROWS), op.dim(k, _ROWS)
     visible = None
     if get.get_int("unidirectional", 0) and rows != 1:
@@ -116,21 +122,21 @@ def _attend(
         bias = hidden if bias is None else bias + hidden
     scale = get.get_float("scale", 0.0)
     y, scores, _ = attend(op, q, k, v, scale=scale, bias=bias, visible=visible)
-    if visible is not None and wanted(node, 3):
+    if visible is not None and has_output(node, 3):
         scores = op.set_type_like(op.Where(visible, scores, _lowest(q)), scores)
     return heads_together(op, y), scores
 
 
 def _lowest(x: ir.Value) -> float:
-    """Return the lowest number of the dtype of `x`: what onnxruntime gives as a hidden score."""
+    """Return the lowest number of the dtype of `x`, onnxruntime's score of a masked key."""
     return -float((x.dtype or ir.DataType.FLOAT).max)
 
 
 def _earlier(op: Emit, rows: Length, keys: Length) -> ir.Value:
-    """Return which keys are at the place of a row or before it; a single row sees all."""
+    """Return which keys are not after each query; a single query attends to all."""
     offset = keys - rows
-    place = op.Unsqueeze(places(op, rows), [1]) + op.const(offset, INT64)
-    earlier = op.LessOrEqual(places(op, keys), place)
+    position = op.Unsqueeze(positions(op, rows), [1]) + op.const(offset, INT64)
+    earlier = op.LessOrEqual(positions(op, keys), position)
     return earlier if isinstance(rows, int) else op.Or(earlier, op.Equal(rows, np.int64(1)))
 
 
@@ -139,7 +145,7 @@ def _kept(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     n = rank(mask)
     if n == 1:
         return _between(op, mask, q, keys)
-    if n == 4:  # of all rows that there may be
+    if n == 4:  # for the largest number of rows and keys
         begin = keys - op.dim(q, _ROWS)
         mask = op.Slice(mask, op.vector(begin, 0), op.vector(keys, keys), [2, 3])
     elif n == 3:
@@ -150,11 +156,12 @@ def _kept(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
 
 
 def _between(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
-    """Return which keys are before the ends in `mask` (batch), and from the starts after them on.
+    """Return which keys j have start <= j < end, by sequence of the batch.
 
-    Without starts it holds the ends only, or other lengths than these two (3 batch + 2).
+    `mask` holds the ends (batch), then the starts (batch). There are no starts if its length is not
+    2 batch: then it holds the ends only, or other lengths after them (3 batch + 2).
     """
-    j, count, batch = places(op, keys), op.dim(mask, 0), op.dim(q, 0)
+    j, count, batch = positions(op, keys), op.dim(mask, 0), op.dim(q, 0)
     twice, alike = batch * 2, equal(dims(mask), (dims(q) or (None,))[:1])
     mask = op.Cast(mask, to=INT64)
     ends = mask if alike else op.Slice(mask, [0], op.vector(batch), [0])

@@ -1,4 +1,4 @@
-"""GroupQueryAttention, and the embedding of places by rotation.
+"""GroupQueryAttention and RotaryEmbedding of onnxruntime.
 
 Ainslie et al. 2023, arXiv:2305.13245; Su et al. 2021, arXiv:2104.09864.
 """
@@ -15,10 +15,10 @@ from onnxgrad.autodiff.primal.lowerings.attention import (
     grouped,
     heads_apart,
     heads_together,
-    places,
+    positions,
     scale_of,
 )
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, wanted
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.primal.lowerings.microsoft_norms import rms_normalized
 from onnxgrad.autodiff.primal.lowerings.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -26,7 +26,7 @@ from onnxgrad.graph.shapes import rank
 
 INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)
-_REFUSED = ("sliding_window_cache", "kv_cache_bit_width")  # unless they are zero
+_NOT_LOWERED = ("sliding_window_cache", "kv_cache_bit_width")  # attributes that must be zero
 
 
 # -- rotation ------------------------------------------------------------------------------------
@@ -34,18 +34,18 @@ _REFUSED = ("sliding_window_cache", "kv_cache_bit_width")  # unless they are zer
 
 @lowering("RotaryEmbedding", DOMAIN)
 def rotary_embedding(op: Emit, node: Any) -> list[ir.Value] | None:
-    """y = R(p) x: the pairs of elements of each head, turned by the angles of their place p.
+    """y = R(p) x: the pairs of elements of each head, rotated by the angles of their position p.
 
-    `scale` is not read by the kernels either, and `is_packed_batching` changes no number.
+    The kernels do not read `scale` either, and `is_packed_batching` changes no number.
     """
-    x, at, cos, sin = node.inputs
+    x, position, cos, sin = node.inputs
     get = node.attributes
-    if rank(x) is None or rank(at) is None:
+    if rank(x) is None or rank(position) is None:
         return None
     rows_axis = 1 if rank(x) == 3 else _ROWS
-    if rank(at) == 1:  # the place of the first row
-        at = op.Unsqueeze(at + places(op, op.dim(x, rows_axis)), [0])
-    cos, sin = (op.Unsqueeze(op.Gather(c, at), [3 - rows_axis]) for c in (cos, sin))
+    if rank(position) == 1:  # that of the first row
+        position = op.Unsqueeze(position + positions(op, op.dim(x, rows_axis)), [0])
+    cos, sin = (op.Unsqueeze(op.Gather(c, position), [3 - rows_axis]) for c in (cos, sin))
     if rank(x) == 4:
         return [rotated(op, x, cos, sin, get.get_int("interleaved", 0))]
     heads = get.get_int("num_heads", 0)
@@ -55,10 +55,10 @@ def rotary_embedding(op: Emit, node: Any) -> list[ir.Value] | None:
 
 
 def rotated(op: Emit, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: int) -> ir.Value:
-    """Return the last axis of `x` turned by the angles of which cosine and sine are given.
+    """Return `x` with pairs of elements of its last axis rotated, by angles with this cos and sin.
 
-    The pairs are the elements and those half an axis further, or if `interleaved` neighbours. What
-    is beyond twice the number of angles stays.
+    A pair is an element and the one half an axis further, or two neighbours if `interleaved`. The
+    elements beyond twice the number of angles stay as they are.
     """
     angles, size = op.dim(cos, 3), op.dim(x, 3)
     turned, rest = x, None
@@ -82,13 +82,15 @@ def rotated(op: Emit, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: in
 def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, where several heads of Q share one of K and V.
 
-    A row sees itself and the keys before it, behind those that the past is said to hold. The rows
-    of padding, of which onnxruntime leaves open what they are, see the keys before them too.
+    A query attends to the valid keys of the past, the new keys before it, and its own. So do rows
+    of padding, for which onnxruntime's result is undefined.
     """
     get = node.attributes
     inputs = (*node.inputs, *[None] * 16)[:16]
-    past_key, past_value, lengths, total, cos, sin, at, bias, sink = inputs[3:12]
-    if any(get.get_int(name, 0) for name in _REFUSED) or any(x is not None for x in inputs[12:14]):
+    past_key, past_value, lengths, total, cos, sin, position, bias, sink = inputs[3:12]
+    if any(get.get_int(name, 0) for name in _NOT_LOWERED) or any(
+        x is not None for x in inputs[12:14]
+    ):
         return None
     q, k, v = _heads(op, node, *inputs[:3])
     if inputs[14] is not None:
@@ -98,13 +100,13 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     rows = op.dim(q, _ROWS)
     before = None if past_key is None else _past_rows(op, rows, lengths, total)
     if get.get_int("do_rotary", 0):
-        at = _turned_places(op, rows, before, at)
-        cos, sin = (op.Unsqueeze(op.Gather(c, at), [1]) for c in (cos, sin))
+        position = _rotary_positions(op, rows, before, position)
+        cos, sin = (op.Unsqueeze(op.Gather(c, position), [1]) for c in (cos, sin))
         interleaved = get.get_int("rotary_interleaved", 0)
         q, k = (rotated(op, x, cos, sin, interleaved) for x in (q, k))
     if before is not None:
         source = _sources(op, rows, before, total, past_key)
-        k, v = (_behind(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
+        k, v = (_appended(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
     visible = _visible(op, node, rows, op.dim(k, _ROWS), before, lengths)
 
     y, scores, weights = attend(
@@ -120,7 +122,7 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
         smooth=bool(get.get_int("smooth_softmax", 0)),
     )
     exposed = weights
-    if wanted(node, 3) and get.get_int("qk_output", 0) == 1:
+    if has_output(node, 3) and get.get_int("qk_output", 0) == 1:
         exposed = scores if visible is None else op.Where(visible, scores, 0.0)
     return [heads_together(op, y), k, v, exposed][: len(node.outputs)]
 
@@ -137,9 +139,9 @@ def attend(
     sink: ir.Value | None = None,
     smooth: bool = False,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return softmax(scores) V, the scores and their softmax; `scale` 0 is that of the paper.
+    """Return softmax(scores) V, the scores and their softmax; `scale` 0 means 1 / sqrt(head size).
 
-    `sink`, or zero if `smooth`, is the score of one key more, of value zero.
+    `sink`, or zero if `smooth`, is the score of one more key, whose value is zero.
     """
     factor = scale or scale_of(op, q)
     transposed = op.Transpose(k, perm=[0, 1, 3, 2])
@@ -148,16 +150,16 @@ def attend(
         scores = op.Tanh(scores / softcap) * softcap
     if bias is not None:
         scores = op.set_type_like(scores + bias, scores)
-    seen = scores
+    masked = scores
     if visible is not None:
-        seen = op.set_type_like(op.Where(visible, scores, -np.inf), scores)
+        masked = op.set_type_like(op.Where(visible, scores, -np.inf), scores)
     if sink is None and smooth:
         sink = op.Reshape(op.const(0.0, q.dtype), [1, 1, 1, 1])
     if sink is None:
-        weights = op.Softmax(seen, axis=-1)
+        weights = op.Softmax(masked, axis=-1)
     else:
         sizes = [op.dim(scores, axis) for axis in range(3)]
-        more = op.Concat(seen, op.Expand(sink, op.vector(*sizes, 1)), axis=-1)
+        more = op.Concat(masked, op.Expand(sink, op.vector(*sizes, 1)), axis=-1)
         weights = op.set_type_like(op.Slice(op.Softmax(more, axis=-1), [0], [-1], [-1]), scores)
     return grouped(op, weights, v, lambda a: op.MatMul(a, v)), scores, weights
 
@@ -165,7 +167,7 @@ def attend(
 def _heads(
     op: Emit, node: Any, q: ir.Value, k: ir.Value | None, v: ir.Value | None
 ) -> list[ir.Value]:
-    """Return Q, K and V (batch, heads, rows, size), which may come as one."""
+    """Return Q, K and V as (batch, heads, rows, size); they may be packed into `q`."""
     heads, shared = (node.attributes.get_int(name) for name in ("num_heads", "kv_num_heads"))
     if k is not None and v is not None:
         return [heads_apart(op, x, n) for x, n in ((q, heads), (k, shared), (v, shared))]
@@ -174,47 +176,49 @@ def _heads(
 
 
 def _past_rows(op: Emit, rows: Length, lengths: ir.Value, total: ir.Value) -> ir.Value:
-    """Return how many rows of the past count (batch, 1): none where all of `total` are new."""
+    """Return the number of valid rows of the past (batch, 1): 0 if all of `total` are new."""
     rows = op.const(rows, INT64) if isinstance(rows, int) else rows
     before = op.Cast(lengths, to=INT64) + 1 - rows
     first = op.Equal(op.Reshape(op.Cast(total, to=INT64), [1]), rows)
     return op.Reshape(op.Where(first, np.int64(0), before), [-1, 1])
 
 
-def _turned_places(
-    op: Emit, rows: Length, before: ir.Value | None, at: ir.Value | None
+def _rotary_positions(
+    op: Emit, rows: Length, before: ir.Value | None, position: ir.Value | None
 ) -> ir.Value:
-    """Return the places (batch, rows) that rotate Q and K."""
-    steps = op.Unsqueeze(places(op, rows), [0])
-    if at is None:
+    """Return the positions (batch, rows) for the rotary embedding of Q and K."""
+    steps = op.Unsqueeze(positions(op, rows), [0])
+    if position is None:
         return steps if before is None else before + steps
-    first = op.Slice(op.Reshape(at, [1, -1]), [0], [1], [1]) + steps  # of it, one number is read
+    # of `position`, only the first number is read
+    first = op.Slice(op.Reshape(position, [1, -1]), [0], [1], [1]) + steps
     if before is None:
         return first
-    return op.Where(op.Equal(op.ReduceMax(before, keepdims=1), np.int64(0)), first, at)
+    return op.Where(op.Equal(op.ReduceMax(before, keepdims=1), np.int64(0)), first, position)
 
 
 def _sources(
     op: Emit, rows: Length, before: ir.Value, total: ir.Value, past: ir.Value
 ) -> tuple[ir.Value, ir.Value]:
-    """Return where each row of the present is in the past followed by the new rows, (batch, 1,
-    keys, 1), and whether it is anywhere: buffers may be longer than what they hold.
+    """Return the index of each row of present in past followed by the new rows, and its validity.
+
+    Both are (batch, 1, keys, 1). Buffers may be longer than their valid rows.
     """
-    held = op.const(op.dim(past, _ROWS), INT64)
-    keys = op.Max(op.Reshape(op.Cast(total, to=INT64), [1]), op.Reshape(held, [1]))
-    t = op.Unsqueeze(places(op, keys), [0])
-    there = op.Less(t, before + op.const(rows, INT64))
-    source = op.Where(op.Less(t, before), t, t - before + held)
-    source = op.Where(there, source, np.int64(0))
-    return tuple(op.Reshape(x, [0, 1, -1, 1]) for x in (source, there))
+    past_length = op.const(op.dim(past, _ROWS), INT64)
+    keys = op.Max(op.Reshape(op.Cast(total, to=INT64), [1]), op.Reshape(past_length, [1]))
+    t = op.Unsqueeze(positions(op, keys), [0])
+    valid = op.Less(t, before + op.const(rows, INT64))
+    source = op.Where(op.Less(t, before), t, t - before + past_length)
+    source = op.Where(valid, source, np.int64(0))
+    return tuple(op.Reshape(x, [0, 1, -1, 1]) for x in (source, valid))
 
 
-def _behind(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, there: ir.Value) -> ir.Value:
-    """Return the rows of `past` that count, followed by those of `x`, and by zeros."""
+def _appended(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir.Value) -> ir.Value:
+    """Return the valid rows of `past`, followed by those of `x` and by zeros."""
     joined = op.Concat(past, x, axis=_ROWS)
     heads = op.dim(x, 1)
     indices = op.Expand(source, op.vector(1, heads, 1, 1))
-    return op.Where(there, op.GatherND(joined, indices, batch_dims=2), 0.0)
+    return op.Where(valid, op.GatherND(joined, indices, batch_dims=2), 0.0)
 
 
 def _visible(
@@ -225,15 +229,16 @@ def _visible(
     before: ir.Value | None,
     lengths: ir.Value,
 ) -> ir.Value:
-    """Return which keys a row sees: those up to its place, of them the last `local_window_size`,
-    or if not causal all that `lengths` count.
+    """Return which keys each query attends to.
+
+    These are the last `local_window_size` keys up to its own, or all valid keys if not causal.
     """
-    j = places(op, keys)
+    j = positions(op, keys)
     if not node.attributes.get_int("causal", 1):
         return op.LessOrEqual(j, op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1]))
-    place = op.Unsqueeze(places(op, rows), [1])
+    position = op.Unsqueeze(positions(op, rows), [1])
     if before is not None:
-        place = place + op.Reshape(before, [-1, 1, 1, 1])
-    visible = op.LessOrEqual(j, place)
+        position = position + op.Reshape(before, [-1, 1, 1, 1])
+    visible = op.LessOrEqual(j, position)
     window = node.attributes.get_int("local_window_size", -1)
-    return visible if window < 0 else op.And(visible, op.Greater(j, place - window))
+    return visible if window < 0 else op.And(visible, op.Greater(j, position - window))

@@ -1,4 +1,4 @@
-"""Normalizations of onnxruntime's own, written with those of the standard.
+"""Normalizations of onnxruntime, as standard operators.
 
 Ba, Kiros & Hinton 2016, arXiv:1607.06450; Zhang & Sennrich 2019, arXiv:1910.07467.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, wanted
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.primal.lowerings.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
@@ -18,13 +18,13 @@ from onnxgrad.graph.shapes import rank
 FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 
 
-@lowering("SimplifiedLayerNormalization")  # of no domain, though onnx does not know it
+@lowering("SimplifiedLayerNormalization")  # onnxruntime writes it without domain, too
 @lowering("SimplifiedLayerNormalization", DOMAIN)
 def simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
-    """y = s x / r, r the root of the mean square plus epsilon, over the last axes."""
+    """y = s x / r, r = sqrt(mean square + epsilon) over the axes from `axis` on."""
     x, scale = node.inputs
     epsilon, axis = node.attributes.get_float("epsilon", 1e-5), node.attributes.get_int("axis", -1)
-    y, inverse = rms_normalized(op, x, scale, epsilon, axis, wanted(node, 1))
+    y, inverse = rms_normalized(op, x, scale, epsilon, axis, has_output(node, 1))
     return [y, inverse][: len(node.outputs)]
 
 
@@ -33,14 +33,14 @@ def skip_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x = a + skip + b."""
     a, skip, scale, shift, bias = (*node.inputs, None, None)[:5]
     x, epsilon = _summed(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
-    statistics = wanted(node, 1) or wanted(node, 2)
-    made = op.emit_many(
+    statistics = has_output(node, 1) or has_output(node, 2)
+    results = op.emit_many(
         "LayerNormalization",
         [x, scale] if shift is None else [x, scale, shift],
         {"axis": -1, "epsilon": epsilon},
         outputs=3 if statistics else 1,
     )
-    y, mean, inverse = made if statistics else made * 3
+    y, mean, inverse = results if statistics else results * 3
     if statistics:
         mean.dtype = inverse.dtype = FLOAT
     return [y, mean, inverse, x][: len(node.outputs)]
@@ -48,12 +48,12 @@ def skip_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
 
 @lowering("SkipSimplifiedLayerNormalization", DOMAIN)
 def skip_simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
-    """y = s x / r, x = a + skip + b. What it calls the mean is zero."""
+    """y = s x / r, x = a + skip + b. The output `mean` is zero."""
     a, skip, scale, bias = (*node.inputs, None)[:4]
     x, epsilon = _summed(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
-    need = wanted(node, 1) or wanted(node, 2)
+    need = has_output(node, 1) or has_output(node, 2)
     y, inverse = rms_normalized(op, x, scale, epsilon, -1, need)
-    mean = op.zeros_like(inverse) if wanted(node, 1) else inverse
+    mean = op.zeros_like(inverse) if has_output(node, 1) else inverse
     return [y, mean, inverse, x][: len(node.outputs)]
 
 
@@ -64,9 +64,9 @@ def _summed(a: ir.Value, skip: ir.Value, bias: ir.Value | None) -> ir.Value:
 def rms_normalized(
     op: Emit, x: ir.Value, scale: ir.Value, epsilon: float, axis: int = -1, inverse: bool = False
 ) -> tuple[ir.Value, ir.Value]:
-    """Return s x / r, and 1 / r in float32 if `inverse` asks for it."""
+    """Return s x / r, and 1 / r in float32 if `inverse` is set."""
     n = rank(x)
-    if op.opset >= 23 and not inverse:  # there since
+    if op.opset >= 23 and not inverse:  # the opset that added it
         y = op.RMSNormalization(x, scale, axis=axis, epsilon=epsilon)
         return op.set_type_like(y, x), y
     half = x.dtype is not None and x.dtype.bitwidth < 32
@@ -83,21 +83,26 @@ def rms_normalized(
 
 @lowering("EmbedLayerNormalization", DOMAIN)
 def embed_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
-    """y = s (x - m) / r + c, x the word's embedding plus those of its place and its segment."""
-    ids, segments, words, places, kinds, scale, shift, mask, at = (*node.inputs, None, None)[:9]
-    rows = op.Slice(places, [0], op.vector(op.dim(ids, 1)), [0])
-    x = op.Gather(words, ids) + (rows if at is None else op.Gather(places, at))
-    if segments is not None and kinds is not None:
-        x = x + op.Gather(kinds, segments)
+    """y = s (x - m) / r + c, x the sum of the embeddings of word, position and segment."""
+    ids, segment_ids, words, positions, segments, scale, shift, mask, position_ids = (
+        *node.inputs,
+        None,
+        None,
+    )[:9]
+    rows = op.Slice(positions, [0], op.vector(op.dim(ids, 1)), [0])
+    x = op.Gather(words, ids)
+    x = x + (rows if position_ids is None else op.Gather(positions, position_ids))
+    if segment_ids is not None and segments is not None:
+        x = x + op.Gather(segments, segment_ids)
     epsilon = node.attributes.get_float("epsilon", 1e-12)
     y = op.LayerNormalization(x, scale, shift, axis=-1, epsilon=epsilon)
     y.dtype = x.dtype = words.dtype
-    lengths = _lengths(op, ids, mask) if wanted(node, 1) else y
+    lengths = _lengths(op, ids, mask) if has_output(node, 1) else y
     return [y, lengths, x][: len(node.outputs)]
 
 
 def _lengths(op: Emit, ids: ir.Value, mask: ir.Value | None) -> ir.Value:
-    """Return how many words of each row are marked by one, zeros where no mask is given."""
+    """Return the number of ones in each row of the mask, zeros without a mask."""
     if mask is None:
         return op.Expand(op.Cast(0.0, to=INT32), op.vector(op.dim(ids, 0)))
     return op.ReduceSum(op.Cast(op.Equal(mask, 1), to=INT32), [1], keepdims=0)

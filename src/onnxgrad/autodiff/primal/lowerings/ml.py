@@ -1,6 +1,6 @@
-"""How operators of `ai.onnx.ml` are lowered, but for the support vector machines.
+"""Lowerings of `ai.onnx.ml`, except support vector machines.
 
-The kernels of onnxruntime are the reference, where they leave the specification.
+Where the kernels of onnxruntime deviate from the specification, they are the reference.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def linear_regressor(op: Emit, node: ir.Node) -> list[ir.Value]:
 def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
     """scores = post(x CT + b), label = class of the largest score.
 
-    With one row of coefficients and two classes, the score of the first class is the second's
-    complement. `multi_class` is not read: the scores are the same either way.
+    With two classes and one row of coefficients, that is the score of the second class, and the
+    first has its complement. `multi_class` is not read, as it does not change the scores.
     """
     labels = class_labels(node)
     intercepts = node.inputs[2] if len(node.inputs) > 2 else None
@@ -52,20 +52,20 @@ def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
     x, coefficients, intercepts = (*node.inputs, None)[:3]
     weights = op.Reshape(coefficients, [rows, -1])
     y = op.MatMul(matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
-    return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # others are not read
+    return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # onnxruntime ignores others
 
 
-# -- what classifiers share ----------------------------------------------------------------------
+# -- shared by classifiers -----------------------------------------------------------------------
 
 
 def refused(node: ir.Node, why: str) -> NoGradientRule:
-    """Return the error for what is not lowered."""
+    """Return the error for a node that cannot be lowered."""
     where = f"{node.op_type} (node {node.name!r}, output {node.outputs[-1].name!r})"
     return NoGradientRule(f"{where}: {why}, or select outputs before this node")
 
 
 def matrix(op: Emit, x: Any, weights: Any, rows: int) -> ir.Value:
-    """Return `x` as float32 of rank two, each row as long as one of the `rows` of `weights`."""
+    """Return `x` as a float32 matrix, whose rows are as long as one of the `rows` of `weights`."""
     x = op.Cast(x, to=FLOAT)
     if rank(x) == 2:
         return x
@@ -79,7 +79,7 @@ def class_labels(node: ir.Node) -> Any:
 
 
 def label_of(op: Emit, node: ir.Node, winner: ir.Value) -> ir.Value:
-    """Return the labels of the classes numbered `winner`."""
+    """Return the labels of the classes of index `winner`."""
     labels = list(class_labels(node)) or [0, 1]
     if isinstance(labels[0], int):
         return op.Gather(op.const(labels), winner, axis=0)
@@ -89,7 +89,7 @@ def label_of(op: Emit, node: ir.Node, winner: ir.Value) -> ir.Value:
 
 
 def post_transform(op: Emit, node: ir.Node, y: ir.Value, scores: int) -> ir.Value:
-    """Return the `scores` columns of `y` transformed; a single one as it is, but for PROBIT."""
+    """Return `y` (N, scores) after `post_transform`; a single score is changed by PROBIT only."""
     post = node.attributes.get_string("post_transform", "NONE")
     if post == "PROBIT":
         return _probit(op, y)
@@ -105,7 +105,7 @@ def post_transform(op: Emit, node: ir.Node, y: ir.Value, scores: int) -> ir.Valu
 
 
 def two_scores(op: Emit, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
-    """Return the scores of two classes from that of the second: they add up to `whole`, or to 1."""
+    """Return two scores from the second: they add up to `whole`, or to 1 if transformed."""
     post = node.attributes.get_string("post_transform", "NONE")
     if post == "PROBIT":
         raise refused(node, "onnxruntime has no PROBIT of two classes from one score; use NONE")
@@ -115,34 +115,34 @@ def two_scores(op: Emit, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
 
 
 def _softmax_zero(op: Emit, y: ir.Value) -> ir.Value:
-    """Return the softmax over the scores that are not zero; zeros stay (almost) as they are."""
+    """Return the softmax over nonzero scores; scores of zero stay (almost) unchanged."""
     used = op.Greater(op.Abs(y), 1e-7)
     top = op.ReduceMax(y, [-1], keepdims=1)
     powers = op.Where(used, op.Exp(y - top), 0.0)
-    # Where a score is zero, top is not negative: the bound keeps inf out of the other rows.
+    # In rows with a zero, top >= 0; in the others, the bound prevents inf.
     zeros = op.Where(used, 0.0, y) * op.Exp(op.Min(-top, 1.0))
     return (powers + zeros) / op.ReduceSum(powers, [-1], keepdims=1)
 
 
 def _probit(op: Emit, y: ir.Value) -> ir.Value:
-    """Return sqrt(2) erfinv(2 y - 1), with the erfinv of Winitzki 2008 that onnxruntime has.
+    """Return sqrt(2) erfinv(2 y - 1), with the approximation of erfinv by Winitzki 2008.
 
-    His formula ends in digits lost under the root at y = 1/2: near there its Taylor series
-    takes over, and all is in float64.
+    onnxruntime uses it too. Near y = 1/2, where the formula loses digits under its root, it is
+    replaced by its Taylor series. The computation is in float64.
     """
     a = 0.147
     z = 2.0 * op.Cast(y, to=DOUBLE) - 1.0
-    middle = op.Less(op.Abs(z), 4e-3)
-    beside = op.Where(middle, op.const(0.5, DOUBLE), z)
-    inner = op.Log((1.0 - beside) * (1.0 + beside))
+    central = op.Less(op.Abs(z), 4e-3)
+    outer = op.Where(central, op.const(0.5, DOUBLE), z)
+    inner = op.Log((1.0 - outer) * (1.0 + outer))
     v = 2 / (pi * a) + 0.5 * inner
     size = op.Sqrt(op.Sqrt(v * v - inner / a) - v)
-    size = op.Where(op.Less(beside, 0.0), op.Neg(size), size)
+    size = op.Where(op.Less(outer, 0.0), op.Neg(size), size)
     series = sqrt(pi) / 2 * z * (1.0 + (1 / 4 + pi * a / 8 * (1 - pi / 4)) * (z * z))
-    return op.Cast(sqrt(2) * op.Where(middle, series, size), to=FLOAT)
+    return op.Cast(sqrt(2) * op.Where(central, series, size), to=FLOAT)
 
 
-# -- what prepares the features ------------------------------------------------------------------
+# -- preprocessing -------------------------------------------------------------------------------
 
 
 @lowering("Scaler", "ai.onnx.ml")
@@ -160,7 +160,7 @@ def scaler(op: Emit, node: Any) -> list[ir.Value]:
 
 @lowering("Normalizer", "ai.onnx.ml")
 def normalizer(op: Emit, node: ir.Node) -> list[ir.Value]:
-    """y = x / norm of the row: its largest element (MAX), sum of moduli (L1), Euclidean (L2).
+    """y = x / norm of the row: its largest element (MAX), sum of |x| (L1), or Euclidean norm (L2).
 
     A row of norm zero stays as it is.
     """
@@ -175,11 +175,11 @@ def normalizer(op: Emit, node: ir.Node) -> list[ir.Value]:
 def imputer(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = v where x is the replaced value, else x; v one value, or one for each feature.
 
-    A number of values that is not that of the features: the first one is for all.
+    If the number of values is not that of the features, the first value is used for all.
     """
     x, values = (*node.inputs, None)[:2]
     if values is None:  # integers: no gradient
-        _state(node, (x.dtype, dims(x)))
+        _set_types(node, (x.dtype, dims(x)))
         return None
     dtype = x.dtype or FLOAT
     values = op.Cast(values, to=dtype)
@@ -190,8 +190,8 @@ def imputer(op: Emit, node: Any) -> list[ir.Value] | None:
         return [_imputed(op, node, x, op.Slice(values, [0], [1]))]
     if features == n and len(shape or ()) <= 2:
         return [_imputed(op, node, x, values)]
-    found = op.Gather(op.Shape(x, end=2), [-1], axis=0)
-    values = op.Slice(values, [0], op.Where(op.Equal(found, [n]), op.const([n]), [1]))
+    columns = op.Gather(op.Shape(x, end=2), [-1], axis=0)
+    values = op.Slice(values, [0], op.Where(op.Equal(columns, [n]), op.const([n]), [1]))
     table = op.Reshape(x, op.Concat([-1], op.Shape(values), axis=0))
     return [op.Reshape(_imputed(op, node, table, values), op.Shape(x), allowzero=1)]
 
@@ -203,16 +203,16 @@ def _imputed(op: Emit, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value
 
 @lowering("FeatureVectorizer", "ai.onnx.ml")
 def feature_vectorizer(op: Emit, node: ir.Node) -> list[ir.Value]:
-    """y = [a, b, ...], each cut, or filled up with zeros, to as many columns as stated."""
-    wanted = node.attributes.get_ints("inputdimensions", ())
-    if len(wanted) != len(node.inputs):
-        raise refused(node, "inputdimensions must state a number for each input")
-    parts = [_columns(op, x, n) for x, n in zip(node.inputs, wanted, strict=True)]
+    """y = [a, b, ...], each cropped or padded with zeros to `inputdimensions` columns."""
+    widths = node.attributes.get_ints("inputdimensions", ())
+    if len(widths) != len(node.inputs):
+        raise refused(node, "inputdimensions must state a number for each input; correct it")
+    parts = [_columns(op, x, n) for x, n in zip(node.inputs, widths, strict=True)]
     return [op.Concat(*parts, axis=1)]
 
 
 def _columns(op: Emit, x: Any, n: int) -> ir.Value:
-    """Return `x`, a vector being one row, as a matrix of `n` columns."""
+    """Return `x` as a matrix of `n` columns; a vector is one row."""
     x = op.Cast(x, to=FLOAT)
     if (rank(x) or 0) < 2:
         x = op.Expand(x, [1, 1])
@@ -228,18 +228,18 @@ def _columns(op: Emit, x: Any, n: int) -> ir.Value:
 
 @lowering("ArrayFeatureExtractor", "ai.onnx.ml")
 def array_feature_extractor(op: Emit, node: Any) -> list[ir.Value]:
-    """y = x[..., i], i taken as a vector; of a vector x, one row."""
+    """y = x[..., i], i flattened; a vector x is one row."""
     x, i = node.inputs
     y = op.Gather(x, op.Reshape(i, [-1]), axis=-1)
     return [y if (rank(x) or 0) > 1 else op.Expand(y, [1, 1])]
 
 
-# -- what has no gradient, but outputs of types that the inference does not know -----------------
+# -- operators without gradient, whose output types onnx does not infer ---------------------------
 
 
-def _state(node: ir.Node, *known: tuple[ir.DataType | None, Dims | None]) -> None:
-    """Note what is known of the type and shape of each output of `node`, which stays."""
-    for y, (dtype, shape) in zip(node.outputs, known, strict=False):
+def _set_types(node: ir.Node, *types: tuple[ir.DataType | None, Dims | None]) -> None:
+    """Set dtypes and shapes of the outputs of `node` where they are unknown."""
+    for y, (dtype, shape) in zip(node.outputs, types, strict=False):
         if y.dtype is None and dtype is not None:
             y.dtype = dtype
         if y.shape is None and shape is not None:
@@ -253,38 +253,38 @@ def _rows(x: Any) -> Dim:
 @lowering("TreeEnsemble", "ai.onnx.ml")
 @lowering("TreeEnsembleRegressor", "ai.onnx.ml")
 def tree_ensemble(op: Emit, node: Any) -> None:
-    """One column for each target, of the type of x since version 5."""
+    """One column per target, of the dtype of x since version 5 of the domain."""
     [x] = node.inputs
     targets = node.attributes.get_int("n_targets", 0) or None
     dtype = x.dtype if node.op_type == "TreeEnsemble" else FLOAT
-    _state(node, (dtype, (_rows(x), targets)))
+    _set_types(node, (dtype, (_rows(x), targets)))
 
 
 @lowering("TreeEnsembleClassifier", "ai.onnx.ml")
 def tree_ensemble_classifier(op: Emit, node: Any) -> None:
-    """A label, and one column for each class."""
+    """A label, and one column per class."""
     strings = node.attributes.get_strings("classlabels_strings", ())
     classes = len(strings or node.attributes.get_ints("classlabels_int64s", ()))
     rows = _rows(node.inputs[0])
     label = ir.DataType.STRING if strings else INT64
-    _state(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
+    _set_types(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
 
 
 @lowering("OneHotEncoder", "ai.onnx.ml")
 def one_hot_encoder(op: Emit, node: Any) -> None:
-    """One further axis, of a column for each category."""
+    """One more axis, with one element per category."""
     [x] = node.inputs
     ints = node.attributes.get_ints("cats_int64s", ())
     count = len(ints or node.attributes.get_strings("cats_strings", ()))
     shape = dims(x)
-    _state(node, (FLOAT, None if shape is None else (*shape, count)))
+    _set_types(node, (FLOAT, None if shape is None else (*shape, count)))
 
 
 @lowering("Binarizer", "ai.onnx.ml")
 @lowering("CategoryMapper", "ai.onnx.ml")
 @lowering("LabelEncoder", "ai.onnx.ml")
 def elementwise(op: Emit, node: Any) -> None:
-    """The shape of x; the type is that of the values, in their absence that which x has not."""
+    """The shape of x, and the dtype of the values; without values, strings become ints and v.v."""
     [x] = node.inputs
     kinds = {"floats": FLOAT, "int64s": INT64, "strings": ir.DataType.STRING}
     dtype: ir.DataType | None = INT64 if x.dtype == kinds["strings"] else kinds["strings"]
@@ -293,4 +293,4 @@ def elementwise(op: Emit, node: Any) -> None:
             dtype = kind
     if "values_tensor" in node.attributes:
         dtype = node.attributes["values_tensor"].as_tensor().dtype
-    _state(node, (x.dtype if node.op_type == "Binarizer" else dtype, dims(x)))
+    _set_types(node, (x.dtype if node.op_type == "Binarizer" else dtype, dims(x)))

@@ -1,4 +1,4 @@
-"""Sequences of known length, whose elements are known before it runs, become those elements."""
+"""Sequences of static length, whose elements are values of the graph, become those values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from onnxgrad.graph.shapes import constant, dims
 def at(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """[a, b, c][1] = b."""
     s, i = node.inputs
-    place = constant(i)
+    array = constant(i)
     assert s is not None
-    known = None if place is None else elements(op, s)
-    if known is None or place is None:
+    values = None if array is None else elements(op, s)
+    if values is None or array is None:
         return None
-    at = int(place.reshape(()))
-    return [known[at]] if -len(known) <= at < len(known) else None
+    index = int(array.reshape(()))
+    return [values[index]] if -len(values) <= index < len(values) else None
 
 
 @lowering("ConcatFromSequence")
 def concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """The elements, joined: x itself where they are its pieces."""
+    """y = the elements of s, concatenated; x itself if s is x split along the same axis."""
     [s] = node.inputs
     assert s is not None
     axis = node.attributes.get_int("axis", 0)
@@ -43,24 +43,24 @@ def concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
             length = shape[axes[1]]
             if isinstance(length, int) and length > 0:
                 return [x]
-    known = elements(op, s)
-    if not known:
+    values = elements(op, s)
+    if not values:
         return None
-    return [op.Concat(*(op.Unsqueeze(v, [axis]) if new else v for v in known), axis=axis)]
+    return [op.Concat(*(op.Unsqueeze(v, [axis]) if new else v for v in values), axis=axis)]
 
 
 @lowering("SequenceLength")
 def length(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """The number of elements."""
+    """y = the number of elements of s."""
     [s] = node.inputs
     assert s is not None
-    known = elements(op, s)
-    return None if known is None else [op.const(np.int64(len(known)))]
+    values = elements(op, s)
+    return None if values is None else [op.const(np.int64(len(values)))]
 
 
 @lowering("OptionalGetElement")
 def element(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """What was put in, or what is no Optional."""
+    """y = the value in x, or x itself if it is not an Optional."""
     [x] = node.inputs
     assert x is not None
     before = x.producer()
@@ -73,23 +73,23 @@ def element(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 @lowering("SequenceMap")
 def sequence_map(op: Emit, node: ir.Node) -> list[ir.Value]:
-    """The body, in a Loop that reads the elements and makes sequences of what it returns.
+    """ys = sequences of the results of the body for each element of x, as a Loop.
 
-    The inliner cannot write the function body of the specification, which holds this graph.
+    The inliner of onnx cannot expand the function body of the specification, as it has a subgraph.
     """
     body = node.attributes.pop("body").as_graph()
     inner = Emit(body, outer=op)
-    place, going = counters(op)
+    index, condition = counters(op)
     with inner.at(next(iter(body), None)):
         for x, v in zip(node.inputs, body.inputs, strict=True):
             assert x is not None
-            element = inner.SequenceAt(x, place) if is_sequence(x) else x
+            element = inner.SequenceAt(x, index) if is_sequence(x) else x
             ir.convenience.replace_all_uses_with(v, element, replace_graph_outputs=True)
     starts = [op.emit("SequenceEmpty", [], {"dtype": y.dtype}, fresh=True) for y in body.outputs]
-    made = [ir.Value(name=op.name("made"), type=start.type) for start in starts]
-    longer = [inner.SequenceInsert(s, y) for s, y in zip(made, body.outputs, strict=True)]
-    body.inputs[:] = [place, going, *made]
-    inner.give([going, *longer])
+    states = [ir.Value(name=op.name("sequence"), type=start.type) for start in starts]
+    longer = [inner.SequenceInsert(s, y) for s, y in zip(states, body.outputs, strict=True)]
+    body.inputs[:] = [index, condition, *states]
+    inner.give([condition, *longer])
     length = op.SequenceLength(node.inputs[0])
     operands = [length, None, *starts]
     ys = op.emit_many("Loop", operands, {"body": body}, len(starts), fresh=True)

@@ -1,6 +1,6 @@
-"""How the support vector machines of `ai.onnx.ml` are lowered: kernels, votes, probabilities.
+"""Lowerings of the support vector machines of `ai.onnx.ml`: kernels, votes, probabilities.
 
-The kernels of onnxruntime are the reference, where they leave the specification.
+Where the kernels of onnxruntime deviate from the specification, they are the reference.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from onnxgrad.graph.shapes import dims
 
 @lowering("SVMRegressor", "ai.onnx.ml")
 def svm_regressor(op: Emit, node: Any) -> list[ir.Value]:
-    """y = k(x, s) a + rho, or without support vectors x a + rho; +-1, its sign, for one class.
+    """y = k(x, s) a + rho, or x a + rho without support vectors; with `one_class` its sign, +-1.
 
-    `post_transform` is not read: there is one score.
+    `post_transform` is not read, as there is one score.
     """
     x, coefficients, rho, vectors, *_ = _operands(node)
     count = node.attributes.get_int("n_supports", 0)
@@ -48,20 +48,20 @@ def svm_regressor(op: Emit, node: Any) -> list[ir.Value]:
 def _operands(node: ir.Node) -> Any:
     operands = (*node.inputs, *[None] * 5)[:6]
     if None in operands[:3]:
-        raise refused(node, "it has no coefficients or no rho; state them")
+        raise refused(node, "it has no coefficients or no rho; add them")
     return operands
 
 
 def _first(op: Emit, values: ir.Value, n: int) -> ir.Value:
-    """Return the first `n` of `values`: there may be more, which are not read."""
+    """Return the first `n` of `values`; onnxruntime ignores the others."""
     return values if dims(values) == (n,) else op.Slice(values, [0], [n])
 
 
 def _kernel(op: Emit, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int) -> ir.Value:
     """Return k(x, s): x sT, or (c x sT + d)^e, or tanh(c x sT + d), or e^(-c |x - s|^2).
 
-    That squared distance is worked out as |x|^2 - 2 x sT + |s|^2, in float64: that takes no memory
-    for all differences, and loses no digits to speak of.
+    |x - s|^2 is computed as |x|^2 - 2 x sT + |s|^2, which takes less memory than all differences,
+    and in float64, so that it loses no digits that matter.
     """
     kind = node.attributes.get_string("kernel_type", "LINEAR")
     gamma, coef0, degree = node.attributes.get_floats("kernel_params", ()) or (0.0, 0.0, 0.0)
@@ -84,9 +84,10 @@ def _kernel(op: Emit, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int)
 
 @lowering("SVMClassifier", "ai.onnx.ml")
 def svm_classifier(op: Emit, node: Any) -> list[ir.Value]:
-    """scores = post(x CT + rho) without support vectors, else of every pair of classes, or coupled.
+    """scores = post(x CT + rho) without support vectors; with them, the scores of all pairs of
+    classes, or probabilities coupled from these.
 
-    The label is the class of the largest score, or that wins most pairs.
+    The label is the class of the largest score, or the class that wins the most pairs.
     """
     x, coefficients, rho, vectors, prob_a, prob_b = _operands(node)
     classes = len(class_labels(node))
@@ -113,7 +114,7 @@ def svm_classifier(op: Emit, node: Any) -> list[ir.Value]:
 
 
 def _largest(op: Emit, raw: ir.Value, coefficients: Any, classes: int, proba: bool) -> ir.Value:
-    """Return the class of the largest score; of two, the second already above a threshold."""
+    """Return the class of the largest score; of two classes, the second above a threshold."""
     winner = op.ArgMax(raw, axis=1, keepdims=0)
     if classes != 2 or proba:
         return winner
@@ -125,10 +126,10 @@ def _largest(op: Emit, raw: ir.Value, coefficients: Any, classes: int, proba: bo
 
 
 def _pairwise(op: Emit, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: list) -> ir.Value:
-    """Return a score for each pair i < j: from the vectors of class i, and from those of j.
+    """Return a score for each pair i < j, summed over the vectors of both classes.
 
-    The vectors of class i have a coefficient against every other class, in their order. As in
-    onnxruntime, sums are in float64.
+    A vector has one coefficient for each other class, in the order of classes. As in onnxruntime,
+    sums are in float64.
     """
     others = len(sizes) - 1
     k, table = (op.Cast(v, to=DOUBLE) for v in (k, coefficients))
@@ -144,7 +145,7 @@ def _pairwise(op: Emit, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: 
 
 
 def _most_votes(op: Emit, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
-    """Return the first class with most votes: of a pair, i if the score is above 0, else j."""
+    """Return the first class with most votes. A pair votes for i if its score is > 0, else j."""
     first, second = (
         np.eye(classes, dtype=np.float32)[list(side)] for side in zip(*pairs, strict=True)
     )
@@ -153,19 +154,19 @@ def _most_votes(op: Emit, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
 
 
 def _coupled(op: Emit, r: ir.Value, pairs: list, classes: int) -> ir.Value:
-    """Return the probabilities p of the classes, r those of i in the pairs i < j.
+    """Return the probabilities p of the classes from r, those of class i in the pairs i < j.
 
-    Wu, Lin & Weng 2004, section 2.3: p minimizes sum (r_ji p_i - r_ij p_j)^2 = 2 pT Q p with
-    sum(p) = 1, so (Q + 1) p is the same for all classes. onnxruntime, as libsvm, iterates towards
-    this p and stops within 0.005 of it; here it is exact, and its gradient that of the solution.
+    Wu, Lin & Weng 2004, section 2.3: p minimizes sum (r_ji p_i - r_ij p_j)^2 = 2 pT Q p subject to
+    sum(p) = 1, so that all elements of (Q + 1) p are equal. onnxruntime, like libsvm, iterates and
+    stops within 0.005 of this p; here p is exact, and so is its gradient.
     """
     r = op.Clip(r, 1e-7, 1 - 1e-7)
     if classes == 2:
         return op.Concat(r, 1.0 - r, axis=1)
-    place = {pair: n for n, pair in enumerate(pairs)} | {
+    index = {pair: n for n, pair in enumerate(pairs)} | {
         (j, i): n + len(pairs) for n, (i, j) in enumerate(pairs)
     }
-    columns = [place.get((i, j), 0) for i in range(classes) for j in range(classes)]
+    columns = [index.get((i, j), 0) for i in range(classes) for j in range(classes)]
     one = np.eye(classes, dtype=np.float32)
     r = op.Gather(op.Concat(r, 1.0 - r, axis=1), columns, axis=1)
     r = op.Reshape(r, [-1, classes, classes]) * (1 - one)
@@ -175,7 +176,7 @@ def _coupled(op: Emit, r: ir.Value, pairs: list, classes: int) -> ir.Value:
 
 
 def _solved(op: Emit, a: ir.Value, n: int) -> ir.Value:
-    """Return y with a y = 1, for positive definite a: Gauss and Jordan need no pivoting then."""
+    """Return y with a y = 1, a positive definite, by Gauss-Jordan elimination without pivots."""
     a = op.Pad(a, [0, 0, 0, 0, 0, 1], 1.0)
     for i, one in enumerate(np.eye(n, dtype=np.float32)[..., None]):
         column, rest = op.Slice(a, [0], [1], [2]), op.Slice(a, [1], [n + 1], [2])
