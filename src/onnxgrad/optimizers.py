@@ -139,7 +139,13 @@ class Chain(Optimizer):
 
 @dataclass(frozen=True)
 class ScaleByLearningRate(Optimizer):
-    """u -> -lr u."""
+    """u -> -lr u.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.sgd() == og.ScaleByLearningRate()
+        True
+    """
 
     rate_first = True
     elementwise = True
@@ -154,6 +160,11 @@ class Trace(Optimizer):
     """v <- m v + u;  u -> m v + u if nesterov else v.
 
     The slot holds m v, which Nesterov's form computes anyway.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.nesterov(0.8) == og.Chain((og.Trace(0.8, nesterov=True), og.ScaleByLearningRate()))
+        True
     """
 
     decay: float
@@ -172,6 +183,11 @@ class Trace(Optimizer):
 class ScaleByAdam(Optimizer):
     """m <- b1 m + (1 - b1) u;  v <- b2 v + (1 - b2) u^2;  u -> m' / (sqrt(v') + eps),
     m' = m / (1 - b1^t), v' = v / (1 - b2^t).  Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.Chain((og.ScaleByAdam(b1=0.8), og.ScaleByLearningRate())).slots
+        ('m', 'v')
     """
 
     b1: float = 0.9
@@ -193,7 +209,14 @@ class ScaleByAdam(Optimizer):
 
 @dataclass(frozen=True)
 class AddDecayedWeights(Optimizer):
-    """u -> u + decay w.  Loshchilov & Hutter 2019, arXiv:1711.05101."""
+    """u -> u + decay w.  Loshchilov & Hutter 2019, arXiv:1711.05101.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> decayed = og.Chain((og.AddDecayedWeights(0.1), og.ScaleByLearningRate()))
+        >>> decayed.elementwise
+        True
+    """
 
     decay: float
     elementwise = True

@@ -40,7 +40,22 @@ RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
 
 @dataclass(frozen=True)
 class Saved:
-    """A tensor that the forward model returns for the backward model."""
+    """A tensor that the forward model returns for the backward model.
+
+    Attributes:
+        name: of the output of the forward model and the input of the backward model.
+        dtype: such as "float32".
+        shape: a length or a symbolic dimension for each axis; None if the rank is unknown.
+        bytes_per_row: bytes for a batch of one row, with 32 for every other symbolic dimension.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) { a = Exp(x)  y = Tanh(a) }''')
+        >>> [(s.dtype, s.shape, s.bytes_per_row) for s in og.partition(model).saved]
+        [('float32', ('N', 2), 8), ('float32', ('N', 2), 8)]
+    """
 
     name: str
     dtype: str

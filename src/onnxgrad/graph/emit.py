@@ -15,7 +15,22 @@ from onnxgrad.graph.writer import Writer
 
 
 class Emit(Writer):
-    """A `Writer` that also broadcasts, undoes broadcasting, and adds up sequences."""
+    """Writes nodes into a graph: the argument `op` of rules, lowerings, losses and optimizers.
+
+    `op.MatMul(a, b)` writes a node and returns its output; inside `with op:`, so does `a * b`. The
+    methods of its base, `Writer`, create nodes, names and constants. Those of this class broadcast,
+    undo broadcasting, and add up sequences.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> from onnxgrad import Emit
+        >>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3]))
+        >>> graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
+        >>> with Emit(graph) as op:
+        ...     y = op.sum_to(2.0 * x, op.ReduceSum(x, [0], keepdims=1))
+        >>> [node.op_type for node in graph], tuple(y.shape)
+        (['Mul', 'ReduceSum', 'ReduceSum'], (1, 3))
+    """
 
     def expand_to(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g` broadcast to the shape of `like`; both have the same dtype."""

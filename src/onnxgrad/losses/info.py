@@ -29,6 +29,13 @@ class LossInfo:
         ignore_index: the label whose loss is zero.
         loss: name of the loss in `onnxgrad.LOSSES`, if that bounds the labels.
         threshold: the prediction between two classes.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> import onnxgrad as og
+        >>> f = ir.Value(name="f", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 5]))
+        >>> og.NegLogLearningLoss(probability_function="softmax").info(f).classes
+        5
     """
 
     label: str | None = None

@@ -80,6 +80,13 @@ class LossSpec:
         threshold: the prediction between two classes, as a function of the options; None where a
             prediction is not one of two classes.
         options: options that the user set.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.LOSSES["log"].reduction
+        'mean'
+        >>> og.LOSSES["huber"].with_options({"delta": 0.5}).all_options
+        {'delta': 0.5}
     """
 
     formula: Formula

@@ -12,12 +12,26 @@ from onnxgrad.errors import printable
 
 @dataclass(frozen=True)
 class GradientRow:
-    """One comparison: a derivative along a random direction, or the value of the outputs."""
+    """One comparison: a derivative along a random direction, or the value of the outputs.
+
+    Attributes:
+        name: input or weight that changes along the direction.
+        expected: the derivative by central differences.
+        found: the derivative by the gradient model.
+        error: their relative difference.
+        rtol: the largest error that is ok.
+        order: 1 for the gradient, 2 for the gradient of the gradient.
+
+    Examples:
+        >>> from onnxgrad import GradientRow
+        >>> GradientRow("x", expected=2.0, found=2.1, error=0.05, rtol=1e-6).ok
+        False
+    """
 
     name: str
-    expected: float  # by differences
-    found: float  # by the gradient
-    error: float  # relative
+    expected: float
+    found: float
+    error: float
     rtol: float
     order: int = 1
 

@@ -35,8 +35,7 @@ def lowering(
 
     Examples:
         >>> import onnx
-        >>> from onnxgrad import onnx_derivative
-        >>> from onnxgrad.autodiff.primal.lowerings import lowering
+        >>> from onnxgrad import lowering, onnx_derivative
         >>> @lowering("AddExp", domain="doc.example")
         ... def add_exp(op, node):
         ...     # y = a + e^b

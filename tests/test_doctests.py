@@ -1,0 +1,44 @@
+"""Every public name is documented by an example that runs, and stands on the page of the API."""
+
+import doctest
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import onnxgrad
+
+ROOT = Path(__file__).parent.parent
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+WITHOUT_DOCSTRING = {"LOSSES"}  # a dict
+
+
+def run_examples(thing, name: str) -> None:
+    tests = doctest.DocTestFinder().find(thing, name, globs={})
+    runner = doctest.DocTestRunner(optionflags=FLAGS)
+    own = next((test for test in tests if test.name == name), None)
+    assert own is not None, f"{name} has no example"
+    assert own.examples, f"{name} has no example"
+    with np.printoptions(precision=4, suppress=True):
+        for test in tests:
+            runner.run(test)
+    assert not runner.failures
+
+
+@pytest.mark.parametrize("name", sorted(set(onnxgrad.__all__) - WITHOUT_DOCSTRING))
+def test_example(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_examples(getattr(onnxgrad, name), name)
+
+
+def test_example_of_the_torch_module():
+    pytest.importorskip("torch")
+    from onnxgrad.torch import OnnxModule
+
+    run_examples(OnnxModule, "OnnxModule")
+
+
+def test_api_page_is_complete():
+    listed = re.findall(r"^::: onnxgrad\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    assert sorted(listed) == onnxgrad.__all__
