@@ -63,3 +63,12 @@ def test_no_circle():
 
 def test_few_modules_belong_to_no_room():
     assert len(list(PACKAGE.glob("*.py"))) <= 8
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_and_functions_are_short(name):
+    text = FILES[name].read_text()
+    assert len(text.splitlines()) <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno - node.lineno < 60, node.name
