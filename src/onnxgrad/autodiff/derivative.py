@@ -102,9 +102,12 @@ def onnx_derivative(
         >>> [x.name for x in gradient.graph.input], [y.name for y in gradient.graph.output]
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
-    names, proto = (_check(options, loss, label), stop_gradient, straight_through), read(onx)
+    labels = _check(options, loss, label)
+    request = DerivativeRequest(
+        weights, inputs, options, loss, labels, stop_gradient, straight_through
+    )
+    proto = read(onx)
     with reporting(level_of(verbose)), garbage_kept():
-        request = DerivativeRequest(weights, inputs, options, loss, *names)
         gradient_model, _ = derivative(proto, request)
     if path_name is not None:
         save(gradient_model, path_name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,15 +169,6 @@ class Fields:
                 f"batch_size={self.fixed_rows}, not {rows}, or export it with a symbolic batch"
             )
 
-    def gathered(self, X: Any, y: Any = None) -> dict[str, np.ndarray]:
-        """Return the checked arrays; batches of an iterable are concatenated."""
-        if not is_iterable_of_batches(X, y):
-            return self.arrays(X, y)
-        batches = [self.batch(item) for item in X]
-        if not batches:
-            raise ValueError("the iterable gave no batch")
-        return {name: np.concatenate([b[name] for b in batches]) for name in self.fields}
-
 
 @dataclass
 class Slice:
@@ -241,36 +233,71 @@ class IterableSource:
         self.rows = seen
 
 
-def is_iterable_of_batches(X: Any, y: Any) -> bool:
-    """Return whether `X` yields batches, rather than being an array or a dict of arrays."""
-    if y is not None or isinstance(X, Mapping) or is_table(X):
-        return False
-    if hasattr(X, "__array__") or hasattr(X, "dtype"):
-        return False
-    if not isinstance(X, (list, tuple)):
-        return isinstance(X, Iterable)
-    first = X[0] if X else None
-    pair = isinstance(first, list) and first and hasattr(first[0], "shape")  # of a DataLoader
-    return isinstance(first, (tuple, Mapping)) or bool(pair)
+@dataclass(frozen=True)
+class Dataset:
+    """The data that `fit` is called with: arrays or tables, or an iterable of batches as `X`."""
 
+    X: Any
+    y: Any = None
+    sample_weight: Any = None
 
-def make_source(
-    fields: Fields, X: Any, y: Any, sample_weight: Any, batch_size: int, rng: np.random.Generator
-) -> ArraySource | IterableSource:
-    """Return the source of batches.
+    @cached_property
+    def batched(self) -> bool:
+        """Whether `X` yields batches, rather than being an array, a table or a dict of these."""
+        X = self.X
+        if self.y is not None or isinstance(X, Mapping) or is_table(X):
+            return False
+        if hasattr(X, "__array__") or hasattr(X, "dtype"):
+            return False
+        if not isinstance(X, (list, tuple)):
+            return isinstance(X, Iterable)
+        first = X[0] if X else None
+        pair = isinstance(first, list) and first and hasattr(first[0], "shape")  # of a DataLoader
+        return isinstance(first, (tuple, Mapping)) or bool(pair)
 
-    Raises:
-        ValueError: data that the inputs do not accept, or fewer rows than a batch has.
-    """
-    if is_iterable_of_batches(X, y):
-        if sample_weight is not None:
+    @property
+    def weighted(self) -> bool:
+        """Whether the data have sample weights, or batches that may have some."""
+        return self.sample_weight is not None or self.batched
+
+    @property
+    def columns(self) -> list[str] | None:
+        """The names of the columns of `X`; None unless they are all text."""
+        return column_names(self.X)
+
+    def arrays(self, fields: Fields) -> dict[str, np.ndarray]:
+        """Return the checked arrays by input name, those of all batches concatenated.
+
+        Raises:
+            ValueError: data that the inputs do not accept, or no batch.
+        """
+        if not self.batched:
+            return fields.arrays(self.X, self.y, self.sample_weight)
+        batches = [fields.batch(item) for item in self._batches()]
+        if not batches:
+            raise ValueError("the iterable gave no batch")
+        return {name: np.concatenate([b[name] for b in batches]) for name in fields.fields}
+
+    def source(
+        self, fields: Fields, batch_size: int, rng: np.random.Generator
+    ) -> ArraySource | IterableSource:
+        """Return the source of batches.
+
+        Raises:
+            ValueError: data that the inputs do not accept, or fewer rows than a batch has.
+        """
+        if self.batched:
+            return IterableSource(self._batches(), fields)
+        arrays = self.arrays(fields)
+        rows = len(next(iter(arrays.values())))
+        if batch_size > rows:
+            raise ValueError(f"batch_size={batch_size} is more than the {rows} rows of data")
+        fields.check_batch(batch_size)
+        return ArraySource(arrays, batch_size, rng)
+
+    def _batches(self) -> Iterable[Any]:
+        if self.sample_weight is not None:
             raise ValueError(
                 "an iterable of batches brings its sample weights: (X, y, sample_weight)"
             )
-        return IterableSource(X, fields)
-    arrays = fields.arrays(X, y, sample_weight)
-    rows = len(next(iter(arrays.values())))
-    if batch_size > rows:
-        raise ValueError(f"batch_size={batch_size} is more than the {rows} rows of data")
-    fields.check_batch(batch_size)
-    return ArraySource(arrays, batch_size, rng)
+        return self.X

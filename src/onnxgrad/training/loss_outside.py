@@ -21,7 +21,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.schedules import BaseLearningRate
-from onnxgrad.training.data import is_iterable_of_batches
+from onnxgrad.training.data import Dataset
 from onnxgrad.training.fitted import Fitted
 from onnxgrad.training.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.graphs import Graphs, training_graphs
@@ -186,13 +186,12 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
 
         Arguments and errors are those of `fit`. Penalties are not included.
         """
-        weighted = sample_weight is not None or is_iterable_of_batches(X, y)
+        data = Dataset(X, y, sample_weight)
+        weighted = data.weighted
         compute = self._built(
             f"losses {weighted}", lambda: self._row_losses(weighted), self._fitted().values
         )
-        if sample_weight is None:
-            return compute(compute.fields.gathered(X, y))
-        return compute(compute.fields.arrays(X, y, sample_weight))
+        return compute(data.arrays(compute.fields))
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Return the negative mean of `losses`: higher is better.

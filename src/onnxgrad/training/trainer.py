@@ -11,7 +11,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.data.columns import column_names
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.model import weights as constants
@@ -23,10 +22,9 @@ from onnxgrad.schedules import BaseLearningRate
 from onnxgrad.training.arguments import check_arguments, select_optimizer, start_learning_rate
 from onnxgrad.training.data import (
     ArraySource,
+    Dataset,
     Fields,
     IterableSource,
-    is_iterable_of_batches,
-    make_source,
 )
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
@@ -120,7 +118,10 @@ class Trainer(BaseEstimator):
         before = vars(self).get("_state")
         if before is not None and before.running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
-        self._run(self._prepare(X, y, sample_weight, X_val, y_val), before, callback)
+        if X_val is None and y_val is not None:
+            raise ValueError("y_val is given without X_val")
+        validation = None if X_val is None else Dataset(X_val, y_val)
+        self._run(self._prepare(Dataset(X, y, sample_weight), validation), before, callback)
         return self
 
     def _run(
@@ -148,17 +149,16 @@ class Trainer(BaseEstimator):
             self._state.stop_reason = stop_reason
             loop.state.end()
 
-    def _prepare(self, X: Any, y: Any, sample_weight: Any, X_val: Any, y_val: Any) -> Loop:
+    def _prepare(self, data: Dataset, held_out: Dataset | None) -> Loop:
         """Check everything, and return the loop of the epochs; nothing of `self` is changed."""
         rate, optimizer = self._rate_and_optimizer()
         before = vars(self).get("_state") if self.warm_start else None
         proto, names = self._model(before), self._checked_names()
-        batches = is_iterable_of_batches(X, y) or is_iterable_of_batches(X_val, y_val)
-        weighted = sample_weight is not None or batches
+        weighted = data.weighted or (held_out is not None and held_out.weighted)
         step, fields = self._build_step(proto, names, optimizer, weighted, before)
         state = self._first_state(proto, names, step, optimizer, before)
-        source = self._source(state, fields, X, y, sample_weight)
-        validation = self._evaluation(proto, step, fields, weighted, X_val, y_val)
+        source = self._source(state, fields, data)
+        validation = self._evaluation(proto, step, fields, weighted, held_out)
         epoch = build_epoch(step)
         runner = Runner(epoch, step, fields.mean, self.device, step.work * self.batch_size)
         loop = self._loop(state, runner, rate, source, validation)
@@ -192,12 +192,12 @@ class Trainer(BaseEstimator):
         return step, fields
 
     def _source(
-        self, state: TrainState, fields: Fields, X: Any, y: Any, sample_weight: Any
+        self, state: TrainState, fields: Fields, data: Dataset
     ) -> ArraySource | IterableSource:
         """Return the source of batches; `state` stores the form and the columns of the data."""
-        state.flat = np.ndim(y) == 1  # so are predictions then, or y - f would be (rows, rows)
-        state.names, state.columns = fields.names, column_names(X)
-        return make_source(fields, X, y, sample_weight, self.batch_size, state.rng)
+        state.flat = np.ndim(data.y) == 1  # as predictions are then: y - f is not (rows, rows)
+        state.names, state.columns = fields.names, data.columns
+        return data.source(fields, self.batch_size, state.rng)
 
     def _evaluation(
         self,
@@ -205,15 +205,12 @@ class Trainer(BaseEstimator):
         step: Step,
         fields: Fields,
         weighted: bool,
-        X_val: Any,
-        y_val: Any,
+        data: Dataset | None,
     ) -> Evaluation | None:
         """Return what computes the validation loss, None without validation data."""
-        if X_val is None and y_val is not None:
-            raise ValueError("y_val is given without X_val")
-        if X_val is None:
+        if data is None:
             return None
-        arrays = fields.gathered(X_val, y_val)
+        arrays = data.arrays(fields)
         objective = self._objective(proto, step.weights, weighted)
         return Evaluation(objective, fields, arrays, self.device, step.work)
 
@@ -275,7 +272,7 @@ class Trainer(BaseEstimator):
         before: TrainState | None,
     ) -> TrainState:
         """Return the state that training begins with: a new one, or a copy of the one `before`."""
-        arrays = {site.name: site.array() for site in constants.constant_refs(proto)}
+        arrays = {ref.name: ref.array() for ref in constants.constant_refs(proto)}
         if before is None:
             reached = set(step.weights)
             weights = {name: arrays[name] for name in names if name in reached}
