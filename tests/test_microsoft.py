@@ -24,6 +24,7 @@ from onnxgrad.autodiff.primal import prepare as preparing
 from onnxgrad.autodiff.primal.lowerings import LOWERINGS
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
+from running import run
 
 KINDS = {"f2": "float16", "f4": "float", "i4": "int32", "i8": "int64"}
 OF_CASES = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -52,15 +53,6 @@ def model(case: Case, known: str = "lengths", feed: dict | None = None) -> onnx.
     for y in made.graph.output:
         y.type.tensor_type.ClearField("shape")
     return made
-
-
-def run(model: onnx.ModelProto, feed: dict) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    data, providers = model.SerializeToString(), ["CPUExecutionProvider"]
-    session = ort.InferenceSession(data, options, providers=providers)
-    taken = {x.name for x in session.get_inputs()}
-    return session.run(None, {name: x for name, x in feed.items() if name in taken})
 
 
 def domains(model: onnx.ModelProto) -> set[str]:

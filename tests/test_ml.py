@@ -9,6 +9,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 
+import running
 from onnxgrad import (
     ModelError,
     NoGradientRule,
@@ -33,8 +34,7 @@ def parse(node: str, kind: str = "float", label: str = "") -> onnx.ModelProto:
 
 
 def run(model: onnx.ModelProto, x: np.ndarray) -> list:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})
+    return running.run(model, x=x)
 
 
 def listed(values) -> str:
