@@ -1,4 +1,4 @@
-"""How tests run models: by onnxruntime on the CPU."""
+"""How tests run models, on the CPU by onnxruntime, and which of their cases are of the sweep."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+import pytest
 
 Model = onnx.ModelProto | bytes | str | os.PathLike
 
@@ -38,3 +39,8 @@ def _run(session: ort.InferenceSession, feed: Mapping[str, Any], inputs: dict) -
     fed = {name: value for name, value in feed.items() if name in kinds} | inputs
     tensors = {name for name, kind in kinds.items() if kind.startswith("tensor")}
     return session.run(None, {n: np.asarray(v) if n in tensors else v for n, v in fed.items()})
+
+
+def in_sweep(*values: Any) -> Any:
+    """Return the values of a parametrized test, of the sweep (`pytest -m sweep`)."""
+    return pytest.param(*values, marks=pytest.mark.sweep)

@@ -157,6 +157,16 @@ def case(name: str, known: str = "symbols") -> tuple[onnx.ModelProto, dict]:
     return unknown(parse(text), known), feed
 
 
+@pytest.mark.parametrize("known", ["lengths", "symbols"])
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_of_first_order(name, known):
+    model, feed = case(name, known)
+    report = check_gradient(model, feed=feed)
+    assert report.ok, str(report)
+    assert report.computed.startswith("float64")
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("known", ["lengths", "symbols", "rank"])
 @pytest.mark.parametrize("name", CASES)
 def test_gradient(name, known):
