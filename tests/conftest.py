@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
 import subprocess
 from pathlib import Path
 
 import onnxruntime as ort
 import pytest
+
+# Workers of pytest-xdist share the cores: threads of PyTorch and numpy would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Under nohup, or in the background of a script, signals are ignored, by children too. What has a
 # handler is the default again in a child, and so tests can interrupt theirs.
