@@ -117,7 +117,7 @@ def slices(draw) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
     shape = draw(SHAPES)
     axes = draw(axes_of(shape))
     bound = st.one_of(st.integers(-6, 6), st.sampled_from([FAR, -FAR]))
-    step = st.sampled_from([1, -1, 2, -2, 3])
+    step = st.sampled_from([1, 1, 1, -1, 2, -2, 3])
     columns = [(draw(bound), draw(bound), axis, draw(step)) for axis in axes]
     # there, onnxruntime takes the largest end for none, against the specification
     assume(not any(end == FAR and step < 0 for _, end, _, step in columns))
