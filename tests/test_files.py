@@ -241,7 +241,7 @@ def child(code, **options):
 
 
 WRITE = """
-from onnxgrad.files import check_writable, replacing
+from onnxgrad.model.files import check_writable, replacing
 for attempt in (lambda: check_writable("{0}", True), lambda: replacing("{0}").__enter__()):
     try:
         attempt()
@@ -591,7 +591,7 @@ def test_three_threads_write_data_of_their_own(here, monkeypatch):
 def test_three_processes_write_one_file(here):
     code = """
 import sys
-from onnxgrad.files import replacing
+from onnxgrad.model.files import replacing
 for _ in range(50):
     with replacing("out") as temporary:
         temporary.write_bytes(sys.argv[1].encode() * 100_000)
@@ -606,7 +606,7 @@ def test_kill_9_leaves_the_old_file_and_one_temporary_one(here):
     Path("out.onnx").write_bytes(PRECIOUS)
     code = """
 import sys, time
-from onnxgrad.files import replacing
+from onnxgrad.model.files import replacing
 with replacing("out.onnx") as temporary:
     temporary.write_bytes(b"half")
     print("writing", flush=True)
