@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 
-FLOAT = onnx.TensorProto.FLOAT
+import running
+
+FLOAT, FLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
 
 def normal(x):
@@ -91,13 +92,12 @@ def feed(row: Row) -> dict[str, np.ndarray]:
 
 def run(model: onnx.ModelProto, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
     """Run a model on arrays of which those of float64 are in the dtype of its inputs."""
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    fed = {}
-    for x in session.get_inputs():
-        array, half = arrays[x.name], x.type == "tensor(float16)"
-        wanted = np.float16 if half else np.float32
-        fed[x.name] = array.astype(wanted) if array.dtype == np.float64 else array
-    return session.run(None, fed)
+    taken = {x.name: x.type.tensor_type.elem_type == FLOAT16 for x in model.graph.input}
+    feed = {}
+    for name, half in taken.items():
+        array, dtype = arrays[name], np.float16 if half else np.float32
+        feed[name] = array.astype(dtype) if array.dtype == np.float64 else array
+    return running.run(model, feed)
 
 
 def ints(*values):

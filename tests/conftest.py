@@ -1,11 +1,88 @@
-"""What all tests share."""
+"""What all tests share: which of the sweep run, and one thread where models are small."""
 
 from __future__ import annotations
 
+import hashlib
+import os
 import signal
+import subprocess
+from pathlib import Path
+
+import onnxruntime as ort
+import pytest
+
+# Workers of pytest-xdist share the cores: threads of PyTorch and numpy would wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Under nohup, or in the background of a script, signals are ignored, by children too. What has a
 # handler is the default again in a child, and so tests can interrupt theirs.
 for name in ("SIGINT", "SIGTERM", "SIGHUP"):
     if signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
         signal.signal(getattr(signal, name), lambda *_: None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sweep-share",
+        type=int,
+        default=1,
+        metavar="N",
+        help="of the tests marked sweep run one of N; which one depends on the commit",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out all tests of the sweep but the share of this commit."""
+    share = config.getoption("--sweep-share")
+    if share < 2:
+        return
+    turn = commit_number() % share
+    left_out = [
+        item for item in items if item.get_closest_marker("sweep") and part(item, share) != turn
+    ]
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def part(item: pytest.Item, share: int) -> int:
+    """Return which of `share` parts of the sweep a test belongs to."""
+    return int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest()[:8]) % share
+
+
+def commit_number() -> int:
+    """Return the number of commits up to this one: successive ones take successive parts.
+
+    Of a history that is not all there, the number is the hash of the commit.
+    """
+    try:
+        shallow = git("rev-parse", "--is-shallow-repository") == "true"
+        return (
+            int(git("rev-parse", "HEAD"), 16)
+            if shallow
+            else int(git("rev-list", "--count", "HEAD"))
+        )
+    except (OSError, subprocess.CalledProcessError):  # no repository
+        return 0
+
+
+def git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, check=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def one_thread(monkeypatch):
+    """Give sessions one thread: of small models, starting more costs more than running them."""
+    create = ort.InferenceSession.__init__
+
+    def with_one_thread(self, model, sess_options=None, *arguments, **options):
+        sess_options = sess_options or ort.SessionOptions()
+        if not sess_options.intra_op_num_threads:
+            sess_options.intra_op_num_threads = 1
+        create(self, model, sess_options, *arguments, **options)
+
+    monkeypatch.setattr(ort.InferenceSession, "__init__", with_one_thread)

@@ -64,31 +64,32 @@ def attributes() -> dict[Key, dict[str, list[Any]]]:
 
 def in_gradients() -> dict[Key, set[str]]:
     """Return the operators in the gradients of the rows, each with the operators of such rows."""
-    found: dict[Key, set[str]] = defaultdict(set)
-    for made in rows():
-        try:
-            gradient = onnx_derivative(made, weights=[])
-        except NoGradientRule:
-            continue
-        for node in gradient.graph.node:
-            found[node.domain, node.op_type].add(made.graph.node[-1].op_type)
-    return found
+    return _differentiated()[0]
 
 
 def by_input() -> dict[Key, dict[int, set[str]]]:
     """Return what rules answered for each input: "value", "none", or "refused"."""
+    return _differentiated()[1]
+
+
+@cache
+def _differentiated() -> tuple[dict[Key, set[str]], dict[Key, dict[int, set[str]]]]:
+    """Return what `in_gradients` and `by_input` do: every row is differentiated once."""
+    found: dict[Key, set[str]] = defaultdict(set)
     answers: dict[Key, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     before = dict(RULES)
     RULES.update({key: _recorded(f, answers[key]) for key, f in before.items()})
     try:
         for made in rows():
             try:
-                onnx_derivative(made, weights=[])
+                gradient = onnx_derivative(made, weights=[])
             except NoGradientRule:
                 continue
+            for node in gradient.graph.node:
+                found[node.domain, node.op_type].add(made.graph.node[-1].op_type)
     finally:
         RULES.update(before)
-    return answers
+    return found, answers
 
 
 def _recorded(function: Any, answers: dict[int, set[str]]) -> Any:

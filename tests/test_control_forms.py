@@ -7,7 +7,8 @@ import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, check_gradient, get_train_initializer, onnx_derivative
-from test_control import normal, run
+from running import run_named
+from test_control import normal
 
 S, W, X = normal(3), normal(3, seed=1), normal(4, 3, seed=2)
 TWO, FOUR, NONE = np.array(2), np.array(4), np.array(0)
@@ -182,7 +183,7 @@ def test_dropout_whose_mask_nobody_asked_for(form):
     x, ones = np.linspace(1, 2, 64, dtype=np.float32), np.ones((2, 64), np.float32)
     made = onnx_derivative(parse(texts[form]), options=DerivativeOptions.KeepOutputs)
     feed = {"x": x, "c": np.array(True), "n": TWO, "ones": ones, "y_grad": ones[0]}
-    found = run(made, feed)
+    found = run_named(made, feed)
     assert 0 < np.count_nonzero(found["y"]) < 60
     np.testing.assert_allclose(found["x_grad"], found["y"] / x, rtol=1e-6)
 

@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
@@ -18,6 +17,7 @@ from onnxgrad import (
     onnx_derivative,
     select_model_inputs_outputs,
 )
+from running import run_named
 
 ZERO, YIELD, KEEP, FILL, LOSS = DerivativeOptions.Zero, *list(DerivativeOptions)
 RUN_TIME_SHAPES = {"Shape", "Size", "Expand", "ConstantOfShape", "Range", "NonZero", "Tile"}
@@ -39,13 +39,6 @@ def mlp() -> onnx.ModelProto:
         { h = MatMul(X, w)  i = Add(h, b)  j = Relu(i)  k = MatMul(j, v)  Y = Add(k, c) }""",
         **{name: rng.standard_normal(s).astype(np.float32) for name, s in sizes.items()},
     )
-
-
-def run(model: onnx.ModelProto, feed: dict) -> dict[str, np.ndarray]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [y.name for y in session.get_outputs()]
-    feed = {x.name: np.asarray(feed[x.name]) for x in session.get_inputs()}
-    return dict(zip(names, session.run(None, feed), strict=True))
 
 
 def inputs(model: onnx.ModelProto) -> list[str]:
@@ -76,7 +69,7 @@ def test_golden_case():
     )
     loss = select_model_inputs_outputs(add_loss_output(f), outputs=["loss"])
     made = onnx_derivative(loss, options=FILL | KEEP)
-    found = run(made, {
+    found = run_named(made, {
         "x": np.float32([[0, 0], [1, 0], [0, 1], [1, 1], [2, 2]]),
         "label": np.float32([[-1], [-2.5], [1.6666701], [0.16667008], [1.6666799]]),
         "init": np.float32([[2, 3]]),
@@ -126,7 +119,7 @@ def test_keep_outputs():
     assert inputs(made) == ["x", "y_grad", "z_grad"]
     assert outputs(made) == ["x_grad", "y", "where", "z"]
     x, g, h = np.float32([[1, 2], [3, 4], [5, 6]])
-    found = run(made, {"x": x, "y_grad": g, "z_grad": h})
+    found = run_named(made, {"x": x, "y_grad": g, "z_grad": h})
     np.testing.assert_allclose(found["x_grad"], np.exp(x) * (g + h * (1 + x)), rtol=1e-6)
     np.testing.assert_allclose(found["y"], np.exp(x), rtol=1e-6)
     assert found["where"] == [1]
@@ -150,7 +143,7 @@ def test_fill_grad_is_of_the_outputs_shape_and_type(kind):
     )
     assert inputs(made) == ["x"]
     dtype = {"float": np.float32, "double": np.float64, "float16": np.float16}[kind]
-    found = run(made, {"x": dtype([1, 2, 3])})
+    found = run_named(made, {"x": dtype([1, 2, 3])})
     np.testing.assert_array_equal(found["x_grad"], dtype([2, 4, 6]))
 
 
@@ -185,8 +178,8 @@ def test_yield_op_of_several_outputs():
         made.graph.input[-1].name = f"{name}_grad"
     x, g, h = np.float32([[[1, 2]], [[3, 4]], [[5, 6]]])
     feed = {"x": x, "w": np.float32([1, 2]), "y_grad": g, "z_grad": h}
-    expected = run(onnx_derivative(parse(text, w=[1, 2])), feed)
-    for name, array in run(made, feed).items():
+    expected = run_named(onnx_derivative(parse(text, w=[1, 2])), feed)
+    for name, array in run_named(made, feed).items():
         np.testing.assert_array_equal(array, expected[name])
 
 
@@ -199,7 +192,7 @@ def test_loss(tmp_path):
     assert onnx.load(path) == made
     w = weights(mlp())
     x, y = np.ones((3, 4), np.float32), np.zeros((3, 2), np.float32)
-    found = run(made, {"X": x, "label": y, "v": w["v"]})
+    found = run_named(made, {"X": x, "label": y, "v": w["v"]})
     h = np.maximum(x @ w["w"] + w["b"], 0)
     np.testing.assert_allclose(found["v_grad"], 2 * h.T @ (h @ w["v"] + w["c"]), rtol=1e-5)
     kept = onnx_derivative(model, ["v"], None, LOSS | KEEP, loss="loss", label=["label"])
@@ -231,7 +224,7 @@ def test_clashing_names_give_way_unless_they_are_the_users():
     assert outputs(made)[-2:] == ["y", "y_grad"]
     onnx.checker.check_model(made, full_check=True)
     a, b, g, h = np.float32([[1, 2], [3, 4], [5, 6], [7, 8]])
-    found = run(made, dict(zip(inputs(made), (a, b, g, h), strict=True)))
+    found = run_named(made, dict(zip(inputs(made), (a, b, g, h), strict=True)))
     np.testing.assert_allclose(next(iter(found.values())), (g + h * np.exp(a * b)) * b, rtol=1e-6)
 
 
@@ -253,7 +246,7 @@ def test_an_input_that_is_an_output_and_an_output_used_twice():
     )
     x = np.float32([0.1, 0.2])
     one = np.ones(2, np.float32)
-    found = run(made, {"x": x, "y_grad": one, "z_grad": one})["x_grad"]
+    found = run_named(made, {"x": x, "y_grad": one, "z_grad": one})["x_grad"]
     np.testing.assert_allclose(found, np.exp(x) * (1 + np.exp(np.exp(x))), rtol=1e-6)
 
 
@@ -286,7 +279,7 @@ def test_weights_that_the_outputs_do_not_depend_on_stay():
     made = onnx_derivative(model, options=FILL | KEEP)
     assert inputs(made) == ["x", "w"]
     assert outputs(made) == ["x_grad", "w_grad", "y"]
-    found = run(made, {"x": np.float32([[1, 1]]), "w": np.float32([2, 3])})
+    found = run_named(made, {"x": np.float32([[1, 1]]), "w": np.float32([2, 3])})
     np.testing.assert_array_equal(found["y"], [[3, 5]])
 
 

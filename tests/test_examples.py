@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import onnxgrad
+from running import in_sweep
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -25,7 +26,11 @@ def imports(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [in_sweep(p) if p.stem.startswith("benchmark_") else p for p in SCRIPTS],
+    ids=[p.stem for p in SCRIPTS],
+)
 def test_example(path, tmp_path):
     assert len(path.read_text().splitlines()) < 60
     for name in imports(path).intersection(OPTIONAL):

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
 from onnxgrad import add_loss_output, check_gradient, onnx_derivative, select_model_inputs_outputs
-
-
-def run(model: onnx.ModelProto, feed: dict) -> dict[str, np.ndarray]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    names = [y.name for y in session.get_outputs()]
-    feed = {x.name: np.asarray(feed[x.name]) for x in session.get_inputs()}
-    return dict(zip(names, session.run(None, feed), strict=True))
+from running import run_named
 
 
 def inputs(model: onnx.ModelProto) -> list[str]:
@@ -67,7 +60,7 @@ def test_exported_transformer_encoder_as_torch(tmp_path):
     assert len(report.rows) > 24
     made = onnx_derivative(model, names, [])
     [data, *rest] = inputs(made)
-    found = run(made, {data: ids, rest[-1]: g, **{n: weights(model)[n] for n in names}})
+    found = run_named(made, {data: ids, rest[-1]: g, **{n: weights(model)[n] for n in names}})
     for name in names:
         expected = parameters[name].grad.numpy()
         scale = max(abs(expected).max(), 1e-3)

@@ -516,8 +516,8 @@ from onnxgrad import save
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
 from onnxgrad.graph.read import read
-from onnxgrad.rescue import Keeper
-from onnxgrad.signals import StopRequests
+from onnxgrad.cli.rescue import Keeper
+from onnxgrad.cli.signals import StopRequests
 from pathlib import Path
 model = read("wide.onnx")
 try:

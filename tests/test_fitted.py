@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
@@ -22,6 +21,7 @@ from onnxgrad import (
     SquareLearningLoss,
     add_loss_output,
 )
+from running import run_named
 
 CONSTANT = LearningRateSGD(0.05, learning_rate="constant")
 START = {"w": np.float32([[0.1], [0.2]]), "b": np.float32([0.3])}
@@ -62,12 +62,6 @@ GRAPHS = "loss_grad_onnx_ loss_score_onnx_ axpy_onnx_ zero_onnx_ epoch_onnx_".sp
 
 def arrays(state) -> dict[str, np.ndarray]:
     return {n: np.array(v if isinstance(v, np.ndarray) else v.numpy()) for n, v in state.items()}
-
-
-def run(model, feed: dict) -> dict[str, np.ndarray]:
-    data = model if isinstance(model, (str, os.PathLike)) else model.SerializeToString()
-    session = ort.InferenceSession(data, providers=["CPUExecutionProvider"])
-    return dict(zip([y.name for y in session.get_outputs()], session.run(None, feed), strict=True))
 
 
 # -- before and after fit ------------------------------------------------------------------------
@@ -195,12 +189,12 @@ def test_graphs_are_those_that_are_saved():
         assert getattr(made, name).SerializeToString() == flat[name]
     assert not hasattr(made, "axpy_onnx_")
     feed = {"X1": Y, "X2": np.zeros_like(Y), "w8": WEIGHT}
-    found = run(made.loss_grad_onnx_, feed)
+    found = run_named(made.loss_grad_onnx_, **feed)
     np.testing.assert_allclose(found["Y"], (WEIGHT[:, None] * Y * Y).sum() / 2, rtol=1e-5)
     np.testing.assert_allclose(found["Y_grad"], -WEIGHT[:, None] * Y, rtol=1e-5)
     assert made.loss_grad_onnx_ is made.loss_grad_onnx_
     changed = made.set_params(learning_loss="absolute_error").loss_grad_onnx_
-    np.testing.assert_allclose(run(changed, feed)["Y_grad"], -WEIGHT[:, None] * np.sign(Y))
+    np.testing.assert_allclose(run_named(changed, **feed)["Y_grad"], -WEIGHT[:, None] * np.sign(Y))
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -214,7 +208,7 @@ def test_the_gradient_and_the_training_model_are_saved(tmp_path, kind):
     assert [y.name for y in gradient.graph.output] == ["loss", "w_grad", "b_grad"]
     assert {d.domain for d in (*gradient.opset_import, *training.opset_import)} == {""}
     assert [node.op_type for node in training.graph.node] == ["Scan"]
-    found = run(str(path), {"x": X, "label": Y, "weight": WEIGHT, **START})
+    found = run_named(str(path), **{"x": X, "label": Y, "weight": WEIGHT, **START})
     torch = pytest.importorskip("torch")
     w, b = (torch.tensor(a.astype(float), requires_grad=True) for a in START.values())
     x, y, weight = (torch.tensor(a.astype(float)) for a in (X, Y, WEIGHT))

@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from onnxgrad import (
@@ -16,6 +15,7 @@ from onnxgrad import (
     function_onnx_graph,
     get_supported_functions,
 )
+from running import run_named
 
 RNG = np.random.default_rng(0)
 X1, X2, G = RNG.standard_normal((3, 10, 4))
@@ -24,16 +24,6 @@ LABELS = RNG.integers(0, 2, (10, 4))
 CLASSES = RNG.integers(0, 4, 10)
 DTYPES = [np.float16, np.float32, np.float64]
 RTOL = {np.float16: 1e-2, np.float32: 1e-5, np.float64: 1e-12}
-
-
-def run(model: onnx.ModelProto, **feed) -> dict[str, np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    session = ort.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    names = [y.name for y in session.get_outputs()]
-    return dict(zip(names, session.run(None, feed), strict=True))
 
 
 def check(found: dict, dtype, **expected) -> None:
@@ -84,15 +74,15 @@ def test_errors_and_their_gradients(case, dtype, weight, opset):
     gradient = slope(y.astype(float), f.astype(float)) * column
     feed = {"X1": y, "X2": f} | ({"weight": w} if weight else {})
     both = function_onnx_graph(f"grad_loss_{kind}_error", opset, dtype, weight, **options)
-    check(run(both, **feed), dtype, Y=total, Y_grad=gradient)
+    check(run_named(both, **feed), dtype, Y=total, Y_grad=gradient)
     value = function_onnx_graph(f"{kind}_error", opset, dtype, weight, **options)
-    check(run(value, **feed), dtype, Y=total)
+    check(run_named(value, **feed), dtype, Y=total)
     if kind == "square":
         alone = function_onnx_graph("grad_square_error", opset, dtype, weight, **options)
-        check(run(alone, **feed), dtype, Y_grad=gradient)
+        check(run_named(alone, **feed), dtype, Y_grad=gradient)
         if not options:
             mean = function_onnx_graph("reduce_mean_square", opset, dtype, weight)
-            check(run(mean, **feed), dtype, Y=total / f.size)
+            check(run_named(mean, **feed), dtype, Y=total / f.size)
     for model in (both, value):
         onnx.checker.check_model(model, full_check=True)
         assert model.opset_import[0].version == opset
@@ -102,7 +92,7 @@ def test_errors_and_their_gradients(case, dtype, weight, opset):
 def test_row_weights_that_are_not_fed_are_ones(name):
     y, f = X1.astype(np.float32), X2.astype(np.float32)
     made = [
-        run(function_onnx_graph(f"grad_loss_{name}_error", weight_name=w), X1=y, X2=f)
+        run_named(function_onnx_graph(f"grad_loss_{name}_error", weight_name=w), X1=y, X2=f)
         for w in ("weight", None)
     ]
     for key in ("Y", "Y_grad"):
@@ -121,11 +111,11 @@ def test_classes(dtype, weight):
         "grad_sigmoid_neg_log_loss_error", None, dtype, weight_name=weight, eps=0.2
     )
     total = (-np.log(clipped) * column).sum()
-    check(run(model, X1=LABELS, **feed), dtype, Y=total, Y_grad=(p - LABELS) * column)
+    check(run_named(model, X1=LABELS, **feed), dtype, Y=total, Y_grad=(p - LABELS) * column)
     p, hit = softmax(f.astype(float)), np.eye(4)[CLASSES]
     model = function_onnx_graph("grad_softmax_neg_log_loss_error", None, dtype, weight, eps=0.0)
     total = (-np.log(p) * hit * column).sum()
-    check(run(model, X1=CLASSES, **feed), dtype, Y=total, Y_grad=(p - hit) * column)
+    check(run_named(model, X1=CLASSES, **feed), dtype, Y=total, Y_grad=(p - hit) * column)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 2), (2, 1, 3, 2)])
@@ -136,24 +126,24 @@ def test_updates_of_weights_of_any_shape(dtype, shape):
     for declared in (None, shape):
         options = {"shape": declared}
         model = function_onnx_graph("axpy", None, dtype, **options)
-        check(run(model, X1=x, X2=w, alpha=a), dtype, Y=w - 0.25 * x)
+        check(run_named(model, X1=x, X2=w, alpha=a), dtype, Y=w - 0.25 * x)
         z = 0.75 * g - 0.25 * x
         model = function_onnx_graph("axpyw", None, dtype, **options)
-        check(run(model, X1=x, X2=w, G=g, alpha=a, beta=b), dtype, Y=w + z, Z=z)
+        check(run_named(model, X1=x, X2=w, G=g, alpha=a, beta=b), dtype, Y=w + z, Z=z)
         model = function_onnx_graph("axpyw2", None, dtype, **options)
         ahead = w + 0.75 * z - 0.25 * x
-        check(run(model, X1=x, X2=w, G=g, alpha=a, beta=b), dtype, Y=ahead, Z=z)
+        check(run_named(model, X1=x, X2=w, G=g, alpha=a, beta=b), dtype, Y=ahead, Z=z)
         assert [i.name for i in model.graph.input] == ["X1", "X2", "G", "alpha", "beta"]
-        check(run(function_onnx_graph("copy", None, dtype, **options), X=x), dtype, Y=x)
+        check(run_named(function_onnx_graph("copy", None, dtype, **options), X=x), dtype, Y=x)
         nan = np.full_like(x, np.nan)
-        check(run(function_onnx_graph("zero", None, dtype, **options), X=nan), dtype, Y=0 * x)
+        check(run_named(function_onnx_graph("zero", None, dtype, **options), X=nan), dtype, Y=0 * x)
         model = function_onnx_graph(
             "grad_penalty_elastic_error", None, dtype, l1_weight=0.5, l2_weight=0.25, **options
         )
         slope = 0.5 * np.sign(w) + 0.5 * w
-        check(run(model, X=w), dtype, Y=penalty(w.astype(float), 0.5, 0.25), Y_grad=slope)
+        check(run_named(model, X=w), dtype, Y=penalty(w.astype(float), 0.5, 0.25), Y_grad=slope)
         model = function_onnx_graph("update_penalty_elastic_error", None, dtype, l1=0.1, **options)
-        check(run(model, X=w), dtype, Y=w - 0.1 * np.sign(w) - 2e-4 * w)
+        check(run_named(model, X=w), dtype, Y=w - 0.1 * np.sign(w) - 2e-4 * w)
     onnx.checker.check_model(model, full_check=True)
 
 
@@ -165,7 +155,7 @@ def test_a_loss_and_the_penalties_of_several_weights(loss):
             "n_penalty_elastic_error", 18, np.float64, n_tensors=3, l1_weight=0.1, l2_weight=0.9,
             **options,
         )  # fmt: skip
-        found = run(model, loss=loss, **weights)
+        found = run_named(model, loss=loss, **weights)
         check(found, np.float64, Y=3 + sum(penalty(w, 0.1, 0.9) for w in weights.values()))
 
 
@@ -173,7 +163,7 @@ def test_a_loss_and_the_penalties_of_several_weights(loss):
 def test_linear_regression(dtype):
     x, a, b = X1.astype(dtype), X2[:4].astype(dtype), G[:1].astype(dtype)
     model = function_onnx_graph("linear_regression", 20, dtype)
-    check(run(model, X=x, A=a, B=b), dtype, Y=x.astype(float) @ a.astype(float) + b)
+    check(run_named(model, X=x, A=a, B=b), dtype, Y=x.astype(float) @ a.astype(float) + b)
 
 
 def test_the_list_of_functions():
@@ -212,12 +202,12 @@ def test_learning_rates_write_their_update(nesterov):
     """v <- m v - lr g; w <- w + (m v - lr g or v), by the models that they keep."""
     rate = LearningRateSGD(0.5).build_onnx_function(18, "cpu", 3, np.float64)
     a, m = np.array([-0.5]), np.array([0.9])
-    np.testing.assert_allclose(run(rate.axpy_onnx_, X1=G, X2=X2, alpha=a)["Y"], X2 - 0.5 * G)
+    np.testing.assert_allclose(run_named(rate.axpy_onnx_, X1=G, X2=X2, alpha=a)["Y"], X2 - 0.5 * G)
     assert not hasattr(rate, "axpyw_onnx_")
     rate = LearningRateSGDNesterov(0.5, nesterov=nesterov).build_onnx_function(dtype=np.float64)
     w, v = X2, 0 * X2
     for g in (G, X1):
-        found = run(rate.axpyw_onnx_, X1=g, X2=w, G=v, alpha=a, beta=m)
+        found = run_named(rate.axpyw_onnx_, X1=g, X2=w, G=v, alpha=a, beta=m)
         v = 0.9 * v - 0.5 * g
         w = w + (0.9 * v - 0.5 * g if nesterov else v)
         np.testing.assert_allclose(found["Y"], w)
@@ -230,10 +220,10 @@ def test_learning_rates_have_their_update_unasked():
     """At once and in float32, as for a look at it after a training."""
     g, w, v = (x.astype(np.float32) for x in (G, X2, X1))
     a, m = np.array([-0.5], np.float32), np.array([0.9], np.float32)
-    found = run(LearningRateSGD().axpy_onnx_, X1=g, X2=w, alpha=a)
+    found = run_named(LearningRateSGD().axpy_onnx_, X1=g, X2=w, alpha=a)
     np.testing.assert_allclose(found["Y"], w - 0.5 * g, rtol=1e-5)
     rate = LearningRateSGDNesterov(nesterov=False)
-    found = run(rate.axpyw_onnx_, X1=g, X2=w, G=v, alpha=a, beta=m)
+    found = run_named(rate.axpyw_onnx_, X1=g, X2=w, G=v, alpha=a, beta=m)
     np.testing.assert_allclose(found["Y"], w + 0.9 * v - 0.5 * g, rtol=1e-4, atol=1e-6)
     rate.build_onnx_function(dtype=np.float64)
     assert rate.axpyw_onnx_.graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.DOUBLE

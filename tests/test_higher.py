@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
@@ -24,6 +23,7 @@ from onnxgrad import (
     vjp,
 )
 from onnxgrad.autodiff.rules import RULES
+from running import run_named
 from table import ROWS
 
 
@@ -32,16 +32,6 @@ def parse(text: str, opset: int = 18, **weights) -> onnx.ModelProto:
     for name, array in weights.items():
         made.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
     return made
-
-
-def run(made: onnx.ModelProto, values: dict) -> dict[str, np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # not of initializers that nothing reads
-    session = ort.InferenceSession(
-        made.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    fed = {x.name: np.asarray(values[x.name]) for x in session.get_inputs()}
-    return dict(zip([y.name for y in session.get_outputs()], session.run(None, fed), strict=True))
 
 
 def inputs(made: onnx.ModelProto) -> list[str]:
@@ -96,7 +86,7 @@ X = normal(6, 4)
 def difference(made: onnx.ModelProto, values: dict, name: str, v: np.ndarray, output: str = "Y"):
     """Return the derivative of an output along `v`, by central differences."""
     h = 1e-5
-    high, low = (run(made, values | {name: values[name] + s * v})[output] for s in (h, -h))
+    high, low = (run_named(made, values | {name: values[name] + s * v})[output] for s in (h, -h))
     return (high - low) / (2 * h)
 
 
@@ -168,7 +158,7 @@ def test_other_dtypes(kind, rtol):
         t.CopyFrom(numpy_helper.from_array(weights(made)[t.name].astype(np.float64), t.name))
     exact = {k: v.astype(np.float64) for k, v in values.items()}
     for one in (jvp, jacobian):
-        found, expected = run(one(made), values), run(one(double), exact)
+        found, expected = run_named(one(made), values), run_named(one(double), exact)
         for name in found:
             assert found[name].dtype == dtype
             close(found[name], expected[name], rtol=rtol, atol=rtol)
@@ -190,7 +180,7 @@ def test_opset_11():
     )
     values = {"X": normal(2, 3)}
     for mode in ("forward", "reverse"):
-        found = run(jacobian(old, mode=mode), values)["Y_X_jacobian"]
+        found = run_named(jacobian(old, mode=mode), values)["Y_X_jacobian"]
         close(found, numeric(old, values, "X"), atol=1e-7)
 
 
@@ -199,10 +189,10 @@ def test_opset_11():
 
 def test_vjp_is_the_gradient():
     values = {"X": X, "Y_grad": normal(6, 3)} | weights(MLP)
-    made, gradient = run(vjp(MLP, None), values), run(onnx_derivative(MLP), values)
+    made, gradient = run_named(vjp(MLP, None), values), run_named(onnx_derivative(MLP), values)
     for name in gradient:
         close(made[name], gradient[name])
-    close(made["Y"], run(MLP, values)["Y"])
+    close(made["Y"], run_named(MLP, values)["Y"])
 
 
 @pytest.mark.parametrize("name", ["X", "w", "b", "v", "c"])
@@ -211,7 +201,7 @@ def test_jvp_of_an_mlp(name):
     values = {"X": X} | weights(MLP)
     primal = vjp(MLP, *asked)  # whose inputs are the weights too
     v = normal(*values[name].shape)
-    found = run(jvp(MLP, *asked), values | {f"{name}_tangent": v})["Y_tangent"]
+    found = run_named(jvp(MLP, *asked), values | {f"{name}_tangent": v})["Y_tangent"]
     close(found, difference(primal, values | {"Y_grad": normal(6, 3)}, name, v), atol=1e-8)
 
 
@@ -220,8 +210,8 @@ def test_jvp_by_all_at_once():
     v = {f"{k}_tangent": normal(*x.shape) for k, x in ({"X": X} | w).items()}
     zeros = {k: np.zeros_like(x) for k, x in v.items()}
     made = jvp(MLP, None)
-    whole = run(made, {"X": X} | w | v)["Y_tangent"]
-    parts = [run(made, {"X": X} | w | zeros | {k: x})["Y_tangent"] for k, x in v.items()]
+    whole = run_named(made, {"X": X} | w | v)["Y_tangent"]
+    parts = [run_named(made, {"X": X} | w | zeros | {k: x})["Y_tangent"] for k, x in v.items()]
     close(whole, sum(parts))
 
 
@@ -235,7 +225,11 @@ def test_jvp_computes_nothing_else():
 def table_rows() -> list:
     chosen = [r for r in ROWS if r.runs][::7]
     assert len(chosen) > 150
-    return [pytest.param(r, k, id=f"{r.id}, {k}") for r in chosen for k in ("lengths", "rank")]
+    return [
+        pytest.param(r, known, id=f"{r.id}, {known}", marks=[pytest.mark.sweep] * (i % 4 != j))
+        for i, r in enumerate(chosen)
+        for j, known in enumerate(("lengths", "rank"))
+    ]
 
 
 @pytest.mark.parametrize(("row", "known"), table_rows())
@@ -248,12 +242,12 @@ def test_jvp_and_vjp_are_adjoint(row, known):
         assert row.needs  # more than the rank
         return
     values = {k: x.astype(np.float32) if x.dtype.kind == "f" else x for k, x in feed(row).items()}
-    ys = run(made, values)
+    ys = run_named(made, values)
     us = {f"{k}_grad": normal(*y.shape, dtype=np.float32) for k, y in ys.items()}
     names = [n for n in inputs(push) if n.endswith("_tangent")]
     vs = {n: normal(*values[n[:-8]].shape, dtype=np.float32) for n in names}
-    pulled = run(pull, values | us)
-    pushed = run(push, values | vs)
+    pulled = run_named(pull, values | us)
+    pushed = run_named(push, values | vs)
     pairs = [(pulled[f"{n[:-8]}_grad"], v) for n, v in vs.items()]
     left = sum(np.vdot(g.astype(float), v) for g, v in pairs)
     right = sum(
@@ -272,7 +266,7 @@ def test_jvp_by_a_scale_of_unknown_length():
     values = {k: x.astype(np.float32) for k, x in values.items()}
     n = (values["X"] - values["X"].mean(1, keepdims=True)) / values["X"].std(1, keepdims=True)
     zero = values | {"X_tangent": np.zeros((2, 3), np.float32)}
-    close(run(pushed, zero)["Y_tangent"], n * values["S_tangent"], rtol=1e-2, atol=1e-2)
+    close(run_named(pushed, zero)["Y_tangent"], n * values["S_tangent"], rtol=1e-2, atol=1e-2)
 
 
 # -- zeros, and errors ------------------------------------------------------------------------
@@ -281,14 +275,14 @@ def test_jvp_by_a_scale_of_unknown_length():
 def test_what_does_not_depend_is_zero():
     two = two_by_two()
     v = {"A_tangent": normal(2, 3), "B_tangent": normal(3)}
-    found = run(jvp(two, inputs=["B"]), TWO | v)
+    found = run_named(jvp(two, inputs=["B"]), TWO | v)
     close(found["Z_tangent"], [0, 0])
     close(found["Y_tangent"], TWO["A"] * E * v["B_tangent"])
-    found = run(vjp(two, outputs=["Z"], inputs=["A", "B"]), TWO | {"Z_grad": np.ones(2)})
+    found = run_named(vjp(two, outputs=["Z"], inputs=["A", "B"]), TWO | {"Z_grad": np.ones(2)})
     close(found["A_grad"], 2 * TWO["A"])
     close(found["B_grad"], np.zeros(3))
     for mode in ("forward", "reverse"):
-        found = run(jacobian(two, mode=mode), TWO)
+        found = run_named(jacobian(two, mode=mode), TWO)
         close(found["Z_B_jacobian"], np.zeros((2, 3)))
         assert found["Z_B_jacobian"].dtype == np.float64
     assert "B" not in "".join(outputs(vjp(two, outputs=["Z"])))  # by default only what is reached
@@ -298,8 +292,8 @@ def test_linear_functions_have_no_hessian():
     made = parse("m (double[3] X) => (double Y) { a = Mul(X, w)  Y = ReduceSum<keepdims=0>(a) }",
                  w=np.arange(3.0))  # fmt: skip
     values = {"X": normal(3), "X_vector": normal(3)}
-    close(run(hvp(made), values)["X_hvp"], np.zeros(3))
-    found = run(hessian(made), values)
+    close(run_named(hvp(made), values)["X_hvp"], np.zeros(3))
+    found = run_named(hessian(made), values)
     close(found["X_hessian"], np.zeros((3, 3)))
     close(found["X_grad"], np.arange(3.0))
 
@@ -369,7 +363,7 @@ def test_rule_that_is_not_linear_has_no_forward_mode():
 
 @pytest.mark.parametrize("mode", ["forward", "reverse", "auto"])
 def test_full_jacobians(mode):
-    found = run(jacobian(two_by_two(), mode=mode), TWO)
+    found = run_named(jacobian(two_by_two(), mode=mode), TWO)
     close(found["Y_A_jacobian"].reshape(6, 6), np.diag(np.tile(E, 2)))
     for name in "AB":
         close(found[f"Y_{name}_jacobian"], numeric(two_by_two(), TWO, name), atol=1e-8)
@@ -379,9 +373,9 @@ def test_full_jacobians(mode):
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 @pytest.mark.parametrize("batched", [True, "unchecked"])
 def test_jacobians_of_rows(mode, batched):
-    full = run(jacobian(MLP), {"X": X})["Y_X_jacobian"]
+    full = run_named(jacobian(MLP), {"X": X})["Y_X_jacobian"]
     close(full, numeric(MLP, {"X": X}, "X"), atol=1e-8)
-    found = run(jacobian(MLP, batched=batched, mode=mode), {"X": X})["Y_X_jacobian"]
+    found = run_named(jacobian(MLP, batched=batched, mode=mode), {"X": X})["Y_X_jacobian"]
     close(found, np.einsum("nmnk->nmk", full))
 
 
@@ -395,7 +389,7 @@ def test_many_outputs(mode):
     made = parse(f"m (double[3] A, double[3] B) => (double[3] {', double[3] '.join(names)})"
                  f" {{ {body} }}")  # fmt: skip
     values = {"A": normal(3), "B": normal(3)}
-    found = run(jacobian(made, inputs=["A"], mode=mode), values)
+    found = run_named(jacobian(made, inputs=["A"], mode=mode), values)
     for i, y in enumerate(names):
         slope = (np.exp if i % 3 else np.cos)(values["A"]) * (i % 2 == 0)
         close(found[f"{y}_A_jacobian"], np.diag(slope))
@@ -404,7 +398,7 @@ def test_many_outputs(mode):
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_jacobian_by_a_weight(mode):
     values = {"X": X} | weights(MLP)
-    found = run(jacobian(MLP, ["w"], [], mode=mode), values)["Y_w_jacobian"]
+    found = run_named(jacobian(MLP, ["w"], [], mode=mode), values)["Y_w_jacobian"]
     close(found, numeric(vjp(MLP, ["w"], []), values | {"Y_grad": normal(6, 3)}, "w"), atol=1e-8)
 
 
@@ -414,14 +408,14 @@ def test_shapes_known_at_run_time_only(mode):
     for value in (*made.graph.input, *made.graph.output):
         value.type.tensor_type.ClearField("shape")
     values = {"X": normal(2, 3)}
-    found = run(jacobian(made, mode=mode), values)["Y_X_jacobian"]
+    found = run_named(jacobian(made, mode=mode), values)["Y_X_jacobian"]
     close(found, numeric(made, values, "X"), atol=1e-8)
 
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 @pytest.mark.parametrize("batched", [False, True])
 def test_no_rows(mode, batched):
-    found = run(jacobian(MLP, batched=batched, mode=mode), {"X": np.zeros((0, 4))})
+    found = run_named(jacobian(MLP, batched=batched, mode=mode), {"X": np.zeros((0, 4))})
     assert found["Y_X_jacobian"].shape == ((0, 3, 4) if batched else (0, 3, 0, 4))
 
 
@@ -433,7 +427,7 @@ def test_auto_takes_the_fewer(sizes, expected):
     )
     made = jacobian(made, batched=True)
     (scan,) = (n for n in made.graph.node if n.op_type == "Scan")
-    (count,) = run(
+    (count,) = run_named(
         onnx.ModelProto.FromString(_with_output(made, scan.input[0])), {"X": normal(3, sizes[0])}
     ).values()
     assert len(count) == expected
@@ -467,10 +461,10 @@ def test_attention_and_layer_normalization():
     values = {"X": normal(3, 3, d)}
     expected = np.einsum("nmnij->nmij", numeric(made, values, "X"))
     for mode in ("forward", "reverse"):
-        found = run(jacobian(made, batched=True, mode=mode), values)["Y_X_jacobian"]
+        found = run_named(jacobian(made, batched=True, mode=mode), values)["Y_X_jacobian"]
         close(found, expected, atol=1e-4)  # onnxruntime normalizes in float32
     values["X_tangent"] = normal(3, 3, d)
-    found = run(jvp(made), values)["Y_tangent"]
+    found = run_named(jvp(made), values)["Y_tangent"]
     close(found, np.einsum("nmij,nij->nm", expected, values["X_tangent"]), atol=1e-4)
 
 
@@ -546,14 +540,14 @@ def test_rows_that_do_not_mix_are_proven_so(body):
     values = {"X": normal(3, 4)}
     full = numeric(made, values, "X")
     for mode in ("forward", "reverse"):
-        found = run(jacobian(made, batched=True, mode=mode), values)["Y_X_jacobian"]
+        found = run_named(jacobian(made, batched=True, mode=mode), values)["Y_X_jacobian"]
         close(found, np.einsum("nmnk->nmk", full), atol=1e-7)
 
 
 def test_fixed_number_of_rows():
     made = mlp(batch=2)
-    full = run(jacobian(made), {"X": X[:2]})["Y_X_jacobian"]
-    found = run(jacobian(made, batched=True), {"X": X[:2]})["Y_X_jacobian"]
+    full = run_named(jacobian(made), {"X": X[:2]})["Y_X_jacobian"]
+    found = run_named(jacobian(made, batched=True), {"X": X[:2]})["Y_X_jacobian"]
     close(found, np.einsum("nmnk->nmk", full))
     one = parse("m (double[1,4] X) => (double[1,4] Y) { Y = Softmax<axis=0>(X) }")
     jacobian(one, batched=True)  # with one row there is none to mix with
@@ -576,7 +570,7 @@ def test_fixed_number_of_rows():
 def test_rows_of_several_inputs():
     made = parse("m (double[N,2] A, double[M,2] B) => (double[N,2] Y) { Y = Mul(A, B) }")
     values = {"A": normal(3, 2), "B": normal(3, 2)}
-    found = run(jacobian(made, batched=True), values)
+    found = run_named(jacobian(made, batched=True), values)
     close(found["Y_A_jacobian"], values["B"][:, :, None] * np.eye(2))
     close(found["Y_B_jacobian"], values["A"][:, :, None] * np.eye(2))
 
@@ -596,7 +590,7 @@ AB = {"A": normal(3), "B": normal(2)}
 
 
 def test_hessian_of_a_quadratic():
-    found = run(hessian(quadratic()), AB)
+    found = run_named(hessian(quadratic()), AB)
     close(found["A_hessian"], S + S.T, atol=1e-12)
     close(found["A_B_hessian"], T)
     close(found["B_A_hessian"], T.T)
@@ -606,7 +600,7 @@ def test_hessian_of_a_quadratic():
 
 def test_hvp_of_a_quadratic():
     v = {"A_vector": normal(3), "B_vector": normal(2)}
-    found = run(hvp(quadratic()), AB | v)
+    found = run_named(hvp(quadratic()), AB | v)
     close(found["A_hvp"], (S + S.T) @ v["A_vector"] + T @ v["B_vector"])
     close(found["B_hvp"], T.T @ v["A_vector"] + np.exp(AB["B"]) * v["B_vector"])
 
@@ -616,11 +610,11 @@ def test_two_inputs_with_one_gradient():
         { s = Add(A, B)  c = Mul(s, s)  d = Mul(c, s)  L = ReduceSum<keepdims=0>(d) }""")
     values = {k: normal(2) for k in ("A", "B", "A_vector", "B_vector")}
     expected = 6 * (values["A"] + values["B"]) * (values["A_vector"] + values["B_vector"])
-    found = run(hvp(made), values)
+    found = run_named(hvp(made), values)
     close(found["A_hvp"], expected)
     close(found["B_hvp"], expected)
     tangents = {f"{k}_tangent": values[f"{k}_vector"] for k in "AB"}
-    found = run(jvp(made), values | tangents)["L_tangent"]
+    found = run_named(jvp(made), values | tangents)["L_tangent"]
     slope = 3 * (values["A"] + values["B"]) ** 2
     close(found, np.sum(slope * (tangents["A_tangent"] + tangents["B_tangent"])))
 
@@ -633,9 +627,10 @@ def test_hvp_of_a_loss_by_its_weights(act):
     values = {"X": X, "label": normal(6, 3)} | {k: w[k] for k in names}
     v = {f"{k}_vector": normal(*w[k].shape) for k in names}
     made = hvp(loss, names, [], outputs=["loss"])
-    found, h = run(made, values | v), 1e-5
+    found, h = run_named(made, values | v), 1e-5
     moved = [
-        run(made, values | v | {k: w[k] + s * v[f"{k}_vector"] for k in names}) for s in (h, -h)
+        run_named(made, values | v | {k: w[k] + s * v[f"{k}_vector"] for k in names})
+        for s in (h, -h)
     ]
     for k in names:
         expected = (moved[0][f"{k}_grad"] - moved[1][f"{k}_grad"]) / (2 * h)
@@ -646,7 +641,7 @@ def test_hvp_with_fed_gradients():
     values = {"X": X, "Y_grad": normal(6, 3), "X_vector": normal(6, 4)}
     made = hvp(MLP)
     close(
-        run(made, values)["X_hvp"],
+        run_named(made, values)["X_hvp"],
         difference(made, values, "X", values["X_vector"], "X_grad"),
         atol=1e-8,
     )
@@ -656,8 +651,8 @@ def test_hessian_of_rows():
     head = onnx.compose.merge_models(
         mlp(), parse("h (double[N,3] Z) => (double[N,1] P) { P = ReduceSumSquare(Z, one) }",
                      one=np.int64([1])), io_map=[("Y", "Z")])  # fmt: skip
-    full = run(hessian(head, output="P", batched="unchecked"), {"X": X})["X_hessian"]
-    found = run(hessian(head, batched=True), {"X": X})
+    full = run_named(hessian(head, output="P", batched="unchecked"), {"X": X})["X_hessian"]
+    found = run_named(hessian(head, batched=True), {"X": X})
     close(found["X_hessian"], full)
     assert full.shape == (6, 4, 4)
     gradient = hvp(head)
@@ -669,7 +664,7 @@ def test_hessian_of_rows():
 def test_hessian_of_a_loss_by_a_weight():
     loss = add_loss_output(mlp(), "squared_error")
     values = {"X": X, "label": normal(6, 3)} | weights(loss)
-    found = run(hessian(loss, ["v"], [], output="loss"), values)["v_hessian"]
+    found = run_named(hessian(loss, ["v"], [], output="loss"), values)["v_hessian"]
     made = hvp(loss, ["v"], [], outputs=["loss"])
     expected = numeric(made, values | {"v_vector": values["v"]}, "v", "v_grad")
     close(found, expected, atol=1e-6)
@@ -701,18 +696,20 @@ def test_convolution_as_in_torch():
     x, t = normal(2, 2, 6, 6, dtype=np.float32), normal(2, 2, 6, 6, dtype=np.float32)
     tx, tt = torch.tensor(x), torch.tensor(t)
     _, expected = torch.func.jvp(net, (tx,), (tt,))
-    close(run(jvp(made), {"X": x, "X_tangent": t})["Y_tangent"], expected, rtol=1e-3, atol=1e-4)
+    close(
+        run_named(jvp(made), {"X": x, "X_tangent": t})["Y_tangent"], expected, rtol=1e-3, atol=1e-4
+    )
     whole = torch.func.jacrev(net)(tx)
     rows_ = torch.func.vmap(torch.func.jacrev(lambda x: net(x[None])[0]))(tx)
     for mode in ("forward", "reverse"):
-        found = run(jacobian(made, mode=mode), {"X": x})["Y_X_jacobian"]
+        found = run_named(jacobian(made, mode=mode), {"X": x})["Y_X_jacobian"]
         close(found, whole, rtol=1e-3, atol=1e-4)
-        found = run(jacobian(made, batched=True, mode=mode), {"X": x})["Y_X_jacobian"]
+        found = run_named(jacobian(made, batched=True, mode=mode), {"X": x})["Y_X_jacobian"]
         close(found, rows_, rtol=1e-3, atol=1e-4)
     tangents = {k: torch.randn_like(v) for k, v in w.items()}
     _, expected = torch.func.jvp(lambda w: net(tx, w), (w,), (tangents,))
     values = {f"{k}_tangent": v.numpy() for k, v in tangents.items()} | weights(made) | {"X": x}
-    found = run(jvp(made, None, []), values)["Y_tangent"]
+    found = run_named(jvp(made, None, []), values)["Y_tangent"]
     close(found, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -727,9 +724,9 @@ def test_hessian_as_in_torch():
         return torch.logsumexp(torch.tanh(x @ w["w"] + w["b"]) @ w["v"] + w["c"], (0, 1))
 
     x, v = torch.tensor(X[:3]), torch.tensor(normal(3, 4))
-    close(run(hessian(made), {"X": x})["X_hessian"], torch.func.hessian(f)(x), atol=1e-8)
+    close(run_named(hessian(made), {"X": x})["X_hessian"], torch.func.hessian(f)(x), atol=1e-8)
     _, expected = torch.func.jvp(torch.func.grad(f), (x,), (v,))
-    close(run(hvp(made), {"X": x, "X_vector": v})["X_hvp"], expected, atol=1e-8)
+    close(run_named(hvp(made), {"X": x, "X_vector": v})["X_hvp"], expected, atol=1e-8)
 
 
 # -- results as models ------------------------------------------------------------------------
@@ -738,8 +735,8 @@ def test_hessian_as_in_torch():
 def test_results_can_be_differentiated():
     values = {"X": X, "Y_grad": normal(6, 3), "X_vector": normal(6, 4)}
     again = jvp(vjp(MLP), inputs=["X"], outputs=["X_grad"])
-    found = run(again, values | {"X_tangent": values["X_vector"]})["X_grad_tangent"]
-    close(found, run(hvp(MLP), values)["X_hvp"])
+    found = run_named(again, values | {"X_tangent": values["X_vector"]})["X_grad_tangent"]
+    close(found, run_named(hvp(MLP), values)["X_hvp"])
 
 
 def test_names_that_are_taken():
@@ -749,7 +746,7 @@ def test_names_that_are_taken():
     assert inputs(pushed)[:2] == ["X", "X_tangent"]
     assert outputs(pushed)[:2] == ["Y_tangent", "Y"]
     x, c, v = normal(3), normal(3), normal(3)
-    found = run(pushed, dict(zip(inputs(pushed), (x, c, v), strict=True)))
+    found = run_named(pushed, dict(zip(inputs(pushed), (x, c, v), strict=True)))
     first, second = (found[name] for name in outputs(pushed)[2:])
     close(first, np.cos(x) * v)
     close(second, np.cos(x) * v * c)
@@ -768,9 +765,9 @@ def test_dropout_draws_once():
         yes=np.bool_(True),
     )
     ones = np.ones((2, 64), np.float32)
-    found = run(jvp(made), {"X": ones, "X_tangent": ones})
+    found = run_named(jvp(made), {"X": ones, "X_tangent": ones})
     close(found["Y_tangent"], 2 * found["Y"])
-    found = run(jacobian(made, batched=True), {"X": ones})
+    found = run_named(jacobian(made, batched=True), {"X": ones})
     close(found["Y_X_jacobian"], 2 * found["Y"][:, :, None] * np.eye(64))
 
 

@@ -24,6 +24,7 @@ from onnxgrad.autodiff.primal import prepare as preparing
 from onnxgrad.autodiff.primal.lowerings import LOWERINGS
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
+from running import in_sweep, run
 
 KINDS = {"f2": "float16", "f4": "float", "i4": "int32", "i8": "int64"}
 OF_CASES = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -54,20 +55,12 @@ def model(case: Case, known: str = "lengths", feed: dict | None = None) -> onnx.
     return made
 
 
-def run(model: onnx.ModelProto, feed: dict) -> list[np.ndarray]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    data, providers = model.SerializeToString(), ["CPUExecutionProvider"]
-    session = ort.InferenceSession(data, options, providers=providers)
-    taken = {x.name for x in session.get_inputs()}
-    return session.run(None, {name: x for name, x in feed.items() if name in taken})
-
-
 def domains(model: onnx.ModelProto) -> set[str]:
     return {o.domain for o in model.opset_import} | {node.domain for node in model.graph.node}
 
 
-@pytest.mark.parametrize("known", ["lengths", "symbols", "nothing"])
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("known", ["lengths", "symbols", in_sweep("nothing")])
 @OF_CASES
 def test_lowered_is_the_kernel(case, known):
     if known == "nothing" and "vector" in case.id:
@@ -89,7 +82,8 @@ def test_lowered_is_the_kernel(case, known):
         assert found.dtype == value.dtype or case.formula
 
 
-@pytest.mark.parametrize("known", ["lengths", "symbols"])
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("known", ["lengths", in_sweep("symbols")])
 @OF_CASES
 def test_gradient(case, known):
     made = model(case, known)

@@ -32,6 +32,7 @@ from onnxgrad import (
     add_loss_output,
     onnx_derivative,
 )
+from running import run
 
 RATE = 0.05
 CONSTANT = LearningRateSGD(RATE, learning_rate="constant")
@@ -77,11 +78,6 @@ def trainer(model=None, **options) -> OrtGradientForwardBackwardOptimizer:
 
 def arrays(state: dict) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in state.items()}
-
-
-def run(model: onnx.ModelProto, feed: dict) -> list[np.ndarray]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feed)
 
 
 def one_step(model=None, x=X, y=Y, weight=None, **options) -> dict[str, np.ndarray]:
@@ -232,7 +228,7 @@ def test_the_gradient_of_the_steps_is_that_of_the_derivative():
     fed = {"x": X, "y_grad": np.float32(WEIGHT[:, None] * D)}
     fed |= {name: np.float32(value) for name, value in START.items()}
     names = [o.name for o in gradient.graph.output]
-    values = dict(zip(names, run(gradient, fed), strict=True))
+    values = dict(zip(names, run(gradient, **fed), strict=True))
     for name, moved in one_step(weight=WEIGHT).items():
         np.testing.assert_allclose(moved, values[f"{name}_grad"] / 47, rtol=1e-4)
 
@@ -293,7 +289,7 @@ def test_integer_inputs_and_weights_in_constant_nodes():
     trained = made.get_trained_onnx()
     assert [n.op_type for n in trained.graph.node] == ["Constant", "Gather", "MatMul", "Add"]
     np.testing.assert_allclose(made.predict(data), Y, atol=0.05)
-    np.testing.assert_array_equal(made.predict(data), run(trained, data)[0])
+    np.testing.assert_array_equal(made.predict(data), run(trained, **data)[0])
     assert list(made.get_full_state()) == ["x", "k", *made.trained_coef_]
     with pytest.raises(ValueError, match=r"Unknown input 'label'.*'x', 'k'"):
         made.predict(data | {"label": Y})
@@ -325,7 +321,7 @@ def test_a_fixed_batch_and_a_prediction_of_one_axis(optimizer):
     np.testing.assert_allclose(made.losses(X[:8], Y[:8]), same.losses(X[:8], Y[:8]), rtol=1e-5)
     assert made.predict(X[:8]).shape == (8,)
     graph = onnx.load_from_string(made.save_onnx_graph(bytes)["learning_loss"]["loss_grad_onnx_"])
-    found = run(graph, {"X1": Y[:, 0], "X2": Y[:, 0] + 1})[1]
+    found = run(graph, **{"X1": Y[:, 0], "X2": Y[:, 0] + 1})[1]
     np.testing.assert_allclose(found, np.ones(47), rtol=1e-6)
     with pytest.raises(ValueError, match="fixed batch of 4 rows"):
         made.predict(X[:7])
@@ -357,14 +353,16 @@ def test_predictions_have_the_axes_of_the_labels():
     made = trainer(max_iter=1).fit(X, Y)
     assert made.predict(X).shape == (len(X), 1)
     flat = made.fit(X, Y[:, 0])
-    np.testing.assert_array_equal(flat.predict(X), run(flat.get_trained_onnx(), {"x": X})[0][:, 0])
+    np.testing.assert_array_equal(
+        flat.predict(X), run(flat.get_trained_onnx(), **{"x": X})[0][:, 0]
+    )
 
 
 def test_score_and_losses_are_in_the_order_of_the_rows():
     x, y = rows(2500)
     made = trainer(max_iter=1, learning_penalty="elastic").fit(x, y)
     state = arrays(made.trained_coef_)
-    np.testing.assert_array_equal(made.predict(x), run(made.get_trained_onnx(), {"x": x})[0])
+    np.testing.assert_array_equal(made.predict(x), run(made.get_trained_onnx(), **{"x": x})[0])
     each = (x @ state["w"] + state["b"] - y)[:, 0] ** 2 / 2
     np.testing.assert_allclose(made.losses(x, y[:, 0]), each, rtol=1e-3, atol=1e-6)
     assert made.losses(x, y).shape == (2500,)
@@ -539,10 +537,10 @@ def test_the_graphs_are_saved(tmp_path, fitted):
     state = arrays(made.trained_coef_) if fitted else {n: np.float32(v) for n, v in START.items()}
     expected = X @ state["w"] + state["b"]
     model = onnx.load_from_string(serialized["model_onnx"])
-    np.testing.assert_allclose(run(model, {"x": X})[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(model, **{"x": X})[0], expected, rtol=1e-5, atol=1e-6)
     forward = onnx.load(paths["train_function_"]["_optimized_pre_grad_model"])
     assert [x.name for x in forward.graph.input] == ["x", "w", "b"]
-    np.testing.assert_allclose(run(forward, {"x": X} | state)[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(run(forward, **{"x": X} | state)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 class Halved(BaseLearningRate):
@@ -568,7 +566,7 @@ def test_the_graph_of_the_loss_and_the_one_that_is_run():
     assert list(made["learning_rate"]) == ["axpy_onnx_"]
     assert made["learning_penalty"] == {}
     graph = onnx.load_from_string(made["learning_loss"]["loss_grad_onnx_"])
-    loss, gradient = run(graph, {"X1": Y, "X2": np.float32(F), "w8": np.float32(WEIGHT)})
+    loss, gradient = run(graph, **{"X1": Y, "X2": np.float32(F), "w8": np.float32(WEIGHT)})
     np.testing.assert_allclose(loss.sum(), (WEIGHT[:, None] * D * D / 2).sum(), rtol=1e-5)
     np.testing.assert_allclose(gradient, WEIGHT[:, None] * D, rtol=1e-3, atol=1e-5)
     epoch = onnx.load_from_string(made["epoch_onnx_"]).graph
@@ -586,9 +584,9 @@ def test_the_graphs_of_a_classifier_in_float64():
     made = made.save_onnx_graph(bytes)
     graph = onnx.load_from_string(made["learning_loss"]["loss_score_onnx_"])
     feed = {"X1": np.arange(3), "X2": np.eye(3), "weight": np.ones(3)}
-    np.testing.assert_allclose(run(graph, feed)[0].ravel(), np.log(np.e + 2) - 1)
+    np.testing.assert_allclose(run(graph, **feed)[0].ravel(), np.log(np.e + 2) - 1)
     graph = onnx.load_from_string(made["learning_penalty"]["penalty_grad_onnx_"])
-    np.testing.assert_allclose(run(graph, {"w": np.eye(2)})[0], np.eye(2))
+    np.testing.assert_allclose(run(graph, **{"w": np.eye(2)})[0], np.eye(2))
     joint = onnx.load_from_string(made["train_function_"]["_trained_onnx"]).graph
     [node] = [node for node in joint.node if node.op_type == "YieldOp"]
     assert list(node.input) == ["y"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
 from cases import feed, model
 from onnxgrad import DerivativeOptions, onnx_derivative, partition, random_feed
 from onnxgrad.autodiff.partition import RECOMPUTE, Partition
+from running import run_named
 from table import ROWS
 
 SAMPLE = [row for row in ROWS[::40] if row.runs]
@@ -31,20 +31,14 @@ def mlp(batch: str = "N") -> onnx.ModelProto:
     return parse(text, **{name: rng.standard_normal(s) for name, s in shapes.items()})
 
 
-def run(proto: onnx.ModelProto, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    session = ort.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    values = session.run(None, {x.name: arrays[x.name] for x in session.get_inputs()})
-    return dict(zip([y.name for y in session.get_outputs()], values, strict=True))
-
-
 def both(parts: Partition, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the gradients: the backward model is fed with inputs and what the forward returns."""
-    return run(parts.backward, arrays | run(parts.forward, arrays))
+    return run_named(parts.backward, arrays | run_named(parts.forward, arrays))
 
 
 def seeded(proto: onnx.ModelProto, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return `arrays`, and for every output a gradient that arrives there."""
-    rng, outputs = np.random.default_rng(1), run(proto, arrays)
+    rng, outputs = np.random.default_rng(1), run_named(proto, arrays)
     drawn = {f"{n}_grad": np.asarray(rng.standard_normal(y.shape)) for n, y in outputs.items()}
     return arrays | {name: g.astype(np.float32) for name, g in drawn.items()}
 
@@ -59,7 +53,7 @@ def test_forward_and_backward_together_are_the_gradient(row, recompute):
     proto = model(row, "lengths" if row.needs else "symbols")
     drawn = {n: a.astype(np.float32) if a.dtype == float else a for n, a in feed(row).items()}
     arrays = seeded(proto, drawn)
-    expected = run(onnx_derivative(proto, weights=[]), arrays)
+    expected = run_named(onnx_derivative(proto, weights=[]), arrays)
     found = both(partition(proto, weights=[], recompute=recompute), arrays)
     assert list(found) == list(expected)
     for name, g in expected.items():
@@ -73,7 +67,7 @@ def test_weights_are_inputs_of_both(recompute):
     parts = partition(proto, ["w2", "b0", "w0"], recompute=recompute)
     assert [x.name for x in parts.forward.graph.input] == ["x", "w2", "b0", "w0"]
     assert next(y.name for y in parts.forward.graph.output) == "y"
-    expected = run(onnx_derivative(proto, ["w2", "b0", "w0"]), arrays)
+    expected = run_named(onnx_derivative(proto, ["w2", "b0", "w0"]), arrays)
     found = both(parts, arrays)
     assert list(found) == ["x_grad", "w2_grad", "b0_grad", "w0_grad"]
     for name, g in expected.items():
@@ -149,7 +143,7 @@ def test_a_rank_that_depends_on_lengths_is_not_stated():
         arrays = seeded(proto, {"x": np.ones((rows, 3), np.float32)})
         for recompute in RECOMPUTE:
             found = both(partition(proto, recompute=recompute), arrays)
-            expected = run(onnx_derivative(proto), arrays)["x_grad"]
+            expected = run_named(onnx_derivative(proto), arrays)["x_grad"]
             np.testing.assert_allclose(found["x_grad"], expected, rtol=1e-5)
 
 
@@ -163,10 +157,10 @@ def test_random_results_are_saved_whatever_is_asked():
     for recompute in RECOMPUTE:
         parts = partition(proto, ["w"], recompute=recompute)
         arrays = {"x": x, "w": np.full(50, 3, np.float32), "y_grad": np.ones_like(x)}
-        made = run(parts.forward, arrays)
+        made = run_named(parts.forward, arrays)
         kept = made["y"] != 0
         assert 300 < kept.sum() < 700
-        found = run(parts.backward, arrays | made)
+        found = run_named(parts.backward, arrays | made)
         np.testing.assert_allclose(found["x_grad"], np.where(kept, 72 * x, 0), rtol=1e-5)
 
 
@@ -186,7 +180,7 @@ def test_outputs_that_have_no_gradient_and_those_that_the_backward_reads():
     parts = partition(proto)
     assert [y.name for y in parts.forward.graph.output] == ["y", "best", "z"]
     arrays = seeded(proto, random_feed(proto.graph.input, 6, random_state=0)) | constants(proto)
-    expected = run(onnx_derivative(proto), arrays)
+    expected = run_named(onnx_derivative(proto), arrays)
     for name, g in both(parts, arrays).items():
         np.testing.assert_allclose(g, expected[name], rtol=1e-5)
 
@@ -199,7 +193,7 @@ def test_a_branch_that_reads_from_outside_stays_whole():
     proto = parse(text, w=np.eye(4) * 2)
     arrays = random_feed(proto.graph.input, 6, random_state=0) | {"c": np.array(True)}
     arrays = seeded(proto, arrays) | constants(proto)
-    expected = run(onnx_derivative(proto, stop_gradient=["s"]), arrays)
+    expected = run_named(onnx_derivative(proto, stop_gradient=["s"]), arrays)
     joint = onnx_derivative(proto, options=DerivativeOptions.KeepYieldOp, stop_gradient=["s"])
     for recompute in RECOMPUTE:
         found = both(partition(joint, recompute=recompute), arrays)

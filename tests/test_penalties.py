@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
+import running
 from onnxgrad import (
     BaseLearningPenalty,
     DerivativeOptions,
@@ -35,9 +36,8 @@ def parse(body: str, inputs: str = "float[N,2] x", **weights) -> onnx.ModelProto
 
 
 def run(model: onnx.ModelProto, **feed) -> list[np.ndarray]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    zeros = {x.name: np.zeros((4, 2), np.float32) for x in session.get_inputs()}
-    return session.run(None, zeros | feed)
+    zeros = {x.name: np.zeros((4, 2), np.float32) for x in model.graph.input}
+    return running.run(model, **zeros | feed)
 
 
 PENALTIES = [

@@ -10,6 +10,7 @@ import pytest
 
 from onnxgrad import ModelError, NoGradientRule
 from programs import Program, program
+from running import in_sweep
 from witness import LEVELS, Unstable, mismatches, optimized, session
 
 COUNT = int(os.environ.get("ONNXGRAD_PROGRAMS", "200"))  # 2000 is a night's work
@@ -54,7 +55,10 @@ def check(seed: int) -> dict[str, list[str] | None]:
     return found
 
 
-@pytest.mark.parametrize("first", range(0, COUNT, PART))
+@pytest.mark.parametrize(
+    "first",
+    [n if n < COUNT // 4 else in_sweep(n) for n in range(0, COUNT, PART)],
+)
 def test_gradients(first):
     results = {seed: check(seed) for seed in range(first, first + PART)}
     wrong = [

@@ -102,7 +102,11 @@ FLAGS = {"RNN": ("",), "GRU": ("linear_before_reset=1", ""), "LSTM": ("input_for
 
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("way", ["forward", "reverse", "bidirectional"])
-@pytest.mark.parametrize("size", [(TIME, BATCH), ("T", "N")], ids=["lengths", "symbols"])
+@pytest.mark.parametrize(
+    "size",
+    [(TIME, BATCH), pytest.param(("T", "N"), marks=pytest.mark.sweep)],
+    ids=["lengths", "symbols"],
+)
 def test_forward_is_that_of_the_kernel(kind, way, size):
     """Every flag beside every set of operands, each a node of one model."""
     initial = "hc" if kind == "LSTM" else "h"

@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
@@ -22,6 +21,7 @@ from onnxgrad import (
     onnx_simple_text_plot,
 )
 from onnxgrad.losses.info import loss_info
+from running import run
 
 # Captured names, names that shadow, the same names in both branches, a result called like an input
 # is renamed to, a local function, a loop.
@@ -60,11 +60,6 @@ def scopes() -> onnx.ModelProto:
         annotation = made.graph.quantization_annotation.add(tensor_name=name)
         annotation.quant_parameter_tensor_names.add(key="SCALE_TENSOR", value="w")
     return made
-
-
-def run(model: onnx.ModelProto, **feed) -> list[np.ndarray]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feed)
 
 
 def equal(a: onnx.ModelProto, b: onnx.ModelProto, **feed) -> None:

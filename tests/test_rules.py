@@ -15,11 +15,27 @@ from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_der
 from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES
 from table import ROWS
 
+ONE_THREAD = pytest.mark.usefixtures("one_thread")  # not where threads are what is tested
 FLOAT16, BFLOAT16 = onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
 
 
 def refused(needs: str, known: str) -> bool:
     return needs != "" and (known == "nothing" or (needs == "lengths" and known != "lengths"))
+
+
+def once() -> list:
+    """Return every row once, its shapes static or symbolic in turn."""
+    known = [("lengths", "symbols")[i % 2 and not row.needs] for i, row in enumerate(ROWS)]
+    pairs = zip(ROWS, known, strict=True)
+    return [pytest.param(row, way, id=f"{row.id}-{way}") for row, way in pairs]
+
+
+@ONE_THREAD
+@pytest.mark.parametrize(("row", "known"), once())
+def test_gradient_of_every_row(row, known):
+    """Of the first order, and known in one way: `test_gradient` is the rest."""
+    report = check_gradient(model(row, known), feed=feed(row))
+    assert report.ok, str(report)
 
 
 def ways() -> list:
@@ -29,6 +45,8 @@ def ways() -> list:
     return [pytest.param(*pair, id=f"{pair[0].id}-{pair[1]}") for pair in pairs]
 
 
+@ONE_THREAD
+@pytest.mark.sweep
 @pytest.mark.parametrize(("row", "known"), ways())
 def test_gradient(row, known):
     made = model(row, known)
@@ -68,6 +86,8 @@ def knows(row: Row, dtype: int) -> bool:
     return True
 
 
+@ONE_THREAD
+@pytest.mark.sweep
 @pytest.mark.parametrize("row", admitting(FLOAT16), ids=lambda row: row.id)
 def test_float16_is_as_float32(row):
     made, arrays = model(row), feed(row)
@@ -80,6 +100,8 @@ def test_float16_is_as_float32(row):
         np.testing.assert_allclose(half, single, rtol=0.05, atol=0.05)
 
 
+@ONE_THREAD
+@pytest.mark.sweep
 @pytest.mark.parametrize("row", admitting(BFLOAT16), ids=lambda row: row.id)
 def test_bfloat16_stays(row):
     made = onnx_derivative(in_dtype(model(row), BFLOAT16), weights=[])

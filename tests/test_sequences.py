@@ -8,11 +8,11 @@ import warnings
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 import pytest
 
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative, partition
 from onnxgrad.autodiff.primal.prepare import prepare
+from running import run_named
 
 FILLED = DerivativeOptions.KeepOutputs | DerivativeOptions.FillGrad
 SEQUENCE_OPERATORS = ("Sequence", "Loop", "If", "Optional")
@@ -24,12 +24,6 @@ def parse(text: str, opset: int = 20) -> onnx.ModelProto:
 
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(len(shape)).standard_normal(shape).astype(np.float32)
-
-
-def run(model: onnx.ModelProto, feed: dict) -> dict:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    found = session.run(None, feed)
-    return dict(zip((y.name for y in model.graph.output), found, strict=True))
 
 
 def operators(model: onnx.ModelProto) -> list[str]:
@@ -175,7 +169,7 @@ def test_sequence_map_in_a_sequence_map():
         j = ConcatFromSequence<axis=0>(t)  o = Constant<value_ints=[0]>()  b = ReduceProd(j, o)"""
     model = parse(MAP.format(more="", body=body, operands=""))
     x, w = normal(4, 3), normal(1, 3)
-    found = run(onnx_derivative(model, options=FILLED), {"x": x, "w": w})
+    found = run_named(onnx_derivative(model, options=FILLED), **{"x": x, "w": w})
     np.testing.assert_allclose(found["y"], x * w**3, rtol=1e-5)
     np.testing.assert_allclose(found["x_grad"], np.broadcast_to(w**3, x.shape), rtol=1e-5)
     np.testing.assert_allclose(found["w_grad"], (3 * x * w**2).sum(0, keepdims=True), rtol=1e-5)
@@ -273,7 +267,7 @@ def test_what_torch_exports(name):
     made = onnx_derivative(file.getvalue(), options=FILLED)
     y = module(x)
     y.sum().backward()
-    found = run(made, {"x": x.detach().numpy()})
+    found = run_named(made, **{"x": x.detach().numpy()})
     np.testing.assert_allclose(found["y"], y.detach().numpy(), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["x_grad"], x.grad.numpy(), rtol=1e-5, atol=1e-6)
 
@@ -323,12 +317,12 @@ def test_two_passes(recompute):
     kinds = {y.type.WhichOneof("value") for y in made.forward.graph.output}
     assert kinds == {"tensor_type"}
     feed = {"x": x, "w": w, "n": np.array(3)}
-    saved = run(made.forward, feed)
+    saved = run_named(made.forward, **feed)
     back = {v.name for v in made.backward.graph.input}
     g = normal(3, 3)
     given = {n: a for n, a in (feed | saved | {"y_grad": g}).items() if n in back}
-    found = run(made.backward, given)
-    expected = run(onnx_derivative(model), feed | {"y_grad": g})
+    found = run_named(made.backward, **given)
+    expected = run_named(onnx_derivative(model), **feed | {"y_grad": g})
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-6)
 
@@ -402,7 +396,7 @@ def test_a_sequence_as_input():
     made = onnx_derivative(parse(text))
     assert [y.name for y in made.graph.output] == ["s_grad", "w_grad"]
     s, w, g = [normal(2, 3), normal(1, 3) / 2], normal(3), normal(3, 3)
-    found = run(made, {"s": s, "w": w, "i": np.array(-1), "y_grad": g})
+    found = run_named(made, **{"s": s, "w": w, "i": np.array(-1), "y_grad": g})
     f, c = np.exp(s[1]).sum(), np.concatenate(s) * w
     first = g * w * f
     expected = [first[:2], first[2:] + np.exp(s[1]) * (g * c).sum()]
@@ -417,7 +411,7 @@ def test_a_sequence_as_output():
     made = onnx_derivative(parse(text))
     assert [x.name for x in made.graph.input] == ["x", "y_grad"]
     x, g = normal(3), normal(6)
-    found = run(made, {"x": x, "y_grad": g})
+    found = run_named(made, **{"x": x, "y_grad": g})
     np.testing.assert_allclose(found["x_grad"], g[:3] * np.exp(x) + g[3:], rtol=1e-6)
 
 

@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
+import running
 from onnxgrad import (
     add_initializer,
     add_loss_output,
@@ -85,8 +86,7 @@ def test_wrong_selections():
 
 
 def run(made: onnx.ModelProto, **feed) -> list[np.ndarray]:
-    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {n: np.asarray(a, np.float32) for n, a in feed.items()})
+    return running.run(made, **{n: np.asarray(a, np.float32) for n, a in feed.items()})
 
 
 def test_what_is_kept():

@@ -100,8 +100,19 @@ def learned(net, model: onnx.ModelProto) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("dynamo", [False, True], ids=["legacy", "dynamo"])
-@pytest.mark.parametrize("name", NETWORKS)
+def exports() -> list:
+    """Return every network with both exporters; the slow one of most networks is of the sweep."""
+    marks = pytest.mark.sweep
+    return [
+        *(pytest.param(name, False, id=f"{name}-legacy") for name in NETWORKS),
+        *(
+            pytest.param(name, True, id=f"{name}-dynamo", marks=[marks] * (i % 4 != 0))
+            for i, name in enumerate(NETWORKS)
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("name", "dynamo"), exports())
 def test_as_named_parameters(name, dynamo, tmp_path):
     net, _ = network(name)
     model = exported(name, dynamo)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
 from onnxgrad import add_loss_output, get_train_initializer, onnx_rename_names, unreduced_onnx_loss
 from onnxgrad.losses.info import LossInfo, loss_info
+from running import run
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((7, 2))
@@ -28,11 +28,6 @@ def linear(tail: str = "f = MatMul(x, w)", kind: str = "double", columns: int = 
     dtype = {"double": np.float64, "float": np.float32, "float16": np.float16}[kind]
     made.graph.initializer.append(numpy_helper.from_array(W[:, :columns].astype(dtype), "w"))
     return made
-
-
-def run(model: onnx.ModelProto, **feed) -> list[np.ndarray]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {x.name: feed[x.name] for x in session.get_inputs()})
 
 
 # loss, options, label, the loss of every row
@@ -71,11 +66,11 @@ def test_every_loss(name, options, label, expected, weighted, reduction):
     if not weighted:  # the input of weights has no shape, as it may be (N,) or (N, 1)
         onnx.checker.check_model(made, full_check=True)
     feed = {"x": X, "label": label, "weight": ROWS}
-    [score] = run(made, **feed)
+    [score] = run(made, feed)
     np.testing.assert_allclose(score, (expected * (ROWS if weighted else 1))[:, None], rtol=1e-6)
     total = score.sum() if reduction == "sum" else score.mean()
     total += (0.5 * abs(W) + 0.25 * W**2).sum()
-    np.testing.assert_allclose(run(loss, **feed)[0], [[total]], rtol=1e-6)
+    np.testing.assert_allclose(run(loss, feed)[0], [[total]], rtol=1e-6)
 
 
 def test_log():

@@ -8,6 +8,7 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
+import running
 from onnxgrad import get_train_initializer
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.model.convert import to_proto
@@ -37,9 +38,7 @@ def model() -> onnx.ModelProto:
 
 
 def run(made: onnx.ModelProto, c: bool) -> np.ndarray:
-    session = ort.InferenceSession(made.SerializeToString(), providers=["CPUExecutionProvider"])
-    x = np.float32([[1, 2], [3, 4]])
-    return session.run(None, {"x": x, "c": np.array(c)})[0]
+    return running.run(made, x=np.float32([[1, 2], [3, 4]]), c=np.array(c))[0]
 
 
 def test_what_is_trained_by_default():

@@ -183,7 +183,7 @@ class Differences:
                     t.write((t.elements + moved[i]).astype(t.elements.dtype))
             run = session(model)
         for name in feed.keys() & moved.keys():
-            feed[name] = (feed[name] + moved[name]).astype(feed[name].dtype)
+            feed[name] = np.asarray(feed[name] + moved[name], feed[name].dtype)
         total = 0.0
         for y, c in zip(run.run(None, feed), self.cotangents, strict=True):
             if c is not None:

@@ -59,7 +59,7 @@ def _rows(
         return [None] * rows
     attributes = {"axis": 1, "num_outputs": rows}
     parts = op.emit_many("Split", [op.Cast(x, to=dtype)], attributes, outputs=rows)
-    return [op.Reshape(part, shape) for part in (parts if rows > 1 else [parts])]
+    return [op.Reshape(part, shape) for part in parts]
 
 
 def _scale(op: Emit, node: ir.Node, q: ir.Value, heads: int) -> float | ir.Value:

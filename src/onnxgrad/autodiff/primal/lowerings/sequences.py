@@ -92,5 +92,4 @@ def sequence_map(op: Emit, node: ir.Node) -> list[ir.Value]:
     inner.give([condition, *longer])
     length = op.SequenceLength(node.inputs[0])
     operands = [length, None, *starts]
-    ys = op.emit_many("Loop", operands, {"body": body}, len(starts), fresh=True)
-    return [ys] if isinstance(ys, ir.Value) else ys
+    return op.emit_many("Loop", operands, {"body": body}, len(starts), fresh=True)

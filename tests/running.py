@@ -1,0 +1,46 @@
+"""How tests run models, on the CPU by onnxruntime, and which of their cases are of the sweep."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+Model = onnx.ModelProto | bytes | str | os.PathLike
+
+
+def session_of(model: Model) -> ort.InferenceSession:
+    """Return a session of a model, serialized model or path."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # no warnings, as of initializers that nothing reads
+    data = model.SerializeToString() if isinstance(model, onnx.ModelProto) else model
+    return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+
+
+def run(model: Model, feed: Mapping[str, Any] | None = None, **inputs: Any) -> list[Any]:
+    """Return the outputs of a model; `feed` may hold more than it takes, `inputs` may not."""
+    return _run(session_of(model), feed or {}, inputs)
+
+
+def run_named(model: Model, feed: Mapping[str, Any] | None = None, **inputs: Any) -> dict[str, Any]:
+    """Return the outputs of a model by name, as `run`."""
+    session = session_of(model)
+    names = [y.name for y in session.get_outputs()]
+    return dict(zip(names, _run(session, feed or {}, inputs), strict=True))
+
+
+def _run(session: ort.InferenceSession, feed: Mapping[str, Any], inputs: dict) -> list[Any]:
+    kinds = {x.name: x.type for x in session.get_inputs()}
+    fed = {name: value for name, value in feed.items() if name in kinds} | inputs
+    tensors = {name for name, kind in kinds.items() if kind.startswith("tensor")}
+    return session.run(None, {n: np.asarray(v) if n in tensors else v for n, v in fed.items()})
+
+
+def in_sweep(*values: Any) -> Any:
+    """Return the values of a parametrized test, of the sweep (`pytest -m sweep`)."""
+    return pytest.param(*values, marks=pytest.mark.sweep)
