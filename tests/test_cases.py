@@ -20,6 +20,7 @@ from onnxgrad import (
     onnx_derivative,
     replace_initializers_into_onnx,
 )
+from running import in_sweep
 from witness import LEVELS, mismatches, optimized, session
 
 RNG = np.random.default_rng(0)
@@ -101,7 +102,7 @@ def test_results_of_graphs(name, level):
     verify(parse(BODIES[name]), level)
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["plain", in_sweep("basic"), "extended"])
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", ATTRIBUTES)
 def test_attributes_of_functions(kind, call, level):

@@ -347,7 +347,7 @@ def truncate():
         (*cells("12:30:00,2,3\n"), "column 'a' is time, first in row 1"),
         (*csv("a;b;y\n1,5;2;3\n"), "'a' is text, first in row 1: '1,5'; .* decimal point"),
         (*csv("a,a,y\n1,2,3\n"), "two columns are called 'a'"),
-        (*csv(",a,y\n0,2,3\n"), "column 1 is called '', .* leave it out .pandas: index=False"),
+        (*csv(",a,y\n0,2,3\n"), "column 1 is called '', .* leave it out .index=False"),
         (*csv("a,y,Unnamed: 0\n0,2,3\n"), "column 2 is called 'Unnamed: 0'"),
         ((*cells("1,2,3\n")[0], "--target", "y"), cells("1,2,3\n")[1], "a target is named twice"),
         (*encoded("utf-16"), "its header is not text in UTF-8"),

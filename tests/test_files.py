@@ -515,7 +515,7 @@ import os, resource
 from onnxgrad import save
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (10000, hard))
-from onnxgrad.graph.read import read
+from onnxgrad.model.read import read
 from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.signals import StopRequests
 from pathlib import Path

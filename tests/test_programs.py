@@ -57,7 +57,7 @@ def check(seed: int) -> dict[str, list[str] | None]:
 
 @pytest.mark.parametrize(
     "first",
-    [n if n < COUNT // 4 else in_sweep(n) for n in range(0, COUNT, PART)],
+    [n if n < COUNT // 8 else in_sweep(n) for n in range(0, COUNT, PART)],
 )
 def test_gradients(first):
     results = {seed: check(seed) for seed in range(first, first + PART)}

@@ -12,6 +12,7 @@ import pytest
 
 from onnxgrad.cli.data_files import DataError, as_value, assign, labels, read_table
 from onnxgrad.data.columns import Names
+from onnxgrad.losses.info import LossInfo
 
 
 def value(name, dtype, *dims):
@@ -159,6 +160,12 @@ def test_columns_that_an_input_does_not_take(column, x, message):
         fed({"c": np.asarray(column), "y": np.arange(2)}, x)
 
 
+def info_of(label: ir.Value, loss: str) -> LossInfo:
+    if label.dtype == ir.DataType.INT64:
+        return LossInfo(classes=3, ignore_index=-100, loss=loss)
+    return LossInfo(loss=loss)
+
+
 @pytest.mark.parametrize(
     ("y", "label", "loss", "expected"),
     [
@@ -171,8 +178,7 @@ def test_columns_that_an_input_does_not_take(column, x, message):
     ],
 )
 def test_labels(y, label, loss, expected):
-    facts = {"classes": 3, "ignore_index": -100} if label.dtype == ir.DataType.INT64 else {}
-    made = labels({"y": np.array(y)}, ["y"], label, facts | {"loss": loss})
+    made = labels({"y": np.array(y)}, ["y"], label, info_of(label, loss))
     assert made.dtype == label.dtype.numpy()
     assert made.tolist() == expected
 
@@ -190,9 +196,8 @@ def test_labels(y, label, loss, expected):
     ],
 )
 def test_labels_that_a_loss_does_not_take(y, label, loss, message):
-    facts = {"classes": 3, "ignore_index": -100} if label.dtype == ir.DataType.INT64 else {}
     with pytest.raises(DataError, match=message):
-        labels({"y": np.array(y)}, ["y"], label, facts | {"loss": loss})
+        labels({"y": np.array(y)}, ["y"], label, info_of(label, loss))
 
 
 def test_several_targets():

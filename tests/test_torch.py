@@ -208,7 +208,7 @@ def test_frozen_weights_cost_nothing_but_can_change(net, module):
     module(x).sum().backward()
     [passes] = next(iter(module._variants.values())).graph._passes.values()
     assert passes.names == ["4.bias"]
-    assert passes.kept == []
+    assert passes.saved == []
     with torch.no_grad():
         for p, q in zip(net.parameters(), module.parameters(), strict=True):
             p += 1
@@ -967,7 +967,7 @@ def test_recompute(net, recompute):
         F.mse_loss(m(x), y).backward()
     same_gradients(module, net)
     [passes] = next(iter(module._variants.values())).graph._passes.values()
-    assert len(passes.kept) == (0 if recompute == "all" else 2)
+    assert len(passes.saved) == (0 if recompute == "all" else 2)
 
 
 # -- bad input --------------------------------------------------------------------------------

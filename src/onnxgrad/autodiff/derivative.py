@@ -103,12 +103,10 @@ def onnx_derivative(
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
     labels = _check(options, loss, label)
-    request = DerivativeRequest(
-        weights, inputs, options, loss, labels, stop_gradient, straight_through
-    )
-    proto = read(onx)
+    stops = stop_gradient, straight_through
+    request = DerivativeRequest(weights, inputs, options, loss, labels, *stops)
     with reporting(level_of(verbose)), garbage_kept():
-        gradient_model, _ = derivative(proto, request)
+        gradient_model, _ = derivative(read(onx), request)
     if path_name is not None:
         save(gradient_model, path_name)
     return gradient_model

@@ -119,11 +119,11 @@ class Graph:
     Args:
         proto: model in the working dialect, all its weights among the inputs.
         device: the device that it runs on.
-        memory: `recompute` of `partition`.
+        recompute: as for `partition`.
     """
 
-    def __init__(self, proto: ModelProto, device: torch.device, memory: str) -> None:
-        self.proto, self.device, self.memory = proto, device, memory
+    def __init__(self, proto: ModelProto, device: torch.device, recompute: str) -> None:
+        self.proto, self.device, self.recompute = proto, device, recompute
         self.inputs = [x.name for x in proto.graph.input]
         kinds = [ir.DataType(y.type.tensor_type.elem_type) for y in proto.graph.output]
         self.outputs = len(kinds)
@@ -185,13 +185,13 @@ class Graph:
                 )
             with _LOCK:
                 proto = onnx_derivative(self.proto, [], names)
-                self._gradients.setdefault(key, Graph(proto, self.device, self.memory))
+                self._gradients.setdefault(key, Graph(proto, self.device, self.recompute))
         return self._gradients[key]
 
     def _build(self, needed: tuple[bool, ...], threads: int) -> _Passes:
         names = [name for name, is_needed in zip(self.inputs, needed, strict=True) if is_needed]
         try:
-            parts = partition(self.proto, [], names, self.memory) if names else None
+            parts = partition(self.proto, [], names, self.recompute) if names else None
         except ValueError:
             if not _has_zero_gradient(self.proto, names):
                 raise
