@@ -67,7 +67,7 @@ def test_lowered_is_the_kernel(case, known):
         return  # where no rank is known, what is transposed is taken for a matrix
     lowered = to_proto(prepare(model(case, known)))
     if known == "nothing" and domains(lowered) != {""}:
-        with pytest.raises(NoGradientRule, match="no rule; give the model as it was before"):
+        with pytest.raises(NoGradientRule, match="no rule; use the model as it was before"):
             onnx_derivative(model(case, known), weights=[])
         return
     assert domains(lowered) == {""}
