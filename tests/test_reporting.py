@@ -21,6 +21,7 @@ from onnxgrad import (
     onnx_derivative,
 )
 from onnxgrad.reporting import reporting
+from running import in_sweep
 from small_models import linear
 
 logger = logging.getLogger("onnxgrad")
@@ -77,11 +78,11 @@ def script(tmp_path, text: str) -> str:
     [
         "",
         "logging.basicConfig()",
-        "logging.basicConfig(level=logging.INFO)",
-        "logging.basicConfig(level=logging.ERROR)",
+        in_sweep("logging.basicConfig(level=logging.INFO)"),
+        in_sweep("logging.basicConfig(level=logging.ERROR)"),
         "logging.getLogger('onnxgrad').addHandler(logging.StreamHandler())",
         "logging.getLogger('onnxgrad').disabled = True",
-        "logging.getLogger('onnxgrad').setLevel(logging.ERROR)",
+        in_sweep("logging.getLogger('onnxgrad').setLevel(logging.ERROR)"),
     ],
 )
 def test_every_epoch_is_printed_once(tmp_path, setup):

@@ -53,6 +53,8 @@ DTYPES = {
 _WORK_PER_THREAD = 1e7
 _LOCK = threading.RLock()  # so that each session and graph is built once
 _OPTIONS = ort.RunOptions()
+# onnxruntime 1.32 reads booleans by DLPack; before, a flag said which bytes are booleans
+_DLPACK_HAS_BOOLS = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 32)
 
 
 class Session:
@@ -87,10 +89,7 @@ class Session:
         feeds, fetches = OrtValueVector(), OrtValueVector()
         feeds.reserve(len(tensors))
         for t in tensors:
-            if t.dtype is torch.bool:  # DLPack passes it as bytes
-                feeds.push_back(to_dlpack(t.contiguous().view(torch.uint8)), True)
-            else:  # DLPack ignores PyTorch's negative bit
-                feeds.push_back(to_dlpack(t.resolve_neg().contiguous()), False)
+            _append(feeds, t)
         if self._cuda is not None:  # onnxruntime uses its own stream
             torch.cuda.current_stream(self._cuda).synchronize()
         with escaping():
@@ -99,6 +98,16 @@ class Session:
         for i in self._bools:
             outputs[i] = outputs[i].view(torch.bool)
         return outputs
+
+
+def _append(feeds: OrtValueVector, t: Tensor) -> None:
+    """Append a tensor to the inputs of a session, without a copy if it is contiguous."""
+    if _DLPACK_HAS_BOOLS:
+        feeds.push_back(to_dlpack(t.resolve_neg().contiguous()))  # DLPack ignores the negative bit
+    elif t.dtype is torch.bool:
+        feeds.push_back(to_dlpack(t.contiguous().view(torch.uint8)), True)
+    else:
+        feeds.push_back(to_dlpack(t.resolve_neg().contiguous()), False)
 
 
 @dataclass(frozen=True)
