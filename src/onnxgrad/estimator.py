@@ -18,6 +18,17 @@ except ImportError:
 
         If scikit-learn is installed, its `sklearn.exceptions.NotFittedError` is used instead. Like
         that, it is both a `ValueError` and an `AttributeError`.
+
+        Examples:
+            >>> import onnx, onnxgrad as og
+            >>> model = onnx.parser.parse_model('''
+            ...     <ir_version: 9, opset_import: ["": 20]>
+            ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
+            >>> try:
+            ...     og.OrtGradientForwardBackwardOptimizer(model, ["w"]).get_trained_onnx()
+            ... except og.NotFittedError as error:
+            ...     print(error)
+            nothing was trained yet: call fit first
         """
 
     class Parameters:  # type: ignore[no-redef]
