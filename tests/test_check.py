@@ -43,6 +43,19 @@ def test_a_wrong_rule_is_found(monkeypatch, wrong):
     assert str(report).splitlines()[-1].startswith("WRONG, float64 on")
 
 
+def test_a_gradient_of_another_size_is_found(monkeypatch):
+    model = parse(
+        "g (float[4] x) => (float[2] y) { s, t = Split<num_outputs = 2>(x)  y = Tanh(t) }"
+    )
+    assert check_gradient(model).ok
+    too_long = lambda op, node, *gs: (op.Concat(gs[1], gs[1], gs[1], axis=0),)  # noqa: E731
+    monkeypatch.setitem(RULES, ("", "Split"), too_long)
+    monkeypatch.setattr("onnxgrad.autodiff.reverse.taken_gradients", lambda rule: 2)
+    report = check_gradient(model)
+    assert [row.ok for row in report.rows] == [True, False]
+    assert "<-- wrong" in str(report)
+
+
 def test_a_wrong_second_order_is_found(monkeypatch):
     """Of the right value, but taken for constant by the second gradient."""
 

@@ -20,6 +20,7 @@ from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.runtime.device import CPU
 
+_MOVES = REORDERS | SELECTS
 _COMPUTES = ARITHMETIC | OF_SHAPES | {"Where"}  # lengths and positions
 
 _NUMBERS = frozenset(
@@ -153,7 +154,7 @@ def _onward(node: ir.Node, operand: int) -> Iterator[tuple[ir.Value, bool]]:
     """Yield the values with elements of an operand of `node`, and whether they have all."""
     if node.domain:
         return
-    if node.op_type in REORDERS | SELECTS and (operand == 0 or node.op_type == "Concat"):
+    if node.op_type in _MOVES and (operand == 0 or node.op_type == "Concat"):
         if node.op_type != "Cast" or node.outputs[0].dtype in _EXACT:
             yield from ((y, node.op_type in REORDERS) for y in node.outputs)
     elif node.op_type in ("Loop", "Scan"):
@@ -226,7 +227,7 @@ def _selection(graph: ir.Graph, x: ir.Value, index: ir.Value) -> Selection | Non
         if node is None:
             values.add(v)
         elif node not in nodes:
-            if node.domain or node.op_type not in REORDERS | SELECTS | _COMPUTES:
+            if node.domain or node.op_type not in _MOVES | _COMPUTES:
                 return None
             nodes.add(node)
             shape = node.op_type in ("Shape", "Size")

@@ -19,6 +19,7 @@ from onnxgrad.limits import limit
 
 Dim = int | str | None
 Dims = tuple[Dim, ...]
+_BROADCASTS = ELEMENTWISE - UNARY  # their shape is the broadcast shape of all operands
 
 
 def is_real(value: ir.Value) -> bool:
@@ -113,7 +114,7 @@ def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) 
 
 def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
     shapes = [None if v is None else dims(v) for v in inputs]
-    if op_type in ELEMENTWISE - UNARY:
+    if op_type in _BROADCASTS:
         return broadcast(*(s for v, s in zip(inputs, shapes, strict=True) if v is not None))
     if op_type == "Einsum":
         return einsum_shape(shapes, attributes.get("equation", ""))

@@ -49,6 +49,8 @@ _SETTINGS = {
 }
 _SCALES = frozenset("GroupQueryAttention Resize RotaryEmbedding Upsample".split())  # of inputs too
 
+_MOVES = REORDERS | SELECTS
+
 METADATA = "onnxgrad.constants"  # metadata: initializers that are no weights, names as JSON
 SPARSE = "onnxgrad.sparse"  # metadata: initializers that were sparse, names as JSON
 
@@ -198,7 +200,7 @@ def is_setting(value: ir.Value) -> bool:
         uses = list(v.uses())
         for node, index in uses:
             sets = index in _settings_of(node) and node.op_type in _SCALES
-            if node.op_type in REORDERS | SELECTS and not sets:
+            if node.op_type in _MOVES and not sets:
                 moved.extend(y for y in node.outputs if y not in moved)
             elif not sets:
                 return False
@@ -249,7 +251,7 @@ def _add_settings(
         for inner in subgraphs(node):
             _add_settings(inner, scopes, settings, others)
         results = settings.intersection(keys(node.output))
-        moves = node.op_type in REORDERS | SELECTS and bool(results)
+        moves = node.op_type in _MOVES and bool(results)
         computes = node.op_type in ARITHMETIC and bool(results - others)
         for index, key in enumerate(keys(node.input)):
             sets = moves or computes or index in _settings_of(node)

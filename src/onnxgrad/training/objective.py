@@ -49,7 +49,7 @@ class Objective:
     loss: ir.Value  # one number
     seeds: Mapping[ir.Value, ir.Value | None]
     loss_info: LossInfo
-    row_weight: str | None  # name of the input of row weights, if there is one
+    row_weight: str | None  # name of the input of sample weights, if there is one
     tables: Mapping[str, tuple[Table, ...]] = field(kw_only=True)
     names: Names = field(kw_only=True)
     stored: Mapping[str, np.ndarray] = field(kw_only=True)

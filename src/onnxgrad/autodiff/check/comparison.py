@@ -245,7 +245,12 @@ class _WeightedSum:
 def _row(
     method: Method, f: _WeightedSum, name: str, v: np.ndarray, rtol: float, order: int
 ) -> GradientRow:
-    """Return the comparison of the derivatives of `f` along v, for the step that agrees best."""
+    """Return the comparison of the derivatives of `f` along v, for the step that agrees best.
+
+    The error is infinite if the gradient has not as many elements as its input or weight.
+    """
+    if name in f.gradients and f.gradients[name].size != v.size:
+        return GradientRow(name, nan, nan, inf, rtol, order)
     floor = _FLOOR * f.size + float(np.finfo(method.dtype).eps) / (method.steps[0] * method.rtol)
     terms = np.abs(v * f.gradients.get(name, 0.0))  # which may cancel in their sum
     floor += _EPS32 / method.rtol * float(terms.sum(where=np.isfinite(terms)))
@@ -283,8 +288,11 @@ def _row_of_values(
 ) -> GradientRow:
     """Compare the largest difference of outputs with the largest finite output.
 
-    Infinity counts as the largest number of float32, which some kernels return in place of it.
+    Infinity counts as the largest number of float32, which some kernels return in place of it. The
+    error is infinite if an output has another number of elements.
     """
+    if [y.size for y in computed] != [y.size for y in expected]:
+        return GradientRow("(outputs)", nan, nan, inf, rtol)
     largest = float(np.finfo(np.float32).max)
     a, b = (
         np.clip(np.concatenate([np.ravel(y).astype(np.float64) for y in ys]), -largest, largest)
