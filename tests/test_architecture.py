@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "onnxgrad"
 # from the ground up: a room imports those before it, and the public names import all but `cli`
 FLOORS = [
     *("errors", "limits", "reporting", "estimator"),
-    *("graph", "model", "runtime", "data", "autodiff", "losses"),
+    *("graph", "model", "runtime", "data", "autodiff", "losses", "metrics"),
     *("optimizers", "schedules", "training", "plot", "torch", "__init__", "cli", "__main__"),
 ]
 FILES = {

@@ -1,0 +1,1 @@
+"""Metrics of predictions, computed batch by batch."""

@@ -1,0 +1,165 @@
+"""What a metric is, and what it has to know of a prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxgrad.errors import EvaluationError
+
+
+@dataclass(frozen=True)
+class PredictionInfo:
+    """What a prediction is: scores of classes, of one of two classes, or numbers.
+
+    Attributes:
+        classes: number of classes, if the prediction has a score for each; otherwise None.
+        axis: axis of these scores, not the first one.
+        threshold: the prediction between two classes, if it is a score of one of them, in
+            each element: 0.0 for logits, 0.5 for probabilities. None in other cases; if `classes`
+            is None too, the prediction is one of numbers (regression).
+        from_logits: whether scores are logits, which softmax or sigmoid turns into probabilities.
+        ignore_index: the class index that stands for no label.
+
+    Examples:
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> PredictionInfo(classes=10, from_logits=True)
+        PredictionInfo(classes=10, axis=1, threshold=None, from_logits=True, ignore_index=None)
+    """
+
+    classes: int | None = None
+    axis: int = 1
+    threshold: float | None = None
+    from_logits: bool = False
+    ignore_index: int | None = None
+
+
+class Metric:
+    """Base of the metrics; a metric of your own overrides `begin`, `update` and `compute`.
+
+    A metric sees the data batch by batch: `begin` once, `update` for each batch, then `compute`.
+
+    Attributes:
+        name: the key in the history.
+        higher_is_better: None if unknown, or if the values are not ordered.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import Metric, PredictionInfo
+        >>> class Bias(Metric):
+        ...     name, higher_is_better = "bias", None
+        ...     def begin(self, prediction):
+        ...         self.sum, self.count = 0.0, 0
+        ...     def update(self, prediction, label, weight=None):
+        ...         self.sum += (prediction - label).sum()
+        ...         self.count += label.size
+        ...     def compute(self):
+        ...         return self.sum / self.count
+        >>> bias = Bias()
+        >>> bias.begin(PredictionInfo())
+        >>> bias.update(np.array([1.0, 2.0]), np.array([0.5, 1.5]))
+        >>> float(bias.compute())
+        0.5
+    """
+
+    name: str = ""
+    higher_is_better: bool | None = True
+    _info: PredictionInfo | None = None
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches.
+
+        Args:
+            prediction: what the predictions of the batches will be.
+
+        Raises:
+            ValueError: the metric does not apply to such predictions.
+        """
+        self._info = prediction
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch.
+
+        Args:
+            prediction: array (rows, ...).
+            label: array of the prediction's shape or, of class indices, without its axis of
+                classes; a last axis of length 1 may be missing or added.
+            weight: sample weights (rows,), of 0 or more; None for equal ones.
+
+        Raises:
+            ValueError: arrays that do not fit.
+        """
+        raise NotImplementedError
+
+    def compute(self) -> float | np.ndarray:
+        """Return the value over all batches since `begin`.
+
+        Raises:
+            ValueError: it is undefined, such as without any row.
+        """
+        raise NotImplementedError
+
+    @property
+    def info(self) -> PredictionInfo:
+        """What `begin` was told; raises EvaluationError before it is called."""
+        if self._info is None:
+            raise EvaluationError(f"metric {self.name!r}: call begin first")
+        return self._info
+
+    def check_begun(self) -> None:
+        """Raise EvaluationError before `begin` is called."""
+        _ = self.info
+
+
+class ClassMetric(Metric):
+    """Base of the metrics that compare classes."""
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches; refuse a regression."""
+        if prediction.classes is None and prediction.threshold is None:
+            raise ValueError(
+                f"metric {self.name!r} compares classes, but the prediction is one of numbers "
+                "(regression): use such as 'mae' or 'r2', or a loss for classification"
+            )
+        super().begin(prediction)
+
+    @property
+    def n_classes(self) -> int:
+        """Number of classes; 2 if the prediction is the score of one of two."""
+        return self.info.classes or 2
+
+
+class Mean:
+    """A weighted mean of values that come in batches."""
+
+    def __init__(self) -> None:
+        self.total: float | np.ndarray = 0.0
+        self.weight = 0.0
+        self.rows = 0
+
+    def add(self, values: np.ndarray, weight: np.ndarray | None) -> None:
+        """Add values (rows,) or (rows, outputs)."""
+        self.rows += len(values)
+        if weight is None:
+            self.total = self.total + values.sum(axis=0, dtype=np.float64)
+            self.weight += len(values)
+        else:
+            self.total = self.total + weight @ values
+            self.weight += float(weight.sum())
+
+    def compute(self, name: str) -> float | np.ndarray:
+        """Return the mean; raise ValueError in the name of a metric if there is none."""
+        if self.weight == 0:
+            raise nothing(name)
+        return self.total / self.weight
+
+
+def nothing(name: str) -> ValueError:
+    """Return the error of a metric without data."""
+    return ValueError(
+        f"metric {name!r} has nothing to compute: there are no rows, or all of them have weight 0 "
+        "or the ignored label"
+    )

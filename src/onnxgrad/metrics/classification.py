@@ -1,0 +1,346 @@
+"""Metrics that compare the predicted class with the label's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxgrad.errors import unknown
+from onnxgrad.metrics.arrays import Rows, class_rows
+from onnxgrad.metrics.base import ClassMetric, Mean, PredictionInfo, nothing
+
+AVERAGES = ("binary", "macro", "micro", "weighted")
+
+
+@dataclass
+class Accuracy(ClassMetric):
+    """Share of the labels that the prediction hits.
+
+    Each element of a score of one of two classes counts as a prediction of its own.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.classification import Accuracy
+        >>> accuracy = Accuracy()
+        >>> accuracy.begin(PredictionInfo(threshold=0.0, from_logits=True))
+        >>> accuracy.update(np.array([-1.0, 2.0, 0.5, 3.0]), np.array([0, 1, 0, 1]))
+        >>> accuracy.compute()
+        0.75
+    """
+
+    name = "accuracy"
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._mean = Mean()
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch."""
+        rows = class_rows(self.name, self.info, prediction, label, weight)
+        self._mean.add(self._hits(rows), rows.weight)
+
+    def compute(self) -> float:
+        """Return the share of hits."""
+        self.check_begun()
+        return float(self._mean.compute(self.name))
+
+    def _hits(self, rows: Rows) -> np.ndarray:
+        return rows.predicted(self.info) == rows.true
+
+
+@dataclass
+class TopK(Accuracy):
+    """Share of the labels whose class is among the `k` of the highest scores.
+
+    Of equal scores, that of the lower class index counts as higher, as in `Accuracy`.
+
+    Args:
+        k: number of classes; the name is such as "top_5_accuracy".
+
+    Raises:
+        ValueError: `k` is below 1 or, in `begin`, not below the number of classes.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.classification import TopK
+        >>> metric = TopK(2)
+        >>> metric.begin(PredictionInfo(classes=3))
+        >>> metric.update(np.array([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]), np.array([1, 2]))
+        >>> metric.name, metric.compute()
+        ('top_2_accuracy', 0.5)
+    """
+
+    k: int = 5
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, (int, np.integer)) or self.k < 1:
+            raise ValueError(f"k of TopK must be an integer of 1 or more, not {self.k!r}")
+        self.name = f"top_{self.k}_accuracy"
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        if self.k >= self.n_classes:
+            raise ValueError(
+                f"metric {self.name!r} of {self.n_classes} classes is always 1: choose a lower k"
+            )
+
+    def _hits(self, rows: Rows) -> np.ndarray:
+        if rows.scores.ndim == 1:  # then k is 1
+            return super()._hits(rows)
+        true = rows.true[:, None]
+        score = np.take_along_axis(rows.scores, true, axis=1)
+        before = (rows.scores == score) & (np.arange(rows.scores.shape[1]) < true)
+        return ((rows.scores > score) | before).sum(axis=1) < self.k
+
+
+class Counts:
+    """How often each class is the label, is predicted, and both; weighted."""
+
+    def __init__(self, classes: int) -> None:
+        self.hit, self.predicted, self.true = np.zeros((3, classes))
+        self.present = np.zeros(classes, bool)  # predicted or a label, whatever its weight
+
+    def add(self, predicted: np.ndarray, true: np.ndarray, weight: np.ndarray | None) -> None:
+        """Add the class indices of a batch."""
+        n = len(self.hit)
+        hit = predicted == true
+        self.hit += np.bincount(true[hit], None if weight is None else weight[hit], n)
+        self.predicted += np.bincount(predicted, weight, n)
+        self.true += np.bincount(true, weight, n)
+        self.present[predicted] = self.present[true] = True
+
+
+class CountMetric(ClassMetric):
+    """Base of the metrics of `Counts`."""
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._counts = Counts(self.n_classes)
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch."""
+        rows = class_rows(self.name, self.info, prediction, label, weight)
+        self._counts.add(rows.predicted(self.info), rows.true, rows.weight)
+
+    def _nonempty(self) -> Counts:
+        self.check_begun()
+        if not self._counts.true.any():
+            raise nothing(self.name)
+        return self._counts
+
+
+@dataclass
+class BalancedAccuracy(CountMetric):
+    """Mean recall of the classes that occur as labels.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.classification import BalancedAccuracy
+        >>> metric = BalancedAccuracy()
+        >>> metric.begin(PredictionInfo(threshold=0.5))
+        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
+        >>> metric.compute()
+        0.75
+    """
+
+    name = "balanced_accuracy"
+
+    def compute(self) -> float:
+        """Return the mean recall."""
+        counts = self._nonempty()
+        labels = counts.true > 0
+        return float((counts.hit[labels] / counts.true[labels]).mean())
+
+
+@dataclass
+class Precision(CountMetric):
+    """Share of the predictions of a class that hit: hits / predictions.
+
+    As scikit-learn's `precision_score`, averages are over the classes that occur as label or
+    prediction.
+
+    Args:
+        average: "binary": that of class 1 of two; "macro": the mean over the classes; "weighted":
+            the mean weighted by the labels of each class; "micro": hits and predictions of all
+            classes added up. The name has it at its end, such as "precision_macro", except the
+            default.
+        zero_division: the value of a class that is never predicted.
+
+    Raises:
+        ValueError: an unknown average or, in `begin`, "binary" for more than two classes.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.classification import Precision
+        >>> metric = Precision()
+        >>> metric.begin(PredictionInfo(threshold=0.5))
+        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
+        >>> round(metric.compute(), 4)
+        0.6667
+    """
+
+    average: str = "binary"
+    zero_division: float = 0.0
+    name = "precision"
+
+    def __post_init__(self) -> None:
+        if self.average not in AVERAGES:
+            raise unknown(f"average of metric {self.name!r}", self.average, AVERAGES)
+        if self.average != type(self).average:
+            self.name = f"{type(self).name}_{self.average}"
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        if self.average == "binary" and self.n_classes != 2:
+            kind = type(self).name
+            raise ValueError(
+                f"metric {self.name!r} is that of class 1 of two, but there are {self.n_classes} "
+                f"classes: use '{kind}_macro', '{kind}_micro' or '{kind}_weighted'"
+            )
+
+    def compute(self) -> float:
+        """Return the average."""
+        counts = self._nonempty()
+        parts = np.stack(self._fraction(counts))
+        if self.average == "binary":
+            return float(self._ratio(parts[:, 1:])[0])
+        if self.average == "micro":
+            return float(self._ratio(parts.sum(axis=1, keepdims=True))[0])
+        weights = counts.true if self.average == "weighted" else counts.present
+        return float(np.average(self._ratio(parts), weights=weights))
+
+    def _ratio(self, parts: np.ndarray) -> np.ndarray:
+        empty = np.full(parts.shape[1], float(self.zero_division))
+        return np.divide(parts[0], parts[1], out=empty, where=parts[1] != 0)
+
+    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numerators and the denominators of the classes."""
+        return counts.hit, counts.predicted
+
+
+@dataclass
+class Recall(Precision):
+    """Share of the labels of a class that are hit: hits / labels.
+
+    As scikit-learn's `recall_score`; arguments and errors are those of `Precision`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.classification import Recall
+        >>> metric = Recall(average="macro")
+        >>> metric.begin(PredictionInfo(threshold=0.5))
+        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
+        >>> metric.name, metric.compute()
+        ('recall_macro', 0.75)
+    """
+
+    name = "recall"
+
+    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+        return counts.hit, counts.true
+
+
+@dataclass
+class F1(Precision):
+    """Harmonic mean of precision and recall: 2 hits / (predictions + labels).
+
+    As scikit-learn's `f1_score`; arguments and errors are those of `Precision`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.classification import F1
+        >>> metric = F1()
+        >>> metric.begin(PredictionInfo(threshold=0.5))
+        >>> metric.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
+        >>> metric.compute()
+        0.8
+    """
+
+    name = "f1"
+
+    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+        return 2 * counts.hit, counts.predicted + counts.true
+
+
+@dataclass
+class IoU(Precision):
+    """Intersection over union (Jaccard): hits / (predictions + labels - hits).
+
+    As scikit-learn's `jaccard_score`, by default its mean over the classes that occur; the other
+    arguments and the errors are those of `Precision`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.classification import IoU
+        >>> metric = IoU()
+        >>> metric.begin(PredictionInfo(classes=2, axis=1))
+        >>> pixels = np.array([[[[0.9, 0.2]], [[0.1, 0.8]]], [[[0.9, 0.7]], [[0.1, 0.3]]]])
+        >>> metric.update(pixels, np.array([[[0, 1]], [[0, 1]]]))
+        >>> round(metric.compute(), 4)
+        0.5833
+    """
+
+    average: str = "macro"
+    name = "iou"
+
+    def _fraction(self, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
+        return counts.hit, counts.predicted + counts.true - counts.hit
+
+
+@dataclass
+class ConfusionMatrix(ClassMetric):
+    """Number of rows of class i that are predicted as class j, (classes, classes).
+
+    The weight of these rows, if any batch has weights.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.classification import ConfusionMatrix
+        >>> matrix = ConfusionMatrix()
+        >>> matrix.begin(PredictionInfo(threshold=0.5))
+        >>> matrix.update(np.array([0.9, 0.9, 0.9, 0.1]), np.array([1, 1, 0, 0]))
+        >>> matrix.compute()
+        array([[1, 1],
+               [0, 2]])
+    """
+
+    name = "confusion_matrix"
+    higher_is_better = None
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._matrix = np.zeros((self.n_classes, self.n_classes), np.int64)
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch."""
+        rows = class_rows(self.name, self.info, prediction, label, weight)
+        n = self.n_classes
+        cells = rows.true * n + rows.predicted(self.info)
+        self._matrix = self._matrix + np.bincount(cells, rows.weight, n * n).reshape(n, n)
+
+    def compute(self) -> np.ndarray:
+        """Return the matrix."""
+        self.check_begun()
+        if not self._matrix.any():
+            raise nothing(self.name)
+        return self._matrix.copy()

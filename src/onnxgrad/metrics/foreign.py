@@ -1,0 +1,187 @@
+"""Functions and metrics of torchmetrics as metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import Parameter, signature
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.metrics.base import Metric, PredictionInfo, nothing
+
+_LOWER_IS_BETTER = ("loss", "error", "deviance")
+
+
+class FunctionMetric(Metric):
+    """A function `(prediction, label) -> number or array`, called once, on all data.
+
+    It keeps all predictions and labels in memory, and passes them as they are: logits as logits,
+    ignored labels included. If the data have sample weights, the function must have a parameter
+    `sample_weight`.
+
+    Args:
+        function: the function.
+        name: the key in the history; by default, the function's name.
+        higher_is_better: by default False for names that end with "loss", "error" or "deviance",
+            True for names that end with "score", None (unknown) for others.
+
+    Raises:
+        ValueError: a function of scikit-learn, whose arguments are in the other order.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.foreign import FunctionMetric
+        >>> def max_error(prediction, label):
+        ...     return abs(prediction - label).max()
+        >>> metric = FunctionMetric(max_error)
+        >>> metric.begin(PredictionInfo())
+        >>> metric.update(np.array([1.0, 2.0]), np.array([2.0, 2.0]))
+        >>> metric.update(np.array([5.0]), np.array([2.0]))
+        >>> metric.name, metric.higher_is_better, metric.compute()
+        ('max_error', False, 3.0)
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str | None = None,
+        higher_is_better: bool | None = None,
+    ) -> None:
+        own = getattr(function, "__name__", type(function).__name__)
+        if getattr(function, "__module__", None) and function.__module__.startswith("sklearn."):
+            raise ValueError(
+                f"{own} takes (label, prediction) and a metric (prediction, label): pass "
+                f"lambda prediction, label: {own}(label, prediction)"
+            )
+        self.function = function
+        self.name = own if name is None else name
+        if higher_is_better is None:
+            lower, higher = self.name.endswith(_LOWER_IS_BETTER), self.name.endswith("score")
+            higher_is_better = False if lower else True if higher else None
+        self.higher_is_better = higher_is_better
+
+    def __repr__(self) -> str:
+        return f"FunctionMetric({self.function!r}, {self.name!r}, {self.higher_is_better})"
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._batches: list[tuple[np.ndarray, ...]] = []
+        self._weighted = False
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch; raise ValueError for weights that the function does not take."""
+        self.check_begun()
+        if weight is not None and not self._takes_weights():
+            raise ValueError(
+                f"metric {self.name!r} has no parameter sample_weight: add one, or leave out the "
+                "sample weights"
+            )
+        self._weighted |= weight is not None
+        arrays = prediction, label, np.ones(len(label)) if weight is None else weight
+        self._batches.append(tuple(np.array(array) for array in arrays))
+
+    def compute(self) -> float | np.ndarray:
+        """Return what the function returns for all data."""
+        self.check_begun()
+        if not sum(len(batch[0]) for batch in self._batches):
+            raise nothing(self.name)
+        arrays = [np.concatenate(parts) for parts in zip(*self._batches, strict=True)]
+        options = {"sample_weight": arrays[2]} if self._weighted else {}
+        return _number(self.function(arrays[0], arrays[1], **options))
+
+    def _takes_weights(self) -> bool:
+        parameters = signature(self.function).parameters
+        return "sample_weight" in parameters or any(
+            p.kind is Parameter.VAR_KEYWORD for p in parameters.values()
+        )
+
+
+class TorchMetric(Metric):
+    """A metric of torchmetrics, which gets the arrays as tensors on its device.
+
+    Scores of classes have their axis second, as torchmetrics takes them, and class indices no axis
+    of length 1 for it. Memory is what that metric needs. Sample weights are refused.
+
+    Args:
+        metric: a `torchmetrics.Metric`.
+
+    Raises:
+        ValueError: a collection of metrics.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        if type(metric).__name__ == "MetricCollection":
+            raise ValueError("pass the metrics of a MetricCollection one by one")
+        self.metric = metric
+        self.name = type(metric).__name__
+        self.higher_is_better = getattr(metric, "higher_is_better", None)
+
+    def __repr__(self) -> str:
+        return f"TorchMetric({self.metric!r})"
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self.metric.reset()
+        self._rows = 0
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch."""
+        import torch
+
+        info, ignored = self.info, getattr(self.metric, "ignore_index", None)
+        if weight is not None:
+            raise ValueError(f"metric {self.name!r} of torchmetrics takes no sample weights")
+        if info.ignore_index not in (None, ignored) and (label == info.ignore_index).any():
+            raise ValueError(
+                f"labels have the ignored index {info.ignore_index}: create {self.name!r} with "
+                f"ignore_index={info.ignore_index}"
+            )
+        if info.classes is not None:
+            prediction = np.moveaxis(prediction, info.axis, 1)
+        if not len(prediction):  # torchmetrics fails on it
+            return
+        self._rows += len(prediction)
+        arrays = (prediction, self._label(prediction, label))
+        device = self.metric.device
+        self.metric.update(*(torch.tensor(np.ascontiguousarray(a), device=device) for a in arrays))
+
+    def _label(self, prediction: np.ndarray, label: np.ndarray) -> np.ndarray:
+        """Return labels of the shape that torchmetrics takes, class indices as integers."""
+        shape = prediction.shape
+        if self.info.classes is not None and label.shape != shape:
+            shape = shape[:1] + shape[2:]
+        if label.size != np.prod(shape):
+            raise ValueError(
+                f"metric {self.name!r}: labels of a prediction of shape {prediction.shape} have "
+                f"shape {shape}, not {label.shape}"
+            )
+        regression = self.info.classes is None and self.info.threshold is None
+        if not regression and (label == np.floor(label)).all():
+            label = label.astype(np.int64)
+        return label.reshape(shape)
+
+    def compute(self) -> float | np.ndarray:
+        """Return what the metric computes."""
+        self.check_begun()
+        if not self._rows:
+            raise nothing(self.name)
+        value = self.metric.compute()
+        if not hasattr(value, "detach"):
+            raise ValueError(
+                f"metric {self.name!r} computes a {type(value).__name__}, not a number"
+            )
+        return _number(value.detach().cpu().numpy())
+
+
+def _number(value: Any) -> float | np.ndarray:
+    """Return a single number as a float."""
+    array = np.asarray(value)
+    return float(array.reshape(())) if array.size == 1 else array

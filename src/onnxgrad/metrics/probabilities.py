@@ -1,0 +1,206 @@
+"""Metrics of scores and probabilities of classes."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxgrad.metrics.arrays import Rows, class_rows
+from onnxgrad.metrics.base import ClassMetric, Mean, PredictionInfo, nothing
+
+
+@dataclass
+class LogLoss(ClassMetric):
+    """Mean of -log p, p the probability of the label; cross-entropy for soft labels.
+
+    Logits go through log-softmax or log-sigmoid, and probabilities are clipped as by scikit-learn's
+    `log_loss`, to [eps, 1 - eps] of their dtype.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.probabilities import LogLoss
+        >>> metric = LogLoss()
+        >>> metric.begin(PredictionInfo(threshold=0.5))
+        >>> metric.update(np.array([0.5, 0.25]), np.array([1, 0]))
+        >>> round(metric.compute(), 4)
+        0.4904
+    """
+
+    name = "log_loss"
+    higher_is_better = False
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._mean = Mean()
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch; raise ValueError for probabilities outside of [0, 1]."""
+        rows = class_rows(self.name, self.info, prediction, label, weight)
+        if rows.scores.ndim == 1:
+            rows = rows._replace(label=np.maximum(rows.label, 0))  # labels may be -1 and 1
+        self._mean.add(_losses(self.name, self.info, rows), rows.weight)
+
+    def compute(self) -> float:
+        """Return the mean."""
+        self.check_begun()
+        return float(self._mean.compute(self.name))
+
+
+@dataclass
+class Perplexity(LogLoss):
+    """exp of the mean of -log p over all tokens, p the probability of the token.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.probabilities import Perplexity
+        >>> metric = Perplexity()
+        >>> metric.begin(PredictionInfo(classes=50, axis=2, from_logits=True, ignore_index=-100))
+        >>> metric.update(np.zeros((2, 3, 50)), np.array([[7, 8, 9], [3, 4, -100]]))
+        >>> round(metric.compute(), 4)
+        50.0
+    """
+
+    name = "perplexity"
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        if prediction.classes is None:
+            raise ValueError(
+                f"metric {self.name!r} is that of scores of tokens, but the prediction is the "
+                "score of one of two classes: use 'log_loss'"
+            )
+
+    def compute(self) -> float:
+        """Return the perplexity; infinity where float64 has no larger number."""
+        with np.errstate(over="ignore"):
+            return float(np.exp(super().compute()))
+
+
+@dataclass
+class AUC(ClassMetric):
+    """Area under the ROC curve; of more than two classes, the mean of each against the rest.
+
+    As scikit-learn's `roc_auc_score` with `multi_class="ovr"`: of more than two classes, logits
+    become probabilities first, as ranks across rows depend on that. It keeps the scores, weights
+    and labels of all rows in memory, 8 bytes or fewer for each number.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.probabilities import AUC
+        >>> auc = AUC()
+        >>> auc.begin(PredictionInfo(threshold=0.5))
+        >>> auc.update(np.array([0.1, 0.4, 0.35, 0.8]), np.array([0, 0, 1, 1]))
+        >>> auc.compute()
+        0.75
+    """
+
+    name = "auc"
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch."""
+        rows = class_rows(self.name, self.info, prediction, label, weight)
+        scores, weight = rows.scores, rows.weight
+        if self.n_classes > 2:
+            scores = _probabilities(self.name, self.info, scores)
+        elif scores.ndim == 2:  # logits rank by their difference
+            second = scores[:, 1]
+            scores = second - scores[:, 0] if self.info.from_logits else second
+        weight = np.ones(len(scores)) if weight is None else weight
+        self._batches.append((scores.copy(), rows.true.copy(), weight))
+
+    def compute(self) -> float:
+        """Return the area.
+
+        Raises:
+            ValueError: no row, or one of the classes is no label.
+        """
+        self.check_begun()
+        if not sum(len(true) for _, true, _ in self._batches):
+            raise nothing(self.name)
+        scores, true, weight = map(np.concatenate, zip(*self._batches, strict=True))
+        if scores.ndim == 1:
+            return self._area(scores, true, weight, 1)
+        areas = [self._area(s, true, weight, k) for k, s in enumerate(scores.T)]
+        return float(np.mean(areas))
+
+    def _area(self, scores: np.ndarray, true: np.ndarray, weight: np.ndarray, k: int) -> float:
+        """Return the area of class `k` against the rest."""
+        order = np.argsort(scores, kind="stable")[::-1]
+        scores, hit, weight = scores[order], (true == k)[order], weight[order]
+        ends = np.r_[np.flatnonzero(scores[1:] != scores[:-1]), len(scores) - 1]  # of equal scores
+        right = np.r_[0.0, np.cumsum(weight * hit)[ends]]
+        wrong = np.r_[0.0, np.cumsum(weight * ~hit)[ends]]
+        if not (right[-1] and wrong[-1]):
+            raise ValueError(
+                f"metric {self.name!r} is undefined: {'all' if right[-1] else 'no'} labels with a "
+                f"weight above 0 are of class {k}"
+            )
+        area = (np.diff(wrong) * (right[1:] + right[:-1])).sum() / 2
+        return float(area / (right[-1] * wrong[-1]))
+
+
+def _losses(name: str, info: PredictionInfo, rows: Rows) -> np.ndarray:
+    """Return -log p of each row."""
+    scores, label = rows.scores, rows.label
+    if scores.ndim == 1:
+        if info.from_logits:
+            scores = scores.astype(np.float64, copy=False)
+            losses = [np.logaddexp(0, scores), np.logaddexp(0, -scores)]
+        else:
+            losses = [-_log(1 - scores), -_log(_bounded(name, scores))]
+        return (1 - label) * losses[0] + label * losses[1]
+    logs = _log_softmax(scores) if info.from_logits else _log(_normal(name, scores))
+    if label.ndim == 1:
+        return -np.take_along_axis(logs, label[:, None], axis=1)[:, 0]
+    return -np.multiply(label, logs, out=np.zeros(logs.shape), where=label != 0).sum(axis=1)
+
+
+def _probabilities(name: str, info: PredictionInfo, scores: np.ndarray) -> np.ndarray:
+    return np.exp(_log_softmax(scores)) if info.from_logits else _normal(name, scores)
+
+
+def _log_softmax(scores: np.ndarray) -> np.ndarray:
+    shifted = scores.astype(np.float64) - scores.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+
+
+def _log(probabilities: np.ndarray) -> np.ndarray:
+    """Return the logarithm in float64 of what is clipped to [eps, 1 - eps] of its dtype."""
+    eps = np.finfo(probabilities.dtype if probabilities.dtype.kind == "f" else np.float64).eps
+    return np.log(np.clip(probabilities.astype(np.float64), eps, 1 - eps))
+
+
+def _bounded(name: str, probabilities: np.ndarray) -> np.ndarray:
+    if len(probabilities) and not (probabilities.min() >= 0 and probabilities.max() <= 1):
+        raise ValueError(
+            f"metric {name!r}: probabilities are from 0 to 1, not from {probabilities.min()} to "
+            f"{probabilities.max()}; are these scores logits (from_logits)?"
+        )
+    return probabilities
+
+
+def _normal(name: str, probabilities: np.ndarray) -> np.ndarray:
+    """Return probabilities; warn if those of a row do not add up to 1."""
+    sums = _bounded(name, probabilities).sum(axis=1, dtype=np.float64)
+    eps = np.finfo(probabilities.dtype if probabilities.dtype.kind == "f" else np.float64).eps
+    if not (abs(sums - 1) <= np.sqrt(eps)).all():
+        warnings.warn(
+            f"metric {name!r}: the probabilities of a row do not add up to 1", stacklevel=2
+        )
+    return probabilities

@@ -1,0 +1,192 @@
+"""Metrics of numbers; those of several outputs are averaged over them, as in scikit-learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxgrad.metrics.arrays import number_rows
+from onnxgrad.metrics.base import Mean, Metric, PredictionInfo
+
+
+@dataclass
+class MAE(Metric):
+    """Mean absolute error: mean of |f - y|.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.regression import MAE
+        >>> metric = MAE()
+        >>> metric.begin(PredictionInfo())
+        >>> metric.update(np.array([1.0, 2.0]), np.array([[1.5], [3.0]]))
+        >>> metric.compute()
+        0.75
+    """
+
+    name = "mae"
+    higher_is_better = False
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._mean, self._outputs = Mean(), None
+
+    def update(
+        self, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None = None
+    ) -> None:
+        """Add a batch."""
+        self.check_begun()
+        f, y, weight = number_rows(self.name, prediction, label, weight)
+        if self._outputs not in (None, f.shape[1]):
+            raise ValueError(
+                f"metric {self.name!r}: a row has {f.shape[1]} numbers, earlier ones had "
+                f"{self._outputs}"
+            )
+        self._outputs = f.shape[1]
+        self._add(f, y, weight)
+
+    def compute(self) -> float:
+        """Return the mean over all outputs."""
+        self.check_begun()
+        return float(np.mean(self._of_outputs(self._mean.compute(self.name))))
+
+    def _add(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
+        self._mean.add(self._errors(f, y), weight)
+
+    def _errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return abs(f - y)
+
+    def _of_outputs(self, means: float | np.ndarray) -> float | np.ndarray:
+        """Return the metric of each output from the means of the errors."""
+        return means
+
+
+@dataclass
+class MSE(MAE):
+    """Mean squared error: mean of (f - y)^2.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.regression import MSE
+        >>> metric = MSE()
+        >>> metric.begin(PredictionInfo())
+        >>> metric.update(np.array([1.0, 2.0]), np.array([2.0, 4.0]))
+        >>> metric.compute()
+        2.5
+    """
+
+    name = "mse"
+
+    def _errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return (f - y) ** 2
+
+
+@dataclass
+class RMSE(MSE):
+    """Root mean squared error: sqrt of the mean of (f - y)^2.
+
+    Of several outputs, the mean of their roots, as scikit-learn's `root_mean_squared_error`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.regression import RMSE
+        >>> metric = RMSE()
+        >>> metric.begin(PredictionInfo())
+        >>> metric.update(np.array([1.0, 2.0]), np.array([3.0, 4.0]))
+        >>> metric.compute()
+        2.0
+    """
+
+    name = "rmse"
+
+    def _of_outputs(self, means: float | np.ndarray) -> float | np.ndarray:
+        return np.sqrt(means)
+
+
+@dataclass
+class MAPE(MAE):
+    """Mean absolute percentage error: mean of |f - y| / max(|y|, eps), eps that of float64.
+
+    A share, not a percentage, as scikit-learn's `mean_absolute_percentage_error`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.regression import MAPE
+        >>> metric = MAPE()
+        >>> metric.begin(PredictionInfo())
+        >>> metric.update(np.array([1.0, 3.0]), np.array([2.0, 4.0]))
+        >>> metric.compute()
+        0.375
+    """
+
+    name = "mape"
+
+    def _errors(self, f: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return abs(f - y) / np.maximum(abs(y), np.finfo(np.float64).eps)
+
+
+@dataclass
+class R2(MSE):
+    """Coefficient of determination: 1 - sum (f - y)^2 / sum (y - mean y)^2.
+
+    Of constant labels, 1 for exact predictions and otherwise 0, as scikit-learn's `r2_score`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.metrics.base import PredictionInfo
+        >>> from onnxgrad.metrics.regression import R2
+        >>> metric = R2()
+        >>> metric.begin(PredictionInfo())
+        >>> metric.update(np.array([1.0, 2.0, 3.0]), np.array([1.0, 2.0, 4.0]))
+        >>> round(metric.compute(), 4)
+        0.7857
+    """
+
+    name = "r2"
+    higher_is_better = True
+
+    def begin(self, prediction: PredictionInfo) -> None:
+        """Forget all batches."""
+        super().begin(prediction)
+        self._first: np.ndarray | None = None
+
+    def compute(self) -> float:
+        """Return the coefficient.
+
+        Raises:
+            ValueError: there are fewer than two rows.
+        """
+        self.check_begun()
+        if 0 < self._mean.rows < 2:
+            raise ValueError(f"metric {self.name!r} needs two rows or more")
+        return super().compute()
+
+    def _add(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
+        super()._add(f, y, weight)
+        if not len(y):
+            return
+        if self._first is None:  # differences from it are exactly zero for constant labels
+            self._first = y[0].copy()
+            self._weight, self._center, self._spread = 0.0, np.zeros(len(y[0])), np.zeros(len(y[0]))
+        y = y - self._first
+        batch = float(len(y) if weight is None else weight.sum())
+        if batch == 0:
+            return
+        # sums of squares around the means, merged as by Chan, Golub and LeVeque 1983
+        center = np.average(y, axis=0, weights=weight)
+        spread = batch * np.average((y - center) ** 2, axis=0, weights=weight)
+        total, shift = self._weight + batch, center - self._center
+        self._spread += spread + shift**2 * self._weight * batch / total
+        self._center += shift * batch / total
+        self._weight = total
+
+    def _of_outputs(self, means: float | np.ndarray) -> float | np.ndarray:
+        errors = means * self._weight
+        with np.errstate(divide="ignore", invalid="ignore"):
+            values = 1 - errors / self._spread
+        return np.where(self._spread > 0, values, np.where(errors == 0, 1.0, 0.0))
