@@ -42,13 +42,16 @@ from onnxgrad import (
     LearningRateSGDNesterov,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
+    Trainer,
     add_loss_output,
+    nesterov,
 )
 
 BATCH, EPOCHS = 15, 100
 BARS = {  # how many times as fast each trainer is asked to be
     "onnxgrad": {"scikit-learn": 5, "PyTorch eager": 10, "onnxsim": 4.5},
     "onnxgrad, forward and backward": {"scikit-learn": 2, "onnxcustom": 4},
+    "onnxgrad, Trainer": {"scikit-learn": 5},
 }
 Job = Callable[[np.ndarray, np.ndarray], list[np.ndarray]]
 
@@ -143,6 +146,15 @@ def forward_backward(X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
     return [w.numpy() for w in trainer.fit(X, y).trained_coef_.values()]
 
 
+def trained(X: np.ndarray, y: np.ndarray) -> list[np.ndarray]:
+    trainer = Trainer(
+        model("N", 18), "mse", optimizer=nesterov(MOMENTUM), learning_rate=RATE,
+        train=[f"w{i}" for i in range(6)],
+    )  # fmt: skip
+    trainer.fit(X, y, epochs=EPOCHS, batch_size=BATCH)
+    return [trainer.state.weights[f"w{i}"] for i in range(6)]
+
+
 def timed(job: Job, X: np.ndarray, y: np.ndarray) -> tuple[float, list[np.ndarray]]:
     begin = time.perf_counter()
     weights = job(X, y)
@@ -162,6 +174,7 @@ def main() -> None:
         "onnxsim": partial(timed, simplifier),
         "onnxgrad": partial(timed, in_the_graph),
         "onnxgrad, forward and backward": partial(timed, forward_backward),
+        "onnxgrad, Trainer": partial(timed, trained),
     }
     if options.old:
         given = {"batch_size": BATCH, "max_iter": EPOCHS, "rate": 2 * RATE, "momentum": MOMENTUM}

@@ -1,4 +1,4 @@
-"""A hook of mkdocs that shows `explained.py` on the page `explained.md`, without a copy of it."""
+"""A hook of mkdocs that shows `explained.py` and `training.py` on their pages, without a copy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-SCRIPT = "[explained.py](explained.py)\n"
+PAGES = {f"{name}.md": f"[{name}.py]({name}.py)\n" for name in ("explained", "training")}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Replace the link to the script by the script as Markdown. mkdocs calls this for each page."""
-    if page.file.src_uri != "explained.md":
+    link = PAGES.get(page.file.src_uri)
+    if link is None:
         return markdown
-    return markdown.replace(SCRIPT, as_markdown((FOLDER / "explained.py").read_text()))
+    script = FOLDER / page.file.src_uri.replace(".md", ".py")
+    return markdown.replace(link, as_markdown(script.read_text()))
 
 
 def as_markdown(script: str) -> str:

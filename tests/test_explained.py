@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, onnx_derivative
+from script_page import DOCS, assert_page, load
 
-DOCS = Path(__file__).parent.parent / "docs"
 SCRIPT = DOCS / "explained.py"
 
 # onnxruntime 1.20 fuses Transpose and MatMul in float64, for which it has no kernel
 pytestmark = pytest.mark.newest
-
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(f"docs_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -154,17 +145,4 @@ def test_it_begins_with_nothing():
 
 def test_its_page():
     """The page of the documentation has all text and code of the script, in its order."""
-    page = load(DOCS / "script_pages.py").as_markdown(SCRIPT.read_text())
-    code, text, inside = [], [], False
-    for line in page.splitlines():
-        if line.startswith("```"):
-            inside = not inside
-        else:
-            (code if inside else text).append(line)
-    script = SCRIPT.read_text().splitlines()
-    begin = script.index("import numpy as np")
-    expected = [line for line in script[begin:] if line and not line.startswith("#")]
-    assert [line for line in code if line] == expected
-    comments = [line[2:] for line in script[begin:] if line.startswith("#") and line != "#"]
-    assert [line for line in text if line][-len(comments) :] == comments
-    assert (DOCS / "explained.md").read_text().endswith(load(DOCS / "script_pages.py").SCRIPT)
+    assert_page(SCRIPT, "import numpy as np")

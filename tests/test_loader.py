@@ -134,7 +134,7 @@ def test_pickling():
         ((X, Y, X), {}, "'sample_weight' must have shape (N,), not (13, 2)"),
         ((X[:0], Y[:0]), {}, "'X' must have rows; its shape is (0, 2)"),
         ((X, 3), {}, "'y' must have rows; its shape is ()"),
-        ((X, np.array(["a"] * 13)), {}, "'y' must hold numbers, not <U1"),
+        ((X, np.array(["a"] * 13)), {}, "'y' must hold numbers, not <U1: pass the index"),
         ((X, Y), {"batch_size": 0}, "batch_size=0: a batch has at least 1 row"),
         ((X, Y), {"batch_size": -3}, "batch_size=-3"),
     ],

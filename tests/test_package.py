@@ -120,8 +120,8 @@ def test_readme_example(tmp_path):
     (tmp_path / "data").symlink_to(ROOT / "data")
     printed = python("-c", code, cwd=tmp_path)
     first, last = map(float, printed.split())
-    assert first < 0.2
-    assert last < 0.2
+    assert first > 0.3  # the loss of the first epoch
+    assert last > 0.95  # the accuracy
     assert np.mean(predicted(tmp_path / "trained.onnx") == digits()[1]) > 0.95
 
 

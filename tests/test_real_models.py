@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 from published import CACHE, Judge, Published, UnavailableError, fetch, models, run, session
+from published_training import train
 
 from onnxgrad import hvp, jvp, trainable
 from onnxgrad.model import weights as constants
@@ -52,6 +53,16 @@ def test_training_step(model):
     zeros = {name: np.zeros_like(w) for name, w in judged.weights.items()}
     both = [constants.replace(proto, zeros) for proto in (trained, judged.proto)]
     assert both[0].SerializeToString() == both[1].SerializeToString()
+
+
+@pytest.mark.parametrize("model", models(), ids=lambda model: model.name)
+def test_twenty_steps_of_a_trainer(model):
+    """The loss falls without a warning, and the file differs in trained tensors only."""
+    judge(model)  # skips
+    result = train(model, FOLDER)
+    assert result.after < result.before
+    assert result.unchanged
+    assert not result.warned
 
 
 @pytest.mark.parametrize(

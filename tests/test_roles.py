@@ -65,6 +65,12 @@ CASES = {
     "factor on the left": (
         model("agraph (float[3, N] X) => (float[2, N] Y) { Z = MatMul(W, X) Y = Add(Z, b) }",
               W=normal(2, 3), b=normal(2, 1)), {"W", "b"}),
+    "a number that is expanded to a bias": (
+        model("""agraph (float[N, 3, 4, 4] X) => (float[N, 2, 2, 2] Y) {
+            one = Shape<end=1>(W)
+            b = Expand(zero, one)
+            Y = Conv(X, W, b)
+        }""", W=normal(2, 3, 3, 3), zero=0.0), {"W"}),
     "Gemm, transposed": (
         model("agraph (float[N, 3] X) => (float[N, 2] Y) { Y = Gemm<transB=1>(X, W, b) }",
               W=normal(2, 3), b=normal(2)), {"W", "b"}),
@@ -340,3 +346,16 @@ def test_an_input_that_is_used_otherwise_too_keeps_its_gradient():
     proto.graph.output.add().CopyFrom(proto.graph.output[0])
     del proto.graph.output[1:]
     assert [y.name for y in onnx_derivative(proto).graph.output] == ["X_grad"]
+
+
+def test_zeros_that_an_exporter_wrote_as_a_constant():
+    """`torch.zeros_like(x)` of a static shape; parameters never get the name of a Constant."""
+    text = """agraph (float[2, 3] X) => (float[2, 3] Y) {
+        h = MatMul(X, W)
+        z = Add("/Constant_7_output_0", h)
+        Y = MatMul(z, W2)
+    }"""
+    arrays = {"W": normal(3, 3), "W2": normal(3, 3), "/Constant_7_output_0": np.zeros((2, 3))}
+    proto = model(text, **arrays)
+    proto.producer_name = "pytorch"
+    assert trained(proto) == {"W", "W2"}

@@ -30,6 +30,21 @@ from .autodiff.rules import (
     Unsupported as Unsupported,
     rule as rule,
 )
+from .data.arrow import (
+    arrow_dataset as arrow_dataset,
+)
+from .data.images import (
+    center_crop as center_crop,
+    image_folder as image_folder,
+    normalize as normalize,
+    random_crop as random_crop,
+    random_flip as random_flip,
+    resize as resize,
+)
+from .data.sequences import (
+    by_length as by_length,
+    pad_sequences as pad_sequences,
+)
 from .errors import (
     ConvergenceError as ConvergenceError,
     ConvergenceWarning as ConvergenceWarning,
@@ -46,6 +61,9 @@ from .graph.emit import (
 )
 from .limits import (
     set_limits as set_limits,
+)
+from .losses.distillation import (
+    distillation as distillation,
 )
 from .losses.formulas import (
     LOSSES as LOSSES,
@@ -68,6 +86,12 @@ from .losses.objects import (
     NegLogLearningLoss as NegLogLearningLoss,
     SquareLearningLoss as SquareLearningLoss,
 )
+from .losses.other_models import (
+    LossModel as LossModel,
+)
+from .losses.output_losses import (
+    OutputLoss as OutputLoss,
+)
 from .losses.penalties import (
     BaseLearningPenalty as BaseLearningPenalty,
     ElasticLearningPenalty as ElasticLearningPenalty,
@@ -80,6 +104,10 @@ from .losses.spec import (
 )
 from .losses.unreduced import (
     unreduced_onnx_loss as unreduced_onnx_loss,
+)
+from .metrics.base import (
+    Metric as Metric,
+    PredictionInfo as PredictionInfo,
 )
 from .model.feeds import (
     random_feed as random_feed,
@@ -98,19 +126,51 @@ from .model.surgery import (
 from .model.write import (
     save as save,
 )
-from .optimizers import (
-    AddDecayedWeights as AddDecayedWeights,
+from .optimizers.adaptive import (
+    ScaleByAdam as ScaleByAdam,
+)
+from .optimizers.averages import (
+    ema as ema,
+    lookahead as lookahead,
+    schedule_free as schedule_free,
+    swa as swa,
+)
+from .optimizers.base import (
     Chain as Chain,
     Inputs as Inputs,
     Optimizer as Optimizer,
-    ScaleByAdam as ScaleByAdam,
+)
+from .optimizers.clipping import (
+    clip as clip,
+    clip_by_global_norm as clip_by_global_norm,
+    clip_by_norm as clip_by_norm,
+)
+from .optimizers.groups import (
+    Group as Group,
+    param_groups as param_groups,
+)
+from .optimizers.presets import (
+    adadelta as adadelta,
+    adafactor as adafactor,
+    adagrad as adagrad,
+    adam as adam,
+    adamax as adamax,
+    adamw as adamw,
+    lamb as lamb,
+    lion as lion,
+    momentum as momentum,
+    muon as muon,
+    nadam as nadam,
+    nesterov as nesterov,
+    radam as radam,
+    rmsprop as rmsprop,
+    rprop as rprop,
+    sgd as sgd,
+)
+from .optimizers.scaling import (
+    AddDecayedWeights as AddDecayedWeights,
     ScaleByLearningRate as ScaleByLearningRate,
     Trace as Trace,
-    adam as adam,
-    adamw as adamw,
-    momentum as momentum,
-    nesterov as nesterov,
-    sgd as sgd,
 )
 from .plot.dot import (
     to_dot as to_dot,
@@ -122,10 +182,64 @@ from .plot.text import (
     onnx_simple_text_plot as onnx_simple_text_plot,
     onnx_text_plot_io as onnx_text_plot_io,
 )
-from .schedules import (
+from .schedules.base import (
+    Schedule as Schedule,
+    constant as constant,
+)
+from .schedules.compose import (
+    join as join,
+    warmup as warmup,
+)
+from .schedules.curves import (
+    cosine as cosine,
+    exponential as exponential,
+    inverse_sqrt as inverse_sqrt,
+    linear as linear,
+    one_cycle as one_cycle,
+    polynomial as polynomial,
+    step_decay as step_decay,
+)
+from .schedules.epochwise import (
     BaseLearningRate as BaseLearningRate,
     LearningRateSGD as LearningRateSGD,
     LearningRateSGDNesterov as LearningRateSGDNesterov,
+)
+from .schedules.plateau import (
+    plateau as plateau,
+)
+from .training.callbacks.base import (
+    Callback as Callback,
+    Control as Control,
+)
+from .training.callbacks.checkpoint import (
+    Checkpoint as Checkpoint,
+)
+from .training.callbacks.early_stopping import (
+    EarlyStopping as EarlyStopping,
+)
+from .training.callbacks.history import (
+    History as History,
+)
+from .training.callbacks.mlflow import (
+    MLflow as MLflow,
+)
+from .training.callbacks.nan_watch import (
+    NanWatch as NanWatch,
+)
+from .training.callbacks.norms import (
+    Norms as Norms,
+)
+from .training.callbacks.progress import (
+    Progress as Progress,
+)
+from .training.callbacks.tensorboard import (
+    TensorBoard as TensorBoard,
+)
+from .training.callbacks.timing import (
+    Timing as Timing,
+)
+from .training.callbacks.weights_and_biases import (
+    WeightsAndBiases as WeightsAndBiases,
 )
 from .training.forward_backward import (
     OrtGradientForwardBackward as OrtGradientForwardBackward,
@@ -133,9 +247,6 @@ from .training.forward_backward import (
 )
 from .training.loader import (
     OrtDataLoader as OrtDataLoader,
-)
-from .training.loop import (
-    Progress as Progress,
 )
 from .training.loss_inside import (
     OrtGradientOptimizer as OrtGradientOptimizer,
@@ -145,6 +256,15 @@ from .training.loss_outside import (
 )
 from .training.parameters.defaults import (
     trainable as trainable,
+)
+from .training.progress import (
+    FitProgress as FitProgress,
+)
+from .training.state import (
+    TrainState as TrainState,
+)
+from .training.trainer import (
+    Trainer as Trainer,
 )
 
 __version__: str

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from math import ceil, inf, prod
+from math import ceil, inf
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -17,25 +16,14 @@ from onnxgrad.autodiff.derivative import (
     garbage_kept,
 )
 from onnxgrad.autodiff.min_cut import cheapest
+from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
-from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.operators import CHEAP, RANDOM, VIEWS
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.graph.traversal import reads
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import as_input, name_rest
-
-_SAME_SIZE = (VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
-_LENGTH = 32  # assumed for symbolic dimensions when sizes are compared
-
-# recompute -> which nodes of the forward pass the backward pass may compute again
-RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
-    "none": lambda node: node.op_type in VIEWS,
-    "cheap": lambda node: node.op_type in CHEAP,
-    "all": lambda node: True,
-}
 
 
 @dataclass(frozen=True)
@@ -171,7 +159,7 @@ def _joint(
 def _split(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
     model = to_ir(joint)
     sides = _Sides(model.graph)
-    sizes, least = _Sizes(joint, _LENGTH), _Sizes(joint, 1)
+    sizes, least = Sizes(joint, LENGTH), Sizes(joint, 1)
     saved = _choose(sides, recompute, sizes)
     for v in saved:
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
@@ -223,7 +211,7 @@ class _Sides:
 
     def may_repeat(self, node: ir.Node, recompute: str) -> bool:
         """Return whether the backward pass may compute `node` again."""
-        return _is_repeatable(node) and (node not in self.forward or RECOMPUTE[recompute](node))
+        return is_repeatable(node) and (node not in self.forward or RECOMPUTE[recompute](node))
 
     def _needed_by(self, outputs: Iterable[ir.Value | None]) -> set[ir.Node]:
         """Return the nodes before the YieldOp that `outputs` need."""
@@ -243,14 +231,14 @@ def _yielding(graph: ir.Graph) -> ir.Node:
     raise ValueError("no gradient depends on a cotangent of the outputs: there is no backward pass")
 
 
-def _choose(sides: _Sides, recompute: str, sizes: _Sizes) -> list[ir.Value]:
+def _choose(sides: _Sides, recompute: str, sizes: Sizes) -> list[ir.Value]:
     """Return the values to save, of the fewest bytes, in the order of the graph."""
     outputs = set(sides.yielding.inputs)  # returned by the forward model in any case
 
     def made_of(value: ir.Value) -> list[ir.Value] | None:
         node = value.producer()
         assert node is not None
-        must_repeat = not _is_tensor(value) and _is_repeatable(node)  # cannot be saved
+        must_repeat = not _is_tensor(value) and is_repeatable(node)  # cannot be saved
         if not (sides.may_repeat(node, recompute) or must_repeat):
             return None
         return [x for x in sides.reads[node] if x.producer() in sides.reads]
@@ -276,65 +264,7 @@ def _is_tensor(value: ir.Value) -> bool:
     return isinstance(value.type, ir.TensorType)
 
 
-def _is_repeatable(node: ir.Node) -> bool:
-    """Return whether `node` computes the same when it runs again: it draws no random numbers."""
-    inner = (n for g in subgraphs(node) for n in g.all_nodes())
-    return all(not n.domain and n.op_type not in RANDOM for n in (node, *inner))
-
-
-class _Sizes:
-    """The sizes of values in bytes, with all symbolic dimensions of inputs set to `length`."""
-
-    def __init__(self, joint: ModelProto, length: int) -> None:
-        self.joint, self.length = joint, length
-
-    def __getitem__(self, value: ir.Value) -> int:
-        """Return the bytes of a value of the joint graph."""
-        source = value if _is_named(dims(value)) else self._inferred[str(value.name)]
-        return _size(source, self.length)
-
-    def rank(self, value: ir.Value) -> int | None:
-        """Return the rank of `value`, which with a Squeeze may depend on the lengths."""
-        shape = dims(self._inferred[str(value.name)])
-        return None if shape is None else len(shape)
-
-    @cached_property
-    def _inferred(self) -> dict[str, ir.Value]:
-        """Copies of all values, with the shapes that follow from the static shapes of inputs."""
-        model = to_ir(self.joint)
-        for x in model.graph.inputs:
-            if (shape := dims(x)) is not None:
-                x.shape = ir.Shape([d if isinstance(d, int) else self.length for d in shape])
-        for node in model.graph:
-            for y in node.outputs:
-                y.shape = None
-        infer(model)
-        return {str(y.name): y for node in model.graph for y in node.outputs}
-
-
-def _is_named(shape: Dims | None) -> bool:
-    """Return whether every dimension is static, or a symbol of an input."""
-    return shape is not None and all(
-        isinstance(d, int) or (d is not None and d.isidentifier() and not d.startswith("unk__"))
-        for d in shape
-    )
-
-
-def _size(value: ir.Value, length: int) -> int:
-    elements = _elements(value, length)
-    return ceil(elements * value.dtype.itemsize) if value.dtype else 0
-
-
-def _elements(value: ir.Value, length: int) -> int:
-    node, shape = value.producer(), dims(value)
-    if not _is_named(shape) and node is not None and node.op_type in _SAME_SIZE:
-        assert node.inputs[0] is not None
-        return _elements(node.inputs[0], length)
-    lengths = (length,) * 3 if shape is None else shape
-    return prod(d if isinstance(d, int) else length for d in lengths)
-
-
-def _report(joint: ModelProto, saved: list[ir.Value], sizes: _Sizes) -> tuple[Saved, ...]:
+def _report(joint: ModelProto, saved: list[ir.Value], sizes: Sizes) -> tuple[Saved, ...]:
     """Describe the saved values; a row is one along the first axis of the first input."""
     rows = 1
     if joint.graph.input:

@@ -40,6 +40,17 @@ class OptimizerName(StrEnum):
     nesterov = "nesterov"
     adam = "adam"
     adamw = "adamw"
+    adamax = "adamax"
+    nadam = "nadam"
+    radam = "radam"
+    adagrad = "adagrad"
+    adadelta = "adadelta"
+    rmsprop = "rmsprop"
+    rprop = "rprop"
+    lion = "lion"
+    lamb = "lamb"
+    adafactor = "adafactor"
+    muon = "muon"
 
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -105,7 +116,9 @@ Loss = Annotated[
     str | None,
     typer.Option(
         help="squared_error (l2), absolute_error (l1), elastic, huber, poisson, "
-        "binary_cross_entropy, cross_entropy, log, or hinge. "
+        "binary_cross_entropy, cross_entropy, log, hinge, focal, softmax_focal, dice, "
+        "softmax_dice, kl_divergence, quantile, log_cosh, gaussian_nll, cosine_embedding, triplet, "
+        "contrastive, or ctc. "
         "Needed unless the model computes its own: see --loss-output.",
         show_default=False,
     ),

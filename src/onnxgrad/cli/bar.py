@@ -11,7 +11,7 @@ from onnxgrad.cli.console import ignoring_closed_output
 from onnxgrad.cli.signals import StopRequests
 
 if TYPE_CHECKING:
-    from onnxgrad.training.loop import Progress as State
+    from onnxgrad.training.progress import FitProgress as State
 
 
 class Bar:

@@ -15,7 +15,7 @@ from onnxgrad.data.columns import Names
 from onnxgrad.errors import escaping, printable
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.info import loss_info
-from onnxgrad.training.data import Fields
+from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective, loss_inside
 
 _CHUNK = 1000  # rows per call of the runtime

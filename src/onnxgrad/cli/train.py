@@ -25,7 +25,7 @@ from onnxgrad.model.files import check_not_input, check_writable, one_line, repl
 from onnxgrad.model.read import read
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.model.write import data_files
-from onnxgrad.schedules import LearningRateSGD
+from onnxgrad.schedules.epochwise import LearningRateSGD
 from onnxgrad.training.loss_inside import OrtGradientOptimizer
 from onnxgrad.training.parameters.defaults import default_weights, listed, trainable
 

@@ -33,7 +33,8 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
         array = _unboxed(name, array)
     if array.dtype.kind in "OSUMmc" or array.dtype.names:  # names: of a structured array
         kind = type(values).__name__ if array.dtype == object else array.dtype
-        raise ValueError(f"{name!r} must hold numbers, not {kind}")
+        text = ": pass the index of each class or category" * (array.dtype.kind in "SU")
+        raise ValueError(f"{name!r} must hold numbers, not {kind}{text}")
     return array
 
 

@@ -21,7 +21,7 @@ COLUMNS = "onnxgrad.columns"  # metadata: {input: names of its columns}, as JSON
 TARGET = "onnxgrad.target"  # metadata: names of the columns of the label, as JSON
 
 # names under which pandas writes the index of a table as a column
-_INDEX_NAMES = ("", "Unnamed: 0", "__index_level_0__")
+_INDEX_NAMES = frozenset(["", "Unnamed: 0", "__index_level_0__"])
 
 
 class Part:
@@ -42,7 +42,9 @@ def is_table(X: Any) -> bool:
 def column_names(X: Any) -> list[str] | None:
     """Return the names of the columns of a table; None if they are not all strings."""
     labels = _labels(X)
-    return labels if labels and all(isinstance(n, str) for n in labels) else None
+    if labels and ({*map(type, labels)} == {str} or all(isinstance(n, str) for n in labels)):
+        return labels
+    return None
 
 
 def target_names(y: Any) -> list[str] | None:
@@ -87,9 +89,11 @@ def _is_list(value: Any) -> bool:
 
 def check_names(names: Sequence[str]) -> None:
     """Raise if columns have the same name, or one is the index of a table that pandas wrote."""
-    if repeated := next((n for n in names if names.count(n) > 1), None):
+    if len(set(names)) < len(names):
+        repeated = next(n for n in names if names.count(n) > 1)
         raise DataError(f"two columns are called {repeated!r}: rename one")
-    if index := [n for n in names if n in _INDEX_NAMES]:
+    if not _INDEX_NAMES.isdisjoint(names):
+        index = [n for n in names if n in _INDEX_NAMES]
         raise DataError(
             f"column {names.index(index[0]) + 1} is called {index[0]!r}, the name by which pandas "
             "writes an index: leave it out (index=False), or rename it if it is a feature"

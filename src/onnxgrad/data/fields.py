@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.arrays import fit_shape, to_numbers
+from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.columns import is_table, stacked
 from onnxgrad.data.indices import Table
 from onnxgrad.graph.shapes import Dims
@@ -32,52 +32,93 @@ class Field:
     allowed: tuple[str, Callable[[np.ndarray], np.ndarray]] | None = None  # a `LabelBounds`
     tables: tuple[Table, ...] = ()
 
-    def check(self, data: Any) -> np.ndarray:
+    def check(self, data: Any, axis: int | None = 0, whole: bool = False) -> np.ndarray:
         """Return `data` as the array for the input; the columns of a table are reshaped.
+
+        Args:
+            data: array-like, or a table, whose rows are on axis 0.
+            axis: of the rows, None if there are none; messages name rows, or else elements.
+            whole: `data` is one batch: the shape must be the declared one, that of `axis` included.
 
         Raises:
             ValueError: the data hold text, NaN, infinity or numbers that the dtype of the input
                 cannot represent, labels outside of the classes, or have another shape; the message
                 names rows.
         """
-        table = is_table(data)
-        array = stacked(self.name, data) if table else to_numbers(self.name, data)
-        if array.ndim == 0:
-            raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
-        if len(array) == 0:
-            raise ValueError(f"{self.name!r} is empty: it has no row")
-        array = fit_shape(array, self.shape, repr(self.name), reshape=table)
+        array = self.numbers(data)
+        if axis == 0 and not whole:
+            if array.ndim == 0:
+                raise ValueError(f"{self.name!r} must have one entry per row, not a single number")
+            if len(array) == 0:
+                raise ValueError(f"{self.name!r} is empty: it has no row")
+            array = fit_shape(array, self.shape, repr(self.name), reshape=False)
+        else:
+            array = self._exact(array, None if whole else axis)
         with np.errstate(all="ignore"):
             values = array.astype(self.dtype, copy=False)
         if self.dtype.kind in "iub":
-            _refuse(values != array, f"{self.name!r} must hold {self.dtype}; other values")
+            _refuse(values != array, f"{self.name!r} must hold {self.dtype}; other values", axis)
         else:
-            _refuse(~np.isfinite(values), f"{self.name!r}, as {self.dtype}, holds NaN or infinity")
+            bad = ~np.isfinite(values)
+            _refuse(bad, f"{self.name!r}, as {self.dtype}, holds NaN or infinity", axis)
         if self.classes is not None:
             last = self.classes - 1 if isinstance(self.classes, int) else None
             outside = (values < 0) if last is None else (values < 0) | (values > last)
             if self.ignored is not None:
                 outside &= values != self.ignored
             where = "below 0" if last is None else f"outside 0..{last}"
-            _refuse(outside, f"{self.name!r} holds labels {where}")
+            _refuse(outside, f"{self.name!r} holds labels {where}", axis)
         if self.allowed is not None:
             text, test = self.allowed
-            _refuse(~test(values), f"{self.name!r} must hold labels {text}; others")
+            _refuse(~test(values), f"{self.name!r} must hold labels {text}; others", axis)
         return values
 
-    def check_indices(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def numbers(self, data: Any) -> np.ndarray:
+        """Return `data` as an array of numbers, that of a table in the shape of the input."""
+        if not is_table(data):
+            return to_numbers(self.name, data)
+        return fit_shape(stacked(self.name, data), self.shape, repr(self.name), reshape=True)
+
+    def _exact(self, array: np.ndarray, axis: int | None) -> np.ndarray:
+        """Return `array` in the declared shape, up to the length of `axis` and a last axis of one.
+
+        Raises:
+            DataError: the shapes do not fit.
+        """
+        if self.shape is None:
+            return array
+        shape = [None if isinstance(d, int) and d <= 0 else d for d in self.shape]
+        if axis is not None and -len(shape) <= axis < len(shape):
+            shape[axis] = None
+        if not (wrong := shape_mismatch(array.shape, shape)):
+            return array
+        if shape[-1:] == [1] and array.ndim == len(shape) - 1:
+            array = array[..., None]
+        elif array.shape[-1:] == (1,) and array.ndim == len(shape) + 1:
+            array = array[..., 0]
+        if shape_mismatch(array.shape, shape):
+            raise DataError(f"{self.name!r} {wrong}")
+        return array
+
+    def check_indices(self, arrays: Mapping[str, np.ndarray], axis: int | None = 0) -> None:
         """Raise if the array of this input holds indices outside of a table.
 
-        `arrays` has the arrays of all inputs, by name.
+        `arrays` has the arrays of all inputs, by name; `axis` is that of the rows.
         """
         for table in self.tables:
             outside = table.outside(arrays[self.name], arrays)
-            _refuse(outside, f"{self.name!r} must hold {table}; others")
+            _refuse(outside, f"{self.name!r} must hold {table}; others", axis)
 
 
-def _refuse(bad: np.ndarray, what: str) -> None:
-    """Raise if any element of the mask is true, naming the rows."""
-    rows = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
-    if rows.size:
-        listed = ", ".join(map(str, rows[:10])) + (", ..." if rows.size > 10 else "")
-        raise ValueError(f"{what} in {rows.size} of {len(bad)} rows: {listed}")
+def _refuse(bad: np.ndarray, what: str, axis: int | None) -> None:
+    """Raise if any element of the mask is true, naming the rows along `axis`, or the elements."""
+    if not bad.any():
+        return
+    if axis is None:
+        where, of = [str(tuple(i)) for i in np.argwhere(bad).tolist()], f"{bad.size} elements"
+    else:
+        bad = np.moveaxis(bad, axis, 0)
+        rows = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
+        where, of = list(map(str, rows)), f"{len(bad)} rows"
+    listed = ", ".join(where[:10]) + (", ..." if len(where) > 10 else "")
+    raise ValueError(f"{what} in {len(where)} of {of}: {listed}")

@@ -101,9 +101,11 @@ class Selection:
     def positions(self, array: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray | None:
         """Return the flat positions of the indices in `array`; None if the graph fails on it."""
         fed = {**arrays, self.source: np.arange(array.size).reshape(array.shape)}
-        size = self.rows or len(array)
+        size = self.rows
         try:
             names = [x.name for x in self._session.get_inputs()]
+            if size is None:
+                return self._session.run(None, {n: fed[n] for n in names})[0]
             pieces = [
                 self._session.run(None, {n: fed[n][start : start + size] for n in names})[0]
                 for start in range(0, len(array), size)

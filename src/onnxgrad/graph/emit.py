@@ -6,6 +6,8 @@ A node is written once: the same call again returns the output of the first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -31,6 +33,14 @@ class Emit(Writer):
         >>> [node.op_type for node in graph], tuple(y.shape)
         (['Mul', 'ReduceSum', 'ReduceSum'], (1, 3))
     """
+
+    def again(self, node: ir.Node, inputs: Sequence[ir.Value | None]) -> list[ir.Value]:
+        """Return the outputs of a new node like `node`, without subgraphs, that reads `inputs`."""
+        attributes = {a.name: a.value for a in node.attributes.values()}
+        outputs = self.emit_many(
+            node.op_type, inputs, attributes, len(node.outputs), node.domain, fresh=True
+        )
+        return [self.set_type_like(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
 
     def expand_to(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g` broadcast to the shape of `like`; both have the same dtype."""

@@ -1,1 +1,8 @@
-"""Losses and penalties."""
+"""Losses and penalties. Importing this package registers the losses."""
+
+from onnxgrad.losses import formulas
+
+# isort: split
+from onnxgrad.losses import ctc, embeddings, structured
+
+__all__ = ["ctc", "embeddings", "formulas", "structured"]

@@ -8,7 +8,6 @@ same for all losses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,27 +15,25 @@ import onnx_ir as ir
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
+from onnxgrad.losses.classification import (
+    binary_cross_entropy,
+    binary_cross_entropy_terms,
+    cross_entropy,
+    cross_entropy_terms,
+)
+from onnxgrad.losses.registry import LOSSES, register as _loss
 from onnxgrad.losses.spec import (
     CLASS_INDICES,
     COLUMN_OF_TWO_CLASSES,
     LIKE_PREDICTION,
     Formula,
     LabelBounds,
+    LabelKind,
     LossSpec,
     Options,
+    Terms,
+    class_indices,
 )
-
-LOSSES: dict[str, LossSpec] = {}
-
-
-def _loss(*names: str, **fields: Any) -> Callable[[Formula], Formula]:
-    """Register a formula by `names`; `fields` are those of `LossSpec`."""
-
-    def register(formula: Formula) -> Formula:
-        LOSSES.update({name: LossSpec(formula, name, **fields) for name in names})
-        return formula
-
-    return register
 
 
 def loss_spec(loss: str | Formula, reduction: str | None, options: Options) -> LossSpec:
@@ -74,7 +71,17 @@ def elastic(op, prediction, label, l1_weight=0.5, l2_weight=0.5):
     return size * (l1_weight + l2_weight * size)
 
 
-@_loss("log", reduction="mean", labels=lambda options: COLUMN_OF_TWO_CLASSES)
+def _log_terms(op, prediction, label, eps=1e-6):
+    """-log p[y] of every row, (N, 1)."""
+    return Terms(op.ReduceSum(log(op, prediction, label, eps), [1], keepdims=1))
+
+
+@_loss(
+    "log",
+    reduction="mean",
+    labels=lambda options: COLUMN_OF_TWO_CLASSES,
+    write_terms=_log_terms,
+)
 def log(op, prediction, label, eps=1e-6):
     """-log p[y] for (N, 2) probabilities clipped to [eps, 1 - eps], labels (N, 1)."""
     if (shapes.dims(prediction) or (None,))[-1] is None:
@@ -83,53 +90,22 @@ def log(op, prediction, label, eps=1e-6):
     return _where(op, prediction, hit, -1.0, 0.0) * op.Log(op.Clip(prediction, eps, 1.0 - eps))
 
 
-@_loss(
+_loss(
     "binary_cross_entropy",
     bounds=LabelBounds("between 0 and 1", lambda y: (y >= 0) & (y <= 1)),
     threshold=lambda options: 0.0 if options["from_logits"] else 0.5,
-)
-def binary_cross_entropy(op, prediction, label, from_logits=False, eps=1e-7):
-    """-y log p - (1 - y) log(1 - p), p and 1 - p at least eps, or log(1 + e^f) - y f."""
-    if from_logits:
-        return softplus(op, prediction) + (-label) * prediction
-    p, q = op.Clip(prediction, eps), op.Clip(1.0 - prediction, eps)  # 1 - eps may round to 1
-    return (-label) * op.Log(p) + (label - 1.0) * op.Log(q)
+    write_terms=binary_cross_entropy_terms,
+    activation="Sigmoid",
+)(binary_cross_entropy)
 
 
-@_loss(
+_loss(
     "cross_entropy",
-    labels=lambda options: LIKE_PREDICTION if options["soft_labels"] else CLASS_INDICES,
+    labels=lambda options: LIKE_PREDICTION if options["soft_labels"] else _indices(options["axis"]),
     has_ignore_index=True,
-)
-def cross_entropy(
-    op, prediction, label, from_logits=True, soft_labels=False, label_smoothing=0.0,
-    ignore_index=-100, eps=1e-7,
-):  # fmt: skip
-    """-t_c log p_c for every class c of axis 1, t the one-hot or soft label, smoothed.
-
-    Logits must be finite: mask a class with a large negative number, not with -inf.
-    Smoothing: t <- (1 - s) t + s / C (Szegedy et al. 2016, arXiv:1512.00567).
-    """
-    classes = shapes.dims(prediction)[1]
-    if not isinstance(classes, int):
-        raise ValueError(
-            "cross_entropy needs a prediction with a known number of classes: give axis 1 a length"
-        )
-    if from_logits:
-        log_p = op.LogSoftmax(prediction, axis=1)
-    else:
-        log_p = op.Log(op.Clip(prediction, eps, 1.0))
-    share = label_smoothing / classes
-    if soft_labels:
-        minus_t = (label_smoothing - 1.0) * label - share if label_smoothing else -label
-    else:
-        index = op.Unsqueeze(label, [1])
-        indices = np.arange(classes).reshape([-1] + [1] * (shapes.rank(prediction) - 2))
-        hit = op.Equal(index, op.const(indices))
-        minus_t = _where(op, prediction, hit, label_smoothing - 1.0 - share, -share)
-        if label_smoothing or 0 <= ignore_index < classes:  # else t is zero already
-            minus_t = op.Where(op.Equal(index, ignore_index), 0.0, minus_t)
-    return minus_t * log_p
+    write_terms=cross_entropy_terms,
+    activation="Softmax",
+)(cross_entropy)
 
 
 @_loss("huber")
@@ -160,18 +136,6 @@ def hinge(op, prediction, label):
     return op.Relu(1.0 + _where(op, label, op.Greater(label, 0.0), -1.0, 1.0) * prediction)
 
 
-def softplus(op, x):
-    """log(1 + e^x), smooth at 0, without overflow.
-
-    onnxruntime has a kernel of Softplus for float32 only. For other dtypes it expands the function
-    body of the opset, which overflows or fails. For float64: max(x, 0) - log sigmoid |x|.
-    """
-    if x.dtype != ir.DataType.DOUBLE:
-        return op.Cast(op.Softplus(op.Cast(x, to=ir.DataType.FLOAT)), to=x.dtype)
-    positive = op.Greater(x, 0.0)
-    return op.Where(positive, x, 0.0) - op.Log(op.Sigmoid(op.Where(positive, x, -x)))
-
-
 def row_sums(op: Any, loss: ir.Value) -> ir.Value:
     """Return the sums over all axes but the first, (N, 1)."""
     shape = shapes.dims(loss)
@@ -182,6 +146,10 @@ def row_sums(op: Any, loss: ir.Value) -> ir.Value:
     if len(shape) > 1 and shape[1:] != (1,):
         loss = op.ReduceSum(loss, list(range(1, len(shape))), keepdims=1)
     return loss if len(shape) == 2 else op.Reshape(loss, [-1, 1])
+
+
+def _indices(axis: int | None) -> LabelKind:
+    return CLASS_INDICES if axis is None else class_indices(axis)
 
 
 def _where(op, like, condition, yes, no):

@@ -14,6 +14,7 @@ from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import free, tidy
+from onnxgrad.losses.applied_to import decided
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.penalties import add_penalties
@@ -45,7 +46,8 @@ def add_loss_output(
             `(op, prediction, label) -> loss per element or row` that writes nodes with `op`.
         loss_name: name of the loss output; an existing value of that name is renamed.
         label_name: name of the label input: of the shape and dtype of the prediction, but int64
-            for `log` (N, 1) and for `cross_entropy` (N,), or (N, d1, ...) for (N, C, d1, ...).
+            for `log` (N, 1) and for `cross_entropy` (N,), or the shape of the prediction without
+            the axis of the classes: (N, d1, ...) for (N, C, d1, ...) or (N, d1, ..., C).
             A class index out of range has loss zero: trainers validate labels, the model does not.
         weight_name: name of an input of sample weights, (N,) or (N, 1); None for none.
         penalty: `{weight: {"l1": a, "l2": b}}` or `{weight: b}`, adds a |w| + b w^2.
@@ -54,9 +56,12 @@ def add_loss_output(
         reduction: "sum" over the rows, or "mean", divided by the number of all rows, ignored and
             weighted ones included. Default: "sum", but "mean" for `log`.
         **kwargs: options of the loss: see the functions in `onnxgrad.losses.formulas`.
+            `cross_entropy` takes the axis of the classes as `axis`; None: that which the last
+            linear operator writes, 1 for Conv and the last one for MatMul, or 1 without any.
 
     Raises:
-        ValueError: an unknown loss, option, output or weight, or an output that is no tensor.
+        ValueError: an unknown loss, option, output or weight, an output that is no tensor, or a
+            prediction of three axes or more whose axis of classes the graph does not decide.
         ModelError: `onx` cannot be read.
 
     Examples:
@@ -87,7 +92,7 @@ def _with_loss(
     model, values = _with_outputs(proto, chosen, penalties)
     graph, prediction = model.graph, values[chosen]
     free(graph, set(names))
-    op = Emit(graph)
+    op, spec = Emit(graph), decided(spec, prediction, otherwise=1)
     label = label_input(op, prediction, spec.label_kind, spec.name, label_name)
     graph.inputs.append(label)
     with op:

@@ -29,6 +29,9 @@ class LossInfo:
         ignore_index: the label whose loss is zero.
         loss: name of the loss in `onnxgrad.LOSSES`, if that bounds the labels.
         threshold: the prediction between two classes.
+        axis: axis of the classes in the prediction; `add_loss_output` notes it if it is not 1.
+        from_logits: whether the prediction holds scores, not probabilities; trainers set it.
+        shift: whether a position is compared with the label of the next one; trainers set it.
 
     Examples:
         >>> import onnx_ir as ir
@@ -45,6 +48,9 @@ class LossInfo:
     ignore_index: int | None = None
     loss: str | None = None
     threshold: float | None = None
+    axis: int | None = None
+    from_logits: bool | None = None
+    shift: bool | None = None
 
     @classmethod
     def of(
@@ -57,6 +63,7 @@ class LossInfo:
         """Return the facts of a loss for this prediction."""
         classes = spec.label_kind.classes(shapes.dims(prediction))
         options = spec.all_options
+        axis = options.get("axis")
         has_ignored = spec.has_ignore_index and classes is not None
         return cls(
             label=label_name,
@@ -66,6 +73,7 @@ class LossInfo:
             ignore_index=options["ignore_index"] if has_ignored else None,
             loss=spec.name if spec.bounds else None,
             threshold=spec.threshold(options) if spec.threshold else None,
+            axis=None if axis == 1 else axis,
         )
 
     @property
@@ -80,7 +88,7 @@ class LossInfo:
         }
         if self.classes is not None:
             entries |= {"classes": self.classes, "ignore_index": self.ignore_index}
-        for key in ("loss", "threshold"):
+        for key in ("loss", "threshold", "axis", "from_logits", "shift"):
             if (value := getattr(self, key)) is not None:
                 entries[key] = value
         return json.dumps(entries)

@@ -20,6 +20,8 @@ from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses import formulas
+from onnxgrad.losses.applied_to import decided
+from onnxgrad.losses.classification import softplus
 from onnxgrad.losses.in_graph import label_input
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.loss_models import GRADIENT, LOSS, checked_feed, loss_onnx
@@ -282,7 +284,7 @@ class NegLogLearningLoss(BaseLearningLoss):
             log_p = op.LogSoftmax(prediction, axis=1)
             loss = -op.GatherElements(log_p, op.Unsqueeze(label, [1]), axis=1)
         else:
-            loss = formulas.softplus(op, op.Where(op.Equal(label, 1), -prediction, prediction))
+            loss = softplus(op, op.Where(op.Equal(label, 1), -prediction, prediction))
         return op.Clip(loss, -log1p(-self.eps), -log(self.eps)) if self.eps else loss
 
     def gradient(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
@@ -338,20 +340,34 @@ class FunctionLearningLoss(BaseLearningLoss):
         self.options = options
 
     def loss(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write the loss."""
-        return self._spec().losses(op, prediction, label)
+        """Write the loss.
+
+        Raises:
+            ValueError: the prediction is an input whose number of classes is unknown. Labels out of
+                range would cost nothing.
+        """
+        spec = self.spec(prediction)
+        classes = spec.label_kind.classes(dims(prediction))
+        if prediction.producer() is None and isinstance(classes, str):
+            raise ValueError(
+                f"{spec.name!r} needs a known number of classes: give the axis of the classes a "
+                "length, as by build_onnx_function(shape=('N', 5))"
+            )
+        return spec.losses(op, prediction, label)
 
     def label(self, op: Any, prediction: ir.Value, name: str) -> ir.Value:
         """Return the same label input as `add_loss_output` for this loss."""
-        spec = self._spec()
+        spec = self.spec(prediction)
         return label_input(op, prediction, spec.label_kind, spec.name, name)
 
     def info(self, prediction: ir.Value) -> LossInfo:
         """Return the same information as `add_loss_output` notes for this loss."""
-        return LossInfo.of(self._spec(), prediction)
+        return LossInfo.of(self.spec(prediction), prediction)
 
-    def _spec(self) -> LossSpec:
-        return formulas.loss_spec(self.function, "sum", self.options or {})
+    def spec(self, prediction: ir.Value | None = None) -> LossSpec:
+        """Return the loss, with the options that the graph of `prediction` decides, if any."""
+        spec = formulas.loss_spec(self.function, "sum", self.options or {})
+        return spec if prediction is None else decided(spec, prediction, otherwise=1)
 
 
 _ALIASES: dict[type[BaseLearningLoss], tuple[str, ...]] = {

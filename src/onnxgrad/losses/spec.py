@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
@@ -46,14 +46,27 @@ class LabelKind:
 
 LIKE_PREDICTION = LabelKind()
 
-# class indices (N, d1, ...) for scores or probabilities (N, C, d1, ...)
-CLASS_INDICES = LabelKind(
-    dtype=ir.DataType.INT64,
-    shape=lambda f: None if f is None else (f[0], *f[2:]),
-    accepts=lambda f: f is not None and len(f) >= 2,
-    needs="a prediction (N, C, ...)",
-    classes=lambda f: "C" if f is None or f[1] is None else f[1],
-)
+
+def class_indices(axis: int = 1) -> LabelKind:
+    """Return the kind of class indices, for predictions whose classes are along `axis`.
+
+    Labels have the shape of the prediction without that axis: (N, d1, ...) for (N, C, d1, ...).
+    """
+
+    def length(f: Dims | None) -> int | str:
+        d = None if f is None else f[axis]
+        return "C" if d is None else d
+
+    return LabelKind(
+        dtype=ir.DataType.INT64,
+        shape=lambda f: None if f is None else (*f[:axis], *f[axis:][1:]),
+        accepts=lambda f: f is not None and len(f) >= 2 and -len(f) <= axis < len(f),
+        needs="a prediction (N, C, ...)" if axis == 1 else f"a prediction with an axis {axis}",
+        classes=length,
+    )
+
+
+CLASS_INDICES = class_indices()
 
 # class indices 0 and 1, (N, 1), for the probabilities of both classes, (N, 2)
 COLUMN_OF_TWO_CLASSES = LabelKind(
@@ -66,12 +79,26 @@ COLUMN_OF_TWO_CLASSES = LabelKind(
 
 
 @dataclass(frozen=True)
+class Terms:
+    """The terms of a loss: their weighted mean, sum(w l) / sum(w), is the loss of a batch.
+
+    Attributes:
+        losses: one for every label element or row, of any shape.
+        weights: class weights, 0 where a label is ignored; computed from labels alone. They are
+            broadcast to the shape of `losses`, along axes of static length 1. None: all are one.
+    """
+
+    losses: ir.Value
+    weights: ir.Value | None = None
+
+
+@dataclass(frozen=True)
 class LossSpec:
     """A loss. Nothing outside of its registration in `formulas` depends on which one it is.
 
     Attributes:
         formula: function `(op, prediction, label, **options)` that writes the loss of every element
-            or every row.
+            or every row, or returns their `Terms`.
         name: name of the loss in messages and in files.
         reduction: how the losses of a batch become one number: "sum" or "mean".
         labels: kind of the labels, as a function of the options.
@@ -79,7 +106,11 @@ class LossSpec:
         bounds: the values that labels may have; None for all that their dtype has.
         threshold: the prediction between two classes, as a function of the options; None where a
             prediction is not one of two classes.
+        write_terms: function like `formula` that returns the `Terms`, where the mean of the losses
+            that `formula` writes is not the loss of a batch; None where it is.
+        activation: operator that computes the probabilities that `from_logits=False` expects.
         options: options that the user set.
+        label_shape: shape of the labels that the user passes, if the caller knows it.
 
     Examples:
         >>> import onnxgrad as og
@@ -96,7 +127,10 @@ class LossSpec:
     has_ignore_index: bool = False
     bounds: LabelBounds | None = None
     threshold: Callable[[Options], float] | None = None
+    write_terms: Callable[..., Terms] | None = None
+    activation: str | None = None
     options: Options = field(default_factory=dict)
+    label_shape: tuple[int, ...] | None = None
 
     def with_options(self, options: Options, reduction: str | None = None) -> LossSpec:
         """Return the loss with these options, and with its own reduction if that is None.
@@ -122,5 +156,26 @@ class LossSpec:
         return self.labels(self.all_options)
 
     def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
-        """Write the loss of every element or every row."""
-        return self.formula(op, prediction, label, **self.options)
+        """Write the weighted loss of every element or every row; their sum is the loss."""
+        losses = self.formula(op, prediction, label, **self.options)
+        if not isinstance(losses, Terms):
+            return losses
+        return losses.losses if losses.weights is None else losses.losses * losses.weights
+
+    def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
+        """Write the terms whose weighted mean is the loss of a batch.
+
+        A label without a shape is reshaped to that of the prediction.
+        """
+        if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
+            label = op.Reshape(label, op.Shape(prediction))
+        terms = (self.write_terms or self.formula)(op, prediction, label, **self.options)
+        return terms if isinstance(terms, Terms) else Terms(terms)
+
+    def for_labels(self, shape: Sequence[int]) -> LossSpec:
+        """Return the loss for labels of this shape, which decides `soft_labels=None`.
+
+        One-hot and soft labels have as many axes as the prediction, class indices one less (or an
+        additional last axis of length 1). `losses.applied_to.decided` compares them.
+        """
+        return replace(self, label_shape=tuple(shape))

@@ -35,13 +35,25 @@ def threads(work: float) -> int:
     return max(1, min(cores or 1, int(work / WORK_PER_THREAD)))
 
 
-def session(model: ModelProto, device: Device, work: float) -> ort.InferenceSession:
-    """Return a session for `model`, with threads for `work` multiply-adds per step."""
+def session(
+    model: ModelProto, device: Device, work: float, in_order: bool = False
+) -> ort.InferenceSession:
+    """Return a session for `model`, with threads for `work` multiply-adds per step.
+
+    With `in_order`, nodes run in the order of the model; otherwise depth first from the outputs.
+    """
+    more: dict[str, Any] = {}
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
     options.inter_op_num_threads = 1
+    if in_order:
+        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+        # it moves the gradients of weights to the end, and so what they read stays alive
+        more["disabled_optimizers"] = ["MatmulTransposeFusion"]
+    if work >= WORK_PER_THREAD:  # a pattern is one block for a run, larger than what is alive
+        options.enable_mem_pattern = False
     options.log_severity_level = 4  # errors are raised; the log does not escape names
-    return loaded(model, options, providers=device.providers)
+    return loaded(model, options, providers=device.providers, **more)
 
 
 @escaping()
@@ -63,7 +75,7 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
                 model = external.relocated(model, lambda file: files[file].relative_to(home))
                 options.add_session_config_entry(_FOLDER, home)
             options.add_session_config_entry("session.disable_prepacking", "1")
-            more["disabled_optimizers"] = ["ConstantFolding"]
+            more["disabled_optimizers"] = [*more.get("disabled_optimizers", ()), "ConstantFolding"]
         running = ort.InferenceSession(model.SerializeToString(), options, **more)
     _require_providers(running, more.get("providers", ()))
     return running

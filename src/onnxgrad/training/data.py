@@ -1,241 +1,45 @@
-"""Training data as checked arrays by input name, and the batches drawn from them."""
+"""The data that `fit` is called with, and the source of batches for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.columns import Part, column_names, is_table, target_names
+from onnxgrad.data.arrow import arrow_dataset, is_arrow_dataset
+from onnxgrad.data.columns import Part, column_names, is_table
+from onnxgrad.data.readers import Batches, DiskArrays, Reader
+from onnxgrad.data.torch_data import (
+    HuggingFaceRows,
+    HuggingFaceStream,
+    Samples,
+    Streamed,
+    is_hugging_face,
+    is_hugging_face_stream,
+    is_map_style,
+    is_stream,
+)
 from onnxgrad.errors import unknown
-from onnxgrad.graph.shapes import dims, is_stated
+from onnxgrad.training.batches import PREFETCHED, ArraySource, BatchSource, ReaderSource, Slice
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.row_axes import Axes, count_rows
 
-if TYPE_CHECKING:
-    from onnxgrad.training.objective import Objective  # it imports losses, which check data
-from onnxgrad.data.fields import Field
-
-
-class Fields:
-    """The data inputs of a model with a loss: features, label, sample weights.
-
-    `names` are those of the columns: of an earlier training, or else of the first table.
-    """
-
-    def __init__(self, objective: Objective) -> None:
-        inputs, weight, info = objective.data, objective.row_weight, objective.loss_info
-        self.names = objective.names.copy()
-        names = [str(x.name) for x in inputs]
-        self.weight = weight if weight in names else None
-        rest = [name for name in names if name != self.weight]
-        self.label: str | None = info.label or ("label" if "label" in rest else rest[-1])
-        if len(rest) == 1 and info.label not in rest and rest[0] != "label":
-            self.label = None  # the loss needs no label
-        self.features = [name for name in rest if name != self.label]
-        self.mean = info.reduction == "mean"
-        self.fields = {}
-        for x, name in zip(inputs, names, strict=True):
-            assert x.dtype is not None
-            limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
-            if name == self.label:
-                limits |= {"classes": info.classes, "ignored": info.ignore_index}
-                limits["allowed"] = info.bounds
-            shape = dims(x)
-            if name == self.weight and shape is None:
-                shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
-            self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
-        firsts = (field.shape[0] for field in self.fields.values() if field.shape)
-        self.fixed_rows = next((d for d in firsts if isinstance(d, int)), None)
-
-    def arrays(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, np.ndarray]:
-        """Return checked arrays by input name.
-
-        Raises:
-            ValueError: an unknown or missing input, arrays of different lengths, or an array that
-                its input does not take.
-        """
-        data = self._by_name(X, y is None, sample_weight is None)
-        if y is not None:
-            if self.label is None:
-                raise ValueError("the model has no label input: pass y=None")
-            data[self.label] = y
-        if sample_weight is not None:
-            if self.weight is None:
-                raise ValueError(
-                    "the loss takes no sample weights: build it with "
-                    "add_loss_output(..., weight_name='weight')"
-                )
-            data[self.weight] = sample_weight
-        return self._checked(data, list(self.fields))
-
-    def inputs(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the checked arrays of the inputs other than label and sample weights."""
-        return self._checked(self._by_name(X), self.features)
-
-    def _checked(self, data: Mapping[str, Any], names: list[str]) -> dict[str, np.ndarray]:
-        for name in data:
-            if name not in names:
-                raise unknown("input", name, names)
-        self._check_columns(data)
-        missing = [name for name in names if name not in data and name != self.weight]
-        if missing:
-            raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
-        arrays = {name: self.fields[name].check(value) for name, value in data.items()}
-        if self.weight in names and self.weight not in arrays:
-            ones = np.ones(len(next(iter(arrays.values()))))
-            arrays[self.weight] = self.fields[self.weight].check(ones)
-        counts = {name: len(array) for name, array in arrays.items()}
-        if len(set(counts.values())) > 1:
-            raise ValueError(f"the inputs have different numbers of rows: {counts}")
-        rows = min(counts.values())
-        if self.fixed_rows and rows % self.fixed_rows:
-            raise ValueError(
-                f"the model has a fixed batch of {self.fixed_rows} rows: pass a multiple of it, "
-                f"not {rows} rows, or export it with a symbolic batch"
-            )
-        self.check_axes(arrays)
-        for name in arrays:
-            self.fields[name].check_indices(arrays)
-        return {name: arrays[name] for name in names}
-
-    def check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Raise if axes of one symbolic dimension differ in length."""
-        lengths: dict[str, tuple[int, str]] = {}
-        for name, array in arrays.items():
-            for axis, d in enumerate(self.fields[name].shape or ()):
-                if not isinstance(d, str) or not is_stated(d):
-                    continue
-                length, first = lengths.setdefault(d, (array.shape[axis], f"{name!r}, axis {axis}"))
-                if length != array.shape[axis]:
-                    raise ValueError(
-                        f"{name!r} has length {array.shape[axis]} along axis {axis}, and {first} "
-                        f"has length {length}: the model declares both as {d!r}, so they must be "
-                        "the same"
-                    )
-
-    def _check_columns(self, data: Mapping[str, Any]) -> None:
-        """Raise if tables have other columns than earlier ones; store the names of the first."""
-        for name, value in data.items():
-            if name == self.label:
-                if names := target_names(value):
-                    self.names.check_target(names)
-            elif (names := column_names(value)) and name != self.weight:
-                self.names.check(name, names)
-
-    def _by_name(self, X: Any, label: bool = False, weight: bool = False) -> dict[str, Any]:
-        if isinstance(X, Mapping):
-            return dict(X)
-        if len(self.features) == 1:
-            return {self.features[0]: X}
-        names = column_names(X)
-        if names is None:
-            raise ValueError(
-                f"the model has several inputs: pass a dict of {self.features}, or a table with "
-                "columns of these names"
-            )
-        more = [self.label] * label + [self.weight] * weight
-        return self._split(X, names, [name for name in more if name in names])
-
-    def _split(self, X: Any, names: list[str], more: list[Any]) -> dict[str, Any]:
-        """Return the columns of a table by input: those it was trained on, or that of its name."""
-        columns_of = {n: self.names.columns.get(n, [n]) for n in [*self.features, *more]}
-        used = [name for columns in columns_of.values() for name in columns]
-        for name in used:
-            if name not in names:
-                raise unknown("column (every input of the model needs one)", name, names)
-        if unused := [name for name in names if name not in used]:
-            raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
-        return {
-            name: X[name] if columns == [name] else Part(X, columns)
-            for name, columns in columns_of.items()
-        }
-
-    def batch(self, item: Any) -> dict[str, np.ndarray]:
-        """Return the checked arrays of one batch of an iterable: (X, y), (X, y, weight), dict."""
-        parts = item if isinstance(item, (tuple, list)) else [item]
-        if len(parts) > 3:
-            raise ValueError(
-                f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
-            )
-        return self.arrays(*parts)
-
-    def check_batch(self, rows: int) -> None:
-        """Raise if the model has a fixed batch of another number of rows."""
-        if self.fixed_rows not in (None, rows):
-            raise ValueError(
-                f"the model has a fixed batch of {self.fixed_rows} rows: train with "
-                f"batch_size={self.fixed_rows}, not {rows}, or export it with a symbolic batch"
-            )
-
-
-@dataclass
-class Slice:
-    """Batches of one length for one call of the runtime: each array is [batches, rows, ...]."""
-
-    arrays: dict[str, np.ndarray]
-    batches: int
-    rows: int
-
-
-class ArraySource:
-    """Batches drawn from arrays: every row once an epoch, the last batch shorter."""
-
-    def __init__(
-        self, arrays: dict[str, np.ndarray], batch_size: int, rng: np.random.Generator
-    ) -> None:
-        self.arrays = arrays
-        self.rows: int | None = len(next(iter(arrays.values())))
-        self.batch_size = int(batch_size)
-        self.rng = rng
-
-    def epoch(self, budget: Any) -> Iterator[Slice]:
-        """Yield the slices of one epoch; `budget()` says how many batches the next may have."""
-        rows, size = self.rows, self.batch_size
-        assert rows is not None
-        order = self.rng.permutation(rows)
-        start = 0
-        while start < rows:
-            length = min(size, rows - start)
-            batches = max(1, min(budget(), (rows - start) // length))
-            indices = order[start : start + batches * length]
-            start += batches * length
-            arrays = {
-                name: array[indices].reshape(batches, length, *array.shape[1:])
-                for name, array in self.arrays.items()
-            }
-            yield Slice(arrays, batches, length)
-
-
-class IterableSource:
-    """Batches of an iterable such as a torch DataLoader, iterated once per epoch."""
-
-    def __init__(self, batches: Iterable[Any], fields: Fields) -> None:
-        self.batches = batches
-        self.fields = fields
-        self.rows: int | None = None
-
-    def epoch(self, budget: Any) -> Iterator[Slice]:
-        """Yield every batch as a slice of its own."""
-        seen = 0
-        for item in self.batches:
-            arrays = self.fields.batch(item)
-            rows = len(next(iter(arrays.values())))
-            self.fields.check_batch(rows)
-            seen += rows
-            yield Slice({name: a[None] for name, a in arrays.items()}, 1, rows)
-        if not seen:
-            raise ValueError(
-                "the iterable gave no batch: a generator can be read only once; "
-                "pass a list of batches or a DataLoader"
-            )
-        self.rows = seen
+_ROWS = 1024  # of a batch that is only concatenated with others
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The data that `fit` is called with: arrays or tables, or an iterable of batches as `X`."""
+    """The data that `fit` is called with.
+
+    `X` is an array, a table or a dict of these; a reader such as `image_folder` returns; a path of
+    Parquet files or a dataset of pyarrow; a dataset of torch or Hugging Face; or an iterable of
+    batches, or a function that returns one. The names of columns of `X` stand for `y` and
+    `sample_weight`.
+    """
 
     X: Any
     y: Any = None
@@ -245,15 +49,54 @@ class Dataset:
     def batched(self) -> bool:
         """Whether `X` yields batches, rather than being an array, a table or a dict of these."""
         X = self.X
+        if self.reader is not None:
+            return not isinstance(self.reader, DiskArrays)
         if self.y is not None or isinstance(X, Mapping) or is_table(X):
             return False
         if hasattr(X, "__array__") or hasattr(X, "dtype"):
             return False
         if not isinstance(X, (list, tuple)):
-            return isinstance(X, Iterable)
+            return isinstance(X, Iterable) or callable(X)
         first = X[0] if X else None
         pair = isinstance(first, list) and first and hasattr(first[0], "shape")  # of a DataLoader
         return isinstance(first, (tuple, Mapping)) or bool(pair)
+
+    @cached_property
+    def reader(self) -> Reader | None:
+        """What reads `X` batch by batch, None for arrays in memory and iterables of batches.
+
+        Raises:
+            ValueError: labels or weights beside data that bring their own.
+        """
+        X, y, weight = self.X, self.y, self.sample_weight
+        if _is_path(X) or is_arrow_dataset(X) or _are_paths(X):
+            return arrow_dataset(X, y=_names(y, "y"), sample_weight=_names(weight, "sample_weight"))
+        if is_hugging_face(X):
+            form = HuggingFaceStream if is_hugging_face_stream(X) else HuggingFaceRows
+            return form(X, _names(y, "y"), _names(weight, "sample_weight"))
+        own: Reader | None = None
+        if isinstance(X, Reader):
+            own = X
+        elif is_stream(X):
+            own = Streamed(X)
+        elif is_map_style(X):
+            own = Samples(X)
+        elif self._on_disk and not isinstance(y, str):
+            return DiskArrays(X, y, weight)
+        if own is not None and y is not None:
+            raise ValueError(f"a {type(X).__name__} brings its labels: pass y=None")
+        if own is not None and weight is not None:
+            raise ValueError(f"a {type(X).__name__} brings its sample weights: pass None")
+        return own
+
+    @property
+    def _on_disk(self) -> bool:
+        """Whether an array is a memmap, with as many rows as the others."""
+        parts = [*self.X.values()] if isinstance(self.X, Mapping) else [self.X]
+        if not any(isinstance(part, np.memmap) for part in parts):
+            return False
+        parts += [part for part in (self.y, self.sample_weight) if part is not None]
+        return len({np.shape(part)[:1] for part in parts}) == 1
 
     @property
     def weighted(self) -> bool:
@@ -263,41 +106,135 @@ class Dataset:
     @property
     def columns(self) -> list[str] | None:
         """The names of the columns of `X`; None unless they are all text."""
-        return column_names(self.X)
+        return column_names(self.by_name[0]) if self.reader is None else None
+
+    @cached_property
+    def by_name(self) -> tuple[Any, Any, Any]:
+        """Return X, y and weights, with the columns of the table X that strings name.
+
+        Raises:
+            ValueError: X is no table, or has no such column.
+        """
+        given, columns = {"y": self.y, "sample_weight": self.sample_weight}, column_names(self.X)
+        named = {
+            key: _names(value, key)
+            for key, value in given.items()
+            if isinstance(value, str) or (columns is not None and _is_named(value))
+        }
+        if not named:
+            return self.X, self.y, self.sample_weight
+        if columns is None:
+            key, name = next(iter(named.items()))
+            raise ValueError(f"{key}={name} names columns, and X is no table with named columns")
+        taken = [name for each in named.values() for name in each or ()]
+        if wrong := next((name for name in taken if name not in columns), None):
+            raise unknown("column", wrong, columns)
+        rest = Part(self.X, [name for name in columns if name not in taken])
+        parts = {key: Part(self.X, each or ()) for key, each in named.items()}
+        return rest, parts.get("y", self.y), parts.get("sample_weight", self.sample_weight)
 
     def arrays(self, fields: Fields) -> dict[str, np.ndarray]:
         """Return the checked arrays by input name, those of all batches concatenated.
 
         Raises:
-            ValueError: data that the inputs do not accept, or no batch.
+            ValueError: data that the inputs do not accept, batches that differ in shape, or no
+                batch.
         """
         if not self.batched:
-            return fields.arrays(self.X, self.y, self.sample_weight)
-        batches = [fields.batch(item) for item in self._batches()]
-        if not batches:
-            raise ValueError("the iterable gave no batch")
-        return {name: np.concatenate([b[name] for b in batches]) for name in fields.fields}
+            return fields.arrays(*self.by_name)
+        reader, size = self.reader or self._batches(), fields.fixed_rows or _ROWS
+        slices = list(ReaderSource(reader, fields, size, 0).epoch(None, 0, lambda batch: 1))
+        axes = fields.axes({name: array[0] for name, array in slices[0].arrays.items()})
+        return {name: _joined(name, slices, axes) for name in fields.fields}
 
     def source(
-        self, fields: Fields, batch_size: int, rng: np.random.Generator
-    ) -> ArraySource | IterableSource:
+        self,
+        fields: Fields,
+        batch_size: int,
+        batch_axes: Mapping[str, int | None] | None = None,
+        prefetch: int = PREFETCHED,
+        shrink: bool = False,
+    ) -> BatchSource:
         """Return the source of batches.
+
+        Args:
+            fields: the inputs.
+            batch_size: rows of a batch.
+            batch_axes: `{input: axis of its rows}`, None for an array that every batch gets whole;
+                the default is that of `fields`.
+            prefetch: slices that a thread reads ahead, of data that are not in memory.
+            shrink: make one batch of all rows, if they are fewer than `batch_size`.
 
         Raises:
             ValueError: data that the inputs do not accept, or fewer rows than a batch has.
         """
-        if self.batched:
-            return IterableSource(self._batches(), fields)
-        arrays = self.arrays(fields)
-        rows = len(next(iter(arrays.values())))
-        if batch_size > rows:
-            raise ValueError(f"batch_size={batch_size} is more than the {rows} rows of data")
+        fields, reader = fields.with_axes(batch_axes), self.reader
+        if reader is None and self.batched:
+            in_memory = isinstance(self.X, (list, tuple))
+            return ReaderSource(self._batches(), fields, batch_size, 0 if in_memory else prefetch)
+        if reader is not None and not (isinstance(reader, DiskArrays) and fields.moved):
+            if reader.count is None and reader.rows is not None:
+                batch_size = _size(batch_size, reader.rows, shrink)
+                fields.check_rows(reader.rows)
+                fields.check_batch(batch_size)
+            return ReaderSource(reader, fields, batch_size, prefetch)
+        arrays = fields.arrays(*self.by_name)
+        axes = fields.axes(arrays)
+        batch_size = _size(batch_size, count_rows(arrays, axes), shrink)
+        source = ArraySource(arrays, axes, batch_size)
         fields.check_batch(batch_size)
-        return ArraySource(arrays, batch_size, rng)
+        return source
 
-    def _batches(self) -> Iterable[Any]:
+    def _batches(self) -> Batches:
         if self.sample_weight is not None:
             raise ValueError(
                 "an iterable of batches brings its sample weights: (X, y, sample_weight)"
             )
-        return self.X
+        return Batches(self.X)
+
+
+def _is_path(X: Any) -> bool:
+    return isinstance(X, (str, os.PathLike))
+
+
+def _are_paths(X: Any) -> bool:
+    return isinstance(X, (list, tuple)) and bool(X) and all(map(_is_path, X))
+
+
+def _size(batch_size: int, rows: int, shrink: bool) -> int:
+    """Return the rows of a batch: at most those of the data."""
+    if batch_size > rows and not shrink:
+        raise ValueError(f"batch_size={batch_size} is more than the {rows} rows of data")
+    return min(batch_size, rows)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(n, str) for n in value)
+    )
+
+
+def _names(value: Any, key: str) -> list[str] | None:
+    """Return the names of columns in `value`, a name or a list of names.
+
+    Raises:
+        ValueError: it is anything else.
+    """
+    if value is None:
+        return None
+    if not _is_named(value):
+        raise ValueError(f"{key} must name columns of the data, not be {type(value).__name__}")
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _joined(name: str, slices: Sequence[Slice], axes: Axes) -> np.ndarray:
+    """Return the rows of all slices, of one batch each, in one array."""
+    arrays, axis = [piece.arrays[name][0] for piece in slices], axes[name]
+    if axis is None:
+        if any(not np.array_equal(array, arrays[0]) for array in arrays[1:]):
+            raise ValueError(f"{name!r} has no rows and differs between batches")
+        return arrays[0]
+    try:
+        return np.concatenate(arrays, axis)
+    except ValueError as e:
+        raise ValueError(f"the batches of {name!r} differ in shape: {e}") from None

@@ -13,33 +13,38 @@ from onnxgrad.training.step import Step
 def build_epoch(step: Step) -> ModelProto:
     """Return the model that runs the step over a stack of batches in one call.
 
-    Inputs, in order: the states; every data input, stacked along a new first axis; one
-    minus_learning_rate per batch; one step number per batch, if the step reads it; inverse_rows,
-    if the step has it. Outputs: the states after the last batch, then the loss of every batch.
+    Inputs, in order: the states and buffers; every data input, stacked along a new first axis; one
+    minus_learning_rate per batch; one step number per batch, if the step reads it; the numbers of
+    the micro-batches, if it reads them; inverse_rows, if the step has it. Outputs: the states and
+    buffers after the last batch, then what the step reports of every batch, the loss first.
     """
     body = step.model.graph
-    count = sum(len(group.inputs) for group in step.groups)
+    count = len(step.carried)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
     for value in list(body.initializers.values()):
         if isinstance(value.const_value, ir.ExternalTensor):
             # onnxruntime before 1.21 reads data from files for the outermost graph only
             graph.register_initializer(body.initializers.pop(str(value.name)))
-    inputs = [_outer(v, stacked=i >= count) for i, v in enumerate(body.inputs)]
+    inputs = [
+        stacked_input(v, "batches" if i >= count else None) for i, v in enumerate(body.inputs)
+    ]
     graph.inputs.extend(inputs if step.inverse_rows is None else [*inputs, step.inverse_rows])
     op = Emit(graph, [str(v.name) for v in body.inputs])
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
     outputs = op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs))
     for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
         outer.name = f"{inner.name}/last"
-        outer.shape = _stacked(inner) if i >= count else inner.shape
+        outer.shape = stacked_shape(inner, "batches") if i >= count else inner.shape
     graph.outputs.extend(outputs)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
-def _outer(value: ir.Value, stacked: bool) -> ir.Value:
-    shape = _stacked(value) if stacked else value.shape
+def stacked_input(value: ir.Value, length: int | str | None) -> ir.Value:
+    """Return an input for `value` outside of a Scan, with another first axis of `length`."""
+    shape = value.shape if length is None else stacked_shape(value, length)
     return ir.Value(name=f"{value.name}/all", type=value.type, shape=shape)
 
 
-def _stacked(value: ir.Value) -> ir.Shape | None:
-    return None if value.shape is None else ir.Shape(["batches", *value.shape])
+def stacked_shape(value: ir.Value, length: int | str) -> ir.Shape | None:
+    """Return the shape of `value` with another first axis."""
+    return None if value.shape is None else ir.Shape([length, *value.shape])

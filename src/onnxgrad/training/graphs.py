@@ -13,7 +13,7 @@ from onnxgrad.losses.objects import BaseLearningLoss
 from onnxgrad.losses.penalties import BaseLearningPenalty
 from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.schedules import BaseLearningRate
+from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.objective import LossOutside

@@ -1,19 +1,24 @@
-"""The loop of `fit`: epochs of slices of batches, with reports and validations between them."""
+"""The one loop of training: epochs of slices of batches, with events between them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.reporting import logger
-from onnxgrad.schedules import BaseLearningRate
-from onnxgrad.training.data import ArraySource, IterableSource
-from onnxgrad.training.runner import Evaluation, Runner
+from onnxgrad.training.batches import BatchSource, Slice
+from onnxgrad.training.callbacks.base import Control
+from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.interrupts import Interrupts
+from onnxgrad.training.progress import FitProgress, Totals
+from onnxgrad.training.rates import Rates
+from onnxgrad.training.runner import Runner
 from onnxgrad.training.state import TrainState
 
 # why `fit` ended
@@ -22,133 +27,273 @@ INTERRUPTED, ERROR = "interrupted", "error"
 
 
 @dataclass
-class Progress:
-    """The progress of training, passed to a callback after slices of batches and validations.
+class Loop:
+    """The epochs of one call of `fit`, whose arguments are checked already.
 
-    Attributes:
-        epoch: number of this epoch, from 0.
-        epochs: number of all epochs.
-        rows: rows trained on so far in this epoch.
-        total_rows: rows of an epoch; None in the first epoch of an iterable of batches.
-        loss: mean loss of a row so far in this epoch.
-        validation_loss: that of the last validation; None before the first.
-        rows_per_second: speed of this epoch so far.
-
-    Examples:
-        >>> from onnxgrad.training.loop import Progress
-        >>> def stop_at_small_loss(progress: Progress) -> bool:
-        ...     return progress.loss > 1e-3  # False ends `fit(X, y, callback=stop_at_small_loss)`
-        >>> stop_at_small_loss(Progress(0, 10, 32, 100, 0.25, None, 1e5))
-        True
+    - `trainer`: what callbacks are shown.
+    - `order`: returns the generator that orders the rows of an epoch; None for no other order.
+    - `last_epoch`: the number of finished epochs at which training ends.
+    - `evaluate`: returns the entries that an evaluation adds to the history; None without data.
+    - `evaluate_every`: epochs between two evaluations.
+    - `factors`: of the parts of the loss.
     """
 
-    epoch: int
-    epochs: int
-    rows: int
-    total_rows: int | None
-    loss: float
-    validation_loss: float | None
-    rows_per_second: float
-
-
-@dataclass
-class Loop:
-    """The epochs of one call of `fit`, whose arguments are checked already."""
-
+    trainer: Any
     state: TrainState
     runner: Runner
-    rate: BaseLearningRate
-    source: ArraySource | IterableSource
-    validation: Evaluation | None
-    epochs: int
-    validation_every: int  # epochs
-    log_steps: bool
-    log_epochs: bool
+    rates: Rates
+    source: BatchSource
+    callbacks: Callbacks
+    order: Callable[[TrainState], np.random.Generator | None]
+    last_epoch: int
+    evaluate: Callable[[], dict[str, float]] | None = None
+    evaluate_every: int = 1
+    factors: tuple[float, ...] = (1.0,)
+    resumable: bool = False  # whether events that broke off are called again
+    singly: bool = False  # whether every call of the runtime runs one batch
+    log_steps: bool = False
+    log_epochs: bool = False
+    control: Control = field(default_factory=Control)
+    interrupts: Interrupts = field(default_factory=Interrupts)
+    failed: tuple[Slice, np.ndarray, int] | None = None  # arguments of the run that gave NaN
 
     def __post_init__(self) -> None:
+        self._first_epoch = self.state.epoch
         self._began = self.runner.now
+        self._totals = Totals.of(self.factors, self.state.running)
+        self._seconds = [0.0, 0.0]  # waiting for data, and computing
+        self._validated = next(iter(self.state.validation_losses[::-1]), None)  # the last one
+        self.progress = self._progress(0.0)
 
     @property
     def moved(self) -> bool:
         """Return whether a slice of batches was finished."""
         return self.runner.now is not self._began
 
-    def run(self, callback: Callable[[Progress], Any]) -> str:
-        """Run until the last epoch or until a callback ends it; return `MAX_ITER` or `CALLBACK`.
+    def run(self) -> None:
+        """Run the epochs; `state.stop_reason` says why they ended.
 
         Raises:
             ConvergenceError: the loss, a weight or the validation loss is not finite.
-            ValueError: the callback returned an invalid value.
         """
+        state = self.state
         if self.log_steps:
-            logger.info("fit: %s on %s", self.state.optimizer, self.runner.device)
-        for epoch in range(self.epochs):
-            progress, stopped = self._epoch(epoch, callback)
-            if stopped and progress.rows != self.source.rows:
-                return CALLBACK
-            self._record(epoch, progress.loss)
-            if stopped:
-                return CALLBACK
-            if self.validation is not None and (epoch + 1) % self.validation_every == 0:
-                value = self._validate(epoch, self.validation)
-                if _stops(callback(replace(progress, validation_loss=value))):
-                    return CALLBACK
-        return MAX_ITER
+            logger.info("fit: %s on %s", state.optimizer, self.runner.device)
+        held = self.interrupts.held
+        with self.interrupts.installed():
+            try:
+                with self.callbacks.training(self.trainer, state, self.control, held):
+                    self._run()
+            finally:
+                with held():
+                    state.end()
 
-    def _epoch(self, epoch: int, callback: Callable[[Progress], Any]) -> tuple[Progress, bool]:
-        """Run one epoch; return its last progress, and whether the callback ended it."""
-        rate, state = self.rate.value, self.state
-        assert rate is not None
-        state.learning_rate = rate
-        total, rows, start = 0.0, 0, time.perf_counter()
-        for piece in self.source.epoch(self.runner.budget):
-            losses = self.runner.run(piece, rate)
-            if losses is None:
-                raise self._diverged("the loss or a weight", epoch, "the state before it is kept")
-            rows += piece.batches * piece.rows
-            total = float(np.cumsum([total, *losses])[-1])  # the same for any slices
-            speed = rows / max(time.perf_counter() - start, 1e-9)
-            validated = state.validation_losses[-1] if state.validation_losses else None
-            loss, every = total / rows, self.source.rows
-            progress = Progress(epoch, self.epochs, rows, every, loss, validated, speed)
-            if self.log_steps:
-                logger.debug("step %d loss %g", self.runner.now[1], loss)
-            if _stops(callback(progress)):
-                return progress, True
-        return progress, False
+    def _run(self) -> None:
+        state = self.state
+        try:
+            with self._whole():
+                self._obey()
+            while state.epoch < self.last_epoch and not self.control.stop:
+                self._epoch()
+            state.stop_reason = CALLBACK if self.control.stop else MAX_ITER
+        except (KeyboardInterrupt, SystemExit):
+            state.stop_reason = INTERRUPTED
+            raise
+        except ConvergenceError:
+            state.stop_reason = NOT_FINITE
+            raise
+        except BaseException:
+            state.stop_reason = ERROR
+            raise
 
-    def _record(self, epoch: int, loss: float) -> None:
-        losses = self.state.losses
-        losses.append(loss)
-        self.rate.update_learning_rate(len(losses), loss)
+    @contextmanager
+    def _whole(self, restore: Callable[[], None] | None = None) -> Iterator[None]:
+        """Set the state back if the block breaks off, so that a resumed training runs all of it.
+
+        `restore`: sets it back to an earlier state than that of the beginning of the block.
+        """
+        restore = restore or self.state.memento()
+        try:
+            yield
+        except ConvergenceError:
+            raise
+        except BaseException:
+            if self.resumable:
+                restore()
+            raise
+
+    def _epoch(self) -> None:
+        """Run one epoch, or what is left of it; end early if a callback says so."""
+        state, start = self.state, time.perf_counter()
+        self._totals, self._seconds = Totals.of(self.factors, state.running), [0.0, 0.0]
+        with self._whole():
+            self._call("on_epoch_begin")
+            self._obey()
+        restore = None
+        if state.pending:
+            restore = self._end_step()
+            if self.control.stop and restore is None:
+                return
+        with closing(self._slices()) as slices:  # which ends a thread that reads ahead
+            for piece in slices:
+                with self.interrupts.held(), self._whole():
+                    self._train(piece)
+                self.progress = self._progress(time.perf_counter() - start)
+                if self.log_steps:
+                    logger.debug("step %d loss %g", state.step, self._totals.mean)
+                restore = self._end_step()
+                if self.control.stop and restore is None:
+                    return
+        with self._whole(restore):
+            self._finish()
+
+    def _end_step(self) -> Callable[[], None] | None:
+        """Call the events of a step; return what undoes them, if the end of the epoch follows."""
+        restore = self.state.memento()
+        with self._whole(restore):
+            self.state.pending = False
+            self._call("on_step_end")
+            if self._totals.rows == self.source.rows:
+                return restore  # requests are obeyed at the end, in one entry of the history
+            self._obey()
+        return None
+
+    def _slices(self) -> Generator[Slice, None, None]:
+        """Yield the slices of the epoch, and measure the time until each is there."""
+        state = self.state
+        done = state.step - state.position  # in earlier epochs
+        slices = self.source.epoch(
+            self.order(state), state.position, lambda batch: self._budget(done + batch)
+        )
+        try:
+            while True:
+                start = time.perf_counter()
+                piece = next(slices, None)
+                self._seconds[0] += time.perf_counter() - start
+                if piece is None:
+                    return
+                yield piece
+        finally:
+            slices.close()
+
+    def _budget(self, step: int) -> int:
+        """Return how many batches a call may run that begins with this step."""
+        most = 1 if self.singly else self.runner.budget()
+        return min(most, self.callbacks.steps_until_stop(step) or most)
+
+    def _train(self, piece: Slice) -> None:
+        """Run the steps of a slice, and count them in the state."""
+        state, start = self.state, time.perf_counter()
+        rates = self.rates.at(state.step, piece.batches)
+        losses = self.runner.run(piece, rates, state.position)
+        self._seconds[1] += time.perf_counter() - start
+        state.learning_rate = float(rates[-1])
+        if losses is None:
+            self.failed = piece, rates, state.position
+            raise self._diverged("the loss or a weight", "the state before it is kept")
+        state.position, state.pending = state.position + piece.batches, True
+        self._totals.add(losses.sums, losses.counts, piece.batches * piece.rows)
+        state.running = self._totals.to_json()
+
+    def _finish(self) -> None:
+        """Record a finished epoch, and evaluate."""
+        self._record()
+        entry = self.state.history[-1]
+        due = self._number % self.evaluate_every == 0 and not self.control.stop
+        if self.evaluate is not None and (due or self.control.evaluate):
+            self._evaluate(entry)
+        self.rates.observe(entry)
+        self._call("on_epoch_end")
+        self._obey()
+
+    def _record(self) -> None:
+        """Count the epoch, and add it to the history."""
+        state, loss = self.state, self._totals.mean
+        entry: dict[str, Any] = {"step": state.step, "epoch": state.epoch + 1, "loss": loss}
+        entry["learning_rate"] = state.learning_rate
+        with self.interrupts.held():
+            state.epoch, state.position, state.running = state.epoch + 1, 0, {}
+            state.history.append(entry)
         if self.log_epochs:
-            logger.info("epoch %d/%d loss %g", epoch + 1, self.epochs, loss)
+            logger.info("epoch %d/%d loss %g", self._number, self._epochs, loss)
 
-    def _validate(self, epoch: int, validation: Evaluation) -> float:
-        weights = self.state.values.weights
-        value = validation.loss({name: weights[name] for name in self.state.trained})
-        if not np.isfinite(value):
+    def _evaluate(self, entry: dict[str, Any]) -> None:
+        """Evaluate, and add the results to an entry, which becomes the last one of the history."""
+        assert self.evaluate is not None
+        results, history = self.evaluate(), self.state.history
+        if not np.isfinite(results["validation_loss"]):
             kept = "the state after that epoch, whose training loss is finite, is kept"
-            raise self._diverged("the validation loss", epoch, kept)
-        self.state.validation_losses.append(value)
-        return value
+            raise self._diverged("the validation loss", kept)
+        entry.update(results)
+        if not history or history[-1] is not entry:
+            history.append(entry)
+        self._validated = self.progress.validation_loss = results["validation_loss"]
+        self.control.evaluate = False
+        self._call("on_evaluate")
 
-    def _diverged(self, what: str, epoch: int, kept: str) -> ConvergenceError:
-        recent = ", ".join(f"{v:.6g}" for v in self.state.losses[-5:]) or "none"
-        return ConvergenceError(
-            f"{what} became NaN or infinite in epoch {epoch + 1} at learning rate "
-            f"{self.state.learning_rate:g} (losses of the epochs before: {recent}); {kept}. "
-            "Lower the learning rate, or scale the data"
+    def _call(self, event: str) -> None:
+        self.callbacks.call(event, self.trainer, self.state, self.control)
+
+    def _obey(self) -> None:
+        """Evaluate and save, if a callback asked for it."""
+        control = self.control
+        if control.evaluate and self.evaluate is not None:
+            self._extra_evaluation()
+        control.evaluate = False
+        if control.save:
+            control.save = False
+            with self.interrupts.held():
+                self.callbacks.save(self.trainer, self.state)
+            self._call("on_save")
+
+    def _extra_evaluation(self) -> None:
+        """Evaluate within an epoch, or after one that is not evaluated otherwise."""
+        state = self.state
+        last = state.history[-1] if state.history else {}
+        if last.get("step") == state.step and "validation_loss" in last:
+            return
+        entry = last
+        if last.get("step") != state.step:
+            entry = {"step": state.step, "epoch": state.epoch, "learning_rate": state.learning_rate}
+        self._evaluate(entry)
+        if entry is not last:
+            self.rates.observe(entry)
+
+    # -- reports ------------------------------------------------------------------------------
+
+    @property
+    def _number(self) -> int:
+        """The number of finished epochs of this `fit`."""
+        return self.state.epoch - self._first_epoch
+
+    @property
+    def _epochs(self) -> int:
+        return self.last_epoch - self._first_epoch
+
+    def _progress(self, seconds: float) -> FitProgress:
+        state, totals, source = self.state, self._totals, self.source
+        steps = None
+        if isinstance(source.batches, int):
+            steps = state.step - state.position + (self.last_epoch - state.epoch) * source.batches
+        return FitProgress(
+            self._number,
+            self._epochs,
+            totals.rows,
+            source.rows,
+            totals.mean,
+            self._validated,
+            totals.rows / max(seconds, 1e-9),
+            state.step,
+            steps,
+            *self._seconds,
         )
 
-
-def _stops(answer: Any) -> bool:
-    """Return whether `answer`, which a callback returned, ends training."""
-    if answer is None or (isinstance(answer, (bool, np.bool_)) and answer):
-        return False
-    if isinstance(answer, (bool, np.bool_)) or (isinstance(answer, str) and answer == "stop"):
-        return True
-    raise ValueError(
-        f"the callback returned {answer!r}: return None or True to continue, "
-        "False or 'stop' to end training"
-    )
+    def _diverged(self, what: str, kept: str) -> ConvergenceError:
+        recent = ", ".join(f"{v:.6g}" for v in self.state.losses[-5:]) or "none"
+        reason = self.callbacks.on_not_finite(self.trainer, self.state, self.control)
+        number = self._number + (what != "the validation loss")
+        return ConvergenceError(
+            f"{what} became NaN or infinite in epoch {number} at learning rate "
+            f"{self.state.learning_rate:g} (losses of the epochs before: {recent}); {kept}. "
+            f"Lower the learning rate, or scale the data{'. ' if reason else ''}{reason}"
+        )

@@ -16,17 +16,17 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
-from onnxgrad.schedules import BaseLearningRate
+from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.fitted import Fitted
 from onnxgrad.training.forward_backward import (
     OrtGradientForwardBackward,
     OrtGradientForwardBackwardFunction,
 )
 from onnxgrad.training.objective import Objective, loss_inside
-from onnxgrad.training.trainer import Trainer
+from onnxgrad.training.seed_trainer import SeedTrainer
 
 
-class OrtGradientOptimizer(Trainer):
+class OrtGradientOptimizer(SeedTrainer):
     """Trains the weights of a model that computes its loss, on the ordinary onnxruntime.
 
     One model computes the gradient of a batch and updates the weights, and one call of onnxruntime

@@ -20,21 +20,22 @@ from onnxgrad.model.write import write_models
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
-from onnxgrad.schedules import BaseLearningRate
+from onnxgrad.schedules.epochwise import BaseLearningRate
+from onnxgrad.training.arguments import checked_slots
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fitted import Fitted
 from onnxgrad.training.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.graphs import Graphs, training_graphs
 from onnxgrad.training.objective import LossOutside, loss_outside, predicted
 from onnxgrad.training.prediction import Computation, prediction, row_losses
+from onnxgrad.training.seed_trainer import SeedTrainer
 from onnxgrad.training.state import TrainState
-from onnxgrad.training.trainer import Trainer
 
 State = Mapping[str, Any]
 _PIECES = ("learning_rate", "learning_loss", "learning_penalty")
 
 
-class OrtGradientForwardBackwardOptimizer(Trainer):
+class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     """Trains the weights of a model that predicts; loss and penalty are separate objects.
 
     The objective is the sum over rows of w l(f, y), where w is the sample weight, plus the
@@ -296,20 +297,18 @@ class OrtGradientForwardBackwardOptimizer(Trainer):
             return {name: np.zeros_like(a) if zero else a for name, a in new.items()}
         weights = self._float_constants()
         self._check_weights({n: weights[n] for n in entries if n in weights}, check_trained)
-        valid = self._rate_and_optimizer()[1].slots
+        optimizer = self._rate_and_optimizer()[1]
+        checked: dict[str, dict[str, np.ndarray]] = {}
         for name, slots in entries.items():
             if name not in weights:
                 raise unknown("weight", name, weights)
-            for slot in () if zero else slots:
-                if slot not in valid:
-                    raise unknown(f"slot of {name!r}", slot, valid)
-        if zero:
-            return {name: dict.fromkeys(valid, np.zeros_like(weights[name])) for name in entries}
-        checked: dict[str, dict[str, np.ndarray]] = {}
-        for slot in valid:
-            arrays = {name: to_numpy(s[slot]) for name, s in entries.items() if slot in s}
-            for name, array in self._check_weights(arrays).items():
-                checked.setdefault(name, {})[slot] = array
+            w = weights[name]
+            own = optimizer.for_weight(name, w.shape)
+            shapes = {slot: own.slot_shape(slot, w.shape) for slot in own.slots}
+            if zero:
+                checked[name] = {slot: np.zeros(shape, w.dtype) for slot, shape in shapes.items()}
+            elif slots:
+                checked[name] = checked_slots(name, slots, shapes, w.dtype)
         return checked
 
     def _set_slots(

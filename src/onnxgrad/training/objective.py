@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -38,6 +38,9 @@ class Objective:
     """A prepared graph, its data inputs and weights, the loss, and the cotangents of the sweep.
 
     `seeds` maps values to their cotangents; None stands for one, at the loss or a term of it.
+    `buffers` are inputs and their new values after a batch; `draw`, the number of the draw of
+    random numbers, and `first`, whether the batch is the first of an epoch, are inputs if they are
+    used. With `per_row`, the gradient is divided by the number of rows outside of the graph.
     `tables` are those into which data inputs contain indices, `names` the names of the columns in
     an earlier training, and `stored` masks of the stored elements of sparse weights: only these
     are trained.
@@ -53,6 +56,21 @@ class Objective:
     tables: Mapping[str, tuple[Table, ...]] = field(kw_only=True)
     names: Names = field(kw_only=True)
     stored: Mapping[str, np.ndarray] = field(kw_only=True)
+
+    buffers: dict[ir.Value, ir.Value] = field(default_factory=dict, kw_only=True)
+    draw: ir.Value | None = field(default=None, kw_only=True)
+    first: ir.Value | None = field(default=None, kw_only=True)
+
+    per_row: ClassVar[bool] = True
+
+    def cotangents(self, op: Emit) -> dict[ir.Value, ir.Value]:
+        """Return the cotangents that the sweep starts with."""
+        return {v: op.ones_like(v) if g is None else g for v, g in self.seeds.items()}
+
+    @property
+    def reported(self) -> list[ir.Value]:
+        """What a step returns for every batch: the loss."""
+        return [self.loss]
 
     def compute(self, *values: ir.Value) -> ModelProto:
         """Return the model from data and weights to `values`; this modifies the graph."""
@@ -75,14 +93,21 @@ def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight
     Raises:
         ValueError: unknown names, a weight that is no float, or a loss of several elements.
     """
-    model = prepare(proto, batch=BATCH, output=loss)
+    model = prepare(proto, batch=BATCH, outputs=[loss], exempt=())
     found, data = model.graph.outputs[0], list(model.graph.inputs)
     size = shapes.static(shapes.dims(found))
+    info = loss_info(proto)
+    if size is None and info.reduction is not None and loss != info.prediction:
+        op = Emit(model.graph)  # add_loss_output wrote it: one number, though of unknown shape
+        found.name = op.name(f"{loss}.unshaped")
+        with op:
+            found = model.graph.outputs[0] = op.Reshape(found, [1, 1])
+        found.name, found.shape, size = loss, ir.Shape([1, 1]), (1, 1)
     if size is None or prod(size) != 1:
         raise ValueError(
             f"the loss {loss!r} must hold one number; its shape is {printable(found.shape)}"
         )
-    trained, info = as_inputs(proto, model.graph, weights), loss_info(proto)
+    trained = as_inputs(proto, model.graph, weights)
     more = _about(proto, model.graph, data, weights)
     return Objective(model, data, trained, found, {found: None}, info, row_weight, **more)
 
@@ -132,7 +157,7 @@ def loss_outside(
         ValueError: unknown names, a weight that is no float, several outputs, or a prediction that
             the loss does not accept.
     """
-    model = prepare(proto, batch=BATCH, output=predicted(proto))
+    model = prepare(proto, batch=BATCH, outputs=[predicted(proto)], exempt=())
     graph, data = model.graph, list(model.graph.inputs)
     prediction = graph.outputs[0]
     trained = as_inputs(proto, graph, weights)

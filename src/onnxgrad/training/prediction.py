@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
-from onnxgrad.training.data import Fields
+from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import LossOutside, predicted
 from onnxgrad.training.runner import ROWS, pieces
 

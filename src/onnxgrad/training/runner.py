@@ -1,9 +1,10 @@
-"""Running the models of training: the epoch, and the loss of validation data."""
+"""Running the model of training: slices of batches, with the states on the device."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from onnx import ModelProto
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
-from onnxgrad.training.data import Fields, Slice
+from onnxgrad.training.batches import Slice
+from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.state import Values
 from onnxgrad.training.step import Step
@@ -22,93 +24,176 @@ SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
 ROWS = 1024  # rows per call of an evaluation
 
 
-class Runner:
-    """Runs slices of batches; keeps the states on the device between calls."""
+@dataclass(frozen=True, eq=False)
+class Now:
+    """States and buffers on the device, and the number of steps that led to them."""
 
-    def __init__(self, model: ModelProto, step: Step, mean: bool, device: Any, work: float) -> None:
+    states: Sequence[ort.OrtValue | None]  # None: a buffer that the first batch sets
+    steps: int
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of batches: those of a part k are `sums[:, k]` / `counts[:, k]`."""
+
+    sums: np.ndarray
+    counts: np.ndarray
+
+
+class Runner:
+    """Runs slices of batches; keeps the states on the device between calls.
+
+    `reduction` says what the losses of a step are: "sum" or "mean" of the rows of the batch, or
+    "terms": sums, then counts. `fields` are the inputs of data, needed to split batches into
+    micro-batches; `carried` the data inputs of buffers whose first value is in the data.
+    """
+
+    def __init__(
+        self,
+        model: ModelProto,
+        step: Step,
+        reduction: str,
+        device: Any,
+        work: float,
+        fields: Fields | None = None,
+        carried: Mapping[str, str] | None = None,
+    ) -> None:
         self.device = Device.of(device)
-        self.session = session(model, self.device, work)
-        self.step, self.mean = step, mean
+        self.session = session(model, self.device, work, in_order=step.recomputes)
+        self.step, self.reduction, self.fields = step, reduction, fields
+        self.carried = carried or {}
         self.names = [x.name for x in self.session.get_inputs()]
         self.outputs = [y.name for y in self.session.get_outputs()]
-        self.now: tuple[list[ort.OrtValue], int] = ([], 0)  # the states, and the steps done
+        self.now = Now([], 0)
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
+        self.norms: dict[str, float] = {}  # of the gradients in the last step
 
     def load(self, values: Values) -> None:
-        """Set the states; a slot that is missing starts at zero."""
-        states = []
+        """Set the states; a slot that is missing gets its initial value."""
+        states: list[np.ndarray | None] = []
         for group in self.step.groups:
-            states.append(group.pack(values.weights))
-            for slot in group.slots:
-                zeros = {name: np.zeros(shape) for name, shape in group.shapes.items()}
-                saved = {n: s[slot] for n, s in values.slots.items() if slot in s and n in zeros}
-                states.append(group.pack(zeros | saved))
-        self.now = [self.device.ortvalue(state) for state in states], values.steps
+            states += group.initial(values.weights, values.slots)
+        states += [values.buffers.get(str(b.name)) for b in self.step.buffers]
+        loaded = [None if state is None else self.device.ortvalue(state) for state in states]
+        self.now = Now(loaded, values.steps)
 
     def budget(self) -> int:
         """Return how many batches the next call may run."""
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
-    def run(self, piece: Slice, rate: float) -> np.ndarray | None:
-        """Train on the batches of `piece`; return the summed loss of each.
+    def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
+        """Train on the batches of `piece` at these learning rates, one a batch.
+
+        `position` is the number of the first batch in its epoch.
 
         Return None, and leave the states unchanged, if the loss or a weight is not finite.
         """
         start = time.perf_counter()
-        binding, (states, done) = self.session.io_binding(), self.now
-        fed = [*piece.arrays.values(), *self._scalars(piece, rate, done)]
+        binding, now = self.session.io_binding(), self.now
+        states = self.states(piece)
         for name, state in zip(self.names, states, strict=False):
             binding.bind_ortvalue_input(name, state)
+        fed = self.fed(piece, rates, position)
         for name, array in zip(self.names[len(states) :], fed, strict=True):
             binding.bind_cpu_input(name, array)
         self.device.bind_outputs(binding, self.outputs)
         with escaping():
             self.session.run_with_iobinding(binding)
-        *states, losses = binding.get_outputs()
-        values = losses.numpy().astype(np.float64)
-        if not np.isfinite(values).all() or not all(np.isfinite(s.numpy()).all() for s in states):
+        results = binding.get_outputs()
+        new, reported = results[: len(states)], results[len(states) :]
+        losses = self._losses([y.numpy() for y in reported], piece)
+        finite = np.isfinite(losses.sums).all()
+        if not finite or not all(np.isfinite(s.numpy()).all() for s in new):
             return None
-        self.now = states, done + piece.batches  # in one assignment, which cannot be interrupted
+        # in one assignment, which cannot be interrupted
+        self.now = Now(new, now.steps + piece.batches)
         self.last = piece.batches
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
-        return values.ravel() * (piece.rows if self.mean else 1)
+        return losses
 
-    def _scalars(self, piece: Slice, rate: float, done: int) -> list[np.ndarray]:
+    def fed(self, piece: Slice, rates: np.ndarray, position: int) -> list[np.ndarray]:
+        """Return the inputs of the epoch other than states, in their order."""
+        arrays, parts = piece.arrays, self.step.accumulate
+        if parts > 1:
+            assert self.fields is not None
+            axes = self.fields.axes({name: array[0] for name, array in arrays.items()})
+            count = micro_batches(piece.rows, parts)
+            arrays = {n: split_batches(array, count, axes[n]) for n, array in arrays.items()}
+        return [*arrays.values(), *self._scalars(piece, rates, position)]
+
+    def states(self, piece: Slice) -> list[ort.OrtValue]:
+        """Return the states; a buffer without a value gets zeros of the shape of its input."""
+        names = [str(v.name) for v in self.step.carried]
+        return [
+            self.device.ortvalue(np.zeros_like(piece.arrays[self.carried[name]][0]))
+            if state is None
+            else state
+            for name, state in zip(names, self.now.states, strict=True)
+        ]
+
+    def _losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
+        if self.step.norms:
+            *reported, norms = reported
+            self.norms = dict(zip(self.step.norms, norms[-1].tolist(), strict=True))
+        columns = [y.astype(np.float64).reshape(piece.batches) for y in reported]
+        if self.reduction == "terms":
+            half = len(columns) // 2
+            return Losses(np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1))
+        rows = np.full((piece.batches, 1), float(piece.rows))
+        sums = columns[0][:, None]
+        return Losses(sums * rows if self.reduction == "mean" else sums, rows)
+
+    def _scalars(self, piece: Slice, rates: np.ndarray, position: int) -> list[np.ndarray]:
         """Return the inputs of the epoch other than states and data.
 
         The gradient of a loss that is a sum over rows is divided by the number of rows.
         """
-        step, count, inverse = self.step, piece.batches, 1.0 if self.mean else 1 / piece.rows
+        step, count, done = self.step, piece.batches, self.now.steps
+        inverse = 1 / piece.rows if self.reduction == "sum" else 1.0
         kind = step.rate_dtype
-        minus_rate = -rate * (inverse if step.inverse_rows is None else 1.0)
-        fed = [np.full(count, minus_rate, kind)]
-        if not fed[0][0]:
-            raise ValueError(f"a learning rate of {-minus_rate:g} is zero in {kind}: raise it")
+        rates = rates * (inverse if step.inverse_rows is None else 1.0)
+        fed = [-rates.astype(kind)]
+        if (lost := rates[(fed[0] == 0) & (rates != 0)]).size:
+            raise ValueError(f"a learning rate of {lost[0]:g} is zero in {kind}: raise it")
         if step.counts:
             fed.append(np.arange(done + 1, done + 1 + count).astype(kind))
+        if step.draw is not None:
+            fed.append(self._draws(piece, done))
+        if step.first is not None:
+            fed.append(np.arange(position, position + count) == 0)
         if step.inverse_rows is not None:
             fed.append(step.like_loss(inverse))
         return fed
 
-    def unpacked(
-        self, states: Sequence[ort.OrtValue]
-    ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-        """Return the weights in `states`, and the slots of every weight, by name."""
+    def _draws(self, piece: Slice, done: int) -> np.ndarray:
+        """Return the numbers of the micro-batches, [batches] or [batches, micro-batches]."""
+        parts = self.step.accumulate
+        if parts == 1:
+            return np.arange(done, done + piece.batches)
+        count = micro_batches(piece.rows, parts)
+        return (np.arange(done, done + piece.batches)[:, None] << 20) + np.arange(count)
+
+    def unpacked(self, now: Now) -> Values:
+        """Return the values of `now`, by name."""
         weights: dict[str, np.ndarray] = {}
         slots: dict[str, dict[str, np.ndarray]] = {}
-        arrays = (state.numpy() for state in states)
+        arrays: list[Any] = [None if state is None else state.numpy() for state in now.states]
         for group in self.step.groups:
-            weights |= group.unpack(next(arrays))
-            slots |= {name: {} for name in group.shapes}
-            for slot in group.slots:
-                for name, array in group.unpack(next(arrays)).items():
-                    slots[name][slot] = array
-        return weights, slots
+            size = len(group.inputs)
+            own, own_slots = group.split(arrays[:size])
+            arrays = arrays[size:]
+            weights |= own
+            slots |= own_slots
+        names = [str(b.name) for b in self.step.buffers]
+        pairs = zip(names, arrays, strict=True)
+        return Values(
+            weights, slots, now.steps, {n: np.array(a) for n, a in pairs if a is not None}
+        )
 
 
 class Evaluation:
-    """The loss of fixed data for any weights."""
+    """The loss of fixed data for any weights, of one of the two estimators."""
 
     def __init__(
         self,
@@ -132,6 +217,20 @@ class Evaluation:
             (value,) = self.session.run(None, {**part, **weights})
             total += float(np.sum(value)) * (rows if self.mean else 1)
         return total / count
+
+
+def micro_batches(rows: int, parts: int) -> int:
+    """Return in how many equal micro-batches to split `rows`, none larger than rows / `parts`."""
+    largest = max(1, rows // parts) if rows % parts == 0 else -(-rows // parts)
+    return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= largest)
+
+
+def split_batches(array: np.ndarray, count: int, axis: int | None) -> np.ndarray:
+    """Return [batches, ...] as [batches, micro-batches, ...], split along the axis of the rows."""
+    if axis is None:
+        return np.repeat(array[:, None], count, axis=1)
+    axis %= array.ndim - 1
+    return np.stack(np.split(array, count, axis=axis + 1), axis=1)
 
 
 def pieces(

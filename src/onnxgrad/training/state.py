@@ -1,85 +1,109 @@
-"""The state of training: weights, slots, losses, random numbers, in one object."""
+"""The state of training, in one object: `TrainState`."""
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from onnxgrad.data.columns import Names
 from onnxgrad.optimizers import Optimizer
+from onnxgrad.training import saving
+
+Arrays = dict[str, np.ndarray]
+Slots = dict[str, Arrays]  # of every weight, by its name
 
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """Weights and slots by name, and the number of steps done; replaced, never modified."""
+    """Weights, slots and buffers by name, and the steps done; replaced, never modified."""
 
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    slots: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    weights: Arrays = field(default_factory=dict)
+    slots: Slots = field(default_factory=dict)
     steps: int = 0
+    buffers: Arrays = field(default_factory=dict)
 
 
 class OnDevice(Protocol):
-    """Weights and slots on a device, and the number of steps done there: a `Runner`."""
+    """Values on a device, and the number of steps done there: a `Runner`."""
 
-    now: tuple[Any, int]
+    now: Any  # another object after every call of the runtime
 
     def load(self, values: Values) -> None:
         """Put values on the device."""
 
-    def unpacked(
-        self, states: Any
-    ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-        """Return weights and slots by name, from `states`, the first entry of `now`."""
+    def unpacked(self, now: Any) -> Values:
+        """Return the values of `now`; those that are not on the device are missing."""
 
 
+@dataclass(eq=False)
 class TrainState:
     """The state of training; no other object stores any part of it.
 
-    While `fit` runs, the weights and slots are on the device, and `values` reads them from there:
-    a callback sees those after the last slice of batches.
+    While `fit` runs, weights, slots and buffers are on the device, and are read from there: a
+    callback sees those after the last call of the runtime, and may assign others.
+
+    Attributes:
+        epoch: number of finished epochs.
+        position: batches of the unfinished epoch that are done, 0 between epochs.
+        pending: whether the events of the last step are still to come, as training broke off.
+        running: sums of the unfinished epoch, as `Totals` keeps them.
+        history: an entry for each epoch and each evaluation, a dict of `step`, `epoch`, `loss`,
+            `learning_rate`, and with validation data `validation_loss` and metrics.
+        learning_rate: the rate of the last step.
+        stop_reason: why the last `fit` ended; None while it runs.
+        seed: of the order of rows and of dropout.
+        schedule: what a learning-rate schedule keeps between evaluations.
+        callbacks: what callbacks keep, by the callback's key: numbers and text.
+        kept: arrays that callbacks keep, by the callback's key.
+        identity: what a checkpoint must agree with: model, loss, optimizer, data.
+
+    Examples:
+        >>> import tempfile, numpy as np, onnxgrad as og
+        >>> state = og.TrainState()
+        >>> state.weights = {"w": np.float32([1, 2])}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     state.save(f"{folder}/state")
+        ...     og.TrainState.load(f"{folder}/state").weights["w"].tolist()
+        [1.0, 2.0]
     """
 
-    def __init__(self, rng: np.random.Generator) -> None:
-        self.rng = rng
-        self.optimizer: Optimizer | None = None  # to which the slots belong
-        self.trained: list[str] = []  # names of the weights that the last `fit` trained
-        self.losses: list[float] = []
-        self.validation_losses: list[float] = []
-        self.learning_rate: float | None = None
-        self.stop_reason: str | None = None
-        self.flat = False  # whether the labels of `fit` had one axis
-        self.columns: list[str] | None = None  # of the table X of `fit`
-        self.names = Names()  # of the columns for all inputs and the label
+    epoch: int = 0
+    position: int = 0
+    pending: bool = False
+    running: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+    learning_rate: float | None = None
+    stop_reason: str | None = None
+    seed: int = 0
+    schedule: dict[str, Any] = field(default_factory=dict)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kept: dict[str, Arrays] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    # of the two estimators; a `Trainer` does not use them
+    rng: np.random.Generator | None = None  # orders the rows of all epochs
+    optimizer: Optimizer | None = None  # to which the slots belong
+    trained: list[str] = field(default_factory=list)  # the weights that the last `fit` trained
+    flat: bool = False  # whether the labels of `fit` had one axis
+    columns: list[str] | None = None  # of the table X of `fit`
+    names: Names = field(default_factory=Names)  # of the columns for all inputs and the label
+
+    def __post_init__(self) -> None:
         self._values = Values()
         self._runner: OnDevice | None = None
         self._read: tuple[object, Values] | None = None  # runner.now, and its values
 
-    @classmethod
-    def drawn(
-        cls, weights: dict[str, np.ndarray], weight_init: str, random_state: int | None
-    ) -> TrainState:
-        """Return a state in which the weights are initialized, with empty slots."""
-        rng = np.random.default_rng(random_state)
-        state, initial = cls(rng), INITS[weight_init]
-        state.values = Values({name: initial(rng, array) for name, array in weights.items()})
-        return state
-
-    def resumed(self, weights: dict[str, np.ndarray], optimizer: Optimizer) -> TrainState:
-        """Return a copy that trains `weights`; slots are kept if they exist for all of these."""
-        state, old = self.copy(), self.values
-        same = optimizer == self.optimizer and old.slots.keys() >= weights.keys()
-        weights = old.weights | weights
-        state.values = Values(weights, old.slots, old.steps) if same else Values(weights)
-        return state
+    # -- values, on the device or not ---------------------------------------------------------
 
     @property
     def values(self) -> Values:
-        """The current weights, slots and steps."""
+        """The current weights, slots, buffers and steps."""
         runner, old = self._runner, self._values
         if runner is None:
             return old
@@ -87,8 +111,18 @@ class TrainState:
         if (
             read is None or read[0] is not now
         ):  # compared by identity, assigned at once: other threads read it, too
-            weights, slots = runner.unpacked(now[0])
-            self._read = read = now, Values(old.weights | weights, old.slots | slots, now[1])
+            new = runner.unpacked(now)
+            self._read = (
+                read := (
+                    now,
+                    Values(
+                        old.weights | new.weights,
+                        old.slots | new.slots,
+                        new.steps,
+                        old.buffers | new.buffers,
+                    ),
+                )
+            )
         return read[1]
 
     @values.setter
@@ -99,8 +133,59 @@ class TrainState:
         self._values = new
 
     @property
-    def running(self) -> bool:
-        """Return whether `fit` is running."""
+    def weights(self) -> Arrays:
+        """The weights by name; assigning some of them changes those."""
+        return self.values.weights
+
+    @weights.setter
+    def weights(self, new: Mapping[str, Any]) -> None:
+        old = self.values
+        self.values = replace(old, weights=old.weights | _fitting(new, old.weights, "weight"))
+
+    @property
+    def slots(self) -> Slots:
+        """The slots of the optimizer, by the weight's name and the slot's."""
+        return self.values.slots
+
+    @slots.setter
+    def slots(self, new: Mapping[str, Mapping[str, Any]]) -> None:
+        old = self.values
+        own = {
+            name: old.slots.get(name, {}) | _fitting(arrays, old.slots.get(name, {}), "slot")
+            for name, arrays in new.items()
+        }
+        self.values = replace(old, slots=old.slots | own)
+
+    @property
+    def buffers(self) -> Arrays:
+        """Running statistics and other states that are not trained, by name."""
+        return self.values.buffers
+
+    @buffers.setter
+    def buffers(self, new: Mapping[str, Any]) -> None:
+        old = self.values
+        self.values = replace(old, buffers=old.buffers | _fitting(new, old.buffers, "buffer"))
+
+    @property
+    def step(self) -> int:
+        """Number of finished steps."""
+        return self._runner.now.steps if self._runner is not None else self._values.steps
+
+    @property
+    def losses(self) -> list[float]:
+        """The mean training loss of every finished epoch."""
+        return [entry["loss"] for entry in self.history if "loss" in entry]
+
+    @property
+    def validation_losses(self) -> list[float]:
+        """The loss of the validation data, of every evaluation."""
+        return [e["validation_loss"] for e in self.history if "validation_loss" in e]
+
+    # -- training -----------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether `fit` is running."""
         return self._runner is not None
 
     def begin(self, runner: OnDevice) -> None:
@@ -110,6 +195,8 @@ class TrainState:
 
     def end(self) -> None:
         """Copy the values back from the device; if that fails, keep those that were read last."""
+        if self._runner is None:
+            return
         try:
             self._values = self.values
         except BaseException:
@@ -119,15 +206,122 @@ class TrainState:
         finally:
             self._runner = self._read = None
 
+    def memento(self) -> Callable[[], None]:
+        """Return a function that sets the state back to what it is now.
+
+        It is cheap, also while `fit` runs: values are replaced, never modified. Of the entries of
+        callbacks it keeps what is assigned to them, not what is modified in a list there.
+        """
+        names = ("epoch", "position", "pending", "running", "learning_rate", "schedule")
+        attributes = {name: getattr(self, name) for name in (*names, "_values", "_read")}
+        count, last = len(self.history), dict(self.history[-1]) if self.history else None
+        callbacks = {key: dict(entry) for key, entry in self.callbacks.items()}
+        kept = {key: dict(arrays) for key, arrays in self.kept.items()}
+        runner = self._runner
+        now = None if runner is None else runner.now
+
+        def restore() -> None:
+            vars(self).update(attributes)
+            self.callbacks, self.kept = callbacks, kept
+            del self.history[count:]
+            if last is not None:
+                self.history[-1] = last
+            if runner is not None:
+                runner.now = now
+
+        return restore
+
     def copy(self) -> TrainState:
         """Return an independent copy, which is not running."""
         new = copy.copy(self)
-        new.losses, new.validation_losses = list(self.losses), list(self.validation_losses)
-        new.rng, new.names = copy.deepcopy(self.rng), self.names.copy()
+        for name in ("running", "history", "schedule", "callbacks", "rng", "identity"):
+            setattr(new, name, copy.deepcopy(getattr(self, name)))
+        new.kept = {key: dict(arrays) for key, arrays in self.kept.items()}
+        new.names = self.names.copy()
+        new._values, new._runner, new._read = self.values, None, None
         return new
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_values": self.values, "_runner": None, "_read": None}
+
+    # -- files --------------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write the state into `folder`, all of it or nothing.
+
+        The files are `weights.safetensors`, `slots.safetensors`, `buffers.safetensors`,
+        `kept.safetensors` and `state.json`. They are written beside `folder`, synced to the disk
+        and renamed; an earlier state in `folder` is replaced.
+
+        Raises:
+            FileExistsError: `folder` holds something else.
+            OSError: it cannot be written.
+        """
+        values = self.values
+        arrays = {
+            "weights": values.weights,
+            "slots": saving.flat(values.slots),
+            "buffers": values.buffers,
+            "kept": {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()},
+        }
+        numbers = {name: getattr(self, name) for name in _NUMBERS} | {"step": values.steps}
+        saving.write(Path(folder), arrays, numbers)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> Self:
+        """Return the state that `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is none.
+            ValueError: its files are damaged or incomplete.
+        """
+        arrays, numbers = saving.read(Path(folder))
+        if missing := [f"{n}.safetensors" for n in _ARRAYS if n not in arrays]:
+            raise ValueError(f"the state in {os.fspath(folder)} is incomplete: {missing} missing")
+        state = cls(**{name: numbers[name] for name in _NUMBERS if name in numbers})
+        for path, array in arrays["kept"].items():
+            key, _, name = path.partition("/")
+            state.kept.setdefault(key, {})[name] = array
+        slots = saving.nested(arrays["slots"])
+        state.values = Values(arrays["weights"], slots, numbers["step"], arrays["buffers"])
+        return state
+
+
+_ARRAYS = ("weights", "slots", "buffers", "kept")
+_NUMBERS = (  # of `state.json`
+    *("epoch", "position", "pending", "running", "history", "learning_rate", "stop_reason"),
+    *("seed", "schedule", "callbacks", "identity"),
+)
+
+
+def _fitting(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:
+    """Return arrays of the shapes and dtypes of those of the same names in `old`."""
+    arrays = {}
+    for name, value in new.items():
+        array = np.asarray(value)
+        if old and name not in old:
+            raise ValueError(f"there is no {kind} {name!r}: {list(old)}")
+        if name in old and array.shape != old[name].shape:
+            raise ValueError(f"{name!r} has shape {old[name].shape}, its new value {array.shape}")
+        arrays[name] = np.array(array, old[name].dtype if name in old else array.dtype)
+    return arrays
+
+
+def continued(
+    state: TrainState, weights: dict[str, np.ndarray], optimizer: Optimizer
+) -> TrainState:
+    """Return a copy that trains `weights`; slots are kept if they exist for all of these."""
+    new, old = state.copy(), state.values
+    same = optimizer == state.optimizer and old.slots.keys() >= weights.keys()
+    weights = old.weights | weights
+    new.values = Values(weights, old.slots, old.steps) if same else Values(weights)
+    new.position, new.pending, new.running = 0, False, {}  # an unfinished epoch does not count
+    return new
+
+
+def initialized(weights: Arrays, weight_init: str, rng: np.random.Generator) -> Arrays:
+    """Return initial weights by the rule `weight_init` of `INITS`."""
+    return {name: INITS[weight_init](rng, array) for name, array in weights.items()}
 
 
 def _glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:

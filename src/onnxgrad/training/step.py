@@ -1,18 +1,26 @@
-"""The step: one model from a batch, weights and slots to the loss, new weights and new slots."""
+"""The step: one model from a batch, weights and slots to the loss, new weights and new slots.
+
+Its first half computes the gradients, its second half updates the weights; between them are the
+transforms that see all gradients. `accumulate` repeats the first half for several micro-batches.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
+from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_constants
 from onnxgrad.autodiff.quantized import refuse_quantized
+from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
 from onnxgrad.training.objective import Objective
@@ -21,11 +29,13 @@ from onnxgrad.training.update import Group, graph_input, numpy_dtype, write_upda
 
 @dataclass
 class Step:
-    """The step's graph: states, data, minus_learning_rate, step in; new states, loss out.
+    """The step's graph: states, buffers, data, scalars in; new states, new buffers, loss out.
 
-    The step number is an input only if the optimizer reads it. `inverse_rows`, by which the
-    gradient is multiplied, is a captured value, as it is the same for all steps of a call. It is
-    None if the optimizer begins with the learning rate, which is divided instead.
+    The scalars are the negative learning rate, the step number if the optimizer reads it, `draw` if
+    there is dropout, and `first` if states are carried. `inverse_rows`, by which the gradient is
+    multiplied, is a captured value, as it is the same for all steps of a call. It is None if the
+    optimizer begins with the learning rate, which is divided instead, and if the objective is a
+    mean.
     """
 
     model: ir.Model
@@ -36,11 +46,22 @@ class Step:
     inverse_rows: ir.Value | None
     unreached: list[str]  # weights that the loss does not depend on: they stay constants
     work: float  # multiply-adds of the forward pass, per row
+    buffers: list[ir.Value] = field(default_factory=list)
+    draw: ir.Value | None = None  # number of the micro-batch
+    first: ir.Value | None = None  # whether the batch is the first one of the epoch
+    accumulate: int = 1  # micro-batches of a step
+    norms: list[str] = field(default_factory=list)  # weights whose gradient's norm is returned
+    recomputes: bool = False  # whether the order of its nodes saves memory
 
     @property
     def weights(self) -> list[str]:
         """The names of the weights that are trained."""
         return [name for group in self.groups for name in group.shapes]
+
+    @property
+    def carried(self) -> list[ir.Value]:
+        """The inputs whose new values are the first outputs: states and buffers."""
+        return [v for group in self.groups for v in group.inputs] + self.buffers
 
     @property
     def rate_dtype(self) -> np.dtype:
@@ -59,62 +80,205 @@ class Step:
         return np.full(shape, number, numpy_dtype(self.inverse_rows))
 
 
-def build_step(objective: Objective, optimizer: Optimizer) -> Step:
+@dataclass(frozen=True)
+class StepOptions:
+    """What a step does beside its numbers.
+
+    - `norms`: it also returns the 2-norm of the gradient of every weight.
+    - `blocks`: large weights are updated in parts that stay in the cache of a CPU.
+    - `recompute`: as that of `Trainer`.
+    """
+
+    norms: bool = False
+    blocks: bool = True
+    recompute: str = "none"
+
+
+@dataclass
+class Gradients:
+    """The first half of a step: the graph that computes the gradients of one batch.
+
+    `graph` has the weights of `of` among its inputs, and `data` are the batch. A batch changes the
+    values of `buffers`; `reported` are the losses.
+    """
+
+    graph: ir.Graph
+    of: dict[ir.Value, ir.Value]
+    data: list[ir.Value]
+    buffers: dict[ir.Value, ir.Value]
+    draw: ir.Value | None
+    first: ir.Value | None
+    reported: list[ir.Value]
+
+
+def build_step(
+    objective: Objective, optimizer: Optimizer, options: StepOptions | None = None
+) -> Step:
     """Return the training step, written into the graph of the objective.
 
     Raises:
         ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
-    graph, loss, trained = objective.model.graph, objective.loss, objective.weights
-    multiply_adds, op = work(graph), Emit(graph)
-    inverse_rows = None if optimizer.rate_first else graph_input(op, "inverse_rows", loss)
-    gradients = sweep(op, _seeds(op, objective, inverse_rows), trained)
+    multiply_adds, op = work(objective.model.graph), Emit(objective.model.graph)
+    by_rows = objective.per_row and not optimizer.rate_first
+    inverse_rows = graph_input(op, "inverse_rows", objective.loss) if by_rows else None
+    seeds = (
+        objective.cotangents(op) if inverse_rows is None else _scaled(op, objective, inverse_rows)
+    )
+    options = options or StepOptions()
+    gradients, unreached = write_gradients(op, objective, seeds, options.recompute)
+    step = write_step(op, gradients, optimizer, options)
+    tidy(objective.model)
+    step.model, step.inverse_rows, step.work = objective.model, inverse_rows, multiply_adds
+    step.unreached, step.recomputes = unreached, options.recompute != "none"
+    return step
+
+
+def build_gradients(objective: Objective) -> ModelProto:
+    """Return the first half of a step as a model of its own; `build_update` is the second half.
+
+    Inputs: the weights, the buffers, the data, and `draw` if there is dropout. Outputs: the
+    gradient of each weight, `<weight>_grad`, `<buffer>.new` for the buffers, and what the objective
+    reports: for a `Trainer` `loss_sum` and `loss_count`, whose ratio is the loss.
+
+    Raises:
+        ValueError: the loss depends on none of the weights.
+        NoGradientRule: an operator on the way has no rule.
+    """
+    op, graph = Emit(objective.model.graph), objective.model.graph
+    parts, _ = write_gradients(op, objective, objective.cotangents(op))
+    scalars = [v for v in (_if_used(parts.draw), _if_used(parts.first)) if v is not None]
+    graph.inputs[:] = [*parts.of, *parts.buffers, *parts.data, *scalars]
+    reported = _separate(op, parts.reported)
+    if len(reported) > 1:  # sums, then as many counts
+        for i, value in enumerate(reported):
+            value.name = op.name("loss_sum" if 2 * i < len(reported) else "loss_count")
+    protected = {*graph.inputs, *reported}
+    graph.outputs[:] = [
+        *(op.name_output(g, f"{w.name}_grad", w, protected) for w, g in parts.of.items()),
+        *(op.name_output(y, f"{b.name}.new", b, protected) for b, y in parts.buffers.items()),
+        *reported,
+    ]
+    tidy(objective.model)
+    return to_proto(objective.model)
+
+
+def write_gradients(
+    op: Emit,
+    objective: Objective,
+    seeds: Mapping[ir.Value, ir.Value],
+    recompute: str = "none",
+) -> tuple[Gradients, list[str]]:
+    """Write the gradients of one batch; return them, and the weights that have none.
+
+    Raises:
+        ValueError: the loss depends on none of the weights.
+        NoGradientRule: an operator on the way has no rule.
+    """
+    graph, trained = objective.model.graph, objective.weights
+    recomputation = Recomputation(op, seeds.values(), recompute)
+    gradients = sweep(op, seeds, trained)
     if not gradients:
         refuse_quantized(list(graph), objective.data, objective.seeds)
         names = [str(w.name) for w in trained]
-        raise ValueError(f"no differentiable path from any of {names} to the loss {loss.name!r}")
+        raise ValueError(
+            f"no differentiable path from any of {names} to the loss {objective.loss.name!r}"
+        )
     for w in gradients:
         if (stored := objective.stored.get(str(w.name))) is not None:  # sparse: others stay zero
             with op:
                 gradients[w] = op.set_type_like(gradients[w] * stored.astype(numpy_dtype(w)), w)
+    recomputation.write([*gradients.values(), *objective.buffers.values(), *objective.reported])
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
+    parts = Gradients(
+        graph,
+        gradients,
+        objective.data,
+        objective.buffers,
+        objective.draw,
+        objective.first,
+        objective.reported,
+    )
+    return parts, [str(w.name) for w in unreached]
 
-    update = write_update(op, gradients, optimizer)
-    counts = [update.step] if update.step.uses() else []
-    graph.inputs[:] = [*update.states, *objective.data, update.minus_learning_rate, *counts]
-    protected = {*graph.inputs, loss}
+
+def write_step(
+    op: Emit,
+    parts: Gradients,
+    optimizer: Optimizer,
+    options: StepOptions,
+    accumulate: int = 1,
+) -> Step:
+    """Write the update behind the gradients, and set the inputs and outputs of the graph."""
+    graph = parts.graph
+    named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
+    returned = [_norms(op, list(named.values()))] if named else []
+    update = write_update(op, parts.of, optimizer, blocks=options.blocks)
+    buffers = list(parts.buffers)
+    scalars = [update.minus_learning_rate]
+    number, draw, first = (_if_used(v) for v in (update.step, parts.draw, parts.first))
+    scalars += [v for v in (number, draw, first) if v is not None]
+    carried = [*update.states, *buffers]
+    graph.inputs[:] = [*carried, *parts.data, *scalars]
+    reported = _separate(op, [*parts.reported, *returned])
+    protected = {*graph.inputs, *reported}
+    new = [*update.new, *parts.buffers.values()]
     graph.outputs[:] = [
-        op.name_output(new, f"{old.name}.new", old, protected)
-        for old, new in zip(update.states, update.new, strict=True)
-    ] + [loss]
-    tidy(objective.model)
+        op.name_output(after, f"{before.name}.new", before, protected)
+        for before, after in zip(carried, new, strict=True)
+    ] + reported
     return Step(
-        model=objective.model,
+        model=ir.Model(graph, ir_version=10),  # the caller's
         groups=update.groups,
-        data=objective.data,
+        data=parts.data,
         minus_learning_rate=update.minus_learning_rate,
         step=update.step,
-        inverse_rows=inverse_rows,
-        unreached=[str(w.name) for w in unreached],
-        work=multiply_adds,
+        inverse_rows=None,
+        unreached=[],
+        work=0.0,
+        buffers=buffers,
+        draw=draw,
+        first=first,
+        accumulate=accumulate,
+        norms=list(named),
     )
 
 
-def _seeds(
-    op: Emit, objective: Objective, inverse_rows: ir.Value | None
-) -> dict[ir.Value, ir.Value]:
-    """Return the cotangents that the sweep starts with, times `inverse_rows` if there is one."""
+def _separate(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
+    """Return values that a Scan can return: no inputs, and none twice."""
+    separate: list[ir.Value] = []
+    for v in values:
+        separate.append(op.copy_of(v) if v.producer() is None or v in separate else v)
+    return separate
+
+
+def _if_used(value: ir.Value | None) -> ir.Value | None:
+    return value if value is not None and value.uses() else None
+
+
+def _scaled(op: Emit, objective: Objective, inverse_rows: ir.Value) -> dict[ir.Value, ir.Value]:
+    """Return the cotangents that the sweep starts with, times `inverse_rows`."""
     cotangents = {}
     with op:
         for value, g in objective.seeds.items():
             if g is None:
-                cotangents[value] = inverse_rows or op.ones_like(value)
-            elif inverse_rows is None:
-                cotangents[value] = g
+                cotangents[value] = inverse_rows
             else:
                 broadcasts = (shapes.rank(g) or 0) >= (shapes.rank(inverse_rows) or 0)
                 factor = inverse_rows if broadcasts else op.Reshape(inverse_rows, [])
                 cotangents[value] = g * factor
     return cotangents
+
+
+def _norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:
+    """Return the 2-norms of tensors as one vector, float32 of shape [tensors]."""
+    with op:
+        norms = [
+            op.Reshape(op.Cast(op.ReduceL2(g, keepdims=0), to=ir.DataType.FLOAT), [1])
+            for g in gradients
+        ]
+        vector = op.Concat(*norms, axis=0)
+    vector.name, vector.shape = op.name("gradient_norms"), ir.Shape([len(norms)])
+    return vector

@@ -1,75 +1,156 @@
-"""`Trainer`: the base of the trainers, whether their loss is inside of the graph or outside."""
+"""`Trainer`: trains a model of any file on any data."""
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
-from onnxgrad.estimator import BaseEstimator, NotFittedError, Selected
+from onnxgrad.autodiff.recomputable import RECOMPUTE
+from onnxgrad.data.columns import read_names
+from onnxgrad.estimator import NotFittedError
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
-from onnxgrad.optimizers import Optimizer
-from onnxgrad.reporting import level_of, reporting
-from onnxgrad.schedules import BaseLearningRate
-from onnxgrad.training.arguments import check_arguments, select_optimizer, start_learning_rate
-from onnxgrad.training.data import (
-    ArraySource,
-    Dataset,
-    Fields,
-    IterableSource,
-)
-from onnxgrad.training.epoch import build_epoch
-from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
-from onnxgrad.training.loop import ERROR, INTERRUPTED, NOT_FINITE, Loop, Progress
-from onnxgrad.training.objective import Objective
-from onnxgrad.training.parameters.defaults import default_weights as trainable
-from onnxgrad.training.runner import Evaluation, Runner
-from onnxgrad.training.state import TrainState
-from onnxgrad.training.step import Step, build_step
-
-T = TypeVar("T")
+from onnxgrad.optimizers import Optimizer, select as select_optimizer
+from onnxgrad.runtime.device import Device
+from onnxgrad.training.arguments import check_choice, check_count, check_recompute, select_rate
+from onnxgrad.training.callbacks.progress import Progress
+from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.judges import select_metrics
+from onnxgrad.training.loop import Loop
+from onnxgrad.training.modes import inference_form, separate_statistics, train_merged
+from onnxgrad.training.parameters.choice import choose_weights
+from onnxgrad.training.progress import FitProgress
+from onnxgrad.training.setup import Setup
+from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.update import evaluated
 
 
-class Trainer(BaseEstimator):
-    """Trains weights of a model; subclasses define the loss and the constructor's arguments."""
+class Trainer:
+    """Trains a model.
 
-    model_onnx: ModelLike
-    weights_to_train: Sequence[str] | None
-    max_iter: int
-    training_optimizer_name: str | Optimizer
-    batch_size: int
-    learning_rate = Selected(BaseLearningRate.select)
-    device: str
-    warm_start: bool
-    verbose: int
-    validation_every: int | float
-    random_state: int | None
-    weight_init: str
-    # arguments of some subclasses only
-    saved_gradient: str | os.PathLike | None = None
-    enable_logging: bool = False
-    exc: bool = True
+    The loss is the mean over a batch of its terms, as PyTorch's `reduction="mean"`: of the elements
+    of a regression, of the labels of a classification that are not ignored. Sample and class
+    weights make it a weighted mean. The learning rate is constant, or a schedule by step.
 
-    train_losses_ = Fitted(lambda self: self._state.losses)
-    validation_losses_ = Fitted(lambda self: self._state.validation_losses)
-    n_iter_ = Fitted(lambda self: len(self._state.losses))
-    n_steps_ = Fitted(lambda self: self._state.values.steps)
-    learning_rate_ = Fitted(lambda self: self._state.learning_rate)
-    stop_reason_ = Fitted(lambda self: self._state.stop_reason)
-    cls_type_ = Fitted(lambda self: type(self.train_function_))
-    _state: TrainState
+    What trains by default are the tensors that play the role of a weight: see `trainable`.
 
-    def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
-        """Return what is minimized; `weighted`: the data may contain sample weights."""
-        raise NotImplementedError
+    Args:
+        model: model, serialized model or path; never modified.
+        loss: name of a loss (`onnxgrad.LOSSES`), a `LossSpec` or `BaseLearningLoss`, a function
+            `(op, prediction, label)` that writes the loss with the emitter, a second model
+            (`LossModel`), or `{output: loss}` for several outputs. None: the model has an output
+            that is the loss, called "loss" or the only one with a single number.
+        optimizer: name or optimizer, such as `adamw(weight_decay=0.01)`.
+        learning_rate: number, a constant rate; or a schedule such as `cosine(1e-3, warmup=100)`.
+        train: names of float tensors of the model, and patterns as "layer4.*", that train. None:
+            those that train by default.
+        freeze: names and patterns of tensors that do not train.
+        clip_norm: largest 2-norm of all gradients together; larger ones are scaled down to it.
+        accumulate: number of micro-batches into which a batch is split, to save memory. The result
+            is that of the whole batch, up to rounding; `batch_norm="train"` normalizes by the
+            statistics of each micro-batch.
+        batch_norm: "frozen" normalizes by the stored statistics, "train" by those of the batch,
+            and updates the stored ones.
+        dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
+            output matches, in training only.
+        class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
+            inversely proportional to their frequencies in the labels of `fit`.
+        loss_options: options of a loss that is given by name, such as `{"ignore_index": 0}`.
+        loss_weights: `{output: factor}` for a loss of several outputs.
+        metrics: names, objects of `onnxgrad.metrics`, functions `(prediction, label)`, or metrics
+            of torchmetrics; `{output: list}` for a loss of several outputs.
+        callbacks: `EarlyStopping(...)`, `Checkpoint(...)` and others, see `Callback`.
+        batch_axes: `{input: axis}`, the axis of an array along which its rows are; None: it has
+            none, and goes into every batch whole. Otherwise read from the declared shapes.
+        carry: `{input: output}`: the input gets the value of the output of the batch before, and
+            that of the data in the first batch of an epoch. The gradient does not pass: truncated
+            backpropagation through time. Needs `shuffle=False`, or an iterable of batches.
+        recompute: what the backward pass computes again instead of keeping it, to save memory; the
+            weights are the same up to rounding. "none": nothing. "cheap": normalizations, and
+            what `partition` calls cheap. "all": the forward pass in segments, also products and
+            convolutions, as `torch.utils.checkpoint`. A deep transformer gains most; where the
+            gradient of one convolution needs more memory than all activations, "all" needs more.
+            Needs onnxruntime 1.31 or later.
+        device: "cpu", "cuda" or "cuda:1".
+        seed: of the order of the rows, dropout and the split of validation data.
+
+    Attributes:
+        state: the `TrainState`: weights, slots, buffers, step, epoch and history.
+        history: an entry an epoch: `step`, `epoch`, `loss`, `learning_rate`, and with validation
+            data `validation_loss` and metrics, as `validation_accuracy`.
+        progress: the `FitProgress` of the training that runs or ran last.
+        gradient_norms: 2-norm of the gradient of each weight in the last step, if a callback needs
+            them.
+
+    Raises:
+        ValueError: an invalid argument.
+        ModelError: the model cannot be read.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
+        ... ''')
+        >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+        >>> y = X @ np.float32([[2], [3]])
+        >>> trainer = og.Trainer(model, "squared_error", optimizer="adam", learning_rate=0.1)
+        >>> trainer.fit(X, y, epochs=50).predict(np.float32([[1, 1]])).round(2).tolist()
+        [[5.0]]
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        loss: Any = None,
+        *,
+        optimizer: str | Optimizer = "adamw",
+        learning_rate: Any = 1e-3,
+        train: str | Iterable[str] | None = None,
+        freeze: str | Iterable[str] = (),
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        batch_norm: str = "frozen",
+        dropout: Mapping[str, float] | None = None,
+        class_weight: Any = None,
+        loss_options: Mapping[str, Any] | None = None,
+        loss_weights: Mapping[str, float] | None = None,
+        metrics: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
+        callbacks: Iterable[Any] = (),
+        batch_axes: Mapping[str, int | None] | None = None,
+        carry: Mapping[str, str] | None = None,
+        recompute: str = "none",
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
+        self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
+        self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
+        self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
+        self.dropout, self.class_weight = dict(dropout or {}), class_weight
+        self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
+        self.recompute = check_recompute(recompute, tuple(RECOMPUTE))
+        self.metrics_by_output = select_metrics(metrics)
+        self.metrics = [m for listed in self.metrics_by_output.values() for m in listed]
+        self.callbacks = Callbacks(callbacks)
+        self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
+        self.proto = separate_statistics(proto := read(model))
+        self.names = read_names(self.proto)  # of the columns of tables
+        self.trained = choose_weights(self.proto, train, freeze)
+        if batch_norm == "frozen" and not train_merged(proto, self.proto, self.trained):
+            self.proto = proto
+        self.state = TrainState(seed=seed)
+        refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
+        self._constants = set(refs)
+        self.state.values = Values({name: refs[name].array() for name in self.trained})
+        self.setup: Setup | None = None  # of the last `fit`
+        self._fitted: Loop | None = None
 
     # -- training -----------------------------------------------------------------------------
 
@@ -77,308 +158,184 @@ class Trainer(BaseEstimator):
         self,
         X: Any,
         y: Any = None,
+        *,
         sample_weight: Any = None,
-        X_val: Any = None,
-        y_val: Any = None,
-        callback: Callable[[Progress], bool | str | None] | None = None,
+        validation: Any = None,
+        epochs: int = 1,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+        resume: str | os.PathLike | None = None,
     ) -> Self:
-        """Train for `max_iter` epochs.
+        """Train for `epochs` epochs, beginning with the current weights.
+
+        A second call begins another training with the weights of the first: the slots of the
+        optimizer, the step number, the schedule and the history begin anew.
 
         Args:
-            X: array (rows, ...) of numbers that the input's dtype can represent; a table
-                (DataFrame), each row of which is reshaped to the shape of the input; for several
-                inputs a dict of these, or a table with columns of their names; or an iterable of
-                batches `(X, y)`, `(X, y, sample_weight)` or dicts, iterated once per epoch (a
-                torch DataLoader), with `y=None`.
-            y: labels in the shape of the label input, up to one axis of length one.
-            sample_weight: (rows,) or (rows, 1), for a loss with sample weights.
-            X_val: validation data, as X.
-            y_val: validation labels, as y.
-            callback: called with a `Progress` after every slice of batches and every validation.
-                Returning False or "stop" ends training at once, None or True continues. An
-                unfinished epoch counts neither in `n_iter_` nor in `train_losses_`. The callback
-                may read the current weights, slots and counts of the trainer, and set weights.
+            X: array (rows, ...), a table, a dict of these by input; a path of Parquet files, a
+                dataset; or an iterable of batches, `(X, y)`, `(X, y, sample_weight)` or dicts.
+            y: labels in the shape of the label input; for several a dict, by output.
+            sample_weight: (rows,).
+            validation: `(X, y)` or `(X, y, sample_weight)`, or an iterable of batches; or a share
+                of the rows, above 0 and below 1, that is held out.
+            epochs: number of passes over the data, of the whole training if it is resumed.
+            batch_size: rows of a step, for data that are not batches already; the last batch may
+                be shorter. None: 32, or those of a model with a static batch.
+            shuffle: whether the rows are ordered anew for every epoch, by the trainer's `seed`.
+            resume: folder of a `Checkpoint`: go on where its newest one was written, with equal
+                arguments and data; the result is the same bit for bit. Without any, training begins
+                anew if a `Checkpoint` callback writes to that folder.
 
         Raises:
-            ValueError: invalid parameters, names or data, in which case nothing changed; only
-                batches of an iterable are checked later, one at a time. Also a callback that
-                returns anything else.
+            ValueError: invalid arguments or data, before anything is trained; a checkpoint of
+                another model, optimizer or data, which the message compares.
+            FileNotFoundError: `resume` has no checkpoint.
             NoGradientRule: an operator between the weights and the loss has no rule.
-            ProviderError: the installed onnxruntime does not offer the device.
-            ConvergenceError: the loss, a weight or the validation loss became NaN or infinite;
-                with `exc=False`, where that argument exists, a `ConvergenceWarning` instead.
-            KeyboardInterrupt: Ctrl-C.
+            ConvergenceError: the loss, a weight or the validation loss became NaN or infinite; the
+                state before is kept.
+            KeyboardInterrupt: Ctrl-C, between two steps; the state is kept.
             RuntimeError: called by its own callback.
-
-        However training ends, the state after the last finished slice of batches is kept, or else
-        that of an earlier `fit`. `stop_reason_` says why it ended.
         """
-        if callback is not None and not callable(callback):
-            raise ValueError(f"callback must be a function of a Progress, not {callback!r}")
-        before = vars(self).get("_state")
-        if before is not None and before.running:
+        if self.state.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
-        if X_val is None and y_val is not None:
-            raise ValueError("y_val is given without X_val")
-        validation = None if X_val is None else Dataset(X_val, y_val)
-        self._run(self._prepare(Dataset(X, y, sample_weight), validation), before, callback)
+        if validation is not None and not isinstance(validation, float):
+            validation = _dataset(validation)
+        data = _dataset(X, y, sample_weight)
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        setup = Setup(self, data, batch_size, validation)
+        loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
+        before, self.state, self.setup, self._fitted = self.state, loop.state, setup, loop
+        try:
+            loop.run()
+        finally:
+            loop.state.end()
+            self.names = setup.names if loop.moved else self.names
+            if not loop.moved and not loop.state.step:
+                self.state = before
         return self
 
-    def _run(
-        self,
-        loop: Loop,
-        before: TrainState | None,
-        callback: Callable[[Progress], bool | str | None] | None,
-    ) -> None:
-        """Run the epochs; keep their state, or the one `before` if no slice was finished."""
-        stop_reason = ERROR
-        try:
-            self._state, self._cache = loop.state, BuildCache()
-            with reporting(logging.DEBUG if self.enable_logging else level_of(self.verbose)):
-                stop_reason = loop.run(callback or (lambda progress: None))
-        except KeyboardInterrupt:
-            stop_reason = INTERRUPTED
-            raise
-        except ConvergenceError as e:
-            stop_reason = NOT_FINITE
-            if self.exc:
-                raise
-            warnings.warn(str(e), ConvergenceWarning, stacklevel=3)
-        finally:
-            self._state = loop.state if before is None or loop.moved else before
-            self._state.stop_reason = stop_reason
-            loop.state.end()
+    @property
+    def _loop(self) -> Loop:
+        if self._fitted is None:
+            raise NotFittedError("nothing was trained yet: call fit first")
+        return self._fitted
 
-    def _prepare(self, data: Dataset, held_out: Dataset | None) -> Loop:
-        """Check everything, and return the loop of the epochs; nothing of `self` is changed."""
-        rate, optimizer = self._rate_and_optimizer()
-        before = vars(self).get("_state") if self.warm_start else None
-        proto, names = self._model(before), self._checked_names()
-        weighted = data.weighted or (held_out is not None and held_out.weighted)
-        step, fields = self._build_step(proto, names, optimizer, weighted, before)
-        state = self._first_state(proto, names, step, optimizer, before)
-        source = self._source(state, fields, data)
-        validation = self._evaluation(proto, step, fields, weighted, held_out)
-        epoch = build_epoch(step)
-        runner = Runner(epoch, step, fields.mean, self.device, step.work * self.batch_size)
-        loop = self._loop(state, runner, rate, source, validation)
-        if step.unreached:
-            warnings.warn(
-                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
-            )
-        self._save_gradient(proto, step, epoch)
-        return loop
+    @property
+    def progress(self) -> FitProgress:
+        """The progress of the training that runs or ran last."""
+        return self._loop.progress
 
-    def _checked_names(self) -> list[str]:
-        """Return the names of the weights to train, and report those that are left out."""
-        names = self._names(announce=True)
-        self._check_names(names)
-        return names
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The entries of the history: one an epoch, and one for each other evaluation."""
+        return self.state.history
 
-    def _build_step(
-        self,
-        proto: ModelProto,
-        names: Sequence[str],
-        optimizer: Optimizer,
-        weighted: bool,
-        before: TrainState | None,
-    ) -> tuple[Step, Fields]:
-        """Return the step, and what checks its data against the columns of an earlier `fit`."""
-        objective = self._objective(proto, names, weighted)
-        step = build_step(objective, optimizer)
-        fields = Fields(objective)
-        if before is not None:
-            fields.names = before.names.copy()
-        return step, fields
+    @property
+    def gradient_norms(self) -> dict[str, float]:
+        """The 2-norm of the gradient of each weight in the last step."""
+        return dict(self._loop.runner.norms)
 
-    def _source(
-        self, state: TrainState, fields: Fields, data: Dataset
-    ) -> ArraySource | IterableSource:
-        """Return the source of batches; `state` stores the form and the columns of the data."""
-        state.flat = np.ndim(data.y) == 1  # as predictions are then: y - f is not (rows, rows)
-        state.names, state.columns = fields.names, data.columns
-        return data.source(fields, self.batch_size, state.rng)
+    def failed_step(self) -> tuple[ModelProto, dict[str, np.ndarray]] | None:
+        """Return the model of the step that gave NaN or infinity, and its inputs; None if none did.
 
-    def _evaluation(
-        self,
-        proto: ModelProto,
-        step: Step,
-        fields: Fields,
-        weighted: bool,
-        data: Dataset | None,
-    ) -> Evaluation | None:
-        """Return what computes the validation loss, None without validation data."""
-        if data is None:
-            return None
-        arrays = data.arrays(fields)
-        objective = self._objective(proto, step.weights, weighted)
-        return Evaluation(objective, fields, arrays, self.device, step.work)
-
-    def _save_gradient(self, proto: ModelProto, step: Step, epoch: ModelProto) -> None:
-        if self.saved_gradient is not None:
-            save(self._gradient(proto, step.weights), self.saved_gradient)
-            save(epoch, f"{os.fspath(self.saved_gradient)}.training.onnx")
-
-    def _loop(
-        self,
-        state: TrainState,
-        runner: Runner,
-        rate: BaseLearningRate,
-        source: ArraySource | IterableSource,
-        validation: Evaluation | None,
-    ) -> Loop:
-        """Return the loop; move the state to the device, the rate to the end of its last epoch."""
-        state.begin(runner)
-        for t, loss in enumerate(state.losses, 1):
-            rate.update_learning_rate(t, loss)
-        every = self.validation_every
-        every = max(1, round(every if every >= 1 else every * self.max_iter))
-        logs = self.enable_logging, bool(self.verbose or self.enable_logging)
-        return Loop(state, runner, rate, source, validation, self.max_iter, every, *logs)
-
-    def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
-        """Return the model of the loss and of its gradient with respect to each weight."""
-        raise NotImplementedError
-
-    def _model(self, state: TrainState | None) -> ModelProto:
-        """Return the model with the weights of `state`, if there is one."""
-        proto = read(self.model_onnx)
-        return proto if state is None else constants.replace(proto, state.values.weights)
-
-    def _names(self, announce: bool = False) -> list[str]:
-        """Return the names of the weights to train; `announce` reports those that are left out.
-
-        Roles are judged by the values in the model, not by the trained ones.
+        The model returns the losses and the new weights and slots.
         """
-        if self.weights_to_train is not None:
-            return list(dict.fromkeys(self.weights_to_train))
-        return trainable(read(self.model_onnx), announce)
+        return None if self.setup is None else self.setup.failed_step(self._loop)
 
-    def _check_names(self, names: Sequence[str]) -> None:
-        """Raise if an argument does not fit weights of these names."""
+    def step_models(self, X: Any, y: Any = None) -> tuple[ModelProto, ModelProto]:
+        """Return a step of training as two models, for a loop of your own.
 
-    def _rate_and_optimizer(self) -> tuple[BaseLearningRate, Optimizer]:
-        """Return a copy of the learning rate and the optimizer, after checking the arguments."""
-        check_arguments(self)
-        rate = start_learning_rate(self.learning_rate)
-        return rate, select_optimizer(self.training_optimizer_name, rate)
+        The first computes gradients: from weights, buffers and a batch to `<weight>_grad`,
+        `<buffer>.new`, and the sums and counts of the loss. The second updates the weights, and
+        clips gradients if the trainer does: from weights, slots `<weight>.<slot>`, gradients,
+        `minus_learning_rate` and `step` (1 in the first step), to `<weight>.new` and
+        `<weight>.<slot>.new`. In between, gradients of several batches or machines can be added.
 
-    def _first_state(
-        self,
-        proto: ModelProto,
-        names: Sequence[str],
-        step: Step,
-        optimizer: Optimizer,
-        before: TrainState | None,
-    ) -> TrainState:
-        """Return the state that training begins with: a new one, or a copy of the one `before`."""
-        arrays = {ref.name: ref.array() for ref in constants.constant_refs(proto)}
-        if before is None:
-            reached = set(step.weights)
-            weights = {name: arrays[name] for name in names if name in reached}
-            state = TrainState.drawn(weights, self.weight_init, self.random_state)
-        else:
-            state = before.resumed({name: arrays[name] for name in step.weights}, optimizer)
-        state.optimizer, state.trained, state.stop_reason = optimizer, step.weights, None
-        return state
+        Args:
+            X: as in `fit`, a few rows are enough.
+            y: as in `fit`.
+
+        Raises:
+            ValueError: as `fit`.
+            NoGradientRule: an operator between the weights and the loss has no rule.
+        """
+        return Setup(self, _dataset(X, y), None).step_models()
 
     # -- results ------------------------------------------------------------------------------
 
-    def _fitted(self) -> TrainState:
-        """Return the state, or raise `NotFittedError`."""
-        if "_state" not in vars(self):
-            raise NotFittedError("nothing was trained yet: call fit first")
-        return self._state
+    def evaluate(
+        self, X: Any, y: Any = None, *, sample_weight: Any = None, batch_size: int | None = None
+    ) -> dict[str, Any]:
+        """Return the loss and the metrics for data: `{"loss": ..., "accuracy": ...}`.
 
-    def __sklearn_is_fitted__(self) -> bool:
-        return "_state" in vars(self)
-
-    @property
-    def feature_names_in_(self) -> np.ndarray:
-        """The names of the columns of `X`, if `fit` was called with a table."""
-        names = self._fitted().columns
-        if names is None:
-            raise AttributeError("feature_names_in_: fit got no table with names of columns")
-        return np.array(names, dtype=object)
-
-    def _check_weights(
-        self, state: Mapping[str, Any], check_trained: bool = False
-    ) -> dict[str, np.ndarray]:
-        """Return copies of the arrays of `state`, in the dtypes of the model."""
-        weights = self._float_constants()
-        if not isinstance(state, Mapping):
-            raise ValueError(f"a state is a dict of arrays by name, not {type(state).__name__}")
-        if check_trained:
-            weights = {name: weights[name] for name in self._trained() if name in weights}
-        for name, array in state.items():
-            if name not in weights:
-                raise unknown("trained weight" if check_trained else "weight", name, weights)
-            if np.shape(array) != weights[name].shape:
-                raise ValueError(
-                    f"{name!r} has shape {weights[name].shape}, its new value {np.shape(array)}"
-                )
-        return {name: np.array(array, weights[name].dtype) for name, array in state.items()}
-
-    def _state_to_set(self) -> TrainState:
-        """Return the state, a new empty one if there is none."""
-        if "_state" not in vars(self):
-            self._state = TrainState(np.random.default_rng(self.random_state))
-        return self._state
-
-    def _float_constants(self) -> dict[str, np.ndarray]:
-        """Return the float constants of the model, by name."""
-        refs = constants.constant_refs(read(self.model_onnx))
-        return {s.name: s.array() for s in refs if s.read().data_type in constants.FLOATS}
-
-    def _trained(self) -> list[str]:
-        """Return the names of the weights that the last `fit` trained.
-
-        Raises:
-            NotFittedError: there was no `fit`; `set_state` alone trains nothing.
-        """
-        names = self._fitted().trained
-        if not names:
-            raise NotFittedError("the state was set, but nothing was trained yet: call fit first")
-        return names
-
-    def get_trained_onnx(self, model: ModelLike | None = None) -> ModelProto:
-        """Return the model with the trained weights, otherwise unchanged.
-
-        If `fit` was called with tables, the metadata store the names of their columns in order,
-        as `onnxgrad.columns`, and those of the label as `onnxgrad.target`; tables with other
-        columns are then refused when the model is trained again.
-
-        A model of more than 1 GB refers to the external data files of constants that were not
-        trained; write it with `save`.
+        The model is in its inference form: without dropout, with the stored statistics.
 
         Args:
-            model: another model with the same weights, such as the one without the loss; None for
-                the model that was trained. Its opset, names and metadata are kept.
+            X: as in `fit`.
+            y: as in `fit`.
+            sample_weight: as in `fit`.
+            batch_size: rows of one call of the runtime; the result does not depend on it.
 
         Raises:
-            ValueError: nothing was trained, or `model` lacks a trained weight.
+            ValueError: data that the model or the loss does not accept.
         """
-        state = self._fitted()
-        trained = constants.replace(
-            read(self.model_onnx if model is None else model), state.values.weights
-        )
-        state.names.keep(trained)
-        return trained
+        data = _dataset(X, y, sample_weight)
+        return self._once(data, batch_size, "evaluating").evaluate()
 
-    # -- sessions and graphs, built on demand -------------------------------------------------
+    def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
+        """Return the output that the loss reads, an array; a dict by output if it reads several.
 
-    def _built(self, name: str, build: Callable[[], T], *depends: Any) -> T:
-        """Return the cached result of `build`, built again if a parameter or `depends` changed."""
+        Args:
+            X: as in `fit`; labels in it are not read: y of batches (X, y), and columns of the
+                names of labels in `fit`.
+            batch_size: rows of one call of the runtime.
 
-        def key() -> Any:
-            params = self.get_params(deep=False)
-            params.pop("random_state")
-            return *depends, model_fingerprint(params.pop("model_onnx")), fingerprint(params)
+        Raises:
+            ValueError: data that the inputs do not accept.
+        """
+        predictions = self._once(Dataset(X), batch_size, "predicting").predict()
+        return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
-        return self.__dict__.setdefault("_cache", BuildCache()).get(name, key, build)
+    def _once(self, data: Dataset, batch_size: int | None, title: str) -> Setup:
+        """Return what is set up to go through data once; a `Progress` callback shows how far."""
+        watched = any(isinstance(c, Progress) for c in self.callbacks.callbacks)
+        return Setup(self, data, batch_size, default_size=256, shown=title if watched else None)
 
-    def __getstate__(self) -> dict[str, Any]:
-        attributes = {name: value for name, value in vars(self).items() if name != "_cache"}
-        if "_state" in attributes:
-            attributes["_state"] = self._state.copy()
-        return attributes
+    def evaluated(self) -> dict[str, np.ndarray]:
+        """Return the weights and statistics that are evaluated and exported, by name.
+
+        They are those of the last step, unless the optimizer averages weights.
+        """
+        values = self.state.values
+        weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
+        statistics = {n: a for n, a in values.buffers.items() if n in self._constants}
+        return weights | statistics
+
+    @property
+    def model(self) -> ModelProto:
+        """The model with the current weights and statistics, in its inference form."""
+        proto = inference_form(constants.replace(self.proto, self.evaluated()))
+        self.names.keep(proto)
+        return proto
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write `model` to a file.
+
+        Raises:
+            OSError: the file cannot be written; one that exists stays as it is.
+        """
+        save(self.model, path)
+
+
+def _dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
+    """Return the data; a tuple (X, y) or (X, y, sample_weight) of arrays is taken apart."""
+    alone = y is None and sample_weight is None
+    if alone and isinstance(X, tuple) and len(X) in (2, 3) and not _is_batch(X[0]):
+        return Dataset(*X)
+    return Dataset(X, y, sample_weight)
+
+
+def _is_batch(item: Any) -> bool:
+    """Return whether the first item of a tuple is a batch rather than features."""
+    return isinstance(item, (tuple, list)) and any(hasattr(part, "shape") for part in item)

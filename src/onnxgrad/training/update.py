@@ -8,40 +8,120 @@ from math import prod
 
 import numpy as np
 import onnx_ir as ir
+from onnx import ModelProto
 
+from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
+from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.optimizers import Inputs, Optimizer
+from onnxgrad.training.blocks import block_shape, update_in_blocks
 
 PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
+
+Arrays = dict[str, np.ndarray]
+Shape = tuple[int, ...]
 
 
 @dataclass
 class Group:
-    """Weights that are updated together: a large one, or all small ones in one flat vector."""
+    """Weights that are updated together: a large one, or small ones in one flat vector.
 
-    shapes: dict[str, tuple[int, ...]]
+    Attributes:
+        shapes: the shapes of the weights, by name.
+        state: the input that holds the weights: of the shape of the only one, or two axes if it is
+            updated in blocks, or flat.
+        slots: an input for each slot.
+        optimizer: that of each weight of the group, as `for_weight` returns it.
+        in_blocks: whether the state consists of blocks, which are updated one after the other.
+    """
+
+    shapes: dict[str, Shape]
     state: ir.Value
     slots: dict[str, ir.Value]
-
-    def pack(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the arrays of the group's weights as the one array of the group."""
-        parts = [np.asarray(arrays[name], numpy_dtype(self.state)) for name in self.shapes]
-        return np.concatenate([p.ravel() for p in parts]) if len(parts) > 1 else parts[0].copy()
-
-    def unpack(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the group's one array as one array per weight."""
-        ends = np.cumsum([prod(s) for s in self.shapes.values()])
-        parts = np.split(array.ravel(), ends[:-1])
-        return {
-            name: part.reshape(shape).copy()
-            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
-        }
+    optimizer: Optimizer
+    in_blocks: bool
 
     @property
     def inputs(self) -> list[ir.Value]:
         """The weights' state, then its slots."""
         return [self.state, *self.slots.values()]
+
+    def initial(
+        self, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping[str, np.ndarray]]
+    ) -> list[np.ndarray]:
+        """Return the arrays of the inputs, in their order.
+
+        Args:
+            weights: the weights by name, also of other groups.
+            slots: `{weight: {slot: array}}`; a slot that is missing starts at its initial value.
+
+        Raises:
+            ValueError: a slot of another shape, or one that weights of the group must share and
+                that differs between them.
+        """
+        arrays = [self.pack(weights)]
+        for slot in self.slots:
+            values = {}
+            for name, shape in self.shapes.items():
+                value = slots.get(name, {}).get(slot)
+                if value is None:
+                    initial = self.optimizer.slot_initial(slot, np.asarray(weights[name]))
+                    value = np.broadcast_to(initial, self.optimizer.slot_shape(slot, shape))
+                values[name] = value
+            arrays.append(self.pack(values, slot))
+        return arrays
+
+    def split(self, arrays: Iterable[np.ndarray]) -> tuple[Arrays, dict[str, Arrays]]:
+        """Return the weights, and the slots by weight, from the arrays of the inputs."""
+        state, *rest = arrays
+        slots: dict[str, Arrays] = {name: {} for name in self.shapes}
+        for slot, array in zip(self.slots, rest, strict=True):
+            for name, value in self.unpack(array, slot).items():
+                slots[name][slot] = value
+        return self.unpack(state), slots
+
+    def pack(self, arrays: Mapping[str, np.ndarray], slot: str | None = None) -> np.ndarray:
+        """Return the weights, or one slot of each, as one array, a copy: that of an input."""
+        like = self.state if slot is None else self.slots[slot]
+        parts = []
+        for name, shape in self._shapes(slot).items():
+            part = np.asarray(arrays[name], numpy_dtype(like))
+            if part.shape != shape:
+                what = "" if slot is None else f"the slot {slot!r} of "
+                raise ValueError(f"{what}{printable(name)} has the shape {part.shape}, not {shape}")
+            parts.append(part.ravel())
+        if slot is not None and self._shared(slot):
+            if any(part != parts[0] for part in parts):
+                raise ValueError(
+                    f"the slot {slot!r} is shared by {', '.join(map(printable, self.shapes))}, "
+                    "and differs between them: set all of them, or none"
+                )
+            parts = parts[:1]
+        joined = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+        return joined.reshape(shapes.static(shapes.dims(like)) or ())
+
+    def unpack(self, array: np.ndarray, slot: str | None = None) -> Arrays:
+        """Return the array of an input as one array per weight, copies."""
+        wanted = self._shapes(slot)
+        if slot is not None and self._shared(slot):
+            return {name: array.copy() for name in wanted}
+        parts = np.split(array.ravel(), np.cumsum([prod(s) for s in wanted.values()])[:-1])
+        return {
+            name: part.reshape(shape).copy()
+            for (name, shape), part in zip(wanted.items(), parts, strict=True)
+        }
+
+    def _shapes(self, slot: str | None) -> dict[str, Shape]:
+        if slot is None:
+            return self.shapes
+        return {name: self.optimizer.slot_shape(slot, s) for name, s in self.shapes.items()}
+
+    def _shared(self, slot: str) -> bool:
+        """Return whether the weights of the group, all elementwise, have one number in common."""
+        return len(self.shapes) > 1 and not shapes.dims(self.slots[slot])
 
 
 @dataclass
@@ -63,24 +143,140 @@ class Update:
         return [v for group in self.groups for v in group.inputs]
 
 
-def write_update(op: Emit, gradients: dict[ir.Value, ir.Value], optimizer: Optimizer) -> Update:
+def write_update(
+    op: Emit,
+    gradients: dict[ir.Value, ir.Value],
+    optimizer: Optimizer,
+    packed: int | None = None,
+    blocks: bool = True,
+) -> Update:
     """Write the nodes that update weights by their gradients, `{weight: gradient}`.
 
-    Small weights become parts of one flat input.
+    Args:
+        op: writes into the graph of the gradients.
+        gradients: small weights become parts of one flat input, and large ones have two axes, which
+            the graph turns into what it reads; these replace the weights.
+        optimizer: of the step; `for_weight` chooses that of each weight.
+        packed: elements up to which a weight is small; None is `PACKED`.
+        blocks: whether large weights are updated in blocks that stay in the cache of the CPU.
+
+    Raises:
+        ValueError: a pattern of the optimizer that matches no weight, or a weight that none
+            matches.
     """
-    partition = _partition(gradients, PACKED if optimizer.elementwise else 0)
-    groups = [_pack(op, members, gradients, optimizer) for members in partition]
+    optimizer.check_names([str(w.name) for w in gradients])
+    groups = [
+        _pack(op, members, gradients, own, blocks)
+        for own, members in _partition(gradients, optimizer, PACKED if packed is None else packed)
+    ]
+    cotangents = optimizer.across(op, [g for _, g in groups])
     widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)
     rate, number = (
         graph_input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
     )
     updated = []
     with op:
-        for group, g in groups:
+        for (group, _), g in zip(groups, cotangents, strict=True):
             scalars = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
-            u, new = optimizer.update(op, g, group.slots, Inputs(group.state, *scalars))
-            updated += [_sum(op, group.state, u), *(new[slot] for slot in group.slots)]
+            inputs = Inputs(group.state, *scalars)
+            if group.in_blocks:
+                updated += update_in_blocks(op, g, group.optimizer, group.slots, inputs)
+            else:
+                u, new = group.optimizer.update(op, g, group.slots, inputs)
+                updated += [_sum(op, group.state, u), *(new[slot] for slot in group.slots)]
     return Update([group for group, _ in groups], updated, rate, number)
+
+
+def build_update(
+    weights: Mapping[str, tuple[Shape, np.dtype | type]],
+    optimizer: Optimizer,
+    opset: int = WORKING_OPSET,
+) -> ModelProto:
+    """Return the update as a model of its own, with the numbers of the update inside of a step.
+
+    Inputs, in order: the weights by name; slots, named `<weight>.<slot>`; gradients, named
+    `<weight>_grad`; the scalars `minus_learning_rate` and `step`, 1 in the first step, of the
+    widest dtype. Outputs: new weights and new slots, named as the inputs with `.new` behind.
+
+    Args:
+        weights: `{name: (shape, dtype)}`.
+        optimizer: as in training.
+        opset: 18 to 26.
+
+    Raises:
+        ValueError: as `write_update`.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.optimizers import momentum
+        >>> from onnxgrad.training.update import build_update
+        >>> model = build_update({"w": ((3, 2), np.float32)}, momentum())
+        >>> [x.name for x in model.graph.input]
+        ['w', 'w.velocity', 'w_grad', 'minus_learning_rate', 'step']
+        >>> [y.name for y in model.graph.output]
+        ['w.new', 'w.velocity.new']
+    """
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="update")
+    op = Emit(graph, weights)
+    gradients = {}
+    for name, (shape, dtype) in weights.items():
+        weight = ir.Value(
+            name=name,
+            type=ir.TensorType(ir.DataType.from_numpy(np.dtype(dtype))),
+            shape=ir.Shape(shape),
+        )
+        gradients[weight] = graph_input(op, f"{name}_grad", weight)
+    graph.inputs.extend(gradients.values())
+    update = write_update(op, dict(gradients), optimizer, packed=0)
+    new = dict(zip(update.states, update.new, strict=True))
+    for group in update.groups:
+        if group.in_blocks:
+            _undo_blocks(op, group, new)
+    states = [group.state for group in update.groups]
+    slots = [slot for group in update.groups for slot in group.slots.values()]
+    graph.inputs[:] = [*states, *slots, *graph.inputs, update.minus_learning_rate, update.step]
+    protected = set(graph.inputs)
+    graph.outputs.extend(
+        op.name_output(new[old], f"{old.name}.new", old, protected) for old in (*states, *slots)
+    )
+    model = ir.Model(graph, ir_version=8, producer_name="onnxgrad")
+    tidy(model)
+    return to_proto(model)
+
+
+def evaluated(
+    optimizer: Optimizer,
+    weights: Mapping[str, np.ndarray],
+    slots: Mapping[str, Mapping[str, np.ndarray]],
+    steps: int,
+) -> Arrays:
+    """Return the weights to evaluate and export: averages, if the optimizer keeps them.
+
+    A weight without slots was not trained yet.
+    """
+    return {
+        name: optimizer.for_weight(name, w.shape).evaluated(w, slots[name], steps)
+        if name in slots
+        else w
+        for name, w in weights.items()
+    }
+
+
+def _undo_blocks(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
+    """Give the inputs of a group, and their new values, the shape of its weight."""
+    ((name, shape),) = group.shapes.items()
+
+    def whole(blocks: ir.Value, name: str) -> ir.Value:
+        value = ir.Value(name=name, type=blocks.type, shape=ir.Shape(shape))
+        with op.at(next(iter(op.graph), None)):
+            ir.convenience.replace_all_uses_with(blocks, op.reshape_like(value, blocks))
+        new[value] = op.reshape_like(new.pop(blocks), value)
+        return value
+
+    group.state = whole(group.state, name)
+    for slot, value in group.slots.items():
+        if shapes.dims(value):
+            group.slots[slot] = whole(value, str(value.name))
 
 
 def numpy_dtype(value: ir.Value) -> np.dtype:
@@ -96,50 +292,81 @@ def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = No
     )
 
 
-def _partition(weights: Iterable[ir.Value], limit: int) -> list[list[ir.Value]]:
-    """Return the weights in groups: those of up to `limit` elements by dtype, others alone."""
-    groups: dict[object, list[ir.Value]] = {}
+def _partition(
+    weights: Iterable[ir.Value], optimizer: Optimizer, limit: int
+) -> list[tuple[Optimizer, list[ir.Value]]]:
+    """Return the weights in groups of one optimizer: small ones by dtype, others alone."""
+    groups: list[tuple[Optimizer, list[ir.Value]]] = []
+    packed: list[tuple[Optimizer, list[ir.Value]]] = []
     for w in weights:
-        groups.setdefault(w.dtype if 0 < _size(w) <= limit else w.name, []).append(w)
-    return list(groups.values())
+        own = optimizer.for_weight(str(w.name), _static(w))
+        small = own.elementwise and 0 < prod(_static(w)) <= limit
+        same = (g for g in packed if small and g[1][0].dtype == w.dtype and g[0] == own)
+        if (group := next(same, None)) is not None:
+            group[1].append(w)
+            continue
+        groups.append((own, [w]))
+        if small:
+            packed.append(groups[-1])
+    return groups
 
 
-def _size(w: ir.Value) -> int:
-    return prod(shapes.static(shapes.dims(w)) or ())
+def _static(w: ir.Value) -> Shape:
+    return shapes.static(shapes.dims(w)) or ()
 
 
 def _pack(
-    op: Emit, members: list[ir.Value], gradients: dict[ir.Value, ir.Value], optimizer: Optimizer
+    op: Emit,
+    members: list[ir.Value],
+    gradients: dict[ir.Value, ir.Value],
+    optimizer: Optimizer,
+    blocks: bool,
 ) -> tuple[Group, ir.Value]:
     """Return the group of `members` and the gradient of its state.
 
     Several weights become one input, which the graph splits, so that their update is written once.
+    A weight that is updated in blocks becomes an input whose first axis counts the blocks.
     """
-    if len(members) == 1:
-        state, g = members[0], gradients[members[0]]
+    sizes = [prod(_static(w)) for w in members]
+    w = members[0]
+    alone = len(members) == 1 and optimizer.elementwise and blocks
+    shape = block_shape(w) if alone else None
+    if len(members) == 1 and shape is None:
+        state, g = w, gradients[w]
+    elif shape is not None:
+        state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
+        with op.at(next(iter(op.graph), None)):
+            _replace(w, op.reshape_like(state, w), gradients)
+        g = op.set_type_like(op.Reshape(gradients[w], list(shape)), state)
     else:
-        sizes = [_size(w) for w in members]
         state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
-        with op.at(next(iter(op.graph))):
+        with op.at(next(iter(op.graph), None)):
             parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(members))
             for w, part, size in zip(members, parts, sizes, strict=True):
                 part.shape = ir.Shape([size])
                 piece = part if _only_broadcast(w) else op.reshape_like(part, w)
-                ir.convenience.replace_all_uses_with(w, piece)
-                gradients.update({x: piece for x, dx in gradients.items() if dx is w})
+                _replace(w, piece, gradients)
         flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
         g = op.set_type_like(op.Concat(*flat, axis=0), state)
-    slots = {slot: graph_input(op, f"{state.name}.{slot}", state) for slot in optimizer.slots}
-    return Group(
-        {str(w.name): shapes.static(shapes.dims(w)) or () for w in members}, state, slots
-    ), g
+    inner = {slot: ir.Shape(optimizer.slot_shape(slot, _static(state))) for slot in optimizer.slots}
+    prefix = state.name if len(members) > 1 else w.name
+    slots = {slot: graph_input(op, f"{prefix}.{slot}", state, s) for slot, s in inner.items()}
+    names = {str(w.name): _static(w) for w in members}
+    return Group(names, state, slots, optimizer, shape is not None), g
+
+
+def _replace(w: ir.Value, piece: ir.Value, gradients: dict[ir.Value, ir.Value]) -> None:
+    """Replace a weight by what the graph makes of the state, also where it is a gradient."""
+    ir.convenience.replace_all_uses_with(w, piece)
+    gradients.update({x: piece for x, dx in gradients.items() if dx is w})
 
 
 def _sum(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
     """Return state + u, as one node if u is a sum itself."""
     node = u.producer()
-    assert node is not None
-    return op.Sum(state, *node.inputs) if node.op_type == "Add" else op.Add(state, u)
+    if node is not None and node.op_type == "Add":
+        return op.Sum(state, *node.inputs)
+    return op.Add(state, u)
 
 
 def _only_broadcast(w: ir.Value) -> bool:

@@ -37,10 +37,12 @@ _LISTED_AS = "onnxgrad.listed_as"
 def prepare(
     proto: ModelProto,
     batch: str | None = None,
-    output: str | None = None,
+    outputs: Collection[str] | None = None,
     keep: Collection[str] = (),
     on_demand: bool = False,
     own: bool = False,
+    keep_dropout: bool = False,
+    exempt: Collection[str] | None = None,
 ) -> ir.Model:
     """Return a copy of `proto` in the working dialect, with inferred types and shapes.
 
@@ -48,26 +50,33 @@ def prepare(
         proto: the model.
         batch: symbol for the first axis of every input that is not static, if the caller knows that
             they all have the same number of rows.
-        output: name of the only output to keep, with the nodes that it needs; None: all.
+        outputs: names of the outputs to keep, in this order, with the nodes that they need; None:
+            all.
         keep: names of node outputs that keep their names.
         on_demand: also lower the operators that the sweep lowers if they have a gradient.
         own: `proto` was written from a prepared model: trust the shapes that it states.
+        keep_dropout: keep each Dropout without effect, so that training can switch it on.
+        exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
+            state different symbols. None: it is that of all inputs.
     """
-    table = LOWERINGS | ON_DEMAND if on_demand else LOWERINGS
+    table = dict(LOWERINGS | ON_DEMAND if on_demand else LOWERINGS)
+    if keep_dropout:
+        del table["", "Dropout"]
     model = to_ir(raise_opset(inlined(proto, lifted=True)))
     RemoveInitializersFromInputsPass()(model)
     _separate_repeated_outputs(model.graph)
-    if output is not None:
-        kept = [y for y in model.graph.outputs if y.name == output]
-        if not kept:
-            raise unknown("output", output, [str(y.name) for y in model.graph.outputs])
-        model.graph.outputs[:] = kept
+    if outputs is not None:
+        by_name = {str(y.name): y for y in reversed(model.graph.outputs)}
+        for name in outputs:
+            if name not in by_name:
+                raise unknown("output", name, [str(y.name) for y in model.graph.outputs])
+        model.graph.outputs[:] = [by_name[name] for name in outputs]
         tidy(model)
     if batch is not None:
-        name_rows(model.graph, batch)
+        name_rows(model.graph, batch, exempt)
     note_ranks(model.graph.all_nodes())
     stated = {} if own else forget_stated(model.graph)
-    trust_branches = output is not None  # for a loss: trainers check the shapes that they feed
+    trust_branches = outputs is not None  # for a loss: trainers check the shapes that they feed
     infer(model, trust_branches)
     if complete_stated(model.graph, stated):
         infer(model, trust_branches)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain, count
 
 import onnx_ir as ir
@@ -118,18 +118,24 @@ def _infer_node(node: ir.Node, opset: int) -> None:
         y.shape = ir.serde.deserialize_type_proto_for_shape(proto) if y.shape is None else y.shape
 
 
-def name_rows(graph: ir.Graph, symbol: str) -> None:
-    """Name the first axis of all inputs `symbol`, except where its length is static."""
-    firsts = {shape[0] for x in graph.inputs if (shape := dims(x))}
-    rows = {d for d in firsts if isinstance(d, str) and d not in _PLACEHOLDERS}
+def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = None) -> None:
+    """Name the first axis of inputs `symbol`, except where its length is static.
+
+    None for `exempt`: of all inputs, whatever they state. Otherwise not of the inputs with these
+    names, and where inputs state different symbols, only of those that state none.
+    """
+    inputs = [x for x in graph.inputs if dims(x) and x.name not in (exempt or ())]
+    firsts = {x: (dims(x) or (None,))[0] for x in inputs}
+    rows = {d for d in firsts.values() if isinstance(d, str) and d not in _PLACEHOLDERS}
+    if exempt is not None and len(rows) > 1:
+        firsts, rows = {x: d for x, d in firsts.items() if d not in rows}, set()
     for value in _values(graph):
         shape = dims(value)
         if shape and not rows.isdisjoint(shape):
             value.shape = ir.Shape([symbol if d in rows else d for d in shape])
-    for x in graph.inputs:
-        shape = dims(x)
-        if shape and not isinstance(shape[0], int):
-            x.shape = ir.Shape([symbol, *shape[1:]])
+    for x, first in firsts.items():
+        if not isinstance(first, int):
+            x.shape = ir.Shape([symbol, *(dims(x) or ())[1:]])
 
 
 def _name_axes(graph: ir.Graph) -> None:

@@ -3,7 +3,8 @@
 Many files state the shapes of the example that was exported, although their inputs have a symbolic
 batch: a gradient that relies on a wrong length would be wrong silently. Inferred dimensions take
 precedence. Beyond them, only stated symbols of inputs are used, if the rank was inferred, and for
-outputs of the model all dimensions but a static batch. If inference contradicts one stated shape,
+outputs of the model all dimensions but a static batch. If their rank was not inferred, neither is a
+symbolic batch: a Squeeze without axes removes one row. If inference contradicts one stated shape,
 none is used.
 """
 
@@ -50,15 +51,25 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
             y.shape = None
         return bool(results)
     changed = False
+    unproven = [y for y in graph.outputs if _has_no_inferred_rank(y)]
+    for y in unproven:
+        if (shape := dims(y)) and isinstance(shape[0], str):
+            y.shape, changed = ir.Shape([None, *shape[1:]]), True
     for y, shape in stated.items():
         proven = dims(y)
-        if proven is None:
+        if proven is None or y in unproven:
             continue
         pairs = zip(proven, shape, strict=True)
         merged = [d if d in symbols and not is_stated(p) else p for p, d in pairs]
         if tuple(merged) != proven:
             y.shape, changed = ir.Shape(merged), True
     return changed
+
+
+def _has_no_inferred_rank(y: ir.Value) -> bool:
+    """Return whether only the model states the shape of `y`: an operand of its node has no rank."""
+    node = y.producer()
+    return node is not None and any(x is not None and rank(x) is None for x in node.inputs)
 
 
 def _contradict(proven: Dims | None, stated: Dims, symbols: set[str]) -> bool:

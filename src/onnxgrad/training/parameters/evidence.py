@@ -15,6 +15,7 @@ _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
 _NOTE = "pkg.torch.onnx.fx_node"
 
 # numbered names that exporters and optimizers generate for constants
+_CONSTANT = re.compile(r"(.*/)?Constant(_\d+)?_output_0")
 _COUNTED = re.compile(
     r"""(.*/)?(Constant|ConstantOfShape|ConstantFolding|Const)(_\d+)*(_output_\d+)?(:\d+)?
     | (.*/)?(val|const|_?const_fold\w*|ortshared|scalar_tensor|_?tensor_constant|lifted_tensor
@@ -44,6 +45,11 @@ _AFFINE = re.compile(
 def counted(name: str) -> bool:
     """Return whether `name` is generated and numbered, so that it has no meaning."""
     return _COUNTED.fullmatch(name) is not None
+
+
+def written_as_constant(name: str) -> bool:
+    """Return whether PyTorch's TorchScript exporter gives `name` to a Constant node."""
+    return _CONSTANT.fullmatch(name) is not None
 
 
 def sounds_learned(name: str) -> bool:

@@ -45,6 +45,8 @@ class Roles:
             return Verdict(False, "it is empty")
         if array.dtype.itemsize < 4:
             array = array.astype(np.float32)  # numpy does not support bfloat16 everywhere
+        if self.from_torch and evidence.written_as_constant(name) and evidence.is_all(array):
+            return Verdict(False, "one number, which the exporter wrote as a Constant")
         uses = list(self.around.uses(constant))
         verdicts = [self._judge(name, use, array) for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
@@ -72,6 +74,8 @@ class Roles:
         match kind:
             case "f":
                 return self._factor(name, use, array, where)
+            case "b" if array.size == 1 and "Expand" in use.via:
+                return Verdict(False, f"one number for all features of {where}")
             case "b":
                 return Verdict(True, f"bias of {where}")
             case "s" | "o":

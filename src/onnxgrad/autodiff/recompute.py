@@ -1,0 +1,265 @@
+"""Recomputation in one graph: the backward pass writes nodes of the forward pass again.
+
+A runtime would run the copies as early as their operands allow, while the originals still exist,
+or merge them with the originals. So the operands of a copy are gated: they pass through a Reshape
+to their own shape, which depends on a cotangent; onnxruntime does not copy the tensor for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from math import inf
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.min_cut import cheapest
+from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
+from onnxgrad.autodiff.segments import Lifetime, cuts
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.traversal import captured, reads, subgraphs
+from onnxgrad.model.convert import to_proto
+
+# two passes over memory, which cost little beside the product or convolution that reads the result
+_NORMALIZATIONS = {
+    "BatchNormalization",
+    "GroupNormalization",
+    "InstanceNormalization",
+    "LayerNormalization",
+    "RMSNormalization",
+}
+
+
+class Recomputation:
+    """Lets a backward pass, which is written behind it, compute values of a forward pass again.
+
+    Create it between the two passes, then call `write`.
+
+    Args:
+        op: emitter of the graph that contains the forward pass.
+        seeds: the cotangents that the backward pass starts with.
+        recompute: "none"; "cheap": nodes that `partition` calls cheap, and normalizations; "all":
+            every node but those behind the last cut of `segments`, from the values at the cuts.
+    """
+
+    def __init__(self, op: Emit, seeds: Iterable[ir.Value], recompute: str) -> None:
+        self.op, self.recompute, self.seeds = op, recompute, set(seeds)
+        self.forward = {node: i for i, node in enumerate(op.graph)}
+        self.nbytes: dict[ir.Value, int] = {}
+        if recompute != "none":
+            self.nbytes = _nbytes(op.graph)
+
+    def write(self, needed: Iterable[ir.Value]) -> None:
+        """Write the copies into the backward pass, as far as the values `needed` depend on it."""
+        if self.recompute == "none":
+            return
+        passes = _Passes(self.op.graph, self.forward, self.seeds, set(needed))
+        crossing, last = self._segments(passes)
+        kept = crossing | (self._cheap(passes, crossing) if self.recompute == "cheap" else last)
+        copies = _Copies(self.op, passes, kept)
+        for node in passes.after:
+            copies.feed(node)
+
+    def _cheap(self, passes: _Passes, kept: set[ir.Value]) -> set[ir.Value]:
+        """Return the values of the fewest bytes from which the others are cheap to compute.
+
+        Those `kept` anyway end chains, such as the residual stream of a network: the first use of
+        its end would compute all of it again.
+        """
+
+        def is_cheap(node: ir.Node) -> bool:
+            cheap = RECOMPUTE["cheap"](node) or node.op_type in _NORMALIZATIONS
+            return cheap or node not in self.forward
+
+        def made_of(value: ir.Value) -> list[ir.Value] | None:
+            node = value.producer()
+            if node is None or value in kept or not may_repeat(node) or not is_cheap(node):
+                return None
+            return [x for x in reads(node) if x.producer() in passes.depth]
+
+        def price(value: ir.Value) -> float:
+            if (nbytes := self.nbytes.get(value)) is not None and value not in kept:
+                return nbytes
+            return 0 if made_of(value) is None else inf
+
+        return {v for v in cheapest(passes.demands, price, made_of) if isinstance(v, ir.Value)}
+
+    def _segments(self, passes: _Passes) -> tuple[set[ir.Value], set[ir.Value]]:
+        """Return the values that cross cuts or cannot be computed again; those of the end."""
+        nodes = [node for node in passes.before if node in self.forward]
+        first = {y: i for i, node in enumerate(nodes) for y in node.outputs}
+        last = dict(first)
+        for i, node in enumerate(nodes):
+            last.update((x, i) for x in reads(node) if x in first)
+        read = passes.read_behind(self.forward)
+        fixed = {y for node in passes.before if not may_repeat(node) for y in node.outputs}
+        lifetimes = [
+            Lifetime(i, last[v], self.nbytes.get(v, 0), v in read)
+            for v, i in first.items()
+            if v not in fixed
+        ]
+        positions = cuts(lifetimes, len(nodes)) if nodes else []
+        end = positions[-1] if positions else -1
+        crossing = {v for v, i in first.items() if any(i <= p < last[v] for p in positions)}
+        return fixed | crossing, {v for v, i in first.items() if i > end}
+
+
+def may_repeat(node: ir.Node) -> bool:
+    """Return whether a copy of `node` may be written: it draws nothing and has no subgraph.
+
+    Shapes are too small to be computed again.
+    """
+    is_shape = node.op_type in ("Shape", "Size")
+    tensors = all(_is_tensor(y) for y in node.outputs)
+    return tensors and not is_shape and is_repeatable(node) and not any(subgraphs(node))
+
+
+class _Passes:
+    """The nodes that `needed` depends on: those before and those after the seeds, in order.
+
+    Nodes that the backward pass wrote, but that depend on no cotangent, are among `before`.
+    `demands` are the results of `before` that `after` reads, and `depth` is the length of the
+    longest path to each node. `needed` is extended.
+    """
+
+    def __init__(
+        self,
+        graph: ir.Graph,
+        forward: Collection[ir.Node],
+        seeds: set[ir.Value],
+        needed: set[ir.Value],
+    ) -> None:
+        self.before: list[ir.Node] = []
+        self.after: list[ir.Node] = []
+        self.depth: dict[ir.Node, int] = {}
+        self.demands: dict[ir.Value, None] = {}
+        live = []
+        for node in reversed(graph):
+            if not needed.isdisjoint(node.outputs):
+                live.append(node)
+                needed.update(reads(node))
+        behind = set(seeds)
+        for node in reversed(live):
+            read = reads(node)
+            producers = (x.producer() for x in read)
+            self.depth[node] = 1 + max((self.depth.get(p, 0) for p in producers if p), default=0)
+            if node in forward or behind.isdisjoint(read):
+                self.before.append(node)
+            else:
+                self.after.append(node)
+                behind.update(node.outputs)
+                self.demands |= dict.fromkeys(x for x in read if x.producer() in self.depth)
+        later = set(self.after)
+        self.demands = {x: None for x in self.demands if x.producer() not in later}
+
+    def read_behind(self, forward: Collection[ir.Node]) -> set[ir.Value]:
+        """Return what `after`, and the nodes of `before` behind the forward pass, read."""
+        own = (x for node in self.before if node not in forward for x in reads(node))
+        return {*self.demands, *own}
+
+
+class _Copies:
+    """Copies of nodes, each written before the first node of the backward pass that reads it."""
+
+    def __init__(self, op: Emit, passes: _Passes, kept: set[ir.Value]) -> None:
+        self.op, self.kept, self.depth = op, kept, passes.depth
+        self.position = {node: i for i, node in enumerate(passes.before)}
+        self.kept.update(x for node in passes.after for x in captured(node))
+        self.copies: dict[ir.Value, ir.Value] = {}
+        self.gates: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
+        self.latest: ir.Value | None = None  # the cotangent behind the longest path so far
+
+    def feed(self, node: ir.Node) -> None:
+        """Let a node of the backward pass read copies; the nodes must come in order."""
+        with self.op.at(node):
+            for i, x in enumerate(node.inputs):
+                if x is not None and self._is_recomputed(x):
+                    self._write(x)
+                    node.replace_input_with(i, self.copies[x])
+        if self.latest is None or self.depth[node] >= self._depth(self.latest):
+            self.latest = next(filter(_is_tensor, node.outputs), self.latest)
+
+    def _depth(self, value: ir.Value) -> int:
+        node = value.producer()
+        return 0 if node is None else self.depth[node]
+
+    def _is_recomputed(self, value: ir.Value) -> bool:
+        """Return whether to read a copy of `value`; not where it would run before the original."""
+        if value in self.copies:
+            return True
+        if value in self.kept or value.producer() not in self.position:
+            return False
+        return self.latest is not None and self._depth(self.latest) > self._depth(value)
+
+    def _write(self, value: ir.Value) -> None:
+        """Write copies of the node of `value`, and of those before it, as far as is needed."""
+        nodes: set[ir.Node] = set()
+        stack = [value]
+        while stack:
+            x = stack.pop()
+            node = x.producer()
+            if x in self.copies or node is None or node in nodes or node not in self.position:
+                continue
+            if x not in self.kept:
+                nodes.add(node)
+                stack += reads(node)
+        for node in sorted(nodes, key=self.position.__getitem__):
+            self._copy(node)
+
+    def _copy(self, node: ir.Node) -> None:
+        operands = [x if x is None else self.copies.get(x, x) for x in node.inputs]
+        if _updates_statistics(node):  # onnxruntime overwrites these operands
+            for i in (3, 4):
+                operands[i] = self._another(node.inputs[i])
+        computed = [x is not None and x.producer() is not None for x in operands]
+        for i, x in enumerate(operands):
+            if x is not None and x is node.inputs[i] and (computed[i] or not any(computed)):
+                operands[i] = self._gated(x)
+        self.copies.update(zip(node.outputs, self.op.again(node, operands), strict=True))
+
+    def _another(self, value: ir.Value | None) -> ir.Value | None:
+        """Return a copy of a value that is used once."""
+        node = None if value is None else value.producer()
+        if value is None or node is None:
+            return value
+        inputs = [x if x is None else self._gated(x) for x in node.inputs]
+        return self.op.again(node, inputs)[value.index() or 0]
+
+    def _gated(self, x: ir.Value) -> ir.Value:
+        """Return `x`, available when `latest` is: a Reshape in which 0 keeps the length."""
+        if self.latest is None or not _is_tensor(x) or x.is_initializer():
+            return x
+        if (key := (x, self.latest)) not in self.gates:
+            n = rank(x)
+            zero = self._fresh(
+                "Mul", [0] if n is None else [0] * n, self._fresh("Size", self.latest)
+            )
+            if n is None:
+                zero = self._fresh("Mul", self._fresh("Shape", x), zero)
+            self.gates[key] = self.op.set_type_like(self._fresh("Reshape", x, zero), x)
+        return self.gates[key]
+
+    def _fresh(self, op_type: str, *inputs: Any) -> ir.Value:
+        """Return the output of a new node: one that is equal may be further down in the graph."""
+        return self.op.emit(op_type, inputs, {}, fresh=True)
+
+
+def _nbytes(graph: ir.Graph) -> dict[ir.Value, int]:
+    """Return the bytes of all tensors that the nodes of `graph` compute."""
+    read = {x: None for node in graph for x in reads(node) if x.producer() is None}
+    free = [x for x in read if not x.is_graph_input() and not x.is_initializer()]
+    graph.inputs.extend(free)
+    sizes = Sizes(to_proto(ir.Model(graph, ir_version=10)), LENGTH)
+    del graph.inputs[len(graph.inputs) - len(free) :]
+    return {y: sizes[y] for node in graph for y in node.outputs if _is_tensor(y)}
+
+
+def _updates_statistics(node: ir.Node) -> bool:
+    return node.op_type == "BatchNormalization" and bool(
+        node.attributes.get_int("training_mode", 0)
+    )
+
+
+def _is_tensor(value: ir.Value) -> bool:
+    return isinstance(value.type, ir.TensorType) or value.type is None

@@ -1,0 +1,235 @@
+"""Parquet files and datasets of pyarrow that are larger than memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.arrow_blocks import Block, ColumnArrays, column_array
+from onnxgrad.data.arrow_files import pieces, read
+from onnxgrad.data.prefetch import prefetched
+from onnxgrad.data.readers import Reader, describe_files
+from onnxgrad.errors import unknown
+
+_BUFFER_BYTES = 1 << 26  # of the rows that are shuffled together
+_BUFFER_ROWS = 1 << 16
+_SAMPLED = 64  # rows whose size is measured
+_READ_BYTES = 1 << 22  # of one record batch that is decoded
+_LISTED = 1000  # files of a folder whose names say its kind
+_Y, _WEIGHT = "/y", "/weight"  # keys of labels and sample weights among those of inputs
+
+Columns = Sequence[str] | Mapping[str, str | Sequence[str]]
+
+
+def is_arrow_dataset(X: Any) -> bool:
+    """Return whether `X` is a dataset of pyarrow; a table of it is in memory."""
+    return type(X).__module__.startswith("pyarrow") and hasattr(X, "get_fragments")
+
+
+def arrow_dataset(
+    source: Any,
+    y: str | Sequence[str] | None = None,
+    sample_weight: str | Sequence[str] | None = None,
+    columns: Columns | None = None,
+    shuffle_rows: int | None = None,
+) -> Reader:
+    """Return the rows of Parquet or Arrow files as data for `fit`, read while it runs.
+
+    The order is shuffled in two steps: of the row groups (files, where a format has none), and of
+    `shuffle_rows` consecutive rows at a time. Rows of one row group that are farther apart stay
+    apart: write files in a random order, or with small row groups. Memory holds twice
+    `shuffle_rows` rows, and the slices of batches that wait for the session; row groups of Parquet
+    files may be larger than it.
+
+    Args:
+        source: path of a file, or of a folder of Parquet files (with partitions); a list of paths;
+            or a `pyarrow.dataset.Dataset` or `pyarrow.Table`.
+        y: names of the columns of the label. None: the column that is called as the label input.
+        sample_weight: name of the column of sample weights.
+        columns: names of the columns to read, in the order of the model's input, or a dict
+            `{input: name or names}`. None: all but those of `y` and `sample_weight`.
+        shuffle_rows: rows that are shuffled together; None: 64 MB of them, 65536 at most.
+
+    Returns:
+        A reader, which `fit(reader)` takes as X. Lists in a column become axes.
+
+    Raises:
+        ValueError: a file that cannot be read, no rows, unknown columns, or a dataset that was
+            filtered.
+
+    Examples:
+        >>> import tempfile, numpy as np, pyarrow as pa, pyarrow.parquet as pq
+        >>> from onnxgrad import arrow_dataset
+        >>> path = tempfile.mkdtemp() + "/rows.parquet"
+        >>> pq.write_table(pa.table({"a": [1.0, 2.0, 3.0], "price": [4.0, 5.0, 6.0]}), path)
+        >>> reader = arrow_dataset(path, y="price")
+        >>> [(X["a"].tolist(), y["price"].tolist()) for X, y in reader.batches(2, None, 0)]
+        [([1.0, 2.0], [4.0, 5.0]), ([3.0], [6.0])]
+    """
+    targets = [y] if isinstance(y, str) else list(y or ())
+    weights = [sample_weight] if isinstance(sample_weight, str) else list(sample_weight or ())
+    if shuffle_rows is not None and shuffle_rows < 1:
+        raise ValueError(f"shuffle_rows={shuffle_rows} must be at least 1")
+    opened = _opened(source)
+    return ArrowReader(opened, targets, weights, columns, shuffle_rows, opened is source)
+
+
+def _files(names: Sequence[str]) -> Iterator[str]:
+    """Yield the files among `names`, and the first ones of each folder."""
+    for name in names:
+        if not os.path.isdir(name):
+            yield name
+            continue
+        found = (os.path.join(at, f) for at, _, files in os.walk(name) for f in sorted(files))
+        yield from islice((f for f in found if os.path.basename(f)[0] not in "._"), _LISTED)
+
+
+def _opened(source: Any) -> Any:
+    """Return `source` as a dataset of pyarrow."""
+    import pyarrow as pa
+    from pyarrow import dataset
+
+    if is_arrow_dataset(source):
+        return source
+    if isinstance(source, (pa.Table, pa.RecordBatch)):
+        return dataset.dataset(source)
+    paths = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    names = [os.fspath(path) for path in paths]
+    forms = {os.path.splitext(n)[1].lower() for n in _files(names)}
+    form = {".feather": "feather", ".arrow": "ipc", ".ipc": "ipc"}.get(min(forms, default=""))
+    if len(forms) > 1 or forms - {".parquet", ".pq", ".feather", ".arrow", ".ipc", ""}:
+        raise ValueError(
+            f"{', '.join(map(repr, names))}: files of one kind, .parquet or .arrow, can be read "
+            "while training; load others first, as an array or a table"
+        )
+    try:
+        return dataset.dataset(
+            names[0] if len(names) == 1 else names, format=form or "parquet", partitioning="hive"
+        )
+    except (OSError, pa.ArrowException) as e:
+        raise ValueError(f"cannot read {names[0]!r}: {str(e).splitlines()[0]}") from e
+
+
+class ArrowReader(Reader):
+    """Rows of a dataset of pyarrow, read piece by piece: row groups, or files."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        targets: list[str],
+        weights: list[str],
+        columns: Columns | None,
+        shuffle_rows: int | None,
+        selected: bool = True,
+    ) -> None:
+        names = dataset.schema.names
+        taken = [*targets, *weights]
+        if columns is None:
+            columns = [name for name in names if name not in taken]
+        self._groups = inputs, *_ = _by_input(columns), targets, weights
+        used = [name for group in inputs.values() for name in group]
+        self._names = list(dict.fromkeys([*used, *taken]))
+        for name in self._names:
+            if name not in names:
+                raise unknown("column", name, names)
+        self._dataset = dataset
+        self._pieces = list(pieces(dataset, selected))
+        self.rows: int = sum(piece.rows for piece in self._pieces)
+        if not self.rows:
+            raise ValueError("the dataset has no rows")
+        self._row_bytes = max(1, self._measured() // min(self.rows, _SAMPLED))
+        default = min(_BUFFER_ROWS, _BUFFER_BYTES // self._row_bytes)
+        self._shuffle_rows = shuffle_rows or max(1, default)
+
+    def _measured(self) -> int:
+        """Return the bytes of the first rows."""
+        with closing(self._decoded(np.arange(len(self._pieces)), 0, _SAMPLED)) as parts:
+            return sum(array.nbytes for array in next(parts).values())
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the batches of one pass; blocks of rows that are left out are not decoded.
+
+        A thread decodes the next block while batches are drawn from one.
+        """
+        together = max(self._shuffle_rows // size, 1) * size  # blocks end where batches do
+        order = np.arange(len(self._pieces))
+        if seed is not None:
+            order = np.random.default_rng(seed).permutation(order)
+        first, start = divmod(skip * size, together)
+        with closing(prefetched(self._blocks(order, first * together, together), 1)) as blocks:
+            for number, block in enumerate(blocks, first):
+                inside = None
+                if seed is not None:
+                    inside = np.random.default_rng([seed, number]).permutation(block.rows)
+                for at in range(start, block.rows, size):
+                    cut = slice(at, min(at + size, block.rows))
+                    yield _batch(block.tables(cut if inside is None else inside[cut]))
+                start = 0
+                del block  # or it would stay in memory while the thread fills another one
+
+    def _blocks(self, order: np.ndarray, start: int, size: int) -> Generator[Block, None, None]:
+        """Yield `size` rows at a time, from row `start` of the pieces in this order."""
+        if start >= self.rows:
+            return
+        inputs, y, weight = self._groups
+        groups = {key: g for key, g in (inputs | {_Y: y, _WEIGHT: weight}).items() if g}
+        left = self.rows - start
+        block = Block(groups, min(size, left))
+        step = min(size, max(1, _READ_BYTES // self._row_bytes))
+        with closing(self._decoded(order, start, step)) as parts:
+            for part in parts:
+                at, count = 0, len(next(iter(part.values())))
+                while at < count:
+                    taken = min(count - at, block.size - block.rows)
+                    block.append({name: array[at : at + taken] for name, array in part.items()})
+                    at += taken
+                    left -= taken
+                    if block.rows == block.size and left:
+                        yield block
+                        block = Block(groups, min(size, left))
+        yield block
+
+    def _decoded(
+        self, order: np.ndarray, start: int, size: int
+    ) -> Generator[dict[str, np.ndarray], None, None]:
+        """Yield arrays of up to `size` rows, from row `start` of the pieces in this order."""
+        for i in order:
+            piece = self._pieces[i]
+            if start >= piece.rows:
+                start -= piece.rows
+                continue
+            for columns in read(piece, self._dataset.schema, self._names, size):
+                count = len(next(iter(columns.values())))
+                if start >= count:
+                    start -= count
+                    continue
+                arrays = {
+                    n: column_array(n, c.slice(start) if start else c) for n, c in columns.items()
+                }
+                start = 0
+                yield arrays
+
+    def describe(self) -> dict[str, Any]:
+        """Return the columns, the number of rows, and a digest of sizes and times of files."""
+        schema = {name: str(self._dataset.schema.field(name).type) for name in self._names}
+        entries = {"kind": "arrow", "rows": self.rows, "columns": schema}
+        files = getattr(self._dataset, "files", [])
+        return entries | {"files": len(files), "digest": describe_files(files)}
+
+
+def _by_input(columns: Columns) -> dict[str, list[str]]:
+    """Return the columns by input; "" stands for all features."""
+    if isinstance(columns, Mapping):
+        return {n: [c] if isinstance(c, str) else list(c) for n, c in columns.items()}
+    return {"": [columns] if isinstance(columns, str) else list(columns)}
+
+
+def _batch(tables: dict[str, ColumnArrays]) -> tuple[Any, ...]:
+    y, weight = tables.pop(_Y, None), tables.pop(_WEIGHT, None)
+    X = tables.get("", tables)
+    return (X, y, weight)[: 1 if y is weight else 2 if weight is None else 3]

@@ -1,0 +1,123 @@
+"""Pieces of datasets of pyarrow: row groups of Parquet files, whole files of other formats."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from onnxgrad.data.arrays import DataError
+
+_BUFFER_BYTES = 1 << 16  # of a column that are read at a time
+
+Columns = dict[str, Any]  # arrays of pyarrow by name
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A row group of a Parquet file, or a whole file (`group` is None), and its rows."""
+
+    fragment: Any
+    group: int | None
+    rows: int
+
+
+def pieces(dataset: Any, selected: bool) -> Generator[Piece, None, None]:
+    """Yield the pieces of a dataset that have rows.
+
+    Args:
+        dataset: a dataset of pyarrow.
+        selected: whether row groups may have been selected. The fragments then keep the footers of
+            their files in memory, which are large where columns are many.
+
+    Raises:
+        ValueError: the dataset was filtered or joined, or a file cannot be read.
+    """
+    import pyarrow as pa
+
+    try:
+        fragments = dataset.get_fragments()
+    except ValueError as e:
+        raise ValueError(f"write what was selected or joined to a file first: {e}") from None
+    for fragment in fragments:
+        try:
+            counts = _row_groups(fragment, selected)
+        except (OSError, pa.ArrowException) as e:
+            raise _unreadable(fragment, e) from e
+        yield from (Piece(fragment, number, rows) for number, rows in counts if rows)
+
+
+def _row_groups(fragment: Any, selected: bool) -> list[tuple[int | None, int]]:
+    """Return the numbers of the row groups of a fragment, and their rows."""
+    import pyarrow.parquet as pq
+
+    if not hasattr(fragment, "split_by_row_group"):
+        return [(None, fragment.count_rows())]
+    if selected:
+        return [(group.id, group.num_rows) for group in fragment.row_groups]
+    with fragment.open() as file:
+        footer = pq.ParquetFile(file).metadata
+        return [(i, footer.row_group(i).num_rows) for i in range(footer.num_row_groups)]
+
+
+def read(
+    piece: Piece, schema: Any, names: Sequence[str], size: int
+) -> Generator[Columns, None, None]:
+    """Yield the columns of a piece, up to `size` rows at a time.
+
+    Columns that a file lacks are null; partitions are columns.
+
+    Raises:
+        DataError: a file cannot be read, or a column in it has a type that does not fit.
+    """
+    import pyarrow as pa
+
+    batches = _batches if piece.group is None else _row_group_batches
+    try:
+        with closing(batches(piece, schema, list(names), size)) as parts:
+            yield from parts
+    except (OSError, pa.ArrowException) as e:
+        raise _unreadable(piece.fragment, e) from e
+
+
+def _batches(
+    piece: Piece, schema: Any, names: list[str], size: int
+) -> Generator[Columns, None, None]:
+    options = {"batch_size": size, "use_threads": False, "batch_readahead": 1}
+    for batch in piece.fragment.to_batches(schema=schema, columns=names, **options):
+        yield {name: batch.column(name) for name in names}
+
+
+def _row_group_batches(
+    piece: Piece, schema: Any, names: list[str], size: int
+) -> Generator[Columns, None, None]:
+    """Yield the columns of a row group, which is never in memory as a whole.
+
+    The scanner of a dataset would decode all of it before its first rows.
+    """
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+    import pyarrow.parquet as pq
+
+    keys = ds.get_partition_keys(piece.fragment.partition_expression)
+    kinds = {name: schema.field(name).type for name in names}
+    with piece.fragment.open() as file:
+        parquet = pq.ParquetFile(file, pre_buffer=False, buffer_size=_BUFFER_BYTES)
+        stored = set(parquet.schema_arrow.names).difference(keys).intersection(names)
+        for batch in parquet.iter_batches(
+            size, row_groups=[piece.group], columns=[*stored], use_threads=False
+        ):
+            columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+            for name, kind in kinds.items():
+                if name not in stored:
+                    value = pa.scalar(keys.get(name), None if name in keys else kind)
+                    columns[name] = pa.repeat(value, batch.num_rows)
+                if columns[name].type != kind:
+                    columns[name] = columns[name].cast(kind)
+            yield {name: columns[name] for name in names}
+
+
+def _unreadable(fragment: Any, error: Exception) -> DataError:
+    path = getattr(fragment, "path", "the data")
+    return DataError(f"cannot read {path!r}: {str(error).splitlines()[0]}")

@@ -1,0 +1,360 @@
+"""Folders of images, decoded while training reads them, and transforms of images."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.readers import IndexedReader, describe_files
+from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import Dims
+
+_SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+# (image of Pillow, generator or None) -> image; a `Normalize` takes and returns an array instead
+Transform = Callable[[Any, np.random.Generator | None], Any]
+
+
+def image_folder(
+    path: str | os.PathLike,
+    size: int | tuple[int, int],
+    transforms: Sequence[Transform] = (),
+    layout: str | None = None,
+    channels: int | None = None,
+) -> ImageFolder:
+    """Return the images in the sub-folders of `path` as data for `fit`, decoded while it runs.
+
+    The label of an image is the number of its class: that of its sub-folder of `path`, in the order
+    of their names. Values are float32 from 0 to 1. Transforms that are random draw by the seed of
+    the epoch and the number of the image; in evaluations they are not random.
+
+    Args:
+        path: the folder; images may be in folders below the sub-folders.
+        size: height and width of the images for the model, a number for both. What the transforms
+            leave in another size is resized to cover it, and cropped at the center.
+        transforms: applied to each image in this order: `resize`, `center_crop`, `random_crop`,
+            `random_flip`, and at the end `normalize`, all of `onnxgrad.data.images`; or functions
+            `(image of Pillow, numpy.random.Generator or None) -> image`.
+        layout: "NCHW" or "NHWC"; None: by the declared shape of the model's input.
+        channels: 1 (gray), 3 (RGB) or 4 (RGBA); None: by the declared shape.
+
+    Returns:
+        A reader, which `fit(reader)` takes as X; `.classes` are the names of the classes, `.files`
+        the images and `.labels` their class numbers.
+
+    Raises:
+        ImportError: Pillow is not installed.
+        ValueError: `path` is no folder of folders with images, an unknown layout or number of
+            channels, or `normalize` before another transform.
+
+    Examples:
+        >>> import tempfile, pathlib, onnxgrad as og
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> (root / "cat").mkdir()
+        >>> try:
+        ...     og.image_folder(root, 224)
+        ... except ValueError as error:
+        ...     print("has no image" in str(error))
+        True
+    """
+    _pillow()
+    if layout not in (None, "NCHW", "NHWC"):
+        raise unknown("layout", layout, ["NCHW", "NHWC"])
+    if channels not in (None, *_MODES):
+        raise ValueError(f"channels={channels} must be one of {', '.join(map(str, _MODES))}")
+    kinds = [isinstance(transform, Normalize) for transform in transforms]
+    if any(kinds[:-1]):
+        raise ValueError("normalize must be the last transform: the others take images")
+    pair = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+    return ImageFolder(Path(path), pair, tuple(transforms), layout, channels)
+
+
+class ImageFolder(IndexedReader):
+    """The images in sub-folders, one a class; what `image_folder` returns."""
+
+    def __init__(
+        self,
+        path: Path,
+        size: tuple[int, int],
+        transforms: tuple[Transform, ...],
+        layout: str | None,
+        channels: int | None,
+    ) -> None:
+        self.path, self.size, self.transforms = path, size, transforms
+        self.layout, self.channels = layout, channels
+        if not path.is_dir():
+            raise ValueError(f"{str(path)!r} is no folder")
+        folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+        if not folders:
+            raise ValueError(f"{str(path)!r} has no folder: it takes one for each class")
+        self.classes = [folder.name for folder in folders]
+        self.files: list[Path] = []
+        labels: list[int] = []
+        for number, folder in enumerate(folders):
+            files = sorted(p for p in folder.rglob("*") if _is_image(p))
+            if not files:
+                raise ValueError(f"{str(folder)!r} has no image ({' '.join(sorted(_SUFFIXES))})")
+            self.files += files
+            labels += [number] * len(files)
+        self.labels = np.array(labels, np.int64)
+        self.rows: int = len(self.files)
+
+    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> ImageFolder:
+        """Return the reader with the layout and channels of the only feature.
+
+        Raises:
+            ValueError: the model has several features, or its shape does not say the layout.
+        """
+        if len(shapes) != 1:
+            raise ValueError(f"image_folder feeds one input, and the model has {list(shapes)}")
+        ((name, shape),) = shapes.items()
+        new = copy.copy(self)
+        new.layout, new.channels = _form(name, shape, self.layout, self.channels)
+        return new
+
+    def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
+        """Return the images and labels of a batch."""
+        images = np.stack([self._image(int(row), seed) for row in indices])
+        return images, self.labels[indices]
+
+    def _image(self, row: int, seed: int | None) -> np.ndarray:
+        from PIL import ImageOps
+
+        rng = None if seed is None else np.random.default_rng([seed, row])
+        channels = self.channels or 3
+        normalizes = bool(self.transforms) and isinstance(self.transforms[-1], Normalize)
+        transforms = self.transforms[:-1] if normalizes else self.transforms
+        try:
+            with _pillow().open(self.files[row]) as opened:
+                image = ImageOps.exif_transpose(_eight_bits(opened)).convert(_MODES[channels])
+        except (OSError, ValueError, SyntaxError) as e:  # of Pillow, for damaged files
+            raise ValueError(f"cannot read the image {str(self.files[row])!r}: {e}") from e
+        for transform in transforms:
+            image = transform(image, rng)
+        if image.size != self.size[::-1]:
+            image = CenterCrop(self.size)(_covering(image, self.size), None)
+        array = np.asarray(image, np.float32).reshape(*self.size, channels) / np.float32(255)
+        if normalizes:
+            array = self.transforms[-1](array, rng)
+        return array if self.layout == "NHWC" else np.moveaxis(array, -1, 0)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the classes, the transforms, and a digest of names, sizes and times of files."""
+        return {
+            "kind": "images",
+            "rows": self.rows,
+            "classes": self.classes,
+            "size": list(self.size),
+            "transforms": [_name(transform) for transform in self.transforms],
+            "digest": describe_files(self.files, self.path),
+        }
+
+
+def _name(transform: Transform) -> str:
+    named = getattr(transform, "__qualname__", None)  # not the address in memory
+    return named or repr(transform)
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") and path.is_file()
+
+
+def _form(
+    name: str, shape: Dims | None, layout: str | None, channels: int | None
+) -> tuple[str, int]:
+    """Return layout and channels by the declared shape of an input."""
+    axes = {"NCHW": 1, "NHWC": 3}
+    if shape is not None and len(shape) == 4:
+        counts = [channels] if channels else [*_MODES]
+        fitting = [form for form, axis in axes.items() if shape[axis] in counts]
+        if layout is None and len(fitting) == 1:
+            layout = fitting[0]
+        if layout is not None and channels is None and shape[axes[layout]] in _MODES:
+            channels = int(str(shape[axes[layout]]))
+    if layout is None:
+        raise ValueError(
+            f"the shape {shape} of {name!r} does not say where the channels are: pass "
+            "image_folder(..., layout='NCHW'), or 'NHWC'"
+        )
+    return layout, channels or 3
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as e:
+        raise ImportError("folders of images need Pillow: pip install pillow") from e
+    return Image
+
+
+def _eight_bits(image: Any) -> Any:
+    """Return an image of 16 bits a value in 8 bits: Pillow would cut values above 255.
+
+    Raises:
+        ValueError: the values are of 32 bits, for which there is no largest one.
+    """
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PNG"):
+        exif = image.getexif()
+        image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        image.getexif().update(exif)  # the rotation
+        return image
+    if image.mode in ("I", "F"):
+        raise ValueError("its values have 32 bits, and what is white is unknown: convert it")
+    return image
+
+
+def _covering(image: Any, size: tuple[int, int]) -> Any:
+    """Return `image` resized so that it just covers (height, width)."""
+    width, height = image.size
+    scale = max(size[0] / height, size[1] / width)
+    wide, high = max(size[1], round(width * scale)), max(size[0], round(height * scale))
+    return image.resize((wide, high), _pillow().Resampling.BILINEAR)
+
+
+def _cropped(image: Any, size: tuple[int, int], top: int, left: int) -> Any:
+    return image.crop((left, top, left + size[1], top + size[0]))
+
+
+def _room(image: Any, size: tuple[int, int]) -> tuple[Any, int, int]:
+    """Return the image, enlarged if it is too small for the crop, and the rows and columns left."""
+    if image.size[0] < size[1] or image.size[1] < size[0]:
+        image = _covering(image, size)
+    return image, image.size[1] - size[0], image.size[0] - size[1]
+
+
+@dataclass(frozen=True)
+class Resize:
+    """See `resize`."""
+
+    size: int | tuple[int, int]
+
+    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
+        """Return the resized image."""
+        if isinstance(self.size, int):
+            short = min(image.size)
+            wide, high = (max(1, round(n * self.size / short)) for n in image.size)
+        else:
+            high, wide = self.size
+        return image.resize((wide, high), _pillow().Resampling.BILINEAR)
+
+
+@dataclass(frozen=True)
+class CenterCrop:
+    """See `center_crop`."""
+
+    size: tuple[int, int]
+
+    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
+        """Return the part in the middle."""
+        image, rows, columns = _room(image, self.size)
+        return _cropped(image, self.size, rows // 2, columns // 2)
+
+
+@dataclass(frozen=True)
+class RandomCrop:
+    """See `random_crop`."""
+
+    size: tuple[int, int]
+
+    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
+        """Return a part that `rng` draws, without it the one in the middle."""
+        if rng is None:
+            return CenterCrop(self.size)(image, None)
+        image, rows, columns = _room(image, self.size)
+        top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
+        return _cropped(image, self.size, top, left)
+
+
+@dataclass(frozen=True)
+class RandomFlip:
+    """See `random_flip`."""
+
+    probability: float = 0.5
+
+    def __call__(self, image: Any, rng: np.random.Generator | None) -> Any:
+        """Return the image, mirrored if `rng` draws it."""
+        if rng is None or rng.random() >= self.probability:
+            return image
+        return image.transpose(_pillow().Transpose.FLIP_LEFT_RIGHT)
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """See `normalize`."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, array: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
+        """Return the array (height, width, channels) with the channels normalized."""
+        return (array - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def resize(size: int | tuple[int, int]) -> Transform:
+    """Return a transform: the shorter side becomes `size` pixels, or the image (height, width).
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.resize(256)
+        Resize(size=256)
+    """
+    return Resize(size)
+
+
+def center_crop(size: int | tuple[int, int]) -> Transform:
+    """Return a transform: the part of (height, width) in the middle of the image.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.center_crop(224)
+        CenterCrop(size=(224, 224))
+    """
+    return CenterCrop(_pair(size))
+
+
+def random_crop(size: int | tuple[int, int]) -> Transform:
+    """Return a transform: a part of (height, width) at random.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.random_crop((224, 160))
+        RandomCrop(size=(224, 160))
+    """
+    return RandomCrop(_pair(size))
+
+
+def random_flip(probability: float = 0.5) -> Transform:
+    """Return a transform: left and right are swapped with this probability.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> transforms = [og.resize(256), og.random_crop(224), og.random_flip()]
+        >>> transforms[-1]
+        RandomFlip(probability=0.5)
+    """
+    return RandomFlip(probability)
+
+
+def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
+    """Return a transform: (value - mean) / std, of values from 0 to 1, by channel.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> image = np.full((1, 1, 3), 0.5, np.float32)  # height, width, channels
+        >>> og.normalize([0.5, 0.4, 0.0], [0.1, 0.1, 0.5])(image, None).round(3).tolist()
+        [[[0.0, 1.0, 1.0]]]
+    """
+    if any(s <= 0 for s in std):
+        raise ValueError(f"std={list(std)} must be above 0")
+    return Normalize(tuple(mean), tuple(std))

@@ -1,0 +1,64 @@
+"""Reading ahead in a thread, so that training does not wait for its data."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator
+from typing import TypeVar
+
+T = TypeVar("T")
+_JOIN_SECONDS = 10.0  # for the item that the thread is reading when the consumer ends
+_POLL_SECONDS = 0.5  # Ctrl-C does not interrupt a wait without timeout on Windows
+
+
+def prefetched(items: Generator[T, None, None], depth: int) -> Generator[T, None, None]:
+    """Yield `items`, which a thread reads up to `depth` items ahead.
+
+    An exception of `items` is raised here, with its traceback. The thread ends with the items, or
+    when this generator is closed, and closes `items` then; if one item takes longer than 10
+    seconds, it is not waited for, and the thread ends after that item.
+
+    Args:
+        items: the generator, used by the thread only.
+        depth: number of items that wait at most, at least 1.
+    """
+    results: queue.SimpleQueue[tuple[str, T | BaseException | None]] = queue.SimpleQueue()
+    free, ended = threading.Semaphore(depth), threading.Event()
+
+    def read() -> None:
+        last: tuple[str, BaseException | None] = ("end", None)
+        try:
+            while free.acquire() and not ended.is_set():
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
+                results.put(("item", item))
+                del item  # or it would stay in memory while the next one is read
+        except BaseException as e:  # raised in the other thread
+            last = ("error", e)
+        finally:
+            items.close()
+            results.put(last)
+
+    thread = threading.Thread(target=read, name="onnxgrad-data", daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:
+                kind, value = results.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            if kind == "error":
+                assert isinstance(value, BaseException)
+                raise value
+            if kind == "end":
+                return
+            free.release()
+            yield value  # type: ignore[misc]
+            del value
+    finally:
+        ended.set()
+        free.release()
+        thread.join(_JOIN_SECONDS)

@@ -1,0 +1,200 @@
+"""Readers: data that are read batch by batch, in an order that a seed decides."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.graph.shapes import Dims
+from onnxgrad.runtime.values import to_numpy
+
+_DIGESTED = 1 << 20  # bytes
+_SAMPLED = 16  # batches of a list
+_LISTED = 10_000  # files whose sizes and times are read
+
+
+class Reader:
+    """Data that are read batch by batch.
+
+    A batch is a tuple (X,), (X, y) or (X, y, sample_weight), as `fit` takes them, with rows on
+    axis 0, or a dict of arrays by input, which goes into the model as it is.
+
+    Attributes:
+        rows: number of rows, None if it is unknown.
+        count: number of batches, None if the rows decide it, or it is unknown.
+        shuffles: whether a seed changes the order of the rows.
+    """
+
+    rows: int | None = None
+    count: int | None = None
+    shuffles = True
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of one pass, without the first `skip`.
+
+        Args:
+            size: rows of a batch; the last may have fewer. Readers of whole batches ignore it.
+            seed: decides the order of the rows, and what is random about them; None: in order,
+                and nothing is random.
+            skip: number of batches to leave out.
+        """
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Return what identifies the data, for JSON; a change of the data changes it."""
+        return {"kind": type(self).__name__, "rows": self.rows}
+
+    def for_inputs(self, shapes: Mapping[str, Dims | None]) -> Reader:
+        """Return the reader for features of these declared shapes, by name."""
+        return self
+
+
+class IndexedReader(Reader):
+    """Rows that can be read in any order."""
+
+    rows: int
+
+    def take(self, indices: np.ndarray, seed: int | None) -> Any:
+        """Return the batch of the rows with these indices, in their order."""
+        raise NotImplementedError
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of one pass: a permutation of all rows, cut."""
+        order = None if seed is None else np.random.default_rng(seed).permutation(self.rows)
+        for start in range(skip * size, self.rows, size):
+            stop = min(start + size, self.rows)
+            yield self.take(np.arange(start, stop) if order is None else order[start:stop], seed)
+
+
+class DiskArrays(IndexedReader):
+    """Arrays of which some are on disk (`numpy.memmap`): rows are read and checked by batch.
+
+    Args:
+        X: an array, or a dict of arrays by input.
+        y: labels, None if the dict has them.
+        sample_weight: sample weights or None.
+    """
+
+    def __init__(self, X: Any, y: Any = None, sample_weight: Any = None) -> None:
+        parts = [X] if y is None and sample_weight is None else [X, y, sample_weight]
+        self.parts = [_mapped(part, lambda a: a) for part in parts]
+        arrays = list(_leaves(self.parts))
+        counts = {len(array) for array in arrays}
+        if len(counts) > 1:
+            raise ValueError(f"the arrays have different numbers of rows: {sorted(counts)}")
+        self.rows = counts.pop()
+
+    def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, ...]:
+        """Return the rows of every array."""
+        order = np.argsort(indices)  # from the beginning of the file to its end
+        back = np.argsort(order)
+        return tuple(_mapped(part, lambda a: a[indices[order]][back]) for part in self.parts)
+
+    def describe(self) -> dict[str, Any]:
+        """Return shapes, dtypes and a digest of some rows."""
+        return described("arrays", {str(i): a for i, a in enumerate(_leaves(self.parts))})
+
+
+def _leaves(parts: Sequence[Any]) -> Iterator[np.ndarray]:
+    for part in parts:
+        yield from part.values() if isinstance(part, Mapping) else [part] * (part is not None)
+
+
+def to_array(value: Any) -> np.ndarray:
+    """Return `value` as an array, a memmap as it is."""
+    return value if isinstance(value, np.ndarray) else to_numpy(value)
+
+
+def _mapped(part: Any, function: Callable[[np.ndarray], np.ndarray]) -> Any:
+    if part is None:
+        return None
+    if isinstance(part, Mapping):
+        return {name: function(to_array(a)) for name, a in part.items()}
+    return function(to_array(part))
+
+
+class Batches(Reader):
+    """An iterable of batches such as a torch DataLoader, or a function that returns one.
+
+    Args:
+        source: the iterable, iterated once per pass, or a function without arguments, called once
+            per pass.
+    """
+
+    shuffles = False
+
+    def __init__(self, source: Any) -> None:
+        self.source = source
+        try:
+            self.count = len(source)
+        except (TypeError, NotImplementedError):
+            self.count = None
+        self._once = not callable(source) and isinstance(source, Iterator)
+        self._begun = False
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield what the iterable gives; those that are left out are read and discarded."""
+        if self._once and self._begun:
+            raise ValueError(
+                f"a {type(self.source).__name__} can be read only once, and each epoch reads it "
+                "again: a generator function, a list of batches or a DataLoader can be read again"
+            )
+        self._begun = True
+        given: Iterable[Any] = self.source() if callable(self.source) else self.source
+        yield from islice(given, skip, None)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the type, the number of batches, and for a list a digest of some."""
+        kind = type(self.source)
+        entries = {"kind": f"{kind.__module__}.{kind.__qualname__}", "batches": self.count}
+        if isinstance(self.source, (list, tuple)) and self.source:
+            chosen = np.unique(np.linspace(0, len(self.source) - 1, _SAMPLED).astype(int))
+            arrays = dict(enumerate(_numeric([self.source[i] for i in chosen])))
+            digest = described("batches", {str(i): array for i, array in arrays.items()})["digest"]
+            entries["digest"] = digest
+        return entries
+
+
+def _numeric(batches: Sequence[Any]) -> Iterator[np.ndarray]:
+    for batch in batches:
+        parts = batch.values() if isinstance(batch, Mapping) else batch
+        for part in parts if isinstance(parts, (tuple, list)) else [*parts]:
+            if part is not None and (array := to_numpy(part)).dtype.kind in "biuf":
+                yield array
+
+
+def described(kind: str, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the entries that describe arrays: shapes, dtypes, and a digest of about 1 MB."""
+    digest = hashlib.blake2b(digest_size=16)
+    total = sum(array.nbytes for array in arrays.values())
+    for array in arrays.values():
+        share = array if total <= _DIGESTED else _sample(array, total)
+        digest.update(np.ascontiguousarray(share).view(np.uint8).data if share.size else b"")
+    inputs = {n: {"shape": [*a.shape], "dtype": str(a.dtype)} for n, a in arrays.items()}
+    return {"kind": kind, "inputs": inputs, "digest": digest.hexdigest()}
+
+
+def _sample(array: np.ndarray, total: int) -> np.ndarray:
+    """Return evenly spaced rows, as many as the share of the array in `total` bytes allows."""
+    if array.ndim == 0:
+        return array
+    count = max(1, len(array) * _DIGESTED // total)
+    return array[np.linspace(0, len(array) - 1, count).astype(np.int64)]
+
+
+def describe_files(files: Sequence[str | os.PathLike], root: str | os.PathLike = "") -> str:
+    """Return a digest of the names (relative to `root`), sizes and times of change of files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files[:: max(1, len(files) // _LISTED)]:
+        path = Path(file)
+        name = path.relative_to(root).as_posix() if root else path.name
+        entry = path.stat() if path.is_file() else None  # files of remote systems have none
+        times = (entry.st_size, entry.st_mtime_ns) if entry else ()
+        digest.update(repr((name, times)).encode())
+    return digest.hexdigest()

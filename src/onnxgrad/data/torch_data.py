@@ -1,0 +1,186 @@
+"""Datasets of PyTorch and of Hugging Face, recognized without importing either library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.arrow_blocks import ColumnArrays
+from onnxgrad.data.columns import is_table
+from onnxgrad.data.readers import IndexedReader, Reader
+from onnxgrad.errors import unknown
+from onnxgrad.runtime.values import to_numpy
+
+_BUFFER_ROWS = 1000  # that a stream shuffles together, the default of `datasets`
+
+
+def _is_a(X: Any, package: str, *names: str) -> bool:
+    """Return whether a class of `X` has one of these names and comes from a package."""
+    classes = type(X).__mro__
+    return any(c.__name__ in names and c.__module__.split(".")[0] == package for c in classes)
+
+
+def is_hugging_face(X: Any) -> bool:
+    """Return whether `X` is a `datasets.Dataset` or `datasets.IterableDataset`."""
+    return _is_a(X, "datasets", "Dataset", "IterableDataset")
+
+
+def is_hugging_face_stream(X: Any) -> bool:
+    """Return whether `X` is a `datasets.IterableDataset`."""
+    return _is_a(X, "datasets", "IterableDataset")
+
+
+def is_stream(X: Any) -> bool:
+    """Return whether `X` is a `torch.utils.data.IterableDataset`, which yields rows."""
+    return _is_a(X, "torch", "IterableDataset")
+
+
+def is_map_style(X: Any) -> bool:
+    """Return whether `X` gives rows by number, as a `torch.utils.data.Dataset` does."""
+    if isinstance(X, (list, tuple, str, Mapping)) or is_table(X) or hasattr(X, "dtype"):
+        return False
+    has = (hasattr(X, name) for name in ("__getitem__", "__len__"))
+    return all(has) and not hasattr(X, "__iter__") and not hasattr(X, "__array__")
+
+
+def collated(samples: list[Any]) -> Any:
+    """Return samples, each (x, y), (x, y, weight) or a dict, as a batch of the same form.
+
+    Raises:
+        ValueError: the samples differ in form or shape.
+    """
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {name: _stacked(name, [sample[name] for sample in samples]) for name in first}
+    if isinstance(first, (tuple, list)):
+        parts = [list(part) for part in zip(*samples, strict=True)]
+        return tuple(
+            collated(part) if isinstance(part[0], Mapping) else _stacked(i, part)
+            for i, part in enumerate(parts)
+        )
+    return (_stacked(0, samples),)
+
+
+def _stacked(name: object, values: list[Any]) -> np.ndarray:
+    arrays = [to_numpy(value) for value in values]
+    if len({array.shape for array in arrays}) > 1:
+        shapes = sorted({array.shape for array in arrays})
+        raise ValueError(
+            f"the samples differ in the shape of {name!r}: {shapes[0]} and {shapes[-1]}; pad them, "
+            "or use a DataLoader with a collate_fn"
+        )
+    return np.stack(arrays)
+
+
+class Samples(IndexedReader):
+    """A dataset of samples by number, such as a `torch.utils.data.Dataset`.
+
+    A sample is (x, y), (x, y, weight), x alone, or a dict by input.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset, self.rows = dataset, len(dataset)
+
+    def take(self, indices: np.ndarray, seed: int | None) -> Any:
+        """Return the samples of a batch."""
+        numbers = indices.tolist()
+        if hasattr(self.dataset, "__getitems__"):  # PyTorch's protocol for whole batches
+            return collated(self.dataset.__getitems__(numbers))
+        return collated([self.dataset[i] for i in numbers])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the type of the dataset and the number of samples."""
+        kind = type(self.dataset)
+        return {"kind": f"{kind.__module__}.{kind.__qualname__}", "rows": self.rows}
+
+
+class Streamed(Reader):
+    """A stream of samples, such as a `torch.utils.data.IterableDataset`, in its own order."""
+
+    shuffles = False
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
+        """Yield the batches of one pass; the samples of those left out are read and discarded."""
+        samples = islice(iter(self.dataset), skip * size, None)
+        while batch := list(islice(samples, size)):
+            yield collated(batch)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the type of the dataset."""
+        kind = type(self.dataset)
+        return {"kind": f"{kind.__module__}.{kind.__qualname__}"}
+
+
+class _Columns:
+    """The columns of a dataset of Hugging Face as X, y and weights."""
+
+    def __init__(
+        self, names: list[str] | None, targets: list[str] | None, weights: list[str] | None
+    ) -> None:
+        self.targets, self.weights = targets, weights
+        for name in (*(targets or ()), *(weights or ())):
+            if names is not None and name not in names:
+                raise unknown("column", name, names)
+
+    def parts(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the tables of a batch."""
+        arrays = {name: _column(name, values) for name, values in batch.items()}
+        targets, weights = self.targets, self.weights
+        rest = [n for n in arrays if n not in (*(targets or ()), *(weights or ()))]
+
+        def table(names: list[str]) -> ColumnArrays:
+            return ColumnArrays({name: arrays[name] for name in names})
+
+        parts = table(rest), targets and table(targets), weights and table(weights)
+        return parts[: 3 if weights else 2 if targets else 1]
+
+
+def _column(name: str, values: Any) -> np.ndarray:
+    array = to_numpy(values)
+    if array.dtype == object and len(array):
+        return _stacked(name, list(array))
+    return array
+
+
+class HuggingFaceRows(IndexedReader):
+    """A `datasets.Dataset`: rows in Arrow files, by number."""
+
+    def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
+        self.dataset, self.rows = dataset.with_format("numpy"), len(dataset)
+        self._columns = _Columns(dataset.column_names, targets, weights)
+
+    def take(self, indices: np.ndarray, seed: int | None) -> tuple[Any, ...]:
+        """Return the columns of the rows."""
+        return self._columns.parts(self.dataset[indices.tolist()])
+
+    def describe(self) -> dict[str, Any]:
+        """Return the columns, and the fingerprint that `datasets` computes."""
+        fingerprint = getattr(self.dataset, "_fingerprint", None)
+        columns = list(self.dataset.column_names)
+        return {"kind": "datasets", "rows": self.rows, "columns": columns, "digest": fingerprint}
+
+
+class HuggingFaceStream(Reader):
+    """A `datasets.IterableDataset`, shuffled by its files and a buffer of 1000 rows."""
+
+    def __init__(self, dataset: Any, targets: list[str] | None, weights: list[str] | None) -> None:
+        self.dataset = dataset
+        self._columns = _Columns(dataset.column_names, targets, weights)
+
+    def batches(self, size: int, seed: int | None, skip: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the batches of one pass; those that are left out are read and discarded."""
+        dataset = self.dataset
+        if seed is not None:
+            dataset = dataset.shuffle(seed=seed % (1 << 32), buffer_size=_BUFFER_ROWS)
+        for batch in islice(dataset.with_format("numpy").iter(size), skip, None):
+            yield self._columns.parts(batch)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the columns."""
+        return {"kind": "datasets stream", "columns": self.dataset.column_names}

@@ -1,0 +1,151 @@
+"""What a loss is applied to: options left to the graph are decided by what computes a prediction.
+
+`axis=None` is the axis of the classes, as `class_axis` follows it. `from_logits=None` asks whether
+the prediction is a probability, which is between 0 and 1 whatever the weights and the data are, or
+a score. `soft_labels=None` is decided by the shape of the labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.graph.operators import VIEWS
+from onnxgrad.graph.shapes import Dims, dims, rank
+from onnxgrad.losses.class_axis import class_axis
+from onnxgrad.losses.spec import LossSpec
+from onnxgrad.losses.value_range import value_range
+from onnxgrad.reporting import logger
+
+_SAME_ELEMENTS = VIEWS | frozenset("Cast Clip Concat Gather Slice Split Transpose".split())
+
+
+def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) -> LossSpec:
+    """Return the loss with options that are None decided by the graph that computes `prediction`.
+
+    What is decided is reported by the logger "onnxgrad".
+
+    Args:
+        spec: the loss.
+        prediction: a value of a graph whose shapes are inferred.
+        otherwise: the axis of the classes if no linear operator precedes the prediction; None
+            raises an error.
+
+    Raises:
+        ValueError: the graph does not decide an option, or contradicts it.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> from onnxgrad import LOSSES, Emit
+        >>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["N", 3]))
+        >>> p = Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20})).Softmax(x)
+        >>> loss = LOSSES["cross_entropy"].with_options({"from_logits": None})
+        >>> decided(loss, x).options["from_logits"], decided(loss, p).options
+        (True, {'from_logits': False, 'axis': 1})
+    """
+    options, name = spec.all_options, prediction.name
+    filled: dict[str, Any] = {}
+    n = rank(prediction)
+    if "axis" in options and n is not None and n >= 2:
+        filled["axis"] = _axis(spec, prediction, n, otherwise)
+    if options.get("soft_labels", False) is None:
+        filled["soft_labels"] = _are_soft(spec.label_shape, dims(prediction), filled.get("axis", 1))
+        logger.info("labels of %r: %s", name, "soft" if filled["soft_labels"] else "class indices")
+    if options.get("from_logits") is None and "from_logits" in options:
+        filled["from_logits"] = _is_score(spec, prediction)
+        kind = "scores" if filled["from_logits"] else "probabilities"
+        logger.info("%r holds %s, for the loss %r", name, kind, spec.name)
+    elif options.get("from_logits") and _is_probability(prediction):
+        logger.warning("%r holds probabilities, but from_logits=True takes them as scores", name)
+    return replace(spec, options={**spec.options, **filled})
+
+
+def before_activation(
+    spec: LossSpec, plain: LossSpec, prediction: ir.Value
+) -> tuple[LossSpec, ir.Value]:
+    """Return the loss of the logits, and the logits, if a Softmax or Sigmoid computes `prediction`.
+
+    The loss is the same, but stable and without clipping. Where `from_logits` is not left to the
+    graph, or another operator comes last, this returns `plain` and `prediction`.
+
+    Args:
+        spec: the loss with the options that the user set.
+        plain: what `decided` returns for it.
+        prediction: the prediction.
+    """
+    node = prediction.producer()
+    while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    left_open = spec.activation is not None and spec.all_options.get("from_logits") is None
+    if not left_open or node is None or node.domain or node.inputs[0] is None:
+        return plain, prediction
+    if spec.activation == "Softmax":
+        n, axis = rank(prediction), plain.all_options.get("axis", 1)
+        of_classes = n is not None and node.attributes.get_int("axis", -1) % n == axis
+        applies = node.op_type in ("Softmax", "LogSoftmax") and of_classes
+    else:
+        applies = node.op_type == spec.activation
+    if not applies:
+        return plain, prediction
+    logits = node.inputs[0]
+    if logits.shape is None:
+        logits.shape = prediction.shape
+    logger.info("the loss of %r is computed from its logits, %r", prediction.name, logits.name)
+    return replace(plain, options={**plain.options, "from_logits": True}), logits
+
+
+def _axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:
+    axis = spec.all_options["axis"]
+    if axis is None:
+        axis = class_axis(prediction, otherwise)
+        if n > 2:
+            logger.info("the classes of %r are along axis %d", prediction.name, axis)
+    elif isinstance(axis, bool) or int(axis) != axis or not -n <= axis < n:
+        raise ValueError(f"axis={axis!r}: {prediction.name!r} has the shape {dims(prediction)}")
+    return int(axis) % n
+
+
+def _are_soft(labels: tuple[int, ...] | None, prediction: Dims | None, axis: int) -> bool:
+    """Return whether labels of this shape have the axis of the classes."""
+    if labels is None or prediction is None or len(labels) != len(prediction):
+        return False
+    return labels[axis] != 1 or prediction[axis] == 1
+
+
+def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
+    """Return whether a prediction is a score. A log-probability is, of its own softmax.
+
+    Raises:
+        ValueError: the prediction is neither a score nor a probability as the loss needs it.
+    """
+    last = _last_of_elements(prediction)
+    if last in ("Sigmoid", "HardSigmoid") and spec.activation == "Softmax":
+        raise ValueError(
+            f"{prediction.name!r} holds the results of a {last}, which do not sum to 1 over the "
+            f"classes, and {spec.name!r} needs scores or the results of a Softmax: use "
+            "binary_cross_entropy, or say what it is by from_logits=False or True"
+        )
+    logarithm = last in ("Log", "LogSoftmax") and value_range(prediction)[1] <= 0
+    if logarithm and spec.activation == "Sigmoid":
+        raise ValueError(
+            f"{prediction.name!r} holds log-probabilities, and {spec.name!r} needs scores or "
+            "probabilities: choose the output before the logarithm, or say from_logits=True"
+        )
+    return not _is_probability(prediction)
+
+
+def _is_probability(prediction: ir.Value) -> bool:
+    low, high = value_range(prediction)
+    return low >= 0 and high <= 1
+
+
+def _last_of_elements(x: ir.Value) -> str | None:
+    """Return the operator that computes the elements of `x`, which others only move or clip."""
+    node = x.producer()
+    while node is not None and not node.domain and node.op_type in _SAME_ELEMENTS:
+        if node.op_type == "Concat" or node.inputs[0] is None:
+            return node.op_type
+        node = node.inputs[0].producer()
+    return None if node is None or node.domain else node.op_type

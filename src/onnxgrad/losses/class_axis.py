@@ -1,0 +1,266 @@
+"""The axis of the classes of a prediction: that which the last linear operator before it writes.
+
+MatMul, Gemm and recurrent operators write features along the last axis, Conv along axis 1. From
+there, the axis is followed to the prediction through operators that keep or move it, and refused
+where a Reshape is not proven to keep it, or where two branches disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import onnx_ir as ir
+
+from onnxgrad.errors import printable
+from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
+from onnxgrad.graph.shapes import Dims, constant, dims, einsum_terms, rank
+from onnxgrad.graph.traversal import reads, subgraphs
+
+# An axis; None if no linear operator precedes the value; or why it cannot be decided.
+Answer = int | str | None
+
+_LAST = frozenset("LSTM GRU RNN".split())
+_FIRST = frozenset("Conv ConvTranspose".split())
+_LINEAR = _LAST | _FIRST | frozenset("MatMul Gemm Einsum Gather".split())
+_SOFTMAX = frozenset("Softmax LogSoftmax Hardmax".split())
+_KEEPS = UNARY - {"CumSum", "CumProd"} - _SOFTMAX | frozenset(
+    "AveragePool GlobalAveragePool GlobalMaxPool GroupNormalization LRN LpNormalization MaxPool "
+    "DepthToSpace MeanVarianceNormalization Pad Resize RMSNormalization Slice Split Tile".split()
+)
+_ADDS_AXES_IN_FRONT = ELEMENTWISE - UNARY | {"Expand"}
+_REDUCES = frozenset("ReduceMean ReduceSum ReduceMax ReduceMin ReduceLogSumExp ReduceL2".split())
+
+
+def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
+    """Return the axis of the classes of `prediction`, counted from the first.
+
+    Of two axes, it is the second. Otherwise it is the axis of a Softmax or LogSoftmax, or else that
+    along which the last linear operator writes its features.
+
+    Args:
+        prediction: a value of a graph whose shapes are inferred.
+        otherwise: the answer if no linear operator precedes the prediction; None raises an error.
+
+    Raises:
+        ValueError: the graph does not decide it.
+
+    Examples:
+        >>> import onnx_ir as ir
+        >>> from onnxgrad import Emit
+        >>> floats = ir.TensorType(ir.DataType.FLOAT)
+        >>> x = ir.Value(name="x", type=floats, shape=ir.Shape(["N", 8, "T"]))
+        >>> w = ir.Value(name="w", type=floats, shape=ir.Shape([5, 8, 1]), const_value=ir.tensor(
+        ...     [[[0.0]] * 8] * 5))
+        >>> op = Emit(ir.Graph([x], [], nodes=[], opset_imports={"": 20}))
+        >>> y = op.Conv(x, w)
+        >>> y.shape = ir.Shape(["N", 5, "T"])
+        >>> class_axis(y), class_axis(op.Transpose(y, perm=[0, 2, 1]))
+        (1, 2)
+    """
+    n = rank(prediction)
+    if n is None or n < 2:
+        raise ValueError(
+            f"{prediction.name!r} has no axis of classes: its shape is {_shape(prediction)}"
+        )
+    answer: Answer = 1 if n == 2 else _followed(prediction)
+    if answer is None:
+        answer = "no linear operator precedes it" if otherwise is None else otherwise
+    if isinstance(answer, str):
+        raise ValueError(
+            f"cannot decide which axis of {prediction.name!r}, {_shape(prediction)}, is that of "
+            f"the classes: {answer}; say it with axis=, as axis=1 or axis=-1"
+        )
+    return answer
+
+
+def _shape(x: ir.Value) -> str:
+    return printable(dims(x))
+
+
+def _shown(node: ir.Node) -> str:
+    return f"{node.op_type} (node {node.name!r})"
+
+
+class _Upstream:
+    """What the values of a graph depend on.
+
+    Attributes:
+        data: those that depend on an input other than a weight, and not only on its shape.
+        linear: those behind an operator that may be linear in data.
+    """
+
+    def __init__(self, graph: Iterable[ir.Node]) -> None:
+        self.data: set[ir.Value] = set()
+        self.linear: set[ir.Value] = set()
+        for node in graph:
+            read = reads(node)
+            if node.op_type in OF_SHAPES:
+                continue
+            if any(v in self.data or _is_data(v) for v in read):
+                self.data.update(node.outputs)
+                if _may_be_linear(node) or not self.linear.isdisjoint(read):
+                    self.linear.update(node.outputs)
+
+    def has_data(self, x: ir.Value | None) -> bool:
+        """Return whether `x` depends on data."""
+        return x is not None and (x in self.data or _is_data(x))
+
+
+def _is_data(x: ir.Value) -> bool:
+    """Return whether `x` is an input that has no initial value, as weights have."""
+    return x.producer() is None and x.const_value is None
+
+
+def _may_be_linear(node: ir.Node) -> bool:
+    return bool(node.domain) or node.op_type in _LINEAR or any(subgraphs(node))
+
+
+def _followed(value: ir.Value) -> Answer:
+    """Return the answer for `value`, from those of the values before it; without recursion."""
+    node = value.producer()
+    upstream = _Upstream(node.graph if node is not None and node.graph is not None else ())
+    answers: dict[ir.Value, Answer] = {}
+    stack = [value]
+    while stack:
+        x = stack[-1]
+        operands = _looked_through(x, upstream)
+        waiting = [v for v in operands if v not in answers]
+        stack.extend(waiting)
+        if not waiting:
+            answers[stack.pop()] = _answer(x, upstream, {v: answers[v] for v in operands})
+    return answers[value]
+
+
+def _looked_through(x: ir.Value, upstream: _Upstream) -> list[ir.Value]:
+    """Return the operands of which `x` may have the axis of the classes."""
+    node = x.producer()
+    if node is None or node.domain:
+        return []
+    inputs = [v for v in node.inputs if v is not None]
+    if node.op_type == "Where":
+        return inputs[1:]
+    if node.op_type == "Concat" or (node.op_type in ELEMENTWISE and node.op_type not in UNARY):
+        return inputs
+    first = _KEEPS | VIEWS | _REDUCES | {"Transpose", "Expand"}
+    if node.op_type in first or (node.op_type == "Gather" and upstream.has_data(inputs[0])):
+        return inputs[:1]
+    return []
+
+
+def _answer(x: ir.Value, upstream: _Upstream, operands: Mapping[ir.Value, Answer]) -> Answer:
+    """Return the axis of `x`, from those of the operands that it is looked through to."""
+    node = x.producer()
+    if node is None:
+        return None
+    if operands:
+        axes = {v: a for v, a in operands.items() if a is not None}
+        moved = {a if isinstance(a, str) else _moved(node, v, x, a) for v, a in axes.items()}
+        reasons = [a for a in moved if isinstance(a, str)]
+        if reasons or not moved:
+            return reasons[0] if reasons else None
+        first, *others = sorted(a for a in moved if isinstance(a, int))
+        return f"the operands of {_shown(node)} disagree" if others else first
+    if not node.domain and (written := _written(node, x, upstream)) is not None:
+        return written
+    return f"{_shown(node)} computes it" if x in upstream.linear else None
+
+
+def _written(node: ir.Node, x: ir.Value, upstream: _Upstream) -> Answer:
+    """Return the axis that a linear operator, or a Softmax, writes; None for other operators."""
+    n, (first, second) = rank(x), (*node.inputs, None, None)[:2]
+    if node.op_type in _FIRST:
+        return 1
+    if n is None:
+        return f"the rank of {x.name!r} is unknown"
+    if node.op_type in _SOFTMAX:
+        return node.attributes.get_int("axis", -1) % n
+    if node.op_type in _LAST:
+        return n - 1
+    if node.op_type == "Einsum" and upstream.has_data(x):
+        return _of_einsum(node, upstream)
+    if node.op_type in ("MatMul", "Gemm") and upstream.has_data(x):
+        # weights in front may mix positions instead of features
+        if upstream.has_data(second) or 1 in (rank(first), rank(second)):
+            return f"{_shown(node)} has no matrix of weights as its second operand"
+        return n - 1
+    if node.op_type == "Gather" and upstream.has_data(x):  # an embedding: logits from a table
+        matrix = rank(first) == 2 and node.attributes.get_int("axis", 0) == 0
+        return n - 1 if matrix else f"{_shown(node)} computes it"
+    return None
+
+
+def _of_einsum(node: ir.Node, upstream: _Upstream) -> Answer:
+    """Return the axis of the only index that data do not have."""
+    terms, output = einsum_terms(node.attributes.get_string("equation", ""))
+    operands = zip(terms, node.inputs, strict=True)
+    of_data = "".join(term for term, v in operands if upstream.has_data(v))
+    new = [i for i, index in enumerate(output) if index not in of_data]
+    if len(new) != 1 or "." in output[: new[0]]:
+        return f"{_shown(node)} does not write one new axis"
+    return new[0]
+
+
+def _moved(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
+    """Return the axis of the output `y` of `node` that is `axis` of its operand `x`."""
+    before, after = dims(x), dims(y)
+    if before is None or after is None:
+        return f"the rank of {(x if before is None else y).name!r} is unknown"
+    if node.op_type == "Transpose":
+        perm = node.attributes.get_ints("perm", range(len(before))[::-1])
+        return list(perm).index(axis)
+    if node.op_type in _ADDS_AXES_IN_FRONT:
+        return axis + len(after) - len(before)
+    if node.op_type in _REDUCES or node.op_type in ("Squeeze", "Unsqueeze"):
+        kept = _kept_axes(node, len(before), len(after))
+        if kept is not None:
+            return kept.get(axis, f"{_shown(node)} removes it")
+    if node.op_type == "Gather":
+        at = node.attributes.get_int("axis", 0) % len(before)
+        more = len(after) - len(before)
+        if at != axis:
+            return axis + more if at < axis else axis
+        return axis if more == 0 else f"{_shown(node)} splits it"
+    if len(before) == len(after) and node.op_type in _KEEPS | {"Concat"}:
+        return axis
+    same = [i for i in range(len(after)) if _is_same(before, axis, after, i)]
+    if len(same) == 1 and node.op_type in VIEWS:
+        return same[0]
+    return f"{_shown(node)} reshapes {_shape(x)} to {_shape(y)}"
+
+
+def _kept_axes(node: ir.Node, before: int, after: int) -> dict[int, int] | None:
+    """Return `{axis of the operand: axis of the output}`, or None if the axes are not constant."""
+    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if axes is None or not axes.size:
+        return None
+    wider = max(before, after)
+    named = {int(a) % wider for a in axes.ravel()}
+    rest = [i for i in range(wider) if i not in named]
+    if node.op_type == "Unsqueeze":
+        return dict(enumerate(rest))
+    if before == after:  # a reduction that keeps axes of length 1
+        return {i: i for i in rest}
+    return {i: j for j, i in enumerate(rest)}
+
+
+def _is_same(before: Dims, axis: int, after: Dims, other: int) -> bool:
+    """Return whether a Reshape is proven to keep `axis` as `other`.
+
+    It is if two of these have the same number of elements: the axes in front, the axis, those
+    behind. For all three together have.
+    """
+    pairs = (
+        (before[:axis], after[:other]),
+        ((before[axis],), (after[other],)),
+        (before[axis + 1 :], after[other + 1 :]),
+    )
+    return sum(_volume(a) is not None and _volume(a) == _volume(b) for a, b in pairs) >= 2
+
+
+def _volume(shape: Dims) -> tuple[int, list[str]] | None:
+    """Return the product of static lengths, and the symbolic dimensions; None if any is unknown."""
+    if None in shape:
+        return None
+    symbols = sorted(d for d in shape if isinstance(d, str))
+    return prod(d for d in shape if isinstance(d, int)), symbols

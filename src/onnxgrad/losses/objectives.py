@@ -1,0 +1,327 @@
+"""What a trainer minimizes: losses of outputs, each the weighted mean of the terms of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from typing import Any
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims
+from onnxgrad.losses.applied_to import before_activation, decided
+from onnxgrad.losses.formulas import LOSSES, loss_spec
+from onnxgrad.losses.in_graph import choose_output, label_input
+from onnxgrad.losses.info import LossInfo
+from onnxgrad.losses.objects import BaseLearningLoss, FunctionLearningLoss
+from onnxgrad.losses.spec import LossSpec, Terms
+from onnxgrad.losses.sums import scaled_rows, sum_and_count
+from onnxgrad.model.convert import non_tensor, tensor_behind
+
+ALIASES = {
+    "mse": "squared_error",
+    "mae": "absolute_error",
+    "bce": "binary_cross_entropy",
+    "ce": "cross_entropy",
+}
+LABEL, WEIGHT = "label", "weight"  # names of the inputs
+
+Loss = LossSpec | BaseLearningLoss
+Shape = Sequence[int]
+
+
+@dataclass
+class Written:
+    """The losses of a batch, as nodes in a graph: total = sum_k factors_k sums_k / counts_k.
+
+    Attributes:
+        sums: for each output, the weighted sum of the terms, a scalar; in float32 for predictions
+            of 16 bits.
+        counts: for each output, the sum of the weights, a scalar of the same dtype. It depends on
+            labels and sample weights only. It is 0 if all labels of the batch are ignored.
+        factors: for each output, its weight in the total.
+        labels: new inputs, not yet inputs of the graph.
+        infos: for each label, by the name of its input, what limits it, and its prediction.
+        weight: the new input of sample weights, (N,), or None. They multiply the weights of the
+            terms of their row.
+        gradients: for each output, None, or a value and the gradient of the sum with respect to
+            it, where a `BaseLearningLoss` writes that itself.
+    """
+
+    sums: list[ir.Value] = field(default_factory=list)
+    counts: list[ir.Value] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    labels: list[ir.Value] = field(default_factory=list)
+    infos: dict[str, LossInfo] = field(default_factory=dict)
+    weight: ir.Value | None = None
+    gradients: list[tuple[ir.Value, ir.Value] | None] = field(default_factory=list)
+
+    def seeds(self, op: Any, scales: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+        """Return the cotangents that a sweep of sum_k scales_k sums_k starts with.
+
+        Args:
+            op: emitter of the graph.
+            scales: for each output a scalar of the dtype of its sum, such as factors_k / counts_k.
+        """
+        seeds: dict[ir.Value, list[ir.Value]] = {}
+        with op:
+            for total, scale, own in zip(self.sums, scales, self.gradients, strict=True):
+                value, g = (total, scale) if own is None else (own[0], own[1] * scale)
+                seeds.setdefault(value, []).append(op.set_type_like(g, value) if own else g)
+            return {value: op.total(gs) for value, gs in seeds.items()}
+
+
+class TrainingLoss:
+    """The loss of one or several outputs of a model; `training_loss` returns it.
+
+    Attributes:
+        losses: the loss of each output by its name; the name None stands for the only float output.
+        factors: weights of the outputs in the total, 1 for those that are missing.
+        label_shapes: shapes of the labels by the name of the output, or of the label input.
+        weight_shape: shape of the sample weights: (N,), (N, 1), or that of the labels, for one
+            weight for each.
+    """
+
+    def __init__(
+        self,
+        losses: Mapping[str | None, Loss],
+        factors: Mapping[str, float],
+        label_shapes: Mapping[str, Shape],
+        weight_shape: Shape | None,
+    ) -> None:
+        self.losses = losses
+        self.factors = factors
+        self.label_shapes = label_shapes
+        self.weight_shape = weight_shape
+
+    def outputs(self, proto: ModelProto) -> list[str]:
+        """Return the names of the float tensors of the model that the losses are applied to.
+
+        Raises:
+            ValueError: an unknown name, or a model with no float output or several and no name.
+        """
+        if None not in self.losses:
+            return [choose_output(proto, name) for name in self.losses]
+        inside = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
+        names = [name for name in inside if name is not None]
+        remedy = "name it, as loss={output: loss}"
+        try:
+            return [choose_output(proto, None, remedy)]
+        except ValueError:
+            if len(names) != 1 or _has_float_output(proto):
+                raise
+            return [choose_output(proto, names[0])]
+
+    def write(
+        self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
+    ) -> Written:
+        """Write the losses into the graph of `op`, which `prepare` has brought into the dialect.
+
+        This appends nodes; the new inputs are in the result. The label of a single output is
+        called "label", that of each of several "label_<output>"; sample weights are called
+        "weight". A name that the graph has already gets a numeric suffix.
+
+        Args:
+            op: emitter of the graph.
+            predictions: the values by the names that `outputs` returns.
+            weighted: whether to add an input of sample weights.
+
+        Raises:
+            ValueError: a prediction that its loss does not take, or an option that the graph does
+                not decide.
+        """
+        written = Written()
+        labels = {
+            name: LABEL if len(predictions) == 1 else f"{LABEL}_{name}" for name in predictions
+        }
+        for name in self.label_shapes:
+            if name not in (*labels, *labels.values()):
+                raise unknown("output in label_shapes", name, labels)
+        if weighted and all(dims(p) != () for p in predictions.values()):  # one number has no rows
+            written.weight = self._weight(op, predictions)
+        for name, prediction in predictions.items():
+            loss = self.losses[name if name in self.losses else None]
+            with op:
+                self._write_one(op, written, loss, prediction, (name, labels[name]))
+            written.factors.append(float(self.factors.get(name, 1.0)))
+        return written
+
+    def _write_one(
+        self,
+        op: Emit,
+        written: Written,
+        loss: Loss,
+        prediction: ir.Value,
+        names: tuple[str, str],
+    ) -> None:
+        """Write the loss of one output; `names` are those of the output and of its label."""
+        name, label_name = names
+        shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
+        if isinstance(loss, LossSpec):
+            label, terms, info = _terms(op, loss, prediction, label_name, shape)
+            own = None
+        else:
+            label, terms, info, own = _terms_of_object(op, loss, prediction, label_name)
+        total, count = sum_and_count(op, terms, label, written.weight)
+        if own is not None and written.weight is not None:
+            own = own[0], scaled_rows(op, own[1], written.weight)
+        written.sums.append(total)
+        written.counts.append(count)
+        written.labels.append(label)
+        written.gradients.append(own)
+        info = replace(info, label=label.name, prediction=name, reduction="mean")
+        written.infos[str(label.name)] = info
+
+    def _weight(self, op: Emit, predictions: Mapping[str, ir.Value]) -> ir.Value:
+        """Return the input of sample weights, in the widest dtype of the sums."""
+        double = any(p.dtype == ir.DataType.DOUBLE for p in predictions.values())
+        dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
+        shape: list[Any] = [(dims(next(iter(predictions.values()))) or (None,))[0]]
+        if self.weight_shape is not None:
+            shape += [None] * (len(_without_column(self.weight_shape)) - 1)
+        return ir.Value(name=op.name(WEIGHT), type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+
+def training_loss(
+    loss: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    loss_weights: Mapping[str, float] | None = None,
+    class_weight: Any = None,
+    label_shapes: Mapping[str, Shape] | None = None,
+    weight_shape: Shape | None = None,
+) -> TrainingLoss:
+    """Return what a trainer minimizes: the mean over the terms of a batch, for one or more outputs.
+
+    Options that are not set are decided by the graph and the labels: `from_logits`, `axis` and
+    `soft_labels`. Where a Softmax or Sigmoid computes the prediction, the loss is computed from the
+    logits before it. See `losses.applied_to`.
+
+    Args:
+        loss: a key of `LOSSES`, "mse", "mae", "bce" or "ce"; a `LossSpec`; a `BaseLearningLoss` or
+            a class of them; a function `(op, prediction, label) -> loss of every element or row`;
+            or `{output: any of these}`.
+        options: options of the loss, or for several outputs `{output: options}`.
+        loss_weights: `{output: factor}` in the total, 1 by default.
+        class_weight: weights of the classes, (C,) or `{class: weight}`, for losses that have this
+            option; for several outputs `{output: weights}`.
+        label_shapes: shapes of the labels, by the name of the output or of the label input: they
+            tell one-hot labels from class indices.
+        weight_shape: shape of the sample weights, if they are not (N,): (N, 1), or one weight for
+            each label.
+
+    Raises:
+        ValueError: an unknown loss, option or output, or a factor that is not a finite number.
+
+    Examples:
+        >>> from onnxgrad.losses.objectives import training_loss
+        >>> loss = training_loss({"y": "mse", "z": "ce"}, loss_weights={"z": 0.1})
+        >>> list(loss.losses), loss.factors
+        (['y', 'z'], {'z': 0.1})
+    """
+    shapes = dict(label_shapes or {})
+    if not isinstance(loss, Mapping):
+        if loss_weights:
+            raise ValueError("loss_weights needs the losses by output, as loss={output: loss}")
+        return TrainingLoss({None: _one(loss, options, class_weight)}, {}, shapes, weight_shape)
+    if not loss:
+        raise ValueError("loss has no output: give {output: loss}")
+    by_output = {"options": options, "loss_weights": loss_weights, "class_weight": class_weight}
+    for argument, values in by_output.items():
+        if values is not None and not isinstance(values, Mapping):
+            raise ValueError(f"{argument} must be by output, as the losses are: {list(loss)}")
+        for name in values or ():
+            if name not in loss:
+                raise unknown(f"output in {argument}", name, loss)
+    factors = {name: float(f) for name, f in (loss_weights or {}).items()}
+    for name, factor in factors.items():
+        if not isfinite(factor):
+            raise ValueError(f"loss_weights[{name!r}] must be a finite number, not {factor}")
+    losses: dict[str | None, Loss] = {
+        name: _one(one, (options or {}).get(name), (class_weight or {}).get(name))
+        for name, one in loss.items()
+    }
+    return TrainingLoss(losses, factors, shapes, weight_shape)
+
+
+def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
+    """Return the loss of one output; options of a formula that are not set are None."""
+    chosen = dict(options or {})
+    if class_weight is not None:
+        chosen["class_weight"] = class_weight
+    own = isinstance(loss, type) and issubclass(loss, BaseLearningLoss)
+    if own or isinstance(loss, BaseLearningLoss):
+        return BaseLearningLoss.select(loss, **chosen)
+    if isinstance(loss, LossSpec):
+        spec = loss.with_options({**loss.options, **chosen})
+    elif callable(loss):
+        spec = loss_spec(loss, None, chosen)
+    elif isinstance(loss, str) and (loss in LOSSES or loss in ALIASES):
+        spec = loss_spec(ALIASES.get(loss, loss), None, chosen)
+    else:
+        raise unknown("loss", loss, [*LOSSES, *ALIASES])
+    left_open = {name: None for name in ("from_logits", "soft_labels") if name in spec.all_options}
+    return spec.with_options(left_open | {**spec.options})
+
+
+def _terms(
+    op: Any, spec: LossSpec, prediction: ir.Value, label_name: str, shape: Shape | None
+) -> tuple[ir.Value, Terms, LossInfo]:
+    """Return the label, the terms, and what limits the label."""
+    if shape is not None:
+        spec = spec.for_labels(shape)
+    plain = decided(spec, prediction)
+    applied, value = before_activation(spec, plain, prediction)
+    value = _wide(op, value)
+    label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
+    _widen(label)
+    options = plain.all_options
+    info = replace(
+        LossInfo.of(plain, prediction),
+        axis=options.get("axis"),
+        from_logits=options.get("from_logits"),
+        shift=options.get("shift") or None,
+    )
+    return label, applied.terms(op, value, label), info
+
+
+def _terms_of_object(
+    op: Any, loss: BaseLearningLoss, prediction: ir.Value, label_name: str
+) -> tuple[ir.Value, Terms, LossInfo, tuple[ir.Value, ir.Value] | None]:
+    """Return the same for a `BaseLearningLoss`, and the gradient that it writes itself, if any."""
+    if isinstance(loss, FunctionLearningLoss):
+        return *_terms(op, loss.spec(), prediction, label_name, None), None
+    label = loss.label(op, prediction, label_name)
+    _widen(label)
+    value, expected = _wide(op, prediction), label
+    if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
+        expected = op.Reshape(label, op.Shape(value))
+    terms, own = Terms(loss.loss(op, value, expected)), None
+    if type(loss).gradient is not BaseLearningLoss.gradient:
+        own = value, loss.gradient(op, value, expected)
+    return label, terms, loss.info(prediction), own
+
+
+def _wide(op: Any, x: ir.Value) -> ir.Value:
+    """Write `x` in float32 if it has 16 bits, in which sums overflow."""
+    half = x.dtype is not None and x.dtype.bitwidth == 16
+    return op.Cast(x, to=ir.DataType.FLOAT) if half else x
+
+
+def _widen(label: ir.Value) -> None:
+    if label.dtype is not None and label.dtype.is_floating_point() and label.dtype.bitwidth == 16:
+        label.type = ir.TensorType(ir.DataType.FLOAT)
+
+
+def _without_column(shape: Shape) -> Shape:
+    """Return the shape of weights without a last axis of length 1."""
+    return shape[:-1] if len(shape) > 1 and shape[-1] == 1 else shape
+
+
+def _has_float_output(proto: ModelProto) -> bool:
+    tensors = (o for o in proto.graph.output if not non_tensor(o))
+    return any(ir.DataType(o.type.tensor_type.elem_type).is_floating_point() for o in tensors)

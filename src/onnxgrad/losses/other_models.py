@@ -1,0 +1,183 @@
+"""Losses that other models compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import Dims, dims, static
+from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.losses.info import LossInfo
+from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.second_model import inputs_of, with_output, write_model
+from onnxgrad.losses.structured import widened
+from onnxgrad.model.read import ModelLike, read
+
+
+class LossModel:
+    """A second ONNX model as the loss: its output is to be minimal.
+
+    Each of its inputs is the tensor of the trained model of the same name: an output, any other
+    result, or an input. An input without such a tensor is a label. Its weights are constants, and
+    dropouts and normalizations in it are those of the file.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        output: its output, or the name of any other float tensor, that is the loss: one number, or
+            losses of rows or elements, (N, ...), whose mean is the loss. None: its only float
+            output.
+        inputs: `{input of the loss model: tensor of the trained model}`, where names differ.
+        reduction: how one number was computed from the rows: "mean" or "sum".
+
+    Raises:
+        ValueError: an unknown name, or an output that is no float tensor.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> from onnxgrad.losses.other_models import LossModel
+        >>> squares = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] y, float[N,2] target) => (float[N] loss) <int64[1] axis = {1}> {
+        ...         d = Sub(y, target)  loss = ReduceSumSquare<keepdims=0>(d, axis) }''')
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> LossModel(squares).outputs(model)  # `target` is a label
+        ['y']
+    """
+
+    def __init__(
+        self,
+        model: ModelLike,
+        output: str | None = None,
+        inputs: Mapping[str, str] | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        if reduction not in ("mean", "sum"):
+            raise unknown("reduction", reduction, ["mean", "sum"])
+        proto = read(model)
+        name = choose_output(proto, output, "say which one with output=")
+        self._model = with_output(proto, name)
+        names = inputs_of(self._model)
+        for key in inputs or {}:
+            if key not in names:
+                raise unknown("input of the loss model", key, names)
+        self._inputs = {name: (inputs or {}).get(name, name) for name in names}
+        self._explicit = set(inputs or {})
+        self.reduction = reduction
+
+    def outputs(self, proto: ModelProto) -> list[str]:
+        """Return the results of the trained model that the loss model reads.
+
+        Raises:
+            ValueError: there is none, or `inputs` names no tensor of the trained model.
+        """
+        results = [y for node in proto.graph.node for y in node.output if y]
+        own = [x.name for x in proto.graph.input]
+        for key in self._explicit:
+            if self._inputs[key] not in (*results, *own):
+                outputs = [y.name for y in proto.graph.output]
+                raise unknown("tensor", self._inputs[key], [*outputs, *own])
+        joined = [name for name in self._inputs.values() if name in set(results)]
+        if not joined:
+            raise ValueError(
+                f"no input of the loss model ({', '.join(self._inputs)}) has the name of an output "
+                f"({', '.join(y.name for y in proto.graph.output)}): pass "
+                "inputs={input: output}"
+            )
+        return list(dict.fromkeys(joined))
+
+    def write(
+        self, op: Any, predictions: Mapping[str, ir.Value], weighted: bool = False
+    ) -> Written:
+        """Write the loss model into the graph.
+
+        Raises:
+            ValueError: tensors that do not fit, a loss of unknown rank, or sample weights for a
+                loss that is not one for each row.
+            ModelError: the loss model cannot be written in the opset of the graph.
+        """
+        tensors = {str(x.name): x for x in op.graph.inputs} | dict(predictions)
+        values = {key: tensors[name] for key, name in self._inputs.items() if name in tensors}
+        loss, labels = write_model(op, self._model, values, "the loss model")
+        rows = next(tensors[name] for name in self._inputs.values() if name in predictions)
+        shape = dims(loss)
+        if shape is None:
+            raise ValueError(
+                f"the rank of the loss {loss.name!r} is unknown: declare the shapes of the inputs "
+                "of the loss model"
+            )
+        first = (dims(rows) or (None,))[0]
+        if weighted and (shape[:1] != (first,) or first is None):
+            raise ValueError(
+                f"sample weights need one loss for each row, and the loss model returns {shape}: "
+                "name the tensor before its reduction as output="
+            )
+        size = static(shape)
+        weight = sample_weight(op, rows) if weighted else None
+        with op:
+            if weighted or size is None or prod(size) != 1:
+                total, count = totals(op, loss, weight, labels)
+            else:
+                total, count = self._of_one_number(op, loss, rows, labels)
+        infos = {str(x.name): LossInfo(label=str(x.name), reduction="mean") for x in labels}
+        return Written([total], [count], [1.0], labels, infos, weight, [None])
+
+    def _of_one_number(
+        self, op: Any, loss: ir.Value, rows: ir.Value, labels: Sequence[ir.Value]
+    ) -> tuple[ir.Value, ir.Value]:
+        """Write the sum of the losses of the rows, and their number, scalars."""
+        loss = widened(op, op.Reshape(loss, []))
+        count = _size(op, rows, (dims(rows) or (None,))[:1], loss, labels)
+        return loss * count if self.reduction == "mean" else loss, count
+
+
+def sample_weight(op: Any, prediction: ir.Value) -> ir.Value:
+    """Return an input of sample weights, (N,), which is not yet an input of the graph."""
+    wide = ir.DataType.DOUBLE if prediction.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    shape = ir.Shape([(dims(prediction) or (None,))[0]])
+    return ir.Value(name=op.name("weight"), type=ir.TensorType(wide), shape=shape)
+
+
+def totals(
+    op: Any, losses: ir.Value, weight: ir.Value | None, labels: Sequence[ir.Value]
+) -> tuple[ir.Value, ir.Value]:
+    """Write the sum of the weighted losses of rows or elements, and of the weights, scalars.
+
+    `losses` have a known rank. The second sum is computed from inputs of the graph and labels,
+    where they are proven to have the lengths of `losses`.
+    """
+    losses, shape = widened(op, losses), dims(losses) or ()
+    if weight is None:
+        total = op.ReduceSum(losses, keepdims=0)
+        return total, _size(op, losses, shape, losses, labels)
+    weight = op.Cast(weight, to=losses.dtype)
+    column = op.Reshape(weight, [-1] + [1] * (len(shape) - 1))
+    count = op.ReduceSum(weight, keepdims=0)
+    if len(shape) > 1:
+        count = count * _size(op, losses, shape, losses, labels, 1)
+    return op.ReduceSum(losses * column, keepdims=0), count
+
+
+def _size(
+    op: Any, x: ir.Value, shape: Dims, like: ir.Value, labels: Sequence[ir.Value], start: int = 0
+) -> ir.Value:
+    """Write the product of the lengths `shape` of `x` from axis `start` on, in `like`'s dtype.
+
+    A symbolic length is read from an input that has it, so that `x` need not be computed.
+    """
+    inputs = [*labels, *op.graph.inputs]
+    count = op.const(float(prod(d for d in shape[start:] if isinstance(d, int))), like.dtype)
+    for i, d in list(enumerate(shape))[start:]:
+        if not isinstance(d, int):
+            axes = ((v, j) for v in inputs for j, e in enumerate(dims(v) or ()) if e == d)
+            source, axis = next(axes, (x, i)) if d is not None else (x, i)
+            length = op.Squeeze(op.Shape(source, start=axis, end=axis + 1), [0])
+            count = count * op.Cast(length, to=like.dtype)
+    return count

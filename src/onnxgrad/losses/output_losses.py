@@ -1,0 +1,116 @@
+"""Losses of the outputs of a model alone, without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import check_options, unknown
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.losses.embeddings import info_nce, nt_xent, of_row, triplet_margin
+from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.losses.objectives import Written
+from onnxgrad.losses.other_models import sample_weight, totals
+
+# name -> formula, and the number of embeddings in a row
+_FORMULAS: dict[str, tuple[Callable[..., ir.Value], int]] = {
+    "triplet_margin": (triplet_margin, 3),
+    "info_nce": (info_nce, 2),
+    "nt_xent": (nt_xent, 2),
+}
+
+
+class OutputLoss:
+    """The mean of a loss of rows, or of elements, that is computed from outputs alone.
+
+    Args:
+        loss: "triplet_margin", "info_nce" or "nt_xent", see `losses.embeddings`; or a function
+            `(op, *outputs) -> losses`, one for every row or element, that writes nodes with `op`.
+        outputs: names of the outputs, or of other float tensors, that it takes. None: the only
+            float output. For a loss by name, these are embeddings (N, D): anchor, positive and
+            negative, or both views; or one tensor (N, 3, D) or (N, 2, D) of all.
+        **options: options of the loss.
+
+    Raises:
+        ValueError: an unknown loss or option, or another number of outputs.
+
+    Examples:
+        >>> from onnxgrad.losses.output_losses import OutputLoss
+        >>> OutputLoss("info_nce", ["image", "text"], temperature=0.07).names
+        ['image', 'text']
+    """
+
+    def __init__(
+        self,
+        loss: str | Callable[..., ir.Value],
+        outputs: Sequence[str] | None = None,
+        **options: Any,
+    ) -> None:
+        self.names = None if outputs is None else list(outputs)
+        self.options = options
+        self._parts = None
+        if callable(loss):
+            self._formula = loss
+            return
+        if loss not in _FORMULAS:
+            raise unknown("loss without labels", loss, _FORMULAS)
+        self._formula, self._parts = _FORMULAS[loss]
+        check_options(f"option of loss {loss!r}", options, self._formula, skip=1 + self._parts)
+        if self.names is not None and len(self.names) not in (1, self._parts):
+            raise ValueError(f"{loss!r} takes {self._parts} outputs, or one of all: not {outputs}")
+
+    def outputs(self, proto: ModelProto) -> list[str]:
+        """Return the names of the tensors that the loss takes.
+
+        Raises:
+            ValueError: an unknown name, or several float outputs and no names.
+        """
+        if self.names is None:
+            return [choose_output(proto, None, "name them by outputs=")]
+        return [choose_output(proto, name) for name in self.names]
+
+    def write(
+        self, op: Any, predictions: Mapping[str, ir.Value], weighted: bool = False
+    ) -> Written:
+        """Write the loss into the graph.
+
+        Raises:
+            ValueError: an output that is not of the shape that the loss takes, or a loss that is
+                not one for each row or element.
+        """
+        values = list(predictions.values())
+        if self.names is not None:
+            values = [predictions[name] for name in self.names]
+        weight = sample_weight(op, values[0]) if weighted else None
+        with op:
+            losses = self._formula(op, *self._embeddings(op, values), **self.options)
+            if losses.shape is None:
+                infer(ir.Model(op.graph, ir_version=8))
+            if not dims(losses):
+                raise ValueError(
+                    f"the loss has the shape {dims(losses)}: it must have one number for every row "
+                    "or element"
+                )
+            total, count = totals(op, losses, weight, [])
+        return Written([total], [count], [1.0], weight=weight, gradients=[None])
+
+    def _embeddings(self, op: Any, values: list[ir.Value]) -> list[ir.Value]:
+        """Return the embeddings (N, D) that a loss by name takes."""
+        if self._parts is None:
+            return values
+        if len(values) == 1:
+            shape = dims(values[0])
+            if shape is None or len(shape) != 3 or shape[1] not in (self._parts, None):
+                needs = f"(N, {self._parts}, D), or {self._parts} outputs (N, D)"
+                raise ValueError(
+                    f"{values[0].name!r} has the shape {shape}: the loss needs {needs}"
+                )
+            return [of_row(op, values[0], i) for i in range(self._parts)]
+        for value in values:
+            if rank(value) != 2:
+                raise ValueError(f"{value.name!r} has the shape {dims(value)}, it must be (N, D)")
+        return values

@@ -1,0 +1,145 @@
+"""The weighted sum of the terms of a loss, and the sum of their weights.
+
+The latter is computed from labels and sample weights alone, so that it is cheap without the forward
+pass. The number of terms is therefore taken from the shape of the labels; where that is not proven
+to fit, the losses are reshaped to it, which fails when the model runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import Dims, dims, rank
+from onnxgrad.losses.spec import Terms
+
+Extents = list[int | ir.Value]
+
+
+def sum_and_count(
+    op: Any, terms: Terms, label: ir.Value, weight: ir.Value | None = None
+) -> tuple[ir.Value, ir.Value]:
+    """Write sum(w l) and sum(w), scalars of the dtype of the losses.
+
+    Args:
+        op: emitter of the graph.
+        terms: the terms.
+        label: the label that they are computed from.
+        weight: sample weights: (N,), or of the shape of the losses; they multiply `terms.weights`.
+
+    Raises:
+        ValueError: there is not one term for every row or element of the label.
+    """
+    losses, w = terms.losses, terms.weights
+    if rank(losses) is None:
+        losses, label = _ranked(op, losses, label, [] if weight is None else [weight])
+    shape, dtype = dims(losses), losses.dtype
+    assert shape is not None
+    assert dtype is not None
+    if not shape and dims(label) == () and w is None and weight is None:
+        return losses, op.const(1.0, dtype)  # the only term of a prediction of rank 0
+    if not shape:
+        raise ValueError("a loss must have one number for every element or row, not one for all")
+    covers = w is not None and _covers(dims(w), shape)
+    if not covers:
+        losses, extents, every = _extents(op, losses, label)
+        if every and w is None and weight is None:  # in fewer nodes than by the shape
+            return op.ReduceSum(losses, keepdims=0), op.Cast(op.Size(label), to=dtype)
+        target = op.vector(*extents)
+    else:
+        target = op.Shape(w)
+    if weight is not None:
+        weight = op.Cast(weight, to=dtype)
+        by_row = rank(weight) == 1
+        weight = op.Reshape(weight, [-1] + [1] * (len(shape) - 1) if by_row else target)
+        covers = covers or not by_row
+        w = weight if w is None else w * weight
+    if w is None:
+        return op.ReduceSum(losses, keepdims=0), _product(op, target, dtype)
+    count = op.ReduceSum(w if covers else op.Expand(w, target), keepdims=0)
+    return op.ReduceSum(losses * w, keepdims=0), count
+
+
+def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
+    """Write `x` with its rows multiplied by `weight`, (N,), or its elements by one each."""
+    weight, n = op.Cast(weight, to=x.dtype), rank(x)
+    if rank(weight) != 1:
+        return op.set_type_like(x * op.Reshape(weight, op.Shape(x)), x)
+    if n is None:
+        flat = op.Reshape(x, [0, -1]) * op.Reshape(weight, [-1, 1])
+        return op.set_type_like(op.Reshape(flat, op.Shape(x)), x)
+    return op.set_type_like(x * op.Reshape(weight, [-1] + [1] * (n - 1)), x)
+
+
+def _ranked(
+    op: Emit, losses: ir.Value, label: ir.Value, inputs: list[ir.Value]
+) -> tuple[ir.Value, ir.Value]:
+    """Return losses and label of known rank: by inference, or else of rank 2, (N, terms)."""
+    count = len(op.graph.inputs)
+    op.graph.inputs.extend(v for v in (label, *inputs) if v.producer() is None)
+    infer(ir.Model(op.graph, ir_version=8))
+    del op.graph.inputs[count:]
+    if rank(losses) is not None:
+        return losses, label
+    flat = []
+    for v in (losses, label):
+        v = v if rank(v) is not None else op.Reshape(v, [0, -1])
+        v.shape = v.shape or ir.Shape([None, None])
+        flat.append(v)
+    return flat[0], flat[1]
+
+
+def _covers(weights: Dims | None, losses: Dims) -> bool:
+    """Return whether weights are not broadcast to the shape of the losses."""
+    if weights is None or len(weights) != len(losses):
+        return False
+    return all(w != 1 or d == 1 for w, d in zip(weights, losses, strict=True))
+
+
+def _extents(op: Any, losses: ir.Value, label: ir.Value) -> tuple[ir.Value, Extents, bool]:
+    """Return the losses, their shape in terms of the label, and whether they are as many.
+
+    The axes of the losses are some of those of the label, in their order, and axes of length 1.
+    """
+    shape, of_label = dims(losses), dims(label)
+    assert shape is not None
+    if of_label is None:
+        of_label = (None,) * len(shape)  # as for a prediction of unknown rank
+    message = (
+        f"the loss has the shape {shape}, and its label {of_label}: it must have one number for "
+        "every element or row"
+    )
+    if isinstance(shape[0], int) and of_label[0] not in (None, shape[0]):
+        raise ValueError(message)
+    extents: Extents = []
+    rest = [i for i, d in enumerate(of_label) if d != 1]
+    proven, every = True, True
+    for d in shape:
+        if d == 1:
+            extents.append(1)
+            continue
+        equal = next((i for i in rest if of_label[i] == d is not None), None)
+        axis = equal if equal is not None else rest[0] if rest else None
+        if axis is None:
+            raise ValueError(message)
+        every = every and rest.index(axis) == 0
+        rest = rest[rest.index(axis) + 1 :]
+        extents.append(d if isinstance(d, int) else op.dim(label, axis))
+        proven = proven and (equal is not None or isinstance(d, int))
+    if not proven:
+        # not a Concat of one length: onnxruntime would take that as -1, which fits every shape
+        whole = len(of_label) == len(shape) and 1 not in shape
+        losses = op.Reshape(losses, op.Shape(label) if whole else op.vector(*extents))
+        losses.shape = ir.Shape(shape)
+    return losses, extents, every and not rest
+
+
+def _product(op: Any, target: list[int] | ir.Value, dtype: ir.DataType) -> ir.Value:
+    """Write the product of lengths, a scalar."""
+    if isinstance(target, list):
+        return op.const(np.asarray(np.prod(target), dtype.numpy()))
+    return op.Cast(op.ReduceProd(target, keepdims=0), to=dtype)

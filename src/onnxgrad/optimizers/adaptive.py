@@ -1,0 +1,333 @@
+"""Transforms that scale each element by what its gradients were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.optimizers.base import Inputs, Optimizer, Shape, Slots, check_range, double, power
+from onnxgrad.optimizers.scaling import times
+
+
+class _Moments(Optimizer):
+    """Slots m <- b1 m + u and v <- b2 v + u^2: the means of Adam divided by 1 - b1 and 1 - b2.
+
+    So one node less is needed for each, and squares of small gradients do not vanish.
+    """
+
+    b1: float
+    b2: float
+    eps: float
+
+    def __post_init__(self) -> None:
+        check_range(0.0, 1.0, b1=self.b1, b2=self.b2)
+
+    def _first(self, slots: Slots, u: Any) -> Any:
+        return self.b1 * slots["m"] + u
+
+    def _second(self, slots: Slots, u: Any) -> Any:
+        return self.b2 * slots["v"] + u * u
+
+    def _corrections(self, op: Any, t: Any) -> tuple[Any, Any]:
+        """Return (1 - b1) / (1 - b1^t) and (1 - b2) / (1 - b2^t), float64: the weights of slots."""
+        one, two = (1.0 - power(op, b, t) for b in (self.b1, self.b2))
+        return (1 - self.b1) / one, (1 - self.b2) / two
+
+
+@dataclass(frozen=True)
+class ScaleByAdam(_Moments):
+    """m <- b1 m + (1 - b1) u;  v <- b2 v + (1 - b2) u^2;  u -> m' / (sqrt(v') + eps),
+    m' = m / (1 - b1^t), v' = v / (1 - b2^t).  Kingma & Ba 2015, arXiv:1412.6980, algorithm 1.
+
+    The slots hold m / (1 - b1) and v / (1 - b2), which takes fewer nodes. There is no slot m if
+    b1 = 0. With `amsgrad` (Reddi et al. 2018), v in the denominator is the largest v so far.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.Chain((og.ScaleByAdam(b1=0.8), og.ScaleByLearningRate())).slots
+        ('m', 'v')
+    """
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    amsgrad: bool = False
+    elementwise = True
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The moments that are needed."""
+        return (*(("m",) if self.b1 else ()), "v", *(("largest",) if self.amsgrad else ()))
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the moments and their quotient."""
+        t, unit = double(op, inputs.step), sqrt(1 - self.b2)
+        root = op.Sqrt(1.0 - power(op, self.b2, t))
+        # sqrt(v') = unit / root sqrt(slot), so that all corrections are scalars
+        scale = root * ((1 - self.b1) / unit) / (1.0 - power(op, self.b1, t))
+        new = {"v": self._second(slots, u)} | ({"m": self._first(slots, u)} if self.b1 else {})
+        v = new["v"]
+        if self.amsgrad:
+            v = new["largest"] = op.Max(slots["largest"], v)
+        quotient = new.get("m", u) / (op.Sqrt(v) + _like(op, root * (self.eps / unit), u))
+        return times(op, quotient, _like(op, scale, u)), new
+
+
+@dataclass(frozen=True)
+class ScaleByAdamax(_Moments):
+    """m <- b1 m + (1 - b1) u;  n <- max(b2 n, |u| + eps);  u -> m / (1 - b1^t) / n.
+    Kingma & Ba 2015, arXiv:1412.6980, algorithm 2.
+
+    The slot m holds m / (1 - b1).
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByAdamax
+        >>> ScaleByAdamax().slots
+        ('m', 'norm')
+    """
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    slots = ("m", "norm")
+    elementwise = True
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the mean and the norm."""
+        m = self._first(slots, u)
+        norm = op.Max(self.b2 * slots["norm"], op.Abs(u) + self.eps)
+        first = (1 - self.b1) / (1.0 - power(op, self.b1, double(op, inputs.step)))
+        return times(op, m / norm, _like(op, first, u)), {"m": m, "norm": norm}
+
+
+@dataclass(frozen=True)
+class ScaleByNadam(_Moments):
+    """m, v as Adam;  u -> ((1 - mu_t) / (1 - p_t) u + mu_t+1 / (1 - p_t+1) m) / (sqrt(v') + eps),
+    mu_t = b1 (1 - 0.96^(t d) / 2), p_t = mu_1 ... mu_t.  Dozat 2016.
+
+    The slots hold m / (1 - b1), v / (1 - b2) and p_t.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByNadam
+        >>> ScaleByNadam().slot_shape("mu_product", (3, 4))
+        ()
+    """
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    momentum_decay: float = 4e-3
+    slots = ("m", "v", "mu_product")
+    elementwise = True
+
+    def slot_shape(self, slot: str, shape: Shape) -> Shape:
+        """Return () for the product, which is the same for all weights."""
+        return () if slot == "mu_product" else shape
+
+    def slot_initial(self, slot: str, weight: np.ndarray) -> float:
+        """Return 1 for the product."""
+        return 1.0 if slot == "mu_product" else 0.0
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the moments and the look-ahead."""
+        t = double(op, inputs.step)
+        root = op.Sqrt(self._corrections(op, t)[1])
+        mu, mu_next = (
+            self.b1 * (1.0 - 0.5 * power(op, 0.96, self.momentum_decay * s)) for s in (t, t + 1.0)
+        )
+        product = double(op, slots["mu_product"]) * mu
+        of_u = (1.0 - mu) / (1.0 - product) / root
+        of_m = (1 - self.b1) * mu_next / (1.0 - product * mu_next) / root
+        m, v = self._first(slots, u), self._second(slots, u)
+        ahead = u * _like(op, of_u, u) + m * _like(op, of_m, u)
+        new = {"m": m, "v": v, "mu_product": _like(op, product, u)}
+        return ahead / (op.Sqrt(v) + _like(op, self.eps / root, u)), new
+
+
+@dataclass(frozen=True)
+class ScaleByRadam(_Moments):
+    """m, v as Adam;  u -> m' r sqrt(1 - b2^t) / (sqrt(v) + eps) if rho > 5 else m',
+    rho = n - 2 t b2^t / (1 - b2^t), n = 2 / (1 - b2) - 1,
+    r^2 = (rho - 4) (rho - 2) n / ((n - 4) (n - 2) rho).  Liu et al. 2020, arXiv:1908.03265.
+
+    The slots hold m / (1 - b1) and v / (1 - b2).
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByRadam
+        >>> ScaleByRadam().slots
+        ('m', 'v')
+    """
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    slots = ("m", "v")
+    elementwise = True
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the moments and the rectified quotient."""
+        m, v = self._first(slots, u), self._second(slots, u)
+        t = double(op, inputs.step)
+        first, second = self._corrections(op, t)
+        longest = 2 / (1 - self.b2) - 1
+        mean = times(op, m, _like(op, first, u))
+        if longest <= 5:  # rho stays below it
+            return mean, {"m": m, "v": v}
+        decayed = power(op, self.b2, t)
+        rho = longest - 2.0 * t * decayed / (1.0 - decayed)
+        square = (rho - 4.0) * (rho - 2.0) / rho * (longest / ((longest - 4) * (longest - 2)))
+        rectified = op.Sqrt(op.Max(square, 0.0) / second)
+        adaptive = _like(op, rectified, u) / (op.Sqrt(v) + self.eps / sqrt(1 - self.b2))
+        return mean * op.Where(op.Greater(rho, 5.0), adaptive, 1.0), {"m": m, "v": v}
+
+
+@dataclass(frozen=True)
+class ScaleByAdagrad(Optimizer):
+    """s <- s + u^2;  u -> u / (1 + (t - 1) lr_decay) / (sqrt(s) + eps).
+    Duchi, Hazan & Singer 2011.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByAdagrad
+        >>> ScaleByAdagrad(initial_accumulator_value=0.1).slot_initial("sum", None)
+        0.1
+    """
+
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    slots = ("sum",)
+    elementwise = True
+
+    def slot_initial(self, slot: str, weight: np.ndarray) -> float:
+        """Return the initial sum."""
+        return self.initial_accumulator_value
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the sum of squares and the quotient."""
+        total = slots["sum"] + u * u
+        u = u / (op.Sqrt(total) + self.eps)
+        if self.lr_decay:
+            u = times(op, u, 1.0 / (1.0 + self.lr_decay * (inputs.step - 1.0)))
+        return u, {"sum": total}
+
+
+@dataclass(frozen=True)
+class ScaleByAdadelta(Optimizer):
+    """v <- rho v + (1 - rho) u^2;  u -> d = sqrt(a + eps) / sqrt(v + eps) u;
+    a <- rho a + (1 - rho) d^2.  Zeiler 2012, arXiv:1212.5701.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByAdadelta
+        >>> ScaleByAdadelta().slots
+        ('v', 'steps')
+    """
+
+    rho: float = 0.9
+    eps: float = 1e-6
+    slots = ("v", "steps")
+    elementwise = True
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the two means of squares and the quotient."""
+        v = self.rho * slots["v"] + (1 - self.rho) * (u * u)
+        step = op.Sqrt((slots["steps"] + self.eps) / (v + self.eps)) * u
+        return step, {"v": v, "steps": self.rho * slots["steps"] + (1 - self.rho) * (step * step)}
+
+
+@dataclass(frozen=True)
+class ScaleByRms(Optimizer):
+    """v <- a v + (1 - a) u^2;  u -> u / (sqrt(v) + eps);  if centered,
+    m <- a m + (1 - a) u, and v - m^2 under the root.  Tieleman & Hinton 2012; Graves 2013.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByRms
+        >>> ScaleByRms(centered=True).slots
+        ('v', 'm')
+    """
+
+    alpha: float = 0.99
+    eps: float = 1e-8
+    centered: bool = False
+    elementwise = True
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The mean of squares, and the mean if that is subtracted."""
+        return ("v", "m") if self.centered else ("v",)
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the means and the quotient."""
+        v = self.alpha * slots["v"] + (1 - self.alpha) * (u * u)
+        if not self.centered:
+            return u / (op.Sqrt(v) + self.eps), {"v": v}
+        m = self.alpha * slots["m"] + (1 - self.alpha) * u
+        variance = op.Max(v - m * m, 0.0)  # rounding may make it negative
+        return u / (op.Sqrt(variance) + self.eps), {"v": v, "m": m}
+
+
+@dataclass(frozen=True)
+class Rprop(Optimizer):
+    """s <- clip(s e+) if u u_last > 0, clip(s e-) and u <- 0 if u u_last < 0, else s;
+    u -> -s sign(u).  Riedmiller & Braun 1993.
+
+    The step size s of an element starts at the learning rate of its first step. From then on, it
+    has its own course, and a schedule of the learning rate has no effect, as in PyTorch.
+
+    Examples:
+        >>> from onnxgrad.optimizers import Rprop
+        >>> Rprop().slots
+        ('last', 'size')
+    """
+
+    etas: tuple[float, float] = (0.5, 1.2)
+    step_sizes: tuple[float, float] = (1e-6, 50.0)
+    slots = ("last", "size")
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.etas[0] < 1 < self.etas[1]:
+            raise ValueError(f"etas must be one below 1 and one above, not {self.etas!r}")
+        if not 0 < self.step_sizes[0] <= self.step_sizes[1]:  # 0: not started
+            raise ValueError(f"step_sizes must be positive and rise, not {self.step_sizes!r}")
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the step sizes and the signs."""
+        size = slots["size"]
+        size = op.Where(op.Equal(size, 0.0), op.Neg(inputs.minus_learning_rate), size)
+        product = u * slots["last"]
+        turned, same = op.Less(product, 0.0), op.Greater(product, 0.0)
+        factor = op.Where(same, op.const(self.etas[1], u.dtype), op.const(1.0, u.dtype))
+        factor = op.Where(turned, op.const(self.etas[0], u.dtype), factor)
+        size = op.Min(op.Max(size * factor, self.step_sizes[0]), self.step_sizes[1])
+        u = op.Where(turned, op.const(0.0, u.dtype), u)
+        return op.Neg(op.Sign(u) * size), {"last": u, "size": size}
+
+
+@dataclass(frozen=True)
+class ScaleByLion(Optimizer):
+    """u -> sign(b1 m + (1 - b1) u);  m <- b2 m + (1 - b2) u.  Chen et al. 2023, arXiv:2302.06675.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByLion
+        >>> ScaleByLion().slots
+        ('m',)
+    """
+
+    b1: float = 0.9
+    b2: float = 0.99
+    slots = ("m",)
+    elementwise = True
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the sign and the mean."""
+        mean = self.b1 * slots["m"] + (1 - self.b1) * u
+        return op.Sign(mean), {"m": self.b2 * slots["m"] + (1 - self.b2) * u}
+
+
+def _like(op: Any, scalar: ir.Value, x: ir.Value) -> ir.Value:
+    """Return a scalar in the dtype of `x`."""
+    return op.Cast(scalar, to=x.dtype)

@@ -1,0 +1,311 @@
+"""Transforms around an optimizer that average the weights that it reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.optimizers.adaptive import ScaleByAdam
+from onnxgrad.optimizers.base import Chain, Inputs, Optimizer, Shape, Slots, check_range, double
+from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate
+
+
+@dataclass(frozen=True)
+class Around(Optimizer):
+    """Base of transforms around a whole optimizer, learning rate included.
+
+    A subclass names its own slots in `own`, and overrides `around`.
+    """
+
+    optimizer: Optimizer
+    own: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        name, inner = type(self).__name__, self.optimizer
+        if not isinstance(inner, Optimizer):
+            raise ValueError(f"{name} takes an optimizer such as adam(), not {inner!r}")
+        if self.own and inner.averages:
+            raise ValueError(f"{inner} averages weights already: take one of both")
+        if taken := set(self.own) & set(inner.slots):
+            raise ValueError(f"{inner} has a slot {min(taken)!r}, as {name} has: rename it")
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Return whether the optimizer is elementwise."""
+        return self.optimizer.elementwise
+
+    @property
+    def joint(self) -> bool:  # type: ignore[override]
+        """Return whether the optimizer needs all gradients at once."""
+        return self.optimizer.joint
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the slots of the optimizer, and of its own."""
+        return (*self.optimizer.slots, *self.own)
+
+    def slot_shape(self, slot: str, shape: Shape) -> Shape:
+        """Return the shape of a slot."""
+        return shape if slot in self.own else self.optimizer.slot_shape(slot, shape)
+
+    def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
+        """Return the weight for slots of its own."""
+        return weight if slot in self.own else self.optimizer.slot_initial(slot, weight)
+
+    def for_weight(self, name: str, shape: Shape) -> Optimizer:
+        """Return the same around the optimizer of one weight."""
+        return replace(self, optimizer=self.optimizer.for_weight(name, shape))
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check the patterns of the optimizer."""
+        self.optimizer.check_names(names)
+
+    def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
+        """Write the nodes of the optimizer that need all gradients."""
+        return self.optimizer.across(op, gradients)
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the nodes of the optimizer, then those around it."""
+        inner = {slot: slots[slot] for slot in self.optimizer.slots}
+        u, new = self.optimizer.update(op, u, inner, inputs)
+        u, own = self.around(op, u, {slot: slots[slot] for slot in self.own}, inputs)
+        return u, new | own
+
+    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write what follows the step `u` of the optimizer."""
+        return u, {}
+
+
+@dataclass(frozen=True)
+class Ema(Around):
+    """a <- d a + (1 - d) (w + u): an exponential moving average of the new weights.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import ema
+        >>> ema(og.adam(), 0.99).slots
+        ('m', 'v', 'average')
+    """
+
+    decay: float = 0.999
+    debias: bool = False
+    own = ("average",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(0.0, 1.0, decay=self.decay)
+
+    def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
+        """Return the weight for the average, or zero if the bias is divided out."""
+        return 0.0 if self.debias and slot in self.own else super().slot_initial(slot, weight)
+
+    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the average."""
+        new = inputs.weight + u
+        return u, {"average": self.decay * slots["average"] + (1 - self.decay) * new}
+
+    def evaluated(
+        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
+    ) -> np.ndarray:
+        """Return the average; without a step, the weight."""
+        if not steps or "average" not in slots:
+            return weight
+        correction = 1 - self.decay**steps if self.debias else 1.0
+        return (slots["average"] / correction).astype(weight.dtype)
+
+
+@dataclass(frozen=True)
+class Swa(Around):
+    """a <- a + (w + u - a) / n at the steps `start`, `start + every`, ..., the n-th of them.
+    Izmailov et al. 2018, arXiv:1803.05407.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import swa
+        >>> swa(og.momentum(), start=100, every=10).slots
+        ('velocity', 'average')
+    """
+
+    start: int = 1
+    every: int = 1
+    own = ("average",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(1, np.inf, start=self.start, every=self.every)
+
+    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the average; its share of the new weights is zero at other steps."""
+        since = double(op, inputs.step) - float(self.start)
+        counts = op.And(
+            op.GreaterOrEqual(since, 0.0), op.Equal(op.Mod(since, float(self.every), fmod=1), 0.0)
+        )
+        number = op.Max(since / float(self.every) + 1.0, 1.0)
+        share = op.Cast(op.Where(counts, 1.0 / number, 0.0), to=u.dtype)
+        average = slots["average"]
+        return u, {"average": average + (inputs.weight + u - average) * share}
+
+    def evaluated(
+        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
+    ) -> np.ndarray:
+        """Return the average; before the step `start`, the weight."""
+        return slots["average"] if steps >= self.start and "average" in slots else weight
+
+
+@dataclass(frozen=True)
+class Lookahead(Around):
+    """Every k steps, s <- s + alpha (w + u - s), and w <- s.  Zhang et al. 2019, arXiv:1907.08610.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import lookahead
+        >>> lookahead(og.adam()).slots
+        ('m', 'v', 'slow')
+    """
+
+    every: int = 5
+    alpha: float = 0.5
+    own = ("slow",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(1, np.inf, every=self.every)
+
+    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the slow weights; both factors are zero between the synchronizations."""
+        t = double(op, inputs.step)
+        syncs = op.Cast(op.Equal(op.Mod(t, float(self.every), fmod=1), 0.0), to=u.dtype)
+        ahead = inputs.weight + u - slots["slow"]
+        slow = slots["slow"] + ahead * (syncs * self.alpha)
+        return u - ahead * (syncs * (1 - self.alpha)), {"slow": slow}
+
+    def evaluated(
+        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
+    ) -> np.ndarray:
+        """Return the slow weights."""
+        return slots.get("slow", weight)
+
+
+@dataclass(frozen=True)
+class ScheduleFree(Around):
+    """z <- z + u;  x <- (1 - c) x + c z;  w <- (1 - b1) z + b1 x, where c is the share of this step
+    in the sum of max(lr)^power.  Defazio et al. 2024, arXiv:2405.15682.
+
+    x, the weights to evaluate, follows from w and z.
+
+    Examples:
+        >>> from onnxgrad.optimizers import schedule_free
+        >>> schedule_free().slots
+        ('v', 'z', 'weight_sum', 'largest_rate')
+    """
+
+    b1: float = 0.9
+    weight_lr_power: float = 2.0
+    own = ("z", "weight_sum", "largest_rate")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.b1 < 1:
+            raise ValueError(f"b1 must be between 0 and 1, not {self.b1!r}")
+
+    def slot_shape(self, slot: str, shape: Shape) -> Shape:
+        """Return () for the numbers about the learning rates so far."""
+        return () if slot in self.own[1:] else super().slot_shape(slot, shape)
+
+    def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
+        """Return the weight for z."""
+        return 0.0 if slot in self.own[1:] else super().slot_initial(slot, weight)
+
+    def around(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write z, and w without x: w <- w + c (z - w) + (1 - b1 + b1 c) u with the old z."""
+        rate = op.Max(slots["largest_rate"], op.Neg(inputs.minus_learning_rate))
+        weight = op.Pow(double(op, rate), op.const(self.weight_lr_power, ir.DataType.DOUBLE))
+        total = double(op, slots["weight_sum"]) + weight
+        share = op.Where(op.Greater(total, 0.0), weight / total, 0.0)
+        c, of_u = (op.Cast(s, to=u.dtype) for s in (share, 1 - self.b1 + self.b1 * share))
+        step = (slots["z"] - inputs.weight) * c + u * of_u
+        total = op.Cast(total, to=u.dtype)
+        return step, {"z": slots["z"] + u, "weight_sum": total, "largest_rate": rate}
+
+    def evaluated(
+        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
+    ) -> np.ndarray:
+        """Return x = w + (1 / b1 - 1) (w - z)."""
+        if "z" not in slots:
+            return weight
+        return (weight + (1 / self.b1 - 1) * (weight - slots["z"])).astype(weight.dtype)
+
+
+def ema(optimizer: Optimizer, decay: float = 0.999, debias: bool = False) -> Optimizer:
+    """a <- decay a + (1 - decay) w after every step; a is evaluated and exported.
+
+    Args:
+        optimizer: the optimizer that takes the steps.
+        decay: in [0, 1).
+        debias: False starts a at the weights before training. True starts it at zero, and divides
+            it by 1 - decay^t.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import ema
+        >>> ema(og.adam(), decay=0.99).averages
+        True
+    """
+    return Ema(optimizer, decay, debias)
+
+
+def swa(optimizer: Optimizer, start: int, every: int = 1) -> Optimizer:
+    """a = mean of w after the steps `start`, `start + every`, ...; a is evaluated and exported.
+
+    Stochastic weight averaging, as `torch.optim.swa_utils.AveragedModel`. Steps count from 1.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import swa
+        >>> swa(og.momentum(), start=1000, every=50).averages
+        True
+    """
+    return Swa(optimizer, start, every)
+
+
+def lookahead(optimizer: Optimizer, every: int = 5, alpha: float = 0.5) -> Optimizer:
+    """s <- s + alpha (w - s), w <- s after every `every` steps; s is evaluated and exported.
+
+    As `optax.lookahead`; the slots of the optimizer go on after a synchronization.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import lookahead
+        >>> lookahead(og.adam(), every=6).averages
+        True
+    """
+    return Lookahead(optimizer, every, alpha)
+
+
+def schedule_free(
+    optimizer: Optimizer | None = None, b1: float = 0.9, weight_lr_power: float = 2.0
+) -> Optimizer:
+    """z <- z + u;  x <- (1 - c) x + c z;  w <- (1 - b1) z + b1 x;  x is evaluated and exported.
+
+    As `optax.contrib.schedule_free`: use a constant learning rate, at most with a warm-up.
+
+    Args:
+        optimizer: takes the steps u of z; without momentum, which b1 replaces. None is
+            `adamw(b1=0.0, weight_decay=0.0)`; `sgd()` gives Schedule-Free SGD.
+        b1: in (0, 1).
+        weight_lr_power: c is the share of this step in the sum of max(lr so far)^weight_lr_power.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import schedule_free
+        >>> schedule_free(og.sgd()).slots
+        ('z', 'weight_sum', 'largest_rate')
+    """
+    if optimizer is None:
+        parts = ScaleByAdam(b1=0.0), AddDecayedWeights(0.0), ScaleByLearningRate()
+        optimizer = Chain(parts)
+    return ScheduleFree(optimizer, b1, weight_lr_power)

@@ -1,0 +1,295 @@
+"""The interface of optimizers, and chains of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import printable
+
+Slots = dict[str, ir.Value]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Values of the step's graph that the update of one weight may read.
+
+    Attributes:
+        weight: the weight before the step.
+        minus_learning_rate: the negative learning rate, a scalar of the weight's dtype.
+        step: number of the step, a scalar of the weight's dtype, 1 in the first step.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from onnxgrad.optimizers import Chain, Optimizer, sgd
+        >>> @dataclass(frozen=True)
+        ... class InverseTime(Optimizer):
+        ...     elementwise = True
+        ...     def update(self, op, u, slots, inputs):
+        ...         return u / inputs.step, {}
+        >>> Chain((InverseTime(), sgd()))
+        Chain(parts=(InverseTime(), ScaleByLearningRate()))
+    """
+
+    weight: ir.Value
+    minus_learning_rate: ir.Value
+    step: ir.Value
+
+
+class Optimizer:
+    """Base of the transforms of a step; a transform of your own overrides `update` and `slots`.
+
+    Attributes:
+        elementwise: whether each element of the step depends only on the same element of the
+            gradient, the weight and the slots, and on slots of shape (). If True, small weights are
+            updated together as one flat vector, and large ones in blocks; if False, `update` is
+            called for each weight in its own shape, as an update with a norm, a mean or an axis
+            requires. False for a class that overrides `update` without setting it.
+        rate_first: whether `update` multiplies the gradient by the learning rate before all else,
+            and does not read it again. False for a class that overrides `update` without setting
+            it.
+        joint: whether `across` changes the gradients. True for a class that overrides `across`
+            without setting it.
+        averages: whether `evaluated` may differ from the weight. True for a class that overrides
+            `evaluated` without setting it.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from onnxgrad.optimizers import Chain, Optimizer, sgd
+        >>> @dataclass(frozen=True)
+        ... class SignOfMean(Optimizer):  # m <- d m + (1 - d) u;  u -> sign(m)
+        ...     decay: float = 0.9
+        ...     slots = ("m",)
+        ...     elementwise = True
+        ...     def update(self, op, u, slots, inputs):
+        ...         m = self.decay * slots["m"] + (1 - self.decay) * u
+        ...         return op.Sign(m), {"m": m}
+        >>> Chain((SignOfMean(), sgd())).slots
+        ('m',)
+    """
+
+    elementwise: bool = False
+    rate_first: bool = False
+    joint: bool = False
+    averages: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls)
+        for claim in ("elementwise", "rate_first"):  # those of a base class are about its `update`
+            if "update" in own and claim not in own:
+                setattr(cls, claim, False)
+        for method, claim in (("across", "joint"), ("evaluated", "averages")):
+            if method in own and claim not in own:
+                setattr(cls, claim, True)
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the slots of a weight."""
+        return ()
+
+    def slot_shape(self, slot: str, shape: Shape) -> Shape:
+        """Return the shape of a slot of a weight of shape `shape`; by default the same.
+
+        () is one number, which weights that are updated together share.
+        """
+        return shape
+
+    def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
+        """Return the value at which a slot of `weight` starts; by default 0."""
+        return 0.0
+
+    def for_weight(self, name: str, shape: Shape) -> Optimizer:
+        """Return the optimizer of one weight; by default this one.
+
+        Weights with equal optimizers are updated together. Only what this returns is asked for
+        `slots`, `slot_shape`, `slot_initial`, `update` and `evaluated`.
+        """
+        return self
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError for a pattern that matches none of the names of the trained weights."""
+
+    def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
+        """Write the nodes that need all gradients at once, and return the new gradients.
+
+        This comes before all calls of `update`. The gradients of small weights may be one vector.
+        """
+        return gradients
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the nodes that transform the step `u`; return the new step and the new slots."""
+        if self.joint:
+            return u, {}
+        raise NotImplementedError
+
+    def evaluated(
+        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
+    ) -> np.ndarray:
+        """Return the weight to evaluate and export after `steps` steps; by default `weight`."""
+        return weight
+
+
+@dataclass(frozen=True)
+class Chain(Optimizer):
+    """Transforms applied one after the other.
+
+    Raises:
+        ValueError: a part that needs all gradients at once (`clip_by_global_norm`) behind one that
+            does not, or one that averages weights (`ema`) before another.
+
+    Examples:
+        >>> from onnxgrad.optimizers import AddDecayedWeights, Chain, sgd
+        >>> Chain((AddDecayedWeights(0.01), sgd())).slots
+        ()
+    """
+
+    parts: tuple[Optimizer, ...]
+
+    def __post_init__(self) -> None:
+        for i, part in enumerate(self.parts):
+            # `across` of all parts runs before `update` of any
+            if part.joint and any(type(p).update is not Optimizer.update for p in self.parts[:i]):
+                raise ValueError(f"{part} needs all gradients at once: let it begin the chain")
+            if part.averages and i + 1 < len(self.parts):
+                raise ValueError(
+                    f"{part} averages the new weights: put what is behind it into its optimizer"
+                )
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the slots of all parts; a name of several parts gets the index of the part."""
+        return tuple(name for names in self._names() for name in names.values())
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Return whether all parts are elementwise."""
+        return all(part.elementwise for part in self.parts)
+
+    @property
+    def rate_first(self) -> bool:  # type: ignore[override]
+        """Return whether the first part, and no other, multiplies by the learning rate."""
+        return [i for i, part in enumerate(self.parts) if part.rate_first] == [0]
+
+    @property
+    def joint(self) -> bool:  # type: ignore[override]
+        """Return whether a part needs all gradients at once."""
+        return any(part.joint for part in self.parts)
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        """Return whether the last part averages weights."""
+        return any(part.averages for part in self.parts)
+
+    def slot_shape(self, slot: str, shape: Shape) -> Shape:
+        """Return the shape of a slot of one of the parts."""
+        part, own = self._part_of(slot)
+        return part.slot_shape(own, shape)
+
+    def slot_initial(self, slot: str, weight: np.ndarray) -> np.ndarray | float:
+        """Return the initial value of a slot of one of the parts."""
+        part, own = self._part_of(slot)
+        return part.slot_initial(own, weight)
+
+    def for_weight(self, name: str, shape: Shape) -> Optimizer:
+        """Return the chain of the parts for one weight."""
+        parts = tuple(part.for_weight(name, shape) for part in self.parts)
+        return self if parts == self.parts else replace(self, parts=parts)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Check the patterns of all parts."""
+        names = list(names)
+        for part in self.parts:
+            part.check_names(names)
+
+    def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
+        """Write the nodes of the leading parts that need all gradients."""
+        for part in self.parts:
+            gradients = part.across(op, gradients)
+        return gradients
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the nodes of all parts."""
+        new: Slots = {}
+        for part, names in zip(self.parts, self._names(), strict=True):
+            own = {slot: slots[name] for slot, name in names.items()}
+            u, updated = part.update(op, u, own, inputs)
+            new |= {name: updated[slot] for slot, name in names.items()}
+        return u, new
+
+    def evaluated(
+        self, weight: np.ndarray, slots: Mapping[str, np.ndarray], steps: int
+    ) -> np.ndarray:
+        """Return what the last part evaluates."""
+        own = {slot: slots[name] for slot, name in self._names()[-1].items() if name in slots}
+        return self.parts[-1].evaluated(weight, own, steps)
+
+    def _names(self) -> list[dict[str, str]]:
+        """Return for every part `{its slot: name of the slot in the chain}`."""
+        all_slots = [slot for part in self.parts for slot in part.slots]
+        return [
+            {slot: f"{slot}{i}" if all_slots.count(slot) > 1 else slot for slot in part.slots}
+            for i, part in enumerate(self.parts)
+        ]
+
+    def _part_of(self, name: str) -> tuple[Optimizer, str]:
+        """Return the part that has the slot `name` of the chain, and its name there."""
+        for part, names in zip(self.parts, self._names(), strict=True):
+            for slot, renamed in names.items():
+                if renamed == name:
+                    return part, slot
+        raise KeyError(name)
+
+
+def double(op: Any, scalar: ir.Value) -> ir.Value:
+    """Return a scalar as float64, in which 1 - b^t keeps its digits."""
+    return op.Cast(scalar, to=ir.DataType.DOUBLE)
+
+
+def power(op: Any, base: float, t: ir.Value) -> ir.Value:
+    """Return base^t."""
+    return op.Pow(op.const(base, t.dtype), t)
+
+
+def norm(op: Any, x: ir.Value) -> ir.Value:
+    """Return the Euclidean norm of all elements, a scalar."""
+    return op.Sqrt(op.ReduceSumSquare(x, keepdims=0))
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether one of the patterns of `fnmatch`, case-sensitive, matches the name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_patterns(patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Raise ValueError for a pattern that matches none of the names."""
+    names = list(names)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            shown = ", ".join(printable(name) for name in names[:10])
+            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+            raise ValueError(
+                f"the pattern {pattern!r} matches none of the trained weights ({shown}{more}): "
+                "correct it, or leave it out"
+            )
+
+
+def as_patterns(patterns: Iterable[str], argument: str) -> tuple[str, ...]:
+    """Return the patterns as a tuple; a string is refused, as its letters would be the patterns."""
+    if isinstance(patterns, str):
+        raise ValueError(f"{argument} is a list of patterns: write {argument}=({patterns!r},)")
+    return tuple(patterns)
+
+
+def check_range(low: float, high: float, **arguments: float) -> None:
+    """Raise ValueError for an argument that is not in [low, high)."""
+    for name, value in arguments.items():
+        if not low <= value < high:
+            bounds = f"at least {low:g}" if high == np.inf else f"in [{low:g}, {high:g})"
+            raise ValueError(f"{name} must be {bounds}, not {value!r}")

@@ -1,0 +1,127 @@
+"""Limits on gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.optimizers.base import Inputs, Optimizer, Slots, norm
+
+_EPS = 1e-6  # added to norms, as `torch.nn.utils.clip_grad_norm_` does
+
+
+@dataclass(frozen=True)
+class Clip(Optimizer):
+    """u -> min(max(u, -value), value), as `torch.nn.utils.clip_grad_value_`.
+
+    Examples:
+        >>> from onnxgrad.optimizers import Chain, adam, clip
+        >>> Chain((clip(0.5), adam())).slots
+        ('m', 'v')
+    """
+
+    value: float
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        _check_positive("value", self.value)
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the bounds."""
+        return op.Min(op.Max(u, -self.value), self.value), {}
+
+
+@dataclass(frozen=True)
+class ClipByNorm(Optimizer):
+    """u -> u min(1, norm / (|u| + 1e-6)), where |u| is the norm of the tensor of one weight.
+
+    Examples:
+        >>> from onnxgrad.optimizers import clip_by_norm
+        >>> clip_by_norm(1.0).elementwise
+        False
+    """
+
+    norm: float
+
+    def __post_init__(self) -> None:
+        _check_positive("norm", self.norm)
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the norm and the product."""
+        return u * op.Min(self.norm / (norm(op, u) + _EPS), 1.0), {}
+
+
+@dataclass(frozen=True)
+class ClipByGlobalNorm(Optimizer):
+    """g -> g min(1, norm / (|g| + 1e-6)), where |g| is the norm of all gradients together.
+
+    Examples:
+        >>> from onnxgrad.optimizers import Chain, adam, clip_by_global_norm
+        >>> Chain((adam(), clip_by_global_norm(1.0)))
+        Traceback (most recent call last):
+        ValueError: ClipByGlobalNorm(norm=1.0) needs all gradients at once: let it begin the chain
+    """
+
+    norm: float
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        _check_positive("norm", self.norm)
+
+    def across(self, op: Any, gradients: list[ir.Value]) -> list[ir.Value]:
+        """Write the norm of all gradients, in the widest of their dtypes, and the products."""
+        widest = max((g.dtype for g in gradients if g.dtype), key=lambda dtype: dtype.bitwidth)
+        squares = [op.Cast(op.ReduceSumSquare(g, keepdims=0), to=widest) for g in gradients]
+        with op:
+            factor = op.Min(self.norm / (op.Sqrt(op.total(squares)) + _EPS), 1.0)
+            return [op.Mul(g, op.Cast(factor, to=g.dtype)) for g in gradients]
+
+
+def clip(value: float) -> Optimizer:
+    """u -> min(max(u, -value), value), as `torch.nn.utils.clip_grad_value_`.
+
+    It stands before an optimizer in a `Chain`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import clip
+        >>> og.Chain((clip(0.5), og.adam())).slots
+        ('m', 'v')
+    """
+    return Clip(value)
+
+
+def clip_by_norm(norm: float) -> Optimizer:
+    """u -> u min(1, norm / (|u| + 1e-6)), with the norm of each tensor alone.
+
+    It stands before an optimizer in a `Chain`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import clip_by_norm
+        >>> og.Chain((clip_by_norm(1.0), og.momentum())).elementwise
+        False
+    """
+    return ClipByNorm(norm)
+
+
+def clip_by_global_norm(norm: float) -> Optimizer:
+    """g -> g min(1, norm / (|g| + 1e-6)), with the norm of all gradients, as
+    `torch.nn.utils.clip_grad_norm_`.
+
+    It stands before an optimizer in a `Chain`, and before `param_groups`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import clip_by_global_norm
+        >>> og.Chain((clip_by_global_norm(1.0), og.adam())).joint
+        True
+    """
+    return ClipByGlobalNorm(norm)
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, not {value!r}")

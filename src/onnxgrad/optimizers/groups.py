@@ -1,0 +1,279 @@
+"""Several optimizers in one step: by patterns of names, or by the shapes of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.errors import printable
+from onnxgrad.optimizers.averages import Around
+from onnxgrad.optimizers.base import (
+    Inputs,
+    Optimizer,
+    Shape,
+    Slots,
+    as_patterns,
+    check_patterns,
+    check_range,
+    matches,
+)
+from onnxgrad.optimizers.matrices import Adafactor
+from onnxgrad.optimizers.scaling import AddDecayedWeights
+
+
+@dataclass(frozen=True)
+class Group:
+    """How a group of weights is trained.
+
+    Args:
+        optimizer: None is the `default` of `param_groups`.
+        rate: factor of the learning rate.
+        weight_decay: replaces the weight decay of the optimizer; None keeps it.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import Group, param_groups
+        >>> optimizer = param_groups({"head.*": Group(rate=10.0)}, default=og.adamw())
+        >>> optimizer.for_weight("head.weight", (5, 512))
+        WithRate(optimizer=..., rate=10.0)
+    """
+
+    optimizer: Optimizer | None = None
+    rate: float = 1.0
+    weight_decay: float | None = None
+
+    def resolved(self, default: Optimizer | None) -> Optimizer:
+        """Return the optimizer of the group.
+
+        Raises:
+            ValueError: there is no optimizer, or it has no weight decay.
+        """
+        optimizer = self.optimizer or default
+        if optimizer is None:
+            raise ValueError(f"{self} has no optimizer: give it one, or give a default")
+        if self.weight_decay is not None:
+            changed = with_weight_decay(optimizer, self.weight_decay)
+            if changed is None:
+                raise ValueError(
+                    f"{optimizer} has no weight decay: create it with weight_decay=..."
+                )
+            optimizer = changed
+        return optimizer if self.rate == 1.0 else WithRate(optimizer, self.rate)
+
+
+@dataclass(frozen=True)
+class WithRate(Around):
+    """An optimizer whose learning rate is multiplied by a factor.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import WithRate
+        >>> WithRate(og.sgd(), 0.1)
+        WithRate(optimizer=ScaleByLearningRate(), rate=0.1)
+    """
+
+    rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range(0.0, float("inf"), rate=self.rate)
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Return whether the optimizer is elementwise."""
+        return self.optimizer.elementwise
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        """Return whether the optimizer averages weights."""
+        return self.optimizer.averages
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the nodes of the optimizer, with its learning rate."""
+        rate = inputs.minus_learning_rate * self.rate
+        return self.optimizer.update(op, u, slots, replace(inputs, minus_learning_rate=rate))
+
+    def evaluated(self, weight: Any, slots: Any, steps: int) -> Any:
+        """Return what the optimizer evaluates."""
+        return self.optimizer.evaluated(weight, slots, steps)
+
+
+class Choice(Optimizer):
+    """Base of the choice of an optimizer for each weight, which `for_weight` returns."""
+
+    members: tuple[Optimizer, ...]
+
+    def check_members(self) -> None:
+        """Raise ValueError for a member that needs all gradients at once."""
+        for member in self.members:
+            if not isinstance(member, Optimizer):
+                raise ValueError(f"an optimizer such as adam() is needed, not {member!r}")
+            if member.joint:
+                raise ValueError(
+                    f"{member} needs all gradients at once: let it begin a Chain around all groups"
+                )
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the slots that a weight may have; `for_weight` says which it has."""
+        return tuple(dict.fromkeys(slot for member in self.members for slot in member.slots))
+
+    @property
+    def elementwise(self) -> bool:  # type: ignore[override]
+        """Return whether all members are elementwise."""
+        return all(member.elementwise for member in self.members)
+
+    @property
+    def averages(self) -> bool:  # type: ignore[override]
+        """Return whether a member averages weights."""
+        return any(member.averages for member in self.members)
+
+
+@dataclass(frozen=True)
+class ParamGroups(Choice):
+    """The optimizer of the first pattern that matches the name of the weight; else the default.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import param_groups
+        >>> param_groups({"*bias": og.sgd()}, og.adam()).for_weight("conv.bias", (8,))
+        ScaleByLearningRate()
+    """
+
+    groups: tuple[tuple[str, Optimizer], ...]
+    default: Optimizer | None = None
+
+    def __post_init__(self) -> None:
+        self.check_members()
+
+    @property
+    def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
+        """All optimizers."""
+        default = () if self.default is None else (self.default,)
+        return (*(optimizer for _, optimizer in self.groups), *default)
+
+    def for_weight(self, name: str, shape: Shape) -> Optimizer:
+        """Return the optimizer of one weight.
+
+        Raises:
+            ValueError: no pattern matches, and there is no default.
+        """
+        _, optimizer = self._group_of(name)
+        return optimizer.for_weight(name, shape)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError for a pattern that is the first match of no name."""
+        names = list(names)
+        first = {self._group_of(name)[0] for name in names}
+        patterns = [pattern for pattern, _ in self.groups]
+        check_patterns(patterns, names)
+        for pattern in patterns:
+            if pattern not in first:
+                raise ValueError(
+                    f"patterns before {pattern!r} match all of its weights: put it before them"
+                )
+        for member in self.members:
+            member.check_names(names)
+
+    def _group_of(self, name: str) -> tuple[str | None, Optimizer]:
+        for pattern, optimizer in self.groups:
+            if matches(name, (pattern,)):
+                return pattern, optimizer
+        if self.default is None:
+            raise ValueError(
+                f"no pattern of param_groups matches the weight {printable(name)}: "
+                "add one, or give a default"
+            )
+        return None, self.default
+
+
+@dataclass(frozen=True)
+class ByRank(Choice):
+    """One optimizer for matrices, another for all other weights and those with excluded names.
+
+    Examples:
+        >>> from onnxgrad.optimizers import muon
+        >>> muon().for_weight("conv.weight", (8, 3, 3, 3)) == muon().other
+        True
+    """
+
+    matrices: Optimizer
+    other: Optimizer
+    exclude: Iterable[str] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exclude", as_patterns(self.exclude, "exclude"))
+        self.check_members()
+
+    @property
+    def members(self) -> tuple[Optimizer, ...]:  # type: ignore[override]
+        """Both optimizers."""
+        return self.matrices, self.other
+
+    def for_weight(self, name: str, shape: Shape) -> Optimizer:
+        """Return the optimizer of one weight."""
+        matrix = len(shape) == 2 and not matches(name, self.exclude)
+        return (self.matrices if matrix else self.other).for_weight(name, shape)
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError for a pattern that matches none of the names."""
+        names = list(names)
+        check_patterns(self.exclude, names)
+        for member in self.members:
+            member.check_names(names)
+
+
+def param_groups(
+    groups: Mapping[str, Optimizer | Group], default: Optimizer | Group | None = None
+) -> Optimizer:
+    """Train weights by several optimizers, `{pattern: optimizer or Group}`.
+
+    Args:
+        groups: patterns of `fnmatch`, case-sensitive; the first that matches a name counts.
+        default: for names that no pattern matches; None makes these an error.
+
+    Raises:
+        ValueError: a group without an optimizer, or with one that needs all gradients at once, such
+            as `clip_by_global_norm`: put that before, in a `Chain`. When training begins: a pattern
+            that matches no weight, or weights that no pattern matches without a default.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> from onnxgrad.optimizers import Group, param_groups
+        >>> optimizer = param_groups(
+        ...     {"*bias": Group(weight_decay=0.0), "head.*": Group(og.adam(), rate=10.0)},
+        ...     default=og.adamw())
+        >>> optimizer.for_weight("conv.bias", (8,)) == og.adamw(weight_decay=0.0)
+        True
+    """
+    default = default.resolved(None) if isinstance(default, Group) else default
+    return ParamGroups(
+        tuple(
+            (pattern, group.resolved(default) if isinstance(group, Group) else group)
+            for pattern, group in groups.items()
+        ),
+        default,
+    )
+
+
+def with_weight_decay(optimizer: Any, decay: float) -> Any | None:
+    """Return a copy with another weight decay, or None if nothing in it decays weights."""
+    if isinstance(optimizer, AddDecayedWeights):
+        return replace(optimizer, decay=decay)
+    if isinstance(optimizer, Adafactor):
+        return replace(optimizer, weight_decay=decay)
+    if isinstance(optimizer, tuple):
+        changed = [with_weight_decay(part, decay) for part in optimizer]
+        parts = zip(changed, optimizer, strict=True)
+        kept = tuple(old if new is None else new for new, old in parts)
+        return kept if any(new is not None for new in changed) else None
+    if not isinstance(optimizer, Optimizer) or not is_dataclass(optimizer):
+        return None
+    changes = {
+        f.name: with_weight_decay(getattr(optimizer, f.name), decay) for f in fields(optimizer)
+    }
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return replace(optimizer, **changes) if changes else None

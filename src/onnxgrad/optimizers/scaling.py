@@ -1,0 +1,111 @@
+"""Transforms by the learning rate, momentum, and weight decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.graph import shapes
+from onnxgrad.optimizers.base import (
+    Inputs,
+    Optimizer,
+    Shape,
+    Slots,
+    as_patterns,
+    check_patterns,
+    matches,
+)
+
+
+@dataclass(frozen=True)
+class ScaleByLearningRate(Optimizer):
+    """u -> -lr u.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.sgd() == og.ScaleByLearningRate()
+        True
+    """
+
+    rate_first = True
+    elementwise = True
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the product."""
+        return times(op, u, inputs.minus_learning_rate), {}
+
+
+@dataclass(frozen=True)
+class Trace(Optimizer):
+    """v <- m v + u;  u -> m v + u if nesterov else v.
+
+    The slot holds m v, which Nesterov's form computes anyway.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.nesterov(0.8) == og.Chain((og.Trace(0.8, nesterov=True), og.ScaleByLearningRate()))
+        True
+    """
+
+    decay: float
+    nesterov: bool = False
+    slots = ("velocity",)
+    elementwise = True
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the velocity."""
+        velocity = slots["velocity"] + u
+        decayed = self.decay * velocity
+        return (decayed + u if self.nesterov else velocity), {"velocity": decayed}
+
+
+@dataclass(frozen=True)
+class AddDecayedWeights(Optimizer):
+    """u -> u + decay w.  Loshchilov & Hutter 2019, arXiv:1711.05101.
+
+    Before a transform that scales by moments, this is an L2 penalty; behind it, the decay is
+    decoupled.
+
+    Args:
+        decay: the factor of the weights.
+        exclude: patterns of `fnmatch`, case-sensitive: weights that do not decay.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> decay = og.AddDecayedWeights(0.1, exclude=("*bias", "*norm*"))
+        >>> decay.for_weight("conv.bias", (8,)).decay, decay.for_weight("conv.weight", (8, 3)).decay
+        (0.0, 0.1)
+    """
+
+    decay: float
+    exclude: Iterable[str] = ()
+    elementwise = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "exclude", as_patterns(self.exclude, "exclude"))
+
+    def for_weight(self, name: str, shape: Shape) -> Optimizer:
+        """Return the decay of one weight: zero if it is excluded."""
+        decay = 0.0 if matches(name, self.exclude) else self.decay
+        return replace(self, decay=decay, exclude=())
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raise ValueError for a pattern in `exclude` that matches none of the names."""
+        check_patterns(self.exclude, names)
+
+    def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
+        """Write the sum."""
+        return (u + self.decay * inputs.weight if self.decay else u), {}
+
+
+def times(op: Any, u: ir.Value, scalar: ir.Value) -> ir.Value:
+    """Return u * scalar; if u is itself a product by a scalar, the scalars are multiplied first."""
+    node = u.producer()
+    if node is not None and node.op_type == "Mul" and not node.domain:
+        for x, factor in (node.inputs, node.inputs[::-1]):
+            if shapes.dims(factor) == () and shapes.dims(x) != ():
+                return op.Mul(x, op.Mul(factor, scalar))
+    return op.Mul(u, scalar)

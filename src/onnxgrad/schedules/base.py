@@ -1,0 +1,245 @@
+"""What a schedule is: the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from math import isfinite
+from operator import index
+from typing import Any, Self
+
+Check = Callable[[str, Any], Any]
+
+
+def argument(check: Check, default: Any = MISSING) -> Any:
+    """Return a field of a schedule, which `check(name, value)` validates and converts."""
+    return field(default=default, metadata={"check": check})
+
+
+class Schedule:
+    """Base of the learning rates by step; a schedule of your own overrides `__call__`.
+
+    Schedules are frozen dataclasses: compared, printed and pickled by their arguments. Steps count
+    from 0, as in optax and PyTorch. Nothing changes in a schedule during training: one that follows
+    metrics, such as `plateau`, overrides `rate` and `observed`, and trainers keep its state.
+
+    Examples:
+        >>> from dataclasses import dataclass
+        >>> from onnxgrad.schedules.base import Schedule
+        >>> @dataclass(frozen=True)
+        ... class InverseTime(Schedule):
+        ...     first: float
+        ...     def __call__(self, step):
+        ...         return self.first / (1 + step)
+        >>> [InverseTime(0.5)(step) for step in range(3)]
+        [0.5, 0.25, 0.16666666666666666]
+    """
+
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]
+            if check := f.metadata.get("check"):
+                checked = check(f"{f.name} of {type(self).__name__}", getattr(self, f.name))
+                object.__setattr__(self, f.name, checked)
+
+    def __call__(self, step: int) -> float:
+        """Return the learning rate of a step, 0 for the first one.
+
+        Raises:
+            ValueError: the schedule needs the number of steps of the run: see `over`.
+        """
+        raise NotImplementedError
+
+    def over(self, steps: int) -> Self:
+        """Return the schedule for a run of that many steps.
+
+        It fills in `steps=None`, and counts that are shares of the run. A schedule that has neither
+        is returned as it is.
+
+        Raises:
+            ValueError: `steps` is no integer of 1 or more.
+        """
+        steps = count("steps", steps)
+        open_ended = "steps" in vars(self) and vars(self)["steps"] is None
+        return replace(self, steps=steps) if open_ended else self  # type: ignore[type-var]
+
+    def rate(self, step: int, state: Mapping[str, Any]) -> float:
+        """Return the learning rate of a step after the observations in `state`, {} for none."""
+        return self(step)
+
+    def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
+        """Return the state, which JSON can hold, after one more entry of the history.
+
+        Args:
+            state: what `observed` returned last; {} at the beginning.
+            record: the entry: `step` (the number of steps so far), `loss`, `validation_loss` and
+                metrics by name. An entry without the monitored value changes nothing.
+        """
+        return dict(state)
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The names in an entry of the history on which the rate depends."""
+        return ()
+
+    @property
+    def length(self) -> int | None:
+        """The number of steps after which the rate stays as it is; None if there is none."""
+        return vars(self).get("steps")
+
+    def plot(self, steps: int | None = None, ax: Any = None) -> Any:
+        """Draw the rate over the steps with matplotlib, and return the axes.
+
+        A rate that depends on metrics is drawn as it is before any observation.
+
+        Args:
+            steps: number of steps to draw; `steps=None` in the schedule is filled in by it. By
+                default, those of the schedule.
+            ax: axes to draw on; None creates a figure.
+
+        Raises:
+            ValueError: the schedule has no number of steps, and `steps` is None.
+        """
+        steps = self.length if steps is None else steps
+        if steps is None:
+            raise ValueError(f"{self!r} has no end: pass the number of steps to plot")
+        filled = self.over(steps)
+        rates = [filled(step) for step in range(steps)]
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            ax = plt.subplots(layout="constrained")[1]
+        ax.plot(range(steps), rates)
+        before = f", before any observation of {', '.join(self.monitors)}" if self.monitors else ""
+        ax.set(xlabel="step", ylabel="learning rate", title=type(self).__name__ + before)
+        return ax
+
+    def _needed_steps(self) -> int:
+        """Return the field `steps`; raise ValueError if it is None."""
+        steps = vars(self)["steps"]
+        if steps is None:
+            raise ValueError(
+                f"{self!r} ends with the run, whose number of steps is unknown: pass steps=..., or "
+                "call over(steps) first, as trainers do"
+            )
+        return steps
+
+
+def number(name: str, value: Any, low: float = 0.0, strict: bool = False) -> float:
+    """Return a finite number as a float; raise ValueError below `low`, if `strict` also at it."""
+    bound = f"above {low:g}" if strict else f"of {low:g} or more"
+    try:
+        if isinstance(value, (bool, str)):
+            raise TypeError
+        converted = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number {bound}, not {value!r}") from None
+    if not isfinite(converted) or converted < low or (strict and converted == low):
+        raise ValueError(f"{name} must be a finite number {bound}, not {value!r}")
+    return converted
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a finite number above 0 as a float."""
+    return number(name, value, strict=True)
+
+
+def share(name: str, value: Any) -> float:
+    """Return a number from 0 to 1."""
+    if number(name, value) > 1:
+        raise ValueError(f"{name} must be from 0 to 1, not {value!r}")
+    return float(value)
+
+
+def count(name: str, value: Any, low: int = 1) -> int:
+    """Return an integer of at least `low`."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        value = index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, not {value!r}") from None
+    if value < low:
+        raise ValueError(f"{name} must be {low} or more, not {value}")
+    return value
+
+
+def steps_or_none(name: str, value: Any) -> int | None:
+    """Return a number of steps; None is that of the whole run."""
+    return None if value is None else count(name, value)
+
+
+def count_or_share(name: str, value: Any) -> int | float:
+    """Return a number of steps: an integer, or a share of the run, a float between 0 and 1."""
+    try:
+        return count(name, value, low=0)
+    except ValueError:
+        if isinstance(value, float) and 0 < value < 1:
+            return float(value)
+        raise ValueError(
+            f"{name} must be an integer of 0 or more, or a share of the run, a float between 0 "
+            f"and 1, not {value!r}"
+        ) from None
+
+
+def resolve(value: int | float, steps: int) -> int:
+    """Return a `count_or_share` as a number of steps, at least 1 for a share."""
+    return max(round(value * steps), 1) if isinstance(value, float) else value
+
+
+def resolved(schedule: Schedule, name: str) -> int:
+    """Return the `count_or_share` in a field; raise ValueError if it is still a share."""
+    value = vars(schedule)[name]
+    if isinstance(value, float):
+        raise ValueError(
+            f"{name} of {schedule!r} is a share of the run, whose number of steps is unknown: pass "
+            "a number of steps, or call over(steps) first, as trainers do"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class Constant(Schedule):
+    """The same rate in every step: see `constant`."""
+
+    value: float = argument(number)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate."""
+        return self.value
+
+
+def constant(rate: float) -> Schedule:
+    """Return the schedule with the same rate in every step.
+
+    Args:
+        rate: a finite number of 0 or more.
+
+    Raises:
+        ValueError: another rate.
+
+    Examples:
+        >>> from onnxgrad.schedules.base import constant
+        >>> constant(0.1)
+        Constant(value=0.1)
+    """
+    return Constant(rate)
+
+
+def select(schedule: Any) -> Schedule:
+    """Return the schedule that a user means: a `Schedule` as it is, a number as a constant rate.
+
+    Raises:
+        ValueError: anything else, or a negative or infinite number or NaN.
+    """
+    if isinstance(schedule, Schedule):
+        return schedule
+    try:
+        if isinstance(schedule, (bool, str)):
+            raise TypeError
+        rate = float(schedule)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"a learning rate is a number or a schedule such as cosine(1e-3), not {schedule!r}; "
+            "a function of the step is the method __call__ of a subclass of Schedule"
+        ) from None
+    return Constant(number("the learning rate", rate))

@@ -1,0 +1,204 @@
+"""Schedules of schedules: a warm-up before one, and several one after the other."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Self
+
+from onnxgrad.schedules.base import (
+    Schedule,
+    argument,
+    count,
+    count_or_share,
+    number,
+    resolve,
+    resolved,
+    select,
+)
+
+
+def _schedule(name: str, value: Any) -> Schedule:
+    return select(value)
+
+
+@dataclass(frozen=True)
+class Warmup(Schedule):
+    """A line from `start` to the first rate of `schedule`, then that schedule: see `warmup`."""
+
+    schedule: Schedule = argument(_schedule)  # noqa: RUF009 (a field)
+    warmup: int | float = argument(count_or_share)
+    start: float = argument(number, 0.0)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step."""
+        return self.rate(step, {})
+
+    def rate(self, step: int, state: Mapping[str, Any]) -> float:
+        """Return the rate of a step; `state` is that of the schedule."""
+        warmup = resolved(self, "warmup")
+        if step >= warmup:
+            return self.schedule.rate(step - warmup, state)
+        return self.start + (self.schedule.rate(0, state) - self.start) * step / warmup
+
+    def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
+        """Return the state of the schedule after a record; those of the warm-up do not count."""
+        warmup = resolved(self, "warmup")
+        if not self.monitors or _steps_so_far(self, record) <= warmup:
+            return dict(state)
+        return self.schedule.observed(state, _moved(record, warmup))
+
+    def over(self, steps: int) -> Self:
+        """Return the schedule for a run of that many steps, the warm-up included."""
+        warmup = resolve(self.warmup, count("steps", steps))
+        return replace(self, schedule=self.schedule.over(max(steps - warmup, 1)), warmup=warmup)
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The names in an entry of the history on which the rate depends."""
+        return self.schedule.monitors
+
+    @property
+    def length(self) -> int | None:
+        """The number of steps after which the rate stays as it is; None if there is none."""
+        length = self.schedule.length
+        return None if length is None or isinstance(self.warmup, float) else self.warmup + length
+
+
+def _schedules(name: str, value: Any) -> tuple[Schedule, ...]:
+    schedules = tuple(map(select, value))
+    if not schedules:
+        raise ValueError(f"{name} must be one schedule or more")
+    return schedules
+
+
+def _boundaries(name: str, value: Any) -> tuple[int | float, ...]:
+    boundaries = tuple(count_or_share(f"each of {name}", v) for v in value)
+    for kind in (int, float):  # a share and a number of steps compare once the run is known
+        chosen = [b for b in boundaries if isinstance(b, kind)]
+        if sorted(chosen) != chosen or 0 in chosen:
+            raise ValueError(f"{name} must be 1 or more and not decrease, unlike {[*boundaries]}")
+    return boundaries
+
+
+@dataclass(frozen=True)
+class Join(Schedule):
+    """Schedules one after the other, each counting its steps from its boundary: see `join`.
+
+    The state is that of each schedule under its index, as a string.
+    """
+
+    schedules: tuple[Schedule, ...] = argument(_schedules)
+    boundaries: tuple[int | float, ...] = argument(_boundaries)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.boundaries) != len(self.schedules) - 1:
+            raise ValueError(
+                f"{len(self.schedules)} schedules have {len(self.schedules) - 1} boundaries, "
+                f"not {len(self.boundaries)}"
+            )
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step."""
+        return self.rate(step, {})
+
+    def rate(self, step: int, state: Mapping[str, Any]) -> float:
+        """Return the rate of a step; `state` is as `observed` returns it."""
+        starts = self._starts()
+        i = bisect_right(starts, step) - 1
+        return self.schedules[i].rate(step - starts[i], state.get(str(i), {}))
+
+    def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
+        """Return the state after a record, which only the schedule of its last step observes."""
+        if not self.monitors:
+            return dict(state)
+        starts = self._starts()
+        i = max(bisect_left(starts, _steps_so_far(self, record)) - 1, 0)
+        own = self.schedules[i].observed(state.get(str(i), {}), _moved(record, starts[i]))
+        return {**state, str(i): own} if own else dict(state)
+
+    def over(self, steps: int) -> Self:
+        """Return the schedule for a run of that many steps, which ends with the last schedule."""
+        boundaries = tuple(resolve(b, count("steps", steps)) for b in self.boundaries)
+        edges = [0, *boundaries, max(steps, (boundaries or (0,))[-1] + 1)]
+        lengths = [end - start for start, end in pairwise(edges)]
+        filled = (s.over(max(n, 1)) for s, n in zip(self.schedules, lengths, strict=True))
+        return replace(self, schedules=tuple(filled), boundaries=boundaries)
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The names in an entry of the history on which the rate depends."""
+        return tuple(dict.fromkeys(name for s in self.schedules for name in s.monitors))
+
+    @property
+    def length(self) -> int | None:
+        """The number of steps after which the rate stays as it is; None if there is none."""
+        last = self.schedules[-1].length
+        shares = any(isinstance(b, float) for b in self.boundaries)
+        return None if last is None or shares else int((0, *self.boundaries)[-1]) + last
+
+    def _starts(self) -> list[int]:
+        """Return the first step of each schedule."""
+        if any(isinstance(b, float) for b in self.boundaries):
+            resolved(self, "boundaries")
+        return [0, *map(int, self.boundaries)]
+
+
+def _steps_so_far(schedule: Schedule, record: Mapping[str, float]) -> float:
+    if "step" not in record:
+        raise ValueError(
+            f"{schedule!r} depends on {schedule.monitors} from a certain step on: the record must "
+            "have a 'step', the number of steps so far"
+        )
+    return record["step"]
+
+
+def _moved(record: Mapping[str, float], start: int) -> dict[str, float]:
+    """Return a record whose `step` counts from the first step of a schedule."""
+    return {**record, "step": record["step"] - start}
+
+
+def warmup(schedule: Schedule | float, steps: int | float, start: float = 0.0) -> Schedule:
+    """start + (schedule(0) - start) step / steps, then schedule(step - steps).
+
+    Args:
+        schedule: the schedule after the warm-up, or a number, a constant rate. Its `steps=None` is
+            the rest of the run, and metrics count for it once the warm-up is over.
+        steps: number of steps of the warm-up, or its share of the run, between 0 and 1. A shorter
+            run ends within the warm-up.
+        start: the rate of step 0, of 0 or more.
+
+    Raises:
+        ValueError: an argument outside of its bounds.
+
+    Examples:
+        >>> from onnxgrad.schedules.compose import warmup
+        >>> [warmup(0.5, steps=2)(step) for step in range(4)]
+        [0.0, 0.25, 0.5, 0.5]
+    """
+    return Warmup(select(schedule), steps, start)
+
+
+def join(schedules: Sequence[Schedule | float], boundaries: Sequence[int | float]) -> Schedule:
+    """Schedules one after the other, as `optax.join_schedules`.
+
+    Args:
+        schedules: schedules, or numbers, constant rates. Each counts its steps from 0, and its
+            `steps=None` are the steps up to the next boundary, or the end of the run.
+        boundaries: the first step of each schedule but the first one, in increasing order, as a
+            number or as a share of the run, between 0 and 1.
+
+    Raises:
+        ValueError: a number of boundaries that is not one less than that of the schedules, or
+            boundaries that decrease.
+
+    Examples:
+        >>> from onnxgrad.schedules.compose import join
+        >>> from onnxgrad.schedules.curves import linear
+        >>> [join([0.5, linear(1.0)], [2]).over(6)(step) for step in range(7)]
+        [0.5, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+    return Join(tuple(map(select, schedules)), tuple(boundaries))

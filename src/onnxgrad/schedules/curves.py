@@ -1,0 +1,353 @@
+"""Learning rates that are a formula of the step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import cos, pi, sqrt
+from typing import Any, Self
+
+from onnxgrad.errors import unknown
+from onnxgrad.schedules.base import (
+    Schedule,
+    argument,
+    count,
+    count_or_share,
+    number,
+    positive,
+    resolve,
+    resolved,
+    share,
+    steps_or_none,
+)
+from onnxgrad.schedules.compose import Warmup
+
+
+@dataclass(frozen=True)
+class Exponential(Schedule):
+    """start * factor^(step / every), the exponent rounded down if `staircase`."""
+
+    start: float = argument(number)
+    factor: float = argument(positive)
+    every: int = argument(count, 1)
+    staircase: bool = False
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step."""
+        exponent = step // self.every if self.staircase else step / self.every
+        return self.start * self.factor**exponent
+
+
+@dataclass(frozen=True)
+class Polynomial(Schedule):
+    """end + (start - end) (1 - step / steps)^power, then `end`."""
+
+    start: float = argument(number)
+    end: float = argument(number, 0.0)
+    power: float = argument(positive, 1.0)
+    steps: int | None = argument(steps_or_none, None)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step."""
+        steps = self._needed_steps()
+        return self.end + (self.start - self.end) * (1 - min(step, steps) / steps) ** self.power
+
+
+@dataclass(frozen=True)
+class Cosine(Schedule):
+    """end + (peak - end) (1 + cos(pi step / steps)) / 2, then `end`."""
+
+    peak: float = argument(number)
+    end: float = argument(number, 0.0)
+    steps: int | None = argument(steps_or_none, None)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step."""
+        steps = self._needed_steps()
+        return _cosine(self.peak, self.end, min(step, steps) / steps)
+
+
+@dataclass(frozen=True)
+class CosineRestarts(Schedule):
+    """Half cosines from `peak` to `end`, one after the other, each `factor` times as long."""
+
+    peak: float = argument(number)
+    period: int | float = argument(count_or_share)
+    factor: int = argument(count, 1)
+    end: float = argument(number, 0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.period == 0:
+            raise ValueError("period of CosineRestarts must be 1 or more, not 0")
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step."""
+        period = resolved(self, "period")
+        if self.factor == 1:
+            step %= period
+        while step >= period:
+            step -= period
+            period *= self.factor
+        return _cosine(self.peak, self.end, step / period)
+
+    def over(self, steps: int) -> Self:
+        """Return the schedule with a number of steps as its first period."""
+        return _replaced(self, "period", steps)
+
+
+@dataclass(frozen=True)
+class OneCycle(Schedule):
+    """Up from peak / div_factor to the peak, and down to that / final_div_factor: `one_cycle`."""
+
+    peak: float = argument(number)
+    steps: int | None = argument(steps_or_none, None)
+    pct_start: float = argument(share, 0.3)
+    anneal_strategy: str = "cos"
+    div_factor: float = argument(positive, 25.0)
+    final_div_factor: float = argument(positive, 1e4)
+    three_phase: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anneal_strategy not in ("cos", "linear"):
+            raise unknown("anneal_strategy", self.anneal_strategy, ["cos", "linear"])
+        if self.three_phase and self.pct_start > 0.5:
+            raise ValueError(
+                "pct_start of OneCycle is the share of the way up, and of the equal way down, of "
+                f"three phases: it must be 0.5 or less, not {self.pct_start}"
+            )
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step."""
+        steps = self._needed_steps()
+        first = self.peak / self.div_factor
+        up, last = self.pct_start * steps - 1, steps - 1  # where phases end, not always integers
+        phases = [(up, self.peak), (last, first / self.final_div_factor)]
+        if self.three_phase:
+            phases.insert(1, (2 * up, first))
+        step, start, rate = min(step, last), 0.0, first
+        for end, target in phases:
+            if step <= end or end == last:
+                done = (step - start) / (end - start) if end > start else 1.0
+                if self.anneal_strategy == "cos":
+                    return _cosine(rate, target, done)
+                return rate * (1 - done) + target * done
+            start, rate = end, target
+        raise AssertionError("the last phase ends with the last step")
+
+
+@dataclass(frozen=True)
+class InverseSqrt(Schedule):
+    """peak * min(step / warmup, sqrt(warmup / step))."""
+
+    peak: float = argument(number)
+    warmup: int | float = argument(count_or_share)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.warmup == 0:
+            raise ValueError("warmup of InverseSqrt is also its time scale: it must be 1 or more")
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step."""
+        warmup = resolved(self, "warmup")
+        return self.peak * (step / warmup if step < warmup else sqrt(warmup / step))
+
+    def over(self, steps: int) -> Self:
+        """Return the schedule with a number of steps as its warm-up."""
+        return _replaced(self, "warmup", steps)
+
+
+def _cosine(start: float, end: float, done: float) -> float:
+    return end + (start - end) * (1 + cos(pi * done)) / 2
+
+
+def _replaced(schedule: Any, name: str, steps: int) -> Any:
+    """Return a schedule in which the `count_or_share` of that name is a number of steps."""
+    return replace(schedule, **{name: resolve(vars(schedule)[name], count("steps", steps))})
+
+
+def step_decay(rate: float, every: int, factor: float = 0.1) -> Schedule:
+    """rate * factor^floor(step / every), as `torch.optim.lr_scheduler.StepLR`.
+
+    Args:
+        rate: the rate of step 0, of 0 or more.
+        every: number of steps after which the rate is multiplied by `factor`.
+        factor: above 0.
+
+    Raises:
+        ValueError: an argument outside of its bounds.
+
+    Examples:
+        >>> from onnxgrad.schedules.curves import step_decay
+        >>> [step_decay(1.0, every=2, factor=0.5)(step) for step in range(5)]
+        [1.0, 1.0, 0.5, 0.5, 0.25]
+    """
+    return Exponential(rate, factor, every, staircase=True)
+
+
+def exponential(rate: float, factor: float, every: int = 1) -> Schedule:
+    """rate * factor^(step / every), as `optax.exponential_decay`.
+
+    With `every=1`, it is `torch.optim.lr_scheduler.ExponentialLR`.
+
+    Args:
+        rate: the rate of step 0, of 0 or more.
+        factor: above 0; above 1, the rate grows.
+        every: number of steps in which the rate is multiplied by `factor`.
+
+    Raises:
+        ValueError: an argument outside of its bounds.
+
+    Examples:
+        >>> from onnxgrad.schedules.curves import exponential
+        >>> [exponential(1.0, factor=0.25, every=2)(step) for step in range(4)]
+        [1.0, 0.5, 0.25, 0.125]
+    """
+    return Exponential(rate, factor, every)
+
+
+def linear(start: float, end: float = 0.0, steps: int | None = None) -> Schedule:
+    """start + (end - start) step / steps, then `end`, as `optax.linear_schedule`.
+
+    Args:
+        start: the rate of step 0, of 0 or more.
+        end: the rate of step number `steps` and all later ones, of 0 or more.
+        steps: number of steps; None for those of the whole run.
+
+    Raises:
+        ValueError: an argument outside of its bounds.
+
+    Examples:
+        >>> from onnxgrad.schedules.curves import linear
+        >>> [linear(1.0, steps=4)(step) for step in range(6)]
+        [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    return Polynomial(start, end, 1.0, steps)
+
+
+def polynomial(
+    rate: float, power: float = 1.0, end: float = 0.0, steps: int | None = None
+) -> Schedule:
+    """end + (rate - end) (1 - step / steps)^power, then `end`, as `optax.polynomial_schedule`.
+
+    Args:
+        rate: the rate of step 0, of 0 or more.
+        power: above 0.
+        end: the rate of step number `steps` and all later ones, of 0 or more.
+        steps: number of steps; None for those of the whole run.
+
+    Raises:
+        ValueError: an argument outside of its bounds.
+
+    Examples:
+        >>> from onnxgrad.schedules.curves import polynomial
+        >>> [polynomial(1.0, power=2, steps=4)(step) for step in range(5)]
+        [1.0, 0.5625, 0.25, 0.0625, 0.0]
+    """
+    return Polynomial(rate, end, power, steps)
+
+
+def cosine(
+    peak: float,
+    steps: int | None = None,
+    warmup: int | float = 0,
+    end: float = 0.0,
+    *,
+    period: int | float | None = None,
+    factor: int = 1,
+) -> Schedule:
+    """end + (peak - end) (1 + cos(pi step / steps)) / 2, after a linear warm-up from 0.
+
+    It is `optax.warmup_cosine_decay_schedule`; with `period`, the cosine starts again and again, as
+    `torch.optim.lr_scheduler.CosineAnnealingWarmRestarts`. Loshchilov and Hutter 2017, "SGDR".
+
+    Args:
+        peak: the highest rate, of 0 or more.
+        steps: number of steps including the warm-up, after which the rate is `end`; None for those
+            of the whole run.
+        warmup: number of steps of the warm-up, or its share of the steps, between 0 and 1.
+        end: the lowest rate, of 0 or more.
+        period: number of steps from one restart to the next, or their share of the steps after the
+            warm-up. Restarts do not end, and so `steps` is then only what shares refer to.
+        factor: how many times longer each period is than the last.
+
+    Raises:
+        ValueError: an argument outside of its bounds, or a warm-up that leaves no step.
+
+    Examples:
+        >>> from onnxgrad.schedules.curves import cosine
+        >>> [round(cosine(1.0, steps=6, warmup=2)(step), 4) for step in range(7)]
+        [0.0, 0.5, 1.0, 0.8536, 0.5, 0.1464, 0.0]
+        >>> cosine(1e-3, warmup=0.1).over(1000)
+        Warmup(schedule=Cosine(peak=0.001, end=0.0, steps=900), warmup=100, start=0.0)
+    """
+    if period is None and factor != 1:
+        raise ValueError("factor of cosine multiplies the periods: pass period, the first one")
+    curve: Schedule
+    curve = Cosine(peak, end) if period is None else CosineRestarts(peak, period, factor, end)
+    schedule = curve if warmup == 0 else Warmup(curve, warmup)
+    if steps is None:
+        return schedule
+    steps = count("steps of cosine", steps)
+    if isinstance(schedule, Warmup) and resolve(schedule.warmup, steps) >= steps:
+        raise ValueError(f"warmup of cosine, {warmup}, leaves none of its {steps} steps")
+    return schedule.over(steps)
+
+
+def one_cycle(
+    peak: float,
+    steps: int | None = None,
+    pct_start: float = 0.3,
+    anneal_strategy: str = "cos",
+    div_factor: float = 25.0,
+    final_div_factor: float = 1e4,
+    three_phase: bool = False,
+) -> Schedule:
+    """Up from peak / div_factor to the peak, then down to peak / (div_factor final_div_factor).
+
+    Arguments and values are those of `torch.optim.lr_scheduler.OneCycleLR`, which also cycles the
+    momentum; here only the rate changes. Smith and Topin 2018, "Super-Convergence".
+
+    Args:
+        peak: the highest rate, of 0 or more; PyTorch's `max_lr`.
+        steps: number of steps, after which the rate stays; None for those of the whole run.
+        pct_start: share of the steps on the way up, from 0 to 1.
+        anneal_strategy: "cos" or "linear".
+        div_factor: the peak divided by the rate of step 0.
+        final_div_factor: the rate of step 0 divided by the last one.
+        three_phase: whether the way down to the rate of step 0 takes as long as the way up, and the
+            rest goes on to the last rate.
+
+    Raises:
+        ValueError: an argument outside of its bounds.
+
+    Examples:
+        >>> from onnxgrad.schedules.curves import one_cycle
+        >>> rate = one_cycle(1.0, 5, 0.6, "linear", div_factor=2, final_div_factor=10)
+        >>> [round(rate(step), 3) for step in range(6)]
+        [0.5, 0.75, 1.0, 0.525, 0.05, 0.05]
+    """
+    return OneCycle(
+        peak, steps, pct_start, anneal_strategy, div_factor, final_div_factor, three_phase
+    )
+
+
+def inverse_sqrt(peak: float, warmup: int | float) -> Schedule:
+    """peak * min(step / warmup, sqrt(warmup / step)).
+
+    The schedule of Vaswani et al. 2017, "Attention is all you need", by its peak.
+
+    Args:
+        peak: the highest rate, that of step number `warmup`, of 0 or more.
+        warmup: number of steps of the linear warm-up, or its share of the run, between 0 and 1.
+
+    Raises:
+        ValueError: an argument outside of its bounds.
+
+    Examples:
+        >>> from onnxgrad.schedules.curves import inverse_sqrt
+        >>> [inverse_sqrt(1.0, warmup=2)(step) for step in (0, 1, 2, 8)]
+        [0.0, 0.5, 1.0, 0.5]
+    """
+    return InverseSqrt(peak, warmup)

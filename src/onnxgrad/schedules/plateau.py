@@ -1,0 +1,118 @@
+"""A learning rate that falls when a metric stops improving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from onnxgrad.errors import unknown
+from onnxgrad.schedules.base import Schedule, argument, count, number
+
+
+def _zero_or_more(name: str, value: Any) -> int:
+    return count(name, value, low=0)
+
+
+@dataclass(frozen=True)
+class Plateau(Schedule):
+    """The rate, multiplied by `factor` after `patience` entries without improvement: `plateau`.
+
+    The state has `rate`; `best`, absent before any improvement; `bad`, the entries since; and
+    `cooldown`, the entries for which none counts as bad.
+    """
+
+    initial: float = argument(number)
+    factor: float = argument(number, 0.1)
+    patience: int = argument(_zero_or_more, 10)
+    monitor: str = "validation_loss"
+    mode: str = "min"
+    threshold: float = argument(number, 1e-4)
+    cooldown: int = argument(_zero_or_more, 0)
+    min_rate: float = argument(number, 0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.mode not in ("min", "max"):
+            raise unknown("mode", self.mode, ["min", "max"])
+        if not 0 < self.factor < 1:
+            raise ValueError(f"factor of Plateau must be between 0 and 1, not {self.factor}")
+        if self.min_rate > self.initial:
+            raise ValueError(f"min_rate {self.min_rate} is above the first rate {self.initial}")
+        if not isinstance(self.monitor, str):
+            raise ValueError(f"monitor of Plateau must be a name, not {self.monitor!r}")
+
+    def __call__(self, step: int) -> float:
+        """Return the rate of a step before anything was observed."""
+        return self.initial
+
+    def rate(self, step: int, state: Mapping[str, Any]) -> float:
+        """Return the rate after the observations in `state`."""
+        return state.get("rate", self.initial)
+
+    def observed(self, state: Mapping[str, Any], record: Mapping[str, float]) -> dict[str, Any]:
+        """Return the state after a record; one without `monitor` changes nothing."""
+        if self.monitor not in record:
+            return dict(state)
+        value, best = float(record[self.monitor]), state.get("best")
+        rate, cooldown = self.rate(0, state), state.get("cooldown", 0)
+        better = self._better(value, best)
+        bad = 0 if better or cooldown else state.get("bad", 0) + 1
+        cooldown = max(cooldown - 1, 0)
+        if bad > self.patience:
+            rate, bad, cooldown = max(rate * self.factor, self.min_rate), 0, self.cooldown
+        after = {"rate": rate, "best": value if better else best, "bad": bad, "cooldown": cooldown}
+        return {key: v for key, v in after.items() if v is not None}
+
+    def _better(self, value: float, best: float | None) -> bool:
+        if self.mode == "min":
+            return value < (float("inf") if best is None else best * (1 - self.threshold))
+        return value > (float("-inf") if best is None else best * (1 + self.threshold))
+
+    @property
+    def monitors(self) -> tuple[str, ...]:
+        """The name in an entry of the history on which the rate depends."""
+        return (self.monitor,)
+
+
+def plateau(
+    rate: float,
+    factor: float = 0.1,
+    patience: int = 10,
+    monitor: str = "validation_loss",
+    mode: str = "min",
+    threshold: float = 1e-4,
+    cooldown: int = 0,
+    min_rate: float = 0.0,
+) -> Schedule:
+    """The rate, times `factor` whenever a metric has stopped improving.
+
+    As `torch.optim.lr_scheduler.ReduceLROnPlateau` with its relative threshold and `eps=0`.
+
+    Args:
+        rate: the first rate, of 0 or more.
+        factor: what the rate is multiplied by, between 0 and 1.
+        patience: number of entries of the history in a row without improvement after which the next
+            one lowers the rate.
+        monitor: name in an entry of the history: "loss", "validation_loss" or a metric. Entries
+            without it do not count.
+        mode: "min" if lower values are better, "max" if higher ones are.
+        threshold: an improvement is below best * (1 - threshold), or above best * (1 + threshold).
+        cooldown: number of entries after a reduction that do not count as bad.
+        min_rate: the rate does not fall below it.
+
+    Raises:
+        ValueError: an argument outside of its bounds.
+
+    Examples:
+        >>> from onnxgrad.schedules.plateau import plateau
+        >>> schedule, state = plateau(1.0, factor=0.5, patience=1), {}
+        >>> for loss in (3.0, 2.0, 2.5, 2.5):
+        ...     state = schedule.observed(state, {"validation_loss": loss})
+        ...     print(schedule.rate(0, state))
+        1.0
+        1.0
+        1.0
+        0.5
+    """
+    return Plateau(rate, factor, patience, monitor, mode, threshold, cooldown, min_rate)

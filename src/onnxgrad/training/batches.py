@@ -1,0 +1,217 @@
+"""Sources of batches: the epochs of arrays in memory, and of data that are read meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.prefetch import prefetched
+from onnxgrad.data.readers import Reader, described
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.row_axes import Axes, count_rows
+
+SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
+PREFETCHED = 2  # slices that wait for the session
+
+Budget = Callable[[int], int]
+
+
+@dataclass
+class Slice:
+    """Batches of one shape for one call of the runtime: each array is [batches, ...].
+
+    `rows` counts those of one batch.
+    """
+
+    arrays: dict[str, np.ndarray]
+    batches: int
+    rows: int
+
+
+class BatchSource:
+    """The batches of each epoch, in slices.
+
+    Attributes:
+        rows: rows of an epoch, None if they are unknown before the first has ended.
+        batches: batches of an epoch, None if they are unknown.
+        batch_size: rows of a batch, where the source cuts them.
+    """
+
+    rows: int | None
+    batches: int | None
+    shuffles = True  # whether an epoch can have its rows in another order
+    batch_size: int
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What identifies the data, for JSON: another training compares it."""
+        raise NotImplementedError
+
+    def epoch(
+        self, rng: np.random.Generator | None, skip: int, budget: Budget
+    ) -> Generator[Slice, None, None]:
+        """Yield the slices of one epoch; closing the generator ends a thread that reads ahead.
+
+        Args:
+            rng: decides the order of the rows, and is used before the first slice only; None: in
+                order.
+            skip: number of batches to leave out at the beginning; the others are the same.
+            budget: called with the number of a batch in the epoch, returns how many batches the
+                slice that begins with it may have; may be called from a thread.
+
+        Raises:
+            ValueError: data that an input does not accept, or no batch.
+        """
+        raise NotImplementedError
+
+
+class ArraySource(BatchSource):
+    """Batches drawn from arrays: every row once an epoch, the last batch shorter.
+
+    Args:
+        arrays: checked arrays by input.
+        axes: the axis of the rows of each, None for an array that every batch gets whole.
+        batch_size: rows of a batch.
+    """
+
+    def __init__(self, arrays: dict[str, np.ndarray], axes: Axes, batch_size: int) -> None:
+        self.arrays, self.axes, self.batch_size = arrays, axes, int(batch_size)
+        self.rows: int = count_rows(arrays, axes)
+        self.batches = -(-self.rows // self.batch_size)
+        per_row = sum(a.nbytes for n, a in arrays.items() if axes[n] is not None) / self.rows
+        whole = sum(a.nbytes for n, a in arrays.items() if axes[n] is None)
+        self._most = max(1, int(SLICE_BYTES / max(1, per_row * self.batch_size + whole)))
+
+    def take(self, indices: np.ndarray) -> ArraySource:
+        """Return the source of some of the rows."""
+        arrays = {
+            name: array if axis is None else array.take(indices, axis)
+            for (name, array), axis in zip(self.arrays.items(), self.axes.values(), strict=True)
+        }
+        return ArraySource(arrays, self.axes, min(self.batch_size, len(indices)))
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """Shapes, dtypes and a digest of rows."""
+        return described("arrays", self.arrays) | {"rows": self.rows}
+
+    def epoch(
+        self, rng: np.random.Generator | None, skip: int, budget: Budget
+    ) -> Generator[Slice, None, None]:
+        """Yield the slices of one epoch."""
+        rows, size = self.rows, self.batch_size
+        order = np.arange(rows) if rng is None else rng.permutation(rows)
+        start = skip * size
+        while start < rows:
+            length = min(size, rows - start)
+            most = min(budget(start // size), self._most)
+            batches = max(1, min(most, (rows - start) // length))
+            indices = order[start : start + batches * length]
+            start += batches * length
+            arrays = {
+                name: _cut(array, self.axes[name], indices, batches, length)
+                for name, array in self.arrays.items()
+            }
+            yield Slice(arrays, batches, length)
+
+
+def _cut(
+    array: np.ndarray, axis: int | None, indices: np.ndarray, batches: int, length: int
+) -> np.ndarray:
+    """Return the rows of `indices` as [batches, ...], each batch with its rows on `axis`."""
+    if axis == 0:
+        return array[indices].reshape(batches, length, *array.shape[1:])
+    if axis is None:
+        return np.ascontiguousarray(np.broadcast_to(array, (batches, *array.shape)))
+    axis %= array.ndim
+    taken = array.take(indices, axis)
+    cut = taken.reshape(*array.shape[:axis], batches, length, *array.shape[axis + 1 :])
+    return np.ascontiguousarray(np.moveaxis(cut, axis, 0))
+
+
+class ReaderSource(BatchSource):
+    """Batches that a reader reads, checked one at a time, in a thread of its own.
+
+    Args:
+        reader: reads the batches.
+        fields: the inputs that check them.
+        batch_size: rows of a batch, where the reader cuts them.
+        prefetch: slices that are read ahead; 0 reads without a thread.
+    """
+
+    def __init__(
+        self, reader: Reader, fields: Fields, batch_size: int, prefetch: int = PREFETCHED
+    ) -> None:
+        shapes = {name: fields.fields[name].shape for name in fields.features}
+        self.reader, self.fields = reader.for_inputs(shapes), fields
+        self.batch_size, self.prefetch = int(batch_size), prefetch
+        self.rows, self.batches = reader.rows, reader.count
+        self.shuffles = reader.shuffles
+        if self.rows is not None and self.batches is None:
+            self.batches = -(-self.rows // self.batch_size)
+
+    @cached_property
+    def description(self) -> dict[str, Any]:
+        """What the reader says of its data."""
+        return self.reader.describe()
+
+    def epoch(
+        self, rng: np.random.Generator | None, skip: int, budget: Budget
+    ) -> Generator[Slice, None, None]:
+        """Yield the slices of one epoch."""
+        seed = None
+        if rng is not None and self.reader.shuffles:
+            seed = int(rng.integers(1 << 62))  # for generators that only the thread uses
+        counts, slices = [0, 0], self._slices(seed, skip, budget)
+        if self.prefetch:
+            slices = prefetched(slices, self.prefetch)
+        try:
+            for piece in slices:
+                counts[0] += piece.batches
+                counts[1] += piece.batches * piece.rows
+                yield piece
+        finally:
+            slices.close()
+        if not skip:
+            if not counts[0]:
+                raise ValueError(
+                    "the iterable gave no batch: a generator can be read only once; "
+                    "pass a list of batches or a DataLoader"
+                )
+            self.batches, self.rows = counts
+
+    def _slices(self, seed: int | None, skip: int, budget: Budget) -> Generator[Slice, None, None]:
+        """Yield slices of batches of equal shapes."""
+        number, most, shapes = skip, 1, None
+        held: list[dict[str, np.ndarray]] = []
+        rows = 0
+        for item in self.reader.batches(self.batch_size, seed, skip):
+            try:
+                arrays, count = self.fields.batch(item)
+            except ValueError as e:
+                raise ValueError(f"batch {number}: {e}") from e
+            if held and shapes != {n: a.shape for n, a in arrays.items()}:
+                yield _stacked(held, rows)
+                held = []
+            if not held:
+                shapes, rows = {n: a.shape for n, a in arrays.items()}, count
+                size = max(1, sum(a.nbytes for a in arrays.values()))
+                most = max(1, min(budget(number), SLICE_BYTES // size))
+            held.append(arrays)
+            number += 1
+            if len(held) >= most:
+                yield _stacked(held, rows)
+                held = []
+        if held:
+            yield _stacked(held, rows)
+
+
+def _stacked(batches: list[dict[str, np.ndarray]], rows: int) -> Slice:
+    if len(batches) == 1:
+        return Slice({name: a[None] for name, a in batches[0].items()}, 1, rows)
+    arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
+    return Slice(arrays, len(batches), rows)

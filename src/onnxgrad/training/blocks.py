@@ -1,0 +1,91 @@
+"""The update of a large weight in blocks, whose intermediate results stay in the cache.
+
+An elementwise update reads and writes memory at every node. A `Scan` over blocks writes only the
+new weights and slots there: it slices its inputs and outputs without copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+import onnx_ir as ir
+
+from onnxgrad.graph import shapes
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import RANDOM
+from onnxgrad.graph.traversal import reads
+from onnxgrad.optimizers import Inputs, Optimizer
+
+# measured with Adam in float32 on a CPU with 1 MB of L2 per core
+LARGE = 1 << 20  # elements
+BLOCK_BYTES = 1 << 17
+_LEAST = 1 << 12  # elements of a block: in smaller ones, the nodes cost more than the memory
+
+
+def block_shape(w: ir.Value) -> tuple[int, int] | None:
+    """Return (blocks, elements of a block) for a weight, or None if it is not to be divided.
+
+    The number of elements must have a divisor that is neither too large nor too small.
+    """
+    size = prod(shapes.static(shapes.dims(w)) or ())
+    if size < LARGE or w.dtype is None:
+        return None
+    most = BLOCK_BYTES * 8 // w.dtype.bitwidth
+    block = next((d for d in range(most, _LEAST - 1, -1) if size % d == 0), None)
+    return None if block is None else (size // block, block)
+
+
+def update_in_blocks(
+    op: Emit, g: ir.Value, optimizer: Optimizer, slots: dict[str, ir.Value], inputs: Inputs
+) -> list[ir.Value]:
+    """Return the new weight and slots; the weight, `g` and slots have the axes of `block_shape`.
+
+    What is computed from numbers alone moves out of the Scan.
+    """
+    body = ir.Graph([], [], nodes=[], name="blocks")
+    inner = Emit(body, outer=op)
+    sliced = [slot for slot in slots if shapes.dims(slots[slot])]
+    outer = [inputs.weight, g, *(slots[slot] for slot in sliced)]
+    body.inputs.extend(_row(inner, value) for value in outer)
+    weight, gradient, *rows = body.inputs
+    with inner:
+        u, new = optimizer.update(
+            inner,
+            gradient,
+            slots | dict(zip(sliced, rows, strict=True)),
+            replace(inputs, weight=weight),
+        )
+        results = [inner.Add(weight, u), *(new[slot] for slot in sliced)]
+    _move_out(body, op)
+    for slot in slots.keys() - set(sliced):
+        if (node := new[slot].producer()) is not None and node.graph is body:
+            raise ValueError(f"{optimizer} is elementwise, but its number {slot!r} depends on all")
+    inner.give(results)
+    for result in body.outputs:
+        inner.set_type_like(result, weight)
+    attributes = {"body": body, "num_scan_inputs": len(outer)}
+    outputs = op.emit_many("Scan", outer, attributes, outputs=len(results))
+    for value in outputs:
+        op.set_type_like(value, inputs.weight)
+    whole = dict(zip(sliced, outputs[1:], strict=True))
+    return [outputs[0], *(whole.get(slot, new[slot]) for slot in slots)]
+
+
+def _move_out(body: ir.Graph, op: Emit) -> None:
+    """Move the nodes that compute the same for every block to the graph of `op`."""
+    inside = set(body.inputs)
+    for node in list(body):
+        if node.op_type in RANDOM or not inside.isdisjoint(reads(node)):
+            inside.update(node.outputs)
+        else:
+            body.remove(node)
+            node.name = None  # names of nodes are unique in their graph only
+            op.graph.append(node)
+
+
+def _row(op: Emit, value: ir.Value) -> ir.Value:
+    """Return an input of the body: one block of `value`."""
+    length = shapes.static(shapes.dims(value))
+    assert length is not None
+    return ir.Value(name=op.name("block"), type=value.type, shape=ir.Shape(length[1:]))

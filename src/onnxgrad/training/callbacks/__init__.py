@@ -1,0 +1,1 @@
+"""Callbacks of `Trainer`: what watches training, reports it, and stops it."""

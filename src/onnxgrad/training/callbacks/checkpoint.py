@@ -1,0 +1,152 @@
+"""Checkpoints: the state of training on the disk, from which `fit(..., resume=)` continues."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from onnxgrad.errors import unknown
+from onnxgrad.reporting import logger
+from onnxgrad.training import saving
+from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.early_stopping import better_if
+
+_STEP = "step-"
+
+
+class Checkpoint(Callback):
+    """Writes the state of training into `folder`, each checkpoint as `folder/step-<number>`.
+
+    A checkpoint is written beside, synced and renamed: what is there is complete, also after a
+    crash. It holds weights, slots, buffers, counts, history, and the state of schedules and
+    callbacks, as `TrainState.save` writes them; `trainer.fit(..., resume=folder)` continues from
+    the newest one bit for bit, also within an epoch.
+
+    One is written at the end of every epoch, or where `every_steps` or `every_seconds` say so
+    instead, when another callback sets `control.save`, and at the end of training: also after
+    Ctrl-C, SIGTERM or an error, but not where the loss or a weight became NaN.
+
+    Args:
+        folder: where to write, created if it is missing.
+        every_steps: write after every so many steps.
+        every_seconds: write when so many seconds have passed since the last one.
+        keep: how many of the newest to keep; the best one by `monitor` is kept as well.
+        monitor: name of a value of the history, such as "validation_loss"; None: no best one.
+        mode: "min" if lower is better, "max" if higher is; "auto" decides by the name.
+
+    Raises:
+        ValueError: an invalid argument; when training begins, a checkpoint of a later step in
+            `folder`, of another training; in training, a `monitor` that the history does not have.
+        OSError: in training, the folder cannot be written.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.checkpoint import Checkpoint
+        >>> Checkpoint("runs/a", every_steps=100, keep=3).every_steps
+        100
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        every_steps: int | None = None,
+        every_seconds: float | None = None,
+        keep: int = 2,
+        monitor: str | None = None,
+        mode: str = "auto",
+    ) -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ValueError(f"keep is {keep!r}: pass how many checkpoints to keep, 1 or more")
+        if every_seconds is not None and not every_seconds > 0:
+            raise ValueError(f"every_seconds is {every_seconds!r}: pass a number above 0")
+        if mode not in ("auto", "min", "max"):
+            raise unknown("mode", mode, ("auto", "min", "max"))
+        self.folder = Path(folder)
+        self.every_steps, self.every_seconds = every_steps, every_seconds
+        self.keep, self.monitor = keep, monitor
+        self.mode = mode
+
+    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Create the folder, and remove what a crash left there."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        saving.remove_leftovers(self.folder)
+        newest = max(checkpoints(self.folder), default=None)
+        if newest is not None and newest > _path(self.folder, state.step):
+            raise ValueError(
+                f"training begins at step {state.step}, and {newest} is of a later one: pass "
+                f"resume={str(self.folder)!r} to go on with it, or write to another folder"
+            )
+        self._better = self.mode
+        if self.monitor and self.mode == "auto":
+            self._better = better_if(self.monitor, trainer.metrics)
+        self._began, self._when = state.step, time.monotonic()
+
+    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Raise if the value to monitor is in no record though an epoch has ended."""
+        if self.monitor and state.history and "judged" not in self.entry(state):
+            names = dict.fromkeys(name for record in state.history for name in record)
+            raise unknown("monitor of Checkpoint", self.monitor, names)
+
+    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Ask for a checkpoint after so many steps or seconds."""
+        if self.every_steps and state.step % self.every_steps == 0:
+            control.save = True
+        if self.every_seconds and time.monotonic() - self._when >= self.every_seconds:
+            control.save = True
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Ask for a checkpoint, and take notice of the best epoch."""
+        if not self.every_steps and not self.every_seconds:
+            control.save = True
+        self._judge(state, control)
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Take notice of the best evaluation within an epoch."""
+        self._judge(state, control)
+
+    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Write the last state."""
+        if state.step > self._began and state.stop_reason != "not finite":
+            self.save(state)
+
+    def save(self, state: Any) -> None:
+        """Write a checkpoint of the state, and remove old ones."""
+        path = _path(self.folder, state.step)
+        state.save(path)
+        self._when = time.monotonic()
+        logger.info("checkpoint %s", path)
+        best = self.entry(state).get("best_step")
+        others = [p for p in checkpoints(self.folder) if p not in (path, _path(self.folder, best))]
+        for old in others[: max(0, len(others) - self.keep + 1)]:
+            saving.remove(old)
+
+    def _judge(self, state: Any, control: Control) -> None:
+        """Remember the step of the best value, and ask for a checkpoint of it."""
+        record, entry = state.history[-1], self.entry(state)
+        value = record.get(self.monitor)
+        if value is None or entry.get("judged") == state.step:
+            return
+        entry["judged"] = state.step
+        sign = -1 if self._better == "max" else 1
+        if entry.get("best") is None or sign * value < sign * entry["best"]:
+            entry |= {"best": value, "best_step": state.step}
+            control.save = True
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the oldest first."""
+    return sorted(path for path in folder.glob(f"{_STEP}*") if path.is_dir())
+
+
+def newest(folder: str | os.PathLike) -> Path | None:
+    """Return the newest checkpoint in a folder, or the folder if it is one; None without any."""
+    saving.restore_replaced(Path(folder))
+    found = checkpoints(Path(folder))
+    if found:
+        return found[-1]
+    return Path(folder) if (Path(folder) / "state.json").is_file() else None
+
+
+def _path(folder: Path, step: int | None) -> Path:
+    return folder / f"{_STEP}{step or 0:010d}"

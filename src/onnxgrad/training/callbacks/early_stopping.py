@@ -1,0 +1,207 @@
+"""Ending training when a monitored value no longer improves."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.errors import unknown
+from onnxgrad.reporting import logger
+from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
+from onnxgrad.training.saving import flat, nested
+
+_LOWER, _HIGHER = (
+    {"loss", "error", "mse", "rmse", "mae", "rmsle", "mape", "perplexity", "deviance", "norm"},
+    {"accuracy", "auc", "f1", "fbeta", "precision", "recall", "r2", "iou", "dice", "ap", "map"}
+    | {"mcc", "kappa", "score", "bleu", "psnr", "ssim", "ndcg", "jaccard", "specificity"},
+)
+
+_WEIGHT, _BUFFER, _SLOT = "weight:", "buffer:", "slot:"  # how the names of kept arrays begin
+
+
+class EarlyStopping(Callback):
+    """Ends training when a value of the history has not improved for some evaluations.
+
+    A value improves if it is lower than the best one so far by more than `min_delta`, or higher
+    with `mode="max"`; NaN is no improvement. Values that begin with "validation_" count after every
+    evaluation, others, such as "loss", after every epoch.
+
+    At the end of training, the best weights and buffers are restored, if they are not those of the
+    last step. After Ctrl-C and after an error of data or callbacks, the state stays that of the
+    last step, from which training can resume. The slots of the optimizer stay those of the last
+    step, except where it averages weights, as `ema`: then slots and `state.step` are restored too,
+    as the averages are computed from them.
+    A training that had stopped and is resumed stops again, unless `patience` is larger now.
+
+    The entry in `state.callbacks` has `best` and its `step` and `epoch`, the number `waiting` of
+    evaluations without improvement since then, `stopped`, whether this callback ended training,
+    and `restored`, the step whose weights were restored or None.
+
+    Args:
+        monitor: name of the value in the records of `trainer.history`.
+        patience: number of evaluations in a row without improvement after which training ends.
+        restore: whether to restore the weights and buffers of the best evaluation. They are kept
+            in the state, and so in checkpoints.
+        min_delta: the least improvement that counts, in the units of the value.
+        mode: "min" if lower is better, "max" if higher is; "auto" is what the trainer's metric of
+            that name says, or else decides by the name, such as "loss" or "accuracy".
+
+    Raises:
+        ValueError: an invalid argument; when training begins, a value for which "auto" cannot
+            decide; in training, a `monitor` that the history does not have.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.early_stopping import EarlyStopping
+        >>> EarlyStopping("validation_accuracy", patience=5, min_delta=0.001).patience
+        5
+    """
+
+    def __init__(
+        self,
+        monitor: str = "validation_loss",
+        patience: int = 3,
+        restore: bool = True,
+        min_delta: float = 0.0,
+        mode: str = "auto",
+    ) -> None:
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+            raise ValueError(f"patience is {patience!r}: pass a positive number of evaluations")
+        if not (math.isfinite(min_delta) and min_delta >= 0):
+            raise ValueError(f"min_delta is {min_delta!r}: pass a number that is not negative")
+        if mode not in ("auto", "min", "max"):
+            raise unknown("mode", mode, ("auto", "min", "max"))
+        self.monitor, self.patience, self.restore = monitor, patience, restore
+        self.min_delta, self.mode = min_delta, mode
+
+    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Go on counting where training resumes, and stop again where it had stopped."""
+        metrics = getattr(trainer, "metrics", ())
+        self._better = better_if(self.monitor, metrics) if self.mode == "auto" else self.mode
+        entry = self.entry(state)
+        for name, start in (("best", None), ("step", None), ("epoch", None), ("waiting", 0)):
+            entry.setdefault(name, start)
+        stopped = entry["waiting"] >= self.patience
+        entry |= {"stopped": stopped, "restored": None}
+        control.stop |= stopped
+        self._epochs = 0  # that began in this training
+
+    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Raise if the value is in no record though an epoch has ended."""
+        self._epochs += 1
+        if self._epochs > 1 and not self._seen(state):
+            raise self._unknown(state)
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Count a value of validation data."""
+        if self._of_validation:
+            self._count(trainer, state, control)
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Count another value."""
+        if not self._of_validation:
+            self._count(trainer, state, control)
+
+    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Restore the best weights and buffers, unless training broke off and may be resumed."""
+        if state.stop_reason in UNFINISHED:
+            return
+        if not self._seen(state):
+            if state.stop_reason != "not finite":
+                warnings.warn(f"EarlyStopping never counted: {self._unknown(state)}", stacklevel=2)
+            return
+        entry = self.entry(state)
+        if not self.restore or entry["step"] in (None, state.step):
+            return
+        kept = state.kept.get(self.key)
+        if not kept:
+            raise ValueError(
+                f"the best weights, of step {entry['step']}, are not in the state: resume from a "
+                "checkpoint of a training with restore=True, or pass restore=False"
+            )
+        state.weights = _starting(_WEIGHT, kept)
+        if buffers := _starting(_BUFFER, kept):
+            state.buffers = buffers
+        if slots := _starting(_SLOT, kept):
+            state.slots = nested(slots)
+            state.values = replace(state.values, steps=entry["step"])
+        entry["restored"] = entry["step"]
+        logger.info("EarlyStopping: the weights are those of step %d", entry["step"])
+
+    @property
+    def _of_validation(self) -> bool:
+        return self.monitor.startswith("validation_")
+
+    def _seen(self, state: Any) -> bool:
+        return any(self.monitor in record for record in state.history)
+
+    def _unknown(self, state: Any) -> ValueError:
+        names = dict.fromkeys(name for record in state.history for name in record)
+        error = unknown("monitor", self.monitor, [n for n in names if n not in ("step", "epoch")])
+        remedy = " Pass fit(..., validation=...)." if self._of_validation else ""
+        return ValueError(f"{error} These are in the history.{remedy}")
+
+    def _count(self, trainer: Any, state: Any, control: Control) -> None:
+        record, entry = state.history[-1], self.entry(state)
+        if self.monitor not in record:
+            raise self._unknown(state)
+        value, best = float(record[self.monitor]), entry["best"]
+        sign = -1.0 if self._better == "max" else 1.0
+        if math.isnan(value) or (
+            best is not None and not sign * value < sign * best - self.min_delta
+        ):
+            entry["waiting"] += 1
+            if entry["waiting"] >= self.patience:
+                entry["stopped"] = control.stop = True
+                logger.info(
+                    "EarlyStopping: %s has not improved in %d evaluations since step %s",
+                    self.monitor,
+                    entry["waiting"],
+                    entry["step"],
+                )
+            return
+        entry |= {"best": value, "step": state.step, "epoch": state.epoch, "waiting": 0}
+        if self.restore:  # copies: training may update the arrays in place
+            parts = {_WEIGHT: state.weights, _BUFFER: state.buffers}
+            if averages(trainer):  # slots hold the weights that were evaluated
+                parts[_SLOT] = flat(state.slots)
+            state.kept[self.key] = {
+                prefix + name: np.array(array)
+                for prefix, arrays in parts.items()
+                for name, array in arrays.items()
+            }
+
+
+def averages(trainer: Any) -> bool:
+    """Return whether the optimizer of a trainer averages weights."""
+    return getattr(getattr(trainer, "optimizer", None), "averages", False)
+
+
+def _starting(prefix: str, kept: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays whose names start with `prefix`, under their names without it."""
+    return {n.removeprefix(prefix): np.array(a) for n, a in kept.items() if n.startswith(prefix)}
+
+
+def better_if(monitor: str, metrics: Iterable[Any] = ()) -> str:
+    """Return "min" or "max" by the metric of that name, or else by the words of the name.
+
+    Raises:
+        ValueError: neither says which is better.
+    """
+    for metric in metrics:
+        higher_is_better = getattr(metric, "higher_is_better", None)
+        if f"validation_{metric.name}" == monitor and higher_is_better is not None:
+            return "max" if higher_is_better else "min"
+    words = set(re.findall("[a-z0-9]+", monitor.lower()))
+    lower, higher = bool(words & _LOWER), bool(words & _HIGHER)
+    if lower == higher:
+        raise ValueError(
+            f"mode='auto' cannot tell whether a higher or a lower {monitor!r} is better: "
+            "pass mode='min' or mode='max'"
+        )
+    return "min" if lower else "max"

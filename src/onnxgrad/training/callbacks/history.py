@@ -1,0 +1,97 @@
+"""The history of training as a file."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.errors import unknown
+from onnxgrad.model.files import replacing, target_of
+from onnxgrad.training.callbacks.base import Callback, Control
+
+
+class History(Callback):
+    """Writes the history of training into a CSV or JSON file after every evaluation and epoch.
+
+    The file always has exactly the records of `trainer.history`, also where training resumes; it is
+    replaced as a whole, so that a reader never sees half of it. A CSV file has a column for every
+    name in any record, and empty cells where a record lacks it. A JSON file has a list with one
+    record on each line; NaN and infinity, which JSON lacks, are null.
+
+    Args:
+        path: file that ends with ".csv" or ".json". Its folder is created; an existing file is
+            replaced when the first record is written.
+
+    Raises:
+        ValueError: another ending.
+        OSError: when training begins, if the file cannot be written.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.history import History
+        >>> History("runs/a/history.csv").key
+        'History'
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        if self.path.suffix not in _WRITERS:
+            raise unknown("ending of a history file", self.path.suffix, _WRITERS)
+
+    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Create the folder, and check that the file can be written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        target_of(self.path)
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Write the file."""
+        self._write(state)
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Write the file."""
+        self._write(state)
+
+    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Write the file again: callbacks may have added to the last record."""
+        if state.history:
+            self._write(state)
+
+    def _write(self, state: Any) -> None:
+        records = [{name: _plain(v) for name, v in record.items()} for record in state.history]
+        with replacing(self.path) as file:
+            _WRITERS[self.path.suffix](file, records)
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers and arrays of numpy as Python's."""
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
+
+
+def _write_csv(file: Path, records: list[dict[str, Any]]) -> None:
+    columns = dict.fromkeys(name for record in records for name in record)
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, list(columns), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def _write_json(file: Path, records: list[dict[str, Any]]) -> None:
+    lines = ",\n".join(json.dumps(_finite(record), allow_nan=False) for record in records)
+    file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with None for every number that is not finite."""
+    if isinstance(value, dict):
+        return {name: _finite(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_WRITERS = {".csv": _write_csv, ".json": _write_json}

@@ -1,0 +1,35 @@
+"""The callback that names the node which made training diverge."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onnxgrad.runtime.not_finite import first_not_finite
+from onnxgrad.training.callbacks.base import Callback, Control
+
+
+class NanWatch(Callback):
+    """Names the node that made the loss or a weight NaN or infinite, in the error that says so.
+
+    It costs nothing while training is well. Then it runs the failing step again on the CPU: see
+    `first_not_finite`. A model with random numbers, such as Dropout, draws others then.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.nan_watch import NanWatch
+        >>> NanWatch().key
+        'NanWatch'
+    """
+
+    def on_not_finite(self, trainer: Any, state: Any, control: Control) -> str | None:
+        """Return a sentence that names the node, or the input, at fault.
+
+        `trainer.failed_step()` returns the model of one step, and its inputs that failed; None if
+        no step failed, as where the loss of validation data is not finite.
+        """
+        failed = trainer.failed_step()
+        if failed is None:
+            return None
+        reason = first_not_finite(*failed)
+        if reason is None:
+            return "NanWatch: run again on the CPU, this step computes only finite values."
+        return f"NanWatch: {reason}."

@@ -1,0 +1,87 @@
+"""Norms of weights and gradients."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.training.callbacks.base import Callback, Control
+
+
+class Norms(Callback):
+    """Records the 2-norm of the weights and of their gradients, of each and of all together.
+
+    The entry in `state.callbacks` has `records`, a list of dicts with `step`, `gradient_norm` and
+    `weight_norm`, the norms of all weights together, and `gradient_norms` and `weight_norms`, dicts
+    by the names of the weights. Gradients are those of the last step, before clipping. That of
+    all weights together is the square root of the sum of the squares of theirs.
+
+    The records of the history at the end of an epoch, and of an evaluation, get `gradient_norm` and
+    `weight_norm`. Trackers such as `TensorBoard`, which stand behind it in the list, log all norms.
+
+    Args:
+        every_steps: number of steps from one record to the next. Reading the weights copies them
+            from the device. None records at the end of an epoch only.
+        keep: the number of records to keep, the last ones.
+
+    Raises:
+        ValueError: `keep` is not positive.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.norms import Norms
+        >>> Norms(every_steps=50).every_steps
+        50
+    """
+
+    gradient_norms = True
+
+    def __init__(self, every_steps: int | None = None, keep: int = 100) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep!r}: pass a positive number of records")
+        self.every_steps, self.keep = every_steps, keep
+
+    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Record the norms at every multiple of `every_steps`."""
+        if self.every_steps is not None and state.step % self.every_steps == 0:
+            self._record(trainer, state)
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Add the norms to the record of the evaluation."""
+        self._add(trainer, state)
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Add the norms to the record of the epoch."""
+        self._add(trainer, state)
+
+    def _add(self, trainer: Any, state: Any) -> None:
+        record = self._record(trainer, state)
+        if state.history and state.history[-1].get("step") == state.step:
+            names = ("gradient_norm", "weight_norm")
+            state.history[-1] |= {name: record[name] for name in names if name in record}
+
+    def _record(self, trainer: Any, state: Any) -> dict[str, Any]:
+        """Return the record of this step; it is made once."""
+        records = self.entry(state).setdefault("records", [])
+        if records and records[-1]["step"] == state.step:
+            return records[-1]
+        weights = {name: _norm(array) for name, array in state.weights.items()}
+        gradients = {name: float(norm) for name, norm in (trainer.gradient_norms or {}).items()}
+        record: dict[str, Any] = {"step": state.step}
+        scalars: dict[str, float] = {}
+        for kind, norms in (("gradient_norm", gradients), ("weight_norm", weights)):
+            if norms:
+                record[kind] = scalars[kind] = math.hypot(*norms.values())
+                record[f"{kind}s"] = norms
+                scalars |= {f"{kind}/{name}": norm for name, norm in norms.items()}
+        records.append(record)
+        del records[: -self.keep]
+        self.publish(state, scalars)
+        return record
+
+
+def _norm(array: np.ndarray) -> float:
+    """Return the 2-norm of all elements, added up in float64."""
+    flat = np.asarray(array).astype(np.float64, copy=False).ravel()
+    return math.sqrt(float(flat @ flat))

@@ -1,0 +1,198 @@
+"""The progress of training: a bar in a terminal or a notebook, and lines in a log."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from datetime import timedelta
+from numbers import Real
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress as RichProgress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Column
+from rich.text import Text
+
+from onnxgrad.errors import printable
+from onnxgrad.training.callbacks.base import Callback, Control
+
+_VALIDATION = "validation_"
+
+
+class Progress(Callback):
+    """Shows the progress of training on stderr: epoch, loss, learning rate, speed, validation.
+
+    In a terminal and in a notebook this is a bar with the time left, which ends with the training,
+    also after Ctrl-C or an error. Where stderr is a file or a pipe it is a line for every epoch,
+    and one every `seconds` within an epoch.
+
+    Args:
+        seconds: the least time between two lines within an epoch; no effect on the bar.
+        console: a `rich.console.Console` to write to; None is stderr.
+
+    Examples:
+        >>> from onnxgrad.training.callbacks.progress import Progress
+        >>> Progress(seconds=60).seconds
+        60
+    """
+
+    def __init__(self, seconds: float = 10.0, console: Console | None = None) -> None:
+        self.seconds, self.console = seconds, console
+        self._bar: RichProgress | None = None
+
+    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Choose between the bar and lines; the bar is shown from the first step on."""
+        console = self._console = self.console or Console(stderr=True)
+        self._bar, self._shown = None, time.monotonic()
+        self._started: tuple[float, float] | None = None  # time, and share that was done
+        self._evaluation, self._evaluated = "", 0  # text until a line shows it, and its step
+        if _can_draw(console, chosen=self.console is not None):
+            report = Column(no_wrap=True, overflow="ellipsis")  # the first to be shortened
+            self._bar = RichProgress(
+                TextColumn("epoch {task.fields[epoch]}", markup=False),
+                BarColumn(bar_width=None),
+                TimeRemainingColumn(table_column=Column(min_width=7)),
+                TextColumn("{task.fields[report]}", markup=False, table_column=report),
+                console=console,
+                refresh_per_second=4,
+            )
+            self._task: TaskID | None = None
+
+    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Show an evaluation that came after the end of the last epoch."""
+        self._flush()
+
+    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Show the numbers of the moment."""
+        self._flush()
+        now = time.monotonic()
+        if self._started is None:
+            self._started = now, _done(trainer.progress)
+        if self._bar is not None:
+            self._update(trainer.progress, state)
+        elif now - self._shown >= self.seconds:
+            self._line(f"{_epoch(trainer.progress)}{self._left(trainer.progress)}", trainer, state)
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Show the results for validation data."""
+        self._evaluation, self._evaluated = _validation(state), state.step
+        if self._bar is not None:
+            self._update(trainer.progress, state)
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Show the results of the epoch."""
+        if self._bar is None:
+            self._line(_epoch(trainer.progress), trainer, state)
+        else:
+            self._update(trainer.progress, state)
+        self._evaluation = ""
+
+    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Remove the bar, and show the cursor again."""
+        bar, self._bar = self._bar, None
+        if bar is None:
+            self._flush()
+        elif bar.live.is_started:  # otherwise it was never shown
+            with _ignoring_closed_output():
+                bar.stop()
+
+    def _update(self, progress: Any, state: Any) -> None:
+        assert self._bar is not None
+        total, done = _totals(progress)
+        report = _numbers(progress, state, _validation(state))
+        fields: dict[str, Any] = {
+            "epoch": f"{progress.epoch + 1}/{progress.epochs}",
+            "report": printable(report),
+        }
+        with _ignoring_closed_output():
+            if self._task is None:  # where training resumes, the time left must not count the start
+                self._task = self._bar.add_task("", total=total, completed=int(done), **fields)
+                self._bar.start()
+            self._bar.update(self._task, total=total, completed=done, **fields)
+
+    def _flush(self) -> None:
+        """Print an evaluation that no other line shows."""
+        if self._evaluation and self._bar is None:
+            self._print(f"step {self._evaluated}: {self._evaluation}")
+        self._evaluation = ""
+
+    def _line(self, head: str, trainer: Any, state: Any) -> None:
+        self._shown = time.monotonic()
+        self._print(f"{head}: {_numbers(trainer.progress, state, self._evaluation)}")
+
+    def _print(self, line: str) -> None:
+        with _ignoring_closed_output():
+            self._console.print(Text(printable(line)), soft_wrap=True)
+
+    def _left(self, progress: Any) -> str:
+        """Return the share that is done and an estimate of the time left, where it is known."""
+        share = _done(progress)
+        if not share or self._started is None:
+            return ""
+        start, before = self._started
+        text = f", {100 * share:.0f} %"
+        if share > before:
+            left = (time.monotonic() - start) * (1 - share) / (share - before)
+            text += f", {timedelta(seconds=round(left))} left"
+        return text
+
+
+def _can_draw(console: Console, chosen: bool) -> bool:
+    """Return whether a bar can be drawn; FORCE_COLOR in the environment is no sign of it."""
+    if console.is_jupyter:
+        return True
+    is_terminal = console.is_terminal if chosen else console.file.isatty()
+    return is_terminal and not console.is_dumb_terminal
+
+
+def _ignoring_closed_output() -> suppress:
+    """Go on when the terminal or the pipe behind stderr is closed.
+
+    Rich exits then, and raises `IndexError` when it stops a bar that it could not start.
+    """
+    return suppress(OSError, SystemExit, IndexError)
+
+
+def _totals(progress: Any) -> tuple[float | None, float]:
+    """Return how much there is to do in the whole training, None if unknown, and what is done."""
+    if progress.steps:
+        return progress.steps, progress.step
+    if progress.total_rows:
+        rows = progress.epoch * progress.total_rows + progress.rows
+        return progress.epochs * progress.total_rows, rows
+    return None, progress.rows
+
+
+def _done(progress: Any) -> float:
+    """Return the share of training that is done; 0 if unknown."""
+    total, done = _totals(progress)
+    return done / total if total else 0.0
+
+
+def _epoch(progress: Any) -> str:
+    return f"epoch {progress.epoch + 1}/{progress.epochs}"
+
+
+def _numbers(progress: Any, state: Any, validation: str) -> str:
+    rate = "" if state.learning_rate is None else f"learning rate {state.learning_rate:.3g}"
+    speed = f"{progress.rows_per_second:,.0f} rows/s"
+    return ", ".join(filter(None, [f"loss {progress.loss:.4g}", validation, rate, speed]))
+
+
+def _validation(state: Any) -> str:
+    """Return the numbers of the last evaluation, such as "validation loss 0.5, accuracy 0.8"."""
+    last: dict[str, Any] = next(
+        (r for r in reversed(state.history) if any(n.startswith(_VALIDATION) for n in r)), {}
+    )
+    shown = [
+        f"{name.removeprefix(_VALIDATION).replace('_', ' ')} {value:.4g}"
+        for name, value in last.items()
+        if name.startswith(_VALIDATION) and isinstance(value, Real)
+    ]
+    return f"validation {', '.join(shown)}" if shown else ""

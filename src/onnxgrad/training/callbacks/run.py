@@ -1,0 +1,163 @@
+"""The callbacks of a training: their events, in order, and the end that each of them gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from onnxgrad.errors import first_line
+from onnxgrad.training.callbacks.base import Callback, Control
+
+_EVENTS = {name for name in vars(Callback) if name.startswith("on_")} - {"on_not_finite"}
+
+
+class Callbacks:
+    """Calls the events of callbacks in their order, and gives each its own key.
+
+    Args:
+        callbacks: instances of `Callback`.
+
+    Raises:
+        ValueError: one of them is none, or stands twice in the list, or its `every_steps` is no
+            positive integer.
+    """
+
+    def __init__(self, callbacks: Iterable[Any] = ()) -> None:
+        if isinstance(callbacks, Callback):
+            raise ValueError(f"callbacks is a list: pass [{type(callbacks).__name__}(...)]")
+        self.callbacks: list[Callback] = list(callbacks)
+        keys: set[str] = set()
+        for i, callback in enumerate(self.callbacks):
+            _check(callback)
+            if any(callback is other for other in self.callbacks[:i]):
+                raise ValueError(f"callback {callback.key} is twice in the list: pass it once")
+            key, number = callback.key, 2
+            while callback.key in keys:
+                callback.key, number = f"{key}-{number}", number + 1
+            keys.add(callback.key)
+        writers = [c for c in self.callbacks if _folder(c) is not None]
+        for i, callback in enumerate(writers):
+            if any(_folder(callback) == _folder(other) for other in writers[:i]):
+                raise ValueError(
+                    f"{callback.key} writes to {_folder(callback)}, as another callback does: they "
+                    "would remove each other's checkpoints; pass another folder"
+                )
+
+    @property
+    def gradient_norms(self) -> bool:
+        """Whether any callback needs the norms of gradients."""
+        return any(callback.gradient_norms for callback in self.callbacks)
+
+    def steps_until_stop(self, step: int) -> int | None:
+        """Return the steps from `step` to the next multiple of an `every_steps`; None: no limit."""
+        every = [c.every_steps for c in self.callbacks if c.every_steps is not None]
+        return min((n - step % n for n in every), default=None)
+
+    def call(self, event: str, trainer: Any, state: Any, control: Control) -> None:
+        """Call the method `event`, such as "on_step_end", of every callback."""
+        assert event in _EVENTS, event
+        for callback in self.callbacks:
+            getattr(callback, event)(trainer, state, control)
+
+    def writes_to(self, folder: Any) -> bool:
+        """Return whether a callback writes checkpoints into `folder`."""
+        return os.path.realpath(folder) in (_folder(c) for c in self.callbacks)
+
+    def save(self, trainer: Any, state: Any) -> None:
+        """Let the callbacks that write checkpoints write one.
+
+        Raises:
+            ValueError: there is none, though one was asked for.
+        """
+        writers = [c for c in self.callbacks if hasattr(c, "save")]
+        if not writers:
+            raise ValueError("control.save asks for a checkpoint: add Checkpoint(folder)")
+        for callback in writers:
+            callback.save(state)
+
+    def on_not_finite(self, trainer: Any, state: Any, control: Control) -> str:
+        """Return what the callbacks say of a loss or a weight that is not finite; "" if nothing.
+
+        An error in one of them becomes part of the text: the loss that is not finite matters more.
+        """
+        sentences = []
+        for callback in self.callbacks:
+            try:
+                sentences.append(callback.on_not_finite(trainer, state, control))
+            except Exception as e:
+                sentences.append(f"{callback.key} failed: {first_line(e)}")
+        return " ".join(text for text in sentences if text)
+
+    @contextmanager
+    def training(
+        self,
+        trainer: Any,
+        state: Any,
+        control: Control,
+        held: Callable[[], AbstractContextManager] = nullcontext,
+    ) -> Iterator[None]:
+        """Call `on_train_begin` of all, and `on_train_end` after the block, also after an error.
+
+        `on_train_end` is called for each callback whose `on_train_begin` succeeded, even if another
+        one raises. The first error is raised, with those of `on_train_end` as its notes. Callbacks
+        that write checkpoints come first: others, such as `EarlyStopping`, may change the weights.
+        While they write, signals are `held`.
+        """
+        begun: list[Callback] = []
+        error: BaseException | None = None
+
+        def end(callbacks: Iterable[Callback]) -> None:
+            nonlocal error
+            for callback in callbacks:
+                try:
+                    callback.on_train_end(trainer, state, control)
+                except BaseException as e:
+                    error = _joined(error, e, callback)
+
+        try:
+            for callback in self.callbacks:
+                callback.on_train_begin(trainer, state, control)
+                begun.append(callback)
+            yield
+        except BaseException as e:
+            error = e
+        try:
+            with held():
+                end(c for c in begun if hasattr(c, "save"))
+        except (KeyboardInterrupt, SystemExit) as e:  # that was held back
+            if error is None or isinstance(error, Exception):
+                e.__context__, error = error, e
+        end(c for c in begun if not hasattr(c, "save"))
+        if error is not None:
+            raise error
+
+
+def _joined(
+    first: BaseException | None, second: BaseException, callback: Callback
+) -> BaseException:
+    """Return the first error, with the second one of a callback as a note."""
+    if first is None:
+        return second
+    first.add_note(f"{callback.key}.on_train_end failed, too: {type(second).__name__}: {second}")
+    return first
+
+
+def _folder(callback: Callback) -> str | None:
+    """Return the folder into which a callback writes checkpoints; None: it writes none."""
+    folder = getattr(callback, "folder", None) if hasattr(callback, "save") else None
+    return None if folder is None else os.path.realpath(folder)
+
+
+def _check(callback: Any) -> None:
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        raise ValueError(f"{callback.__name__} is a class: pass an instance, {callback.__name__}()")
+    if not isinstance(callback, Callback):
+        raise ValueError(
+            f"a callback is an instance of Callback, not {callback!r}: derive a class from "
+            "onnxgrad.Callback, and override its events, such as on_step_end"
+        )
+    every = callback.every_steps
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise ValueError(f"every_steps of {callback.key} is {every!r}: pass a positive integer")

@@ -1,0 +1,146 @@
+"""Losses, metrics and predictions of a model for any weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from onnx import ModelProto
+from rich.console import Console
+from rich.progress import Progress
+
+from onnxgrad.errors import escaping
+from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session, work
+from onnxgrad.training.batches import BatchSource, Slice
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.judges import ByOutput, judges
+from onnxgrad.training.minimized import Minimized, Plan, minimized
+from onnxgrad.training.progress import Totals
+
+Arrays = Mapping[str, np.ndarray]
+
+
+class Evaluator:
+    """Evaluates a model in its inference form; weights and running statistics are inputs.
+
+    Args:
+        proto: the model, in its inference form.
+        names: names of its weights and statistics that are passed to every call.
+        plan: the loss.
+        weighted: whether there may be sample weights.
+        device: where to run.
+        batch_axes: as those of a `Trainer`.
+        shown: the title of a progress bar; None for none.
+    """
+
+    def __init__(
+        self,
+        proto: ModelProto,
+        names: Sequence[str],
+        plan: Plan,
+        weighted: bool,
+        device: Any,
+        batch_axes: Mapping[str, int | None],
+        shown: str | None = None,
+    ) -> None:
+        self.proto, self.names, self.plan = proto, list(names), plan
+        self.weighted, self.device, self.batch_axes = weighted, Device.of(device), batch_axes
+        self.shown = shown
+
+    def objective(self) -> Minimized:
+        """Return the objective, without dropout and with the stored statistics."""
+        return minimized(self.proto, self.names, self.plan, self.weighted, training=False)
+
+    @cached_property
+    def described(self) -> Minimized:
+        """An objective of which only the description is used."""
+        return self.objective()
+
+    @cached_property
+    def fields(self) -> Fields:
+        """The inputs of data."""
+        return Fields(self.described, self.batch_axes)
+
+    @cached_property
+    def _losses(self) -> ort.InferenceSession:
+        one = self.objective()
+        multiply_adds = work(one.model.graph)
+        values = [*one.reported, *one.predictions.values(), *one.states.values()]
+        return session(one.compute(*values), self.device, multiply_adds * 32)
+
+    @cached_property
+    def _predictions(self) -> ort.InferenceSession:
+        one = self.objective()
+        multiply_adds = work(one.model.graph)
+        graph = one.model.graph
+        graph.outputs[:] = [*one.predictions.values(), *one.states.values()]
+        tidy(one.model)
+        graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
+        return session(to_proto(one.model), self.device, multiply_adds * 32)
+
+    @escaping()
+    def evaluate(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> dict[str, Any]:
+        """Return `loss`, and the metrics by name, for the data of a source."""
+        one = self.described
+        parts = len(one.written.sums)
+        totals = Totals.of(tuple(one.written.factors), {})
+        judging = judges(one.labels, metrics)
+        for arrays, results in self._results(self._losses, values, source):
+            numbers = [np.asarray(y, np.float64).reshape(1, 1) for y in results[: 2 * parts]]
+            totals.add(np.hstack(numbers[:parts]), np.hstack(numbers[parts:]), 0)
+            predictions = dict(zip(one.predictions, results[2 * parts :], strict=False))
+            weight = None if one.row_weight is None else arrays.get(one.row_weight)
+            if weight is not None and (weight == 1).all():
+                weight = None  # as of batches that have none, for metrics that take none
+            for judge in judging:
+                judge.update(predictions, arrays, weight)
+        everything = {"loss": totals.mean}
+        for judge in judging:
+            everything |= judge.results()
+        return everything
+
+    @escaping()
+    def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
+        """Return the predictions for the data of a source, by output."""
+        parts = [results for _, results in self._results(self._predictions, values, source)]
+        rows = self.fields.row_axes.symbol
+        predictions = {}
+        for i, (name, value) in enumerate(self.described.predictions.items()):
+            shape = dims(value) or ()
+            axis = shape.index(rows) if rows in shape else 0
+            predictions[name] = np.concatenate([np.atleast_1d(part[i]) for part in parts], axis)
+        return predictions
+
+    def _results(
+        self, running: ort.InferenceSession, values: Arrays, source: BatchSource
+    ) -> Iterator[tuple[dict[str, np.ndarray], list[np.ndarray]]]:
+        """Yield every batch and the outputs for it; states go from batch to batch."""
+        names = [x.name for x in running.get_inputs()]
+        carried: dict[str, np.ndarray] = {}
+        states = list(self.described.states)
+        for piece in self._watched(source):
+            arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
+            fed = {**values, **arrays, **carried}
+            results = running.run(None, {name: fed[name] for name in names})
+            carried = dict(zip(states, results[len(results) - len(states) :], strict=True))
+            yield arrays, results
+
+    def _watched(self, source: BatchSource) -> Iterator[Slice]:
+        """Yield the batches one by one, with a progress bar on a terminal if one is asked for."""
+        slices = source.epoch(None, 0, lambda batch: 1)
+        console = Console(stderr=True)
+        if self.shown is None or not console.is_terminal:
+            yield from slices
+            return
+        with Progress(console=console, transient=True) as bar:
+            task = bar.add_task(self.shown, total=source.rows)
+            for piece in slices:
+                yield piece
+                bar.advance(task, piece.rows)

@@ -1,0 +1,307 @@
+"""The data inputs of a model with a loss, and what users pass as checked arrays for them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.data.columns import Part, column_names, target_names
+from onnxgrad.data.fields import Field
+from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import dims, is_stated
+from onnxgrad.training.objective import BATCH, Objective
+from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
+
+
+class Fields:
+    """The data inputs of a model with a loss: features, labels, sample weights.
+
+    `names` are those of the columns: of an earlier training, or else of the first table.
+
+    Args:
+        objective: the model and its loss.
+        batch_axes: `{input: axis of its rows}`, None for an array that every batch gets whole;
+            the default is read from the symbols of the declared shapes.
+
+    Raises:
+        ValueError: `batch_axes` names another input, or an axis that the input does not have.
+    """
+
+    def __init__(
+        self, objective: Objective, batch_axes: Mapping[str, int | None] | None = None
+    ) -> None:
+        inputs, weight, info = objective.data, objective.row_weight, objective.loss_info
+        self.names = objective.names.copy()
+        self.left_out: frozenset[str] = frozenset()  # labels that data for predictions may have
+        names = [str(x.name) for x in inputs]
+        self.weight = weight if weight in names else None
+        rest = [name for name in names if name != self.weight]
+        labels = dict(getattr(objective, "labels", None) or {})
+        if not labels and (len(rest) > 1 or info.label in rest or rest[0] == "label"):
+            labels[info.label or ("label" if "label" in rest else rest[-1])] = info
+        self.labels = list(labels)  # none if the loss needs no label
+        self.label_of = {info.prediction: name for name, info in labels.items() if info.prediction}
+        self.label: str | None = self.labels[0] if labels else None
+        self.features = [name for name in rest if name not in labels]
+        self.mean = info.reduction == "mean"
+        self.fields = {}
+        for x, name in zip(inputs, names, strict=True):
+            assert x.dtype is not None
+            limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
+            if (of := labels.get(name)) is not None:
+                limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
+            shape = dims(x)
+            if name == self.weight and shape is None:
+                shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
+            self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
+        self._set_axes(batch_axes or {})
+
+    def _set_axes(self, batch_axes: Mapping[str, int | None]) -> None:
+        shapes = {name: field.shape for name, field in self.fields.items()}
+        self.row_axes = RowAxes(shapes, self.features, self.label, dict(batch_axes))
+        self.fixed_rows = self.row_axes.fixed
+
+    @property
+    def moved(self) -> bool:
+        """Whether an input may have its rows on another axis than the first, or none."""
+        stated = (self.row_axes.stated(name) for name in self.fields)
+        return bool(self.row_axes.batch_axes) or any(stated)
+
+    def with_axes(self, batch_axes: Mapping[str, int | None] | None) -> Fields:
+        """Return the same inputs with the rows on other axes; `names` are shared."""
+        if batch_axes is None:
+            return self
+        new = copy.copy(self)
+        new._set_axes(batch_axes)
+        return new
+
+    def without_labels(self) -> Fields:
+        """Return the inputs other than labels and sample weights, which data may have all the same.
+
+        Those that it has are not read: (X, y) is a batch, a table may have the columns of y.
+        """
+        new = copy.copy(self)
+        new.left_out = frozenset(name for name in (*self.labels, self.weight) if name is not None)
+        new.labels, new.label, new.weight = [], None, None
+        new.fields = {name: self.fields[name] for name in self.features}
+        new._set_axes({n: a for n, a in self.row_axes.batch_axes.items() if n in new.fields})
+        return new
+
+    def arrays(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, np.ndarray]:
+        """Return checked arrays by input name.
+
+        Raises:
+            ValueError: an unknown or missing input, arrays of different lengths, or an array that
+                its input does not take.
+        """
+        return self._checked(self.by_input(X, y, sample_weight), list(self.fields))
+
+    def by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
+        """Return what `arrays` checks, by input name.
+
+        Raises:
+            ValueError: as `arrays`, of names.
+        """
+        data = self._by_name(X, y is None, sample_weight is None)
+        if y is not None:
+            data |= self._by_label(y)
+        if sample_weight is not None:
+            if self.weight is None:
+                raise ValueError(
+                    "the loss takes no sample weights: build it with "
+                    "add_loss_output(..., weight_name='weight')"
+                )
+            data[self.weight] = sample_weight
+        return data
+
+    def _by_field(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `data` by input; those of a label may have the name of its output."""
+        outputs = {output: name for output, name in self.label_of.items() if name not in data}
+        return {
+            name if name in self.fields else outputs.get(name, name): value
+            for name, value in data.items()
+        }
+
+    def _by_label(self, y: Any) -> dict[str, Any]:
+        if not self.labels:
+            raise ValueError("the model has no label input: pass y=None")
+        if isinstance(y, Mapping):
+            labels = self._by_field(y)
+            if wrong := next((name for name in labels if name not in self.labels), None):
+                raise unknown("label", wrong, [*self.labels, *self.label_of])
+            return labels
+        if len(self.labels) == 1:
+            return {self.labels[0]: y}
+        if sorted(column_names(y) or []) == sorted(self.labels):
+            return {name: Part(y, [name]) for name in self.labels}
+        raise ValueError(f"the model has several labels: pass y as a dict of {self.labels}")
+
+    def inputs(self, X: Any) -> dict[str, np.ndarray]:
+        """Return the checked arrays of the inputs other than label and sample weights."""
+        return self._checked(self._by_name(X), self.features)
+
+    def _check_names(self, data: Mapping[str, Any], names: list[str]) -> None:
+        for name in data:
+            if name not in names:
+                raise unknown("input", name, names)
+        self._check_columns(data)
+        missing = [name for name in names if name not in data and name != self.weight]
+        if missing:
+            raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
+
+    def _checked(self, data: Mapping[str, Any], names: list[str]) -> dict[str, np.ndarray]:
+        self._check_names(data, names)
+        numbers = {name: self.fields[name].numbers(value) for name, value in data.items()}
+        axes = self.axes(numbers)
+        arrays = {name: self.fields[name].check(a, axes[name]) for name, a in numbers.items()}
+        rows = count_rows(arrays, axes)
+        if self.weight in names and self.weight not in arrays:
+            arrays[self.weight] = self.fields[self.weight].check(np.ones(rows))
+            axes[self.weight] = 0
+        self.check_rows(rows)
+        return self._agreeing({name: arrays[name] for name in names}, axes)
+
+    def axes(self, arrays: Mapping[str, np.ndarray]) -> Axes:
+        """Return the axis of the rows of each array, None for one that every batch gets whole."""
+        return self.row_axes.of({name: array.shape for name, array in arrays.items()})
+
+    def _agreeing(self, arrays: dict[str, np.ndarray], axes: Axes) -> dict[str, np.ndarray]:
+        self.check_axes(arrays)
+        for name in arrays:
+            self.fields[name].check_indices(arrays, axes[name])
+        return arrays
+
+    def check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raise if axes of one symbolic dimension differ in length."""
+        lengths: dict[str, tuple[int, str]] = {}
+        for name, array in arrays.items():
+            for axis, d in enumerate(self.fields[name].shape or ()):
+                if not isinstance(d, str) or not is_stated(d):
+                    continue
+                length, first = lengths.setdefault(d, (array.shape[axis], f"{name!r}, axis {axis}"))
+                if length != array.shape[axis]:
+                    reason = f"the model declares both as {d!r}"
+                    if d == BATCH:
+                        reason = (
+                            "both are the rows of a batch (if they are not, give these axes "
+                            "different symbols in the model)"
+                        )
+                    raise ValueError(
+                        f"{name!r} has length {array.shape[axis]} along axis {axis}, and {first} "
+                        f"has length {length}: {reason}, so they must be the same"
+                    )
+
+    def _check_columns(self, data: Mapping[str, Any]) -> None:
+        """Raise if tables have other columns than earlier ones; store the names of the first."""
+        for name, value in data.items():
+            if name in self.labels:
+                if len(self.labels) == 1 and (names := target_names(value)):
+                    self.names.check_target(names)
+            elif (names := column_names(value)) and name != self.weight:
+                self.names.check(name, names)
+
+    def _by_name(self, X: Any, label: bool = False, weight: bool = False) -> dict[str, Any]:
+        if isinstance(X, Mapping):
+            data = self._by_field(X)
+            return {name: value for name, value in data.items() if name not in self.left_out}
+        names = column_names(X)
+        if self.left_out and names and (rest := self._without_targets(names)) != names:
+            X, names = Part(X, rest), rest
+        more = [*self.labels * label, *[self.weight] * weight]
+        more = [name for name in more if names and name in names]
+        if len(self.features) > 1 and names is None:
+            raise ValueError(
+                f"the model has several inputs: pass a dict of {self.features}, or a table with "
+                "columns of these names"
+            )
+        if len(self.features) == 1 and not (names and set(self.labels) & set(more)):
+            return {self.features[0]: X}
+        assert names is not None
+        return self._split(X, names, more)
+
+    def _without_targets(self, names: list[str]) -> list[str]:
+        targets = self.left_out.union(self.names.target)
+        used = {*self.features}.union(*self.names.columns.values())
+        return [name for name in names if name in used or name not in targets]
+
+    def _split(self, X: Any, names: list[str], more: list[Any]) -> dict[str, Any]:
+        """Return the columns of a table by input: those it was trained on, or that of its name.
+
+        A single feature without such a column takes all that are not in `more`.
+        """
+        columns_of = {n: self.names.columns.get(n, [n]) for n in [*self.features, *more]}
+        if len(self.features) == 1 and not set(columns_of[self.features[0]]) <= set(names):
+            columns_of[self.features[0]] = [name for name in names if name not in more]
+        used = [name for columns in columns_of.values() for name in columns]
+        for name in used:
+            if name not in names:
+                raise unknown("column (every input of the model needs one)", name, names)
+        if unused := [name for name in names if name not in used]:
+            raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
+        return {
+            name: X[name] if columns == [name] else Part(X, columns)
+            for name, columns in columns_of.items()
+        }
+
+    def batch(self, item: Any) -> tuple[dict[str, np.ndarray], int]:
+        """Return the checked arrays of one batch of an iterable, and its number of rows.
+
+        (X, y) and (X, y, weight) have rows. A dict goes in as it is: dtypes and declared shapes are
+        checked, and that dimensions of one symbol agree. Its rows are then those of the label, or
+        the first axis of the label, or 1.
+
+        Raises:
+            ValueError: as `arrays`.
+        """
+        if isinstance(item, Mapping):
+            data = self._by_field(item)
+            return self._as_it_is({n: v for n, v in data.items() if n not in self.left_out})
+        parts = item if isinstance(item, (tuple, list)) else [item]
+        if len(parts) > 3:
+            raise ValueError(
+                f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
+            )
+        arrays = self.arrays(*parts[: 1 if self.left_out else 3])
+        rows = count_rows(arrays, self.axes(arrays))
+        self.check_batch(rows)
+        return arrays, rows
+
+    def _as_it_is(self, item: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
+        names = list(self.fields)
+        self._check_names(item, names)
+        axes = {name: self.row_axes.stated(name) for name in names}
+        arrays = {n: self.fields[n].check(v, axes[n], whole=True) for n, v in item.items()}
+        for name in self.labels:
+            if not arrays[name].size:
+                raise ValueError(f"{name!r} is empty: a batch needs a label")
+        rows = self._counted(arrays, axes)
+        if self.weight in names and self.weight not in arrays:
+            arrays[self.weight] = self.fields[self.weight].check(np.ones(rows))
+        return self._agreeing({name: arrays[name] for name in names}, axes), rows
+
+    def _counted(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
+        """Return how many rows a batch has that is passed as it is."""
+        if self.label is None:
+            counts = {arrays[n].shape[a] for n, a in axes.items() if a is not None and n in arrays}
+            return counts.pop() if len(counts) == 1 else 1
+        shape, axis = arrays[self.label].shape, axes[self.label] or 0
+        return shape[axis] if shape else 1
+
+    def check_rows(self, rows: int) -> None:
+        """Raise if the model has a fixed batch, and batches of it leave rows over."""
+        if self.fixed_rows and rows % self.fixed_rows:
+            raise ValueError(
+                f"the model has a fixed batch of {self.fixed_rows} rows: pass a multiple of it, "
+                f"not {rows} rows, or export it with a symbolic batch"
+            )
+
+    def check_batch(self, rows: int) -> None:
+        """Raise if the model has a fixed batch of another number of rows."""
+        if self.fixed_rows not in (None, rows):
+            raise ValueError(
+                f"the model has a fixed batch of {self.fixed_rows} rows: train with "
+                f"batch_size={self.fixed_rows}, not {rows}, or export it with a symbolic batch"
+            )

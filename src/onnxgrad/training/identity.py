@@ -1,0 +1,94 @@
+"""What identifies a training, so that a checkpoint of another one is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+_SHOWN = 200  # characters of a value in a message
+
+
+def described(value: Any) -> Any:
+    """Return a value for JSON that is equal in another process for an equal argument.
+
+    Models and arrays are described by a digest, functions by their name and code, and other objects
+    by their class and attributes.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): described(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [described(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, ModelProto):
+        return _digest(value.SerializeToString(deterministic=True))
+    if isinstance(value, bytes):
+        return _digest(value)
+    if isinstance(value, Path):
+        return _digest(value.read_bytes()) if value.is_file() else str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
+    return _object(value)
+
+
+def _object(value: Any) -> Any:
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, partial):
+        return described([value.func, list(value.args), value.keywords])
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
+        own = f"{code.co_names} {constants}".encode()
+        return f"{value.__qualname__} {_digest(code.co_code + own)}"
+    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    attributes = getattr(value, "__dict__", None)
+    if text.startswith("<") and attributes:
+        return {type(value).__qualname__: described(attributes)}
+    return text
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
+    """Raise `ValueError` for a checkpoint of another training, with what differs."""
+    differing = _differences(saved, json.loads(json.dumps(now)))  # as a checkpoint holds it
+    if differing:
+        lines = [
+            f"{key}: {_shown(old)} in the checkpoint, {_shown(new)} now"
+            for key, (old, new) in differing.items()
+        ]
+        raise ValueError(
+            f"the checkpoint {path} is of another training. {'; '.join(lines)}. Pass the same "
+            "arguments, or start anew without resume"
+        )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _differences(saved: Any, now: Any, key: str = "") -> dict[str, tuple[Any, Any]]:
+    """Return what differs, by the path of its keys."""
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        different: dict[str, tuple[Any, Any]] = {}
+        for name in dict.fromkeys([*saved, *now]):
+            path = f"{key}.{name}" if key else name
+            different |= _differences(saved.get(name), now.get(name), path)
+        return different
+    return {} if saved == now else {key: (saved, now)}

@@ -1,0 +1,105 @@
+"""Metrics of the outputs that a loss compares with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.errors import unknown
+from onnxgrad.losses.info import LossInfo
+from onnxgrad.metrics.base import Metric, PredictionInfo
+from onnxgrad.metrics.select import select
+
+Arrays = Mapping[str, np.ndarray]
+ByOutput = dict[str | None, list[Metric]]  # None: the only output that has labels
+
+
+def select_metrics(metrics: Any) -> ByOutput:
+    """Return the metrics that a user means: a list, or `{output: list}`.
+
+    Raises:
+        ValueError: an unknown metric, or an object that is there twice.
+    """
+    if isinstance(metrics, str):
+        raise ValueError(f"metrics is a list: write metrics=[{metrics!r}]")
+    by_output = metrics if isinstance(metrics, Mapping) else {None: metrics}
+    selected = {output: [select(m) for m in listed] for output, listed in by_output.items()}
+    every = [m for listed in selected.values() for m in listed]
+    if len({id(m) for m in every}) < len(every):
+        raise ValueError("a metric is there twice: create one for each output")
+    return selected
+
+
+@dataclass
+class Judge:
+    """The metrics of one output; `prefix` begins their names."""
+
+    metrics: Sequence[Metric]
+    label: str
+    info: LossInfo
+    prefix: str
+    begun: bool = False
+
+    def update(self, predictions: Arrays, arrays: Arrays, weight: np.ndarray | None) -> None:
+        """Take a batch: the predictions by output, and the data by input."""
+        assert self.info.prediction is not None
+        shown, labels = predictions[self.info.prediction], arrays[self.label]
+        if self.info.shift:  # (N, T, V) and (N, T), as in the loss
+            shown, labels = shown[:, :-1], labels[:, 1:]
+        for metric in self.metrics:
+            if not self.begun:
+                metric.begin(_prediction_info(self.info, shown))
+            metric.update(shown, labels, weight)
+        self.begun = True
+
+    def results(self) -> dict[str, Any]:
+        """Return the metrics by name."""
+        return {f"{self.prefix}{m.name}": m.compute() for m in self.metrics}
+
+
+def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
+    """Return the judges of the outputs that have metrics.
+
+    Args:
+        labels: what is known of each label input.
+        metrics: by output; the names of those of a named output begin with it, as "box_mae".
+
+    Raises:
+        ValueError: metrics without labels, of an unknown output, or of one of several outputs that
+            is not named.
+    """
+    by_output = {info.prediction: (label, info) for label, info in labels.items()}
+    chosen = {output: listed for output, listed in metrics.items() if listed}
+    if chosen and not labels:
+        raise ValueError("metrics need labels, and this loss has none: leave out metrics")
+    result = []
+    for output, listed in chosen.items():
+        if output is None and len(by_output) > 1:
+            names = list(by_output)
+            raise ValueError(
+                f"the loss compares several outputs: pass metrics={{output: [...]}} for {names}"
+            )
+        if output is not None and output not in by_output:
+            raise unknown("output in metrics", output, _named(by_output))
+        label, info = next(iter(by_output.values())) if output is None else by_output[output]
+        result.append(Judge(listed, label, info, "" if output is None else f"{output}_"))
+    return result
+
+
+def _named(names: Iterable[str | None]) -> list[str]:
+    return [name for name in names if name is not None]
+
+
+def _prediction_info(info: LossInfo, prediction: np.ndarray) -> PredictionInfo:
+    """Return what metrics need to know of a prediction."""
+    axis = 1 if info.axis is None else info.axis
+    return PredictionInfo(
+        classes=None if info.classes is None else prediction.shape[axis],
+        axis=axis,
+        threshold=info.threshold,
+        from_logits=bool(info.from_logits),
+        ignore_index=info.ignore_index,
+    )

@@ -1,0 +1,18 @@
+"""The form of a model that trains, and the form that predicts: BatchNormalization and Dropout."""
+
+from onnxgrad.training.modes.inference_form import (
+    has_training_nodes,
+    inference_form,
+    warn_of_stale_statistics,
+)
+from onnxgrad.training.modes.merged import separate_statistics, train_merged
+from onnxgrad.training.modes.training_form import training_form
+
+__all__ = [
+    "has_training_nodes",
+    "inference_form",
+    "separate_statistics",
+    "train_merged",
+    "training_form",
+    "warn_of_stale_statistics",
+]

@@ -1,0 +1,198 @@
+"""Dropout: which nodes of the file are active, where it is inserted, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import constant
+from onnxgrad.reporting import logger
+from onnxgrad.training.modes.masks import Masks
+from onnxgrad.training.modes.nodes import described, emitter, replace, walk
+
+_OF_ONE_RESULT = ("Dropout", "BatchNormalization")
+
+
+@dataclass
+class Site:
+    """A Dropout node of the file, or an output after which dropout is inserted."""
+
+    node: ir.Node
+    value: ir.Value
+    ratio: float
+
+    @property
+    def of_file(self) -> bool:
+        """Whether the file has this Dropout."""
+        return _is_dropout(self.node)
+
+
+def sites(graph: ir.Graph, dropout: Mapping[str, float]) -> list[Site]:
+    """Return the Dropout nodes, and the outputs that `dropout` matches, in graph order.
+
+    The ratio of an inactive node is 0.
+    """
+    nodes = list(walk(graph))
+    ratios = _matched([node for node, _ in nodes], dropout)
+    chosen = []
+    for node, around in nodes:
+        for value in _results(node):
+            if value not in ratios and not _is_dropout(node):
+                continue
+            ratio = ratios[value] if value in ratios else _ratio(node)
+            site = Site(node, value, ratio)
+            repeated = [outer for outer in around if outer.op_type in ("Loop", "Scan")]
+            if site.ratio and repeated:
+                raise ValueError(
+                    f"dropout at {described(node)} in the body of {described(repeated[-1])} has "
+                    f"one mask for all iterations: switch it off by {{{value.name!r}: 0}}"
+                )
+            chosen.append(site)
+    return chosen
+
+
+def write(op: Emit, chosen: Iterable[Site], draw: ir.Value | None, seed: int) -> None:
+    """Replace the Dropout nodes and insert the others; an inactive one is removed."""
+    chosen = list(chosen)
+    active = [site for site in chosen if site.ratio]
+    if active and draw is None:
+        raise ValueError(f"dropout is active at {described(active[0].node)}: it needs `draw`")
+    masks = None
+    if draw is not None and active:
+        masks = Masks(op, seed, draw, len(active), next(iter(op.graph), None))
+    following = _following(site.node.graph for site in chosen)
+    index = 0
+    for site in chosen:
+        inner = emitter(op, site.node.graph)
+        if not site.ratio:
+            if site.of_file:
+                _switch_off(inner, site.node)
+            continue
+        assert masks is not None
+        logger.info("dropout %g at %s", site.ratio, described(site.node))
+        with inner.at(site.node if site.of_file else following.get(site.node)):
+            x = site.node.inputs[0] if site.of_file else site.value
+            assert x is not None
+            uses = list(x.uses())  # before the shape of x is read
+            keep, scale = masks.keep(inner, index, x, site.ratio)
+            factor = inner.Cast(keep, to=x.dtype) * scale
+            if site.of_file:
+                y = inner.set_type_like(x * factor, x)
+                replace(inner, site.node, [y, keep])
+            else:
+                _insert(inner, x, factor, uses)
+        index += 1
+
+
+def _is_dropout(node: ir.Node | None) -> bool:
+    return node is not None and not node.domain and node.op_type == "Dropout"
+
+
+def _results(node: ir.Node) -> Sequence[ir.Value]:
+    """Return the outputs of `node` that dropout can apply to: no mask, no running statistic."""
+    return node.outputs[:1] if node.op_type in _OF_ONE_RESULT else node.outputs
+
+
+def _following(graphs: Iterable[ir.Graph | ir.Function | None]) -> dict[ir.Node, ir.Node]:
+    """Return the node behind each node."""
+    following: dict[ir.Node, ir.Node] = {}
+    for graph in set(graphs):
+        nodes = list(graph or ())
+        following.update(pairwise(nodes))
+    return following
+
+
+def _insert(op: Emit, x: ir.Value, factor: ir.Value, uses: Iterable) -> None:
+    """Replace `uses` of `x` by `x * factor`, and a graph output, which keeps its name."""
+    y = op.set_type_like(op.emit("Mul", [x, factor], {}, fresh=True), x)
+    for user, i in uses:
+        user.replace_input_with(i, y)
+    if x.is_graph_output():
+        op.graph.outputs[:] = [y if output is x else output for output in op.graph.outputs]
+        y.name, x.name = x.name, op.name(f"{x.name}.before_dropout")
+
+
+def _switch_off(op: Emit, node: ir.Node) -> None:
+    x = node.inputs[0]
+    assert x is not None
+    with op.at(node):
+        results = [x]
+        if len(node.outputs) > 1 and (node.outputs[1].uses() or node.outputs[1].is_graph_output()):
+            results.append(op.Expand(np.True_, op.shape_of(x)))
+        replace(op, node, results)
+
+
+# -- settings ------------------------------------------------------------------------------------
+
+
+def _ratio(node: ir.Node) -> float:
+    """Return the ratio of a Dropout that no pattern matches: 0 in inference mode."""
+    ratio, training = (*node.inputs, None, None)[1:3]
+    mode, number = constant(training), constant(ratio)
+    computed = "training_mode" if mode is None and training is not None else ""
+    if mode is not None and mode.all() and ratio is not None and number is None:
+        computed = "ratio"
+    if computed:
+        raise ValueError(
+            f"the {computed} of {described(node)} is no constant: set the probability by "
+            f"dropout={{{str(node.outputs[0].name)!r}: 0.1}}"
+        )
+    if mode is None or not mode.all():
+        return 0.0
+    return 0.5 if number is None else checked(str(node.name), float(number.item()))
+
+
+def checked(name: str, ratio: float) -> float:
+    """Return a probability of dropout.
+
+    Raises:
+        ValueError: it is outside of [0, 1).
+    """
+    if not 0 <= ratio < 1:
+        raise ValueError(f"dropout of {name!r} is {ratio}: give a probability of [0, 1)")
+    return float(ratio)
+
+
+def _matched(nodes: list[ir.Node], dropout: Mapping[str, float]) -> dict[ir.Value, float]:
+    """Return the ratio of each value that a pattern matches."""
+    ratios: dict[ir.Value, float] = {}
+    for pattern, ratio in dropout.items():
+        checked(pattern, ratio)
+        values = _values(nodes, pattern.__eq__) or _values(nodes, _wildcard(pattern))
+        if not values:
+            floats = [v for node in nodes for v in node.outputs if _is_float(v)]
+            names = [str(v.name) for v in floats] + [node.name for node in nodes if node.name]
+            raise unknown("node or output for dropout", pattern, dict.fromkeys(names))
+        own = [v for v in values if _is_dropout(v.producer())]
+        ratios |= dict.fromkeys(own or values, float(ratio))
+    return ratios
+
+
+def _wildcard(pattern: str) -> Callable[[str], bool]:
+    return lambda name: fnmatchcase(name, pattern)
+
+
+def _values(nodes: list[ir.Node], matches: Callable[[str], bool]) -> list[ir.Value]:
+    """Return the float outputs that are matched by their names, or by those of their nodes."""
+    values = []
+    for node in nodes:
+        whole = node.name is not None and node.name != "" and matches(node.name)
+        if _is_dropout(node):
+            if whole or any(matches(str(y.name)) for y in node.outputs):
+                values.append(node.outputs[0])
+            continue
+        named = [y for y in _results(node) if y.name and matches(y.name)]
+        values += filter(_is_float, node.outputs[:1] if whole and not named else named)
+    return values
+
+
+def _is_float(value: ir.Value) -> bool:
+    tensor = isinstance(value.type, ir.TensorType)
+    return tensor and value.dtype is not None and value.dtype.is_floating_point()

@@ -1,0 +1,214 @@
+"""The form of a model file that predicts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+
+from onnxgrad.errors import ModelError, printable
+from onnxgrad.model.constants import GraphLike, standard
+from onnxgrad.model.traversal import all_nodes, subgraphs
+
+# operator -> index of the operand of the ratio; training_mode follows
+_DROPOUTS = {
+    ("", "Dropout"): 1,
+    ("com.microsoft", "BitmaskDropout"): 1,
+    ("com.microsoft", "BiasDropout"): 3,
+    ("com.microsoft", "BitmaskBiasDropout"): 3,
+}
+_LAST_IS_TEST = 6  # opset: until then, the attribute `is_test` tells the mode
+_RUNNING = {1: 3, 2: 4}  # output of a BatchNormalization: the operand that it updates
+
+
+def has_training_nodes(proto: ModelProto) -> list[str]:
+    """Return the names of the nodes in training mode; of unnamed ones, the names of their outputs.
+
+    These are BatchNormalization nodes that normalize by the statistics of the batch, and Dropout
+    nodes that drop elements, or whose mode is computed; in subgraphs and local functions too.
+
+    Examples:
+        >>> import onnx
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N] x) => (float[N] y) <float p = {0.5}, bool t = {1}> {
+        ...     y = Dropout(x, p, t) }''')
+        >>> has_training_nodes(model), has_training_nodes(inference_form(model))
+        (['y'], [])
+    """
+    nodes = (node for holder in _holders(proto) for node, _ in _training_nodes(*holder))
+    return [node.name or node.output[0] for node in nodes]
+
+
+def warn_of_stale_statistics(proto: ModelProto) -> None:
+    """Warn of BatchNormalization that normalizes by the batch: its running statistics stay."""
+    stale = [
+        node.name or node.output[0]
+        for holder in _holders(proto)
+        for node, _ in _training_nodes(*holder)
+        if node.op_type == "BatchNormalization"
+    ]
+    if stale:
+        warnings.warn(
+            f"the running statistics of {', '.join(map(printable, stale))} stay as they are in the "
+            'file: Trainer(model, loss, batch_norm="train") updates them',
+            stacklevel=5,
+        )
+
+
+def inference_form(proto: ModelProto) -> ModelProto:
+    """Return `proto` with BatchNormalization and Dropout in inference mode, else byte for byte.
+
+    BatchNormalization uses its stored statistics; outputs of statistics are the stored ones.
+    Dropout loses the inputs `ratio` and `training_mode`, and constants that nothing else reads are
+    removed with them. A model without nodes in training mode is returned itself.
+
+    Raises:
+        ModelError: a BatchNormalization before opset 14 returns statistics of the batch, and they
+            are used.
+
+    Examples:
+        >>> import onnx
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N] x) => (float[N] y) <float p = {0.5}, bool t = {1}> {
+        ...     y = Dropout(x, p, t) }''')
+        >>> [list(node.input) for node in inference_form(model).graph.node]
+        [['x']]
+    """
+    if not has_training_nodes(proto):
+        return proto
+    model = ModelProto()
+    model.CopyFrom(proto)
+    for holder, opset in _holders(model):
+        read = _read(holder)
+        dropped: set[str] = set()  # names that a node no longer reads or writes
+        for node, graph in list(_training_nodes(holder, opset)):
+            if node.op_type == "BatchNormalization":
+                dropped |= _stop_updates(node, graph, opset, read)
+            else:
+                dropped |= _stop_dropping(node, opset)
+        _remove(holder, dropped - _read(holder))
+    return model
+
+
+def _holders(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:
+    """Yield the main graph and the local functions, each with its version of the opset."""
+    for holder in (proto.graph, *proto.functions):
+        imports = holder.opset_import if isinstance(holder, FunctionProto) else proto.opset_import
+        yield holder, max((o.version for o in imports if not standard(o.domain)), default=0)
+
+
+def _training_nodes(holder: GraphLike, opset: int) -> Iterator[tuple[NodeProto, GraphLike]]:
+    """Yield the nodes in training mode, each with its graph."""
+    off = _false(holder)
+    for graph in _graphs(holder):
+        yield from ((node, graph) for node in graph.node if _trains(node, opset, off))
+
+
+def _graphs(graph: GraphLike) -> Iterator[GraphLike]:
+    yield graph
+    for node in list(graph.node):
+        for inner in subgraphs(node):
+            yield from _graphs(inner)
+
+
+def _trains(node: NodeProto, opset: int, off: set[str]) -> bool:
+    """Return whether `node` is in training mode; `off` are the names of False."""
+    domain = standard(node.domain)
+    attributes = {a.name: a for a in node.attribute}
+    if not domain and node.op_type in ("BatchNormalization", "Dropout") and opset <= _LAST_IS_TEST:
+        return "is_test" not in attributes or not attributes["is_test"].i
+    if not domain and node.op_type == "BatchNormalization":
+        mode = attributes.get("training_mode")
+        return any(node.output[1:]) or (mode is not None and bool(mode.i or mode.ref_attr_name))
+    index = _DROPOUTS.get((domain, node.op_type))
+    mode_name = "" if index is None else (*node.input, *[""] * 5)[index + 1]
+    return bool(mode_name) and mode_name not in off
+
+
+def _false(holder: GraphLike) -> set[str]:
+    """Return the names of the constants that are False, in the subgraphs too."""
+    names: set[str] = set()
+    for graph in _graphs(holder):
+        for name, tensor in _tensors(graph):
+            if tensor.data_type == TensorProto.BOOL and not numpy_helper.to_array(tensor).any():
+                names.add(name)
+    fed = {x.name for x in holder.input} if isinstance(holder, GraphProto) else set(holder.input)
+    return names - fed  # a default, which may be overridden
+
+
+def _tensors(graph: GraphLike) -> Iterator[tuple[str, TensorProto]]:
+    if isinstance(graph, GraphProto):
+        yield from ((t.name, t) for t in graph.initializer)
+    for node in graph.node:
+        if node.op_type == "Constant" and not standard(node.domain):
+            yield from ((node.output[0], a.t) for a in node.attribute if a.name == "value")
+
+
+def _stop_updates(node: NodeProto, graph: GraphLike, opset: int, read: set[str]) -> set[str]:
+    """Put a BatchNormalization into inference mode; return the names of the outputs it loses."""
+    _drop_attribute(node, "training_mode")
+    if opset <= _LAST_IS_TEST:
+        _set_is_test(node)
+    outputs = list(node.output)
+    del node.output[1:]
+    position = next(i for i, n in enumerate(graph.node, 1) if n.output[:1] == outputs[:1])
+    for i, name in enumerate(outputs[1:], 1):
+        if name not in read or name == node.input[_RUNNING.get(i, 0)]:
+            continue
+        if i not in _RUNNING:
+            raise ModelError(
+                f"BatchNormalization {node.name!r} (output {node.output[0]!r}): its output {name!r}"
+                ", a statistic of the batch, is used, and does not exist when the model predicts: "
+                "export the model for inference"
+            )
+        copy = NodeProto(op_type="Identity", input=[node.input[_RUNNING[i]]], output=[name])
+        graph.node.insert(position, copy)
+    return {name for name in outputs[1:] if name not in read}
+
+
+def _stop_dropping(node: NodeProto, opset: int) -> set[str]:
+    """Put a Dropout into inference mode; return the names of the inputs it loses."""
+    if opset <= _LAST_IS_TEST and not node.domain:
+        _set_is_test(node)
+        return set()
+    index = _DROPOUTS[standard(node.domain), node.op_type]
+    lost = set(node.input[index:])
+    del node.input[index:]
+    while node.input and not node.input[-1]:
+        del node.input[-1]
+    return lost
+
+
+def _set_is_test(node: NodeProto) -> None:
+    _drop_attribute(node, "is_test")
+    node.attribute.add(name="is_test", type=2, i=1)
+
+
+def _drop_attribute(node: NodeProto, name: str) -> None:
+    for attribute in [a for a in node.attribute if a.name == name]:
+        node.attribute.remove(attribute)
+
+
+def _read(holder: GraphLike) -> set[str]:
+    """Return the names that nodes read, and those of the outputs, in subgraphs too."""
+    read = {name for node in all_nodes(holder.node) for name in node.input}
+    for graph in _graphs(holder):
+        read.update(y.name if isinstance(graph, GraphProto) else y for y in graph.output)
+    return read
+
+
+def _remove(holder: GraphLike, dropped: set[str]) -> None:
+    """Remove the constants and the declarations of these names."""
+    for graph in _graphs(holder):
+        for node in [n for n in graph.node if n.op_type == "Constant" and n.output[0] in dropped]:
+            graph.node.remove(node)
+        fields = [graph.value_info]
+        if isinstance(graph, GraphProto):
+            dropped = dropped - {x.name for x in graph.input}
+            fields.append(graph.initializer)
+        for field in fields:
+            for entry in [entry for entry in field if entry.name in dropped]:
+                field.remove(entry)

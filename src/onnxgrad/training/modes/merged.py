@@ -1,0 +1,142 @@
+"""Running statistics that an exporter merged with other tensors of equal values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from onnx import ModelProto, NodeProto, TensorProto
+
+from onnxgrad.model.constants import standard
+from onnxgrad.model.rewrites import unused
+from onnxgrad.model.traversal import names, nodes_of
+
+_OPERANDS = {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"}
+_STATISTICS = (3, 4)
+
+
+def separate_statistics(proto: ModelProto) -> ModelProto:
+    """Return `proto` with tensors of its own for each BatchNormalization, where they were merged.
+
+    Exporters of PyTorch store tensors of equal values once. In a network that was never trained,
+    that merges the running variance (1, 1, ...) with the weight of the same layer, and both with
+    those of other layers, so that none can change alone. Each layer then gets a copy of the merged
+    tensor, under the name that an Identity gives it in the file, or one like "bn.running_mean". A
+    layer that the network applies twice becomes two if its statistics were merged with its weights:
+    the file does not tell them apart. A model in which no statistics are merged is returned itself.
+
+    Examples:
+        >>> import onnx
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,2] y)
+        ...     <float[2] one = {1.0, 1.0}, float[2] zero = {0.0, 0.0}> {
+        ...     y = BatchNormalization(x, one, zero, zero, one) }''')
+        >>> list(separate_statistics(model).graph.node[0].input)
+        ['x', 'one', 'zero', 'y.running_mean', 'y.running_var']
+    """
+    merged = merged_statistics(proto)
+    if not merged:
+        return proto
+    model = ModelProto()
+    model.CopyFrom(proto)
+    tensors = {t.name: t for t in model.graph.initializer}
+    for name, root in _aliases(model).items():
+        if root in merged:
+            node = next(n for n in model.graph.node if name in n.output)
+            model.graph.node.remove(node)
+            _copy(model, tensors[root], name)
+    taken = set(names(model.graph))
+    users = _users(model, {})
+    for node in filter(_is_batch_norm, model.graph.node):
+        for operand, word in _OPERANDS.items():
+            name = node.input[operand]
+            if name not in merged or _keeps(users[name], node, operand):
+                continue
+            layer, weight, _ = node.input[1].rpartition(".weight")
+            stem = layer if weight and operand > 1 else node.name or node.output[0]
+            new = f"{stem}.{word}"
+            new = unused(new, taken) if new in taken else new
+            taken.add(new)
+            node.input[operand] = new
+            _copy(model, tensors[name], new)
+    return model
+
+
+def train_merged(proto: ModelProto, separated: ModelProto, trained: Iterable[str]) -> bool:
+    """Return whether tensors of a separated model are trained that `proto` merges with statistics.
+
+    If none is, `proto` can be trained as it is, as long as the statistics are frozen.
+    """
+    stored = {t.name for t in proto.graph.initializer}
+    copies = {t.name for t in separated.graph.initializer} - stored
+    return not (copies | merged_statistics(proto)).isdisjoint(trained)
+
+
+_Users = dict[str, list[tuple[NodeProto, int]]]
+
+
+def _is_batch_norm(node: NodeProto) -> bool:
+    return not standard(node.domain) and node.op_type == "BatchNormalization"
+
+
+def _aliases(model: ModelProto) -> dict[str, str]:
+    """Return the initializer that each Identity of the main graph copies, by the copy's name."""
+    sources = {t.name: t.name for t in model.graph.initializer}
+    outputs = {y.name for y in model.graph.output}
+    aliases = {}
+    for node in model.graph.node:
+        if node.op_type == "Identity" and node.input[0] in sources:
+            root = sources[node.output[0]] = sources[node.input[0]]
+            if node.output[0] not in outputs:
+                aliases[node.output[0]] = root
+    return aliases
+
+
+def _users(model: ModelProto, aliases: dict[str, str]) -> _Users:
+    """Return the nodes that read each value or alias, and as which operand."""
+    users: _Users = defaultdict(list)
+    for node in nodes_of(model):
+        if node.op_type != "Identity":
+            for operand, name in enumerate(node.input):
+                users[aliases.get(name, name)].append((node, operand))
+    return users
+
+
+def merged_statistics(model: ModelProto) -> set[str]:
+    """Return the initializers that are statistics and something else, or have an alias as such."""
+    aliases = _aliases(model)
+    statistics = {
+        node.input[i] for node in nodes_of(model) if _is_batch_norm(node) for i in _STATISTICS
+    }
+    users = _users(model, aliases)
+    merged = {aliases[name] for name in statistics if name in aliases}
+    for tensor in model.graph.initializer:
+        roles = {_role(*use) for use in users.get(tensor.name, ())}
+        if len(roles) > 1 and not roles.isdisjoint(_STATISTICS):
+            merged.add(tensor.name)
+    return merged
+
+
+def _role(node: NodeProto, operand: int) -> int:
+    return operand if _is_batch_norm(node) else 0
+
+
+def _keeps(users: list[tuple[NodeProto, int]], node: NodeProto, operand: int) -> bool:
+    """Return whether this operand of a BatchNormalization keeps a tensor that was merged.
+
+    Other nodes keep it, else the first weight or bias; else the statistics that share it do, if
+    they are all means or all variances, as those of a layer that is applied twice.
+    """
+    roles = {_role(*use) for use in users}
+    if 0 in roles:
+        return False
+    if not roles - set(_STATISTICS):
+        return operand == min(roles)
+    first = next(use for use in users if use[1] not in _STATISTICS)
+    return first[1] == operand and first[0].output[0] == node.output[0]
+
+
+def _copy(model: ModelProto, tensor: TensorProto, name: str) -> None:
+    copy = model.graph.initializer.add()
+    copy.CopyFrom(tensor)
+    copy.name = name

@@ -1,0 +1,164 @@
+"""Where the rows are in the arrays for the inputs of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from onnxgrad.errors import printable, unknown
+from onnxgrad.graph.shapes import Dims, is_stated
+
+Axes = dict[str, int | None]  # of the rows of each input, None for an array that has none
+
+
+@dataclass(frozen=True)
+class RowAxes:
+    """The axis of the rows of every input, by `batch_axes` or by the symbols of declared shapes.
+
+    - `shapes`: the declared shapes of the inputs, by name.
+    - `features`, `label`: their names.
+    - `batch_axes`: axes that the user states, None for an input that every batch gets whole.
+
+    The rows are a symbolic dimension: the first of the label if a feature has it too, or else the
+    first of the first feature.
+    """
+
+    shapes: Mapping[str, Dims | None]
+    features: Sequence[str]
+    label: str | None
+    batch_axes: Mapping[str, int | None]
+
+    def __post_init__(self) -> None:
+        for name, axis in self.batch_axes.items():
+            if name not in self.shapes:
+                raise unknown("input in batch_axes", name, self.shapes)
+            if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
+                raise ValueError(f"batch_axes[{name!r}] must be an axis or None, not {axis!r}")
+            shape = self.shapes[name]
+            if axis is not None and shape is not None and not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"batch_axes[{name!r}] is {axis}, and the input has {len(shape)} axes"
+                )
+
+    @cached_property
+    def symbol(self) -> str | None:
+        """The symbolic dimension that is the rows; None if no input declares one."""
+        for name, axis in self.batch_axes.items():
+            shape = self.shapes[name]
+            if axis is not None and shape and isinstance(d := shape[axis], str) and is_stated(d):
+                return d
+        features = [s for name in self.features if (s := self.shapes[name])]
+        label = (self.shapes[self.label] if self.label else None) or ()
+        first = next((s[0] for s in features if isinstance(s[0], str)), None)
+        own = label[0] if label else None
+        if isinstance(own, str) and any(own in s for s in features):
+            return own
+        if isinstance(own, int) and first not in label:  # a static batch
+            return None
+        return first
+
+    @cached_property
+    def fixed(self) -> int | None:
+        """The number of rows of a batch, if the model has a static batch."""
+        if self.symbol is not None:
+            return None
+        firsts = (s[0] for name, s in self.shapes.items() if s and name not in self.batch_axes)
+        return next((d for d in firsts if isinstance(d, int) and d > 0), None)
+
+    def stated(self, name: str) -> int | None:
+        """Return the axis of the rows of one input; None if there is none, or none is declared."""
+        if name in self.batch_axes:
+            return self.batch_axes[name]
+        shape, symbol = self.shapes[name], self.symbol
+        if self._ambiguous or shape is None or symbol is None or shape.count(symbol) != 1:
+            return None
+        return shape.index(symbol)
+
+    def of(self, lengths: Mapping[str, tuple[int, ...]]) -> Axes:
+        """Return the axis of the rows of each array.
+
+        An input that declares no rows has them on its first axis if it is as long, or else is the
+        same for every batch.
+
+        Args:
+            lengths: the shapes of the arrays, by input.
+
+        Raises:
+            ValueError: the declared shapes allow several axes.
+        """
+        self._check_unambiguous(lengths)
+        axes: Axes = {}
+        for name, shape in lengths.items():
+            if name in self.batch_axes or self.stated(name) is not None:
+                axes[name] = self.stated(name)
+            elif self.shapes[name] == () and not shape:
+                axes[name] = None
+        rows = self._rows(lengths, axes)
+        for name, shape in lengths.items():
+            if name not in axes:
+                required = name not in self.features or self.symbol is None
+                axes[name] = 0 if required or self._has_rows(name, shape, rows) else None
+        if not any(axes.get(name) is not None for name in self.features):
+            axes |= {n: 0 for n in self.features if lengths.get(n) and n not in self.batch_axes}
+        return {name: axes[name] for name in lengths}
+
+    def _rows(self, lengths: Mapping[str, tuple[int, ...]], axes: Axes) -> int:
+        """Return the number of rows by the declared axes, or else by the label or first feature."""
+        for name, axis in axes.items():
+            if axis is not None and len(lengths[name]) > axis:
+                return lengths[name][axis]
+        names = [n for n in (self.label, *self.features) if n is not None and lengths.get(n)]
+        return lengths[names[0]][0] if names else 0
+
+    def _has_rows(self, name: str, shape: tuple[int, ...], rows: int) -> bool:
+        declared = (self.shapes[name] or (None,))[0]
+        return shape[:1] == (rows,) and not (isinstance(declared, int) and declared == rows)
+
+    @cached_property
+    def _ambiguous(self) -> bool:
+        """Whether features and label begin with different dimensions that the other has, too."""
+        symbol = self.symbol
+        if symbol is None or any(a is not None for a in self.batch_axes.values()):
+            return False
+        features = [s for name in self.features if (s := self.shapes[name])]
+        first = next((s[0] for s in features if isinstance(s[0], str)), symbol)
+        return first != symbol and not any(s[0] == symbol for s in features)
+
+    def _check_unambiguous(self, lengths: Mapping[str, tuple[int, ...]]) -> None:
+        if self._ambiguous:
+            names = [n for n in (*self.features, self.label) if n and self.symbol in (self._of(n))]
+            shown = ", ".join(f"{n!r} {_shown(self._of(n))}" for n in names)
+            raise ValueError(
+                f"which axis is that of the rows? The model declares {shown}: say it with "
+                f"batch_axes={{{names[0]!r}: axis}}, or pass batches as dicts"
+            )
+        for name in lengths if self.symbol is not None else ():
+            if name not in self.batch_axes and self._of(name).count(self.symbol) > 1:
+                raise ValueError(
+                    f"{name!r} has the rows on several axes {_shown(self._of(name))}: say which "
+                    f"with batch_axes={{{name!r}: axis}}, or None if every batch gets it whole"
+                )
+
+    def _of(self, name: str) -> Dims:
+        return self.shapes[name] or ()
+
+
+def _shown(shape: Dims) -> str:
+    return f"({', '.join('?' if d is None else printable(d) for d in shape)})"
+
+
+def count_rows(arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
+    """Return the number of rows of all arrays.
+
+    Raises:
+        ValueError: it differs, or no array has rows.
+    """
+    counts = {n: arrays[n].shape[axis] for n, axis in axes.items() if axis is not None}
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"the inputs have different numbers of rows: {counts}")
+    if not counts:
+        raise ValueError("no input has rows: pass batches as dicts, or say where with batch_axes")
+    return next(iter(counts.values()))

@@ -1,0 +1,186 @@
+"""A folder of arrays and numbers on the disk, which is there completely or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_arrays, save as save_arrays
+
+Arrays = dict[str, np.ndarray]
+
+FORMAT = "onnxgrad.state.1"
+# suffixes of folders that a crash may leave behind; a replaced one is complete
+PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
+_STATE = "state.json"
+_BFLOAT16 = "bfloat16"  # metadata: names of such arrays, which safetensors of numpy cannot hold
+
+
+def flat(nested: Mapping[str, Mapping[str, np.ndarray]]) -> Arrays:
+    """Return `{"inner/outer": array}`; an inner name has no slash, an outer one may have."""
+    return {f"{inner}/{name}": a for name, group in nested.items() for inner, a in group.items()}
+
+
+def nested(arrays: Mapping[str, np.ndarray], outer: Iterable[str] = ()) -> dict[str, Arrays]:
+    """Return the dicts that `flat` joined; names of `outer` are there even if they are empty."""
+    result: dict[str, Arrays] = {name: {} for name in outer}
+    for key, array in arrays.items():
+        inner, _, name = key.partition("/")
+        result.setdefault(name, {})[inner] = array
+    return result
+
+
+def write(folder: Path, arrays: Mapping[str, Arrays], numbers: Mapping[str, Any]) -> None:
+    """Write `{name: arrays}` to `<name>.safetensors` and the numbers to `state.json` in `folder`.
+
+    All is written beside `folder`, synced, and renamed.
+
+    Raises:
+        FileExistsError: `folder` exists and holds no state.
+        OSError: it cannot be written.
+    """
+    folder = Path(os.path.abspath(folder))
+    if folder.exists() and not (folder / _STATE).is_file():
+        raise FileExistsError(f"{folder} exists and holds no state: choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(folder, PARTIAL)
+    try:
+        partial.mkdir()
+        for name, group in arrays.items():
+            _write_synced(partial / f"{name}.safetensors", _serialized(group))
+        text = json.dumps({"format": FORMAT, **numbers}, indent=1, default=_plain)
+        _write_synced(partial / _STATE, text.encode())
+        _sync(partial)
+        _move(partial, folder)
+    except BaseException as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        if isinstance(e, OSError) and e.errno is not None:  # writing does not name the file
+            raise OSError(e.errno, f"{os.strerror(e.errno)}, writing a state", str(folder)) from e
+        raise
+
+
+def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
+    """Return the arrays and numbers that `write` wrote.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: a file is damaged, or of another format.
+    """
+    folder = _present(folder)
+    try:
+        numbers = json.loads((folder / _STATE).read_bytes())
+        arrays = {
+            file.stem: _deserialized(file.read_bytes()) for file in folder.glob("*.safetensors")
+        }
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} holds no state of a training") from None
+    except (ValueError, SafetensorError) as e:
+        raise ValueError(f"the state in {folder} is damaged: {e}") from None
+    if numbers.pop("format", None) != FORMAT:
+        raise ValueError(f"{folder / _STATE} is not in the format {FORMAT}")
+    return arrays, numbers
+
+
+def remove(state: Path) -> None:
+    """Remove a state; it gets another name first, so that it is never there in part."""
+    hidden = _beside(state, REMOVED)
+    with suppress(FileNotFoundError):  # somebody else removed it
+        state.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+def restore_replaced(folder: Path) -> None:
+    """Rename back the states in `folder` that were being replaced when a crash happened."""
+    for path in folder.glob(f".*{REPLACED}"):
+        state = folder / path.name[1:].rsplit(".", 2)[0]
+        if not state.exists():
+            path.rename(state)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what crashes left beside states in `folder`, except states that are there no more."""
+    restore_replaced(folder)
+    for suffix in (PARTIAL, REPLACED, REMOVED):
+        for path in folder.glob(f".*{suffix}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _present(folder: Path) -> Path:
+    """Return `folder`, or the state that a crash left beside it while it was being replaced."""
+    if not folder.exists():
+        folder = Path(os.path.abspath(folder))
+        replaced = list(folder.parent.glob(f".{folder.name}.*{REPLACED}"))
+        if replaced:
+            return max(replaced, key=lambda path: path.stat().st_mtime_ns)
+    return folder
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f".{folder.name}.{uuid4().hex}{suffix}")
+
+
+def _move(partial: Path, folder: Path) -> None:
+    """Rename `partial` to `folder`; a state that is there is replaced."""
+    if folder.exists():
+        replaced = _beside(folder, REPLACED)
+        folder.rename(replaced)
+        partial.rename(folder)
+        remove(replaced)
+    else:
+        partial.rename(folder)
+    _sync(folder.parent)
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Sync the entries of a folder, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _serialized(arrays: Arrays) -> bytes:
+    held, short = {}, []
+    for name, array in arrays.items():
+        array = np.ascontiguousarray(array).reshape(np.shape(array))  # which adds an axis to ()
+        if array.dtype == ml_dtypes.bfloat16:
+            short.append(name)
+            array = array.view(np.uint16)
+        held[name] = array
+    return save_arrays(held, metadata={_BFLOAT16: json.dumps(short)})
+
+
+def _deserialized(data: bytes) -> Arrays:
+    size = int.from_bytes(data[:8], "little")
+    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    short = set(json.loads(metadata.get(_BFLOAT16, "[]")))
+    arrays = load_arrays(data)
+    return {n: a.view(ml_dtypes.bfloat16) if n in short else a for n, a in arrays.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of numpy as one of Python, for JSON."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(
+        f"the state holds a {type(value).__name__}, which JSON cannot: keep numbers and text in "
+        "`state.callbacks`, and arrays in `state.kept`"
+    )

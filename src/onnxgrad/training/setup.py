@@ -1,0 +1,397 @@
+"""What one call of a `Trainer` sets up: its data, its loss, the step and the loop."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.data.columns import Names
+from onnxgrad.graph.shapes import dims
+from onnxgrad.losses.objectives import training_loss
+from onnxgrad.losses.other_models import LossModel
+from onnxgrad.model import weights as constants
+from onnxgrad.model.convert import to_proto
+from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session
+from onnxgrad.schedules.base import Schedule
+from onnxgrad.schedules.epochwise import BaseLearningRate
+from onnxgrad.training.accumulate import build_accumulating_step
+from onnxgrad.training.arguments import check_choice, start_learning_rate
+from onnxgrad.training.batches import BatchSource
+from onnxgrad.training.callbacks.checkpoint import newest
+from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.epoch import build_epoch
+from onnxgrad.training.evaluation import Evaluator
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
+from onnxgrad.training.identity import described, require_equal
+from onnxgrad.training.judges import ByOutput
+from onnxgrad.training.loop import Loop
+from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, minimized
+from onnxgrad.training.modes import inference_form
+from onnxgrad.training.rates import ByEpoch, ByStep, Rates
+from onnxgrad.training.runner import Runner
+from onnxgrad.training.state import TrainState, Values
+from onnxgrad.training.step import Step, StepOptions, build_gradients, build_step
+from onnxgrad.training.update import build_update
+
+Arrays = dict[str, np.ndarray]
+
+
+class Settings(Protocol):
+    """The arguments of a `Trainer`, checked, and its state."""
+
+    proto: ModelProto
+    trained: list[str]
+    loss: Any
+    loss_options: Mapping[str, Any] | None
+    loss_weights: Mapping[str, float] | None
+    class_weight: Any
+    optimizer: Optimizer
+    learning_rate: Schedule | BaseLearningRate
+    clip_norm: float | None
+    accumulate: int
+    batch_norm: str
+    dropout: dict[str, float]
+    metrics_by_output: ByOutput
+    callbacks: Callbacks
+    batch_axes: dict[str, int | None]
+    carry: dict[str, str]
+    recompute: str
+    device: Device
+    seed: int
+    names: Names
+    state: TrainState
+
+    def evaluated(self) -> Arrays:
+        """Return the weights and statistics that are evaluated."""
+
+
+class Setup:
+    """The data of one call, and what is built for them.
+
+    Args:
+        trainer: the trainer.
+        data: those to train on or to evaluate.
+        batch_size: rows of a step, or of a call of an evaluation; None: those of a model with a
+            static batch, or else `default_size`.
+        held_out: validation data, or the share of the rows that are held out; None for none.
+        default_size: see `batch_size`.
+        shown: the title of a progress bar of evaluations and predictions; None for none.
+    """
+
+    def __init__(
+        self,
+        trainer: Settings,
+        data: Dataset,
+        batch_size: int | None,
+        held_out: Dataset | float | None = None,
+        default_size: int = 32,
+        shown: str | None = None,
+    ) -> None:
+        self.trainer, self.data, self.held_out = trainer, data, held_out
+        self.batch_size, self.default_size, self.shown = batch_size, default_size, shown
+        self.names = trainer.names.copy()
+        self.weighted = data.weighted or (isinstance(held_out, Dataset) and held_out.weighted)
+        loss = self._loss()
+        moved = {name for name, axis in trainer.batch_axes.items() if axis != 0}
+        self.plan = Plan(
+            loss,
+            "" if loss is not None else loss_output(trainer.proto),
+            trainer.batch_norm,
+            trainer.dropout,
+            trainer.carry,
+            trainer.seed,
+            frozenset(moved),
+        )
+
+    def _loss(self) -> TrainingLoss | None:
+        """Return what writes the loss; None: the model has an output that is one."""
+        trainer, loss = self.trainer, self.trainer.loss
+        whole = loss is None or hasattr(loss, "write") or _is_model(loss)
+        for name in ("class_weight", "loss_options", "loss_weights"):
+            if whole and getattr(trainer, name) is not None:
+                kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
+                raise ValueError(f"{name} has no effect on a loss that is {kind}: leave it out")
+        if loss is None or hasattr(loss, "write"):
+            return loss
+        if _is_model(loss):
+            return LossModel(loss)
+        return training_loss(
+            loss,
+            options=trainer.loss_options,
+            loss_weights=trainer.loss_weights,
+            class_weight=self._class_weight(),
+            label_shapes=label_shapes(self.data.y),
+        )
+
+    def _class_weight(self) -> Any:
+        weight = self.trainer.class_weight
+        if isinstance(weight, str):
+            check_choice("class_weight", weight, ["balanced"])
+            return balanced(self.data.y)
+        return weight
+
+    # -- training -----------------------------------------------------------------------------
+
+    def objective(self) -> Minimized:
+        """Return the objective of a step."""
+        trainer = self.trainer
+        return minimized(trainer.proto, trainer.trained, self.plan, self.weighted)
+
+    def _optimizer(self) -> Optimizer:
+        """Return the optimizer, behind the clipping of the norm of all gradients."""
+        optimizer, norm = self.trainer.optimizer, self.trainer.clip_norm
+        return optimizer if norm is None else Chain((clip_by_global_norm(norm), optimizer))
+
+    def step_models(self) -> tuple[ModelProto, ModelProto]:
+        """Return the two halves of a step as models: the gradients, and the update."""
+        gradients = build_gradients(self.objective())
+        outputs = {y.name for y in gradients.graph.output}
+        weights = {
+            name: (w.shape, w.dtype)
+            for name, w in self.trainer.state.weights.items()
+            if f"{name}_grad" in outputs
+        }
+        return gradients, build_update(weights, self._optimizer())
+
+    def step(self, norms: bool) -> tuple[Step, Minimized]:
+        """Return the step, with the norms of gradients if asked for, and its objective."""
+        trainer, objective, optimizer = self.trainer, self.objective(), self._optimizer()
+        options = StepOptions(norms, trainer.device.kind == "cpu", trainer.recompute)
+        if trainer.accumulate == 1:
+            return build_step(objective, optimizer, options), objective
+        if trainer.carry:
+            raise ValueError("carry and accumulate: micro-batches have no state to carry")
+        parts = trainer.accumulate
+        step = build_accumulating_step(self.objective, optimizer, parts, options)
+        return step, objective
+
+    def loop(self, epochs: int, shuffle: bool, resume: str | os.PathLike | None) -> Loop:
+        """Return the loop of a training; its state is on the device."""
+        trainer = self.trainer
+        step, objective = self.step(trainer.callbacks.gradient_norms)
+        fields = Fields(objective, trainer.batch_axes)
+        self._check_weighted(objective, fields)
+        source = self._source(self.data, fields)
+        if trainer.carry and shuffle and source.shuffles:
+            raise ValueError(
+                "carry passes a state from batch to batch, and shuffle=True reorders the rows: "
+                "pass shuffle=False, or an iterable of batches"
+            )
+        held_out = None
+        if isinstance(self.held_out, Dataset):
+            held_out = self._source(self.held_out, self._evaluator.fields)
+        elif self.held_out is not None:
+            source, held_out = held_out_share(source, self.held_out, trainer.seed)
+        initial = {
+            str(b.name): np.array(b.const_value.numpy())
+            for b in step.buffers
+            if b.const_value is not None
+        }
+        identity = self._identity(source.description, source.batch_size, shuffle)
+        state = self._state(initial, identity, resume)
+        epoch = build_epoch(step)
+        runner = Runner(
+            epoch,
+            step,
+            "terms",
+            trainer.device,
+            step.work * source.batch_size,
+            fields,
+            objective.carried,
+        )
+        state.begin(runner)
+        if step.unreached:
+            warnings.warn(
+                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
+            )
+        return Loop(
+            trainer,
+            state,
+            runner,
+            self._rates(state, source.batches, epochs),
+            source,
+            trainer.callbacks,
+            order=_order if shuffle else lambda state: None,
+            last_epoch=epochs,
+            resumable=True,
+            evaluate=None if held_out is None else lambda: self._validate(held_out),
+            factors=tuple(objective.written.factors),
+        )
+
+    def _check_weighted(self, objective: Minimized, fields: Fields) -> None:
+        """Raise `ValueError` for sample weights of a prediction whose rows are not first."""
+        symbol = fields.row_axes.symbol
+        for name, prediction in objective.predictions.items():
+            shape = dims(prediction) or ()
+            if self.data.sample_weight is not None and symbol in shape[1:] and shape[0] != symbol:
+                raise ValueError(
+                    f"sample_weight: the rows of the output {name!r}, {shape}, are not on its "
+                    "first axis: weigh the terms in a loss of your own"
+                )
+
+    def _source(self, data: Dataset, fields: Fields) -> BatchSource:
+        """Return the source of batches; one batch for all rows, if they are fewer than its size."""
+        fields.names = self.names
+        size = self.batch_size or fields.fixed_rows or self.default_size
+        return data.source(fields, size, shrink=not fields.fixed_rows)
+
+    def _validate(self, held_out: BatchSource) -> dict[str, Any]:
+        """Return the entries of the history for validation data."""
+        trainer = self.trainer
+        results = self._evaluator.evaluate(trainer.evaluated(), held_out, trainer.metrics_by_output)
+        return {f"validation_{name}": value for name, value in results.items()}
+
+    def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
+        rate = self.trainer.learning_rate
+        if isinstance(rate, BaseLearningRate):
+            return ByEpoch(start_learning_rate(rate), state.losses)
+        unseen = [m for m in rate.monitors if m.startswith("validation_")]
+        if unseen and self.held_out is None:
+            raise ValueError(f"the learning rate depends on {unseen}: pass validation= data")
+        if batches is not None:
+            rate = rate.over(batches * epochs)
+        rate.rate(0, state.schedule)  # raises if it needs the number of steps
+        return ByStep(rate, state)
+
+    def _state(
+        self, buffers: Arrays, identity: dict[str, Any], resume: str | os.PathLike | None
+    ) -> TrainState:
+        """Return a new state with the current weights, or that of a checkpoint.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: it is of another training.
+        """
+        old = self.trainer.state
+        path = None if resume is None else newest(resume)
+        if path is not None:
+            state = TrainState.load(path)
+            require_equal(state.identity, identity, path)
+            state.stop_reason = None
+            return state
+        if resume is not None and not self.trainer.callbacks.writes_to(resume):
+            raise FileNotFoundError(
+                f"resume={os.fspath(resume)!r} holds no checkpoint: leave it out to begin anew, or "
+                "pass Checkpoint of that folder among the callbacks"
+            )
+        state = TrainState(seed=self.trainer.seed, identity=identity)
+        now = {name: old.buffers.get(name, array) for name, array in buffers.items()}
+        state.values = Values(old.weights, buffers=now)
+        return state
+
+    def _identity(self, data: dict[str, Any], batch_size: int, shuffle: bool) -> dict[str, Any]:
+        """Return what two trainings must have in common for one to go on with the other."""
+        trainer = self.trainer
+        arguments = (
+            "optimizer learning_rate clip_norm accumulate batch_norm dropout carry recompute seed"
+        )
+        return described(
+            {
+                "model": trainer.proto,
+                "trained": trainer.trained,
+                "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
+                "class_weight": trainer.class_weight,
+                "batch_size": batch_size,
+                "shuffle": shuffle,
+                "data": data,
+                **{name: getattr(trainer, name) for name in arguments.split()},
+            }
+        )
+
+    # -- evaluation ---------------------------------------------------------------------------
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        trainer = self.trainer
+        proto = inference_form(trainer.proto)
+        names = {ref.name for ref in constants.constant_refs(proto)} & set(trainer.evaluated())
+        return Evaluator(
+            proto,
+            sorted(names),
+            self.plan,
+            self.weighted,
+            trainer.device,
+            trainer.batch_axes,
+            self.shown,
+        )
+
+    def evaluate(self) -> dict[str, Any]:
+        """Return the loss and the metrics of the data."""
+        self._check_weighted(self._evaluator.described, self._evaluator.fields)
+        source = self._source(self.data, self._evaluator.fields)
+        return self._evaluator.evaluate(
+            self.trainer.evaluated(), source, self.trainer.metrics_by_output
+        )
+
+    def predict(self) -> Any:
+        """Return the predictions for the data."""
+        source = self._source(self.data, self._evaluator.fields.without_labels())
+        return self._evaluator.predict(self.trainer.evaluated(), source)
+
+    # -- what went wrong ----------------------------------------------------------------------
+
+    def failed_step(self, loop: Loop) -> tuple[ModelProto, Arrays] | None:
+        """Return the model of the step that gave NaN or infinity, and its inputs."""
+        if loop.failed is None:
+            return None
+        piece, rates, position = loop.failed
+        step, _ = self.step(norms=False)
+        model, runner = to_proto(step.model), loop.runner
+        running = session(model, self.trainer.device, step.work, step.recomputes)
+        names = [x.name for x in running.get_inputs()]
+        states = [state.numpy() for state in runner.states(piece)]
+        fed = runner.fed(piece, rates, position)
+        for batch in range(piece.batches):
+            values = [*states, *(np.asarray(stack[batch]) for stack in fed)]
+            arrays = dict(zip(names, values, strict=True))
+            results = running.run(None, arrays)
+            if not all(np.isfinite(y).all() for y in results):
+                return model, arrays
+            states = results[: len(states)]
+        return None
+
+
+def _is_model(loss: Any) -> bool:
+    """Return whether a loss is an ONNX model, or the path of one."""
+    if isinstance(loss, str):
+        return loss.endswith(".onnx")
+    return isinstance(loss, (ModelProto, bytes, os.PathLike))
+
+
+def _order(state: TrainState) -> np.random.Generator:
+    """Return the generator of an epoch, so that the order of its rows needs no state."""
+    return np.random.default_rng([state.seed, state.epoch])
+
+
+def loss_output(proto: ModelProto) -> str:
+    """Return the name of the output that is the loss.
+
+    Raises:
+        ValueError: there is none, or several may be.
+    """
+    names = [y.name for y in proto.graph.output]
+    if "loss" in names:
+        return "loss"
+    single = [
+        y.name
+        for y in proto.graph.output
+        if all(d.dim_value == 1 for d in y.type.tensor_type.shape.dim)
+        and y.type.tensor_type.HasField("shape")
+        and y.type.tensor_type.elem_type in constants.FLOATS
+    ]
+    if len(single) != 1:
+        raise ValueError(
+            f"loss=None needs an output that is the loss, called 'loss' or of a single number; the "
+            f"outputs are {names}: pass loss='cross_entropy' or another one of onnxgrad.LOSSES"
+        )
+    return single[0]

@@ -1,0 +1,304 @@
+"""What a loss is applied to: the axis of the classes and the kind of a prediction, by its graph."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import numpy_helper
+
+from onnxgrad import LOSSES, OrtGradientOptimizer, add_loss_output
+from onnxgrad.autodiff.derivative import as_inputs
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.losses.applied_to import decided
+from onnxgrad.losses.class_axis import class_axis
+from onnxgrad.losses.info import loss_info
+from onnxgrad.losses.objects import FunctionLearningLoss
+from onnxgrad.losses.value_range import value_range
+
+RNG = np.random.default_rng(0)
+WEIGHTS = {
+    "w": (3, 7), "b": (7,), "row": (7, 3), "square": (7, 7), "k": (5, 3, 1), "k2": (6, 3, 1, 1),
+    "up": (3, 4, 2), "lw": (1, 16, 3), "lr": (1, 16, 4), "table": (9, 7), "one": (1,),
+    "scale": (5,), "low": (), "w1": (3, 1),
+}  # fmt: skip
+
+
+def prepared(body: str, inputs: str = "float[N,T,3] x", outputs: str = "float[A,B,C] y"):
+    """Return a model with the constants of `WEIGHTS` that `body` reads."""
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 18]> g ({inputs}) => ({outputs}) {{ {body} }}'
+    )
+    read = {name for node in proto.graph.node for name in node.input}
+    for name in read & WEIGHTS.keys():
+        array = RNG.standard_normal(WEIGHTS[name]).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(array, name))
+    for output in proto.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    return proto
+
+
+LAST = "float[N,T,3] x"
+IMAGE = "float[N,3,H,V] x"
+AXES = {
+    "MatMul": ("y = MatMul(x, w)", LAST, 2),
+    "bias": ("a = MatMul(x, w) y = Add(b, a)", LAST, 2),
+    "Softmax": ("a = MatMul(x, w) y = Softmax <axis = 1>(a)", LAST, 1),
+    "LogSoftmax": ("a = MatMul(x, w) y = LogSoftmax(a)", LAST, 2),
+    "Transpose": ("a = MatMul(x, w) y = Transpose <perm = [2, 0, 1]>(a)", LAST, 0),
+    "Transpose of Conv": (
+        "a = Conv(x, k) y = Transpose <perm = [0, 2, 1]>(a)", "float[N,3,T] x", 2,
+    ),
+    "Conv": ("a = Conv(x, k2) b1 = Relu(a) y = Identity(b1)", IMAGE, 1),
+    "ConvTranspose": ("y = ConvTranspose(x, up)", "float[N,3,T] x", 1),
+    "Resize": (
+        """s = Constant <value_floats = [1.0, 1.0, 2.0, 2.0]>() a = Conv(x, k2)
+        y = Resize(a, , s)""", IMAGE, 1,
+    ),
+    "pooled": ("a = Conv(x, k2) y = MaxPool <kernel_shape = [2, 2]>(a)", IMAGE, 1),
+    "normalized": (
+        "a = Conv(x, k) y = InstanceNormalization(a, scale, scale)", "float[N,3,T] x", 1,
+    ),
+    "Unsqueeze": (
+        "o = Constant <value_ints = [0, 2]>() a = MatMul(x, w) y = Unsqueeze(a, o)", LAST, 4,
+    ),
+    "Squeeze": (
+        "o = Constant <value_ints = [1]>() a = MatMul(x, w) y = Squeeze(a, o)",
+        "float[N,1,T,3] x", 2,
+    ),
+    "mean": (
+        "a = Conv(x, k2) o = Constant <value_ints = [3]>() y = ReduceMean <keepdims = 0>(a, o)",
+        IMAGE, 1,
+    ),
+    "flat and back": (
+        """o = Constant <value_ints = [-1, 3]>() f = Reshape(x, o) a = Gemm(f, w)
+        p = Constant <value_ints = [2, 6, 7]>() y = Reshape(a, p)""", "float[2,6,3] x", 2,
+    ),
+    "flat image": (
+        """a = Conv(x, k2) o = Constant <value_ints = [0, 0, -1]>() y = Reshape(a, o)""",
+        "float[N,3,4,4] x", 1,
+    ),
+    "recurrent": (
+        """o = Constant <value_ints = [1]>() h = LSTM <hidden_size = 4>(x, lw, lr)
+        y = Squeeze(h, o)""", LAST, 2,
+    ),
+    "recurrent, batch first": (
+        """h = LSTM <hidden_size = 4>(x, lw, lr) t = Transpose <perm = [2, 0, 1, 3]>(h)
+        o = Constant <value_ints = [0, 0, -1]>() y = Reshape(t, o)""", LAST, 2,
+    ),
+    "Einsum": ('y = Einsum <equation = "ntd,dv->vnt">(x, w)', LAST, 0),
+    "embedding": ("y = Gather(table, x)", "int64[N,T] x", 2),
+    "last position": (
+        "o = Constant <value_int = -1>() a = MatMul(x, w) y = Gather <axis = 1>(a, o)",
+        "float[N,T,U,3] x", 2,
+    ),
+    "some classes": (
+        "o = Constant <value_ints = [0, 2]>() a = MatMul(x, w) y = Gather <axis = 2>(a, o)",
+        LAST, 2,
+    ),
+    "concatenated": ("a = MatMul(x, w) c = Neg(a) y = Concat <axis = 1>(a, c)", LAST, 2),
+    "two branches": ("a = MatMul(x, w) c = MatMul(x, w) d = Tanh(c) y = Mul(a, d)", LAST, 2),
+    "gated": ("a = MatMul(x, w) c = MatMul(x, w1) d = Sigmoid(c) y = Mul(a, d)", LAST, 2),
+    "masked": (
+        """a = MatMul(x, w) z = Constant <value_float = -1e9>()
+        c = Equal(x, z) y0 = Where(m, z, a) y = Cast <to = 1>(y0)""",
+        "float[N,T,3] x, bool[N,T,1] m", 2,
+    ),
+    "residual": ("a = MatMul(x, w) c = MatMul(a, square) y = Add(a, c)", LAST, 2),
+    "mask from a shape": (
+        """a = MatMul(x, w) s = Shape(x) g = Gather(s, i) z = Constant <value_int = 0>()
+        o = Constant <value_int = 1>() r = Range(z, g, o) f = Cast <to = 1>(r)
+        u = Constant <value_ints = [0, 2]>() e = Unsqueeze(f, u) y = Add(a, e)
+        i = Constant <value_int = 1>()""", LAST, 2,
+    ),
+    "two axes": ("y = MatMul(x, w)", "float[N,3] x", 1),
+}  # fmt: skip
+REFUSED = {
+    "attention": ("t = Transpose <perm = [0, 2, 1]>(x) y = MatMul(x, t)", LAST, "no matrix of"),
+    "weights in front": ("y = MatMul(row, x)", "float[N,3,T] x", "(node '"),
+    "split classes": (
+        "o = Constant <value_ints = [2, 3, 2, 3]>() a = Conv(x, k2) y = Reshape(a, o)",
+        "float[1,3,2,3] x", "reshapes (1, 6, 2, 3) to (2, 3, 2, 3)",
+    ),
+    "detection": (
+        """a = Conv(x, k2) t = Transpose <perm = [0, 2, 3, 1]>(a)
+        o = Constant <value_ints = [0, -1, 2]>() y = Reshape(t, o)""", "float[N,3,8,8] x",
+        "reshapes ('N', 8, 8, 6)",
+    ),
+    "branches that disagree": (
+        "a = MatMul(x, w) c = Conv(x, k) y = Add(a, c)", "float[N,3,3] x", "disagree",
+    ),
+    "sum over classes": (
+        "a = MatMul(x, w) o = Constant <value_ints = [2]>() c = ReduceSum(a, o) y = Add(c, x)",
+        LAST, "removes it",
+    ),
+    "sorted": (
+        "a = MatMul(x, w) o = Constant <value_ints = [2]>() y, i = TopK(a, o)", LAST, "TopK",
+    ),
+    "no operator": ("y = Mul(x, x)", LAST, "no linear operator precedes it"),
+}  # fmt: skip
+
+
+def prediction(body, inputs, trained=True):
+    proto = prepared(body, inputs)
+    model = prepare(proto)
+    if trained:
+        as_inputs(proto, model.graph, None)
+    return model.graph.outputs[0]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("case", AXES)
+def test_the_axis_of_the_classes(case, trained):
+    body, inputs, axis = AXES[case]
+    assert class_axis(prediction(body, inputs, trained)) == axis
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_decide_the_axis(case):
+    body, inputs, reason = REFUSED[case]
+    y = prediction(body, inputs)
+    with pytest.raises(ValueError, match=re.escape(reason)) as error:
+        class_axis(y)
+    assert "say it with axis=" in str(error.value)
+    if case != "no operator":
+        with pytest.raises(ValueError, match="cannot decide which axis of 'y'"):
+            class_axis(y, otherwise=1)
+
+
+def test_a_prediction_that_no_linear_operator_precedes():
+    y = prediction("y = Mul(x, x)", LAST)
+    assert class_axis(y, otherwise=1) == 1
+
+
+def test_a_deep_network():
+    """Hundreds of residual branches exceed no limit of Python."""
+    lines = ["a0 = MatMul(x, w)"]
+    lines += [f"c{i} = MatMul(a{i}, square) a{i + 1} = Add(a{i}, c{i})" for i in range(1500)]
+    y = prediction(" ".join(lines) + " y = Identity(a1500)", LAST, trained=False)
+    assert class_axis(y) == 2
+    assert value_range(y) == (-np.inf, np.inf)
+
+
+NUMBERS = """half = Constant <value_float = 0.5>() one = Constant <value_float = 1.0>()
+    six = Constant <value_float = 6.0>() three = Constant <value_float = 3.0>()
+    zero = Constant <value_float = 0.0>() last = Constant <value_ints = [1]>() """
+KINDS = {
+    "scores": (
+        "y = MatMul(x, w)", "a = MatMul(x, w) y = Relu(a)", "a = MatMul(x, w) y = Tanh(a)",
+        "s = Sigmoid(x) y = Mul(x, s)", "s = Softmax(x) y = MatMul(s, w)", "y = LogSoftmax(x)",
+        "s = Softmax(x) y = Log(s)", "y = Clip(x, zero, six)", "s = Sigmoid(x) y = Mul(s, six)",
+        "s = Sigmoid(x) y = Div(s, half)", "s = Sigmoid(x) y = Mul(s, b)",
+    ),
+    "probabilities": (
+        "y = Softmax(x)", "s = Softmax(x) y = Transpose(s)",
+        "s = Softmax(x) y = Clip(s, zero, one)",
+        "s = Softmax(x) d = Softmax(x) a = Add(s, d) y = Mul(a, half)",
+        "s = Softmax(x) d = Softmax(x) y = Mean(s, d)", "y = Clip(x, zero, one)",
+        "s = Softmax(x) l = Log(s) y = Exp(l)",
+        "s = Sigmoid(x) d = Sub(one, s) y = Concat <axis = 1>(d, s)",
+        "s = Sigmoid(x) t = ReduceSum(s, last) y = Div(s, t)",
+        "s = Sigmoid(x) t = ReduceL1(s, last) e = Equal(t, zero) g = Where(e, one, t) "
+        "y = Div(s, g)",
+        "a = Relu(x) t = ReduceSum(a, last) g = Add(t, half) y = Div(a, g)",
+        "a = Add(x, three) c = Clip(a, zero, six) y = Div(c, six)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"), [(kind, body) for kind, bodies in KINDS.items() for body in bodies]
+)
+def test_scores_and_probabilities(kind, body):
+    y = prediction(NUMBERS + body, "float[N,3] x", trained=False)
+    spec = LOSSES["cross_entropy"].with_options({"from_logits": None, "axis": 1})
+    assert decided(spec, y).options["from_logits"] == (kind == "scores")
+
+
+def test_plain_options_stay():
+    y = prediction("y = MatMul(x, w)", LAST)
+    spec = LOSSES["cross_entropy"].with_options({"axis": -3, "from_logits": False})
+    assert decided(spec, y).options == {"axis": 0, "from_logits": False}
+    spec = LOSSES["huber"].with_options({"delta": 2.0})
+    assert decided(spec, y) == spec
+
+
+# -- add_loss_output and the trainers --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("options", [{}, {"axis": -1}, {"shift": True}, {"label_smoothing": 0.1}])
+def test_a_loss_of_tokens_trains(ignored, options):
+    """As PyTorch: the sum over the tokens of a batch, divided by its rows."""
+    torch = pytest.importorskip("torch")
+    proto = prepared("y = MatMul(x, w)", LAST)
+    x, y = RNG.standard_normal((8, 5, 3)).astype(np.float32), RNG.integers(0, 7, (8, 5))
+    if ignored:
+        y[RNG.random((8, 5)) < 0.3] = -100
+    model = add_loss_output(proto, "cross_entropy", **options)
+    info = loss_info(model)
+    assert (info.axis, info.classes) == (2, 7)
+    fitted = OrtGradientOptimizer(model, ["w"], batch_size=8, max_iter=3, learning_rate=0.1)
+    fitted.learning_rate.learning_rate = "constant"
+    losses = fitted.fit(x, y).train_losses_
+    w = numpy_helper.to_array(proto.graph.initializer[0])
+    w, x, y = torch.tensor(w, requires_grad=True), torch.tensor(x), torch.tensor(y)
+    smoothing = options.get("label_smoothing", 0.0)
+    for loss in losses:
+        f = x @ w
+        f, labels = (f[:, :-1], y[:, 1:]) if "shift" in options else (f, y)
+        expected = (
+            torch.nn.functional.cross_entropy(
+                f.movedim(2, 1), labels, reduction="sum", label_smoothing=smoothing
+            )
+            / 8
+        )
+        (gradient,) = torch.autograd.grad(expected, w)
+        np.testing.assert_allclose(loss, expected.item(), rtol=1e-5)
+        w = (w - 0.1 * gradient).detach().requires_grad_()
+    np.testing.assert_allclose(fitted.trained_coef_["w"], w.detach().numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("classes", ["7", "V"])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "ignore_index": 1}])
+@pytest.mark.parametrize("weights", [None, {2: 3.0}, np.arange(1, 8) / 4])
+def test_add_loss_output_of_unknown_classes(classes, options, weights):
+    torch = pytest.importorskip("torch")
+    proto = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (double[N,T,{classes}] x) => (double[N,T,{classes}] y) {{ y = Identity(x) }}""")
+    x, y = RNG.standard_normal((4, 5, 7)), RNG.integers(0, 7, (4, 5))
+    vector = np.ones(7)
+    if weights is not None:
+        vector = weights if isinstance(weights, np.ndarray) else np.where(np.arange(7) == 2, 3.0, 1)
+    model = add_loss_output(proto, "cross_entropy", axis=-1, class_weight=weights, **options)
+    session = ort.InferenceSession(model.SerializeToString())
+    expected = torch.nn.functional.cross_entropy(
+        torch.tensor(x).movedim(2, 1), torch.tensor(y), torch.tensor(vector), reduction="sum",
+        **options,
+    )  # fmt: skip
+    loss = session.run(["loss"], {"x": x, "label": y})[0]
+    np.testing.assert_allclose(loss, [[expected.item()]], rtol=1e-10)
+
+
+@pytest.mark.parametrize(("node", "scores"), [("Softmax", False), ("Identity", True)])
+def test_add_loss_output_decides_from_logits_if_asked(node, scores):
+    body = f"a = MatMul(x, w) y = {node}(a)"
+    proto = prepared(body, "float[N,3] x")
+    chosen, plain = (add_loss_output(proto, "cross_entropy", from_logits=f) for f in (None, scores))
+    assert chosen.SerializeToString() == plain.SerializeToString()
+
+
+def test_a_learning_loss_outside_of_the_model():
+    y = prediction("y = MatMul(x, w)", LAST)
+    assert FunctionLearningLoss("cross_entropy").info(y).axis == 2
+    assert FunctionLearningLoss("cross_entropy", {"axis": 1}).info(y).axis is None
+
+
+def test_an_axis_that_is_not_decided_is_asked_for():
+    proto = prepared("t = Transpose <perm = [0, 2, 1]>(x) y = MatMul(x, t)", LAST)
+    with pytest.raises(ValueError, match=r"cannot decide which axis of 'y'.* say it with axis="):
+        add_loss_output(proto, "cross_entropy")
+    assert loss_info(add_loss_output(proto, "cross_entropy", axis=2)).axis == 2

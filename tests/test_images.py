@@ -1,0 +1,209 @@
+"""Folders of images: decoded while training reads them, transformed by seed."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from onnxgrad import OrtGradientOptimizer, add_loss_output
+from onnxgrad.data import images
+from onnxgrad.data.images import image_folder
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.objective import loss_inside
+from small_models import parse
+
+Image = pytest.importorskip("PIL.Image")
+COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+
+
+def model(shape="N,3,6,8", perm=None):
+    """Return a classifier of three classes by the mean color."""
+    move = f"m = Transpose<perm=[{perm}]>(x)" if perm else "m = Identity(x)"
+    text = f"""g (float[{shape}] x) => (float[N,3] y)
+        {{ {move}  p = ReduceMean<keepdims=0>(m, axes)  y = MatMul(p, w) }}"""
+    made = parse(text, w=np.zeros((3, 3)), axes=np.array([2, 3]))
+    return add_loss_output(made, "cross_entropy")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder of 3 x 4 images of 10 x 12 pixels; the darkness tells them apart."""
+    for name, color in COLORS.items():
+        (tmp_path / name / "deep").mkdir(parents=True)
+        for i in range(4):
+            shade = tuple(c * (10 - i) // 10 for c in color)
+            inner = "deep/" * (i == 3)
+            Image.new("RGB", (12, 10), shade).save(tmp_path / name / f"{inner}{i}.png")
+        (tmp_path / name / "notes.txt").write_text("no image")
+    (tmp_path / ".hidden").mkdir()
+    return tmp_path
+
+
+def source(reader, made=None, size=5):
+    return Dataset(reader).source(Fields(loss_inside(made or model(), ["w"], "loss", "")), size)
+
+
+def drawn(data, seed=None, skip=0):
+    """Return the images and labels of an epoch, batch by batch."""
+    rng = None if seed is None else np.random.default_rng(seed)
+    pieces = data.epoch(rng, skip, lambda batch: 1)
+    return [(p.arrays["x"][0], p.arrays["label"][0]) for p in pieces]
+
+
+def test_classes_are_folders(folder):
+    reader = image_folder(folder, (6, 8))
+    assert reader.classes == ["blue", "green", "red"]
+    assert reader.labels.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert [file.name for file in reader.files[:4]] == ["0.png", "1.png", "2.png", "3.png"]
+    data = source(reader)
+    assert (data.rows, data.batches) == (12, 3)
+    x, y = (np.concatenate(parts) for parts in zip(*drawn(data), strict=True))
+    assert y.tolist() == reader.labels.tolist()
+    for image, label, i in zip(x, y, list(range(4)) * 3, strict=True):
+        shade = np.float32([c * (10 - i) // 10 / 255 for c in list(COLORS.values())[label]])
+        np.testing.assert_allclose(image, np.broadcast_to(shade[:, None, None], (3, 6, 8)))
+
+
+def test_an_order_that_the_seed_decides(folder):
+    transforms = [images.random_crop(7), images.random_flip(), images.normalize([0.5] * 3, [2] * 3)]
+    noise = np.random.default_rng(0).integers(0, 255, (12, 10, 12, 3), np.uint8)
+    reader = image_folder(folder, (6, 8), transforms)
+    for file, pixels in zip(reader.files, noise, strict=True):
+        Image.fromarray(pixels).save(file)
+    data = source(reader)
+    whole = drawn(data, 3)
+    assert len({x.tobytes() for batch, _ in whole for x in batch}) == 12
+    for skip in (0, 1, 2):
+        for (x, y), (again, label) in zip(whole[skip:], drawn(data, 3, skip), strict=True):
+            np.testing.assert_array_equal(x, again)
+            np.testing.assert_array_equal(y, label)
+    assert any((x != other).any() for (x, _), (other, _) in zip(whole, drawn(data, 4), strict=True))
+    first, second = drawn(data), drawn(data)  # in order, nothing is random
+    for (x, y), (again, label) in zip(first, second, strict=True):
+        np.testing.assert_array_equal(x, again)
+        np.testing.assert_array_equal(y, label)
+
+
+@pytest.mark.parametrize(
+    ("shape", "perm", "options", "channels"),
+    [
+        ("N,3,6,8", None, {}, "first"),
+        ("N,6,8,3", "0,3,1,2", {}, "last"),
+        ("N,6,8,c", "0,3,1,2", {"layout": "NHWC"}, "last"),
+        ("N,c,h,w", None, {"layout": "NCHW", "channels": 3}, "first"),
+    ],
+)
+def test_the_layout_of_the_input(folder, shape, perm, options, channels):
+    made = model(shape, perm)
+    ((x, y), *_) = drawn(source(image_folder(folder, (6, 8), **options), made, 12))
+    x = np.moveaxis(x, -1, 1) if channels == "last" else x
+    assert x.shape == (12, 3, 6, 8)
+    np.testing.assert_array_equal(x.mean((2, 3)).argmax(1), 2 - y)
+    trained = OrtGradientOptimizer(made, max_iter=20, learning_rate=1.0, random_state=0)
+    trained.fit(image_folder(folder, (6, 8), **options))
+    assert trained.train_losses_[-1] < trained.train_losses_[0]
+
+
+def test_gray_images(folder):
+    text = "g (float[N,1,6,8] x) => (float[N,3] y) { f = Flatten(x)  y = MatMul(f, w) }"
+    made = add_loss_output(parse(text, w=np.zeros((48, 3))), "cross_entropy")
+    ((x, _), *_) = drawn(source(image_folder(folder, (6, 8)), made, 12))
+    expected = np.asarray(Image.new("RGB", (1, 1), (0, 0, 255)).convert("L"))[0, 0] / 255
+    np.testing.assert_allclose(x[0], expected, rtol=1e-6)
+
+
+def test_transforms():
+    pixels = np.arange(10 * 12, dtype=np.uint8).reshape(10, 12)
+    image, rng = Image.fromarray(pixels), np.random.default_rng(0)
+    assert images.resize(5)(image, None).size == (6, 5)
+    assert images.resize((4, 7))(image, None).size == (7, 4)
+    np.testing.assert_array_equal(images.center_crop((4, 6))(image, None), pixels[3:7, 3:9])
+    np.testing.assert_array_equal(images.random_crop((4, 6))(image, None), pixels[3:7, 3:9])
+    found = set()
+    for _ in range(100):
+        crop = np.asarray(images.random_crop((8, 11))(image, rng))
+        top, left = divmod(int(crop[0, 0]), 12)
+        np.testing.assert_array_equal(crop, pixels[top : top + 8, left : left + 11])
+        found.add((top, left))
+    assert found == {(top, left) for top in range(3) for left in range(2)}
+    assert images.center_crop(24)(image, None).size == (24, 24)  # enlarged first
+    flips = [np.asarray(images.random_flip()(image, rng)) for _ in range(100)]
+    mirrored = [bool((f == pixels[:, ::-1]).all()) for f in flips]
+    assert all(m or (f == pixels).all() for m, f in zip(mirrored, flips, strict=True))
+    assert 30 < sum(mirrored) < 70
+    np.testing.assert_array_equal(images.random_flip(1)(image, None), pixels)
+    normal = images.normalize([0.5, 0.25], [0.5, 2])(np.float32([[[1, 1]]]), None)
+    np.testing.assert_allclose(normal, [[[1, 0.375]]])
+
+
+def test_sizes_that_differ_are_resized_and_cropped(tmp_path):
+    for i, size in enumerate([(30, 10), (10, 30), (6, 8)]):
+        (tmp_path / str(i)).mkdir()
+        pixels = np.zeros((size[1], size[0], 3), np.uint8)
+        pixels[size[1] // 2 - 1 : size[1] // 2 + 1, size[0] // 2 - 1 : size[0] // 2 + 1] = 255
+        Image.fromarray(pixels).save(tmp_path / str(i) / "a.png")
+    ((x, _),) = drawn(source(image_folder(tmp_path, (6, 8)), size=3))
+    assert (x[:, :, 2:4, 3:5] > 0.3).all()  # what is in the middle stays there
+    assert (x[:, :, 0, 0] == 0).all()
+
+
+def test_rotated_photographs_are_upright(tmp_path):
+    (tmp_path / "a").mkdir()
+    pixels = np.zeros((8, 6, 3), np.uint8)
+    pixels[0] = 255
+    image = Image.fromarray(pixels)
+    exif = image.getexif()
+    exif[0x0112] = 6  # to be turned by 90 degrees, clockwise
+    image.save(tmp_path / "a" / "a.png", exif=exif)
+    ((x, _),) = drawn(source(image_folder(tmp_path, (6, 8)), size=1))
+    np.testing.assert_array_equal(x[0, 0], np.float32([[0] * 7 + [1]] * 6))
+
+
+def test_folders_that_cannot_be_used(folder, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="is no folder"):
+        image_folder(folder / "none", 8)
+    with pytest.raises(ValueError, match="has no folder: it takes one for each class"):
+        image_folder(folder / "red" / "deep", 8)
+    with pytest.raises(ValueError, match="normalize must be the last"):
+        image_folder(folder, 8, [images.normalize([0], [1]), images.resize(3)])
+    with pytest.raises(ValueError, match="Unknown layout 'HWC'"):
+        image_folder(folder, 8, layout="HWC")
+    with pytest.raises(ValueError, match="channels=2 must be one of 1, 3, 4"):
+        image_folder(folder, 8, channels=2)
+    with pytest.raises(ValueError, match=r"std=\[0\] must be above 0"):
+        images.normalize([0], [0])
+    with pytest.raises(ValueError, match="does not say where the channels are"):
+        source(image_folder(folder, 8), model("N,c,h,w"))
+    with pytest.raises(ValueError, match=r"must have shape \(.*3, 6, 8\), not \(5, 3, 8, 8\)"):
+        drawn(source(image_folder(folder, 8)))
+    (folder / "green" / "1.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"cannot read the image '.*1.png'"):
+        drawn(source(image_folder(folder, (6, 8))))
+    (folder / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"'.*empty' has no image"):
+        image_folder(folder, 8)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match="pip install pillow"):
+        image_folder(folder, 8)
+
+
+def test_descriptions(folder):
+    def of(*transforms):
+        return source(image_folder(folder, (6, 8), transforms)).description
+
+    assert of(images.random_flip()) == of(images.random_flip())
+    assert of(images.random_flip()) != of(images.random_flip(0.1))
+    before = of()
+    Image.new("RGB", (2, 2)).save(folder / "red" / "0.png")
+    assert of() != before
+
+
+def test_images_of_more_than_eight_bits(tmp_path):
+    (tmp_path / "a").mkdir()
+    Image.fromarray(np.full((8, 8), 40000, np.uint16)).save(tmp_path / "a" / "0.png")
+    (image,), _ = image_folder(tmp_path, 8, layout="NCHW").take(np.array([0]), None)
+    np.testing.assert_allclose(image, 40000 / 65535, atol=1 / 255)
+    Image.fromarray(np.full((8, 8), 0.5, np.float32)).save(tmp_path / "a" / "1.tif")
+    with pytest.raises(ValueError, match=r"1\.tif.*32 bits"):
+        image_folder(tmp_path, 8, layout="NCHW").take(np.array([1]), None)

@@ -1,0 +1,234 @@
+"""Which node first computes NaN or infinity, and the callback that says so."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from onnxgrad import onnx_derivative
+from onnxgrad.runtime import not_finite
+from onnxgrad.runtime.not_finite import first_not_finite
+from onnxgrad.training.callbacks.base import Control
+from onnxgrad.training.callbacks.nan_watch import NanWatch
+from onnxgrad.training.callbacks.run import Callbacks
+
+INF = np.float32(np.inf)
+
+
+def model(text: str, **constants) -> onnx.ModelProto:
+    proto = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 20]> f {text}')
+    tensors = (onnx.numpy_helper.from_array(a, name) for name, a in constants.items())
+    proto.graph.initializer.extend(tensors)
+    return proto
+
+
+def test_all_is_well():
+    assert (
+        first_not_finite(
+            model("(float[N] x) => (float[N] y) { y = Exp(x) }"), {"x": np.zeros(2, np.float32)}
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float", "float32"), ("double", "float64"), ("float16", "float16")]
+)
+def test_names_the_node_and_the_ranges_of_its_inputs(dtype, kind):
+    proto = model(
+        f"({dtype}[N] x, {dtype}[N] z) => ({dtype}[N] y, {dtype}[N] fine)"
+        "{ a = Neg(x)  [the_one] b = Div(z, a)  c = Sub(b, b)  y = Sin(c)  fine = Neg(z) }"
+    )
+    feed = {"x": np.array([2, 0, -4], kind), "z": np.array([1, 2, 3], kind)}
+    assert first_not_finite(proto, feed) == (
+        "Div (node 'the_one', output 'b') gives infinity; its input 'z' is between 1 and 3; "
+        "its input 'a' is between -2 and 4"
+    )
+
+
+def test_an_input_that_is_not_finite():
+    proto = model("(float[N,2] x, float[2] w) => (float[N,2] y) { a = Mul(x, w)  y = Exp(a) }")
+    x = np.float32([[1, 2], [3, np.nan]])
+    text = first_not_finite(proto, {"x": x, "w": np.ones(2, np.float32)})
+    assert text == "the input 'x' holds NaN, first at [1, 1]"
+    text = first_not_finite(proto, {"x": np.abs(np.float32([[1, 2]])), "w": np.float32([1, INF])})
+    assert text == "the input 'w' holds infinity, first at [1]"
+
+
+MASKED = "(float[N] x) => (float[N] y) { [add] m = Add(x, mask)  [soft] s = Softmax(m) %s }"
+
+
+def test_infinities_of_a_mask_are_no_fault():
+    mask = np.float32([0, 0, -np.inf])
+    proto = model(MASKED % "e = Exp(x)  y = Mul(s, e)", mask=mask)
+    text = first_not_finite(proto, {"x": np.float32([1, 100, 1])})
+    assert text.startswith("Exp (output 'e') gives infinity")
+    proto = model(MASKED % "[here] l = Sqrt(x) p = Add(l, m) y = Softmax(p)", mask=mask)
+    text = first_not_finite(proto, {"x": np.float32([1, -1, 1])})
+    assert text.startswith("Sqrt (node 'here', output 'l') gives NaN")
+
+
+def test_a_mask_that_leaves_nothing():
+    proto = model(MASKED % "y = Neg(s)", mask=np.full(3, -INF))
+    text = first_not_finite(proto, {"x": np.zeros(3, np.float32)})
+    assert text == (
+        "the constant 'mask' holds infinity, from which Softmax (node 'soft', output 's') "
+        "computes NaN"
+    )
+
+
+def test_the_gradient_behind_a_where():
+    proto = model(
+        "(float[N] x) => (float[N] y) { c = Greater(x, zero)  r = Sqrt(x)  y = Where(c, r, zero) }",
+        zero=np.zeros((), np.float32),
+    )
+    grad = onnx_derivative(proto)
+    feed = {"x": np.float32([4, 0]), "zero": np.float32(0), "y_grad": np.ones(2, np.float32)}
+    text = first_not_finite(grad, feed)
+    assert text.startswith("Div (")  # 0.5 / sqrt(0), which zero is multiplied by
+    assert "gives infinity" in text
+    assert "its input 'r' is between 0 and 2" in text
+    with pytest.raises(ValueError, match=r"feed lacks \['zero'\]"):
+        first_not_finite(grad, {name: feed[name] for name in ("x", "y_grad")})
+
+
+BODIES = {
+    "If": (
+        """(float[N] x, bool c) => (float[N] y) { z = Neg(x)  [it] y = If(c) <
+            then_branch = a () => (float[M] t) { u = Mul(z, z)  [inner] t = Exp(u) },
+            else_branch = b () => (float[M] t2) { t2 = Log(x) }> }""",
+        {"x": np.float32([100, 1]), "c": np.array(True)},
+        "inside of it, Exp (node 'inner', output 't') is the first",
+    ),
+    "else": (
+        """(float[N] x, bool c) => (float[N] y) { [it] y = If(c) <
+            then_branch = a () => (float[M] t) { t = Exp(x) },
+            else_branch = b () => (float[M] t2) { u = Neg(x)  [inner] t2 = Log(u) }> }""",
+        {"x": np.float32([100, 1]), "c": np.array(False)},
+        "inside of it, Log (node 'inner', output 't2') is the first",
+    ),
+    "Loop": (
+        """(float[N] x, int64 n, bool c) => (float[N] y) { [it] y = Loop(n, c, x) <
+            body = b (int64 i, bool ci, float[N] a) => (bool co, float[N] o) {
+                co = Identity(ci)  [inner] o = Mul(a, a) }> }""",
+        {"x": np.float32([10, 1]), "n": np.array(9), "c": np.array(True)},
+        "inside of it, Mul (node 'inner', output 'o') is the first, in iteration 6",
+    ),  # 10 ** 2 ** 6 is more than float32 holds
+    "Scan": (
+        """(float[N] x, float[T,N] d) => (float[N] z) { [it] y = Scan(x, d) <num_scan_inputs = 1,
+            scan_input_axes = [0], body = b (float[N] a, float[N] e) => (float[N] o) {
+                [inner] u = Div(a, e)  o = Neg(u) }>  z = Neg(y) }""",
+        {"x": np.float32([10, 1]), "d": np.float32([[1, 1], [1, 0], [1, 1]])},
+        "inside of it, Div (node 'inner', output 'u') is the first, in iteration 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_inside_of_subgraphs(name):
+    text, feed, expected = BODIES[name]
+    assert re.fullmatch(
+        rf"\w+ \(node 'it', output 'y'\) gives (NaN|infinity); {re.escape(expected)}",
+        first_not_finite(model(text), feed),
+    )
+
+
+def test_through_a_sequence_and_integers():
+    proto = model(
+        """(float[N] x, int64[1] i) => (float[N] y) { [here] a = Log(x)
+        s = SequenceConstruct(x, a)  c = ConcatFromSequence <axis=0> (s)  y = Gather(c, i) }"""
+    )
+    text = first_not_finite(proto, {"x": np.float32([1, 0]), "i": np.array([3])})
+    assert text.startswith("Log (node 'here', output 'a') gives infinity")
+    assert first_not_finite(proto, {"x": np.float32([1, 0]), "i": np.array([2])}) is None
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    monkeypatch.setattr(not_finite, "_NODES", 3)
+
+
+OPERATORS = {"Exp": 1, "Log": 1, "Sqrt": 1, "Neg": 1, "Tanh": 1, "Add": 2, "Mul": 2, "Div": 2}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_programs(seed, small_pieces):
+    """By the values that onnx.reference computes, the node is at fault, and reaches an output."""
+    rng = np.random.default_rng(seed)
+    names, nodes = ["x0", "x1"], []
+    for i in range(20):
+        op = rng.choice(list(OPERATORS))
+        inputs = [names[j] for j in rng.integers(max(0, len(names) - 6), len(names), OPERATORS[op])]
+        nodes.append(helper.make_node(op, inputs, [f"v{i}"]))
+        names.append(f"v{i}")
+    outputs = names[-2:]
+    values = [helper.make_tensor_value_info(n, TensorProto.FLOAT, [4]) for n in names]
+    graph = helper.make_graph(nodes, "g", values[:2], values[-2:])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    feed = {n: rng.uniform(0.5, 3, 4).astype(np.float32) for n in names[:2]}
+    everything = helper.make_model(
+        helper.make_graph(nodes, "g", values[:2], values[2:]),
+        opset_imports=[helper.make_opsetid("", 20)],
+    )
+    with np.errstate(all="ignore"):
+        results = ReferenceEvaluator(everything).run(None, feed)
+    finite = {
+        n: np.isfinite(v).all() for n, v in zip(names[2:], results, strict=True)
+    } | dict.fromkeys(feed, True)
+    text = first_not_finite(proto, feed)
+    assert (text is None) == all(finite[y] for y in outputs)
+    if text is None:
+        return
+    at_fault = re.search(r"output '(\w+)'", text)[1]
+    assert not finite[at_fault]
+    by_output = {n.output[0]: n for n in nodes}
+    assert all(finite[x] for x in by_output[at_fault].input)
+    reached, stack = set(), [y for y in outputs if not finite[y]]
+    while stack:
+        name = stack.pop()
+        reached.add(name)
+        stack += [x for x in by_output[name].input if not finite[x]]
+    assert at_fault in reached
+
+
+def test_a_step_of_many_nodes():
+    nodes = [helper.make_node("Sin", [f"v{i}"], [f"v{i + 1}"]) for i in range(1500)]
+    nodes.insert(1200, helper.make_node("Log", ["v1190"], ["bad"], name="culprit"))
+    nodes.append(helper.make_node("Add", ["v1500", "bad"], ["y"]))
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["N"]) for n in ("v0", "y"))
+    graph = helper.make_graph(nodes, "g", [x], [y])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9)
+    text = first_not_finite(proto, {"v0": np.float32([-1, 1])})
+    assert text.startswith("Log (node 'culprit', output 'bad') gives NaN")
+
+
+# -- the callback ---------------------------------------------------------------------------------
+
+
+def ask(failed_step) -> str:
+    trainer = SimpleNamespace(failed_step=failed_step)
+    return Callbacks([NanWatch()]).on_not_finite(trainer, None, Control())
+
+
+def test_the_callback():
+    proto = model("(float[N] x) => (float[N] y) { [grow] y = Exp(x) }")
+    text = ask(lambda: (proto, {"x": np.float32([1, 200])}))
+    assert text == (
+        "NanWatch: Exp (node 'grow', output 'y') gives infinity; its input 'x' is between 1 "
+        "and 200."
+    )
+    assert "only finite values" in ask(lambda: (proto, {"x": np.float32([1])}))
+    assert ask(lambda: None) == ""
+
+
+def test_an_error_while_looking_does_not_hide_the_loss():
+    def fail():
+        raise MemoryError("too large")
+
+    assert ask(fail) == "NanWatch failed: too large"

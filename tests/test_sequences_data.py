@@ -1,0 +1,179 @@
+"""Sequences of different length: padding, masks, and batches of similar length."""
+
+import json
+
+import numpy as np
+import pytest
+
+from onnxgrad import LearningRateSGD, OrtGradientOptimizer, add_loss_output
+from onnxgrad.data.sequences import by_length, pad_sequences
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.objective import loss_inside
+from small_models import parse
+
+R = np.random.default_rng(0)
+LENGTHS = R.integers(1, 30, 203)
+IDS = [R.integers(0, 9, n) for n in LENGTHS]
+Y = np.float32(np.arange(203)[:, None])
+TABLE, W = R.standard_normal((9, 2)), R.standard_normal((2, 1))
+
+MEAN = """g (int64[N,T] ids, float[N,T] mask, int64[N] lengths) => (float[N,1] y)
+    { e = Gather(t, ids)  u = Unsqueeze(mask, last)  m = Mul(e, u)
+      s = ReduceSum<keepdims=0>(m, one)  v = Unsqueeze(lengths, one)  c = Cast<to=1>(v)
+      d = Div(s, c)  y = MatMul(d, w) }"""
+
+
+def model():
+    return add_loss_output(parse(MEAN, t=TABLE, w=W, last=np.array([2]), one=np.array([1])))
+
+
+def reader(**options):
+    return by_length({"ids": IDS}, Y, mask="mask", lengths="lengths", **options)
+
+
+def drawn(data, seed=None, skip=0, size=8):
+    source = Dataset(data).source(Fields(loss_inside(model(), ["w"], "loss", "")), size)
+    rng = None if seed is None else np.random.default_rng(seed)
+    return [
+        {name: array[i] for name, array in piece.arrays.items()}
+        for piece in source.epoch(rng, skip, lambda batch: 3)
+        for i in range(piece.batches)
+    ]
+
+
+def test_padding():
+    arrays = [R.standard_normal((n, 2)) for n in (3, 1, 0, 2)]
+    padded, mask, lengths = pad_sequences(arrays, value=-7)
+    assert padded.shape == (4, 3, 2)
+    assert lengths.tolist() == [3, 1, 0, 2]
+    assert mask.dtype == bool
+    for row, inside, array in zip(padded, mask, arrays, strict=True):
+        np.testing.assert_array_equal(row[: len(array)], array)
+        assert (row[len(array) :] == -7).all()
+        assert inside.tolist() == [True] * len(array) + [False] * (3 - len(array))
+    assert pad_sequences([[1], [2, 3]], length=4)[0].tolist() == [[1, 0, 0, 0], [2, 3, 0, 0]]
+    assert pad_sequences([[], [2, 3]])[0].dtype == np.int64
+    for arguments, message in (
+        (([],), "no sequence to pad"),
+        (([[1, 2, 3], [1]], 0, 2), "length=2, and sequence 0 has 3 elements"),
+        (([[1], [2]], 0.5), "hold int64, which cannot represent the value 0.5"),
+        (
+            ([np.ones((2, 3)), np.ones((2, 4))],),
+            r"in other axes than the first: \[\(3,\), \(4,\)\]",
+        ),
+        (([3, 4],), "sequence 0 is a single number"),
+        ((["ab"],), "must hold numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pad_sequences(*arguments)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_every_sequence_once(seed):
+    found = drawn(reader(value=8), seed)
+    rows = [int(n) for batch in found for n in batch["label"].ravel()]
+    assert sorted(rows) == list(range(203))
+    assert (rows == list(range(203))) == (seed is None)
+    assert sorted(len(batch["ids"]) for batch in found) == [3] + [8] * 25
+    for batch in found:
+        assert batch["ids"].shape[1] == batch["lengths"].max()
+        for row, mask, n, i in zip(
+            batch["ids"], batch["mask"], batch["lengths"], batch["label"].ravel(), strict=True
+        ):
+            np.testing.assert_array_equal(row[:n], IDS[int(i)])
+            assert (row[n:] == 8).all()
+            assert mask.tolist() == [1] * n + [0] * (len(row) - n)
+
+
+def test_batches_of_similar_length():
+    def padding(batches):
+        return sum(int((batch["mask"] == 0).sum()) for batch in batches)
+
+    found = drawn(reader(), 0)
+    assert padding(found) < 0.2 * padding(drawn(reader()))
+    widths = [batch["ids"].shape[1] for batch in found]
+    assert widths != sorted(widths)
+
+
+def test_the_seed_decides_and_skips_are_exact():
+    first = drawn(reader(), 1)
+    for skip in (0, 1, 13, 26):
+        again = drawn(reader(), 1, skip)
+        assert len(again) == len(first) - skip
+        for a, b in zip(first[skip:], again, strict=True):
+            assert all(np.array_equal(a[name], b[name]) for name in a)
+    other = drawn(reader(), 2)
+    assert any(
+        a["label"].tolist() != b["label"].tolist() for a, b in zip(first, other, strict=True)
+    )
+
+
+def test_padding_changes_no_gradient():
+    """A step on all sequences is that of each sequence by itself, in float64."""
+    rate = LearningRateSGD(0.1, learning_rate="constant")
+    options = {"max_iter": 1, "batch_size": 203, "learning_rate": rate, "weights_to_train": ["w"]}
+    made = OrtGradientOptimizer(model(), **options).fit(reader(value=3))
+    means = np.stack([TABLE[ids].mean(0) for ids in IDS])
+    expected = W - 0.1 * 2 * means.T @ (means @ W - Y) / 203
+    np.testing.assert_allclose(made.trained_coef_["w"], expected, rtol=1e-4)
+
+
+TAGS = """g (int64[N,T] ids) => (float[N,K,T] y)
+    { e = Gather(t, ids)  y = Transpose<perm=[0, 2, 1]>(e) }"""
+
+
+def tagger():
+    made = parse(TAGS.replace("K", "2"), t=TABLE)
+    return add_loss_output(made, "cross_entropy", reduction="sum")
+
+
+def test_labels_that_are_sequences():
+    """What is padded is ignored: the loss is that of each element, in float64."""
+    tags = [ids % 2 for ids in IDS]
+    made = OrtGradientOptimizer(tagger(), max_iter=1, batch_size=203, learning_rate=1e-9)
+    made.fit(by_length(IDS, tags))
+    total = 0.0
+    for ids, tag in zip(IDS, tags, strict=True):
+        scores = TABLE[ids] - np.log(np.exp(TABLE[ids]).sum(1, keepdims=True))
+        total -= scores[np.arange(len(ids)), tag].sum()
+    np.testing.assert_allclose(made.train_losses_[0], total / 203, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"'label' holds labels outside 0\.\.1"):
+        OrtGradientOptimizer(tagger(), max_iter=1).fit(by_length(IDS, tags, y_value=7))
+    with pytest.raises(ValueError, match="say with y_value what fills them"):
+        by_length(IDS, [ids / 2 for ids in IDS])
+
+
+def test_other_inputs_and_weights():
+    text = """g (float[N,T] s, float[N,2] x) => (float[N,1] y)
+        { a = ReduceSum<keepdims=1>(s, one)  b = MatMul(x, w)  y = Add(a, b) }"""
+    made = add_loss_output(parse(text, w=W, one=np.array([1])), weight_name="weight")
+    x, weight = R.random((203, 2)), np.arange(203) + 1.0
+    fields = Fields(loss_inside(made, ["w"], "loss", "weight"))
+    data = Dataset(by_length({"s": IDS, "x": x}, Y, weight)).source(fields, 203)
+    (piece,) = data.epoch(np.random.default_rng(0), 0, lambda batch: 1)
+    rows = piece.arrays["label"][0, :, 0].astype(int)
+    np.testing.assert_allclose(piece.arrays["x"][0], x[rows], rtol=1e-6)
+    np.testing.assert_array_equal(piece.arrays["weight"][0], weight[rows])
+
+
+def test_sequences_that_do_not_fit():
+    for arguments, options, message in (
+        ((IDS, Y), {"mask": "mask"}, "inputs beside X: pass X as"),
+        (({"ids": IDS, "mask": IDS}, Y), {"mask": "mask"}, "has the input 'mask' already"),
+        ((IDS, Y[:5]), {}, "different numbers of rows: {'X': 203, 'y': 5}"),
+        ((np.ones((4, 3)), Y[:4]), {}, "X has no sequences"),
+        (({"a": IDS[:3], "b": [*IDS[:2], [1]]}, Y[:3]), {}, "row 2 has 1 elements of 'b', and"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            by_length(*arguments, **options)
+    with pytest.raises(ValueError, match=r"Unknown input 'masks'\. Did you mean 'mask'"):
+        drawn(by_length({"ids": IDS}, Y, mask="masks", lengths="lengths"))
+
+
+def test_descriptions():
+    def of(data):
+        return data.describe()
+
+    assert json.loads(json.dumps(of(reader()))) == of(reader())
+    assert of(reader()) != of(by_length({"ids": IDS[::-1]}, Y, mask="mask"))

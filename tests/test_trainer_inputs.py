@@ -1,0 +1,121 @@
+"""`Trainer` for the inputs and outputs that published files have: scalars, states, false shapes."""
+
+import numpy as np
+import onnx
+import pytest
+
+import onnxgrad as og
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RNG = np.random.default_rng(0)
+
+RECURRENT = """
+    <ir_version: 9, opset_import: ["": 20]>
+    f (float[N,2] x, int64 rate, float[1,N,1] h) => (float[N,1] y, float[1,N,1] new)
+    <float[2,1] w = {0.5, -0.3}> {
+        a = MatMul(x, w)  b = Add(a, h)  r = Cast<to = 1>(rate)  c = Mul(b, r)
+        new = Tanh(c)  axis = Constant<value = int64[1] {0}>()  y = Squeeze(new, axis)
+    }"""
+
+
+def stream():
+    x, label = RNG.normal(size=(6, 2)).astype("f"), RNG.random((6, 1)).astype("f")
+    return {"x": x, "rate": np.int64(2), "h": np.zeros((1, 6, 1), "f")}, label
+
+
+def by_hand(X, label, rows, w):
+    """Return the loss, with the state carried from batch to batch."""
+    h, errors = 0.0, []
+    for i in range(0, 6, rows):
+        h = np.tanh((X["x"][i : i + rows] @ w + h) * 2)
+        errors.append((h - label[i : i + rows]) ** 2)
+    return np.mean(errors)
+
+
+def test_a_single_number_and_a_state_beside_the_rows():
+    X, label = stream()
+    trainer = og.Trainer(onnx.parser.parse_model(RECURRENT), {"y": "mse"}, carry={"h": "new"})
+    trainer.fit(X, label, epochs=3, batch_size=2, shuffle=False)
+    loss = trainer.evaluate(X, label, batch_size=2)["loss"]
+    assert loss == pytest.approx(by_hand(X, label, 2, trainer.state.weights["w"]), rel=1e-5)
+    assert trainer.predict(X, batch_size=2).shape == (6, 1)
+
+
+def test_states_are_not_carried_through_shuffled_rows():
+    X, label = stream()
+    trainer = og.Trainer(onnx.parser.parse_model(RECURRENT), {"y": "mse"}, carry={"h": "new"})
+    with pytest.raises(ValueError, match="shuffle=False"):
+        trainer.fit(X, label, batch_size=2)
+    assert trainer.state.step == 0
+
+
+TWO = """
+    <ir_version: 9, opset_import: ["": 20]>
+    f (float[N,3] x) => (float[N,2] y, float[N,2] z)
+    <float[3,2] w = {0.1,0.2,0.3,0.4,0.5,0.6}> { y = MatMul(x, w)  z = Tanh(y) }"""
+
+
+@pytest.mark.parametrize("form", ["y", "X", "batches"])
+def test_labels_have_the_name_of_their_output(form):
+    x, y, z = (RNG.normal(size=(4, n)).astype("f") for n in (3, 2, 2))
+
+    def trained(labels):
+        trainer = og.Trainer(onnx.parser.parse_model(TWO), {"y": "mse", "z": "mae"})
+        data = {"y": (x, labels), "X": ({"x": x, **labels},), "batches": ([{"x": x, **labels}],)}
+        trainer.fit(*data[form])
+        assert trainer.predict(data[form][0])["z"].shape == (4, 2)
+        return trainer.state.weights["w"]
+
+    by_input = trained({"label_y": y, "label_z": z})
+    np.testing.assert_array_equal(trained({"y": y, "z": z}), by_input)
+    with pytest.raises(ValueError, match="'zz'"):
+        trained({"y": y, "zz": z})
+
+
+FALSE = """
+    <ir_version: 8, opset_import: ["": 12]>
+    f (float[N,1,3] x) => (float[N] y) <float[3,2] w = {0.1,0.2,0.3,0.4,0.5,0.6}>
+    { a = MatMul(x, w)  b = Squeeze(a)  y = Tanh(b) }"""
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_an_output_that_has_no_rows_though_it_states_them(batched):
+    x, label = RNG.normal(size=(1, 1, 3)).astype("f"), np.float32([0.5, 0.1])
+    axes = {} if batched else {"batch_axes": {"label": None}}
+    trainer = og.Trainer(
+        onnx.parser.parse_model(FALSE), "mse", optimizer="sgd", learning_rate=0.1, **axes
+    )
+    w = trainer.state.weights["w"].copy()
+    trainer.fit([{"x": x, "label": label}] if batched else x, None if batched else label)
+    y = np.tanh(x[0, 0] @ w)
+    expected = w - 0.1 * np.outer(x, (y - label) * (1 - y**2))
+    np.testing.assert_allclose(trainer.state.weights["w"], expected, rtol=1e-5)
+
+
+def test_a_label_is_not_broadcast_to_a_prediction_of_another_length():
+    trainer = og.Trainer(onnx.parser.parse_model(FALSE), "mse")
+    with pytest.raises(Exception, match="cannot be reshaped"):
+        trainer.evaluate(np.ones((1, 1, 3), "f"), np.float32([0.5]))
+
+
+PROBABILITY = {
+    "If": """c = Constant<value = bool {1}>() e = Identity(c)
+        y = If(e) <then_branch = g () => (float[N,1] p) { p = Sigmoid(a) },
+                   else_branch = k () => (float[N,1] q) { n = Neg(a)  q = Sigmoid(n) }>""",
+    "Scan": """y = Scan<num_scan_inputs = 1, body = g (float[1] s) => (float[1] p)
+        { p = Sigmoid(s) }>(a)""",
+    "Loop": """n = Constant<value = int64 {1}>() e = Constant<value = bool {1}>() p0 = Sigmoid(a)
+        y = Loop<body = g (int64 i, bool d, float[N,1] s) => (bool o, float[N,1] p)
+        { o = Identity(d)  p = Sigmoid(a) }>(n, e, p0)""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", PROBABILITY)
+def test_a_probability_of_a_subgraph_is_not_taken_as_a_score(operator):
+    model = onnx.parser.parse_model(f"""
+        <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)
+        <float[2,1] w = {{-3.0, 1.0}}> {{ a = MatMul(x, w) {PROBABILITY[operator]} }}""")
+    x, label = RNG.normal(size=(5, 2)).astype("f"), np.float32([[0], [1], [1], [0], [1]])
+    p = 1 / (1 + np.exp(-x @ np.float32([[-3.0], [1.0]])))
+    loss = -np.mean(label * np.log(p) + (1 - label) * np.log(1 - p))
+    assert og.Trainer(model, "bce").evaluate(x, label)["loss"] == pytest.approx(loss, rel=1e-5)

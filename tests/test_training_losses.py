@@ -1,0 +1,566 @@
+"""What trainers minimize: values and gradients in float64 against torch.nn.functional."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from onnxgrad import BaseLearningLoss, NegLogLearningLoss, SquareLearningLoss
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.losses.objectives import training_loss
+from onnxgrad.losses.spec import Terms
+from onnxgrad.model.convert import to_proto
+
+RNG = np.random.default_rng(0)
+ROWS = RNG.random(4) + 0.1
+CLASS_WEIGHT = np.array([0.5, 2.0, 1.0, 3.0, 0.25])
+EXACT = {"rtol": 1e-10, "atol": 1e-12}
+
+
+def torch():
+    return pytest.importorskip("torch")
+
+
+def model(body: str, x: str, y: str, kind: str = "double", opset: int = 18) -> onnx.ModelProto:
+    """Return a model from x of shape `x` to outputs, as `y (N,3)`, by the nodes `body`."""
+    outputs = ", ".join(
+        f"{kind}[{shape}] {name}" for name, shape in re.findall(r"(\w+) \((.*?)\)", y)
+    )
+    return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": {opset}]>
+        g ({kind}[{x}] x) => ({outputs}) {{ {body} }}""")
+
+
+def tokens(text: str = "N,T,V") -> onnx.ModelProto:
+    """Return a model whose logits are its input, by a node that does not decide their axis."""
+    return model("y = Identity(x)", text, f"y ({text})")
+
+
+class Trained:
+    """The total of a loss, its gradient with respect to x, and the counts, computed."""
+
+    def __init__(self, proto, loss, x, labels, weight=None, write=None, **options):
+        objective = training_loss(loss, **options)
+        names = objective.outputs(proto)
+        prepared = prepare(proto)
+        graph, op = prepared.graph, Emit(prepared.graph)
+        values = ir.convenience.create_value_mapping(graph)
+        self.written = written = objective.write(
+            op, {name: values[name] for name in names}, weight is not None
+        )
+        inputs = [*graph.inputs, *written.labels]
+        inputs += [written.weight] if written.weight is not None else []
+        data = graph.inputs[0]
+        graph.inputs[:] = inputs
+        with op:
+            pairs = list(zip(written.factors, written.counts, strict=True))
+            scales = [f / c for f, c in pairs]
+            parts = [s * total for s, total in zip(scales, written.sums, strict=True)]
+            total = op.total([op.Cast(part, to=parts[0].dtype) for part in parts])
+            gradient = sweep(op, written.seeds(op, scales), [data])[data]
+            outputs = [op.copy_of(v) for v in (total, gradient, *written.counts)]
+        graph.outputs[:] = outputs
+        tidy(prepared)
+        labels = labels if isinstance(labels, dict) else {"label": labels}
+        feed = {"x": x, **labels} | ({} if weight is None else {"weight": weight})
+        self.model = to_proto(prepared)
+        session = ort.InferenceSession(self.model.SerializeToString())
+        kinds = {"tensor(int64)": np.int64, "tensor(float)": np.float32,
+                 "tensor(double)": np.float64, "tensor(float16)": np.float16}  # fmt: skip
+        feed = {i.name: np.asarray(feed[i.name], kinds[i.type]) for i in session.get_inputs()}
+        self.total, self.gradient, *self.counts = session.run(None, feed)
+        assert self.total.shape == ()
+        self._counts_without_forward_pass(prepared, outputs[2:], feed)
+
+    def _counts_without_forward_pass(self, prepared, counts, feed):
+        """Counts need labels and weights only."""
+        prepared.graph.outputs[:] = counts
+        tidy(prepared)
+        x = prepared.graph.inputs[0]
+        assert not list(x.uses())
+        prepared.graph.inputs.remove(x)
+        session = ort.InferenceSession(to_proto(prepared).SerializeToString())
+        feed = {i.name: feed[i.name] for i in session.get_inputs()}
+        np.testing.assert_array_equal(session.run(None, feed), self.counts)
+
+    def check(self, expected, x):
+        """Compare with a torch scalar computed from the tensor `x`."""
+        expected.backward()
+        np.testing.assert_allclose(self.total, expected.item(), **EXACT)
+        np.testing.assert_allclose(self.gradient, x.grad.numpy(), **EXACT)
+
+
+def leaf(x):
+    return torch().tensor(x, requires_grad=True)
+
+
+# -- cross-entropy against torch -----------------------------------------------------------------
+
+SHAPES = {  # dimensions, the axis of the classes, lengths
+    "rows": ("N,5", 1, (4, 5)),
+    "rows, unknown classes": ("N,V", 1, (4, 5)),
+    "tokens": ("N,T,5", -1, (4, 3, 5)),
+    "tokens, unknown classes": ("N,T,V", 2, (4, 3, 5)),
+    "tokens, no name": ("?,?,?", -1, (4, 3, 5)),
+    "sequences": ("N,5,T", 1, (4, 5, 3)),
+    "images": ("N,V,H,W", 1, (4, 5, 2, 3)),
+    "images, last": ("N,H,W,5", 3, (4, 2, 3, 5)),
+    "images, middle": ("N,H,V,W", 2, (4, 2, 5, 3)),
+    "fixed": ("4,3,5", 2, (4, 3, 5)),
+}
+OPTIONS = {
+    "plain": {},
+    "ignoring": {"ignore_index": 2},
+    "smoothed": {"label_smoothing": 0.2},
+    "weighted": {"class_weight": CLASS_WEIGHT},
+    "weighted, ignoring": {"class_weight": CLASS_WEIGHT, "ignore_index": 0},
+    "all": {"class_weight": CLASS_WEIGHT, "ignore_index": 2, "label_smoothing": 0.1},
+}
+
+
+def torch_cross_entropy(x, y, axis, reduction="mean", class_weight=None, **options):
+    t = torch()
+    weight = None if class_weight is None else t.tensor(class_weight)
+    y = t.tensor(y)
+    if y.ndim == x.ndim:
+        y = y.movedim(axis, 1)
+    return t.nn.functional.cross_entropy(
+        x.movedim(axis, 1), y, weight=weight, reduction=reduction, **options
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cross_entropy(shape, options):
+    (text, axis, lengths), options = SHAPES[shape], OPTIONS[options]
+    x = 3 * RNG.standard_normal(lengths)
+    y = RNG.integers(0, 5, np.delete(lengths, axis))
+    y.ravel()[1] = options.get("ignore_index", -100)
+    result = Trained(tokens(text), "cross_entropy", x, y, options={"axis": axis, **options})
+    of_torch = leaf(x)
+    result.check(torch_cross_entropy(of_torch, y, axis, **options), of_torch)
+    info = result.written.infos["label"]
+    assert (info.prediction, info.axis, info.from_logits) == ("y", axis % len(lengths), True)
+    assert info.ignore_index == options.get("ignore_index", -100)
+
+
+@pytest.mark.parametrize("options", ["plain", "smoothed", "weighted"])
+@pytest.mark.parametrize("shape", ["rows", "tokens, unknown classes", "images"])
+def test_soft_labels_are_recognized_by_their_shape(shape, options):
+    (text, axis, lengths), options = SHAPES[shape], OPTIONS[options]
+    x, y = 3 * RNG.standard_normal(lengths), RNG.random(lengths)
+    y /= y.sum(axis, keepdims=True)
+    result = Trained(
+        tokens(text), "ce", x, y, options={"axis": axis, **options}, label_shapes={"y": y.shape}
+    )
+    of_torch = leaf(x)
+    result.check(torch_cross_entropy(of_torch, y, axis, **options), of_torch)
+    assert result.written.infos["label"].classes is None
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)])
+def test_class_indices_are_recognized_by_their_shape(shape):
+    objective = training_loss("ce", label_shapes={"label": shape})
+    prepared = prepare(tokens("N,5"))
+    written = objective.write(Emit(prepared.graph), {"y": prepared.graph.outputs[0]})
+    assert written.labels[0].dtype == ir.DataType.INT64
+    assert written.labels[0].shape == ir.Shape(["N"])
+    assert written.infos["label"].classes == 5
+
+
+@pytest.mark.parametrize("classes", ["5", "V"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_by_class(classes, smoothing):
+    x, y = RNG.standard_normal((4, 5)), np.array([0, 3, 3, 1])
+    by_class = {3: 2.5, 0: 0.5}
+    result = Trained(
+        tokens(f"N,{classes}"), "ce", x, y, class_weight=by_class,
+        options={"label_smoothing": smoothing},
+    )  # fmt: skip
+    of_torch, weight = leaf(x), np.array([0.5, 1, 1, 2.5, 1])
+    expected = torch_cross_entropy(of_torch, y, 1, class_weight=weight, label_smoothing=smoothing)
+    result.check(expected, of_torch)
+
+
+@pytest.mark.parametrize("text", ["N,T,5", "N,T,V", "4,3,5", "?,?,?"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_next_tokens(text, weighted):
+    x, y = RNG.standard_normal((4, 3, 5)), RNG.integers(0, 5, (4, 3))
+    y[1, 2] = y[3, 1] = y[0, 0] = -100
+    result = Trained(
+        tokens(text), "ce", x, y, ROWS if weighted else None, options={"axis": -1, "shift": True}
+    )
+    of_torch = leaf(x)
+    each = torch_cross_entropy(of_torch[:, :-1], y[:, 1:], 2, reduction="none")
+    rows = torch().tensor(ROWS if weighted else np.ones(4))[:, None]
+    used = rows * torch().tensor(y[:, 1:] != -100)
+    result.check((rows * each).sum() / used.sum(), of_torch)
+    np.testing.assert_allclose(result.counts, used.sum())
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_sample_weights(options):
+    """They multiply the class weights of the tokens of their row."""
+    options = OPTIONS[options]
+    x, y = RNG.standard_normal((4, 3, 5)), RNG.integers(0, 5, (4, 3))
+    y[1] = options.get("ignore_index", -100)
+    result = Trained(tokens(), "ce", x, y, ROWS, options={"axis": 2, **options})
+    of_torch = leaf(x)
+    each = torch_cross_entropy(of_torch, y, 2, reduction="none", **options)
+    ones = np.where(y == options.get("ignore_index", -100), 0, 1)
+    weight = options.get("class_weight", np.ones(5))[np.clip(y, 0, 4)] * ones
+    rows = ROWS[:, None]
+    result.check((torch().tensor(rows) * each).sum() / (weight * rows).sum(), of_torch)
+
+
+def test_a_masked_class_costs_nothing_where_labels_are_ignored():
+    x, y = RNG.standard_normal((4, 5)), np.array([1, -100, 4, 2])
+    x[:, 0] = -np.inf
+    result = Trained(tokens("N,5"), "ce", x, y)
+    of_torch = leaf(x)
+    result.check(torch_cross_entropy(of_torch, y, 1), of_torch)
+
+
+def test_a_batch_without_labels_counts_zero():
+    result = Trained(tokens("N,5"), "ce", RNG.standard_normal((2, 5)), [-100, -100])
+    assert result.counts == [0]
+
+
+# -- scores and probabilities ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1.0, 500.0])
+@pytest.mark.parametrize("node", ["Softmax", "LogSoftmax", "Identity"])
+@pytest.mark.parametrize(("text", "axis"), [("N,5", 1), ("N,T,5", 2), ("N,5,T", 1)])
+def test_the_graph_says_whether_predictions_are_probabilities(text, axis, node, size):
+    """And the loss is computed from the logits: it is exact also where probabilities are 0."""
+    lengths = tuple({"N": 4, "T": 3}.get(d) or int(d) for d in text.split(","))
+    x, y = size * RNG.standard_normal(lengths), RNG.integers(0, 5, np.delete(lengths, axis))
+    attribute = "" if node == "Identity" else f"<axis = {axis}>"
+    body = f"y = {node} {attribute}(x)"
+    loss_options = {"axis": axis} if node == "Identity" else {}
+    result = Trained(model(body, text, f"y ({text})"), "ce", x, y, options=loss_options)
+    of_torch = leaf(x)
+    result.check(torch_cross_entropy(of_torch, y, axis), of_torch)
+    info = result.written.infos["label"]
+    assert (info.axis, info.from_logits) == (axis, node != "Softmax")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "p = Softmax(x)  y = Clip(p, low, high)",
+        "p = Softmax(x)  y = Transpose <perm = [1, 0]>(q)  q = Transpose <perm = [1, 0]>(p)",
+        "p = Softmax(x)  q = Softmax(x)  s = Add(p, q)  y = Mul(s, half)",
+        "e = Sigmoid(x)  s = ReduceSum <keepdims = 1>(e, one)  y = Div(e, s)",
+    ],
+)
+def test_probabilities_that_are_not_computed_last(body):
+    proto = model(
+        "low = Constant <value_float = 1e-9>()  high = Constant <value_float = 1.0>() "
+        "half = Constant <value_float = 0.5>()  one = Constant <value_ints = [1]>() "
+        + " ".join(sorted(body.split("  "), key=lambda n: n.startswith("y"))),
+        "N,5", "y (N,5)", "float",
+    )  # fmt: skip
+    x, y = RNG.standard_normal((4, 5)).astype(np.float32), np.array([0, 3, 3, 1])
+    result = Trained(proto, "ce", x, y)
+    assert result.written.infos["label"].from_logits is False
+    e = 1 / (1 + np.exp(-x)) if "Sigmoid" in body else np.exp(x)
+    p = e / e.sum(1, keepdims=True)
+    np.testing.assert_allclose(result.total, -np.log(p[range(4), y]).mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("body", "threshold"), [("y = Sigmoid(x)", 0.5), ("y = Identity(x)", 0.0)])
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_binary_predictions(body, threshold, size):
+    x, y = size * RNG.standard_normal((4, 3)), (RNG.random((4, 3)) > 0.5) * 1.0
+    result = Trained(model(body, "N,3", "y (N,3)"), "bce", x, y)
+    of_torch = leaf(x)
+    function = torch().nn.functional.binary_cross_entropy_with_logits
+    result.check(function(of_torch, torch().tensor(y)), of_torch)
+    info = result.written.infos["label"]
+    assert (info.threshold, info.from_logits) == (threshold, threshold == 0)
+    assert info.bounds.text == "between 0 and 1"
+
+
+def test_what_the_user_says_wins(caplog):
+    x, y = RNG.standard_normal((4, 3)), np.array([0, 2, 1, 1])
+    proto = model("y = Softmax(x)", "N,3", "y (N,3)")
+    result = Trained(proto, "ce", x, y, options={"from_logits": True})
+    of_torch = leaf(x)
+    result.check(torch_cross_entropy(of_torch.softmax(1), y, 1), of_torch)
+    assert "'y' holds probabilities, but from_logits=True" in caplog.text
+
+
+def test_what_is_decided_is_reported(caplog):
+    with caplog.at_level("INFO", "onnxgrad"):
+        Trained(model("y = Softmax(x)", "N,T,3", "y (N,T,3)"), "ce", np.ones((1, 2, 3)), [[0, 1]])
+    assert "the classes of 'y' are along axis 2" in caplog.text
+    assert "'y' holds probabilities, for the loss 'cross_entropy'" in caplog.text
+    assert "the loss of 'y' is computed from its logits" in caplog.text
+
+
+# -- the other losses ------------------------------------------------------------------------------
+
+
+def elementwise(name):
+    functional = torch().nn.functional
+    return {
+        "mse": functional.mse_loss, "mae": functional.l1_loss,
+        "huber": functional.huber_loss, "poisson": functional.poisson_nll_loss,
+    }[name]  # fmt: skip
+
+
+@pytest.mark.parametrize("weighted", ["", "rows", "column", "elements"])
+@pytest.mark.parametrize("text", ["N,3", "N,?", "4,3"])
+@pytest.mark.parametrize("name", ["mse", "mae", "huber", "poisson"])
+def test_means_over_elements(name, text, weighted):
+    x, y = RNG.standard_normal((4, 3)), RNG.random((4, 3))
+    weight = {"": None, "rows": ROWS, "column": ROWS, "elements": RNG.random((4, 3))}[weighted]
+    shape = {"": None, "rows": (4,), "column": (4, 1), "elements": (4, 3)}[weighted]
+    result = Trained(tokens(text), name, x, y, weight, weight_shape=shape)
+    of_torch = leaf(x)
+    each = elementwise(name)(of_torch, torch().tensor(y), reduction="none")
+    w = np.ones((4, 3)) if weight is None else weight.reshape(4, -1) * np.ones((4, 3))
+    result.check((torch().tensor(w) * each).sum() / w.sum(), of_torch)
+
+
+@pytest.mark.parametrize("logits", [True, False])
+@pytest.mark.parametrize("pos_weight", [None, 2.5, [0.5, 1.0, 4.0]])
+def test_binary_cross_entropy(pos_weight, logits):
+    x, y = RNG.standard_normal((4, 3)), (RNG.random((4, 3)) > 0.5) * 1.0
+    options = {"pos_weight": pos_weight, "label_smoothing": 0.2, "from_logits": logits}
+    prediction = x if logits else 1 / (1 + np.exp(-x))
+    result = Trained(tokens("N,3"), "bce", prediction, y, options=options)
+    of_torch = leaf(prediction)
+    scores = of_torch if logits else torch().logit(of_torch)
+    factor = None if pos_weight is None else torch().tensor(pos_weight, dtype=scores.dtype)
+    expected = torch().nn.functional.binary_cross_entropy_with_logits(
+        scores, torch().tensor(0.8 * y + 0.1), pos_weight=factor
+    )
+    result.check(expected, of_torch)
+
+
+def test_class_weights_of_two_classes():
+    """They are those of cross_entropy for the scores 0 and x."""
+    x, y = RNG.standard_normal((4, 1)), np.array([[0.0], [1.0], [1.0], [0.0]])
+    result = Trained(tokens("N,1"), "bce", x, y, ROWS, class_weight={0: 0.3, 1: 2.0})
+    two = Trained(
+        tokens("N,2"), "ce", np.hstack([0 * x, x]), y[:, 0], ROWS, class_weight=[0.3, 2.0]
+    )
+    np.testing.assert_allclose(result.total, two.total, **EXACT)
+    np.testing.assert_allclose(result.gradient, two.gradient[:, 1:], **EXACT)
+
+
+def test_the_probabilities_of_two_columns():
+    """The loss "log" has one term a row, though it writes two numbers."""
+    p, y = np.array([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1]]), np.array([[1], [0], [1]])
+    result = Trained(tokens("N,2"), "log", p, y)
+    np.testing.assert_allclose(result.total, -np.log([0.8, 0.5, 0.1]).mean())
+    assert result.counts == [3]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_prediction_of_unknown_shape(weighted):
+    """A vector of labels for a column of predictions is no (N, N)."""
+    proto = tokens("N,1")
+    for value in (*proto.graph.input, *proto.graph.output):
+        value.type.tensor_type.ClearField("shape")
+    x, y = RNG.standard_normal((4, 1)), RNG.random((4, 1))
+    expected = ((x - y) ** 2)[:, 0]
+    for label in (y, y[:, 0]):
+        result = Trained(proto, "mse", x, label, ROWS if weighted else None)
+        mean = np.average(expected, weights=ROWS if weighted else None)
+        np.testing.assert_allclose(result.total, mean, **EXACT)
+
+
+def pseudo_huber(op, prediction, label):
+    d = prediction - label
+    return op.Sqrt(1.0 + d * d) - 1.0
+
+
+def cosine(op, prediction, label):
+    """One term a token."""
+    return 1.0 - op.ReduceSum(prediction * label, [-1], keepdims=0)
+
+
+def by_row(op, prediction, label):
+    return op.ReduceSum(op.Abs(prediction - label), [1, 2], keepdims=1)
+
+
+def of_terms(op, prediction, label):
+    d = prediction - label
+    return Terms(op.ReduceMean(d * d, [2], keepdims=1), op.ReduceMax(label, [2], keepdims=1))
+
+
+@pytest.mark.parametrize("text", ["N,T,3", "?,?,?", "4,2,3"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("function", [pseudo_huber, cosine, by_row, of_terms])
+def test_functions(function, weighted, text):
+    x, y = RNG.standard_normal((4, 2, 3)), RNG.random((4, 2, 3))
+    result = Trained(tokens(text), function, x, y, ROWS if weighted else None)
+    terms = {
+        pseudo_huber: np.sqrt(1 + (x - y) ** 2) - 1,
+        cosine: 1 - (x * y).sum(2, keepdims=True),
+        by_row: abs(x - y).sum((1, 2), keepdims=True),
+        of_terms: ((x - y) ** 2).mean(2, keepdims=True),
+    }[function]
+    w = np.ones(4)[:, None, None] if not weighted else ROWS[:, None, None]
+    w = w * (y.max(2, keepdims=True) if function is of_terms else np.ones(terms.shape))
+    np.testing.assert_allclose(result.total, (w * terms).sum() / w.sum(), **EXACT)
+    np.testing.assert_allclose(result.counts, w.sum(), **EXACT)
+
+
+def test_learning_losses_keep_their_own_gradient():
+    """That of NegLogLearningLoss is p - y also where its loss is clipped."""
+    x = np.array([[30.0], [-0.5], [-40.0], [2.0]])
+    y = np.array([[0], [1], [1], [0]])
+    p = 1 / (1 + np.exp(-x))
+    loss = -np.log(np.clip(np.where(y == 1, p, 1 - p), 1e-5, 1 - 1e-5))
+    for weight in (None, ROWS):
+        result = Trained(tokens("N,1"), NegLogLearningLoss, x, y, weight)
+        w = np.ones((4, 1)) if weight is None else ROWS[:, None]
+        np.testing.assert_allclose(result.total, (w * loss).sum() / w.sum())
+        np.testing.assert_allclose(result.gradient, w * (p - y) / w.sum())
+        assert result.written.infos["label"].classes == 2
+
+
+@pytest.mark.parametrize("kind", [SquareLearningLoss(), "half", NegLogLearningLoss(0, "softmax")])
+def test_learning_losses(kind):
+    class Half(BaseLearningLoss):
+        def loss(self, op, prediction, label):
+            d = prediction - label
+            return 0.5 * op.ReduceSum(d * d, [1], keepdims=0)
+
+    x, y = RNG.standard_normal((4, 3)), RNG.random((4, 3))
+    if isinstance(kind, NegLogLearningLoss):
+        y = np.array([0, 2, 1, 1])
+        terms = -np.log(np.exp(x) / np.exp(x).sum(1, keepdims=True))[range(4), y]
+    else:
+        terms = (x - y) ** 2 / 2 if kind != "half" else ((x - y) ** 2).sum(1) / 2
+    result = Trained(tokens("N,3"), Half if kind == "half" else kind, x, y)
+    np.testing.assert_allclose(result.total, terms.mean(), **EXACT)
+
+
+@pytest.mark.parametrize("name", ["mse", "ce"])
+def test_half_precision_does_not_overflow(name):
+    """Neither the sum of squares of 300, nor the count of 80 000 elements."""
+    n = 40_000
+    x = np.full((n, 2), 300.0)
+    y = np.zeros((n, 2)) if name == "mse" else np.zeros(n)
+    result = Trained(model("y = Identity(x)", "N,2", "y (N,2)", "float16"), name, x, y)
+    assert result.gradient.dtype == np.float16
+    assert result.total.dtype == np.float32
+    np.testing.assert_allclose(result.total, 9e4 if name == "mse" else np.log(2), rtol=1e-3)
+    assert result.counts == [2 * n if name == "mse" else n]
+    assert np.isfinite(result.gradient).all()
+
+
+# -- several outputs -------------------------------------------------------------------------------
+
+TWO = """y = Identity(x)  two = Constant <value_float = 2.0>()  c = CastLike(two, x)
+    z = Mul(x, c)"""
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_several_outputs(weighted):
+    proto = model(TWO, "N,3", "y (N,3) z (N,3)")
+    x, values, classes = RNG.standard_normal((4, 3)), RNG.random((4, 3)), np.array([0, 2, 1, 1])
+    result = Trained(
+        proto, {"z": "ce", "y": "mse"}, x, {"label_y": values, "label_z": classes},
+        ROWS if weighted else None, loss_weights={"z": 0.3},
+        class_weight={"z": [1.0, 2.0, 3.0]}, options={"z": {"label_smoothing": 0.1}},
+    )  # fmt: skip
+    of_torch, w = leaf(x), ROWS if weighted else np.ones(4)
+    rows = torch().tensor(w)
+    squares = (rows[:, None] * (of_torch - torch().tensor(values)) ** 2).sum() / (3 * w.sum())
+    class_weight = np.array([1.0, 2.0, 3.0])
+    each = torch_cross_entropy(
+        2 * of_torch, classes, 1, "none", class_weight=class_weight, label_smoothing=0.1
+    )
+    entropy = (rows * each).sum() / (w * class_weight[classes]).sum()
+    result.check(0.3 * entropy + squares, of_torch)
+    assert result.written.factors == [0.3, 1.0]
+    assert {name: i.prediction for name, i in result.written.infos.items()} == {
+        "label_z": "z", "label_y": "y",
+    }  # fmt: skip
+
+
+def test_outputs():
+    proto = model(TWO, "N,3", "y (N,3) z (N,3)")
+    with pytest.raises(
+        ValueError, match=r"2 float outputs: name it, as loss=\{output: loss\}, one"
+    ):
+        training_loss("mse").outputs(proto)
+    with pytest.raises(ValueError, match="Unknown output 'q'"):
+        training_loss({"q": "mse"}).outputs(proto)
+    assert training_loss({"z": "mse"}).outputs(proto) == ["z"]
+    classifier = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["": 18, "ai.onnx.ml": 3]>
+        g (float[N,2] x) => (int64[N] label, seq(map(int64, float)) zipped) {
+            label, p = ai.onnx.ml.LinearClassifier <coefficients = [1.0, -1.0, 0.5, 0.5],
+                intercepts = [0.0, 0.0], classlabels_ints = [0, 1], post_transform = "SOFTMAX">(x)
+            zipped = ai.onnx.ml.ZipMap <classlabels_int64s = [0, 1]>(p) }""")
+    assert training_loss("ce").outputs(classifier) == ["p"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        ("cross_entrop", {}, "Unknown loss 'cross_entrop'. Did you mean 'cross_entropy'"),
+        (3, {}, "Unknown loss 3"),
+        ("mse", {"class_weight": [1, 2]}, "Unknown option of loss 'squared_error' 'class_weight'"),
+        ("mse", {"loss_weights": {"y": 2}}, "needs the losses by output"),
+        ({}, {}, "loss has no output"),
+        ({"y": "mse"}, {"loss_weights": {"z": 2}}, "Unknown output in loss_weights 'z'"),
+        ({"y": "mse"}, {"loss_weights": {"y": np.inf}}, "must be a finite number, not inf"),
+        ({"y": "ce"}, {"class_weight": [1, 2]}, "class_weight must be by output"),
+        ({"y": "ce"}, {"options": {"z": {}}}, "Unknown output in options 'z'"),
+    ],
+)
+def test_wrong_arguments(loss, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        training_loss(loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("proto", "loss", "options", "message"),
+    [
+        (tokens(), "ce", {}, "cannot decide which axis of 'y', ('N', 'T', 'V')"),
+        (tokens(), "ce", {"options": {"axis": 3}}, "axis=3: 'y' has the shape ('N', 'T', 'V')"),
+        (tokens("N,T,3,V"), "ce", {"options": {"axis": 3, "shift": True}}, "needs predictions (N,"),
+        (tokens("N"), "ce", {}, "needs a prediction (N, C, ...), not ('N',)"),
+        (tokens("N,5"), "ce", {"class_weight": [1, 2]}, "class_weight has the shape (2,): it must"),
+        (tokens("N,5"), "ce", {"class_weight": {5: 2}}, "has [5]: classes are numbered 0 to 4"),
+        (tokens("N,5"), "ce", {"class_weight": {"a": 2}}, "has ['a']: classes are numbered"),
+        (tokens("N,5"), "ce", {"class_weight": [1, 1, 1, 1, -1]}, "finite numbers of 0 or more"),
+        (
+            tokens("N,2"), "ce", {"class_weight": [0, 1], "options": {"label_smoothing": 0.1}},
+            "class_weight holds zeros, which label_smoothing cannot",
+        ),
+        (
+            model("y = Sigmoid(x)", "N,5", "y (N,5)"), "ce", {},
+            "'y' holds the results of a Sigmoid, which do not sum to 1",
+        ),
+        (
+            model("y = LogSoftmax(x)", "N,5", "y (N,5)"), "bce", {},
+            "'y' holds log-probabilities",
+        ),
+        (tokens("N,5"), "mse", {"label_shapes": {"z": (4, 5)}}, "in label_shapes 'z'"),
+        (tokens("N,5"), lambda op, f, y: op.ReduceSum(f - y, keepdims=0), {}, "one number for"),
+        (tokens("N,5"), lambda op, f, y: op.ReduceSum(f - y, [0], keepdims=0), {}, "(5,), and its"),
+        (tokens("N,5"), lambda op, f, y: op.ReduceSum(f - y, keepdims=1), {}, "(1, 1), and its"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(proto, loss, options, message):
+    prepared = prepare(proto)
+    objective = training_loss(loss, **options)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        objective.write(Emit(prepared.graph), {"y": prepared.graph.outputs[0]})
