@@ -1,6 +1,7 @@
 """`Trainer`: against PyTorch's loop, whole and interrupted, and what it refuses."""
 
 import json
+import warnings
 
 import numpy as np
 import onnx
@@ -204,6 +205,21 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
         trainer().fit(X, y, resume=tmp_path / "none")
     begun = trainer(callbacks=[og.Checkpoint(tmp_path / "new")])
     assert begun.fit(X, y, resume=tmp_path / "new").state.epoch == 1
+
+
+def test_a_loader_that_shuffles_cannot_resume_bit_for_bit(tmp_path):
+    torch = pytest.importorskip("torch")
+    X, y = data()
+    rows = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(y))
+    for shuffle in (False, True):
+        loader = torch.utils.data.DataLoader(rows, batch_size=50, shuffle=shuffle)
+        folder = tmp_path / str(shuffle)
+        trainer(callbacks=[og.Checkpoint(folder)]).fit(loader)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer().fit(loader, epochs=2, resume=folder)
+        told = [w for w in caught if "draws an order of its own" in str(w.message)]
+        assert len(told) == shuffle
 
 
 def test_checkpoints_that_are_kept(tmp_path):
@@ -529,6 +545,9 @@ def test_states_that_are_carried_from_batch_to_batch():
             w, u, h = w - 0.1 * batch["x"].T @ slope, u - 0.1 * (h * slope).sum(), new
     np.testing.assert_allclose(made.state.weights["w"], w, rtol=1e-10)
     np.testing.assert_allclose(made.state.weights["u"], [[u]], rtol=1e-10)
+    arrays, y = {"x": np.ones((8, 2)), "h": np.zeros((8, 1))}, np.ones((8, 1))
+    with pytest.raises(ValueError, match="carry needs the order of the rows"):
+        made.fit(arrays, y, validation=0.5, shuffle=False)
 
 
 def test_the_two_estimators_say_that_running_statistics_stay():

@@ -85,8 +85,10 @@ def _files(names: Sequence[str]) -> Iterator[str]:
         if not os.path.isdir(name):
             yield name
             continue
-        found = (os.path.join(at, f) for at, _, files in os.walk(name) for f in sorted(files))
-        yield from islice((f for f in found if os.path.basename(f)[0] not in "._"), _LISTED)
+        paths = (os.path.join(at, f) for at, _, files in os.walk(name) for f in sorted(files))
+        yield from islice(
+            (path for path in paths if os.path.basename(path)[0] not in "._"), _LISTED
+        )
 
 
 def _opened(source: Any) -> Any:

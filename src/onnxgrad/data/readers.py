@@ -146,8 +146,8 @@ class Batches(Reader):
                 "again: a generator function, a list of batches or a DataLoader can be read again"
             )
         self._begun = True
-        given: Iterable[Any] = self.source() if callable(self.source) else self.source
-        yield from islice(given, skip, None)
+        batches: Iterable[Any] = self.source() if callable(self.source) else self.source
+        yield from islice(batches, skip, None)
 
     def describe(self) -> dict[str, Any]:
         """Return the type, the number of batches, and for a list a digest of some."""

@@ -46,6 +46,11 @@ def is_map_style(X: Any) -> bool:
     return all(has) and not hasattr(X, "__iter__") and not hasattr(X, "__array__")
 
 
+def draws_its_order(X: Any) -> bool:
+    """Return whether `X` is a DataLoader that orders its samples by random numbers of its own."""
+    return "Random" in type(getattr(X, "sampler", None)).__name__
+
+
 def collated(samples: list[Any]) -> Any:
     """Return samples, each (x, y), (x, y, weight) or a dict, as a batch of the same form.
 

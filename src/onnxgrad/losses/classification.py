@@ -37,11 +37,11 @@ def cross_entropy(
     axis = _axis(prediction, axis)
     prediction, label = _shifted(op, prediction, label, axis) if shift else (prediction, label)
     classes = _dims(prediction)[axis]
-    known = isinstance(classes, int)
+    static = isinstance(classes, int)
     log_p = _log_p(op, prediction, axis, from_logits, eps)
     share = 0.0
     if label_smoothing:
-        share = label_smoothing / (classes if known else _length(op, prediction, axis))
+        share = label_smoothing / (classes if static else _length(op, prediction, axis))
     if soft_labels:
         minus_t = (label_smoothing - 1.0) * label - share if label_smoothing else -label
     else:
@@ -49,9 +49,9 @@ def cross_entropy(
         hit = op.Equal(index, _along(op, prediction, axis, _classes(op, prediction, axis)))
         yes, no = (label_smoothing - 1.0) - share, -share
         minus_t = op.Where(hit, *(op.const(v, prediction.dtype) for v in (yes, no)))
-        if label_smoothing or 0 <= ignore_index < (classes if known else _END):  # else t is 0
+        if label_smoothing or 0 <= ignore_index < (classes if static else _END):  # else t is 0
             minus_t = op.Where(op.Equal(index, ignore_index), 0.0, minus_t)
-        if not known:
+        if not static:
             op.set_type_like(minus_t, prediction)
     if class_weight is not None:
         weight = _class_weights(op, class_weight, prediction, axis)

@@ -113,10 +113,10 @@ def _joined(x, value: ir.Value, lengths: dict[str, Dim], what: str) -> Dims:
         raise ValueError(f"{value.name!r} has the shape {shape}, and {where} takes {declared}")
     for a, b in zip(shape, declared, strict=True):
         if isinstance(b, str) and a is not None:
-            known = lengths.setdefault(b, a)
-            if isinstance(known, int) and isinstance(a, int) and known != a:
-                raise ValueError(f"{where}: its symbol {b!r} is {known} and {a}")
-            lengths[b] = known if isinstance(known, int) else a
+            before = lengths.setdefault(b, a)
+            if isinstance(before, int) and isinstance(a, int) and before != a:
+                raise ValueError(f"{where}: its symbol {b!r} is {before} and {a}")
+            lengths[b] = before if isinstance(before, int) else a
     return tuple(b if isinstance(b, int) else a for a, b in zip(shape, declared, strict=True))
 
 

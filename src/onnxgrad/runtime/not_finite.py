@@ -82,11 +82,11 @@ class _Search:
 
     def run(self) -> None:
         """Run the model, and note the range of every value."""
-        known = {x.name for x in self.model.graph.input}
-        if missing := sorted(known - self.feed.keys() - self.initializers.keys()):
+        inputs = {x.name for x in self.model.graph.input}
+        if missing := sorted(inputs - self.feed.keys() - self.initializers.keys()):
             raise ValueError(f"feed lacks {missing}: pass all inputs of the model")
         self.values = dict[str, ort.OrtValue]()
-        for name in self.feed.keys() & known:
+        for name in self.feed.keys() & inputs:
             fed = np.asarray(self.feed[name], order="C")
             self.values[name] = CPU.ortvalue(fed)
             self._note(name, fed)

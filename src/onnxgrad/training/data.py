@@ -115,10 +115,10 @@ class Dataset:
         Raises:
             ValueError: X is no table, or has no such column.
         """
-        given, columns = {"y": self.y, "sample_weight": self.sample_weight}, column_names(self.X)
+        others, columns = {"y": self.y, "sample_weight": self.sample_weight}, column_names(self.X)
         named = {
             key: _names(value, key)
-            for key, value in given.items()
+            for key, value in others.items()
             if isinstance(value, str) or (columns is not None and _is_named(value))
         }
         if not named:

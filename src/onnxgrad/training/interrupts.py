@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM while training: they take effect between two steps, so that no state tears."""
+"""Ctrl-C and SIGTERM while training: they take effect between two steps.
+
+So the state is never half updated.
+"""
 
 from __future__ import annotations
 

@@ -243,6 +243,30 @@ def _carry(
     return buffers
 
 
+def loss_output(proto: ModelProto) -> str:
+    """Return the name of the output that is the loss.
+
+    Raises:
+        ValueError: there is none, or several may be.
+    """
+    names = [y.name for y in proto.graph.output]
+    if "loss" in names:
+        return "loss"
+    single = [
+        y.name
+        for y in proto.graph.output
+        if all(d.dim_value == 1 for d in y.type.tensor_type.shape.dim)
+        and y.type.tensor_type.HasField("shape")
+        and y.type.tensor_type.elem_type in constants.FLOATS
+    ]
+    if len(single) != 1:
+        raise ValueError(
+            f"loss=None needs an output that is the loss, called 'loss' or of a single number; the "
+            f"outputs are {names}: pass loss='cross_entropy' or another one of onnxgrad.LOSSES"
+        )
+    return single[0]
+
+
 def _beside(proto: ModelProto, loss: str) -> list[str]:
     """Return the names of the outputs that are predictions beside the output `loss`."""
     noted = loss_info(proto).prediction

@@ -12,6 +12,7 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.data.columns import Names
+from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.other_models import LossModel
@@ -35,7 +36,7 @@ from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
 from onnxgrad.training.identity import described, require_equal
 from onnxgrad.training.judges import ByOutput
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, minimized
+from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.runner import Runner
@@ -190,6 +191,8 @@ class Setup:
         held_out = None
         if isinstance(self.held_out, Dataset):
             held_out = self._source(self.held_out, self._evaluator.fields)
+        elif self.held_out is not None and trainer.carry:
+            raise ValueError("carry needs the order of the rows: pass validation data, not a share")
         elif self.held_out is not None:
             source, held_out = held_out_share(source, self.held_out, trainer.seed)
         initial = {
@@ -277,6 +280,13 @@ class Setup:
         if path is not None:
             state = TrainState.load(path)
             require_equal(state.identity, identity, path)
+            if draws_its_order(self.data.X):
+                warnings.warn(
+                    "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
+                    "the resumed training sees other batches than an uninterrupted one. Pass its "
+                    "dataset, or shuffle=False",
+                    stacklevel=4,
+                )
             state.stop_reason = None
             return state
         if resume is not None and not self.trainer.callbacks.writes_to(resume):
@@ -371,27 +381,3 @@ def _is_model(loss: Any) -> bool:
 def _order(state: TrainState) -> np.random.Generator:
     """Return the generator of an epoch, so that the order of its rows needs no state."""
     return np.random.default_rng([state.seed, state.epoch])
-
-
-def loss_output(proto: ModelProto) -> str:
-    """Return the name of the output that is the loss.
-
-    Raises:
-        ValueError: there is none, or several may be.
-    """
-    names = [y.name for y in proto.graph.output]
-    if "loss" in names:
-        return "loss"
-    single = [
-        y.name
-        for y in proto.graph.output
-        if all(d.dim_value == 1 for d in y.type.tensor_type.shape.dim)
-        and y.type.tensor_type.HasField("shape")
-        and y.type.tensor_type.elem_type in constants.FLOATS
-    ]
-    if len(single) != 1:
-        raise ValueError(
-            f"loss=None needs an output that is the loss, called 'loss' or of a single number; the "
-            f"outputs are {names}: pass loss='cross_entropy' or another one of onnxgrad.LOSSES"
-        )
-    return single[0]

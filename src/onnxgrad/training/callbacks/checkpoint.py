@@ -142,9 +142,9 @@ def checkpoints(folder: Path) -> list[Path]:
 def newest(folder: str | os.PathLike) -> Path | None:
     """Return the newest checkpoint in a folder, or the folder if it is one; None without any."""
     saving.restore_replaced(Path(folder))
-    found = checkpoints(Path(folder))
-    if found:
-        return found[-1]
+    complete = checkpoints(Path(folder))
+    if complete:
+        return complete[-1]
     return Path(folder) if (Path(folder) / "state.json").is_file() else None
 
 
