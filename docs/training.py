@@ -102,7 +102,7 @@ np.testing.assert_allclose(new, weights["6.bias"] - 0.1 * batch["6.bias_grad"], 
 
 og.Trainer(MODEL, "cross_entropy", optimizer="lion", learning_rate=1e-4)
 fine = og.param_groups(
-    {"6.*": og.Group(rate=10), "*.bias": og.Group(weight_decay=0.0)},
+    {"6.*": og.ParamGroup(rate=10), "*.bias": og.ParamGroup(weight_decay=0.0)},
     default=og.adamw(weight_decay=0.05),
 )
 averaged = og.Trainer(MODEL, "cross_entropy", optimizer=og.ema(fine, decay=0.9)).fit(X, y)

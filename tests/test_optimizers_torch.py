@@ -164,7 +164,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest(monkeypatch, adjust, nesterov,
     arguments = {"adjust_lr_fn": adjust, "nesterov": nesterov, "momentum": 0.8}
     matrices = torch.optim.Muon([p["tall"]], **arguments)
     others = torch.optim.AdamW([p[n] for n in SHAPES if n != "tall"], weight_decay=0.01)
-    ours = of.muon(other=of.Group(of.adamw(), rate=0.5), exclude=("wi*",), **arguments)
+    ours = of.muon(other=of.ParamGroup(of.adamw(), rate=0.5), exclude=("wi*",), **arguments)
     theirs = stepped([(matrices, 1), (others, 0.5)], p, dtype)
     assert_same(trained(ours, dtype)[0], theirs, TOLERANCE[dtype])
 
@@ -200,9 +200,9 @@ def test_groups_with_rates_and_decays_of_their_own():
     sgd = torch.optim.SGD([p["conv"]], momentum=0.9)
     ours = of.param_groups(
         {
-            "bias": of.Group(weight_decay=0.0),
-            "norm.*": of.Group(weight_decay=0.0),
-            "c*": of.Group(of.momentum(), rate=0.25),
+            "bias": of.ParamGroup(weight_decay=0.0),
+            "norm.*": of.ParamGroup(weight_decay=0.0),
+            "c*": of.ParamGroup(of.momentum(), rate=0.25),
         },
         default=of.adamw(weight_decay=0.1),
     )

@@ -16,7 +16,7 @@ import onnxgrad
 from onnxgrad import LearningRateSGD, OrtGradientOptimizer, add_loss_output, optimizers as of
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
-from onnxgrad.optimizers import Chain, Group, Optimizer
+from onnxgrad.optimizers import Chain, Optimizer, ParamGroup
 from onnxgrad.training import blocks
 from onnxgrad.training.update import build_update, evaluated, write_update
 from optimizer_runs import RATES, SHAPES, gradients, initial, session, start, trained
@@ -243,8 +243,10 @@ def test_all_optimizers_are_values_with_names():
         of.muon(exclude=("*bais",)),
         of.ema(Chain((of.clip(1.0), of.lion(exclude=("*bais",))))),
         of.param_groups({"*bais": of.sgd()}, of.adam()),
-        of.param_groups({"bias": Group(rate=2.0)}, of.adamw(exclude=("*bais",))),
-        of.param_groups({"bias": Group(of.sgd(weight_decay=0.1, exclude=("*bais",)))}, of.adam()),
+        of.param_groups({"bias": ParamGroup(rate=2.0)}, of.adamw(exclude=("*bais",))),
+        of.param_groups(
+            {"bias": ParamGroup(of.sgd(weight_decay=0.1, exclude=("*bais",)))}, of.adam()
+        ),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused(optimizer):
@@ -257,7 +259,7 @@ def test_a_pattern_that_matches_nothing_is_refused(optimizer):
 
 
 def test_excludes_of_a_default_are_about_all_weights():
-    optimizer = of.param_groups({"tall": Group(rate=2.0)}, of.adamw(exclude=("bias",)))
+    optimizer = of.param_groups({"tall": ParamGroup(rate=2.0)}, of.adamw(exclude=("bias",)))
     build_update(KINDS, optimizer)
     assert optimizer.for_weight("tall", (6, 4)) == of.WithRate(of.adamw(), 2.0)
 
@@ -284,8 +286,11 @@ def test_the_first_pattern_counts():
         (lambda: of.ema("adam"), r"takes an optimizer such as adam\(\), not 'adam'"),
         (lambda: of.ema(HasAverage()), "has a slot 'average', as Ema has"),
         (lambda: of.param_groups({"a": "adam"}), r"such as adam\(\) is needed, not 'adam'"),
-        (lambda: of.param_groups({"a": Group(rate=2.0)}), "has no optimizer"),
-        (lambda: of.param_groups({"a": Group(of.adam(), weight_decay=0.1)}), "no weight decay"),
+        (lambda: of.param_groups({"a": ParamGroup(rate=2.0)}), "has no optimizer"),
+        (
+            lambda: of.param_groups({"a": ParamGroup(of.adam(), weight_decay=0.1)}),
+            "no weight decay",
+        ),
         (
             lambda: of.param_groups({"a": Chain((of.clip_by_global_norm(1.0), of.adam()))}),
             "let it begin a Chain around all groups",

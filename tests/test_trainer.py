@@ -236,6 +236,20 @@ def test_checkpoints_that_are_kept(tmp_path):
     assert saved.history == made.history[: len(saved.history)]
 
 
+def test_nan_is_not_the_best(tmp_path):
+    X, y = data()
+    values = iter([np.nan, 2.0, 1.0, 3.0])
+    keep = og.Checkpoint(tmp_path, keep=1, monitor="validation_mine", mode="min")
+
+    def mine(prediction, label):
+        return next(values)
+
+    made = trainer(callbacks=[keep], metrics=[mine])
+    made.fit(X, y, epochs=4, batch_size=50, validation=(X, y))
+    steps = [int(path.name.removeprefix("step-")) for path in checkpoints(tmp_path)]
+    assert steps == [made.history[2]["step"], made.history[3]["step"]]
+
+
 def test_a_monitor_that_the_history_does_not_have(tmp_path):
     X, y = data()
     keep = og.Checkpoint(tmp_path, monitor="validation_acuracy", mode="max")

@@ -146,7 +146,7 @@ from .optimizers.clipping import (
     clip_by_norm as clip_by_norm,
 )
 from .optimizers.groups import (
-    Group as Group,
+    ParamGroup as ParamGroup,
     param_groups as param_groups,
 )
 from .optimizers.presets import (

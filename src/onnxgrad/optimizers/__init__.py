@@ -35,7 +35,7 @@ from onnxgrad.optimizers.clipping import (
     clip_by_global_norm,
     clip_by_norm,
 )
-from onnxgrad.optimizers.groups import ByRank, Group, ParamGroups, WithRate, param_groups
+from onnxgrad.optimizers.groups import ByRank, ParamGroup, ParamGroups, WithRate, param_groups
 from onnxgrad.optimizers.matrices import Adafactor, Orthogonalize, ScaleByTrustRatio
 from onnxgrad.optimizers.presets import (
     OPTIMIZERS,

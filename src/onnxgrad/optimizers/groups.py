@@ -25,7 +25,7 @@ from onnxgrad.optimizers.scaling import AddDecayedWeights
 
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """How a group of weights is trained.
 
     Args:
@@ -35,8 +35,8 @@ class Group:
 
     Examples:
         >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import Group, param_groups
-        >>> optimizer = param_groups({"head.*": Group(rate=10.0)}, default=og.adamw())
+        >>> from onnxgrad.optimizers import ParamGroup, param_groups
+        >>> optimizer = param_groups({"head.*": ParamGroup(rate=10.0)}, default=og.adamw())
         >>> optimizer.for_weight("head.weight", (5, 512))
         WithRate(optimizer=..., rate=10.0)
     """
@@ -227,9 +227,9 @@ class ByRank(Choice):
 
 
 def param_groups(
-    groups: Mapping[str, Optimizer | Group], default: Optimizer | Group | None = None
+    groups: Mapping[str, Optimizer | ParamGroup], default: Optimizer | ParamGroup | None = None
 ) -> Optimizer:
-    """Train weights by several optimizers, `{pattern: optimizer or Group}`.
+    """Train weights by several optimizers, `{pattern: optimizer or ParamGroup}`.
 
     Args:
         groups: patterns of `fnmatch`, case-sensitive; the first that matches a name counts.
@@ -242,17 +242,17 @@ def param_groups(
 
     Examples:
         >>> import onnxgrad as og
-        >>> from onnxgrad.optimizers import Group, param_groups
+        >>> from onnxgrad.optimizers import ParamGroup, param_groups
         >>> optimizer = param_groups(
-        ...     {"*bias": Group(weight_decay=0.0), "head.*": Group(og.adam(), rate=10.0)},
+        ...     {"*bias": ParamGroup(weight_decay=0.0), "head.*": ParamGroup(og.adam(), rate=10.0)},
         ...     default=og.adamw())
         >>> optimizer.for_weight("conv.bias", (8,)) == og.adamw(weight_decay=0.0)
         True
     """
-    default = default.resolved(None) if isinstance(default, Group) else default
+    default = default.resolved(None) if isinstance(default, ParamGroup) else default
     return ParamGroups(
         tuple(
-            (pattern, group.resolved(default) if isinstance(group, Group) else group)
+            (pattern, group.resolved(default) if isinstance(group, ParamGroup) else group)
             for pattern, group in groups.items()
         ),
         default,

@@ -14,7 +14,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.optimizers import adaptive
 from onnxgrad.optimizers.averages import schedule_free
 from onnxgrad.optimizers.base import Chain, Optimizer
-from onnxgrad.optimizers.groups import ByRank, Group
+from onnxgrad.optimizers.groups import ByRank, ParamGroup
 from onnxgrad.optimizers.matrices import Adafactor, Orthogonalize, ScaleByTrustRatio
 from onnxgrad.optimizers.scaling import AddDecayedWeights, ScaleByLearningRate, Trace
 
@@ -289,7 +289,7 @@ def muon(
     eps: float = 1e-7,
     ns_steps: int = 5,
     adjust_lr_fn: str | None = None,
-    other: Optimizer | Group | None = None,
+    other: Optimizer | ParamGroup | None = None,
     exclude: Patterns = (),
 ) -> Optimizer:
     """Orthogonalized momentum for matrices, as `torch.optim.Muon`; see `Orthogonalize`.
@@ -304,8 +304,8 @@ def muon(
         adjust_lr_fn: "original" (None) or "match_rms_adamw", with which `other` can have the same
             learning rate.
         other: the optimizer of all weights that do not have two axes, so of biases, norms, and the
-            weights of convolutions; `Group(adamw(), rate=0.1)` gives it another learning rate. None
-            is `adamw()`.
+            weights of convolutions; `ParamGroup(adamw(), rate=0.1)` gives it another learning rate.
+            None is `adamw()`.
         exclude: patterns of the names of matrices for `other`: embeddings, and the last layer.
 
     Examples:
@@ -317,7 +317,7 @@ def muon(
         ('m', 'v')
     """
     matrices = Orthogonalize(momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn)
-    others = other.resolved(adamw()) if isinstance(other, Group) else other or adamw()
+    others = other.resolved(adamw()) if isinstance(other, ParamGroup) else other or adamw()
     return ByRank(_decoupled(weight_decay, (), matrices), others, exclude)
 
 

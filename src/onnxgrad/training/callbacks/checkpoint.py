@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -128,6 +129,8 @@ class Checkpoint(Callback):
         if value is None or entry.get("judged") == state.step:
             return
         entry["judged"] = state.step
+        if math.isnan(value):
+            return
         sign = -1 if self._better == "max" else 1
         if entry.get("best") is None or sign * value < sign * entry["best"]:
             entry |= {"best": value, "best_step": state.step}
