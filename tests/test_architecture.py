@@ -11,7 +11,18 @@ PACKAGE = Path(__file__).parent.parent / "src" / "onnxgrad"
 FLOORS = [
     *("errors", "limits", "reporting", "estimator"),
     *("graph", "model", "runtime", "data", "autodiff", "losses", "metrics"),
-    *("optimizers", "schedules", "training", "plot", "torch", "__init__", "cli", "__main__"),
+    *(
+        "optimizers",
+        "schedules",
+        "training",
+        "finetune",
+        "plot",
+        "torch",
+        "sklearn",
+        "__init__",
+        "cli",
+        "__main__",
+    ),
 ]
 FILES = {
     ".".join(("onnxgrad", *file.relative_to(PACKAGE).with_suffix("").parts)): file

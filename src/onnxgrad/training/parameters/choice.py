@@ -25,16 +25,31 @@ def choose_weights(
     Raises:
         ValueError: a pattern that matches no float constant, or nothing is left to train.
     """
-    floats = [ref.name for ref in constant_refs(proto) if ref.read().data_type in FLOATS]
     if train is None:
         chosen = set(default_weights(proto, announce=True))
     else:
-        chosen = matching(floats, train, "weight (train=)")
-    frozen = matching(floats, freeze, "weight (freeze=)")
-    names = [name for name in floats if name in chosen - frozen]
+        chosen = set(matching_weights(proto, train, "weight (train=)"))
+    frozen = matching_weights(proto, freeze, "weight (freeze=)")
+    names = [name for name in float_constants(proto) if name in chosen and name not in frozen]
     if not names:
         raise ValueError(f"nothing is left to train: train={train!r}, freeze={freeze!r}")
     return names
+
+
+def float_constants(proto: ModelProto) -> list[str]:
+    """Return the names of the float constants, in the order of the graph."""
+    return [ref.name for ref in constant_refs(proto) if ref.read().data_type in FLOATS]
+
+
+def matching_weights(proto: ModelProto, patterns: str | Iterable[str], kind: str) -> list[str]:
+    """Return the float constants that one of the patterns names, in the order of the graph.
+
+    Raises:
+        ValueError: a pattern matches none; close names are listed.
+    """
+    floats = float_constants(proto)
+    chosen = matching(floats, patterns, kind)
+    return [name for name in floats if name in chosen]
 
 
 def matching(names: Sequence[str], patterns: str | Iterable[str], kind: str) -> set[str]:
