@@ -48,8 +48,9 @@ class Trainer:
             that is the loss, called "loss" or the only one with a single number.
         optimizer: name or optimizer, such as `adamw(weight_decay=0.01)`.
         learning_rate: number, a constant rate; or a schedule such as `cosine(1e-3, warmup=100)`.
-        train: names of float tensors of the model, and patterns as "layer4.*", that train. None:
-            those that train by default.
+        train: names of float tensors of the model, and patterns as "layer4.*", that train; they
+            match aliases, too, and patterns choose among weights: see `trainable`, which shows what
+            they do. None: those that train by default.
         freeze: names and patterns of tensors that do not train.
         clip_norm: largest 2-norm of all gradients together; larger ones are scaled down to it.
         accumulate: number of micro-batches into which a batch is split, to save memory. The result
