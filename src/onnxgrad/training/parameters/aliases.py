@@ -19,7 +19,7 @@ from onnxgrad.training.parameters.judged import Judged, judge
 from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
 from onnxgrad.training.parameters.operands import MOVES, domain, letter
 
-_SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+")  # onnxruntime's
+_SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")  # onnxruntime's
 _NUMBERED = re.compile(
     r"""onnx::\w+ | (.*/)?const_fold_opt__\d+ | \w+__\d+(_\w+)? | .+;.+ | p2o\..+
     | (.*/)(ReadVariableOp|resource|Reshape|[Tt]ranspose|Const|Cast|ExpandDims|Squeeze|Identity
@@ -65,8 +65,7 @@ def read_aliases(graph: ir.Graph, rows: Sequence[Judged]) -> dict[str, str]:
 
 def readable(name: str) -> bool:
     """Return whether `name` was chosen by a person, and not numbered by a program."""
-    if _SUFFIX.search(name):
-        name = _SUFFIX.sub("", name)
+    name = _SUFFIX.sub("", name)
     return not (evidence.counted(name) or _NUMBERED.fullmatch(name) or owner(name))
 
 

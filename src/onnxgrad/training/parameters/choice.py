@@ -35,8 +35,8 @@ def choose_weights(
         names = [name for name in floats if name in train and name not in freeze]
     else:
         rows = default_rows(proto)
-        if train is None:
-            trained_names(rows, needed=needed)  # raises an error if there are none
+        if train is None and not rows.trained:
+            return trained_names(rows, needed=needed)  # or an error
         rows = choose(rows, train, freeze)
         announce_choice(rows)
         names = [t.name for t in rows if t.trains]

@@ -18,7 +18,7 @@ _NAMESPACE = "namespace"  # ": Net/encoder: Encoder/linear_3: aten.linear.defaul
 _FX_NODE = "pkg.torch.onnx.fx_node"  # "... args = (%x, %p_encoder_query_weight, ...)"
 
 _CALL = re.compile(r"(Stateful)?PartitionedCall(_\d+)?")
-_FUSION = re.compile(r"\w*Fusion\w*|\w*_token_\d+")  # that onnxruntime's optimizer appends
+_FUSION = re.compile(r"\w*Fusion\w*")  # that onnxruntime's optimizer appends
 # parts of names of TensorFlow that are operators, not layers
 _OPERATOR = re.compile(
     r"""(ReadVariableOp|resource|BiasAdd|MatMul|BatchMatMul|(Depthwise)?Conv\dD\w*|Tensordot|[Ee]insum

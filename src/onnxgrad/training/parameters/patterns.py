@@ -62,13 +62,13 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
     chosen = Tensors()
     for t in rows:
         if t.name in frozen:
-            why = f"frozen by freeze={frozen[t.name]!r} ({t.why})"
+            why = f"frozen by freeze={frozen[t.name]!r}; {t.why}"
             t = replace(t, trains=False, why=printable(why), doubtful=False)
         elif t.name in named:
-            why = f"named by train={named[t.name]!r} ({t.why})"
+            why = f"named by train={named[t.name]!r}; {t.why}"
             t = replace(t, trains=True, why=printable(why), doubtful=False)
         elif train is not None:
-            why = f"not named by train= ({t.why})" if t.is_weight else t.why
+            why = f"not named by train=; {t.why}" if t.is_weight else t.why
             left = t.doubtful and any(fnmatchcase(n, p) for n in t.names for p in loose)
             t = replace(t, trains=False, why=why, doubtful=left)
         chosen.append(t)
@@ -83,7 +83,7 @@ def _unmatched(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:
 
 
 def _close(pattern: str, names: Sequence[str]) -> list[str]:
-    """Return the names that have a part like the text of `pattern`, or None without wildcards."""
+    """Return up to three names that have a part like the text of `pattern`."""
     text = re.sub(r"[*?]+", "*", pattern).strip("*./").lower()
     parts: dict[str, str] = {}
     count = len(re.split(r"[./]", text))

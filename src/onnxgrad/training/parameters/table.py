@@ -9,7 +9,7 @@ from typing import SupportsIndex, overload
 from onnxgrad.errors import printable
 
 LISTED = 12  # tensors that a message names
-_WIDEST = 64  # characters of a name in the table
+_WIDEST = {"name": 80, "alias": 80, "why": 100}  # characters of a column
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,12 @@ class Tensors(list[Tensor]):
         head = ["name", "alias", "shape", "dtype", "trains", "why"]
         rows = [
             [
-                _shortened(t.name),
-                _shortened(t.alias),
+                _shortened(t.name, "name"),
+                _shortened(t.alias, "alias"),
                 str(list(t.shape)),
                 t.dtype,
                 "yes" if t.trains else "no",
-                t.why,
+                _shortened(t.why, "why"),
             ]
             for t in self
         ]
@@ -117,8 +117,7 @@ def more(rows: list[Tensor], most: int = LISTED) -> str:
     return f"; and {len(rows) - most} more" if len(rows) > most else ""
 
 
-def _shortened(name: str) -> str:
-    """Return a name for one cell; of a long one, its beginning and its end, which say most."""
-    name = printable(name)
-    half = (_WIDEST - 3) // 2
-    return name if len(name) <= _WIDEST else f"{name[:half]}...{name[-half:]}"
+def _shortened(text: str, column: str) -> str:
+    """Return the text of a cell; of a long one the beginning and the end, which say most."""
+    text, half = printable(text), (_WIDEST[column] - 3) // 2
+    return text if len(text) <= _WIDEST[column] else f"{text[:half]}...{text[-half:]}"

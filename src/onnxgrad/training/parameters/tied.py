@@ -44,7 +44,10 @@ def _equal(table: np.ndarray, other: np.ndarray) -> bool:
     """Return whether two matrices are equal, as they are or transposed."""
     if (table == table[0, 0]).all():
         return False  # one number: nothing says that they are the same weight
-    return np.array_equal(table, other) or np.array_equal(table, other.T)
+    return any(
+        np.array_equal(table[0], matrix[0]) and np.array_equal(table, matrix)
+        for matrix in (other, other.T)
+    )
 
 
 def _letters(value: ir.Value | None) -> set[str]:
