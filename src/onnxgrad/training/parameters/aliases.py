@@ -46,13 +46,12 @@ def aliases(proto: ModelProto) -> dict[str, str]:
 
 def read_aliases(graph: ir.Graph, rows: Sequence[Judged]) -> dict[str, str]:
     """Return the aliases of the float constants of `graph`, see `aliases`."""
-    reader = _Reader(graph, rows)
+    numbered = [row for row in rows if row.verdict.trains and not readable(row.name)]
+    reader = _Reader(graph, rows) if numbered else None
     taken = {row.name for row in rows}
     result: dict[str, str] = {}
-    for row in rows:
-        if row.value is None or not row.verdict.trains or readable(row.name):
-            continue
-        base = reader.read(row.name, row.value)
+    for row in numbered:
+        base = reader.read(row) if reader else ""
         alias, i = base, 0
         while alias in taken:
             i += 1
@@ -73,36 +72,36 @@ class _Reader:
     """Reads the names of weights from what is around them in `graph`."""
 
     def __init__(self, graph: ir.Graph, rows: Sequence[Judged]) -> None:
-        names = [row.name for row in rows if readable(row.name)]
-        self.modules = ModuleNames(graph, names)
-        self.own = {row.value: row.name for row in rows if row.name in self.modules.names}
+        self.sizes = {row.name: row.size for row in rows if readable(row.name)}
+        self.modules = ModuleNames(graph, self.sizes)
+        self.own = {row.value: row.name for row in rows if row.name in self.sizes}
         self.layers: dict[tuple[str, str], list[ir.Node]] = {}  # recurrent nodes of a module
         for node in ir.traversal.RecursiveGraphIterator(graph):
             if _is_recurrent(node):
                 self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
 
-    def read(self, name: str, value: ir.Value) -> str:
+    def read(self, row: Judged) -> str:
         """Return the alias of a constant, which need not be unique yet; "" if there is none."""
-        use = _first_use(value)
+        use = None if row.value is None else _first_use(row.value)
         if use is None:
             return ""
         node, index = use
-        role = self._role(node, index, value)
+        role = self._role(node, index, row.shape)
         beside = self._from_beside(node, role)
-        parameters = [p for p in self.modules.parameters(node) if _fits(p, role)]
-        missing = [p for p in parameters if p not in self.modules.names]
-        if _is_recurrent(node):  # one operand holds several parameters
-            parameters = missing = []
+        noted = [] if _is_recurrent(node) else self.modules.parameters(node)  # there, of all gates
+        fitting = [p for p in noted if _fits(p, role)]
+        missing = [p for p in fitting if p not in self.sizes]
+        copied = [p for p in fitting if self.sizes.get(p) == row.size]
         if beside and (not missing or beside in missing):
             return beside
-        if len(missing or parameters) == 1:
-            return (missing or parameters)[0]
-        module = owner(name) or self.modules.module(node)
+        if len(missing or copied) == 1:
+            return (missing or copied)[0]
+        module = owner(row.name) or self.modules.module(node)
         if not module and letter(node, index) in _NAMED:
             module = label(node)
         return f"{module}.{role}" if module else ""
 
-    def _role(self, node: ir.Node, index: int, value: ir.Value) -> str:
+    def _role(self, node: ir.Node, index: int, shape: tuple[int, ...]) -> str:
         if _is_recurrent(node):
             module = self.modules.module(node)
             layer = self.layers[module, node.op_type].index(node) if module else 0
@@ -111,7 +110,7 @@ class _Reader:
         role = _BY_LETTER.get(letter(node, index), _OTHER)
         if role == _OTHER and domain(node) == "":
             role = _BY_OPERATOR.get(node.op_type, _OTHER)
-            if role == "bias" and sum(n != 1 for n in value.shape or ()) > 1:
+            if role == "bias" and sum(n != 1 for n in shape) > 1:
                 return _OTHER  # a table of positions
         return role
 

@@ -38,9 +38,8 @@ class ModuleNames:
     """
 
     def __init__(self, graph: ir.Graph, names: Iterable[str]) -> None:
-        self.names = set(names)
-        self._mangled = {_mangle(name): name for name in self.names}
-        modules = {name.rpartition(".")[0] for name in self.names}
+        self._mangled = {_mangle(name): name for name in names}
+        modules = {name.rpartition(".")[0] for name in self._mangled.values()}
         for node in ir.traversal.RecursiveGraphIterator(graph):
             modules.update(_scopes(node)[:-1])
         self._modules = {_mangle(m): m for m in sorted(modules, key=len) if m}
@@ -88,7 +87,7 @@ def _scopes(node: ir.Node) -> list[str]:
     try:
         if scopes is not None:
             return [str(scope) for scope in ast.literal_eval(scopes)]
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return []
     namespace = node.metadata_props.get(_NAMESPACE, "")
     return [entry.partition(":")[0].strip() for entry in namespace.split("/")] if namespace else []

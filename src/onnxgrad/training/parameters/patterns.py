@@ -48,9 +48,10 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
     Raises:
         ValueError: a pattern that matches no tensor.
     """
+    patterns = [] if train is None else as_list(train)
     named = {
         t.name: pattern
-        for pattern in reversed([] if train is None else as_list(train))
+        for pattern in reversed(patterns)
         for t in matching(rows, pattern, "weight (train=)")
     }
     frozen = {
@@ -58,7 +59,6 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
         for pattern in reversed(as_list(freeze))
         for t in matching(rows, pattern, "weight (freeze=)", weights_first=False)
     }
-    loose = [] if train is None else [p for p in as_list(train) if p not in named]
     chosen = Tensors()
     for t in rows:
         if t.name in frozen:
@@ -69,7 +69,7 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
             t = replace(t, trains=True, why=printable(why), doubtful=False)
         elif train is not None:
             why = f"not named by train=; {t.why}" if t.is_weight else t.why
-            left = t.doubtful and any(fnmatchcase(n, p) for n in t.names for p in loose)
+            left = t.doubtful and any(fnmatchcase(n, p) for n in t.names for p in patterns)
             t = replace(t, trains=False, why=why, doubtful=left)
         chosen.append(t)
     return chosen
