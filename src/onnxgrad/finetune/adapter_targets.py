@@ -16,14 +16,14 @@ _LISTED = 4  # reasons that a message gives
 
 
 def chosen_targets(
-    proto: ModelProto, targets: dict[str, Target], patterns: str | Iterable[str]
+    proto: ModelProto, targets: dict[str, Target], patterns: str | Iterable[str], rank: int
 ) -> dict[str, Target]:
     """Return the constants that the patterns match and that can have an adapter, in graph order.
 
     Raises:
         ValueError: a pattern matches nothing, or nothing that can have an adapter.
     """
-    reasons = _reasons(proto, targets)
+    reasons = _reasons(proto, targets, rank)
     quantized = [name for name, target in targets.items() if target.quantized]
     own = {name for note in read_adapters(proto) for name in note["tensors"]}
     chosen: set[str] = set()
@@ -48,9 +48,13 @@ def chosen_targets(
     return {name: target for name, target in targets.items() if name in chosen}
 
 
-def _reasons(proto: ModelProto, targets: dict[str, Target]) -> dict[str, str]:
+def _reasons(proto: ModelProto, targets: dict[str, Target], rank: int) -> dict[str, str]:
     """Return why constants cannot have an adapter, by name."""
     reasons = {name: target.reason for name, target in targets.items() if target.reason}
+    for name, target in targets.items():
+        group = target.uses[0].group if target.uses else 1
+        if rank % group and name not in reasons:
+            reasons[name] = f"it has {group} groups, and rank={rank} is no multiple of {group}"
     for name in read_note(proto, HEAD):
         reasons[name] = "it belongs to the new head, which trains as a whole"
     for note in read_adapters(proto):

@@ -52,7 +52,7 @@ def add_lora(
         patterns: names of weights, and patterns as "*.query.weight": factors of MatMul, Gemm and
             FusedMatMul, kernels of Conv, tables of Gather, quantized ones too. Of the tensors that
             a pattern matches, those that cannot have an adapter are left out, and so is a new head.
-        rank: the rank of A B; for a convolution with groups a multiple of their number.
+        rank: the rank of A B; of a convolution with groups, it must be a multiple of their number.
         alpha: A B is multiplied by alpha / rank.
         dropout: probability of [0, 1), with which a `Trainer` zeroes elements of the data that an
             adapter reads, in training only. Embeddings have none.
@@ -87,10 +87,9 @@ def add_lora(
     adapted = writable(model)
     every = targets(adapted)
     modules = module_names(every)
-    chosen = chosen_targets(adapted, every, patterns)
+    chosen = chosen_targets(adapted, every, patterns, rank)
     add, notes = Additions(adapted), read_adapters(adapted)
     for name, target in chosen.items():
-        _check_rank(name, target, rank)
         options = {"rank": rank, "alpha": float(alpha), "dropout": float(dropout)}
         scaling = alpha / (math.sqrt(rank) if use_rslora else rank)
         options |= {"use_rslora": bool(use_rslora), "scaling": float(scaling)}
@@ -109,15 +108,6 @@ def writable(model: ModelLike) -> ModelProto:
     copy = ModelProto()
     copy.CopyFrom(proto)
     return copy
-
-
-def _check_rank(name: str, target: Target, rank: int) -> None:
-    group = target.uses[0].group
-    if rank % group:
-        raise ValueError(
-            f"rank={rank} for the convolution with {name!r}, which has {group} groups: give a "
-            "multiple of their number, or name other weights"
-        )
 
 
 def _initial(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
