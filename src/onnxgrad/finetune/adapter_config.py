@@ -45,7 +45,9 @@ def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) ->
         "init_lora_weights": True,
         "target_modules": [note["module"] for note in notes],
         "modules_to_save": modules_to_save or None,
-        "rank_pattern": {f"^{re.escape(n['module'])}": n["rank"] for n in notes if n["rank"] != rank},
+        "rank_pattern": {
+            f"^{re.escape(n['module'])}": n["rank"] for n in notes if n["rank"] != rank
+        },
         "alpha_pattern": {
             f"^{re.escape(module)}": _plain(a) for module, a in alphas.items() if a != alpha
         },
@@ -73,8 +75,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{path} has use_dora=true: merge it in PEFT, and export that model")
     if config.get("init_lora_weights", True) not in _PLAIN_INITS:
         raise ValueError(
-            f"{path} has init_lora_weights={config['init_lora_weights']!r}, which changes the frozen "
-            "weights: convert it to LoRA in PEFT (path_initial_model_for_weight_conversion)"
+            f"{path} has init_lora_weights={config['init_lora_weights']!r}, which changes the "
+            "frozen weights: convert it to LoRA in PEFT (path_initial_model_for_weight_conversion)"
         )
     return config
 

@@ -54,15 +54,13 @@ def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
 
     Examples:
         >>> import tempfile, onnx, onnxgrad as og
-        >>> from onnxgrad.finetune.adapter_files import load_adapter, save_adapter
-        >>> from onnxgrad.finetune.lora import add_lora
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,1] x) => (float[N,2] y)
-        ...     <float[1,2] fc.weight = {1.0, 2.0}> { y = MatMul(x, fc.weight) }''')
-        >>> adapted = add_lora(model, "fc.weight", rank=1)
+        ...     <float[1,2] fc = {1.0, 2.0}> { y = MatMul(x, fc) }''')
+        >>> adapted = og.add_lora(model, "fc", rank=1)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_adapter(adapted, folder)
-        ...     load_adapter(model, folder) == adapted
+        ...     og.save_adapter(adapted, folder)
+        ...     og.load_adapter(model, folder) == adapted
         True
     """
     proto, folder = read(model), Path(path)
@@ -115,13 +113,12 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
         raise ValueError(f"{folder / WEIGHTS} holds no LoRA adapter: its keys are {list(arrays)}")
     proto = writable(model)
     if not read_adapters(proto):
-        modules = {m.group(1): {} for m in adapters.values()}
+        modules: dict[str, dict[str, tuple]] = {m.group(1): {} for m in adapters.values()}
         for key, match in adapters.items():
             modules[match.group(1)][match.group(2)] = arrays[key].shape
         _add(proto, modules, config)
     notes, values = read_adapters(proto), {}
     keys = _adapter_keys(notes)
-    _check_settings(notes, config)
     for key in adapters:
         plain = key.removeprefix(_PREFIX)
         if plain not in keys:
@@ -134,6 +131,7 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
     if rest:
         values |= _head_values(proto, rest, arrays)
     _check_shapes(proto, values)
+    _check_settings(notes, config)
     return replace(proto, {name: array for name, (_, array) in values.items()})
 
 
@@ -232,7 +230,7 @@ def _zeros(module: str, shapes: dict[str, tuple], target: Target) -> tuple[np.nd
             f"model needs {list(names)}"
         )
     a, b = shapes[names[0]], shapes[names[1]]
-    rank = a[0] if a and use.form == CONV or len(a) < 2 else a[-2]
+    rank = a[0] if (a and use.form == CONV) or len(a) < 2 else a[-2]
     expected = _peft_shapes(use, rank)
     for name, shape, wanted in zip(names, (a, b), expected, strict=True):
         if shape != wanted:

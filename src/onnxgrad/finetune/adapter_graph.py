@@ -126,9 +126,7 @@ def product(
         return add.emit("Conv", narrow, q, group=use.group)
     if use.form == LEFT:
         return add.emit("MatMul", p, scaled(add.emit("MatMul", q, x)))
-    first = (
-        add.emit("Gather", p, x, axis=0) if use.form == EMBEDDING else add.emit("MatMul", x, p)
-    )
+    first = add.emit("Gather", p, x, axis=0) if use.form == EMBEDDING else add.emit("MatMul", x, p)
     return add.emit("MatMul", scaled(first), q)
 
 

@@ -36,7 +36,9 @@ def chosen_targets(
                 raise
         possible = {name for name in matched if name not in reasons}
         if not possible:
-            told = [f"{printable(n)!r}: {reasons[n]}" for n in targets if n in matched & set(reasons)]
+            told = [
+                f"{printable(n)!r}: {reasons[n]}" for n in targets if n in matched & set(reasons)
+            ]
             more = f"; and {len(told) - _LISTED} more" if len(told) > _LISTED else ""
             raise ValueError(
                 f"nothing that {pattern!r} matches can have an adapter: "

@@ -130,7 +130,9 @@ def _target(
         target.reason = f"it is {kind}"
         return target
     shape = tuple(tensor.dims)
-    start = _Path((id(ref.graph), ref.graph_name), tuple(range(len(shape))), tensor.data_type, False)
+    start = _Path(
+        (id(ref.graph), ref.graph_name), tuple(range(len(shape))), tensor.data_type, False
+    )
     for path, (graph, node, index) in _through_moves(start, readers, dtypes):
         use = node and _use(path, graph, node, index, shape, dtypes)
         if isinstance(use, Use) and use.x in constants:
@@ -206,7 +208,8 @@ def _use(
         size = (int(options["K"]), int(options["N"]))
         return Use(graph, node, LINEAR, node.input[0], (0, 1), size, scales)
     used = tuple(shape[i] for i in path.perm)
-    use = Use(graph, node, LINEAR, node.input[1 - index % 2], path.perm, used, dtype)
+    x = (*node.input, "")[1 - index % 2]
+    use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
     if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):
         return _product(use, index, options)
     if len(shape) > 2 and index == 1 and kind == ("", "Conv"):

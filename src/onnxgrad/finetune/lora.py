@@ -38,28 +38,26 @@ def add_lora(
 ) -> ModelProto:
     """Return `model` with low-rank adapters beside the weights that the patterns name.
 
-    Beside `y = x W`, the model computes `y + (alpha / rank) dropout(x) A B`, where A has `rank`
-    columns and B as many rows (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language
-    Models"), for a convolution one to `rank` channels and a pointwise one. B is zero at first, so
-    that the model computes what it did. Trainers train the adapters, and a new head beside them,
-    by default; all other tensors are frozen, and constants of the training step.
+    Beside `y = x W`, it computes `y + (alpha / rank) dropout(x) A B` with `rank` columns of A and
+    rows of B (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"); a convolution
+    gets one to `rank` channels and a pointwise one. B is zero at first: the model computes what it
+    did. Trainers train the adapters, and a new head, by default; other tensors are constants.
 
     A weight that several nodes read has one adapter for all of them, so that `merge_lora` can add
     it to the weight. Local functions of the model are inlined.
 
     Args:
         model: model, serialized model or path; never modified.
-        patterns: names of weights, and patterns as "*.query.weight": factors of MatMul, Gemm and
-            FusedMatMul, kernels of Conv, tables of Gather, quantized ones too. Of the tensors that
-            a pattern matches, those that cannot have an adapter are left out, and so is a new head.
+        patterns: names of weights, and patterns as "*.query.weight": factors of MatMul and Gemm,
+            kernels of Conv, tables of Gather, also quantized ones. What matches and cannot have an
+            adapter, or belongs to a new head, is left out.
         rank: the rank of A B; of a convolution with groups, it must be a multiple of their number.
         alpha: A B is multiplied by alpha / rank.
         dropout: probability of [0, 1), with which a `Trainer` zeroes elements of the data that an
             adapter reads, in training only. Embeddings have none.
-        use_rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023, "A Rank
-            Stabilization Scaling Factor for Fine-Tuning with LoRA").
-        seed: of the initial values, which are those of PEFT: A uniform in +-1 / sqrt(inputs), B
-            zero; of an embedding A zero, B normal.
+        use_rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023).
+        seed: of the initial values, as PEFT's: A uniform in +-1 / sqrt(inputs), B zero; of an
+            embedding A zero, B normal.
 
     Raises:
         ValueError: a pattern that matches no tensor, or none that can have an adapter, with the
@@ -67,37 +65,43 @@ def add_lora(
         ModelError: `model` cannot be read.
 
     Examples:
-        >>> import numpy as np, onnx, onnxgrad as og
-        >>> from onnxgrad.finetune.lora import add_lora, merge_lora
+        >>> import onnx, onnxgrad as og
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,2] y)
-        ...     <float[3,2] fc.weight = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}> { y = MatMul(x, fc.weight) }
-        ... ''')
-        >>> adapted = add_lora(model, "fc.*", rank=2)
-        >>> [(t.name, list(t.dims)) for t in adapted.graph.initializer[1:]]
-        [('fc.lora_A.weight', [3, 2]), ('fc.lora_B.weight', [2, 2])]
-        >>> [node.op_type for node in merge_lora(adapted).graph.node]
+        ...     <float[3,2] w = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}> { y = MatMul(x, w) }''')
+        >>> adapted = og.add_lora(model, "w", rank=2)
+        >>> [(t.name, list(t.dims)) for t in adapted.graph.initializer]
+        [('w', [3, 2]), ('w.lora_A.weight', [3, 2]), ('w.lora_B.weight', [2, 2])]
+        >>> [node.op_type for node in og.merge_lora(adapted).graph.node]
         ['MatMul']
     """
-    rank, seed = operator.index(rank), operator.index(seed)
-    if rank < 1:
-        raise ValueError(f"rank={rank}: an adapter needs at least 1")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout}: give a probability of [0, 1)")
+    options = _options(operator.index(rank), alpha, dropout, use_rslora)
     adapted = writable(model)
     every = targets(adapted)
     modules = module_names(every)
     chosen = chosen_targets(adapted, every, patterns, rank)
     add, notes = Additions(adapted), read_adapters(adapted)
     for name, target in chosen.items():
-        options = {"rank": rank, "alpha": float(alpha), "dropout": float(dropout)}
-        scaling = alpha / (math.sqrt(rank) if use_rslora else rank)
-        options |= {"use_rslora": bool(use_rslora), "scaling": float(scaling)}
-        generator = np.random.default_rng([seed, crc32(name.encode())])
+        generator = np.random.default_rng([operator.index(seed), crc32(name.encode())])
         arrays = _initial(target.uses[0], rank, generator)
         notes.append(insert(add, name, modules[name], target, arrays, options))
     write_note(adapted, ADAPTERS, notes)
     return adapted
+
+
+def _options(rank: int, alpha: float, dropout: float, use_rslora: bool) -> dict[str, Any]:
+    """Return the settings of an adapter as they are noted."""
+    if rank < 1:
+        raise ValueError(f"rank={rank}: an adapter needs at least 1")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout}: give a probability of [0, 1)")
+    return {
+        "rank": rank,
+        "alpha": float(alpha),
+        "dropout": float(dropout),
+        "use_rslora": bool(use_rslora),
+        "scaling": float(alpha / (math.sqrt(rank) if use_rslora else rank)),
+    }
 
 
 def writable(model: ModelLike) -> ModelProto:
@@ -201,8 +205,8 @@ def merge_lora(model: ModelLike) -> ModelProto:
         raise ValueError("the model has no adapters to merge: add_lora adds them")
     if quantized := [note["weight"] for note in notes if note["quantized"]]:
         raise ValueError(
-            f"the adapters of {quantized} cannot be merged: these weights are quantized, and cannot "
-            "hold the sum. Use the model as it is, or load the adapter into the float model "
+            f"the adapters of {quantized} cannot be merged: these weights are quantized, and "
+            "cannot hold the sum. Use the model as it is, or load the adapter into the float model "
             "(load_adapter), merge there, and quantize the result"
         )
     refs = {ref.name: ref for ref in constant_refs(merged)}
@@ -216,7 +220,9 @@ def merge_lora(model: ModelLike) -> ModelProto:
         old = ref.array()
         pair = [refs[name].array().astype(np.float64) for name in note["tensors"]]
         change = _change(note, pair).transpose(np.argsort(note["perm"]))
-        ref.write((old.astype(np.float64) + change).astype(old.dtype))
+        new = (old.astype(np.float64) + change).astype(old.dtype)
+        if not np.array_equal(new, old):
+            ref.write(new)
     bases = [use["base"] for note in notes for use in note["uses"]]
     adapter_graph.remove(merged, bases, [n for note in notes for n in note["tensors"]])
     write_note(merged, ADAPTERS, [])

@@ -60,9 +60,9 @@ def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
         for name in adapter["tensors"]:
             if name not in present:
                 raise ModelError(
-                    f"the metadata {ADAPTERS!r} names the adapter {name!r}, which is no initializer "
-                    "of the model: a tool renamed or removed it. Merge adapters (merge_lora) before "
-                    "other tools modify the file, or remove the metadata"
+                    f"the metadata {ADAPTERS!r} names the adapter {name!r}, which is no "
+                    "initializer of the model: a tool renamed or removed it. Merge adapters "
+                    "(merge_lora) before other tools modify the file, or remove the metadata"
                 )
     return adapters
 
