@@ -38,10 +38,10 @@ def add_lora(
 ) -> ModelProto:
     """Return `model` with low-rank adapters beside the weights that the patterns name.
 
-    Beside `y = x W`, it computes `y + (alpha / rank) dropout(x) A B` with `rank` columns of A and
-    rows of B (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"); a convolution
-    gets one to `rank` channels and a pointwise one. B is zero at first: the model computes what it
-    did. Trainers train the adapters, and a new head, by default; other tensors are constants.
+    Instead of `x W` it computes `x W + (alpha / rank) dropout(x) A B`, where A has `rank` columns
+    (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"); A B of a convolution are
+    one to `rank` channels and a pointwise one. A fresh adapter changes nothing. Trainers train the
+    adapters, and a new head, by default; other tensors are constants.
 
     A weight that several nodes read has one adapter for all of them, so that `merge_lora` can add
     it to the weight. Local functions of the model are inlined.
@@ -60,8 +60,7 @@ def add_lora(
             embedding A zero, B normal.
 
     Raises:
-        ValueError: a pattern that matches no tensor, or none that can have an adapter, with the
-            reasons; an invalid rank or dropout.
+        ValueError: a pattern that matches nothing that can have an adapter; an invalid number.
         ModelError: `model` cannot be read.
 
     Examples:
