@@ -388,6 +388,18 @@ def test_training_equals_pytorch(exported):
     np.testing.assert_allclose(y, trainer.predict(X), atol=1e-5)
 
 
+def test_modules_of_a_sequential_are_named_as_in_pytorch(tmp_path):
+    torch = pytest.importorskip("torch")
+    linear, relu = torch.nn.Linear(3, 3), torch.nn.ReLU()
+    nested = torch.nn.Sequential(torch.nn.Sequential(linear, relu), torch.nn.Linear(3, 3, False))
+    net = torch.nn.ModuleDict({"net": nested})
+    net.forward = lambda x: net["net"](x)
+    buffer = io.BytesIO()
+    torch.onnx.export(net, (torch.ones(2, 4, 3),), buffer, dynamo=False)
+    adapted = add_lora(onnx.load_from_string(buffer.getvalue()), "*", rank=1)
+    assert fine_tuned(adapted)[::2] == ["net.0.0.lora_A.weight", "net.1.lora_A.weight"]
+
+
 def test_the_note_is_json_that_other_parts_read():
     adapted = add_lora(NETWORKS["gemm"], "w", rank=2, alpha=4)
     assert [entry.key for entry in adapted.metadata_props] == [ADAPTERS]
