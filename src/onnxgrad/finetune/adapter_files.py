@@ -191,7 +191,7 @@ def _read_arrays(folder: Path) -> Arrays:
         hint = other if (folder / "adapter_model.bin").exists() else ""
         raise FileNotFoundError(f"{folder} has no {WEIGHTS}.{hint}")
     try:
-        return load_arrays(path.read_bytes())
+        return dict(sorted(load_arrays(path.read_bytes()).items()))  # they come in any order
     except (SafetensorError, ValueError, KeyError) as e:
         raise ValueError(f"{path} is damaged, or holds a dtype that numpy lacks: {e}") from None
 

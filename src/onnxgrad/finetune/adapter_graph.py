@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto
 
 from onnxgrad.errors import ModelError
 from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Use, attributes
@@ -210,8 +210,3 @@ class _Removal:
 def _keep(entries, gone: set[str]) -> None:
     for i in reversed([i for i, entry in enumerate(entries) if entry.name in gone]):
         del entries[i]
-
-
-def initializers(model: ModelProto) -> dict[str, TensorProto]:
-    """Return the initializers of the main graph by name."""
-    return {tensor.name: tensor for tensor in model.graph.initializer}
