@@ -7,7 +7,7 @@ import onnx_ir as ir
 from onnxgrad.finetune.layers import shown, substitute
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.reporting import logger
 
@@ -25,6 +25,8 @@ def change_activation(tail: Tail, activation: str | None) -> None:
     Raises:
         ValueError: the outputs are probabilities, and what computes them is not recognized.
     """
+    for node in list(tail.op.graph):
+        _fold(tail, node)
     present = [node for node in tail.op.graph if _is_activation(tail, node)]
     for node in present:
         wanted = _fitting(tail, node) if activation == "same" else ACTIVATIONS.get(activation or "")
@@ -64,6 +66,44 @@ def applied(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value:
         y = op.emit(op_type, [op.Transpose(x, perm=perm)], {"axis": n - 1}, fresh=True)
         y = op.emit("Transpose", [y], {"perm": perm}, fresh=True)
     return op.set_type_like(y, x)
+
+
+def _fold(tail: Tail, node: ir.Node) -> None:
+    """Replace exp(x) / sum exp(x) over the units by a Softmax, of which a loss sees the scores."""
+    if node.op_type != "Div" or node.domain or node.inputs[0] not in tail.axes:
+        return
+    axis = tail.axes[node.inputs[0]]
+    powers = node.inputs[0].producer()
+    total = _reduction(node.inputs[1], "ReduceSum", axis)
+    if powers is None or powers.op_type != "Exp" or total is not node.inputs[0]:
+        return
+    x = powers.inputs[0]
+    shift = None if x is None else x.producer()
+    if shift is not None and shift.op_type == "Sub" and shift.inputs[0] is not None:
+        top = _reduction(shift.inputs[1], "ReduceMax", axis)
+        x = shift.inputs[0] if top is shift.inputs[0] else x
+    if x is None or x not in tail.axes:
+        return
+    with tail.op.at(node):
+        y = applied(tail.op, "Softmax", x, axis)
+    y = substitute(tail.op, node.outputs[0], y)
+    tail.axes[y] = axis
+    tail.changed.add(y)
+
+
+def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
+    """Return what `value` is a reduction of along `axis`, perhaps broadcast; None if it is none."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in ("Expand", "Reshape", "Identity", "Unsqueeze"):
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    if node is None or node.op_type != op_type or node.domain or node.inputs[0] is None:
+        return None
+    shape = dims(node.inputs[0])
+    stated = node.attributes.get_ints("axes", ())
+    if len(node.inputs) > 1 and (axes := constant(node.inputs[1])) is not None:
+        stated = axes.ravel().tolist()
+    named = [a - len(shape) if shape is not None and a >= 0 else a for a in stated]
+    return node.inputs[0] if named == [axis] else None
 
 
 def _outputs(tail: Tail) -> list[ir.Value]:

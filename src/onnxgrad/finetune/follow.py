@@ -221,7 +221,7 @@ def _searched(tail: Tail, node: ir.Node, axis: int) -> None:
     top = node.op_type == "TopK"
     along = node.attributes.get_int("axis", -1 if top else 0)
     along = along if along < 0 else along - tail.rank(node)
-    keeps = top or node.attributes.get_int("keepdims", 1)
+    keeps = bool(top or node.attributes.get_int("keepdims", 1))
     if along != axis:
         tail.keep(node, axis if keeps or along < axis else axis + 1)
         return

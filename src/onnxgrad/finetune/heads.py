@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -21,7 +21,7 @@ from onnxgrad.finetune.labels import (
     write_labels,
 )
 from onnxgrad.finetune.layers import Layer, replace_weights, shown, standardized
-from onnxgrad.finetune.locate import Search
+from onnxgrad.finetune.locate import Search, origins
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
@@ -117,10 +117,10 @@ def replace_head(
     else:
         follow(tail)
         change_activation(tail, activation)
-    old = layer.weights
+    old = {v for w in layer.weights for v in origins(w) if v.const_value is not None}
     added = replace_weights(op, layer, count, name, seed)
-    _say(layer, old)
     tidy(changed)
+    _say(layer, old)
     _declare(changed, declared, tail)
     new = to_proto(changed)
     restore_zipmaps(new, zips, classes if labelled else None)
@@ -175,7 +175,7 @@ def _checked(
     return len(classes), classes
 
 
-def _say(layer: Layer, old: Sequence[ir.Value]) -> None:
+def _say(layer: Layer, old: Iterable[ir.Value]) -> None:
     """Report which layer was replaced, and weights that others share with it."""
     logger.info("replaced %s, of %d units", shown(layer.node), layer.units)
     for value in old:

@@ -108,26 +108,26 @@ class Search:
 
     def _reading(self, proto: ModelProto, at: str) -> list[ir.Node]:
         """Return the layers that read the float constants called `at`, perhaps moved or cast."""
+        readers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
         try:
-            names = set(matching_weights(proto, [at], "layer (at=)"))
+            constants = set(matching_weights(proto, [at], "layer (at=)"))
         except ValueError as e:
             layers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
             raise unknown(
                 "layer (at=)", at, [str(n.name or n.outputs[0].name) for n in layers]
             ) from e
-        readers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
         for node in readers[:]:
             layer = layer_of(node, self.data)
             assert isinstance(layer, Layer)
-            own = {str(v.name) for w in layer.weights for v in _origins(w)}
+            own = {str(v.name) for w in layer.weights for v in origins(w)}
             if standard(node.domain) == "ai.onnx.ml":
                 label = node.name or node.outputs[0].name
                 own = {f"{label}.{attribute}" for attribute in node.attributes}
-            if own.isdisjoint(names):
+            if own.isdisjoint(constants):
                 readers.remove(node)
         if not readers:
             raise ValueError(
-                f"at={at!r} names {sorted(names)[:_LISTED]}, and no layer of the main graph that "
+                f"at={at!r} names {sorted(constants)[:_LISTED]}, and no layer of the main graph that "
                 "can be replaced reads them"
             )
         return readers
@@ -143,7 +143,7 @@ class Search:
         return node
 
 
-def _origins(value: ir.Value) -> Collection[ir.Value]:
+def origins(value: ir.Value) -> Collection[ir.Value]:
     """Return the constants that `value` is computed from, and itself."""
     values = [value]
     for v in values:  # grows while it is read
