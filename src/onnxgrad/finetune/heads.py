@@ -22,6 +22,7 @@ from onnxgrad.finetune.labels import (
 )
 from onnxgrad.finetune.layers import Layer, replace_weights, shown, standardized
 from onnxgrad.finetune.locate import Search, origins
+from onnxgrad.finetune.stated import Stated, restore, stated
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
@@ -47,19 +48,15 @@ def replace_head(
 ) -> ModelProto:
     """Return `model` with a fresh last layer for another number of units, or for other classes.
 
-    The last linear or convolutional layer before the outputs gets new weights, and a new bias of
-    zeros if it has a bias. Other layers keep their weights. Operators behind it stay if they work
-    for any number of units, and lengths that they state are corrected; a rounding of its quantized
-    result is removed. The declared shapes of the outputs are corrected.
+    The last linear or convolutional layer gets new weights, and a bias of zeros if it has a bias.
+    Linear weights are uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and
+    Bengio, 2010; those of convolutions normal with variance 2 / (features * size of the kernel),
+    equation 10 of He et al., 2015. What follows stays if it works for any number of units; lengths
+    that it states, and the shapes of outputs, are corrected. Local functions are inlined.
 
-    Weights of linear layers are uniform between ±sqrt(6 / (features + units)), equation 16 of
-    Glorot and Bengio, 2010; those of convolutions normal with variance 2 / (features * size of the
-    kernel), equation 10 of He et al., 2015. A layer of `ai.onnx.ml` becomes a Gemm.
-
-    A model that returns labels, such as an exported scikit-learn classifier, returns the new
-    classes, also in its ZipMap: the label of the largest score, and the softmax of the scores if it
-    returned probabilities, also where these were normalized by another function. In other models,
-    the names of classes are stored as metadata, `onnxgrad.classes`. Local functions are inlined.
+    A model that returns labels, as scikit-learn's classifiers, returns the new classes, also in its
+    ZipMap: that of the largest score, and a softmax if it returned probabilities of any kind. Of
+    other models, the names of the classes are stored as metadata, `onnxgrad.classes`.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -67,66 +64,93 @@ def replace_head(
             for a model that returns labels: the classes are 0, 1...
         at: the layer: name of its node, its result, or its weights, which may be a pattern. None:
             the only one that comes last before the outputs.
-        name: the new tensors are `<name>.weight` and `<name>.bias`; a numeric suffix is added if
-            the model has a value of that name.
-        output: the output whose last layer is replaced, in a model where outputs have several.
-            Outputs that do not depend on the layer stay.
-        activation: what the outputs are: "softmax", "log_softmax" or "sigmoid" of the scores, None:
-            the scores. "same": as in `model`; but a Softmax over one unit is a Sigmoid, and a
-            Sigmoid of one unit is a Softmax over several.
+        name: the new tensors are `<name>.weight` and `<name>.bias`, or with a numeric suffix.
+        output: the output whose last layer is replaced, if outputs have several.
+        activation: what the outputs are: "softmax", "log_softmax" or "sigmoid" of the scores; None:
+            the scores. "same": as in `model`; but a Softmax becomes a Sigmoid for one unit, and the
+            Sigmoid of one unit a Softmax for several.
         seed: of the new weights.
 
     Raises:
-        ValueError: there is no such layer, or several; it cannot be replaced, or an operator behind
-            it needs the old number of units, which the message names; an invalid argument.
+        ValueError: no such layer, or several; it cannot be replaced, or an operator behind it, which
+            the message names, needs the old number of units; an invalid argument.
         ModelError: `model` cannot be read.
 
     Examples:
-        >>> import onnx, onnxgrad as og
+        >>> import onnx
         >>> from onnxgrad.finetune.heads import replace_head
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,3] p) <float[3,2] w = {1, 2, 3, 4, 5, 6}> {
         ...     h = Gemm <transB = 1> (x, w)  p = Softmax(h) }''')
-        >>> five = replace_head(model, units=5)
-        >>> [(node.op_type, list(node.input)) for node in five.graph.node]
-        [('Gemm', ['x', 'head.weight']), ('Softmax', ['h'])]
-        >>> og.get_train_initializer(five)["head.weight"][0].shape
-        (5, 2)
+        >>> [tuple(tensor.dims) for tensor in replace_head(model, units=5).graph.initializer]
+        [(5, 2)]
     """
-    count, classes = _checked(units, name, activation)
-    proto = read(model)
-    tensors, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
-    changed = to_ir(tensors)
-    graph = changed.graph
-    declared = _declared(graph)
-    infer(changed)
-    layer = find_layer(graph, tensors, at, output)
+    return _replaced(read(model), Request(units, name, activation, seed), at, output)
+
+
+class Request:
+    """What a new layer shall be: the arguments of `replace_head`, checked.
+
+    Raises:
+        ValueError: an invalid argument.
+    """
+
+    def __init__(
+        self,
+        units: int | Sequence[str] | Sequence[int],
+        name: str,
+        activation: str | None,
+        seed: int,
+    ) -> None:
+        if activation not in (None, "same", *ACTIVATIONS):
+            raise unknown("activation", activation, ["same", *ACTIVATIONS, "None"])
+        if not name:
+            raise ValueError("name must not be empty: the new tensors begin with it")
+        self.units, self.classes = _units(units)
+        self.name, self.activation, self.seed = name, activation, seed
+
+    def note(self, proto: ModelProto, tensors: Sequence[str], labelled: bool) -> None:
+        """Note the new tensors in `proto`, and the classes if it does not return them."""
+        own = {t.name for t in proto.graph.initializer}
+        earlier = [name for name in read_note(proto, HEAD) if name in own]
+        write_note(proto, HEAD, list(dict.fromkeys([*earlier, *tensors])))
+        write_note(proto, CLASSES, [] if labelled else list(self.classes or ()))
+
+
+def _replaced(
+    proto: ModelProto, request: Request, at: str | None, output: str | None
+) -> ModelProto:
+    """Return `proto` with a new layer; the other arguments as those of `replace_head`."""
+    proto, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
+    model = to_ir(proto)
+    graph = model.graph
+    before = stated(graph)
+    infer(model)
+    layer = find_layer(graph, proto, at, output)
     op = Emit(graph)
-    starts = [layer.y, *layer.node.outputs]
-    nodes, affected = behind(graph, starts)
+    nodes, affected = behind(graph, [layer.y, *layer.node.outputs])
     indices = [i for i, y in enumerate(graph.outputs) if y in affected]
-    labelled = has_labels(layer, nodes, affected)
+    classes = None
+    if labelled := has_labels(layer, nodes, affected):
+        classes = request.classes or list(range(request.units))
     standardized(op, layer)
-    tail = Tail(op, shown(layer.node), layer.y, layer.axis, layer.units, count)
+    tail = Tail(op, shown(layer.node), layer.y, layer.axis, layer.units, request.units)
     tail.changed.update(layer.node.outputs)
-    if labelled:
-        classes = classes or list(range(count))
-        write_labels(op, layer, nodes, indices, classes, activation)
+    if classes is not None:
+        write_labels(op, layer, nodes, indices, classes, request.activation)
         tail.changed.update(graph.outputs)
     else:
         follow(tail)
-        change_activation(tail, activation)
+        change_activation(tail, request.activation)
     old = {v for w in layer.weights for v in origins(w) if v.const_value is not None}
-    added = replace_weights(op, layer, count, name, seed)
-    tidy(changed)
+    added = replace_weights(op, layer, request.units, request.name, request.seed)
+    tidy(model)
     _say(layer, old)
-    _declare(changed, declared, tail)
-    new = to_proto(changed)
-    restore_zipmaps(new, zips, classes if labelled else None)
-    earlier = [n for n in read_note(new, HEAD) if n in {t.name for t in new.graph.initializer}]
-    write_note(new, HEAD, list(dict.fromkeys([*earlier, *added])))
-    write_note(new, CLASSES, [] if labelled else list(classes or ()))
+    _declare(model, before, tail)
+    new = to_proto(model)
+    restore_zipmaps(new, zips, classes)
+    request.note(new, added, labelled)
     return new
 
 
@@ -151,14 +175,8 @@ def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str |
     return search.last(outputs) if at is None else search.named(proto, at)
 
 
-def _checked(
-    units: int | Sequence[str] | Sequence[int], name: str, activation: str | None
-) -> tuple[int, Classes | None]:
+def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
     """Return the number of units, and the classes if `units` are these."""
-    if activation not in (None, "same", *ACTIVATIONS):
-        raise unknown("activation", activation, ["same", *ACTIVATIONS, "None"])
-    if not name:
-        raise ValueError("name must not be empty: the new tensors begin with it")
     if isinstance(units, (str, bytes)):
         raise ValueError(f"units={units!r}: pass a number, or a list of classes")
     if not isinstance(units, Sequence) and not hasattr(units, "tolist"):
@@ -187,28 +205,15 @@ def _say(layer: Layer, old: Iterable[ir.Value]) -> None:
             )
 
 
-_Stated = dict[ir.Value, tuple[ir.Shape | None, ir.TypeProtocol | None, str | None]]
-
-
-def _declared(graph: ir.Graph) -> _Stated:
-    """Return the shapes and types that the file declares."""
-    inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.outputs)]
-    results = [y for node in graph.all_nodes() for y in node.outputs]
-    values = [*graph.inputs, *graph.initializers.values(), *results, *inner]
-    return {v: (None if v.shape is None else v.shape.copy(), v.type, v.name) for v in values}
-
-
-def _declare(model: ir.Model, declared: _Stated, tail: Tail) -> None:
+def _declare(model: ir.Model, before: dict[ir.Value, Stated], tail: Tail) -> None:
     """Declare the shapes and types of the file again, except of values that changed, in place."""
     affected = behind(model.graph, [v for v in tail.changed if v.producer() is not None])[1]
     for v in affected:
         v.shape = None if v.producer() is not None and v not in model.graph.outputs else v.shape
-    stated = {y: dims(y) for y in model.graph.outputs}
-    by_name = {name: shape for shape, _, name in declared.values()}
+    written = {y: dims(y) for y in model.graph.outputs}
+    by_name = {v.name: v.shape for v in before.values()}
     infer(model)
-    for v, (shape, kind, _) in declared.items():
-        if v not in affected and v not in tail.changed:
-            v.shape, v.type = shape, kind
+    restore(before, affected | tail.changed)
     for y in model.graph.outputs:
         shape = by_name.get(y.name)
         axis = tail.axes.get(y, INDEX)
@@ -221,5 +226,5 @@ def _declare(model: ir.Model, declared: _Stated, tail: Tail) -> None:
             changed = list(shape)
             changed[axis] = tail.new
             y.shape = ir.Shape(changed)
-        elif y in affected and y.shape is None and (lengths := stated[y]) is not None:
+        elif y in affected and y.shape is None and (lengths := written[y]) is not None:
             y.shape = ir.Shape(lengths)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import onnx_ir as ir
 from onnx import ModelProto, defs
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
+from onnxgrad.finetune.stated import Stated, restore, stated
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.traversal import all_names
@@ -37,7 +39,7 @@ def attach(
         backbone: model, serialized model or path; never modified.
         head: likewise, such as a small network of your own.
         mapping: `{output of backbone: input of head}`; any value of `backbone` may be named. None:
-            those of one name, or the only output and the only input.
+            those of one name; or the only output, and the only input that `backbone` has not.
         prefix: of names in `head` that `backbone` has too.
 
     Raises:
@@ -64,6 +66,16 @@ def attach(
         if lost := [y.name for y in proto.graph.output if non_tensor(y)]:
             raise ValueError(f"the outputs {lost} are no tensors: they cannot be joined")
     below, above = to_ir(first), to_ir(second)
+    _join(below, above, mapping, prefix)
+    joined = to_proto(below)
+    names = {t.name for t in joined.graph.initializer}
+    write_note(joined, HEAD, [n for n in read_note(joined, HEAD) if n in names])
+    return read(joined)
+
+
+def _join(below: ir.Model, above: ir.Model, mapping: Mapping[str, str] | None, prefix: str) -> None:
+    """Put the nodes of `above` behind those of `below`, in place."""
+    before = stated(below.graph) | stated(above.graph)
     infer(below)
     infer(above)
     pairs = _pairs(below.graph, above.graph, mapping)
@@ -74,11 +86,11 @@ def attach(
         if y.name in {v.name for v in kept}:
             raise ValueError(f"both models have an output {y.name!r}: rename one")
     _rename(below.graph, above.graph, prefix, fed | {x.name for x, _ in shared})
-    _move(below, above, [*pairs, *((own, x) for x, own in shared)], kept)
-    joined = to_proto(below)
-    names = {t.name for t in joined.graph.initializer}
-    write_note(joined, HEAD, [n for n in read_note(joined, HEAD) if n in names])
-    return read(joined)
+    joints = [*pairs, *((own, x) for x, own in shared)]
+    restore(before)
+    _unify_symbols(before, below.graph, above.graph, joints, prefix)
+    _move(below, above, joints, kept)
+    _shape_outputs(below)
 
 
 def _of_one_opset(first: ModelProto, second: ModelProto) -> tuple[ModelProto, ModelProto]:
@@ -123,8 +135,10 @@ def _pairs(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None) 
     outputs = {str(y.name): y for y in below.outputs}
     if mapping is None:
         mapping = {name: name for name in outputs if name in inputs}
-        if not mapping and len(inputs) == 1 and len(outputs) == 1:
-            mapping = dict(zip(outputs, inputs, strict=True))
+        own = {x.name for x in below.inputs}
+        unfed = [name for name in inputs if name not in own or len(inputs) == 1]
+        if not mapping and len(unfed) == 1 and len(outputs) == 1:
+            mapping = dict(zip(outputs, unfed, strict=True))
     if not mapping:
         raise ValueError(
             f"no output of the backbone, {list(outputs)}, has the name of an input of the head, "
@@ -226,6 +240,32 @@ def _unused(name: str, taken: Iterable[str]) -> str:
         number += 1
         name = f"{base}_{number}"
     return name
+
+
+def _unify_symbols(
+    values: Mapping[ir.Value, Stated], below: ir.Graph, above: ir.Graph, joints: _Pairs, prefix: str
+) -> None:
+    """Let symbolic dimensions of the head be those of the backbone, where they are one length."""
+    own = {d for v, s in values.items() if v.graph is below for d in dims(v) or ()}
+    symbols: dict[Any, Any] = {}
+    for y, x in joints:
+        symbols |= zip(dims(x) or (), dims(y) or (), strict=False)
+    for v in values:
+        shape = dims(v)
+        if v.graph is not above or shape is None:
+            continue
+        others = {d: f"{prefix}{d}" if d in own else d for d in shape if isinstance(d, str)}
+        v.shape = ir.Shape([symbols.get(d, others[d]) if isinstance(d, str) else d for d in shape])
+
+
+def _shape_outputs(model: ir.Model) -> None:
+    """State the shapes of outputs without any, in place."""
+    graph = model.graph
+    unknown_shapes = [y for y in graph.outputs if y.shape is None or y.type is None]
+    if unknown_shapes:
+        before = stated(graph)
+        infer(model)
+        restore(before, unknown_shapes)
 
 
 def _move(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir.Value]) -> None:

@@ -127,8 +127,8 @@ class Search:
                 readers.remove(node)
         if not readers:
             raise ValueError(
-                f"at={at!r} names {sorted(constants)[:_LISTED]}, and no layer of the main graph that "
-                "can be replaced reads them"
+                f"at={at!r} names {sorted(constants)[:_LISTED]}, and no layer of the main graph "
+                "that can be replaced reads them"
             )
         return readers
 
