@@ -7,7 +7,13 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import Trainer, add_loss_output, get_train_initializer, trainable
+from onnxgrad import (
+    OrtGradientForwardBackwardOptimizer,
+    Trainer,
+    add_loss_output,
+    get_train_initializer,
+    trainable,
+)
 from onnxgrad.finetune.heads import CLASSES, replace_head
 from onnxgrad.finetune.layers import fresh
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
@@ -141,6 +147,16 @@ CASES = {
         f"{MATRIX} <float[3] s = {{2, 2, 2}}> {{ h = MatMul(x, w) y = Mul(h, s) }}",
         lambda *a: 2 * linear(*a),
     ),
+    "settings of Constant nodes": (
+        f"{IMAGE} {{ h = Conv(x, k, b) n = Constant<value_ints=[2, 3]>()"
+        " m = ReduceMean<keepdims=0>(h, n) s = Constant<value_ints=[-1, 3]>() y = Reshape(m, s) }",
+        lambda *a: conv(*a).mean((2, 3)),
+    ),
+    "behind operators without shapes": (
+        f"{IMAGE} <int64[2] n = {{2, 3}}> {{ g = com.microsoft.QuickGelu<alpha=0.0>(x)"
+        " f = Add(g, g) h = Conv(f, k, b) m = ReduceMean<keepdims=0>(h, n) y = Softmax(m) }",
+        lambda x, *a: softmax(conv(x, *a).mean((2, 3))),
+    ),
     "in a local function": (
         f"{MATRIX} {{ h = Relu(x) y = local.dense(h, w, b) }}"
         ' <opset_import: ["" : 18], domain: "local"> dense (x, w, b) => (y)'
@@ -235,6 +251,16 @@ def test_softmax_of_channels_before_opset_13(opset):
     assert changed.opset_import[0].version == opset
     [y] = run(changed, x=IMAGES)
     np.testing.assert_allclose(y, softmax(conv(IMAGES, weights(changed)[0]), 1), rtol=1e-5)
+
+
+def test_layout_of_a_machine():
+    model = parse(
+        "f (float[N,16,H,W] x) => (float[N,16,H,W] y) { y = com.microsoft.nchwc.Conv(x, v) }"
+    )
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros((16, 16, 1, 1), "f"), "v"))
+    model.opset_import.add(domain="com.microsoft.nchwc", version=1)
+    with pytest.raises(ValueError, match="before onnxruntime optimized it"):
+        replace_head(model, 5)
 
 
 def test_one_unit_and_several():
@@ -363,6 +389,20 @@ def test_invalid_arguments(arguments, message):
         replace_head(case(CASES["gemm"][0]), **arguments)
 
 
+def test_weights_that_are_inputs_too():
+    """Before IR version 4, every initializer is an input; the new ones are not."""
+    model = case(CASES["matmul and add"][0])
+    model.ir_version = 3
+    for name, shape_of in {"w": (4, 3), "b": (3,)}.items():
+        kind = model.graph.input.add(name=name).type.tensor_type
+        kind.elem_type = onnx.TensorProto.FLOAT
+        for d in shape_of:
+            kind.shape.dim.add(dim_value=d)
+    changed = valid(replace_head(model, 5))
+    assert [x.name for x in changed.graph.input] == ["x"]
+    np.testing.assert_allclose(run(changed, x=X)[0], X @ weights(changed)[0], rtol=1e-5)
+
+
 def test_tied_weights(caplog):
     text = """f (int64[N] i) => (float[N,3] y, float[N,3] e) {
         e = Gather(t, i) a = Transpose(t) h = MatMul(e, t) y = MatMul(h, a) }"""
@@ -408,6 +448,10 @@ def test_notes():
     trainer = Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
     assert read_note(trainer.model, HEAD) == []
     assert read_note(trainer.model, CLASSES) == ["a", "b", "c", "d", "e"]
+    seed = OrtGradientForwardBackwardOptimizer(model, ["head.weight"], max_iter=1).fit(
+        X, np.zeros((6, 5), np.float32)
+    )
+    assert read_note(seed.get_trained_onnx(), HEAD) == []
     write_note(model, ADAPTERS, [{"tensors": ["head.weight"]}])
     trainer = Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
     assert read_note(trainer.model, HEAD) == ["head.weight", "head.bias"]

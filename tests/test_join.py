@@ -7,8 +7,9 @@ from onnx import numpy_helper
 
 from onnxgrad import ModelError, Trainer, save
 from onnxgrad.finetune.features import features
-from onnxgrad.finetune.heads import replace_head
+from onnxgrad.finetune.heads import CLASSES, replace_head
 from onnxgrad.finetune.join import attach
+from onnxgrad.finetune.linear_head import linear_head
 from onnxgrad.model import external
 from onnxgrad.model.notes import HEAD, read_note
 from running import run, run_named
@@ -166,6 +167,49 @@ def test_a_head_that_is_attached_trains():
     trainer = Trainer(joined, "cross_entropy", train=["v"], learning_rate=0.1)
     trainer.fit(X, labels, epochs=30)
     assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
+
+
+@pytest.mark.parametrize("pool", ["mean", "masked", "first", "image", None])
+def test_linear_head(pool):
+    """A layer behind a value of any shape, in the symbols of the backbone."""
+    shape = {"image": "4,H,W", None: "4"}.get(pool, "T,4")
+    body = parse(f"f (float[B,{shape}] x, int64[B,T] m) => (float[B,{shape}] y) {{ y = Tanh(x) }}")
+    name = "mean" if pool == "masked" else pool
+    head = linear_head(4, 5, pool=name, mask="m" if pool == "masked" else None, seed=3)
+    joined = attach(body, head)
+    onnx.checker.check_model(joined, full_check=True)
+    [y] = joined.graph.output
+    assert [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim] == ["B", 5]
+    sizes = {"image": (2, 4, 3, 3), None: (2, 4)}.get(pool, (2, 3, 4))
+    x, mask = RNG.normal(size=sizes).astype(np.float32), np.int64([[1, 1, 0], [0, 0, 0]])
+    t = np.tanh(x)
+    counted = mask[..., None]
+    pooled = {
+        "mean": lambda: t.mean(1),
+        "masked": lambda: (t * counted).sum(1) / np.maximum(counted.sum(1), 1),
+        "first": lambda: t[:, 0],
+        "image": lambda: t.mean((2, 3)),
+        None: lambda: t,
+    }[pool]()
+    w = {i.name: numpy_helper.to_array(i) for i in joined.graph.initializer}["head.weight"]
+    e = np.exp(pooled @ w)
+    [p] = run(joined, x=x, m=mask)
+    np.testing.assert_allclose(p, e / e.sum(1, keepdims=True), rtol=1e-5)
+
+
+def test_linear_head_of_classes():
+    head = linear_head(4, ["a", "b"], activation=None, name="top", dtype=np.float64)
+    assert read_note(head, HEAD) == ["top.weight", "top.bias"]
+    assert read_note(head, CLASSES) == ["a", "b"]
+    assert run(head, features=np.ones((3, 4)))[0].dtype == np.float64
+    for arguments, message in (
+        ({"pool": "max"}, "Unknown pool"),
+        ({"mask": "m"}, "pool='mean'"),
+        ({"activation": "same"}, "Unknown activation"),
+        ({"activation": "tanh"}, "Unknown activation"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            linear_head(4, 2, **arguments)
 
 
 def test_tensors_in_files_stay_there(tmp_path, monkeypatch):

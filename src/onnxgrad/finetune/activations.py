@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.finetune.layers import shown, substitute
+from onnxgrad.finetune.layers import known_value, shown, substitute
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import constant, dims, rank
+from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.reporting import logger
 
@@ -100,7 +100,7 @@ def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | No
         return None
     shape = dims(node.inputs[0])
     stated = node.attributes.get_ints("axes", ())
-    if len(node.inputs) > 1 and (axes := constant(node.inputs[1])) is not None:
+    if len(node.inputs) > 1 and (axes := known_value(node.inputs[1])) is not None:
         stated = axes.ravel().tolist()
     named = [a - len(shape) if shape is not None and a >= 0 else a for a in stated]
     return node.inputs[0] if named == [axis] else None

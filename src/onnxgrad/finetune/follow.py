@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from onnxgrad.finetune.layers import known_value
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY
-from onnxgrad.graph.shapes import constant, dims, rank, static
+from onnxgrad.graph.shapes import dims, rank, static
 from onnxgrad.graph.traversal import captured
 from onnxgrad.losses.class_axis import keeps_axis
 
@@ -99,7 +100,7 @@ def _resized(tail: Tail, node: ir.Node, axis: int) -> None:
     if axis + n in axes:
         position = axes.index(axis + n)
         index = 2 if node.op_type == "Resize" and len(node.inputs) > 2 else 1
-        scales = constant(node.inputs[index]) if len(node.inputs) > index else None
+        scales = known_value(node.inputs[index]) if len(node.inputs) > index else None
         if scales is not None and scales.size and scales[position] != 1:
             tail.refuse(node, "it resizes their axis")
         if len(node.inputs) > 3 and node.inputs[3] is not None:
@@ -110,9 +111,9 @@ def _resized(tail: Tail, node: ir.Node, axis: int) -> None:
 @handler("Pad")
 def _padded(tail: Tail, node: ir.Node, axis: int) -> None:
     n = tail.rank(node)
-    pads = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    pads = known_value(node.inputs[1]) if len(node.inputs) > 1 else None
     stated = node.attributes.get_ints("pads", ()) if pads is None else pads.tolist()
-    axes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
+    axes = known_value(node.inputs[3]) if len(node.inputs) > 3 else None
     along = list(range(n)) if axes is None else [int(a) % n for a in axes]
     if not stated or any(
         stated[i :: len(along)] != [0, 0] for i, a in enumerate(along) if a == axis + n
@@ -166,7 +167,7 @@ def _axes(node: ir.Node, n: int) -> list[int] | None:
     """Return the axes that `node` names, counted from the first; None: it names none."""
     stated = node.attributes.get_ints("axes", ())
     if not stated and len(node.inputs) > 1:
-        array = constant(node.inputs[1])
+        array = known_value(node.inputs[1])
         stated = () if array is None else array.ravel().tolist()
     return [int(a) % n for a in stated] if stated else None
 
@@ -225,7 +226,7 @@ def _searched(tail: Tail, node: ir.Node, axis: int) -> None:
     if along != axis:
         tail.keep(node, axis if keeps or along < axis else axis + 1)
         return
-    count = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    count = known_value(node.inputs[1]) if len(node.inputs) > 1 else None
     if top and (count is None or count.item() > tail.new):
         tail.refuse(node, f"it takes {'k' if count is None else count.item()} of them")
     tail.axes[node.outputs[-1]] = INDEX
@@ -238,7 +239,7 @@ def _chosen(tail: Tail, node: ir.Node, axis: int) -> None:
         _repeated(tail, node, axis)
         return
     if op_type == "Slice":
-        axes = constant(node.inputs[3]) if len(node.inputs) > 3 else None
+        axes = known_value(node.inputs[3]) if len(node.inputs) > 3 else None
         stated = node.attributes.get_ints("axes", ()) if axes is None else axes.tolist()
         along = [a % n for a in stated] or list(range(n))
     else:
@@ -258,7 +259,7 @@ def _chosen(tail: Tail, node: ir.Node, axis: int) -> None:
 
 def _repeated(tail: Tail, node: ir.Node, axis: int) -> None:
     if node.op_type == "Tile":
-        repeats = constant(node.inputs[1])
+        repeats = known_value(node.inputs[1])
         if repeats is None or repeats[axis] != 1:
             tail.refuse(node, "it repeats them")
     else:

@@ -20,7 +20,7 @@ from onnxgrad.finetune.labels import (
     without_zipmaps,
     write_labels,
 )
-from onnxgrad.finetune.layers import Layer, replace_weights, shown, standardized
+from onnxgrad.finetune.layers import Layer, replace_weights, shown, standardized, state_rank
 from onnxgrad.finetune.locate import Search, origins
 from onnxgrad.finetune.stated import Stated, restore, stated
 from onnxgrad.finetune.tail import INDEX, Tail
@@ -72,8 +72,8 @@ def replace_head(
         seed: of the new weights.
 
     Raises:
-        ValueError: no such layer, or several; it cannot be replaced, or an operator behind it, which
-            the message names, needs the old number of units; an invalid argument.
+        ValueError: no such layer, or several; it cannot be replaced, or an operator behind it needs
+            the old number of units: the message names it; an invalid argument.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -135,6 +135,7 @@ def _replaced(
     if labelled := has_labels(layer, nodes, affected):
         classes = request.classes or list(range(request.units))
     standardized(op, layer)
+    state_rank(model, layer)
     tail = Tail(op, shown(layer.node), layer.y, layer.axis, layer.units, request.units)
     tail.changed.update(layer.node.outputs)
     if classes is not None:
@@ -217,12 +218,7 @@ def _declare(model: ir.Model, before: dict[ir.Value, Stated], tail: Tail) -> Non
     for y in model.graph.outputs:
         shape = by_name.get(y.name)
         axis = tail.axes.get(y, INDEX)
-        if (
-            axis != INDEX
-            and shape is not None
-            and y.shape is not None
-            and (len(shape) == len(y.shape))
-        ):
+        if axis != INDEX and shape is not None and (y.shape is None or len(shape) == len(y.shape)):
             changed = list(shape)
             changed[axis] = tail.new
             y.shape = ir.Shape(changed)

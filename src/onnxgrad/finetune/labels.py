@@ -130,7 +130,9 @@ def _looks_up(node: ir.Node, affected: set[ir.Value]) -> bool:
     if node.domain or node.op_type != "Gather":
         return False
     table, index = node.inputs[:2]
-    return table not in affected and index in affected and rank(table) == 1
+    if table is None or table in affected or index not in affected or rank(table) != 1:
+        return False
+    return table.dtype is not None and not table.dtype.is_floating_point()
 
 
 def write_labels(

@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import constant, dims, rank, static
 from onnxgrad.graph.traversal import reads
 from onnxgrad.model.constants import standard
 
@@ -94,6 +95,15 @@ def shown(node: ir.Node) -> str:
     return f"{node.op_type} (node {node.name!r}, output {node.outputs[0].name!r})"
 
 
+def known_value(value: ir.Value | None) -> np.ndarray | None:
+    """Return the array of an initializer or of a Constant node; None of other values."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Constant" or value is None:
+        return constant(value)
+    tensor = ir.convenience.get_const_tensor(value)
+    return None if tensor is None else tensor.numpy()
+
+
 def data_values(graph: ir.Graph) -> set[ir.Value]:
     """Return the values that depend on an input of the graph which is not a weight."""
     data = {x for x in graph.inputs if x.const_value is None}
@@ -111,6 +121,8 @@ def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
         data: `data_values` of the graph.
     """
     key = (standard(node.domain), node.op_type)
+    if key == ("com.microsoft.nchwc", "Conv"):
+        return "its layout is of one machine: take the model before onnxruntime optimized it"
     if key[0] == ML and key[1] in _OF_ML:
         return _of_ml(node)
     if key[0] in ("", MICROSOFT) and key[1] in _REFUSED:
@@ -321,6 +333,16 @@ def standardized(op: Emit, layer: Layer) -> None:
         layer.y, new = y, substitute(op, layer.y, y)
         assert new is y or new.producer() is not None
         layer.node = y.producer()  # type: ignore[assignment]
+
+
+def state_rank(model: ir.Model, layer: Layer) -> None:
+    """State the rank of the result of `layer`, where inference stopped before it, in place."""
+    convolves = layer.node.op_type in _CONVOLUTIONS
+    if rank(layer.y) is None and (convolves or layer.node.op_type == "Gemm"):
+        for y in {layer.y, layer.node.outputs[0]}:
+            y.shape = ir.Shape([None, layer.units, *[None] * (len(layer.shape) - 2)])
+            y.type = y.type or ir.TensorType(layer.dtype)
+        infer(model)
 
 
 def _split(op: Emit, layer: Layer) -> None:

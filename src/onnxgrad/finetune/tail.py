@@ -11,9 +11,9 @@ from typing import NoReturn
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.finetune.layers import initializer, shown, substitute
+from onnxgrad.finetune.layers import initializer, known_value, shown, substitute
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import constant, dims, rank, static
+from onnxgrad.graph.shapes import dims, rank, static
 from onnxgrad.graph.traversal import reads
 
 # An axis of units, counted from the end; or INDEX: the value holds indices of units.
@@ -83,7 +83,7 @@ class Tail:
 
     def _vector(self, node: ir.Node, index: int, position: int, reader: ir.Node) -> None:
         x = node.inputs[index]
-        array = constant(x)
+        array = known_value(x)
         if array is not None and x is not None:
             if array.ndim == 1 and array[position] == self.old != self.new:
                 array = array.copy()
@@ -104,7 +104,7 @@ class Tail:
                     self.refuse(reader, "its lengths are not constant")
                 if position < length:
                     part = producer.inputs[i]
-                    if part is not None and (constant(part) is not None or length > 1):
+                    if part is not None and (known_value(part) is not None or length > 1):
                         self._vector(producer, i, position, reader)
                     return
                 position -= length
@@ -125,7 +125,7 @@ class Tail:
             self.axes[x] = axis
             self.changed.add(x)
             return
-        array, producer = constant(x), x.producer()
+        array, producer = known_value(x), x.producer()
         if array is not None and np.array_equal(
             array, np.broadcast_to(first := np.take(array, [0], axis), array.shape)
         ):
@@ -138,7 +138,7 @@ class Tail:
 
     def depth(self, node: ir.Node) -> None:
         """Correct the depth of a OneHot."""
-        length = constant(node.inputs[1])
+        length = known_value(node.inputs[1])
         if length is None or length.item() != self.old:
             self.refuse(node, "its depth is not the number of units")
         old = node.inputs[1]
