@@ -236,6 +236,20 @@ def test_activations(text, activation):
     np.testing.assert_allclose(y, ACTIVATIONS[activation](X @ weights(model)[0]), rtol=1e-5)
 
 
+@pytest.mark.parametrize("activation", ["same", None])
+def test_scores_probabilities_and_classes(activation):
+    """All outputs behind the layer get the new units, also where two become the same."""
+    text = """f (float[N,4] x) => (float[N,3] s, float[N,3] y, int64[N] a) {
+        s = MatMul(x, w) y = Softmax(s) a = ArgMax<axis=1, keepdims=0>(y) }"""
+    model = valid(replace_head(case(text), 5, activation=activation))
+    results = run_named(model, x=X)
+    scores = X @ weights(model)[0]
+    np.testing.assert_allclose(results["s"], scores, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(results["y"], ACTIVATIONS[activation](scores), rtol=1e-5, atol=1e-6)
+    assert np.array_equal(results["a"], scores.argmax(1))
+    assert [shape(model, i) for i in range(3)] == [["N", 5], ["N", 5], ["N"]]
+
+
 def test_activation_behind_scores():
     model = replace_head(case(f"{MATRIX} {{ y = MatMul(x, w) }}"), 5, activation="softmax")
     [y] = run(valid(model), x=X)
@@ -448,9 +462,9 @@ def test_notes():
     trainer = Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)
     assert read_note(trainer.model, HEAD) == []
     assert read_note(trainer.model, CLASSES) == ["a", "b", "c", "d", "e"]
-    seed = OrtGradientForwardBackwardOptimizer(model, ["head.weight"], max_iter=1).fit(
-        X, np.zeros((6, 5), np.float32)
-    )
+    seed = OrtGradientForwardBackwardOptimizer(
+        model, ["head.weight"], max_iter=1, batch_size=2
+    ).fit(X, np.zeros((6, 5), np.float32))
     assert read_note(seed.get_trained_onnx(), HEAD) == []
     write_note(model, ADAPTERS, [{"tensors": ["head.weight"]}])
     trainer = Trainer(model, "cross_entropy").fit(X, np.arange(6) % 5)

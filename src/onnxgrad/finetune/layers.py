@@ -375,11 +375,18 @@ def _split(op: Emit, layer: Layer) -> None:
 
 
 def substitute(op: Emit, old: ir.Value, new: ir.Value) -> ir.Value:
-    """Let `new`, or its copy, take the uses of `old`; an output of the graph keeps its name."""
+    """Let `new` take the uses of `old`; an output of the graph keeps its name.
+
+    Returns:
+        `new`, or its copy that is the output of the graph if `new` is an output already.
+    """
+    result = new
     if old.is_graph_output():
-        free = new.producer() is not None and not new.is_graph_output()
-        with op.at(None):
-            new = new if free else op.set_type_like(op.copy_of(new), new)
-        new.name, old.name = old.name, op.name("unused")
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    return new
+        if new.producer() is None or new.is_graph_output():
+            with op.at(None):
+                result = op.set_type_like(op.copy_of(new), new)
+        result.name, old.name = old.name, op.name("unused")
+        outputs = op.graph.outputs
+        outputs[:] = [result if y is old else y for y in outputs]
+    ir.convenience.replace_all_uses_with(old, new)
+    return result
