@@ -29,7 +29,7 @@ from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import warn_of_stale_statistics
+from onnxgrad.training.modes import forget_head, warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
@@ -376,7 +376,7 @@ class SeedTrainer(BaseEstimator):
             read(self.model_onnx if model is None else model), state.values.weights
         )
         state.names.keep(trained)
-        return trained
+        return forget_head(trained)
 
     # -- sessions and graphs, built on demand -------------------------------------------------
 

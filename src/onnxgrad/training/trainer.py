@@ -24,7 +24,7 @@ from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import inference_form, separate_statistics, train_merged
+from onnxgrad.training.modes import forget_head, inference_form, separate_statistics, train_merged
 from onnxgrad.training.parameters.choice import choose_weights
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.setup import Setup
@@ -320,7 +320,7 @@ class Trainer:
         """The model with the current weights and statistics, in its inference form."""
         proto = inference_form(constants.replace(self.proto, self.evaluated()))
         self.names.keep(proto)
-        return proto
+        return forget_head(proto)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `model` to a file.

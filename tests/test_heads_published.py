@@ -1,0 +1,60 @@
+"""Five classes for published models, when asked for: see test_real_models.py."""
+
+import numpy as np
+import onnx
+import pytest
+from published import Published, models, run, session
+
+from onnxgrad import Trainer
+from onnxgrad.finetune.features import features
+from onnxgrad.finetune.heads import replace_head
+from onnxgrad.finetune.join import attach
+from onnxgrad.finetune.linear_head import linear_head
+from test_real_models import judge
+
+pytestmark = pytest.mark.real
+
+REPLACED = {"magika", "opennsfw", "dnsmos", "aecmos", "paddleocr"}
+NAMED = {"spindle": {"output": "detection"}, "silero-vad-v6": {"output": "speech_probs"}}
+
+
+def named(name: str) -> Published:
+    return next(m for m in models() if m.name == name)
+
+
+def learns(model: onnx.ModelProto, feed: dict[str, np.ndarray]) -> bool:
+    """Return whether the new layer learns one class for all rows."""
+    rows = next(iter(feed.values())).shape[0]
+    trainer = Trainer(model, "cross_entropy", train=["head.*"], learning_rate=1e-2)
+    trainer.fit(feed, np.full(rows, 3), epochs=5)
+    return trainer.history[-1]["loss"] < trainer.history[0]["loss"]
+
+
+@pytest.mark.parametrize("name", sorted(REPLACED | NAMED.keys()))
+def test_five_classes(name):
+    judged = judge(named(name))
+    model = replace_head(judged.proto, 5, **NAMED.get(name, {}))
+    onnx.checker.check_model(model, full_check=True)
+    results = run(session(model), judged.feed)
+    assert any(5 in y.shape for y in results.values())
+    if name in ("magika", "opennsfw"):
+        [y] = results.values()
+        np.testing.assert_allclose(y.sum(1), 1, rtol=1e-5)
+        assert learns(model, judged.feed)
+
+
+def test_sentence_classifier():
+    """An encoder that ends in a normalization gets a layer behind the mean of its tokens."""
+    judged = judge(named("minilm"))
+    with pytest.raises(ValueError, match="attach"):
+        replace_head(judged.proto, 5)
+    body = features(judged.proto, "onnx::Shape_422")
+    model = attach(body, linear_head(384, 5, pool="mean", mask="attention_mask"))
+    tokens = run(session(body), judged.feed)["onnx::Shape_422"]
+    mask = judged.feed["attention_mask"][..., None]
+    pooled = (tokens * mask).sum(1) / mask.sum(1)
+    w = next(t for t in model.graph.initializer if t.name == "head.weight")
+    e = np.exp(pooled @ onnx.numpy_helper.to_array(w))
+    [y] = run(session(model), judged.feed).values()
+    np.testing.assert_allclose(y, e / e.sum(1, keepdims=True), rtol=1e-3)
+    assert learns(model, judged.feed)
