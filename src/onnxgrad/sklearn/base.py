@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any, Self
 
 import numpy as np
@@ -19,20 +18,24 @@ from sklearn.utils.validation import _check_sample_weight, check_is_fitted, vali
 from onnxgrad.data.columns import is_table
 from onnxgrad.model.read import read
 from onnxgrad.optimizers import Optimizer
+from onnxgrad.sklearn.arguments import by_name, check_arguments, initialized, same
 from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import mlp
 from onnxgrad.sklearn.network import Network, Predictor
 from onnxgrad.sklearn.starting import converted, is_estimator, takes_tables
+from onnxgrad.training.arguments import select_rate
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
 
+_PROBED = 256  # rows for which a model is run to see what it predicts
 _MODELS = (ModelProto, bytes, os.PathLike)
 
 
 class OnnxEstimator(BaseEstimator):
     """Base of `OnnxClassifier` and `OnnxRegressor`, which differ in their labels."""
 
-    _default_metric: str
+    _metric_name: str
+    _probes: bool  # whether a model is run before training, to see what its end computes
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class OnnxEstimator(BaseEstimator):
             NoGradientRule: an operator between the weights and the loss has no rule.
             ConvergenceError: the loss became NaN or infinite.
         """
-        self._check_arguments()
+        check_arguments(self)
         going_on = self.warm_start and self._begun
         X, y, weight = self._checked(X, y, sample_weight, reset=not going_on)
         if going_on:
@@ -104,7 +107,7 @@ class OnnxEstimator(BaseEstimator):
 
     def _continue(self, X: Any, y: Any, sample_weight: Any, **more: Any) -> None:
         """Train for one more epoch, as `partial_fit`; `more` is for `_start`, at the first call."""
-        self._check_arguments()
+        check_arguments(self)
         if self.early_stopping:
             raise ValueError("partial_fit does not support early_stopping=True")
         first = not self._begun
@@ -113,8 +116,8 @@ class OnnxEstimator(BaseEstimator):
             self._start(X, y, weight, **more)
             self.loss_curve_: list[float] = []
             self.n_iter_ = 0
-        elif self._arguments(self._network.head) != self._network.arguments:
-            self._renew(self.to_onnx())
+        else:
+            self._follow()
         rows, encoded = len(y), self._encoded(y)
         self._network.train(
             True,
@@ -126,7 +129,7 @@ class OnnxEstimator(BaseEstimator):
         self.loss_ = self._network.trainer.history[-1]["loss"]
         self.loss_curve_.append(self.loss_)
         self.n_iter_ += 1
-        self.best_loss_ = min(self.loss_curve_)
+        self.best_loss_: float | None = min(self.loss_curve_)
 
     def _train(self, X: Any, y: Any, weight: Any) -> None:
         """Train for all epochs, and set the attributes."""
@@ -134,7 +137,7 @@ class OnnxEstimator(BaseEstimator):
         patience = self.n_iter_no_change
         if self.early_stopping:
             X, y, weight, validation = self._held_out(X, y, weight)
-            monitor = f"validation_{self._metric()}"
+            monitor = f"validation_{self._metric_name}"
             stopping = [EarlyStopping(monitor, patience, min_delta=self.tol or 0.0)]
         elif self.tol is not None and np.isfinite(patience):
             stopping = [EarlyStopping("loss", patience, restore=False, min_delta=self.tol)]
@@ -155,14 +158,13 @@ class OnnxEstimator(BaseEstimator):
         epochs = [entry for entry in trainer.history if "loss" in entry]
         self.loss_curve_ = [entry["loss"] for entry in epochs]
         self.loss_, self.n_iter_ = self.loss_curve_[-1], len(epochs)
-        self.best_loss_: float | None = min(self.loss_curve_)
+        self.best_loss_ = None if self.early_stopping else min(self.loss_curve_)
         self.validation_scores_: list[float] | None = None
         self.best_validation_score_: float | None = None
         if self.early_stopping:
-            name = f"validation_{self._metric()}"
+            name = f"validation_{self._metric_name}"
             self.validation_scores_ = [entry[name] for entry in trainer.history if name in entry]
             self.best_validation_score_ = max(self.validation_scores_)
-            self.best_loss_ = None
         ended = any(trainer.state.callbacks[c.key]["stopped"] for c in stopping)
         if stopping and not ended and trainer.state.stop_reason == "max_iter":
             warnings.warn(
@@ -174,7 +176,7 @@ class OnnxEstimator(BaseEstimator):
 
     def _held_out(self, X: Any, y: Any, weight: Any) -> tuple[Any, Any, Any, Any]:
         """Return the rows to train on, and (X, y, weight) of those that are held out."""
-        if _by_name(X):
+        if by_name(X):
             raise ValueError("early_stopping holds out rows of arrays and tables, not of a dict")
         parts = train_test_split(
             X,
@@ -216,9 +218,10 @@ class OnnxEstimator(BaseEstimator):
             proto = read(self.model)
         name = next(iter(self.loss)) if isinstance(self.loss, Mapping) else None
         head = read_head(proto, name)
-        if head.shape is None:
-            first = X if _by_name(X) else X[:1]
-            head.shape = Predictor(proto, [head.target], self.device)(first)[head.target].shape[1:]
+        if self.model is not None and (head.shape is None or self._probes):
+            first = {n: a[:_PROBED] for n, a in X.items()} if by_name(X) else X[:_PROBED]
+            tensors = [name for name in (head.target, head.label) if name]
+            head.probe(Predictor(proto, tensors, self.device)(first))
         self._agree(head, y)
         self._seed = int(self._rng.randint(2**31 - 1))
         self._network = Network(proto, head, self._arguments(head))
@@ -227,9 +230,22 @@ class OnnxEstimator(BaseEstimator):
         """Train `proto` from now on, with the arguments as they are now."""
         self._network = Network(proto, self._network.head, self._arguments(self._network.head))
 
+    def _follow(self) -> None:
+        """Let the trainer have the arguments as they are now, which `set_params` may have changed.
+
+        Only the learning rate can change without a new optimizer.
+        """
+        new, old = self._arguments(self._network.head), self._network.arguments
+        changed = {name for name in new if not same(new[name], old[name])}
+        if changed == {"learning_rate"}:
+            old["learning_rate"] = self.learning_rate
+            self._network.trainer.learning_rate = select_rate(self.learning_rate)
+        elif changed:
+            self._renew(self.to_onnx())
+
     def _arguments(self, head: Head) -> dict[str, Any]:
         """Return the arguments of the trainer."""
-        loss, options = self._loss_of(head), self.loss_options
+        loss, options = self._loss_of(head), self._options_of(head)
         whole = isinstance(loss, (Mapping, *_MODELS)) or hasattr(loss, "write")
         whole = whole or (isinstance(loss, str) and loss.endswith(".onnx"))
         names = ("optimizer", "learning_rate", "train", "freeze", "clip_norm", "batch_norm")
@@ -239,7 +255,7 @@ class OnnxEstimator(BaseEstimator):
             **{name: getattr(self, name) for name in names},
             "dropout": self.dropout,
             "device": self.device,
-            "metrics": [self._metric()] if self.early_stopping else [],
+            "metrics": [self._metric(head)] if self.early_stopping else [],
             "seed": self._seed,
         }
 
@@ -254,23 +270,7 @@ class OnnxEstimator(BaseEstimator):
         check_is_fitted(self)
         return self._network.model
 
-    def _metric(self) -> str:
-        """Return the name of the metric of validation data."""
-        return self._default_metric
-
     # -- arguments and data -------------------------------------------------------------------
-
-    def _check_arguments(self) -> None:
-        size = self.batch_size
-        if size != "auto" and not _is_positive(size):
-            raise ValueError(f"batch_size must be 'auto' or a whole number above 0, not {size!r}")
-        if not _is_positive(self.max_iter):
-            raise ValueError(f"max_iter must be a whole number above 0, not {self.max_iter!r}")
-        if self.tol is not None and not (isinstance(self.tol, Real) and self.tol >= 0):
-            raise ValueError(f"tol must be a number of 0 or more, or None, not {self.tol!r}")
-        patience = self.n_iter_no_change
-        if not _is_positive(patience) and patience != np.inf:
-            raise ValueError(f"n_iter_no_change must be a number above 0, not {patience!r}")
 
     def _batch_size(self, rows: int) -> int | None:
         """Return the rows of a batch; None leaves it to a model with a static batch."""
@@ -286,8 +286,8 @@ class OnnxEstimator(BaseEstimator):
         """Return checked data; a table stays one where columns are the inputs of a model."""
         if reset:
             self._tables = self._needs_tables()
-        if _by_name(X) or (self._tables and is_table(X)):
-            rows = next(iter(X.values())) if _by_name(X) else X
+        if by_name(X) or (self._tables and is_table(X)):
+            rows = next(iter(X.values())) if by_name(X) else X
             y = check_array(y, ensure_2d=False, dtype=None, input_name="y")
             check_consistent_length(rows, y)
             if is_table(X):
@@ -312,14 +312,14 @@ class OnnxEstimator(BaseEstimator):
         if is_estimator(self.model):
             return takes_tables(self.model)
         proto = read(self.model)
-        return len({x.name for x in proto.graph.input} - _initialized(proto)) > 1
+        return len({x.name for x in proto.graph.input} - initialized(proto)) > 1
 
     def _computed(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target of the loss for X, and the labels if the file has them."""
         check_is_fitted(self)
         if is_table(X) and self._tables:
             validate_data(self, X, skip_check_array=True, reset=False)
-        elif not _by_name(X):
+        elif not by_name(X):
             X = validate_data(self, X, reset=False, **self._x_checks())
         return self._network.run(X)
 
@@ -345,6 +345,14 @@ class OnnxEstimator(BaseEstimator):
         """Return the loss, chosen by the head if `loss` is None."""
         raise NotImplementedError
 
+    def _metric(self, head: Head) -> Any:
+        """Return the metric of validation data, whose name is `_metric_name`."""
+        return self._metric_name
+
+    def _options_of(self, head: Head) -> Mapping[str, Any] | None:
+        """Return the options of the loss."""
+        return self.loss_options
+
     def _encoded(self, y: np.ndarray) -> np.ndarray:
         """Return labels as the loss takes them."""
         raise NotImplementedError
@@ -356,16 +364,3 @@ class OnnxEstimator(BaseEstimator):
     def _strata(self, y: np.ndarray) -> np.ndarray | None:
         """Return the labels whose shares are kept where rows are held out."""
         return None
-
-
-def _by_name(X: Any) -> bool:
-    """Return whether data are arrays by input; sparse ones may be dicts, too."""
-    return isinstance(X, Mapping) and not hasattr(X, "toarray")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
-
-
-def _initialized(proto: ModelProto) -> set[str]:
-    return {tensor.name for tensor in proto.graph.initializer}

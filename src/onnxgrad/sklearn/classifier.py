@@ -13,6 +13,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 
 from onnxgrad.losses.objectives import ALIASES, LOSSES
 from onnxgrad.losses.spec import LossSpec
+from onnxgrad.metrics.foreign import FunctionMetric
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.sklearn.base import OnnxEstimator
 from onnxgrad.sklearn.head import Head
@@ -86,15 +87,15 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     Examples:
         >>> import numpy as np
-        >>> from onnxgrad import OnnxClassifier  # doctest: +SKIP
+        >>> from onnxgrad.sklearn import OnnxClassifier
         >>> X = np.random.default_rng(0).normal(size=(200, 2))
         >>> y = np.where(X[:, 0] > X[:, 1], "low", "high")
-        >>> clf = OnnxClassifier(random_state=0, tol=None).fit(X, y)  # doctest: +SKIP
-        >>> clf.predict([[3.0, 0.0]]), clf.score(X, y) > 0.95  # doctest: +SKIP
+        >>> clf = OnnxClassifier(random_state=0, tol=None).fit(X, y)
+        >>> clf.predict([[3.0, 0.0]]), clf.score(X, y) > 0.95
         (array(['low'], dtype='<U4'), True)
     """
 
-    _default_metric = "accuracy"
+    _metric_name, _probes = "accuracy", True
 
     def __init__(
         self,
@@ -192,7 +193,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         """
         computed, head = self._computed(X), self._network.head
         if head.label is not None:
-            return self._named(computed[head.label])
+            labels = computed[head.label]
+            return labels if self._several else self.classes_[head.index(labels.ravel())]
         values = computed[head.target]
         threshold = 0.5 if self._network.from_logits is False else 0.0
         if self._several:
@@ -211,13 +213,14 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        values = self._computed(X)[self._network.head.target]
+        values, head = self._columns(X), self._network.head
         scores = bool(self._network.from_logits)
-        values = values.reshape(len(values), -1)
-        if not self._several and values.shape[1] > 1:
+        if values.shape[1] > 1 and not (self._several or head.one_vs_rest):
             return _softmax(values) if scores else values
         p = np.exp(-np.logaddexp(0, -values)) if scores else values
-        return p if self._several else np.hstack([1 - p, p])
+        if self._several:
+            return p
+        return np.hstack([1 - p, p]) if p.shape[1] == 1 else p / p.sum(axis=1, keepdims=True)
 
     @available_if(_has_probabilities)
     def predict_log_proba(self, X: Any) -> np.ndarray:
@@ -239,11 +242,21 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Args:
             X: as in `fit`.
         """
-        values = self._computed(X)[self._network.head.target]
-        values = values.reshape(len(values), -1)
+        values = self._columns(X)
         if self._several or values.shape[1] > 2:
             return values
         return values[:, -1] - values[:, 0] if values.shape[1] == 2 else values[:, 0]
+
+    def _columns(self, X: Any) -> np.ndarray:
+        """Return the target of the loss, (rows, columns), in the order of `classes_`."""
+        head = self._network.head if self._begun else None
+        values = self._computed(X)[head.target if head else ""]
+        values = values.reshape(len(values), -1)
+        if head is None or not head.flipped:
+            return values
+        if values.shape[1] == 2:
+            return values[:, ::-1]
+        return -values if self._network.from_logits is not False else 1 - values
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -303,14 +316,30 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
                 raise _other_head(what, len(new))
             self.classes_ = own.astype(new.dtype if new.dtype.kind != "U" else own.dtype)
 
-    def _named(self, labels: np.ndarray) -> np.ndarray:
-        """Return labels of the file as those of `fit`."""
-        return labels if self._several else self.classes_[self._network.head.index(labels.ravel())]
-
     def _loss_of(self, head: Head) -> Any:
         if self.loss is not None:
             return self.loss
-        return "binary_cross_entropy" if self._several or head.width == 1 else "cross_entropy"
+        binary = self._several or head.width == 1 or head.one_vs_rest
+        return "binary_cross_entropy" if binary else "cross_entropy"
+
+    def _options_of(self, head: Head) -> Mapping[str, Any] | None:
+        spec, options = _spec(self._loss_of(head)), dict(self.loss_options or {})
+        if spec is None or "from_logits" not in spec.all_options or "from_logits" in options:
+            return self.loss_options
+        if head.shares and not head.decided:  # the graph may not prove that these are probabilities
+            options["from_logits"] = False
+        return options
+
+    def _metric(self, head: Head) -> Any:
+        if self._several or head.width == 1 or self._has_indices(head):
+            return "accuracy"
+        return FunctionMetric(_one_hot_accuracy, "accuracy", True)
+
+    def _has_indices(self, head: Head) -> bool:
+        """Return whether the loss takes class indices, rather than a number for each column."""
+        loss = self._loss_of(head)
+        spec = _spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
+        return spec is None or spec.label_kind.dtype is not None
 
     def _encoded(self, y: np.ndarray) -> np.ndarray:
         head = self._network.head
@@ -324,9 +353,9 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
                 f"y has the labels {np.unique(y[wrong]).tolist()}, which are not in classes: "
                 f"{self.classes_.tolist()}"
             )
-        loss = self._loss_of(head)
-        spec = _spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
-        if spec is None or spec.label_kind.dtype is not None:
+        if head.flipped:
+            index = 1 - index
+        if self._has_indices(head):
             return index
         if head.width == 1:
             return head.as_target(index.astype(np.float64))
@@ -347,6 +376,11 @@ def _spec(loss: Any) -> LossSpec | None:
     if isinstance(loss, LossSpec):
         return loss
     return LOSSES.get(ALIASES.get(loss, loss)) if isinstance(loss, str) else None
+
+
+def _one_hot_accuracy(prediction: Any, label: Any, sample_weight: Any = None) -> float:
+    hits = prediction.argmax(axis=-1) == label.argmax(axis=-1)
+    return float(np.average(hits, weights=None if sample_weight is None else sample_weight.ravel()))
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:

@@ -28,12 +28,22 @@ class Head:
         label: the output of the predicted labels; None without one, or if its labels are unknown.
         classes: the labels in the order of the columns, if the file has them.
         shape: of `target` without the rows; None where it is not static.
+        one_vs_rest: whether each column is the probability, or score, of one class against the
+            others, as a Sigmoid computes it.
+        flipped: whether the two columns are in the other order than `classes`, or the one column
+            is that of the first class.
+        decided: whether an activation computes the target, so that a loss sees what it holds.
+        shares: whether the columns were between 0 and 1 and had the sum 1, where the model was run.
     """
 
     target: str
     label: str | None = None
     classes: np.ndarray | None = None
     shape: tuple[int, ...] | None = None
+    one_vs_rest: bool = False
+    flipped: bool = False
+    decided: bool = False
+    shares: bool = False
 
     @property
     def width(self) -> int:
@@ -43,6 +53,38 @@ class Head:
     def as_target(self, array: np.ndarray) -> np.ndarray:
         """Return an array, a row each, in the shape of the target."""
         return array.reshape(len(array), *(self.shape or ()))
+
+    def probe(self, computed: Mapping[str, np.ndarray]) -> None:
+        """Learn the shape of the target, and whether it agrees with the labels, from some rows.
+
+        Args:
+            computed: the tensors `target` and `label`.
+
+        Raises:
+            ValueError: the labels are not those of the largest columns.
+        """
+        values = computed[self.target]
+        self.shape = values.shape[1:]
+        if values.ndim == 2 and values.shape[1] > 1:
+            self.shares = bool(
+                (values >= 0).all() and np.allclose(values.sum(axis=1), 1, atol=1e-3)
+            )
+        if self.label is None or self.classes is None or values.ndim > 2:
+            return
+        labels, columns = self.index(computed[self.label].ravel()), values.reshape(len(values), -1)
+        if columns.shape[1] == 1:
+            means = [columns[labels == k].mean() if (labels == k).any() else 0.0 for k in (0, 1)]
+            self.flipped = bool(means[0] > means[1]) and len(np.unique(labels)) == 2
+            return
+        agreeing = float((labels == columns.argmax(axis=1)).mean())
+        if agreeing < 0.5 and columns.shape[1] > 2:
+            raise ValueError(
+                f"the largest column of {self.target!r} is the label {self.label!r} in "
+                f"{agreeing:.0%} of the rows only: name the tensor of the scores of the classes, "
+                "as loss={tensor: 'cross_entropy'}, or give the model a new head, by "
+                "onnxgrad.replace_head"
+            )
+        self.flipped = agreeing < 0.5
 
     def index(self, labels: np.ndarray) -> np.ndarray:
         """Return the columns of labels that the file predicted."""
@@ -68,7 +110,11 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
     loss: Any = "squared_error" if output is None else {output: "squared_error"}
     (target,) = training_loss(loss).outputs(proto)
     producers = {name: node for node in proto.graph.node for name in node.output}
-    head = Head(_single_column(proto, producers, target))
+    _refuse_pairs(_computing(producers, target))
+    target, one_vs_rest = _before_normalization(producers, _single_column(proto, producers, target))
+    activation = _activation(_computing(producers, target))
+    head = Head(target, one_vs_rest=one_vs_rest or activation == "LOGISTIC")
+    head.decided = one_vs_rest or activation in ("LOGISTIC", "SOFTMAX")
     for y in proto.graph.output:
         if non_tensor(y) or y.type.tensor_type.elem_type not in _LABELS:
             continue
@@ -80,7 +126,8 @@ def read_head(proto: ModelProto, output: str | None = None) -> Head:
         zipped = [n for n in proto.graph.node if n.op_type == "ZipMap" and target in n.input]
         head.classes = next((c for c in map(_class_labels, zipped) if c is not None), None)
     head.shape = _shape(proto, head.target)
-    if head.classes is None and _is_argmax(producers, head.label) and head.shape:
+    by_argmax = _computing(producers, head.label)
+    if head.classes is None and head.shape and by_argmax and by_argmax.op_type == "ArgMax":
         head.classes = np.arange(max(head.width, 2))
     head.label = head.label if head.classes is not None else None
     return head
@@ -103,6 +150,50 @@ def _single_column(proto: ModelProto, producers: Mapping[str, NodeProto], name: 
         or other.op_type == "Neg"
     )
     return column if mirrored else name
+
+
+def _computing(producers: Mapping[str, NodeProto], name: str | None) -> NodeProto | None:
+    """Return the node that computes the elements of a tensor, which others only move or cast."""
+    node = producers.get(name or "")
+    while node is not None and node.op_type in _MOVES:
+        node = producers.get(node.input[0])
+    return node
+
+
+def _activation(node: NodeProto | None) -> str:
+    """Return "LOGISTIC" or "SOFTMAX" if the node computes one; otherwise another text."""
+    if node is None:
+        return ""
+    post = {a.name: a.s for a in node.attribute}.get("post_transform", b"").decode()
+    names = {"Sigmoid": "LOGISTIC", "Softmax": "SOFTMAX", "LogSoftmax": "SOFTMAX"}
+    return names.get(node.op_type, post)
+
+
+def _before_normalization(producers: Mapping[str, NodeProto], name: str) -> tuple[str, bool]:
+    """Return the scores s of 1 / (1 + exp(-s)), divided by their sum, and whether it is that.
+
+    skl2onnx writes it for linear models with several classes. Its gradient is NaN where exp(-s)
+    overflows.
+    """
+    at: str = name
+    for op_type in ("Div", "Add", "Reciprocal", "Add", "Exp", "Mul"):
+        node = producers.get(at)
+        if node is None or node.op_type != op_type:
+            return name, False
+        at = node.input[0]
+    return at, True
+
+
+def _refuse_pairs(node: NodeProto | None) -> None:
+    """Raise for the scores of a support vector machine, one for each pair of three classes."""
+    if node is None or node.op_type != "SVMClassifier":
+        return
+    labels = _class_labels(node)
+    if labels is not None and len(labels) > 2 and "prob_a" not in {a.name for a in node.attribute}:
+        raise ValueError(
+            f"{node.output[1]!r} has a score for each pair of the {len(labels)} classes: export "
+            "the SVC with decision_function_shape='ovr', or with probability=True"
+        )
 
 
 def _classes(proto: ModelProto, producers: Mapping[str, NodeProto], name: str) -> np.ndarray | None:
@@ -130,13 +221,6 @@ def _class_labels(node: NodeProto) -> np.ndarray | None:
         if len(labels) == len(keys):
             return _decoded(np.asarray(labels)[np.argsort(keys)])
     return None
-
-
-def _is_argmax(producers: Mapping[str, NodeProto], name: str | None) -> bool:
-    node = producers.get(name or "")
-    while node is not None and node.op_type in _MOVES:
-        node = producers.get(node.input[0])
-    return node is not None and node.op_type == "ArgMax"
 
 
 def _constant(

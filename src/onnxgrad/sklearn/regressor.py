@@ -58,14 +58,14 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
 
     Examples:
         >>> import numpy as np
-        >>> from onnxgrad import OnnxRegressor  # doctest: +SKIP
+        >>> from onnxgrad.sklearn import OnnxRegressor
         >>> X = np.random.default_rng(0).normal(size=(200, 2))
-        >>> model = OnnxRegressor(learning_rate=0.01, random_state=0, tol=None)  # doctest: +SKIP
-        >>> model.fit(X, X[:, 0] - X[:, 1]).score(X, X[:, 0] - X[:, 1]) > 0.99  # doctest: +SKIP
+        >>> model = OnnxRegressor(learning_rate=0.01, random_state=0, tol=None)
+        >>> model.fit(X, X[:, 0] - X[:, 1]).score(X, X[:, 0] - X[:, 1]) > 0.99
         True
     """
 
-    _default_metric = "r2"
+    _metric_name, _probes = "r2", False
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train for one epoch on data, going on where the last call ended.

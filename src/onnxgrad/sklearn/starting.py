@@ -57,20 +57,20 @@ def converted(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelProto:
     except NotFittedError:
         weighted = sample_weight is not None and has_fit_parameter(model, "sample_weight")
         model = clone(model).fit(X, y, **{"sample_weight": sample_weight} if weighted else {})
-    options = {"zipmap": False} if is_classifier(model) and _has_zipmap(model) else None
     try:
-        return to_onnx(model, _example(X), options=options)
+        return _plain(to_onnx, model, _example(X))
     except Exception as e:
         raise ModelError(f"skl2onnx cannot convert {type(model).__name__}: {e}") from e
 
 
-def _has_zipmap(model: Any) -> bool:
-    """Return whether skl2onnx writes the probabilities of a classifier as dictionaries."""
-    last = model.steps[-1][1] if isinstance(model, Pipeline) else model
-    return hasattr(last, "predict_proba") or type(last).__name__ not in (
-        "LinearSVC",
-        "RidgeClassifier",
-    )
+def _plain(to_onnx: Any, model: Any, row: Any) -> ModelProto:
+    """Return the converted model; the probabilities of a classifier become an array."""
+    if is_classifier(model):
+        try:
+            return to_onnx(model, row, options={"zipmap": False})
+        except NameError:  # it has no such option, as LinearSVC
+            pass
+    return to_onnx(model, row)
 
 
 def _example(X: Any) -> Any:
