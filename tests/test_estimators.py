@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import pickle
 import warnings
 
@@ -58,6 +59,13 @@ def exported(estimator, y, **options):
 @parametrize_with_checks([OnnxClassifier(), OnnxRegressor()])
 def test_the_checks_of_scikit_learn(estimator, check):
     check(estimator)
+
+
+@pytest.mark.parametrize("estimator", [OnnxClassifier, OnnxRegressor])
+def test_the_examples_of_the_documentation(estimator):
+    (test,) = doctest.DocTestFinder(recurse=False).find(estimator, globs={})
+    assert test.examples
+    assert not doctest.DocTestRunner().run(test).failed
 
 
 # -- a perceptron, as MLPClassifier and MLPRegressor ----------------------------------------------
@@ -206,6 +214,22 @@ def test_a_network_without_labels():
             OnnxClassifier(network(units)).fit(X, y)
     with pytest.raises(ValueError, match=r"replace_head\(model, units=1\)"):
         OnnxRegressor(network(3)).fit(X, Z)
+
+
+def test_a_sigmoid_for_each_class():
+    """One class against the others: the probabilities are those of the file, with the sum 1."""
+    model = network(3)
+    model.graph.node[0].output[0] = "score"
+    model.graph.node.add(op_type="Sigmoid", input=["score"], output=["y"])
+    ours = OnnxClassifier(model, max_iter=60, learning_rate=0.1, early_stopping=True)
+    ours.fit(X, THREE)
+    (p,) = run(ours.to_onnx(), X)
+    np.testing.assert_allclose(ours.predict_proba(X), p / p.sum(axis=1, keepdims=True), atol=1e-6)
+    np.testing.assert_array_equal(ours.predict(X), ours.classes_[p.argmax(axis=1)])
+    assert ours.score(X, THREE) > 0.5
+    assert all(
+        (12 * score) % 1 < 1e-5 or (12 * score) % 1 > 1 - 1e-5 for score in ours.validation_scores_
+    )  # shares of 12 rows
 
 
 def test_models_of_scikit_learn():

@@ -61,6 +61,8 @@ def test_what_it_refuses():
     trainer = Trainer(model(), "squared_error", learning_rate=cosine(0.1))
     with pytest.raises(ValueError, match="steps"):
         trainer.partial_fit(X, Y)
+    with pytest.raises(ValueError, match="steps"):  # not that it is running
+        trainer.partial_fit(X, Y)
     with pytest.raises(ValueError, match="batch_size"):
         trainer.partial_fit(X, Y, batch_size=0)
     assert trainer.state.step == 0

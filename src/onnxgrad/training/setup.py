@@ -220,16 +220,17 @@ class Setup:
             state = self._state(initial, identity, resume)
         first = state.epoch if further else 0
         runner = compiled.runner(self, source.batch_size, fields)
-        state.begin(runner)
+        rates = self._rates(state, None if further else source.batches, epochs)
         if step.unreached:
             warnings.warn(
                 f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
             )
+        state.begin(runner)
         return Loop(
             trainer,
             state,
             runner,
-            self._rates(state, None if further else source.batches, epochs),
+            rates,
             source,
             trainer.callbacks,
             order=_order if shuffle else lambda state: None,
