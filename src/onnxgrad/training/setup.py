@@ -14,7 +14,7 @@ from onnx import ModelProto
 from onnxgrad.data.columns import Names
 from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.graph.shapes import dims
-from onnxgrad.losses.objectives import training_loss
+from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
@@ -28,10 +28,11 @@ from onnxgrad.training.arguments import check_choice, start_learning_rate
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.compiled import Compiled, compiled_step
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
 from onnxgrad.training.identity import described, require_equal
 from onnxgrad.training.judges import ByOutput
@@ -39,7 +40,6 @@ from onnxgrad.training.loop import Loop
 from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
-from onnxgrad.training.runner import Runner
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step import Step, StepOptions, build_gradients, build_step
 from onnxgrad.training.update import build_update
@@ -71,6 +71,7 @@ class Settings(Protocol):
     seed: int
     names: Names
     state: TrainState
+    built: BuildCache
 
     def evaluated(self) -> Arrays:
         """Return the weights and statistics that are evaluated."""
@@ -101,6 +102,7 @@ class Setup:
         self.trainer, self.data, self.held_out = trainer, data, held_out
         self.batch_size, self.default_size, self.shown = batch_size, default_size, shown
         self.names = trainer.names.copy()
+        self.compiled: Compiled | None = None  # of the loop
         self.weighted = data.weighted or (isinstance(held_out, Dataset) and held_out.weighted)
         loss = self._loss()
         moved = {name for name, axis in trainer.batch_axes.items() if axis != 0}
@@ -176,10 +178,21 @@ class Setup:
         step = build_accumulating_step(self.objective, optimizer, parts, options)
         return step, objective
 
-    def loop(self, epochs: int, shuffle: bool, resume: str | os.PathLike | None) -> Loop:
-        """Return the loop of a training; its state is on the device."""
+    def _compiled(self) -> Compiled:
+        """Return the step and its objective; those of the call before, if they are the same."""
+        own = isinstance(self.plan.loss, OutputLosses)
+        return compiled_step(self, label_shapes(self.data.y), self._class_weight() if own else None)
+
+    def loop(
+        self, epochs: int, shuffle: bool, resume: str | os.PathLike | None, further: bool = False
+    ) -> Loop:
+        """Return the loop of a training; its state is on the device.
+
+        With `further`, it is the trainer's own state, and the epochs follow those before.
+        """
         trainer = self.trainer
-        step, objective = self.step(trainer.callbacks.gradient_norms)
+        compiled = self.compiled = self._compiled()
+        step, objective = compiled.step, compiled.objective
         fields = Fields(objective, trainer.batch_axes)
         self._check_weighted(objective, fields)
         source = self._source(self.data, fields)
@@ -200,32 +213,28 @@ class Setup:
             for b in step.buffers
             if b.const_value is not None
         }
-        identity = self._identity(source.description, source.batch_size, shuffle)
-        state = self._state(initial, identity, resume)
-        epoch = build_epoch(step)
-        runner = Runner(
-            epoch,
-            step,
-            "terms",
-            trainer.device,
-            step.work * source.batch_size,
-            fields,
-            objective.carried,
-        )
-        state.begin(runner)
+        if further:
+            state = trainer.state.begin_epoch(initial)
+        else:
+            identity = self._identity(source.description, source.batch_size, shuffle)
+            state = self._state(initial, identity, resume)
+        first = state.epoch if further else 0
+        runner = compiled.runner(self, source.batch_size, fields)
+        rates = self._rates(state, None if further else source.batches, epochs)
         if step.unreached:
             warnings.warn(
                 f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
             )
+        state.begin(runner)
         return Loop(
             trainer,
             state,
             runner,
-            self._rates(state, source.batches, epochs),
+            rates,
             source,
             trainer.callbacks,
             order=_order if shuffle else lambda state: None,
-            last_epoch=epochs,
+            last_epoch=first + epochs,
             resumable=True,
             evaluate=None if held_out is None else lambda: self._validate(held_out),
             factors=tuple(objective.written.factors),

@@ -188,6 +188,13 @@ class TrainState:
         """Whether `fit` is running."""
         return self._runner is not None
 
+    def begin_epoch(self, buffers: Arrays) -> Self:
+        """Prepare another epoch after those before; `buffers` are initial values of new ones."""
+        self.position, self.pending, self.running, self.stop_reason = 0, False, {}, None
+        values = self.values
+        self.values = replace(values, buffers=buffers | values.buffers)
+        return self
+
     def begin(self, runner: OnDevice) -> None:
         """Copy the values to the device of `runner`, where training changes them until `end`."""
         runner.load(self._values)

@@ -22,6 +22,7 @@ from onnxgrad.training.arguments import check_choice, check_count, check_recompu
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, inference_form, separate_statistics, train_merged
@@ -153,6 +154,7 @@ class Trainer:
         self._constants = set(refs)
         self.state.values = Values({name: refs[name].array() for name in self.trained})
         self.setup: Setup | None = None  # of the last `fit`
+        self.built = BuildCache()
         self._fitted: Loop | None = None
 
     # -- training -----------------------------------------------------------------------------
@@ -207,7 +209,43 @@ class Trainer:
         if batch_size is not None:
             check_count("batch_size", batch_size)
         setup = Setup(self, data, batch_size, validation)
-        loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
+        return self._run(setup, setup.loop(check_count("epochs", epochs), shuffle, resume))
+
+    def partial_fit(
+        self,
+        X: Any,
+        y: Any = None,
+        *,
+        sample_weight: Any = None,
+        batch_size: int | None = None,
+        shuffle: bool = True,
+    ) -> Self:
+        """Train for one more epoch, on data that may differ from those of the calls before.
+
+        Unlike `fit`, it goes on with the slots of the optimizer, the step number, the schedule and
+        the history. The session is kept from call to call, so that calls with a few rows are fast.
+        A schedule needs its number of steps, as `cosine(1e-3, steps=1000)`.
+
+        Args:
+            X: as in `fit`.
+            y: as in `fit`.
+            sample_weight: as in `fit`.
+            batch_size: as in `fit`.
+            shuffle: as in `fit`.
+
+        Raises:
+            ValueError: as `fit`.
+            ConvergenceError: as `fit`.
+        """
+        if self.state.is_running:
+            raise RuntimeError("fit is running: partial_fit cannot be called before it ends")
+        if batch_size is not None:
+            check_count("batch_size", batch_size)
+        setup = Setup(self, _dataset(X, y, sample_weight), batch_size)
+        return self._run(setup, setup.loop(1, shuffle, None, further=True))
+
+    def _run(self, setup: Setup, loop: Loop) -> Self:
+        """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
         before, self.state, self.setup, self._fitted = self.state, loop.state, setup, loop
         try:
             loop.run()

@@ -1,0 +1,366 @@
+"""What the two estimators share: data, the trainer's arguments, and what `fit` leaves behind."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import numpy as np
+from onnx import ModelProto
+from sklearn.base import BaseEstimator
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.model_selection import train_test_split
+from sklearn.utils import check_array, check_consistent_length, check_random_state
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+
+from onnxgrad.data.columns import is_table
+from onnxgrad.model.read import read
+from onnxgrad.optimizers import Optimizer
+from onnxgrad.sklearn.arguments import by_name, check_arguments, initialized, same
+from onnxgrad.sklearn.head import Head, read_head
+from onnxgrad.sklearn.mlp import mlp
+from onnxgrad.sklearn.network import Network, Predictor
+from onnxgrad.sklearn.starting import converted, is_estimator, takes_tables
+from onnxgrad.training.arguments import select_rate
+from onnxgrad.training.callbacks.early_stopping import EarlyStopping
+from onnxgrad.training.callbacks.progress import Progress
+
+_PROBED = 256  # rows for which a model is run to see what it predicts
+_MODELS = (ModelProto, bytes, os.PathLike)
+
+
+class OnnxEstimator(BaseEstimator):
+    """Base of `OnnxClassifier` and `OnnxRegressor`, which differ in their labels."""
+
+    _metric_name: str
+    _probes: bool  # whether a model is run before training, to see what its end computes
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        hidden_layer_sizes: int | Iterable[int] = (100,),
+        activation: str = "relu",
+        loss: Any = None,
+        loss_options: Mapping[str, Any] | None = None,
+        optimizer: str | Optimizer = "adam",
+        learning_rate: Any = 1e-3,
+        max_iter: int = 100,
+        batch_size: int | str = "auto",
+        shuffle: bool = True,
+        tol: float | None = 1e-4,
+        n_iter_no_change: int = 10,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        train: str | Iterable[str] | None = None,
+        freeze: str | Iterable[str] = (),
+        clip_norm: float | None = None,
+        batch_norm: str = "frozen",
+        dropout: Mapping[str, float] | None = None,
+        callbacks: Iterable[Any] = (),
+        device: str = "cpu",
+        warm_start: bool = False,
+        verbose: int = 0,
+        random_state: Any = None,
+    ) -> None:
+        self.model = model
+        self.hidden_layer_sizes, self.activation = hidden_layer_sizes, activation
+        self.loss, self.loss_options = loss, loss_options
+        self.optimizer, self.learning_rate = optimizer, learning_rate
+        self.max_iter, self.batch_size, self.shuffle = max_iter, batch_size, shuffle
+        self.tol, self.n_iter_no_change = tol, n_iter_no_change
+        self.early_stopping, self.validation_fraction = early_stopping, validation_fraction
+        self.train, self.freeze, self.clip_norm = train, freeze, clip_norm
+        self.batch_norm, self.dropout = batch_norm, dropout
+        self.callbacks, self.device = callbacks, device
+        self.warm_start, self.verbose, self.random_state = warm_start, verbose, random_state
+
+    # -- training -----------------------------------------------------------------------------
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train for at most `max_iter` epochs.
+
+        It begins with the weights of `model`; with `warm_start`, with those of the last call.
+
+        Args:
+            X: (rows, features), or what the input of the model takes; for a model of several
+                inputs, a table of columns of these names, or a dict.
+            y: labels, (rows,) or (rows, outputs).
+            sample_weight: (rows,).
+
+        Raises:
+            ValueError: invalid arguments or data.
+            NoGradientRule: an operator between the weights and the loss has no rule.
+            ConvergenceError: the loss became NaN or infinite.
+        """
+        check_arguments(self)
+        going_on = self.warm_start and self._begun
+        X, y, weight = self._checked(X, y, sample_weight, reset=not going_on)
+        if going_on:
+            self._renew(self.to_onnx())
+        else:
+            self._start(X, y, weight)
+        self._train(X, y, weight)
+        return self
+
+    def _continue(self, X: Any, y: Any, sample_weight: Any, **more: Any) -> None:
+        """Train for one more epoch, as `partial_fit`; `more` is for `_start`, at the first call."""
+        check_arguments(self)
+        if self.early_stopping:
+            raise ValueError("partial_fit does not support early_stopping=True")
+        first = not self._begun
+        X, y, weight = self._checked(X, y, sample_weight, reset=first)
+        if first:
+            self._start(X, y, weight, **more)
+            self.loss_curve_: list[float] = []
+            self.n_iter_ = 0
+        else:
+            self._follow()
+        rows, encoded = len(y), self._encoded(y)
+        self._network.train(
+            True,
+            (X, encoded, self._weighted(y, weight)),
+            self.callbacks,
+            batch_size=self._batch_size(rows),
+            shuffle=self.shuffle,
+        )
+        self.loss_ = self._network.trainer.history[-1]["loss"]
+        self.loss_curve_.append(self.loss_)
+        self.n_iter_ += 1
+        self.best_loss_: float | None = min(self.loss_curve_)
+
+    def _train(self, X: Any, y: Any, weight: Any) -> None:
+        """Train for all epochs, and set the attributes."""
+        validation, stopping = None, []
+        patience = self.n_iter_no_change
+        if self.early_stopping:
+            X, y, weight, validation = self._held_out(X, y, weight)
+            monitor = f"validation_{self._metric_name}"
+            stopping = [EarlyStopping(monitor, patience, min_delta=self.tol or 0.0)]
+        elif self.tol is not None and np.isfinite(patience):
+            stopping = [EarlyStopping("loss", patience, restore=False, min_delta=self.tol)]
+        self._network.train(
+            False,
+            (X, self._encoded(y), self._weighted(y, weight)),
+            [*self.callbacks, *stopping, *[Progress()] * bool(self.verbose)],
+            validation=validation,
+            epochs=self.max_iter,
+            batch_size=self._batch_size(len(y)),
+            shuffle=self.shuffle,
+        )
+        self._record(stopping)
+
+    def _record(self, stopping: list[EarlyStopping]) -> None:
+        """Set what `fit` leaves behind, from the history of the trainer."""
+        trainer = self._network.trainer
+        epochs = [entry for entry in trainer.history if "loss" in entry]
+        self.loss_curve_ = [entry["loss"] for entry in epochs]
+        self.loss_, self.n_iter_ = self.loss_curve_[-1], len(epochs)
+        self.best_loss_ = None if self.early_stopping else min(self.loss_curve_)
+        self.validation_scores_: list[float] | None = None
+        self.best_validation_score_: float | None = None
+        if self.early_stopping:
+            name = f"validation_{self._metric_name}"
+            self.validation_scores_ = [entry[name] for entry in trainer.history if name in entry]
+            self.best_validation_score_ = max(self.validation_scores_)
+        ended = any(trainer.state.callbacks[c.key]["stopped"] for c in stopping)
+        if stopping and not ended and trainer.state.stop_reason == "max_iter":
+            warnings.warn(
+                f"the training has not converged in max_iter={self.max_iter} epochs: raise it, or "
+                "pass tol=None to train for that many epochs without this warning",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+
+    def _held_out(self, X: Any, y: Any, weight: Any) -> tuple[Any, Any, Any, Any]:
+        """Return the rows to train on, and (X, y, weight) of those that are held out."""
+        if by_name(X):
+            raise ValueError("early_stopping holds out rows of arrays and tables, not of a dict")
+        parts = train_test_split(
+            X,
+            y,
+            *([] if weight is None else [weight]),
+            random_state=self._rng,
+            test_size=self.validation_fraction,
+            stratify=self._strata(y),
+        )
+        (X, X_val, y, y_val), weights = parts[:4], parts[4:] or [None, None]
+        if len(y_val) < 2:
+            raise ValueError(
+                "The validation set is too small. Increase 'validation_fraction' or the size of "
+                "your dataset."
+            )
+        held_out = [X_val, self._encoded(y_val)]
+        if (w := self._weighted(y_val, weights[1])) is not None:
+            held_out.append(w)
+        return X, y, weights[0], tuple(held_out)
+
+    @property
+    def _begun(self) -> bool:
+        """Whether there is a model in training."""
+        return "_network" in vars(self)
+
+    # -- the model ----------------------------------------------------------------------------
+
+    def _start(self, X: Any, y: Any, weight: Any, **more: Any) -> None:
+        """Set up the training of the first model; `more` is what `partial_fit` knows of labels."""
+        self._rng = check_random_state(self.random_state)
+        self._learn_labels(y, **more)
+        if self.model is None:
+            features, hidden, dtype = X.shape[1], self.hidden_layer_sizes, X.dtype
+            units, classes = self._outputs(y)
+            proto = mlp(features, hidden, units, self.activation, self._rng, dtype, classes)
+        elif is_estimator(self.model):
+            proto = converted(self.model, X, y, weight)
+        else:
+            proto = read(self.model)
+        name = next(iter(self.loss)) if isinstance(self.loss, Mapping) else None
+        head = read_head(proto, name)
+        if self.model is not None and (head.shape is None or self._probes):
+            first = {n: a[:_PROBED] for n, a in X.items()} if by_name(X) else X[:_PROBED]
+            tensors = [name for name in (head.target, head.label) if name]
+            head.probe(Predictor(proto, tensors, self.device)(first))
+        self._agree(head, y)
+        self._seed = int(self._rng.randint(2**31 - 1))
+        self._network = Network(proto, head, self._arguments(head))
+
+    def _renew(self, proto: ModelProto) -> None:
+        """Train `proto` from now on, with the arguments as they are now."""
+        self._network = Network(proto, self._network.head, self._arguments(self._network.head))
+
+    def _follow(self) -> None:
+        """Let the trainer have the arguments as they are now, which `set_params` may have changed.
+
+        Only the learning rate can change without a new optimizer.
+        """
+        new, old = self._arguments(self._network.head), self._network.arguments
+        changed = {name for name in new if not same(new[name], old[name])}
+        if changed == {"learning_rate"}:
+            old["learning_rate"] = self.learning_rate
+            self._network.trainer.learning_rate = select_rate(self.learning_rate)
+        elif changed:
+            self._renew(self.to_onnx())
+
+    def _arguments(self, head: Head) -> dict[str, Any]:
+        """Return the arguments of the trainer."""
+        loss, options = self._loss_of(head), self._options_of(head)
+        whole = isinstance(loss, (Mapping, *_MODELS)) or hasattr(loss, "write")
+        whole = whole or (isinstance(loss, str) and loss.endswith(".onnx"))
+        names = ("optimizer", "learning_rate", "train", "freeze", "clip_norm", "batch_norm")
+        return {
+            "loss": loss if whole else {head.target: loss},
+            "loss_options": options if whole or not options else {head.target: options},
+            **{name: getattr(self, name) for name in names},
+            "dropout": self.dropout,
+            "device": self.device,
+            "metrics": [self._metric(head)] if self.early_stopping else [],
+            "seed": self._seed,
+        }
+
+    def to_onnx(self) -> ModelProto:
+        """Return the trained model.
+
+        It has the inputs and outputs of the model that training began with.
+
+        Raises:
+            NotFittedError: `fit` was not called.
+        """
+        check_is_fitted(self)
+        return self._network.model
+
+    # -- arguments and data -------------------------------------------------------------------
+
+    def _batch_size(self, rows: int) -> int | None:
+        """Return the rows of a batch; None leaves it to a model with a static batch."""
+        if self.batch_size == "auto":
+            trainer = self._network.trainer
+            first = next(iter(trainer.proto.graph.input)).type.tensor_type.shape.dim[:1]
+            return None if first and first[0].dim_value else min(200, rows)
+        return min(int(self.batch_size), rows)
+
+    def _checked(
+        self, X: Any, y: Any, sample_weight: Any, reset: bool
+    ) -> tuple[Any, np.ndarray, np.ndarray | None]:
+        """Return checked data; a table stays one where columns are the inputs of a model."""
+        if reset:
+            self._tables = self._needs_tables()
+        if by_name(X) or (self._tables and is_table(X)):
+            rows = next(iter(X.values())) if by_name(X) else X
+            y = check_array(y, ensure_2d=False, dtype=None, input_name="y")
+            check_consistent_length(rows, y)
+            if is_table(X):
+                validate_data(self, X, skip_check_array=True, reset=reset)
+        else:
+            X, y = validate_data(self, X, y, multi_output=True, reset=reset, **self._x_checks())
+            rows = X
+        y = self._checked_labels(y)
+        if sample_weight is not None:
+            empty = np.zeros((len(y), 1))
+            sample_weight = _check_sample_weight(sample_weight, empty, ensure_non_negative=True)
+        return X, y, sample_weight
+
+    def _x_checks(self) -> dict[str, Any]:
+        if self.model is None:
+            return {"dtype": (np.float64, np.float32)}
+        return {"dtype": "numeric", "allow_nd": True}
+
+    def _needs_tables(self) -> bool:
+        if self.model is None:
+            return False
+        if is_estimator(self.model):
+            return takes_tables(self.model)
+        proto = read(self.model)
+        return len({x.name for x in proto.graph.input} - initialized(proto)) > 1
+
+    def _computed(self, X: Any) -> dict[str, np.ndarray]:
+        """Return the target of the loss for X, and the labels if the file has them."""
+        check_is_fitted(self)
+        if is_table(X) and self._tables:
+            validate_data(self, X, skip_check_array=True, reset=False)
+        elif not by_name(X):
+            X = validate_data(self, X, reset=False, **self._x_checks())
+        return self._network.run(X)
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "n_iter_")
+
+    # -- what the two differ in ---------------------------------------------------------------
+
+    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def _learn_labels(self, y: np.ndarray) -> None:
+        """Learn what the labels are, before there is a model."""
+
+    def _outputs(self, y: np.ndarray) -> tuple[int, Any]:
+        """Return the units of the last layer of a perceptron, and its `classes`."""
+        raise NotImplementedError
+
+    def _agree(self, head: Head, y: np.ndarray) -> None:
+        """Raise `ValueError` if the labels are not those of the model."""
+
+    def _loss_of(self, head: Head) -> Any:
+        """Return the loss, chosen by the head if `loss` is None."""
+        raise NotImplementedError
+
+    def _metric(self, head: Head) -> Any:
+        """Return the metric of validation data, whose name is `_metric_name`."""
+        return self._metric_name
+
+    def _options_of(self, head: Head) -> Mapping[str, Any] | None:
+        """Return the options of the loss."""
+        return self.loss_options
+
+    def _encoded(self, y: np.ndarray) -> np.ndarray:
+        """Return labels as the loss takes them."""
+        raise NotImplementedError
+
+    def _weighted(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
+        """Return the sample weights, times those of the classes."""
+        return weight
+
+    def _strata(self, y: np.ndarray) -> np.ndarray | None:
+        """Return the labels whose shares are kept where rows are held out."""
+        return None

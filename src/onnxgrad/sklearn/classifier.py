@@ -1,0 +1,395 @@
+"""`OnnxClassifier`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import ClassifierMixin
+from sklearn.utils import column_or_1d, compute_sample_weight
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.multiclass import check_classification_targets, type_of_target
+
+from onnxgrad.losses.objectives import ALIASES, LOSSES
+from onnxgrad.losses.spec import LossSpec
+from onnxgrad.metrics.foreign import FunctionMetric
+from onnxgrad.optimizers import Optimizer
+from onnxgrad.sklearn.base import OnnxEstimator
+from onnxgrad.sklearn.head import Head
+
+
+def _has_probabilities(self: Any) -> bool:
+    """Return whether the loss says what probabilities the predictions stand for."""
+    if self._begun:
+        return self._network.from_logits is not None
+    spec = _spec(self.loss)
+    return self.loss is None or (spec is not None and "from_logits" in spec.all_options)
+
+
+def _has_scores(self: Any) -> bool:
+    """Return whether the model computes scores."""
+    return self._begun and self._network.from_logits is not False
+
+
+class OnnxClassifier(ClassifierMixin, OnnxEstimator):
+    """A classifier that trains an ONNX model, with the manners of scikit-learn.
+
+    It is a face of `onnxgrad.Trainer`. Labels are numbers or text, of two or more classes; or the
+    indicators of several labels a row, (rows, labels). The file that `to_onnx` returns predicts the
+    same labels.
+
+    Args:
+        model: path, model or serialized model; its labels must be those of the file, if that has
+            any, as files of skl2onnx. A model of scikit-learn is converted by skl2onnx: a fitted
+            one goes on training, one that is not is fitted first. `clone`, and so a grid search,
+            makes a fitted one unfitted, unless it is in a `sklearn.frozen.FrozenEstimator`. None: a
+            multi-layer perceptron like `MLPClassifier`, in the dtype of X, with the outputs "label"
+            and "probabilities".
+        hidden_layer_sizes: units of the hidden layers of the perceptron.
+        activation: "relu", "tanh", "logistic" or "identity", of its hidden layers.
+        loss: as that of `Trainer`. None: the cross entropy, of scores or probabilities as the graph
+            computes them.
+        loss_options: options of a loss that is a name.
+        optimizer: name or optimizer of onnxgrad.
+        learning_rate: number or schedule.
+        max_iter: largest number of epochs.
+        batch_size: rows of a step; "auto" is 200, or all rows if they are fewer.
+        shuffle: whether the rows are ordered anew for every epoch.
+        tol: the least improvement that counts. None: train for `max_iter` epochs.
+        n_iter_no_change: epochs in a row without improvement of the loss after which training ends;
+            with `early_stopping`, of the accuracy of validation data. `numpy.inf` for no limit.
+        early_stopping: hold out rows for validation, and keep the weights of the best epoch.
+        validation_fraction: share of the rows that are held out.
+        class_weight: `{label: weight}`, or "balanced"; they multiply the sample weights.
+        train: names and patterns of the tensors that train; None: see `onnxgrad.trainable`.
+        freeze: names and patterns of those that do not.
+        clip_norm: largest norm of all gradients together.
+        batch_norm: "frozen" or "train", as of `Trainer`.
+        dropout: `{pattern: p}`, as of `Trainer`.
+        callbacks: callbacks of onnxgrad.
+        device: "cpu", "cuda" or "cuda:1".
+        warm_start: whether `fit` begins with the weights of the last call.
+        verbose: 1 shows the progress.
+        random_state: seed or `RandomState` of initial weights, the order of rows, dropout and the
+            rows held out.
+
+    Attributes:
+        classes_: labels, in the order of the columns of `predict_proba`.
+        n_features_in_: number of columns of X.
+        feature_names_in_: names of the columns, if X was a table with names.
+        loss_curve_: mean training loss of each epoch.
+        loss_: the last one.
+        best_loss_: the lowest one; None with `early_stopping`.
+        validation_scores_: accuracy of the rows held out after each epoch; None without them.
+        best_validation_score_: the highest one.
+        n_iter_: number of epochs.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.sklearn import OnnxClassifier
+        >>> X = np.random.default_rng(0).normal(size=(200, 2))
+        >>> y = np.where(X[:, 0] > X[:, 1], "low", "high")
+        >>> clf = OnnxClassifier(random_state=0, tol=None).fit(X, y)
+        >>> clf.predict([[3.0, 0.0]]), clf.score(X, y) > 0.95
+        (array(['low'], dtype='<U4'), True)
+    """
+
+    _metric_name, _probes = "accuracy", True
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        hidden_layer_sizes: int | Iterable[int] = (100,),
+        activation: str = "relu",
+        loss: Any = None,
+        loss_options: Mapping[str, Any] | None = None,
+        optimizer: str | Optimizer = "adam",
+        learning_rate: Any = 1e-3,
+        max_iter: int = 100,
+        batch_size: int | str = "auto",
+        shuffle: bool = True,
+        tol: float | None = 1e-4,
+        n_iter_no_change: int = 10,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        class_weight: Any = None,
+        train: str | Iterable[str] | None = None,
+        freeze: str | Iterable[str] = (),
+        clip_norm: float | None = None,
+        batch_norm: str = "frozen",
+        dropout: Mapping[str, float] | None = None,
+        callbacks: Iterable[Any] = (),
+        device: str = "cpu",
+        warm_start: bool = False,
+        verbose: int = 0,
+        random_state: Any = None,
+    ) -> None:
+        super().__init__(
+            model,
+            hidden_layer_sizes=hidden_layer_sizes,
+            activation=activation,
+            loss=loss,
+            loss_options=loss_options,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            max_iter=max_iter,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            tol=tol,
+            n_iter_no_change=n_iter_no_change,
+            early_stopping=early_stopping,
+            validation_fraction=validation_fraction,
+            train=train,
+            freeze=freeze,
+            clip_norm=clip_norm,
+            batch_norm=batch_norm,
+            dropout=dropout,
+            callbacks=callbacks,
+            device=device,
+            warm_start=warm_start,
+            verbose=verbose,
+            random_state=random_state,
+        )
+        self.class_weight = class_weight
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> Self:
+        """Train for one epoch on data, going on where the last call ended.
+
+        Args:
+            X: as in `fit`.
+            y: as in `fit`.
+            classes: all labels that there are, at the first call; None if y has all of them.
+            sample_weight: as in `fit`.
+
+        Raises:
+            ValueError: as `fit`; labels that are not in `classes`; or `early_stopping=True`.
+        """
+        if isinstance(self.class_weight, str):
+            raise ValueError(
+                f"class_weight={self.class_weight!r} is not supported by partial_fit, which does "
+                "not see all labels: pass {class: weight}, as compute_class_weight returns"
+            )
+        own = np.sort(self.classes_) if classes is not None and self._begun else None
+        if own is not None and not np.isin(classes, own).all():
+            raise ValueError(
+                f"classes={list(classes)} are not those of the first call of partial_fit: "
+                f"{own.tolist()}"
+            )
+        self._continue(X, y, sample_weight, classes=classes)
+        return self
+
+    # -- predictions --------------------------------------------------------------------------
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the labels, (rows,); of several labels a row, 0 and 1, (rows, labels).
+
+        Args:
+            X: as in `fit`.
+
+        Raises:
+            NotFittedError: `fit` was not called.
+        """
+        computed, head = self._computed(X), self._network.head
+        if head.label is not None:
+            labels = computed[head.label]
+            return labels if self._several else self.classes_[head.index(labels.ravel())]
+        values = computed[head.target]
+        threshold = 0.5 if self._network.from_logits is False else 0.0
+        if self._several:
+            return (values > threshold).astype(np.int64)
+        if head.width == 1:
+            return self.classes_[(values.reshape(len(values)) > threshold).astype(np.int64)]
+        return self.classes_[values.reshape(len(values), -1).argmax(axis=1)]
+
+    @available_if(_has_probabilities)
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return the probabilities of the classes, (rows, classes), in the order of `classes_`.
+
+        Args:
+            X: as in `fit`.
+
+        Raises:
+            NotFittedError: `fit` was not called.
+        """
+        values, head = self._columns(X), self._network.head
+        scores = bool(self._network.from_logits)
+        if values.shape[1] > 1 and not (self._several or head.one_vs_rest):
+            return _softmax(values) if scores else values
+        p = np.exp(-np.logaddexp(0, -values)) if scores else values
+        if self._several:
+            return p
+        return np.hstack([1 - p, p]) if p.shape[1] == 1 else p / p.sum(axis=1, keepdims=True)
+
+    @available_if(_has_probabilities)
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Return the logarithms of the probabilities of the classes.
+
+        Args:
+            X: as in `fit`.
+
+        Raises:
+            NotFittedError: `fit` was not called.
+        """
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
+    @available_if(_has_scores)
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Return the scores of a model that computes scores: (rows, classes), or (rows,) of two.
+
+        Args:
+            X: as in `fit`.
+        """
+        values = self._columns(X)
+        if self._several or values.shape[1] > 2:
+            return values
+        return values[:, -1] - values[:, 0] if values.shape[1] == 2 else values[:, 0]
+
+    def _columns(self, X: Any) -> np.ndarray:
+        """Return the target of the loss, (rows, columns), in the order of `classes_`."""
+        head = self._network.head if self._begun else None
+        values = self._computed(X)[head.target if head else ""]
+        values = values.reshape(len(values), -1)
+        if head is None or not head.flipped:
+            return values
+        if values.shape[1] == 2:
+            return values[:, ::-1]
+        return -values if self._network.from_logits is not False else 1 - values
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_label = True
+        return tags
+
+    # -- labels -------------------------------------------------------------------------------
+
+    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
+        check_classification_targets(y)
+        if y.ndim > 1 and type_of_target(y) != "multilabel-indicator":
+            raise ValueError(f"Unknown label type: {type_of_target(y)}")
+        return y
+
+    def _learn_labels(self, y: np.ndarray, classes: Any = None) -> None:
+        self._several = y.ndim > 1
+        if self._several:
+            self.classes_ = np.arange(y.shape[1])
+            return
+        self.classes_ = np.unique(y if classes is None else classes)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                f"a classifier needs labels of at least 2 classes, and y has one class, "
+                f"{self.classes_.tolist()}"
+            )
+
+    def _outputs(self, y: np.ndarray) -> tuple[int, Any]:
+        classes = self.classes_
+        if self._several:
+            return len(classes), []
+        whole = classes.dtype.kind in "iub" or (
+            classes.dtype.kind == "f" and (classes == classes.astype(np.int64)).all()
+        )
+        names = classes.astype(np.int64) if whole else [str(c) for c in classes]
+        return (1 if len(classes) == 2 else len(classes)), list(names)
+
+    def _agree(self, head: Head, y: np.ndarray) -> None:
+        new, columns = self.classes_, head.width
+        if self._several:
+            if columns != len(new):
+                raise _other_head(f"{columns} outputs, and y {len(new)} labels a row", len(new))
+            return
+        units = max(columns, 2)
+        if head.classes is None:
+            if len(new) == units:
+                return
+            if new.dtype.kind not in "iu" or new.min() < 0 or new.max() >= units:
+                what = f"{columns} outputs, for {units} classes, and y {len(new)} classes"
+                raise _other_head(what, len(new))
+            self.classes_ = np.arange(units)
+        elif self.model is not None:
+            own, text = head.classes, head.classes.dtype.kind == "U"
+            if text != (new.dtype.kind in "UO") or not np.isin(new, own).all():
+                what = f"the classes {own.tolist()}, and y {new.tolist()}"
+                raise _other_head(what, len(new))
+            self.classes_ = own.astype(new.dtype if new.dtype.kind != "U" else own.dtype)
+
+    def _loss_of(self, head: Head) -> Any:
+        if self.loss is not None:
+            return self.loss
+        binary = self._several or head.width == 1 or head.one_vs_rest
+        return "binary_cross_entropy" if binary else "cross_entropy"
+
+    def _options_of(self, head: Head) -> Mapping[str, Any] | None:
+        spec, options = _spec(self._loss_of(head)), dict(self.loss_options or {})
+        if spec is None or "from_logits" not in spec.all_options or "from_logits" in options:
+            return self.loss_options
+        if head.shares and not head.decided:  # the graph may not prove that these are probabilities
+            options["from_logits"] = False
+        return options
+
+    def _metric(self, head: Head) -> Any:
+        if self._several or head.width == 1 or self._has_indices(head):
+            return "accuracy"
+        return FunctionMetric(_one_hot_accuracy, "accuracy", True)
+
+    def _has_indices(self, head: Head) -> bool:
+        """Return whether the loss takes class indices, rather than a number for each column."""
+        loss = self._loss_of(head)
+        spec = _spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
+        return spec is None or spec.label_kind.dtype is not None
+
+    def _encoded(self, y: np.ndarray) -> np.ndarray:
+        head = self._network.head
+        if self._several:
+            return head.as_target(y.astype(np.float64))
+        order = np.argsort(self.classes_)
+        place = np.searchsorted(self.classes_[order], y).clip(max=len(order) - 1)
+        index = order[place]
+        if (wrong := self.classes_[index] != y).any():
+            raise ValueError(
+                f"y has the labels {np.unique(y[wrong]).tolist()}, which are not in classes: "
+                f"{self.classes_.tolist()}"
+            )
+        if head.flipped:
+            index = 1 - index
+        if self._has_indices(head):
+            return index
+        if head.width == 1:
+            return head.as_target(index.astype(np.float64))
+        return head.as_target(np.eye(head.width)[index])
+
+    def _weighted(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
+        if self.class_weight is None:
+            return weight
+        own = compute_sample_weight(self.class_weight, y)
+        return own if weight is None else own * weight
+
+    def _strata(self, y: np.ndarray) -> np.ndarray | None:
+        return None if self._several else y
+
+
+def _spec(loss: Any) -> LossSpec | None:
+    """Return what is known of a loss that is one of onnxgrad, by its name."""
+    if isinstance(loss, LossSpec):
+        return loss
+    return LOSSES.get(ALIASES.get(loss, loss)) if isinstance(loss, str) else None
+
+
+def _one_hot_accuracy(prediction: Any, label: Any, sample_weight: Any = None) -> float:
+    hits = prediction.argmax(axis=-1) == label.argmax(axis=-1)
+    return float(np.average(hits, weights=None if sample_weight is None else sample_weight.ravel()))
+
+
+def _softmax(scores: np.ndarray) -> np.ndarray:
+    p = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True)
+
+
+def _other_head(what: str, units: int) -> ValueError:
+    return ValueError(
+        f"the model has {what}: give it a new head first, "
+        f"onnxgrad.replace_head(model, units={units})"
+    )

@@ -1,0 +1,136 @@
+"""A model in training: its trainer, and a session that predicts; pickled without sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.data.columns import is_table
+from onnxgrad.data.fields import Field
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session, work
+from onnxgrad.sklearn.head import Head
+from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.state import TrainState
+from onnxgrad.training.trainer import Trainer
+
+_ROWS = 1024  # of a call of the runtime
+
+
+class Network:
+    """A model in training.
+
+    Args:
+        proto: the model.
+        head: what it says of its end.
+        arguments: those of its `Trainer`, without callbacks.
+
+    Attributes:
+        from_logits: whether the target holds scores, not probabilities; None if the loss does not
+            say, or before training.
+    """
+
+    def __init__(self, proto: ModelProto, head: Head, arguments: dict[str, Any]) -> None:
+        self.head, self.arguments = head, arguments
+        self.from_logits: bool | None = None
+        self._trainer: Trainer | None = Trainer(proto, **arguments)
+        self._model = b""
+        self._state: TrainState | None = None
+        self._predictor: Predictor | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer; after pickling, it is built anew with the state of the earlier one."""
+        if self._trainer is None:
+            assert self._state is not None
+            trainer = Trainer(self._model, **self.arguments)
+            trainer.state = self._state
+            self._trainer = trainer
+        return self._trainer
+
+    def train(self, further: bool, data: Sequence[Any], callbacks: Any, **options: Any) -> None:
+        """Train on (X, y, sample_weight): `fit` of the trainer, or `partial_fit` with `further`."""
+        X, y, weight = data
+        trainer = self.trainer
+        trainer.callbacks = Callbacks(callbacks)
+        self._predictor = None
+        (trainer.partial_fit if further else trainer.fit)(X, y, sample_weight=weight, **options)
+        setup = trainer.setup
+        infos = setup.compiled.objective.labels.values() if setup and setup.compiled else ()
+        self.from_logits = next((info.from_logits for info in infos), None)
+
+    @property
+    def model(self) -> ModelProto:
+        """The trained model."""
+        return self.trainer.model
+
+    def run(self, X: Any) -> dict[str, np.ndarray]:
+        """Return the target, and the labels if the model has an output of them."""
+        if self._predictor is None:
+            outputs = dict.fromkeys([self.head.target, self.head.label or self.head.target])
+            self._predictor = Predictor(self.model, list(outputs), self.arguments["device"])
+        return self._predictor(X)
+
+    def __getstate__(self) -> dict[str, Any]:
+        trainer = self.trainer
+        return vars(self) | {
+            "_trainer": None,
+            "_predictor": None,
+            "_model": trainer.proto.SerializeToString(),
+            "_state": trainer.state.copy(),
+        }
+
+
+class Predictor:
+    """Computes tensors of a model for data of any number of rows.
+
+    Args:
+        proto: the model.
+        outputs: names of tensors of the graph.
+        device: where to run.
+    """
+
+    def __init__(self, proto: ModelProto, outputs: Sequence[str], device: Any) -> None:
+        proto = select_model_inputs_outputs(proto, outputs)
+        model = to_ir(proto)
+        infer(model)
+        inputs = {str(x.name): (x.dtype, dims(x)) for x in model.graph.inputs}
+        self.fields = [Field(n, d.numpy(), shape) for n, (d, shape) in inputs.items() if d]
+        first = [shape[0] for _, shape in inputs.values() if shape]
+        self.fixed = next((d for d in first if isinstance(d, int) and d > 0), None)
+        self.outputs = list(outputs)
+        self.session = session(proto, Device.of(device), work(model.graph) * (self.fixed or _ROWS))
+
+    def __call__(self, X: Any) -> dict[str, np.ndarray]:
+        """Return the tensors, by name.
+
+        Raises:
+            ValueError: data that an input does not accept.
+        """
+        fed = self._fed(X)
+        rows, size = len(next(iter(fed.values()))), self.fixed or _ROWS
+        parts = []
+        for start in range(0, rows, size):
+            part = {name: array[start : start + size] for name, array in fed.items()}
+            count = min(size, rows - start)
+            if self.fixed:  # the rows that are missing are copies of the first
+                part = {n: np.resize(a, (size, *a.shape[1:])) for n, a in part.items()}
+            parts.append([y[:count] for y in self.session.run(self.outputs, part)])
+        columns = zip(self.outputs, zip(*parts, strict=True), strict=True)
+        return {name: np.concatenate(arrays) for name, arrays in columns}
+
+    def _fed(self, X: Any) -> dict[str, np.ndarray]:
+        if len(self.fields) == 1 and not isinstance(X, Mapping):
+            (field,) = self.fields
+            return {field.name: field.check(X)}
+        if not isinstance(X, Mapping) and not is_table(X):
+            names = [field.name for field in self.fields]
+            raise ValueError(f"the model has the inputs {names}: pass a table of these columns")
+        return {field.name: field.check(X[field.name]) for field in self.fields}

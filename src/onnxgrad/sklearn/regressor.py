@@ -1,0 +1,124 @@
+"""`OnnxRegressor`."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+from sklearn.base import RegressorMixin
+from sklearn.utils import column_or_1d
+
+from onnxgrad.sklearn.base import OnnxEstimator
+from onnxgrad.sklearn.head import Head
+
+
+class OnnxRegressor(RegressorMixin, OnnxEstimator):
+    """A regressor that trains an ONNX model, with the manners of scikit-learn.
+
+    It is a face of `onnxgrad.Trainer`, for one target, (rows,), or several, (rows, targets).
+
+    Args:
+        model: path, model or serialized model, or a model of scikit-learn, as of `OnnxClassifier`.
+            None: a multi-layer perceptron like `MLPRegressor`, with the output "prediction".
+        hidden_layer_sizes: units of the hidden layers of the perceptron.
+        activation: "relu", "tanh", "logistic" or "identity", of its hidden layers.
+        loss: as that of `Trainer`; None: the squared error.
+        loss_options: options of a loss that is a name.
+        optimizer: name or optimizer of onnxgrad.
+        learning_rate: number or schedule.
+        max_iter: largest number of epochs.
+        batch_size: rows of a step; "auto" is 200, or all rows if they are fewer.
+        shuffle: whether the rows are ordered anew for every epoch.
+        tol: the least improvement that counts. None: train for `max_iter` epochs.
+        n_iter_no_change: epochs in a row without improvement of the loss after which training ends;
+            with `early_stopping`, of R² of validation data. `numpy.inf` for no limit.
+        early_stopping: hold out rows for validation, and keep the weights of the best epoch.
+        validation_fraction: share of the rows that are held out.
+        train: names and patterns of the tensors that train; None: see `onnxgrad.trainable`.
+        freeze: names and patterns of those that do not.
+        clip_norm: largest norm of all gradients together.
+        batch_norm: "frozen" or "train", as of `Trainer`.
+        dropout: `{pattern: p}`, as of `Trainer`.
+        callbacks: callbacks of onnxgrad.
+        device: "cpu", "cuda" or "cuda:1".
+        warm_start: whether `fit` begins with the weights of the last call.
+        verbose: 1 shows the progress.
+        random_state: seed or `RandomState` of initial weights, the order of rows, dropout and the
+            rows held out.
+
+    Attributes:
+        n_features_in_: number of columns of X.
+        feature_names_in_: names of the columns, if X was a table with names.
+        loss_curve_: mean training loss of each epoch.
+        loss_: the last one.
+        best_loss_: the lowest one; None with `early_stopping`.
+        validation_scores_: R² of the rows held out after each epoch; None without them.
+        best_validation_score_: the highest one.
+        n_iter_: number of epochs.
+
+    Examples:
+        >>> import numpy as np
+        >>> from onnxgrad.sklearn import OnnxRegressor
+        >>> X = np.random.default_rng(0).normal(size=(200, 2))
+        >>> model = OnnxRegressor(learning_rate=0.01, random_state=0, tol=None)
+        >>> model.fit(X, X[:, 0] - X[:, 1]).score(X, X[:, 0] - X[:, 1]) > 0.99
+        True
+    """
+
+    _metric_name, _probes = "r2", False
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
+        """Train for one epoch on data, going on where the last call ended.
+
+        Args:
+            X: as in `fit`.
+            y: as in `fit`.
+            sample_weight: as in `fit`.
+
+        Raises:
+            ValueError: as `fit`; or `early_stopping=True`.
+        """
+        self._continue(X, y, sample_weight)
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the predictions, in the shape of the labels of `fit`.
+
+        Args:
+            X: as in `fit`.
+
+        Raises:
+            NotFittedError: `fit` was not called.
+        """
+        values = self._computed(X)[self._network.head.target]
+        return values.reshape(len(values)) if self._flat and values.size == len(values) else values
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        return tags
+
+    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
+        return y if y.dtype.kind == "f" else y.astype(np.float64)
+
+    def _learn_labels(self, y: np.ndarray) -> None:
+        self._flat = y.ndim == 1
+
+    def _outputs(self, y: np.ndarray) -> tuple[int, Any]:
+        return 1 if y.ndim == 1 else y.shape[1], None
+
+    def _agree(self, head: Head, y: np.ndarray) -> None:
+        shape = y.shape[1:] or (1,)
+        if (head.shape or (1,)) != shape:
+            raise ValueError(
+                f"the model predicts the shape {head.shape} for each row, and y has {shape}: give "
+                f"the model a new head first, onnxgrad.replace_head(model, units={shape[-1]})"
+            )
+
+    def _loss_of(self, head: Head) -> Any:
+        return "squared_error" if self.loss is None else self.loss
+
+    def _encoded(self, y: np.ndarray) -> np.ndarray:
+        return self._network.head.as_target(y)

@@ -1,0 +1,83 @@
+"""The model that an estimator begins with: a file, or a model of scikit-learn that is converted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+from sklearn.base import BaseEstimator, clone, is_classifier
+from sklearn.compose import ColumnTransformer
+from sklearn.exceptions import NotFittedError
+from sklearn.pipeline import Pipeline
+from sklearn.utils.validation import check_is_fitted, has_fit_parameter
+
+from onnxgrad.data.columns import is_table
+from onnxgrad.errors import ModelError
+
+
+def is_estimator(model: Any) -> bool:
+    """Return whether a model is an estimator of scikit-learn, rather than an ONNX model."""
+    return isinstance(model, BaseEstimator) or hasattr(model, "get_params")
+
+
+def takes_tables(model: Any) -> bool:
+    """Return whether a model of scikit-learn selects columns of tables, so that it needs them."""
+    if isinstance(model, Pipeline):
+        return any(takes_tables(step) for _, step in model.steps)
+    return isinstance(model, ColumnTransformer)
+
+
+def converted(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelProto:
+    """Return an estimator of scikit-learn as a model that computes in float32.
+
+    One that is not fitted yet is cloned, and the clone fitted to the data.
+
+    Args:
+        model: the estimator, or a `FrozenEstimator` of one; it is not changed.
+        X: the data of `fit`.
+        y: its labels.
+        sample_weight: its sample weights, or None; passed on if the estimator takes them.
+
+    Raises:
+        ImportError: skl2onnx is missing.
+        ModelError: skl2onnx cannot convert the estimator.
+    """
+    try:
+        from skl2onnx import to_onnx
+    except ImportError as e:
+        raise ImportError(
+            f"model={type(model).__name__} is converted by skl2onnx: pip install skl2onnx, or pass "
+            "an ONNX model"
+        ) from e
+    if type(model).__name__ == "FrozenEstimator":
+        model = model.estimator
+    try:
+        check_is_fitted(model)
+    except NotFittedError:
+        weighted = sample_weight is not None and has_fit_parameter(model, "sample_weight")
+        model = clone(model).fit(X, y, **{"sample_weight": sample_weight} if weighted else {})
+    try:
+        return _plain(to_onnx, model, _example(X))
+    except Exception as e:
+        raise ModelError(f"skl2onnx cannot convert {type(model).__name__}: {e}") from e
+
+
+def _plain(to_onnx: Any, model: Any, row: Any) -> ModelProto:
+    """Return the converted model; the probabilities of a classifier become an array."""
+    if is_classifier(model):
+        try:
+            return to_onnx(model, row, options={"zipmap": False})
+        except NameError:  # it has no such option, as LinearSVC
+            pass
+    return to_onnx(model, row)
+
+
+def _example(X: Any) -> Any:
+    """Return a row for skl2onnx to read types from; floats in float32."""
+    if not is_table(X):
+        return np.asarray(X[:1], np.float32)
+    row = X.to_pandas() if hasattr(X, "to_pandas") else X
+    row = row.iloc[:1]
+    wide = [name for name, dtype in row.dtypes.items() if dtype == np.float64]
+    return row.astype(dict.fromkeys(wide, np.float32))

@@ -1,0 +1,467 @@
+"""`OnnxClassifier` and `OnnxRegressor` against scikit-learn's estimators, and among its tools."""
+
+from __future__ import annotations
+
+import doctest
+import pickle
+import warnings
+
+import joblib
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+pytest.importorskip("sklearn", minversion="1.6")
+
+from sklearn import config_context
+from sklearn.base import clone
+from sklearn.datasets import load_digits, load_iris
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LinearRegression, LogisticRegression, SGDClassifier
+from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
+from sklearn.naive_bayes import GaussianNB
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.svm import SVC, LinearSVC
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import onnxgrad as og
+from onnxgrad.sklearn import OnnxClassifier, OnnxRegressor
+from onnxgrad.training import setup
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((120, 4))
+Z = X @ [1.0, -2.0, 0.5, 0.0] + 0.3 * RNG.standard_normal(120)
+TWO = np.where(Z > 0, "yes", "no")
+THREE = np.digitize(Z, [-1, 1]) + 5
+quiet = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+pytestmark = quiet
+
+
+def run(model: onnx.ModelProto, X):
+    """Return the outputs of a file."""
+    running = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (x,) = running.get_inputs()
+    dtype = np.float64 if "double" in x.type else np.float32
+    return running.run(None, {x.name: np.asarray(X, dtype)})
+
+
+def exported(estimator, y, **options):
+    to_onnx = pytest.importorskip("skl2onnx").to_onnx
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return to_onnx(estimator.fit(X, y), np.float32(X[:1]), **options)
+
+
+@parametrize_with_checks([OnnxClassifier(), OnnxRegressor()])
+def test_the_checks_of_scikit_learn(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("estimator", [OnnxClassifier, OnnxRegressor])
+def test_the_examples_of_the_documentation(estimator):
+    (test,) = doctest.DocTestFinder(recurse=False).find(estimator, globs={})
+    assert test.examples
+    assert not doctest.DocTestRunner().run(test).failed
+
+
+# -- a perceptron, as MLPClassifier and MLPRegressor ----------------------------------------------
+
+PLAIN = {"random_state": 3, "shuffle": False, "batch_size": 32, "max_iter": 5, "tol": None}
+THEIRS = PLAIN | {"alpha": 0.0, "tol": 0.0, "n_iter_no_change": 99}
+
+
+SEVERAL = np.c_[Z > 0, X[:, 0] > 0].astype(int)
+
+
+@pytest.mark.parametrize(
+    ("y", "solver"),
+    [(TWO, "sgd"), (TWO, "adam"), (THREE, "sgd"), (THREE, "adam"), (SEVERAL, "sgd")],
+)
+def test_the_steps_are_those_of_scikit_learn(y, solver):
+    """With the same seed: the same initial weights, and so the same weights after every step."""
+    theirs = MLPClassifier((6, 5), activation="tanh", solver=solver, momentum=0.0, **THEIRS)
+    theirs.fit(X, y)
+    rate = 1e-3 * (
+        y.shape[1] if y.ndim > 1 else 1
+    )  # their loss is the sum over the labels of a row
+    options = {"hidden_layer_sizes": (6, 5), "activation": "tanh", "optimizer": solver}
+    ours = OnnxClassifier(**options, learning_rate=rate, **PLAIN).fit(X, y)
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in ours.to_onnx().graph.initializer}
+    for i, (w, b) in enumerate(zip(theirs.coefs_, theirs.intercepts_, strict=True)):
+        np.testing.assert_allclose(weights[f"layers.{i}.weight"], w, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(weights[f"layers.{i}.bias"], b, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(ours.predict_proba(X), theirs.predict_proba(X), atol=1e-6)
+    np.testing.assert_array_equal(ours.predict(X), theirs.predict(X))
+    np.testing.assert_array_equal(ours.classes_, theirs.classes_)
+    np.testing.assert_allclose(ours.loss_curve_, np.divide(theirs.loss_curve_, rate / 1e-3), 1e-5)
+
+
+def test_the_steps_of_a_regression():
+    y = np.c_[Z, X[:, 1]]
+    theirs = MLPRegressor(hidden_layer_sizes=6, solver="adam", **THEIRS).fit(X, y)
+    ours = OnnxRegressor(hidden_layer_sizes=6, **PLAIN).fit(X, y)
+    np.testing.assert_allclose(ours.predict(X), theirs.predict(X), atol=1e-6)
+    np.testing.assert_allclose(ours.loss_curve_, 2 * np.array(theirs.loss_curve_), rtol=1e-5)
+    np.testing.assert_allclose(run(ours.to_onnx(), X)[0], ours.predict(X), rtol=1e-9)
+
+
+def test_accuracy_of_digits():
+    data = train_test_split(*load_digits(return_X_y=True), random_state=0)
+    X_train, X_test, y_train, y_test = data
+    options = {"max_iter": 15, "random_state": 0}
+    theirs = MLPClassifier(**options).fit(X_train / 16, y_train).score(X_test / 16, y_test)
+    ours = OnnxClassifier(**options).fit(X_train / 16, y_train)
+    assert ours.score(X_test / 16, y_test) > theirs - 0.01
+    (labels, p) = run(ours.to_onnx(), X_test / 16)
+    np.testing.assert_array_equal(labels, ours.predict(X_test / 16))
+    np.testing.assert_allclose(p, ours.predict_proba(X_test / 16), atol=1e-12)
+
+
+# -- files and models of scikit-learn -------------------------------------------------------------
+
+
+def test_the_optimum_is_kept():
+    """A logistic regression without penalty is at the optimum of the loss that goes on training."""
+    pytest.importorskip("skl2onnx")
+    for y in (np.where(np.cos(9 * Z) + 0.3 * X[:, 3] < Z, "yes", "no"), THREE % 3):
+        y = np.where(np.arange(120) % 7 == 0, np.roll(y, 1), y)  # so that there is a finite optimum
+        fitted = LogisticRegression(C=np.inf, tol=1e-9, max_iter=999).fit(X, y)
+        before = fitted.predict_proba(X)
+        options = {"optimizer": "sgd", "learning_rate": 0.01, "batch_size": 120, "max_iter": 20}
+        ours = OnnxClassifier(fitted, random_state=0, tol=None, **options).fit(X, y)
+        np.testing.assert_allclose(ours.predict_proba(X), before, atol=1e-3)
+        assert ours.loss_curve_[0] == pytest.approx(ours.loss_curve_[-1], abs=1e-6)
+        np.testing.assert_allclose(fitted.predict_proba(X), before)  # not changed itself
+
+
+FILES = {
+    "logistic": LogisticRegression(),
+    "mlp": MLPClassifier((5,), max_iter=20, random_state=0),
+    "sgd": SGDClassifier(loss="log_loss", random_state=0),
+    "hinge": SGDClassifier(random_state=0),
+    "linear svc": LinearSVC(),
+    "svc": SVC(),
+    "bayes": GaussianNB(),
+    "pipeline": make_pipeline(StandardScaler(), LogisticRegression()),
+}
+
+
+@pytest.mark.parametrize("y", [TWO, THREE])
+@pytest.mark.parametrize("name", FILES)
+def test_default_exports_go_on_training(name, y):
+    """With ZipMap and labels: they train, and the file predicts what the estimator predicts."""
+    file = exported(FILES[name], y)
+    size = len(file.SerializeToString())
+    ours = OnnxClassifier(file, learning_rate=0.01, max_iter=15, random_state=0).fit(X, y)
+    assert len(file.SerializeToString()) == size
+    assert ours.loss_curve_[-1] < ours.loss_curve_[0] or (name, len(set(y))) == ("svc", 3)
+    assert ours.score(X, y) > FILES[name].score(X, y) - 0.06
+    assert ours.classes_.tolist() == sorted(set(y))
+    outputs = run(ours.to_onnx(), X)
+    np.testing.assert_array_equal(outputs[0].ravel(), ours.predict(X))
+    np.testing.assert_allclose(ours.predict_proba(X).sum(axis=1), 1, atol=1e-4)
+    best = ours.classes_[ours.predict_proba(X).argmax(axis=1)]
+    assert (best == ours.predict(X)).mean() > 0.95
+    if hasattr(FILES[name], "predict_proba"):  # the columns are those of the file, before and after
+        (zipped, start) = outputs[1], OnnxClassifier(file, learning_rate=1e-30, optimizer="sgd")
+        theirs = [[row[label] for label in ours.classes_] for row in zipped]
+        np.testing.assert_allclose(ours.predict_proba(X), theirs, atol=1e-5)
+        theirs = FILES[name].predict_proba(X)
+        start.set_params(max_iter=1).fit(X, y)
+        np.testing.assert_allclose(start.predict_proba(X), theirs, atol=1e-3)
+
+
+def test_labels_that_the_file_does_not_have():
+    file = exported(LogisticRegression(), THREE)
+    ours = OnnxClassifier(file, max_iter=1).fit(X[THREE != 6], THREE[THREE != 6])  # not all of them
+    assert ours.classes_.tolist() == [5, 6, 7]
+    assert ours.predict_proba(X).shape == (120, 3)
+    for y in (THREE + 1, TWO, THREE + 0.5 * (THREE == 6)):
+        with pytest.raises(ValueError, match=r"replace_head|Unknown label type"):
+            OnnxClassifier(file).fit(X, y)
+    pairs = exported(SVC(decision_function_shape="ovo"), THREE)
+    with pytest.raises(ValueError, match="a score for each pair of the 3 classes"):
+        OnnxClassifier(pairs).fit(X, THREE)
+
+
+def network(units: int) -> onnx.ModelProto:
+    return onnx.parser.parse_model(
+        f"""
+        <ir_version: 9, opset_import: ["": 20]>
+        f (float[N,4] x) => (float[N,{units}] y) <float[4,{units}] w> {{ y = MatMul(x, w) }}
+    """.replace("> {", f" = {{{', '.join(['0.1'] * 4 * units)}}}> {{")
+    )
+
+
+def test_a_network_without_labels():
+    """Its outputs are scores, of the classes in sorted order; the number of outputs decides."""
+    ours = OnnxClassifier(network(3), max_iter=60, learning_rate=0.1, tol=None).fit(X, THREE)
+    assert ours.classes_.tolist() == [5, 6, 7]
+    (scores,) = run(ours.to_onnx(), X)
+    np.testing.assert_allclose(ours.decision_function(X), scores, atol=1e-6)
+    p = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(ours.predict_proba(X), p, atol=1e-6)
+    np.testing.assert_array_equal(ours.predict(X), ours.classes_[scores.argmax(axis=1)])
+    one = OnnxClassifier(network(1), max_iter=60, learning_rate=0.1, tol=None).fit(X, TWO)
+    assert one.score(X, TWO) > 0.9
+    assert OnnxClassifier(network(3), max_iter=1).fit(X, THREE % 2).classes_.tolist() == [0, 1, 2]
+    for units, y in ((2, THREE), (1, THREE), (5, TWO)):
+        with pytest.raises(ValueError, match=r"replace_head\(model, units="):
+            OnnxClassifier(network(units)).fit(X, y)
+    with pytest.raises(ValueError, match=r"replace_head\(model, units=1\)"):
+        OnnxRegressor(network(3)).fit(X, Z)
+
+
+def test_a_sigmoid_for_each_class():
+    """One class against the others: the probabilities are those of the file, with the sum 1."""
+    model = network(3)
+    model.graph.node[0].output[0] = "score"
+    model.graph.node.add(op_type="Sigmoid", input=["score"], output=["y"])
+    ours = OnnxClassifier(model, max_iter=60, learning_rate=0.1, early_stopping=True)
+    ours.fit(X, THREE)
+    (p,) = run(ours.to_onnx(), X)
+    np.testing.assert_allclose(ours.predict_proba(X), p / p.sum(axis=1, keepdims=True), atol=1e-6)
+    np.testing.assert_array_equal(ours.predict(X), ours.classes_[p.argmax(axis=1)])
+    assert ours.score(X, THREE) > 0.5
+    assert all(
+        (12 * score) % 1 < 1e-5 or (12 * score) % 1 > 1 - 1e-5 for score in ours.validation_scores_
+    )  # shares of 12 rows
+
+
+def test_models_of_scikit_learn():
+    pytest.importorskip("skl2onnx")
+    fitted = LinearRegression().fit(X, Z)
+    ours = OnnxRegressor(FrozenEstimator(fitted), max_iter=1, learning_rate=1e-30, optimizer="sgd")
+    new = clone(ours)
+    np.testing.assert_allclose(new.fit(X, -Z).predict(X), fitted.predict(X), atol=1e-5)
+    unfitted = OnnxRegressor(LinearRegression(), max_iter=1, learning_rate=1e-30, optimizer="sgd")
+    np.testing.assert_allclose(unfitted.fit(X, -Z).predict(X), -fitted.predict(X), atol=1e-5)
+    assert not hasattr(unfitted.model, "coef_")
+
+
+# -- weights of rows and classes, calls one after the other ---------------------------------------
+
+
+def test_weights_count_rows_and_classes():
+    """A row of weight 3 counts as three rows."""
+    options = {"random_state": 0, "max_iter": 10, "hidden_layer_sizes": (4,)}
+    weight = RNG.integers(1, 4, 120)
+    repeated = OnnxClassifier(**options).fit(np.repeat(X, weight, 0), np.repeat(THREE, weight))
+    alone = OnnxClassifier(**options, batch_size=999).fit(X, THREE, sample_weight=weight)
+    assert len(repeated.loss_curve_) == 10
+    whole = OnnxClassifier(**options, batch_size=999)
+    whole.fit(np.repeat(X, weight, 0), np.repeat(THREE, weight))
+    np.testing.assert_allclose(alone.predict_proba(X), whole.predict_proba(X), atol=1e-6)
+    weights = {5: 1.0, 6: 2.0, 7: 3.0}
+    by_class = OnnxClassifier(**options, class_weight=weights).fit(X, THREE)
+    by_row = OnnxClassifier(**options).fit(X, THREE, [weights[int(c)] for c in THREE])
+    np.testing.assert_allclose(by_class.predict_proba(X), by_row.predict_proba(X), atol=1e-9)
+    balanced = OnnxClassifier(**options, class_weight="balanced").fit(X, THREE)
+    own = 120 / (3 * np.bincount(THREE)[THREE])
+    by_row = OnnxClassifier(**options).fit(X, THREE, own)
+    np.testing.assert_allclose(balanced.predict_proba(X), by_row.predict_proba(X), atol=1e-9)
+    with pytest.raises(ValueError, match="'balanced' is not supported by partial_fit"):
+        balanced.partial_fit(X, THREE)
+
+
+def test_partial_fit_goes_on(monkeypatch):
+    """Ten calls are ten epochs of one fit, and build the step once; also after pickling."""
+    built, step = [], setup.Setup.step
+    monkeypatch.setattr(setup.Setup, "step", lambda *a: built.append(1) or step(*a))
+    options = {"random_state": 0, "batch_size": 120, "hidden_layer_sizes": (4,), "shuffle": False}
+    once = OnnxClassifier(**options, max_iter=10, tol=None).fit(X, TWO)
+    parts = OnnxClassifier(**options)
+    with pytest.raises(NotFittedError):
+        parts.predict(X)
+    parts.partial_fit(X, TWO, classes=["no", "yes"])
+    built.clear()
+    for _ in range(4):
+        parts.partial_fit(X, TWO)
+    assert not built
+    parts = pickle.loads(pickle.dumps(parts))
+    for _ in range(5):
+        parts.partial_fit(X, TWO)
+    np.testing.assert_allclose(parts.predict_proba(X), once.predict_proba(X), atol=1e-9)
+    np.testing.assert_allclose(parts.loss_curve_, once.loss_curve_, rtol=1e-9)
+    assert parts.n_iter_ == 10
+    before = parts.predict_proba(X)
+    parts.set_params(learning_rate=1e-30).partial_fit(X, TWO)
+    np.testing.assert_allclose(parts.predict_proba(X), before)
+    for y, classes in ((THREE, None), (TWO, ["a", "b"])):
+        with pytest.raises(ValueError, match="classes"):
+            parts.partial_fit(X, y, classes=classes)
+    with pytest.raises(ValueError, match="one class"):
+        OnnxClassifier().partial_fit(X[:1], TWO[:1])
+
+
+def test_warm_start_and_random_state():
+    cold = OnnxRegressor(random_state=0, max_iter=3).fit(X, Z)
+    assert cold.fit(X, Z).loss_curve_ == clone(cold).fit(X, Z).loss_curve_
+    last = cold.loss_
+    assert cold.set_params(warm_start=True).fit(X, Z).loss_curve_[0] < last
+    state = [OnnxRegressor(random_state=np.random.RandomState(4), max_iter=2) for _ in range(2)]
+    first, second = (one.fit(X, Z).predict(X) for one in state)
+    np.testing.assert_array_equal(first, second)
+    drawn = [OnnxRegressor(max_iter=2).fit(X, Z).loss_ for _ in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+def test_early_stopping_keeps_the_best_weights():
+    noise = RNG.permutation(TWO)
+    ours = OnnxClassifier(
+        early_stopping=True, validation_fraction=0.3, n_iter_no_change=4, learning_rate=0.05,
+        max_iter=300, random_state=1,
+    ).fit(X, noise)  # fmt: skip
+    scores = ours.validation_scores_
+    assert ours.n_iter_ == len(scores) < 300
+    assert ours.best_validation_score_ == max(scores)
+    assert ours.n_iter_ == scores.index(max(scores)) + 1 + 4
+    rng = np.random.RandomState(1)  # draws the weights first, as scikit-learn does
+    for shape in ((4, 100), 100, (100, 1), 1):
+        rng.uniform(-1, 1, shape)
+    rng.randint(2**31 - 1)  # the seed of the trainer
+    rows = train_test_split(X, noise, test_size=0.3, stratify=noise, random_state=rng)
+    assert ours.score(rows[1], rows[3]) == pytest.approx(max(scores))
+    target = OnnxRegressor(early_stopping=True, random_state=0, max_iter=5).fit(X, Z)
+    assert len(target.validation_scores_) == 5
+    assert target.best_loss_ is None
+
+
+def test_training_that_has_not_converged_says_so():
+    with pytest.warns(ConvergenceWarning, match=r"max_iter=2 .*tol=None"):
+        OnnxRegressor(max_iter=2).fit(X, Z)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert OnnxRegressor(max_iter=2, tol=None).fit(X, Z).n_iter_ == 2
+    ended = OnnxRegressor(optimizer="sgd", learning_rate=1e-20, n_iter_no_change=3).fit(X, Z)
+    assert ended.n_iter_ == 4
+
+
+# -- among the tools of scikit-learn --------------------------------------------------------------
+
+
+def test_a_grid_search_over_a_pipeline():
+    data, labels = load_iris(return_X_y=True)
+    names = np.array(["setosa", "versicolor", "virginica"])[labels]
+    pipe = make_pipeline(StandardScaler(), OnnxClassifier(max_iter=30, random_state=0))
+    grid = {"onnxclassifier__learning_rate": [1e-6, 0.03]}
+    search = GridSearchCV(pipe, grid, cv=2, n_jobs=2, error_score="raise").fit(data, names)
+    assert search.best_params_ == {"onnxclassifier__learning_rate": 0.03}
+    assert search.best_score_ > 0.93
+    assert search.predict(data[:1]).tolist() == ["setosa"]
+    again = clone(search.best_estimator_).fit(data, names)
+    np.testing.assert_array_equal(again.predict_proba(data), search.predict_proba(data))
+    aucs = cross_val_score(again, data, names, cv=2, scoring="roc_auc_ovr")
+    assert aucs.min() > 0.95
+    assert "OnnxClassifier" in search.best_estimator_._repr_html_()
+
+
+def test_a_model_goes_through_clone_and_files(tmp_path):
+    ours = OnnxClassifier(network(3), max_iter=2, random_state=0).fit(X, THREE)
+    joblib.dump(ours, tmp_path / "model.joblib")
+    loaded = joblib.load(tmp_path / "model.joblib")
+    np.testing.assert_array_equal(loaded.predict_proba(X), ours.predict_proba(X))
+    assert loaded.to_onnx() == ours.to_onnx()
+    onnx.save(network(3), tmp_path / "network.onnx")
+    path = OnnxClassifier(tmp_path / "network.onnx", max_iter=2, random_state=0)
+    np.testing.assert_array_equal(path.fit(X, THREE).predict_proba(X), ours.predict_proba(X))
+    assert clone(ours).model == ours.model
+    assert len(repr(ours)) < 2000
+
+
+def test_sample_weights_are_routed():
+    weight = RNG.random(120)
+    scaler = StandardScaler()
+    with config_context(enable_metadata_routing=True):
+        scaler.set_fit_request(sample_weight=False)
+        ours = OnnxClassifier(random_state=0, max_iter=3).set_fit_request(sample_weight=True)
+        pipe = make_pipeline(scaler, ours).fit(X, TWO, sample_weight=weight)
+    scaled = StandardScaler().fit_transform(X)
+    alone = OnnxClassifier(random_state=0, max_iter=3).fit(scaled, TWO, weight)
+    np.testing.assert_allclose(pipe.predict_proba(X), alone.predict_proba(scaled))
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_frames(library):
+    frames = pytest.importorskip(library)
+    table = frames.DataFrame({name: X[:, i] for i, name in enumerate("abcd")})
+    ours = OnnxClassifier(max_iter=2, random_state=0).fit(table, frames.Series(TWO))
+    assert ours.feature_names_in_.tolist() == list("abcd")
+    np.testing.assert_array_equal(ours.predict(table), ours.predict(table[list("abcd")]))
+    plain = OnnxClassifier(max_iter=2, random_state=0).fit(X, TWO)
+    np.testing.assert_array_equal(ours.predict_proba(table), plain.predict_proba(X))
+    with pytest.raises(ValueError, match="feature names"):
+        ours.predict(table[list("bacd")])
+
+
+def test_a_model_with_several_inputs_takes_a_table():
+    pandas = pytest.importorskip("pandas")
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]>
+        f (float[N,1] a, float[N,1] b) => (float[N,1] y)
+        <float[1,1] v = {0.0}, float[1,1] w = {0.0}>
+        { s = MatMul(a, v)  t = MatMul(b, w)  y = Add(s, t) }""")
+    table = pandas.DataFrame({"a": X[:, 0], "b": X[:, 1]})
+    y = X[:, 0] - 2 * X[:, 1]
+    ours = OnnxRegressor(model, learning_rate=0.1, max_iter=200, tol=None).fit(table, y)
+    np.testing.assert_allclose(ours.predict(table), y, atol=1e-3)
+    np.testing.assert_allclose(ours.predict(table[["b", "a"]][["a", "b"]]), y, atol=1e-3)
+    named = {"a": X[:, 0], "b": X[:, 1]}
+    np.testing.assert_allclose(ours.predict(named), ours.predict(table))
+
+
+def test_images_and_static_batches():
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]>
+        f (float[8,2,2,1] x) => (float[8,1] y) <float[4,1] w = {0.0, 0.0, 0.0, 0.0}>
+        { h = Flatten(x)  y = MatMul(h, w) }""")
+    images = X.reshape(120, 2, 2, 1)
+    ours = OnnxClassifier(model, learning_rate=0.1, max_iter=20).fit(images, TWO)
+    assert ours.score(images, TWO) > 0.9
+    np.testing.assert_allclose(ours.predict_proba(images[:5]), ours.predict_proba(images)[:5])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"max_iter": 0}, "max_iter"),
+        ({"tol": -1}, "tol"),
+        ({"n_iter_no_change": 0}, "n_iter_no_change"),
+        ({"activation": "rleu"}, "'relu'"),
+        ({"loss": "cross_entropie"}, "cross_entropy"),
+        ({"optimizer": "adan"}, "adam"),
+        ({"hidden_layer_sizes": (3, 0)}, "hidden_layer_sizes"),
+        ({"train": ["layer.*"]}, "layers.0"),
+        ({"early_stopping": True, "validation_fraction": 0.001}, "test_size"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        OnnxClassifier(**arguments).fit(X, TWO)
+
+
+def test_frozen_layers_and_other_losses():
+    ours = OnnxClassifier(random_state=0, freeze=["layers.0.*"], max_iter=2).fit(X, TWO)
+    new = OnnxClassifier(random_state=0, max_iter=1, learning_rate=1e-30, optimizer="sgd").fit(
+        X, TWO
+    )
+    weights = [
+        {t.name: onnx.numpy_helper.to_array(t) for t in one.to_onnx().graph.initializer}
+        for one in (ours, new)
+    ]
+    same = {n for n, w in weights[0].items() if np.array_equal(w, weights[1][n])}
+    assert {"layers.0.weight", "layers.0.bias"} <= same
+    assert not {"layers.1.weight", "layers.1.bias"} & same
+    hinge = OnnxClassifier(network(1), loss="hinge", learning_rate=0.1, max_iter=50).fit(X, TWO)
+    assert hinge.score(X, TWO) > 0.9
+    assert not hasattr(hinge, "predict_proba")
+    assert hasattr(hinge, "decision_function")
+    named = OnnxClassifier(network(3), loss={"y": "cross_entropy"}, max_iter=3).fit(X, THREE)
+    assert named.predict_proba(X).shape == (120, 3)
+    huber = OnnxRegressor(loss=og.LOSSES["huber"], max_iter=3, random_state=0).fit(X, Z)
+    assert np.isfinite(huber.predict(X)).all()

@@ -1,0 +1,75 @@
+"""`Trainer.partial_fit`: training in pieces, and what is kept from call to call."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+
+from onnxgrad import Trainer, cosine
+from onnxgrad.training import setup
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((60, 2)).astype(np.float32)
+Y = X @ np.float32([[2], [3]])
+
+
+def model() -> onnx.ModelProto:
+    return onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]>
+        f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }""")
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Count the steps that are built."""
+    counted, step = [], setup.Setup.step
+    monkeypatch.setattr(setup.Setup, "step", lambda *a: counted.append(1) or step(*a))
+    return counted
+
+
+def test_pieces_are_one_training(builds):
+    """Slots, steps and schedule go on: the weights are those of one `fit` of the same batches."""
+    batches = [(X[i : i + 20], Y[i : i + 20]) for i in (0, 20, 40)]
+    options = {"optimizer": "adam", "learning_rate": cosine(0.1, steps=6)}
+    once = Trainer(model(), "squared_error", **options).fit(batches, epochs=2)
+    builds.clear()
+    pieces = Trainer(model(), "squared_error", **options)
+    for x, y in 2 * batches:
+        pieces.partial_fit(x, y)
+    np.testing.assert_array_equal(pieces.state.weights["w"], once.state.weights["w"])
+    assert pieces.state.step == 6
+    assert [entry["epoch"] for entry in pieces.history] == [1, 2, 3, 4, 5, 6]
+    assert len(builds) == 1
+
+
+def test_the_step_is_built_again_when_it_differs(builds):
+    trainer = Trainer(model(), "squared_error", optimizer="sgd", learning_rate=0.1)
+    trainer.partial_fit(X, Y).partial_fit(X[:30], Y[:30]).fit(X, Y)
+    assert len(builds) == 1
+    trainer.partial_fit(X, Y, sample_weight=np.ones(60))
+    assert len(builds) == 2
+    trainer.loss = "absolute_error"
+    before = trainer.state.weights["w"].copy()
+    trainer.partial_fit(X[:1], Y[:1], sample_weight=np.ones(1))
+    assert len(builds) == 3
+    expected = before - 0.1 * np.sign(X[:1] @ before - Y[:1]) * X[:1].T
+    np.testing.assert_allclose(trainer.state.weights["w"], expected, rtol=1e-5)
+
+
+def test_what_it_refuses():
+    trainer = Trainer(model(), "squared_error", learning_rate=cosine(0.1))
+    with pytest.raises(ValueError, match="steps"):
+        trainer.partial_fit(X, Y)
+    with pytest.raises(ValueError, match="steps"):  # not that it is running
+        trainer.partial_fit(X, Y)
+    with pytest.raises(ValueError, match="batch_size"):
+        trainer.partial_fit(X, Y, batch_size=0)
+    assert trainer.state.step == 0
+    trainer = Trainer(model(), "squared_error", learning_rate=0.1)
+    trainer.partial_fit(X, Y)
+    weights = trainer.state.weights["w"].copy()
+    with pytest.raises(ValueError, match="NaN"):
+        trainer.partial_fit(X * np.nan, Y)
+    np.testing.assert_array_equal(trainer.partial_fit(X, Y).state.step, 4)
+    assert not np.array_equal(weights, trainer.state.weights["w"])
