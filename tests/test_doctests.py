@@ -12,6 +12,7 @@ import onnxgrad
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 WITHOUT_DOCSTRING = {"LOSSES"}  # a dict
+OF_SKLEARN = {"OnnxClassifier", "OnnxRegressor"}
 
 
 def run_examples(thing, name: str) -> None:
@@ -28,6 +29,8 @@ def run_examples(thing, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(onnxgrad.__all__) - WITHOUT_DOCSTRING))
 def test_example(name, tmp_path, monkeypatch):
+    if name in OF_SKLEARN:
+        pytest.importorskip("sklearn")
     monkeypatch.chdir(tmp_path)
     run_examples(getattr(onnxgrad, name), name)
 

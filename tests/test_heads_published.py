@@ -6,10 +6,9 @@ import pytest
 from published import Published, models, run, session
 
 from onnxgrad import Trainer
+from onnxgrad.finetune.add_head import add_head
 from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import replace_head
-from onnxgrad.finetune.join import attach
-from onnxgrad.finetune.linear_head import linear_head
 from test_real_models import judge
 
 pytestmark = pytest.mark.real
@@ -46,10 +45,11 @@ def test_five_classes(name):
 def test_sentence_classifier():
     """An encoder that ends in a normalization gets a layer behind the mean of its tokens."""
     judged = judge(named("minilm"))
-    with pytest.raises(ValueError, match="attach"):
+    with pytest.raises(ValueError, match="add_head"):
         replace_head(judged.proto, 5)
-    body = features(judged.proto, "onnx::Shape_422")
-    model = attach(body, linear_head(384, 5, pool="mean", mask="attention_mask"))
+    value, mask = "onnx::Shape_422", "attention_mask"
+    body = features(judged.proto, value)
+    model = add_head(judged.proto, 5, value, pool="mean", mask=mask, activation="softmax")
     tokens = run(session(body), judged.feed)["onnx::Shape_422"]
     mask = judged.feed["attention_mask"][..., None]
     pooled = (tokens * mask).sum(1) / mask.sum(1)

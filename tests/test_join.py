@@ -6,10 +6,10 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import ModelError, Trainer, save
+from onnxgrad.finetune.add_head import add_head
 from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import CLASSES, replace_head
 from onnxgrad.finetune.join import attach
-from onnxgrad.finetune.linear_head import linear_head
 from onnxgrad.model import external
 from onnxgrad.model.notes import HEAD, read_note
 from running import run, run_named
@@ -170,20 +170,19 @@ def test_a_head_that_is_attached_trains():
 
 
 @pytest.mark.parametrize("pool", ["mean", "masked", "first", "image", None])
-def test_linear_head(pool):
+def test_add_head(pool):
     """A layer behind a value of any shape, in the symbols of the backbone."""
     shape = {"image": "4,H,W", None: "4"}.get(pool, "T,4")
     body = parse(f"f (float[B,{shape}] x, int64[B,T] m) => (float[B,{shape}] y) {{ y = Tanh(x) }}")
     name = "mean" if pool == "masked" else pool
-    head = linear_head(4, 5, pool=name, mask="m" if pool == "masked" else None, seed=3)
-    joined = attach(body, head)
+    mask = "m" if pool == "masked" else None
+    joined = add_head(body, 5, pool=name, mask=mask, activation="softmax", seed=3)
     onnx.checker.check_model(joined, full_check=True)
     [y] = joined.graph.output
     assert [d.dim_param or d.dim_value for d in y.type.tensor_type.shape.dim] == ["B", 5]
     sizes = {"image": (2, 4, 3, 3), None: (2, 4)}.get(pool, (2, 3, 4))
-    x, mask = RNG.normal(size=sizes).astype(np.float32), np.int64([[1, 1, 0], [0, 0, 0]])
-    t = np.tanh(x)
-    counted = mask[..., None]
+    feed = {"x": RNG.normal(size=sizes).astype(np.float32), "m": np.int64([[1, 1, 0], [0, 0, 0]])}
+    t, counted = np.tanh(feed["x"]), feed["m"][..., None]
     pooled = {
         "mean": lambda: t.mean(1),
         "masked": lambda: (t * counted).sum(1) / np.maximum(counted.sum(1), 1),
@@ -193,23 +192,33 @@ def test_linear_head(pool):
     }[pool]()
     w = {i.name: numpy_helper.to_array(i) for i in joined.graph.initializer}["head.weight"]
     e = np.exp(pooled @ w)
-    [p] = run(joined, x=x, m=mask)
+    [p] = run(joined, **{x.name: feed[x.name] for x in joined.graph.input})
     np.testing.assert_allclose(p, e / e.sum(1, keepdims=True), rtol=1e-5)
 
 
-def test_linear_head_of_classes():
-    head = linear_head(4, ["a", "b"], activation=None, name="top", dtype=np.float64)
+def test_add_head_of_classes():
+    """Behind a value in the middle; what only other outputs need is removed."""
+    body = parse(
+        "f (double[N,2] x, double[N,2] z) => (double[N,2] y, double[N,2] u) "
+        "{ h = Tanh(x) y = Exp(h) u = Exp(z) }"
+    )
+    head = add_head(body, ["a", "b"], at="h", name="top")
     assert read_note(head, HEAD) == ["top.weight", "top.bias"]
     assert read_note(head, CLASSES) == ["a", "b"]
-    assert run(head, features=np.ones((3, 4)))[0].dtype == np.float64
+    assert [node.op_type for node in head.graph.node] == ["Tanh", "MatMul", "Add"]
+    assert [x.name for x in head.graph.input] == ["x"]
+    assert run(head, x=np.ones((3, 2)))[0].dtype == np.float64
     for arguments, message in (
-        ({"pool": "max"}, "Unknown pool"),
-        ({"mask": "m"}, "pool='mean'"),
-        ({"activation": "same"}, "Unknown activation"),
-        ({"activation": "tanh"}, "Unknown activation"),
+        ({}, "the outputs"),
+        ({"at": "g"}, "Unknown value"),
+        ({"at": "h", "pool": "max"}, "Unknown pool"),
+        ({"at": "h", "pool": "image"}, "needs 4 axes"),
+        ({"at": "h", "mask": "m"}, "pool='mean'"),
+        ({"at": "h", "activation": "same"}, "Unknown activation"),
+        ({"at": "h", "activation": "tanh"}, "Unknown activation"),
     ):
         with pytest.raises(ValueError, match=message):
-            linear_head(4, 2, **arguments)
+            add_head(body, 2, **arguments)
 
 
 def test_tensors_in_files_stay_there(tmp_path, monkeypatch):

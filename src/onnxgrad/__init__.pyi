@@ -56,6 +56,26 @@ from .errors import (
 from .estimator import (
     NotFittedError as NotFittedError,
 )
+from .finetune.adapter_files import (
+    load_adapter as load_adapter,
+    save_adapter as save_adapter,
+)
+from .finetune.add_head import (
+    add_head as add_head,
+)
+from .finetune.features import (
+    features as features,
+)
+from .finetune.heads import (
+    replace_head as replace_head,
+)
+from .finetune.join import (
+    attach as attach,
+)
+from .finetune.lora import (
+    add_lora as add_lora,
+    merge_lora as merge_lora,
+)
 from .graph.emit import (
     Emit as Emit,
 )
@@ -206,6 +226,10 @@ from .schedules.epochwise import (
 )
 from .schedules.plateau import (
     plateau as plateau,
+)
+from .sklearn import (
+    OnnxClassifier as OnnxClassifier,
+    OnnxRegressor as OnnxRegressor,
 )
 from .training.callbacks.base import (
     Callback as Callback,

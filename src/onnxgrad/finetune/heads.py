@@ -77,13 +77,12 @@ def replace_head(
         ModelError: `model` cannot be read.
 
     Examples:
-        >>> import onnx
-        >>> from onnxgrad.finetune.heads import replace_head
+        >>> import onnx, onnxgrad as og
         >>> model = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,3] p) <float[3,2] w = {1, 2, 3, 4, 5, 6}> {
         ...     h = Gemm <transB = 1> (x, w)  p = Softmax(h) }''')
-        >>> [tuple(tensor.dims) for tensor in replace_head(model, units=5).graph.initializer]
+        >>> [tuple(tensor.dims) for tensor in og.replace_head(model, units=5).graph.initializer]
         [(5, 2)]
     """
     return _replaced(read(model), Request(units, name, activation, seed), at, output)

@@ -48,15 +48,14 @@ def attach(
         ModelError: a model cannot be read, or cannot be converted to the opset of the other.
 
     Examples:
-        >>> import onnx
-        >>> from onnxgrad.finetune.join import attach
+        >>> import onnx, onnxgrad as og
         >>> body = onnx.parser.parse_model('''
         ...     <ir_version: 9, opset_import: ["": 20]>
         ...     f (float[N,2] x) => (float[N,2] y) { y = Relu(x) }''')
         >>> head = onnx.parser.parse_model('''
         ...     <ir_version: 8, opset_import: ["": 17]>
         ...     f (float[N,2] x) => (float[N,2] p) { p = Softmax(x) }''')
-        >>> for node in attach(body, head).graph.node:
+        >>> for node in og.attach(body, head).graph.node:
         ...     print(node.op_type, node.input, "->", node.output)
         Relu ['x'] -> ['y']
         Softmax ['y'] -> ['p']

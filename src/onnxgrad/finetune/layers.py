@@ -178,7 +178,7 @@ def _of_ml(node: ir.Node) -> Layer | str:
         if attributes.get_string("kernel_type", "LINEAR") != "LINEAR":
             return (
                 "its support vectors are rows of the old training data: fit it again, or use "
-                "features(model, at=...) and attach"
+                "add_head(model, units, at=...)"
             )
         if attributes.get_int("one_class", 0):
             return "it detects outliers"

@@ -16,7 +16,7 @@ from onnxgrad.training.parameters.operands import value_operands
 
 _LISTED = 8  # layers that a message names
 _LINEAR = frozenset("MatMul Gemm Conv ConvTranspose FusedMatMul FusedGemm FusedConv".split())
-_TREES = "trees have no layer: features(model, at=...) and attach put one in their place"
+_TREES = "trees have no layer: add_head(model, units, at=...) puts one in their place"
 
 
 class Search:
@@ -47,7 +47,7 @@ class Search:
         if not layers and not reasons:
             raise ValueError(
                 f"no linear or convolutional layer precedes {names}: put a new head behind a value "
-                "of the model by attach"
+                "of the model by add_head"
             )
         listed = [shown(layer.node) for layer in layers] + [shown(node) for node in reasons]
         more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
@@ -57,7 +57,7 @@ class Search:
         raise ValueError(
             f"several layers are the last before {names}: {', '.join(listed[:_LISTED])}{more}; "
             f"{hint}; where they are added up, as in a residual block, put a new head behind the "
-            "output by attach"
+            "output by add_head"
         )
 
     def _last(self, outputs: Iterable[ir.Value]) -> tuple[list[Layer], dict[ir.Node, str]]:

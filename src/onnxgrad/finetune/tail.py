@@ -48,7 +48,7 @@ class Tail:
         raise ValueError(
             f"{shown(node)} follows the units of {self.layer}, of which the model has {self.old}: "
             f"{why}. Name another layer by at=, or cut the model with features(model, at=...) and "
-            "attach another head"
+            "put another head there by add_head"
         )
 
     def keep(self, node: ir.Node, axis: int, outputs: int | None = None) -> None:

@@ -1,0 +1,151 @@
+"""`add_head`: a linear layer on the features that a model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.errors import unknown
+from onnxgrad.finetune.activations import ACTIVATIONS, applied
+from onnxgrad.finetune.heads import Request
+from onnxgrad.finetune.layers import fresh, initializer
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.read import ModelLike, read
+
+POOLS = ("mean", "first", "image")
+
+
+def add_head(
+    model: ModelLike,
+    units: int | Sequence[str] | Sequence[int],
+    at: str | None = None,
+    name: str = "head",
+    *,
+    pool: str | None = None,
+    mask: str | None = None,
+    activation: str | None = None,
+    seed: int = 0,
+) -> ModelProto:
+    """Return `model` with a new linear layer on the features that it computes.
+
+    For encoders of texts, images or sounds, which end without a layer that `replace_head` could
+    replace. The only output is y = activation(pool(features) W + b), called `logits`, or
+    `probabilities` with an activation. W is drawn as by `replace_head`, and b is zero. What the
+    features do not need is removed; inputs are kept if they are still used.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        units: number of units; or the classes, all strings or all ints, which are stored as
+            metadata, `onnxgrad.classes`.
+        at: the value that holds the features, on its last axis. None: the output of `model`, if it
+            has only one.
+        name: the new tensors are `<name>.weight` and `<name>.bias`; a numeric suffix is added if
+            the model has a value of that name.
+        pool: "mean" or "first" of the positions of features (N, T, features); "image", the mean of
+            each map of features (N, features, H, W). None: a result for each row, or position.
+        mask: for `pool="mean"`, the input or value of `model`, of shape (N, T), that is 0 for
+            positions that do not count, such as "attention_mask".
+        activation: "softmax", "log_softmax" or "sigmoid"; None: scores.
+        seed: of the new weights.
+
+    Raises:
+        ValueError: no such value, one of unknown width or that is not float, or an invalid
+            argument.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> encoder = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,T,2] x) => (float[N,T,3] y) <float[2,3] w = {1, 2, 3, 4, 5, 6}> {
+        ...     y = MatMul(x, w) }''')
+        >>> classifier = og.add_head(encoder, units=5, pool="mean")
+        >>> [node.op_type for node in classifier.graph.node], classifier.graph.output[0].name
+        (['MatMul', 'ReduceMean', 'MatMul', 'Add'], 'logits')
+    """
+    request = Request(units, name, activation, seed)
+    if activation == "same":
+        raise unknown("activation", activation, [*ACTIVATIONS, "None"])
+    if pool is not None and pool not in POOLS:
+        raise unknown("pool", pool, [*POOLS, "None"])
+    if mask is not None and pool != "mean":
+        raise ValueError(f"mask={mask!r} needs pool='mean', not {pool!r}")
+    proto = inlined(read(model))
+    outputs = [y.name for y in proto.graph.output]
+    if at is None and len(outputs) > 1:
+        raise ValueError(f"the model has the outputs {outputs}: name the features with at=")
+    changed = to_ir(proto)
+    infer(changed)
+    graph = changed.graph
+    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
+    for value in [at or outputs[0]] + ([] if mask is None else [mask]):
+        if value not in values:
+            raise unknown("value of the model", value, [*outputs, *values])
+    op = Emit(graph)
+    x = _pooled(op, values[at or outputs[0]], pool, None if mask is None else values[mask])
+    weights = _weights(op, x, request)
+    y = op.emit("Add", [op.MatMul(x, weights[0]), weights[1]], {}, fresh=True)
+    y.type, y.shape = x.type, ir.Shape([*(dims(x) or ())[:-1], request.units])
+    if activation is not None:
+        y = applied(op, ACTIVATIONS[activation], y, -1)
+    graph.outputs.clear()
+    y.name = op.name("logits" if activation is None else "probabilities")
+    graph.outputs.append(y)
+    tidy(changed)
+    graph.inputs[:] = [v for v in graph.inputs if v.uses()]
+    new = to_proto(changed)
+    request.note(new, [str(v.name) for v in weights], labelled=False)
+    return new
+
+
+def _pooled(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> ir.Value:
+    """Return features with their last axis for the units, pooled if that is asked for.
+
+    Raises:
+        ValueError: `x` is not float, or of another rank than `pool` needs.
+    """
+    shape, wanted = dims(x), {"mean": 3, "first": 3, "image": 4}.get(pool or "")
+    if x.dtype is None or not x.dtype.is_floating_point():
+        raise ValueError(f"{x.name!r} holds {x.dtype}, no floats: name other features with at=")
+    if wanted and shape is not None and len(shape) != wanted:
+        raise ValueError(f"pool={pool!r} needs {wanted} axes; {x.name!r} has {list(shape)}")
+    if pool == "first":
+        return op.Gather(x, np.int64(0), axis=1)
+    if pool == "image":
+        return op.ReduceMean(x, [2, 3], keepdims=0)
+    if pool is None:
+        return x
+    if mask is None:
+        return op.ReduceMean(x, [1], keepdims=0)
+    with op:
+        counted = op.Unsqueeze(op.Cast(mask, to=x.dtype), [2])
+        total = op.ReduceSum(x * counted, [1], keepdims=0)
+        return total / op.Max(op.ReduceSum(counted, [1], keepdims=0), 1.0)
+
+
+def _weights(op: Emit, x: ir.Value, request: Request) -> tuple[ir.Value, ir.Value]:
+    """Return the weights, features x units, and the bias.
+
+    Raises:
+        ValueError: the number of features is unknown.
+    """
+    shape = dims(x)
+    if shape is None or len(shape) < 2 or not isinstance(shape[-1], int):
+        raise ValueError(
+            f"{x.name!r} has the shape {shape and list(shape)}: a head needs rows, and to know the "
+            "number of features. Declare the shape in value_info, or name other features with at="
+        )
+    assert x.dtype is not None
+    weights = fresh((request.units, shape[-1]), "linear", request.seed)
+    return (
+        initializer(op, np.ascontiguousarray(weights.T), x.dtype, f"{request.name}.weight"),
+        initializer(op, np.zeros(request.units), x.dtype, f"{request.name}.bias"),
+    )
