@@ -46,6 +46,7 @@ class Plan:
     - `loss`: writes the loss; None: the output `loss_output` is the loss.
     - `exempt`: inputs whose first axis is not that of the rows.
     - `carry`: `{input: output}`, the input gets the value of the output of the batch before.
+    - `straight_through`: whether gradients pass through the rounding of quantized layers.
     """
 
     loss: TrainingLoss | None
@@ -55,6 +56,7 @@ class Plan:
     carry: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     exempt: frozenset[str] = frozenset()
+    straight_through: bool = False
 
 
 @dataclass
@@ -155,6 +157,7 @@ def minimized(
         draw=form.draw,
         first=form.first,
         carried=form.carried,
+        straight_through=plan.straight_through,
     )
 
 

@@ -13,6 +13,7 @@ from onnxgrad.autodiff.recomputable import RECOMPUTE
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model import weights as constants
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
@@ -143,6 +144,9 @@ class Trainer:
         self.proto = separate_statistics(proto := read(model))
         self.names = read_names(self.proto)  # of the columns of tables
         self.trained = choose_weights(self.proto, train, freeze)
+        # a user who asks for weights of a quantized model knows that the others stay
+        tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
+        self.straight_through = train is not None or bool(tuned)
         if batch_norm == "frozen" and not train_merged(proto, self.proto, self.trained):
             self.proto = proto
         self.state = TrainState(seed=seed)
