@@ -88,7 +88,8 @@ def _error(node: ir.Node, remedy: str) -> NoGradientRule:
     return NoGradientRule(
         f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): the model is quantized, "
         "and rounding to integers has no gradient: train the float model and quantize it "
-        f"afterwards,{remedy} ask only for weights that are used after this node"
+        f"afterwards; name them in `Trainer(train=...)`, which passes gradients straight through;"
+        f"{remedy} ask only for weights that are used after this node"
     )
 
 

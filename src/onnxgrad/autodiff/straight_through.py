@@ -106,7 +106,9 @@ class StraightThrough:
         if (node.domain, node.op_type) in NON_DIFFERENTIABLE:
             return None
         if node.domain or node.op_type not in _MOVES:
-            raise _error(node, "its operands are quantized, and it has no straight-through gradient")
+            raise _error(
+                node, "its operands are quantized, and it has no straight-through gradient"
+            )
         return StraightThrough.moved
 
     def _float(self, x: ir.Value) -> ir.Value:
@@ -160,36 +162,34 @@ class StraightThrough:
 
     # -- formulas: of a node, its results, integers as numbers of steps ---------------------------
 
-    def quantize(self, node: ir.Node) -> list[ir.Value]:
+    def quantize(self, node: Any) -> list[ir.Value]:
+        """Return x / s, where it is within the range."""
         x, scale, zero = (*node.inputs, None)[:3]
         _require_no_blocks(node)
         axis = node.attributes.get_int("axis", 1)
-        assert x is not None
-        assert scale is not None
         return [self.rounded(x, scale, zero, node.outputs[0], axis)]
 
-    def dequantize(self, node: ir.Node) -> list[ir.Value]:
+    def dequantize(self, node: Any) -> list[ir.Value]:
+        """Return s (q - z)."""
         x, scale, zero = (*node.inputs, None)[:3]
-        assert x is not None
         _require_no_blocks(node)
         y = self.steps(x, zero, node.attributes.get_int("axis", 1), scale)
         return [self._op.Cast(y, to=node.outputs[0].dtype)]
 
-    def dynamic(self, node: ir.Node) -> list[ir.Value]:
+    def dynamic(self, node: Any) -> list[ir.Value]:
         """Return the steps of the data: the scale, which depends on their range, is a constant."""
         x, (_, scale, zero) = node.inputs[0], node.outputs
         self.stopped += [scale, zero]
-        assert x is not None
-        return [x / scale]  # type: ignore[operator]
+        return [x / scale]
 
-    def qlinear_matmul(self, node: ir.Node) -> list[ir.Value]:
+    def qlinear_matmul(self, node: Any) -> list[ir.Value]:
+        """Return a b / s, where it is within the range."""
         a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.inputs
-        y = self._op.MatMul(
-            self.steps(a, a_zero, -2, a_scale), self.steps(b, b_zero, -1, b_scale)
-        )
+        y = self._op.MatMul(self.steps(a, a_zero, -2, a_scale), self.steps(b, b_zero, -1, b_scale))
         return [self.rounded(y, y_scale, y_zero, node.outputs[0])]
 
-    def qlinear_conv(self, node: ir.Node) -> list[ir.Value]:
+    def qlinear_conv(self, node: Any) -> list[ir.Value]:
+        """Return (conv(x, w) + b) / s, where it is within the range."""
         x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*node.inputs, None)[:9]
         operands = [self.steps(x, x_zero, None, x_scale), self.steps(w, w_zero, 0, w_scale)]
         if bias is not None:
@@ -198,16 +198,18 @@ class StraightThrough:
         y.type, y.shape = ir.TensorType(FLOAT), node.outputs[0].shape
         return [self.rounded(y, y_scale, y_zero, node.outputs[0])]
 
-    def integer_matmul(self, node: ir.Node) -> list[ir.Value]:
+    def integer_matmul(self, node: Any) -> list[ir.Value]:
+        """Return (a - a_zero) (b - b_zero)."""
         a, b, a_zero, b_zero = (*node.inputs, None, None)[:4]
         return [self._op.MatMul(self.steps(a, a_zero, -2), self.steps(b, b_zero, -1))]
 
-    def integer_conv(self, node: ir.Node) -> list[ir.Value]:
+    def integer_conv(self, node: Any) -> list[ir.Value]:
+        """Return conv(x - x_zero, w - w_zero)."""
         x, w, x_zero, w_zero = (*node.inputs, None, None)[:4]
         operands = [self.steps(x, x_zero, None), self.steps(w, w_zero, 0)]
         return [self._op.emit("Conv", operands, _attributes(node))]
 
-    def moved(self, node: ir.Node) -> list[ir.Value]:
+    def moved(self, node: Any) -> list[ir.Value]:
         """Return the results of the same operator for floats."""
         data = _MOVES[node.op_type]
         inputs = [
@@ -216,10 +218,8 @@ class StraightThrough:
             else self._steps.get(x) or (x if _is_float(x) else self._op.Cast(x, to=FLOAT))
             for i, x in enumerate(node.inputs)
         ]
-        if node.op_type == "Cast":
-            return [self._op.Cast(inputs[0], to=node.outputs[0].dtype)] if _is_float(
-                node.outputs[0]
-            ) else [self._op.copy_of(inputs[0])]
+        if node.op_type == "Cast" and not _is_float(node.outputs[0]):
+            return [self._op.copy_of(inputs[0])]
         results = self._op.emit_many(
             node.op_type, inputs, _attributes(node), len(node.outputs), fresh=True
         )
@@ -255,6 +255,6 @@ def _require_no_blocks(node: ir.Node) -> None:
 def _error(node: ir.Node, what: str) -> NoGradientRule:
     where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
     return NoGradientRule(
-        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}: train only weights "
-        "that are used after this node"
+        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}: train "
+        "only weights that are used after this node"
     )

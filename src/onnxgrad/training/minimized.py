@@ -283,7 +283,7 @@ def _loss_output(op: Emit, proto: ModelProto, loss: ir.Value, data: Sequence[ir.
     One that `add_loss_output` noted to be a sum is divided by the number of rows.
     """
     info, inputs = loss_info(proto), {str(x.name): x for x in data}
-    if (shapes.static(shapes.dims(loss)) or (0,)) not in ((), (1,), (1, 1)):
+    if shapes.static(shapes.dims(loss)) not in ((), (1,), (1, 1)):
         raise ValueError(f"the loss {loss.name!r} must hold one number, not {loss.shape}")
     kind = ir.DataType.DOUBLE if loss.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     total = op.Cast(op.Reshape(loss, []), to=kind)

@@ -101,8 +101,8 @@ class Gradients:
     """The first half of a step: the graph that computes the gradients of one batch.
 
     `graph` has the weights of `of` among its inputs, and `data` are the batch. A batch changes the
-    values of `buffers`; `reported` are the losses. The gradient passes straight through the rounding
-    of the operators `rounding`, one for each node.
+    values of `buffers`; `reported` are the losses. The gradient passes straight through the
+    rounding of the operators `rounding`, one for each node.
     """
 
     graph: ir.Graph

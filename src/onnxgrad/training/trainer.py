@@ -26,6 +26,7 @@ from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import inference_form, separate_statistics, train_merged
 from onnxgrad.training.parameters.choice import choose_weights
+from onnxgrad.training.parameters.integers import require_floats
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.setup import Setup
 from onnxgrad.training.state import TrainState, Values
@@ -143,6 +144,7 @@ class Trainer:
         self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
         self.proto = separate_statistics(proto := read(model))
         self.names = read_names(self.proto)  # of the columns of tables
+        require_floats(self.proto, () if train is None else train)
         self.trained = choose_weights(self.proto, train, freeze)
         # a user who asks for weights of a quantized model knows that the others stay
         tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)

@@ -74,8 +74,9 @@ def of_one_operand(op: Emit, node: Any) -> list[ir.Value] | None:
     x, x_scale, x_zero, y_scale, y_zero = _operands(node, 5)
     if not _is_quantized(x):
         return None
-    last, n = node.attributes.get_int("channels_last", 0), rank(x)
-    if last and n is None:
+    n = rank(x) or 0
+    last = node.attributes.get_int("channels_last", 0)
+    if last and not n:
         return None
     real = dequantized(op, x, x_scale, x_zero)
     if last:
@@ -229,7 +230,7 @@ def state_rows(op: Emit, node: Any) -> None:
     _state(node, [*lengths[:axis], *(dims(indices) or ()), *lengths[axis + 1 :]], scales)
 
 
-def _state(node: ir.Node, shape: list[Any] | Dims, like: ir.Value | None = None) -> None:
+def _state(node: Any, shape: list[Any] | Dims, like: ir.Value | None = None) -> None:
     like = node.inputs[0] if like is None else like
     node.outputs[0].type = like.type
     if rank(node.inputs[0]) is not None:
