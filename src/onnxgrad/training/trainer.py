@@ -13,7 +13,7 @@ from onnxgrad.autodiff.recomputable import RECOMPUTE
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model import weights as constants
-from onnxgrad.model.notes import ADAPTERS, HEAD, read_note
+from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
@@ -135,7 +135,7 @@ class Trainer:
         self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
         self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
-        self.dropout, self.class_weight = dict(dropout or {}), class_weight
+        self.class_weight = class_weight
         self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
         self.recompute = check_recompute(recompute, tuple(RECOMPUTE))
         self.metrics_by_output = select_metrics(metrics)
@@ -143,6 +143,7 @@ class Trainer:
         self.callbacks = Callbacks(callbacks)
         self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
         self.proto = separate_statistics(proto := read(model))
+        self.dropout = adapter_dropout(proto) | dict(dropout or {})
         self.names = read_names(self.proto)  # of the columns of tables
         require_floats(self.proto, () if train is None else train)
         self.trained = choose_weights(self.proto, train, freeze)
