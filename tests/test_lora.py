@@ -272,6 +272,55 @@ def test_half_of_the_elements_are_dropped():
     assert trainer.evaluate(X, np.zeros_like(X))["loss"] == 1.0
 
 
+@pytest.mark.parametrize(
+    "name", ["conv 2", "half precision", "in a branch", "in a function", "old"]
+)
+def test_dropout_acts_in_every_form(name):
+    model, losses = NETWORKS[name], []
+    x = feed(model)["x"]
+    y = np.zeros(run(model, x=x)[0].shape, np.float32)
+    for dropout in (0.5, 0.0):
+        adapted = shaken(add_lora(model, "w", rank=2, dropout=dropout))
+        trainer = og.Trainer(
+            adapted, "squared_error", train=fine_tuned(adapted), optimizer="sgd", learning_rate=0.0
+        )
+        trainer.fit(x, y, batch_size=len(y))
+        losses += [trainer.history[0]["loss"], trainer.evaluate(x, y)["loss"]]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-3)
+    assert losses[1:] == pytest.approx([losses[3]] * 3, rel=1e-5)
+
+
+def quantized_networks():
+    rng = np.random.default_rng(0)
+    scale, zero = np.float32([0.1, 0.2, 0.3]), np.zeros(3, np.int8)
+    integers = rng.integers(-9, 9, (4, 3)).astype(np.int8)
+    qdq = with_tensors(
+        parse("""f (float[2,4] x) => (float[2,3] y) {
+            v = DequantizeLinear<axis = 1>(w, s, z) y = MatMul(x, v) }"""),
+        w=integers, s=scale, z=zero,
+    )  # fmt: skip
+    packed = rng.integers(0, 256, (3, 1, 8)).astype(np.uint8)
+    blocks = with_tensors(
+        parse("""f (float[2,16] x) => (float[2,3] y) {
+            y = com.microsoft.MatMulNBits<K = 16, N = 3, bits = 4, block_size = 16>(x, w, s) }"""),
+        w=packed, s=scale,
+    )  # fmt: skip
+    return {"qdq": qdq, "blocks": blocks}
+
+
+@pytest.mark.parametrize("name", ["qdq", "blocks"])
+def test_quantized_weights_have_adapters_that_stay(name):
+    model = quantized_networks()[name]
+    adapted = add_lora(model, "w", rank=2)
+    x = feed(model)["x"]
+    np.testing.assert_array_equal(run(adapted, x=x)[0], run(model, x=x)[0])
+    a, b = adapter_of(adapted := shaken(adapted))
+    expected = run(model, x=x)[0] + 8 * (x @ a @ b)
+    np.testing.assert_allclose(run(adapted, x=x)[0], expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="quantized"):
+        merge_lora(adapted)
+
+
 # -- PyTorch -------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from onnxruntime.quantization import (
 import onnxgrad as og
 from onnxgrad.autodiff.primal.lowerings.microsoft_quantized import QUANTIZED
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.finetune.lora import add_lora, merge_lora
 from onnxgrad.model.convert import to_proto
 from running import run, run_named
 
@@ -509,3 +510,40 @@ def test_adapters_written_by_hand(base, caplog):
     assert trainer.history[-1]["loss"] < 0.01 * trainer.history[0]["loss"]
     for old, new in zip(model.graph.initializer, trainer.model.graph.initializer, strict=True):
         assert (old == new) == (old.name not in ("A", "B"))
+
+
+PRODUCTS = {
+    "few bits": "b = com.microsoft.MatMulNBits<K=32, N=16, bits=4, block_size=16>(h, w, scales)",
+    "dequantized": "d = DequantizeLinear(w, ws) b = MatMul(h, d)",
+    "QDQ": """q = QuantizeLinear(h, s, z) e = DequantizeLinear(q, s, z) d = DequantizeLinear(w, ws)
+        c = MatMul(e, d) p = QuantizeLinear(c, t, o) b = DequantizeLinear(p, t, o)""",
+    "QOperator": """q = QuantizeLinear(h, s, z) p = QLinearMatMul(q, s, z, w, ws, wz, t, o)
+        b = DequantizeLinear(p, t, o)""",
+    "dynamic": """q, a, c = DynamicQuantizeLinear(h) i = MatMulInteger(q, w, c, wz)
+        f = Cast<to=1>(i) r = Mul(a, ws) b = Mul(f, r)""",
+}
+
+
+@pytest.mark.parametrize("form", PRODUCTS)
+def test_adapters_of_add_lora(form):
+    """The adapter is beside the data and the result in floats; the first one changes nothing."""
+    weight = RNG.integers(-127, 128, (32, 16)).astype(np.int8)
+    arrays = in_bits(4, 32, 16) if form == "few bits" else {"w": weight, "ws": F(0.005)} | S
+    model = parsed(
+        f"""g (float[N, 32] x) => (float[N, 16] y) {{ h = Mul(x, gain) {PRODUCTS[form]}
+        y = Tanh(b) }}""",
+        arrays | {"gain": np.ones(32, F), "wz": np.int8(0)},
+    )
+    x, y = (RNG.standard_normal((256, n)).astype(F) for n in (32, 16))
+    adapted = add_lora(model, "w", rank=4)
+    np.testing.assert_array_equal(run(adapted, x=x)[0], run(model, x=x)[0])
+    with pytest.raises(ValueError, match="quantized"):
+        merge_lora(adapted)
+    trainer = og.Trainer(adapted, "squared_error", train="*lora_*", learning_rate=0.02)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(x, np.tanh(y), epochs=12)
+    assert trainer.history[-1]["loss"] < 0.95 * trainer.history[0]["loss"]
+    kept = {t.name: t for t in model.graph.initializer}
+    after = {t.name: t for t in trainer.model.graph.initializer}
+    assert all(after[name] == tensor for name, tensor in kept.items())

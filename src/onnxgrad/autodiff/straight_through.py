@@ -10,7 +10,7 @@ cotangent is dL/dq, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
@@ -56,7 +56,13 @@ class StraightThrough:
         NoGradientRule: an operator computes with integers in a way that has no formula.
     """
 
-    def __init__(self, op: Emit, wrt: Iterable[ir.Value], outputs: Iterable[ir.Value]) -> None:
+    def __init__(
+        self,
+        op: Emit,
+        wrt: Iterable[ir.Value],
+        outputs: Iterable[ir.Value],
+        stop_gradient: Collection[ir.Value] = (),
+    ) -> None:
         self.origins: dict[ir.Value, ir.Value] = {}
         self.stopped: list[ir.Value] = []
         self.rounding: list[ir.Node] = []
@@ -64,7 +70,7 @@ class StraightThrough:
         if not any(is_quantized(node) for node in nodes):
             return
         wrt = list(wrt)
-        live = live_values(nodes, outputs)
+        live = live_values(nodes, outputs, stop_gradient)
         following = dict(zip(nodes, [*nodes[1:], None], strict=True))
         self._op = Emit(op.graph, outer=op)  # equal nodes of the backward pass are further down
         self._steps: dict[ir.Value, ir.Value] = {}  # an integer -> itself as a float

@@ -182,8 +182,10 @@ def write_gradients(
     """
     graph, trained = objective.model.graph, objective.weights
     recomputation = Recomputation(op, seeds.values(), recompute)
-    quantized = StraightThrough(op, trained if objective.straight_through else [], seeds)
-    gradients = sweep(op, seeds, trained, quantized.stopped, quantized.origins)
+    wrt = trained if objective.straight_through else []
+    quantized = StraightThrough(op, wrt, seeds, objective.stop_gradient)
+    stopped = [*objective.stop_gradient, *quantized.stopped]
+    gradients = sweep(op, seeds, trained, stopped, quantized.origins)
     if not gradients:
         refuse_quantized(list(graph), objective.data, objective.seeds)
         names = [str(w.name) for w in trained]
