@@ -536,7 +536,9 @@ def test_adapters_of_add_lora(form):
     )
     x, y = (RNG.standard_normal((256, n)).astype(F) for n in (32, 16))
     adapted = add_lora(model, "w", rank=4)
-    np.testing.assert_array_equal(run(adapted, x=x)[0], run(model, x=x)[0])
+    # onnxruntime no longer fuses MatMul and QuantizeLinear: some may be rounded to the other side
+    same = run(adapted, x=x)[0] == run(model, x=x)[0]
+    assert same.mean() > (0.99 if form == "QDQ" else 0.9999)
     with pytest.raises(ValueError, match="quantized"):
         merge_lora(adapted)
     trainer = og.Trainer(adapted, "squared_error", train="*lora_*", learning_rate=0.02)

@@ -170,15 +170,16 @@ class _Removal:
     def restore(self, base: str) -> None:
         """Remove the sum behind `base` with all that only it reads; `base` gets its name."""
         readers = self.readers.get(base, [])
-        if base not in self.producers or len(readers) != 1 or self.reads[base] != 1:
+        if base in self.producers and readers and readers[-1][1].op_type == "Add":
+            graph, last = readers[-1]  # the sum is the last node of an adapter
+            output = last.output[0]
+            self._drop(graph, last, kept=base)
+        if base not in self.producers or not readers or self.reads[base]:
             raise ModelError(
                 f"the adapter beside {base!r} is not as add_lora wrote it: a tool modified the "
                 "file. Merge adapters before other tools modify it"
             )
-        [(graph, last)] = readers
-        output = last.output[0]
         _, node = self.producers[base]
-        self._drop(graph, last, kept=base)
         node.output[list(node.output).index(base)] = output
         self.producers[output] = graph, node
         self.dropped -= {output}
