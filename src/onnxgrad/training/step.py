@@ -184,7 +184,7 @@ def write_gradients(
     recomputation = Recomputation(op, seeds.values(), recompute)
     wrt = trained if objective.straight_through else []
     quantized = StraightThrough(op, wrt, seeds, objective.stop_gradient)
-    stopped = [*objective.stop_gradient, *quantized.stopped]
+    stopped = {*objective.stop_gradient, *quantized.stopped}
     gradients = sweep(op, seeds, trained, stopped, quantized.origins)
     if not gradients:
         refuse_quantized(list(graph), objective.data, objective.seeds)
