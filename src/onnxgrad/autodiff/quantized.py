@@ -1,4 +1,7 @@
-"""Quantized models are refused: only their ranges and biases would get a gradient."""
+"""Quantized models are refused, unless a gradient is to pass straight through their rounding.
+
+Otherwise only their ranges and biases would get a gradient, and what rounds would have none.
+"""
 
 from __future__ import annotations
 
@@ -29,39 +32,39 @@ def refuse_quantized(
     Raises:
         NoGradientRule: the message names the operator and the remedies.
     """
-    if not any(_is_quantized(node) for node in nodes):
+    if not any(is_quantized(node) for node in nodes):
         return
     wrt, outputs = list(wrt), list(outputs)
-    live = _live(nodes, outputs, stop_gradient, straight_through or {}, through_rounding=True)
-    for node in _between(nodes, wrt, live):
-        if _is_quantized(node) and node.op_type != "QuantizeLinear":
+    live = live_values(nodes, outputs, stop_gradient, straight_through, through_rounding=True)
+    for node in between(nodes, wrt, live):
+        if is_quantized(node) and node.op_type != "QuantizeLinear":
             raise _error(node, " or")
-    smooth = _live(nodes, outputs, stop_gradient, straight_through or {}, through_rounding=False)
-    for node in _between(nodes, [x for x in wrt if x not in smooth], live):
-        if _is_quantized(node):
+    smooth = live_values(nodes, outputs, stop_gradient, straight_through, through_rounding=False)
+    for node in between(nodes, [x for x in wrt if x not in smooth], live):
+        if is_quantized(node):
             result = "the result of the DequantizeLinear after it"
             raise _error(node, f" pass {result} to `straight_through` of onnx_derivative, or")
 
 
-def _live(
+def live_values(
     nodes: Sequence[ir.Node],
     outputs: Iterable[ir.Value],
-    stop_gradient: Collection[ir.Value],
-    straight_through: Mapping[ir.Value, ir.Value],
-    through_rounding: bool,
+    stop_gradient: Collection[ir.Value] = (),
+    straight_through: Mapping[ir.Value, ir.Value] | None = None,
+    through_rounding: bool = True,
 ) -> set[ir.Value]:
     """Return the values that `outputs` depend on, optionally through quantized operators too."""
-    live = set(outputs)
+    live, straight_through = set(outputs), straight_through or {}
     for node in reversed(nodes):
         live_outputs = live.intersection(node.outputs)
         live.update(straight_through[y] for y in live_outputs if y in straight_through)
         passes = any(y not in stop_gradient and y not in straight_through for y in live_outputs)
-        if passes and (through_rounding or not _is_quantized(node)):
+        if passes and (through_rounding or not is_quantized(node)):
             live.update(reads(node))
     return live.difference(stop_gradient, straight_through)
 
 
-def _between(
+def between(
     nodes: Sequence[ir.Node], origins: Iterable[ir.Value], live: Collection[ir.Value]
 ) -> Iterable[ir.Node]:
     """Yield the nodes on paths from `origins` to `live` values of any dtype."""
@@ -73,7 +76,8 @@ def _between(
             yield node
 
 
-def _is_quantized(node: ir.Node) -> bool:
+def is_quantized(node: ir.Node) -> bool:
+    """Return whether `node` computes with integers that stand for floats, or rounds to them."""
     if node.domain == "com.microsoft":
         return node.op_type.startswith((*_MICROSOFT, "QuantizeLinear"))
     return not node.domain and (node.op_type in _PRODUCTS or node.op_type == "QuantizeLinear")
@@ -84,5 +88,13 @@ def _error(node: ir.Node, remedy: str) -> NoGradientRule:
     return NoGradientRule(
         f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): the model is quantized, "
         "and rounding to integers has no gradient: train the float model and quantize it "
-        f"afterwards,{remedy} ask only for weights that are used after this node"
+        f"afterwards; name them in `Trainer(train=...)`, which passes gradients straight through;"
+        f"{remedy} ask only for weights that are used after this node"
     )
+
+
+def straight_through_warning(rounding: Sequence[str]) -> str:
+    """Return what to say of a gradient through the nodes of these operators."""
+    operators = ", ".join(sorted(set(rounding)))
+    layers = "1 quantized layer" if len(rounding) == 1 else f"{len(rounding)} quantized layers"
+    return f"gradients pass straight through the rounding of {layers} ({operators}): an estimate"

@@ -141,7 +141,8 @@ def _target(
             target.uses.append(use)
         else:
             target.reason = use or "it is an output of a graph"
-        target.quantized |= path.quantized or (isinstance(use, Use) and use.node.op_type == _NBITS)
+        integers = node is not None and node.op_type in (_NBITS, "MatMulInteger", "QLinearMatMul")
+        target.quantized |= path.quantized or (integers and isinstance(use, Use))
     if len(shape) < 2 and not target.quantized:
         target.reason = f"it has the shape {list(shape)}, an adapter needs a matrix"
     elif not target.uses and not target.reason:
@@ -190,6 +191,25 @@ def _through_moves(
 
 
 _NBITS = "MatMulNBits"
+# products of integers, and the nodes that turn their results into floats
+_INTEGER_PRODUCTS = {
+    ("", "MatMulInteger"): ("Cast", "Mul"),
+    ("", "QLinearMatMul"): ("DequantizeLinear",),
+}
+
+
+def _float_use(use: Use) -> Use | str:
+    """Return the use of a weight by a product of integers, from the data to the result in floats"""
+    before = {name: n for n in use.graph.node for name in n.output}.get(use.node.input[0])
+    if before is None or before.op_type not in ("DynamicQuantizeLinear", "QuantizeLinear"):
+        return f"the data of {_named(use.node)} are integers already: use the QDQ format"
+    node = use.node
+    for op_type in _INTEGER_PRODUCTS["", use.node.op_type]:
+        readers = [n for n in use.graph.node if node.output[0] in n.input]
+        if len(readers) != 1 or readers[0].op_type != op_type:
+            return f"the result of {_named(use.node)} stays in integers: use the QDQ format"
+        node = readers[0]
+    return replace(use, node=node, x=before.input[0], dtype=ir.DataType.FLOAT)
 
 
 def _use(
@@ -212,6 +232,8 @@ def _use(
     use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
     if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):
         return _product(use, index, options)
+    if kind in _INTEGER_PRODUCTS and index == 1 + 2 * (node.op_type == "QLinearMatMul"):
+        return _float_use(use)
     if len(shape) > 2 and index == 1 and kind == ("", "Conv"):
         return replace(use, form=CONV)
     if kind == ("", "Gather") and index == 0:

@@ -129,6 +129,7 @@ def _summed(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) -> Gra
         None if parts.draw is None else stacks.get(parts.draw),
         None,
         reported,
+        parts.rounding,
     )
 
 

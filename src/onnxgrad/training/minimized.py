@@ -48,6 +48,7 @@ class Plan:
     - `loss`: writes the loss; None: the output `loss_output` is the loss.
     - `exempt`: inputs whose first axis is not that of the rows.
     - `carry`: `{input: output}`, the input gets the value of the output of the batch before.
+    - `straight_through`: whether gradients pass through the rounding of quantized layers.
     """
 
     loss: TrainingLoss | None
@@ -57,6 +58,7 @@ class Plan:
     carry: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     exempt: frozenset[str] = frozenset()
+    straight_through: bool = False
 
 
 @dataclass
@@ -159,6 +161,7 @@ def minimized(
         first=form.first,
         stop_gradient={y for node, _ in walk(graph) for y in node.outputs if y.name in fixed},
         carried=form.carried,
+        straight_through=plan.straight_through,
     )
 
 
@@ -284,7 +287,7 @@ def _loss_output(op: Emit, proto: ModelProto, loss: ir.Value, data: Sequence[ir.
     One that `add_loss_output` noted to be a sum is divided by the number of rows.
     """
     info, inputs = loss_info(proto), {str(x.name): x for x in data}
-    if (shapes.static(shapes.dims(loss)) or (0,)) not in ((), (1,), (1, 1)):
+    if shapes.static(shapes.dims(loss)) not in ((), (1,), (1, 1)):
         raise ValueError(f"the loss {loss.name!r} must hold one number, not {loss.shape}")
     kind = ir.DataType.DOUBLE if loss.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     total = op.Cast(op.Reshape(loss, []), to=kind)

@@ -43,7 +43,9 @@ class Objective:
     used. No gradient flows through the values `stop_gradient`. With `per_row`, the gradient is
     divided by the number of rows outside of the graph. `tables` are those into which data
     inputs contain indices, `names` the names of the columns in an earlier training, and `stored`
-    masks of the stored elements of sparse weights: only these are trained.
+    masks of the stored elements of sparse weights: only these are trained. With
+    `straight_through`, the gradient passes through the rounding of quantized layers; otherwise such
+    models are refused.
     """
 
     model: ir.Model
@@ -60,6 +62,7 @@ class Objective:
     buffers: dict[ir.Value, ir.Value] = field(default_factory=dict, kw_only=True)
     draw: ir.Value | None = field(default=None, kw_only=True)
     first: ir.Value | None = field(default=None, kw_only=True)
+    straight_through: bool = field(default=False, kw_only=True)
     stop_gradient: Collection[ir.Value] = field(default=frozenset(), kw_only=True)
 
     per_row: ClassVar[bool] = True

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from onnx import ModelProto
 
+from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.data.columns import Names
 from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.graph.shapes import dims
@@ -69,6 +70,7 @@ class Settings(Protocol):
     recompute: str
     device: Device
     seed: int
+    straight_through: bool
     names: Names
     state: TrainState
     built: BuildCache
@@ -114,6 +116,7 @@ class Setup:
             trainer.carry,
             trainer.seed,
             frozenset(moved),
+            trainer.straight_through,
         )
 
     def _loss(self) -> TrainingLoss | None:
@@ -225,6 +228,8 @@ class Setup:
             warnings.warn(
                 f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
             )
+        if step.rounding:
+            warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
         state.begin(runner)
         return Loop(
             trainer,

@@ -17,6 +17,7 @@ from onnxgrad.autodiff.derivative import as_constants
 from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
+from onnxgrad.autodiff.straight_through import StraightThrough
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
@@ -51,6 +52,7 @@ class Step:
     first: ir.Value | None = None  # whether the batch is the first one of the epoch
     accumulate: int = 1  # micro-batches of a step
     norms: list[str] = field(default_factory=list)  # weights whose gradient's norm is returned
+    rounding: list[str] = field(default_factory=list)  # operators that gradients pass through
     recomputes: bool = False  # whether the order of its nodes saves memory
 
     @property
@@ -99,7 +101,8 @@ class Gradients:
     """The first half of a step: the graph that computes the gradients of one batch.
 
     `graph` has the weights of `of` among its inputs, and `data` are the batch. A batch changes the
-    values of `buffers`; `reported` are the losses.
+    values of `buffers`; `reported` are the losses. The gradient passes straight through the
+    rounding of the operators `rounding`, one for each node.
     """
 
     graph: ir.Graph
@@ -109,6 +112,7 @@ class Gradients:
     draw: ir.Value | None
     first: ir.Value | None
     reported: list[ir.Value]
+    rounding: list[str] = field(default_factory=list)
 
 
 def build_step(
@@ -178,7 +182,10 @@ def write_gradients(
     """
     graph, trained = objective.model.graph, objective.weights
     recomputation = Recomputation(op, seeds.values(), recompute)
-    gradients = sweep(op, seeds, trained, objective.stop_gradient)
+    wrt = trained if objective.straight_through else []
+    quantized = StraightThrough(op, wrt, seeds, objective.stop_gradient)
+    stopped = {*objective.stop_gradient, *quantized.stopped}
+    gradients = sweep(op, seeds, trained, stopped, quantized.origins)
     if not gradients:
         refuse_quantized(list(graph), objective.data, objective.seeds)
         names = [str(w.name) for w in trained]
@@ -200,6 +207,7 @@ def write_gradients(
         objective.draw,
         objective.first,
         objective.reported,
+        [node.op_type for node in quantized.rounding],
     )
     return parts, [str(w.name) for w in unreached]
 
@@ -243,6 +251,7 @@ def write_step(
         first=first,
         accumulate=accumulate,
         norms=list(named),
+        rounding=parts.rounding,
     )
 
 

@@ -13,7 +13,7 @@ from onnxgrad.autodiff.recomputable import RECOMPUTE
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model import weights as constants
-from onnxgrad.model.notes import adapter_dropout
+from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
@@ -27,6 +27,7 @@ from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, inference_form, separate_statistics, train_merged
 from onnxgrad.training.parameters.choice import choose_weights
+from onnxgrad.training.parameters.integers import require_floats
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.setup import Setup
 from onnxgrad.training.state import TrainState, Values
@@ -146,7 +147,11 @@ class Trainer:
         self.proto = separate_statistics(proto := read(model))
         self.dropout = adapter_dropout(proto) | dict(dropout or {})
         self.names = read_names(self.proto)  # of the columns of tables
+        require_floats(self.proto, () if train is None else train)
         self.trained = choose_weights(self.proto, train, freeze)
+        # a user who asks for weights of a quantized model knows that the others stay
+        tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
+        self.straight_through = train is not None or bool(tuned)
         if batch_norm == "frozen" and not train_merged(proto, self.proto, self.trained):
             self.proto = proto
         self.state = TrainState(seed=seed)

@@ -8,6 +8,7 @@ from onnxgrad.autodiff.rules import (
     convolution,
     cumulative,
     einsum,
+    few_bits,
     indexing,
     layout,
     linear,

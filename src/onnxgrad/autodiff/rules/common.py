@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.graph.shapes import rank
+
 
 def attributes_of(node):
     """Return the attributes of a node as the keyword arguments of another."""
@@ -44,3 +46,12 @@ def narrowed(op, gradients, inputs):
     """Return the gradients in the dtypes of their inputs."""
     pairs = zip(gradients, inputs, strict=False)
     return [g if g is None or x.dtype is None else op.Cast(g, to=x.dtype) for g, x in pairs]
+
+
+def gated(op, x, g):
+    """Return `x`, which is no scalar, available when `g` is: a Reshape that keeps all lengths.
+
+    What is computed from constants only, onnxruntime computes when it loads the model, and keeps.
+    """
+    keep = op.Mul(op.const([0] * rank(x)), op.Size(g))
+    return op.set_type_like(op.Reshape(x, keep), x)

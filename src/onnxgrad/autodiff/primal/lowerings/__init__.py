@@ -8,6 +8,7 @@ from onnxgrad.autodiff.primal.lowerings import (
     microsoft_attention,
     microsoft_grouped,
     microsoft_norms,
+    microsoft_quantized,
     ml,
     recurrent,
     sequences,

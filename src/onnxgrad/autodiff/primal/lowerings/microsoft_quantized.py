@@ -1,0 +1,237 @@
+"""Quantized operators of `com.microsoft` as the float operators between standard quantization.
+
+onnxruntime fuses the results back to the kernels of the operators that were lowered, except where
+the gradient needs what is in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN
+from onnxgrad.autodiff.primal.lowerings.registry import LOWERINGS, lowering
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import Dims, dims, rank
+
+FLOAT = ir.DataType.FLOAT
+_BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
+_POOL_ATTRIBUTES = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+
+
+def dequantized(
+    op: Emit, x: ir.Value, scale: ir.Value, zero_point: ir.Value | None = None, axis: int = 1
+) -> ir.Value:
+    """Return scale (x - zero_point); scales of several elements are along `axis`."""
+    operands = [x, scale] if zero_point is None else [x, scale, zero_point]
+    y = op.DequantizeLinear(*operands, axis=axis)
+    y.type, y.shape = ir.TensorType(scale.dtype or FLOAT), x.shape
+    return y
+
+
+def quantized(
+    op: Emit, x: ir.Value, scale: ir.Value, zero_point: ir.Value | None, like: ir.Value
+) -> ir.Value:
+    """Return x / scale + zero_point, rounded to the integers of `like` if there is no zero point"""
+    if zero_point is None:
+        assert like.dtype is not None
+        zero_point = op.const(np.zeros((), like.dtype.numpy()))
+    y = op.QuantizeLinear(x, scale, zero_point)
+    y.type, y.shape = ir.TensorType(zero_point.dtype or like.dtype or FLOAT), x.shape
+    return y
+
+
+def _operands(node: ir.Node, count: int) -> list[Any]:
+    """Return `count` operands, None for those that are left out."""
+    return [*node.inputs, *[None] * count][:count]
+
+
+def _is_quantized(*values: ir.Value | None) -> bool:
+    return all(v is not None and v.dtype in _BYTES for v in values)
+
+
+@lowering("QLinearAdd", DOMAIN)
+@lowering("QLinearMul", DOMAIN)
+def arithmetic(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = Q(a + b), or Q(a b)."""
+    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = _operands(node, 8)
+    if not _is_quantized(a, b):
+        return None
+    left, right = dequantized(op, a, a_scale, a_zero), dequantized(op, b, b_scale, b_zero)
+    y = left + right if node.op_type == "QLinearAdd" else left * right
+    return [quantized(op, y, y_scale, y_zero, a)]
+
+
+@lowering("QLinearSigmoid", DOMAIN)
+@lowering("QLinearLeakyRelu", DOMAIN)
+@lowering("QLinearSoftmax", DOMAIN)
+@lowering("QLinearAveragePool", DOMAIN)
+@lowering("QLinearGlobalAveragePool", DOMAIN)
+def of_one_operand(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = Q(f(x)), f the operator without quantization."""
+    x, x_scale, x_zero, y_scale, y_zero = _operands(node, 5)
+    if not _is_quantized(x):
+        return None
+    n = rank(x) or 0
+    last = node.attributes.get_int("channels_last", 0)
+    if last and not n:
+        return None
+    real = dequantized(op, x, x_scale, x_zero)
+    if last:
+        real = op.Transpose(real, perm=[0, n - 1, *range(1, n - 1)])
+    y = _applied(op, node, real)
+    if y is None:
+        return None
+    if last:
+        y = op.Transpose(y, perm=[0, *range(2, n), 1])
+    return [quantized(op, y, y_scale, y_zero, x)]
+
+
+def _applied(op: Emit, node: ir.Node, x: ir.Value) -> ir.Value | None:
+    """Return the result of the operator that quantization has given the prefix QLinear."""
+    get, name = node.attributes, node.op_type.removeprefix("QLinear")
+    if name == "LeakyRelu":
+        return op.LeakyRelu(x, alpha=get.get_float("alpha", 0.01))
+    if name == "AveragePool":
+        attributes = {key: get[key].value for key in _POOL_ATTRIBUTES if key in get}
+        return op.emit(name, [x], attributes)
+    if name == "Softmax":
+        axis, n = get.get_int("axis", -1), rank(x)
+        if get.get_int("opset", 13) >= 13 or axis in (-1, None if n is None else n - 1):
+            return op.Softmax(x, axis=axis)
+        return op.reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
+    return op.emit(name, [x], {})
+
+
+@lowering("QLinearConcat", DOMAIN)
+def concat(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = Q(the tensors, one behind the other)."""
+    y_scale, y_zero, *triples = node.inputs
+    parts = [triples[i : i + 3] for i in range(0, len(triples), 3)]
+    if not _is_quantized(*(x for x, *_ in parts)):
+        return None
+    axis = node.attributes.get_int("axis", 1)
+    y = op.Concat(*(dequantized(op, *part) for part in parts), axis=axis)
+    return [quantized(op, y, y_scale, y_zero, parts[0][0])]
+
+
+@lowering("QLinearWhere", DOMAIN)
+def where(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = Q(a where the condition holds, else b)."""
+    condition, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = _operands(node, 9)
+    if not _is_quantized(a, b):
+        return None
+    chosen = op.Where(
+        condition, dequantized(op, a, a_scale, a_zero), dequantized(op, b, b_scale, b_zero)
+    )
+    return [quantized(op, chosen, y_scale, y_zero, a)]
+
+
+@lowering("QGemm", DOMAIN)
+def gemm(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = Q(alpha (A B + c)), the steps of c being products of those of A and B."""
+    a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = _operands(node, 9)
+    if not _is_quantized(a, b):
+        return None
+    flags, transposed = node.attributes, node.attributes.get_int("transB", 0)
+    right = dequantized(op, b, b_scale, b_zero, axis=0 if transposed else 1)
+    operands = [dequantized(op, a, a_scale, a_zero), right]
+    alpha = flags.get_float("alpha", 1.0)
+    if c is not None:
+        operands.append(op.Cast(c, to=FLOAT) * (a_scale * b_scale))
+    attributes = {"transA": flags.get_int("transA", 0), "transB": transposed}
+    y = op.emit("Gemm", operands, attributes | {"alpha": alpha, "beta": alpha})
+    return [y if y_scale is None else quantized(op, y, y_scale, y_zero, a)]
+
+
+@lowering("DynamicQuantizeMatMul", DOMAIN)
+def dynamic_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = a b + c, a rounded to 256 steps over its range."""
+    a, b, scale, zero, bias = _operands(node, 5)
+    if not _is_quantized(b):
+        return None
+    q, a_scale, a_zero = op.emit_many("DynamicQuantizeLinear", [a], {}, 3)
+    q.type = a_zero.type = ir.TensorType(ir.DataType.UINT8)
+    q.shape, a_scale.type = a.shape, ir.TensorType(FLOAT)
+    a_scale.shape = a_zero.shape = ir.Shape([])
+    return [_integer_product(op, q, b, a_scale * scale, a_zero, zero, bias)]
+
+
+@lowering("MatMulIntegerToFloat", DOMAIN)
+def integer_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = a_scale b_scale (a - a_zero) (b - b_zero) + c."""
+    a, b, a_scale, b_scale, a_zero, b_zero, bias = _operands(node, 7)
+    if not _is_quantized(a, b):
+        return None
+    return [_integer_product(op, a, b, a_scale * b_scale, a_zero, b_zero, bias)]
+
+
+def _integer_product(
+    op: Emit,
+    a: ir.Value,
+    b: ir.Value,
+    scale: ir.Value,
+    a_zero: ir.Value | None,
+    b_zero: ir.Value | None,
+    bias: ir.Value | None,
+) -> ir.Value:
+    operands = [a, b, a_zero, b_zero]
+    while operands[-1] is None:
+        operands.pop()
+    product = op.MatMulInteger(*operands)
+    product.dtype = ir.DataType.INT32
+    y = op.Cast(product, to=FLOAT) * scale
+    return y if bias is None else y + bias
+
+
+@lowering("QuantizeLinear", DOMAIN)
+@lowering("DequantizeLinear", DOMAIN)
+def standard(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = the result of the standard operator of the same name."""
+    x, scale, zero = _operands(node, 3)
+    integer = x if node.op_type == "DequantizeLinear" else zero
+    if integer is None or (integer.dtype not in _BYTES and op.opset < 21):
+        return None
+    attributes = {name: a.value for name, a in node.attributes.items()}
+    operands = [x, scale] if zero is None else [x, scale, zero]
+    y = op.emit(node.op_type, operands, attributes)
+    y.type = ir.TensorType(scale.dtype if integer is x else integer.dtype)
+    y.shape = x.shape
+    return [y]
+
+
+QUANTIZED = {name for (domain, name), f in LOWERINGS.items() if f.__module__ == __name__}
+
+
+# -- operators whose weights are kept in few bits: onnx does not infer the shape of their result --
+
+
+@lowering("MatMulNBits", DOMAIN)
+def state_product(op: Emit, node: Any) -> None:
+    """Set the type and shape of the result of a product; the node stays, as it has a rule."""
+    _state(node, [*(dims(node.inputs[0]) or ())[:-1], node.attributes.get_int("N")])
+
+
+@lowering("GatherBlockQuantized", DOMAIN)
+def state_rows(op: Emit, node: Any) -> None:
+    """Set the type and shape of gathered rows; the node stays, as it has a rule."""
+    data, indices, scales = node.inputs[:3]
+    shape, n = dims(data), rank(indices)
+    axis = node.attributes.get_int("gather_axis", 0)
+    node.outputs[0].type = scales.type
+    if shape is None or n is None:
+        return
+    lengths = list(shape)
+    packed = 8 // node.attributes.get_int("bits", 4) if data.dtype == ir.DataType.UINT8 else 1
+    lengths[-1] = lengths[-1] * packed if isinstance(lengths[-1], int) else None
+    axis %= len(lengths)
+    _state(node, [*lengths[:axis], *(dims(indices) or ()), *lengths[axis + 1 :]], scales)
+
+
+def _state(node: Any, shape: list[Any] | Dims, like: ir.Value | None = None) -> None:
+    like = node.inputs[0] if like is None else like
+    node.outputs[0].type = like.type
+    if rank(node.inputs[0]) is not None:
+        node.outputs[0].shape = ir.Shape(shape)

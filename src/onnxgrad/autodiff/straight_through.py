@@ -1,0 +1,266 @@
+"""Gradients through quantized layers: those of their formulas without the rounding.
+
+The straight-through estimator of Bengio, Léonard & Courville 2013, arXiv:1308.3432. A value that is
+clipped to the range of its integers has no gradient, as in the fake quantization of PyTorch.
+
+The forward pass stays as it is. Beside each quantized node, its formula is written in floats, and
+the cotangent of the node goes to the formula. An integer q stands for a number of steps there: its
+cotangent is dL/dq, in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.quantized import between, is_quantized, live_values
+from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE
+from onnxgrad.errors import NoGradientRule, printable
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.traversal import reads
+
+FLOAT = ir.DataType.FLOAT
+_LIMITS = {
+    **{ir.DataType[f"UINT{n}"]: (0, 2**n - 1) for n in (4, 8, 16)},
+    **{ir.DataType[f"INT{n}"]: (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (4, 8, 16)},
+    **{ir.DataType[f"FLOAT8{n}"]: (-57344, 57344) for n in ("E5M2", "E5M2FNUZ")},
+    ir.DataType.FLOAT8E4M3FN: (-448, 448),
+    ir.DataType.FLOAT8E4M3FNUZ: (-240, 240),
+}
+# operators that move or combine integers: which operands hold the data, None for all
+_MOVES: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys("Concat Max Min Add Sub Mul Clip Sum".split()),
+    **dict.fromkeys("Identity Reshape Transpose Flatten Squeeze Unsqueeze Split".split(), (0,)),
+    **dict.fromkeys("Slice Gather Expand Tile DepthToSpace SpaceToDepth Resize".split(), (0,)),
+    **dict.fromkeys("MaxPool Relu Cast GatherElements GatherND Upsample".split(), (0,)),
+    "Pad": (0, 2),
+    "Where": (1, 2),
+}
+_ROUNDING = frozenset("QuantizeLinear DynamicQuantizeLinear QLinearMatMul QLinearConv".split())
+
+_Formula: TypeAlias = "Callable[[StraightThrough, ir.Node], Sequence[ir.Value]]"
+
+
+class StraightThrough:
+    """The formulas of the quantized nodes on the way from `wrt` to `outputs`, written into a graph.
+
+    Attributes:
+        origins: `straight_through` of a sweep: a result, and its formula.
+        stopped: `stop_gradient` of a sweep: scales that are computed from data.
+        rounding: the nodes that round, through which a gradient goes.
+
+    Raises:
+        NoGradientRule: an operator computes with integers in a way that has no formula.
+    """
+
+    def __init__(
+        self,
+        op: Emit,
+        wrt: Iterable[ir.Value],
+        outputs: Iterable[ir.Value],
+        stop_gradient: Collection[ir.Value] = (),
+    ) -> None:
+        self.origins: dict[ir.Value, ir.Value] = {}
+        self.stopped: list[ir.Value] = []
+        self.rounding: list[ir.Node] = []
+        nodes = list(op.graph)
+        if not any(is_quantized(node) for node in nodes):
+            return
+        wrt = list(wrt)
+        live = live_values(nodes, outputs, stop_gradient)
+        following = dict(zip(nodes, [*nodes[1:], None], strict=True))
+        self._op = Emit(op.graph, outer=op)  # equal nodes of the backward pass are further down
+        self._steps: dict[ir.Value, ir.Value] = {}  # an integer -> itself as a float
+        self._reached = set(wrt)
+        for node in between(nodes, wrt, live):
+            if self._reached.isdisjoint(reads(node)):
+                continue
+            self._write(node, following[node])
+
+    def _write(self, node: ir.Node, following: ir.Node | None) -> None:
+        """Write the formula of `node`, if it reads or returns integers that stand for floats."""
+        formula = self._formula(node)
+        if formula is None:
+            if (node.domain, node.op_type) not in NON_DIFFERENTIABLE:
+                self._reached.update(y for y in node.outputs if _is_float(y))
+            return
+        with self._op.at(node if _is_float(node.outputs[0]) else following):
+            for y, result in zip(node.outputs, formula(self, node), strict=False):
+                if not _is_float(y):
+                    self._steps[y] = self._float(y)
+                    self._reached.add(y)
+                self.origins[self._steps.get(y, y)] = result
+                self._reached.add(self._steps.get(y, y))
+        if node.op_type in _ROUNDING:
+            self.rounding.append(node)
+
+    def _formula(self, node: ir.Node) -> _Formula | None:
+        """Return what writes the formula of `node`; None if its rule gives the gradient, or none.
+
+        Raises:
+            NoGradientRule: it computes with integers that stand for floats, and has no formula.
+        """
+        if self._steps.keys().isdisjoint(reads(node)) and node.op_type == "DequantizeLinear":
+            return None  # of weights: its rule gives the gradient of the scale
+        if not node.domain and node.op_type in _FORMULAS:
+            return _FORMULAS[node.op_type]
+        if self._steps.keys().isdisjoint(reads(node)):
+            return None
+        if (node.domain, node.op_type) in NON_DIFFERENTIABLE:
+            return None
+        if node.domain or node.op_type not in _MOVES:
+            raise _error(
+                node, "its operands are quantized, and it has no straight-through gradient"
+            )
+        return StraightThrough.moved
+
+    def _float(self, x: ir.Value) -> ir.Value:
+        """Return a new copy of the integers `x` in float32."""
+        y = self._op.emit("Cast", [x], {"to": FLOAT}, fresh=True)
+        y.type, y.shape = ir.TensorType(FLOAT), x.shape
+        return y
+
+    def shaped(self, v: ir.Value, axis: int | None, like: ir.Value) -> ir.Value:
+        """Return a scale or zero point in float32 that broadcasts along `axis` of `like`."""
+        v = self._op.Cast(v, to=FLOAT)
+        n = rank(like)
+        if rank(v) != 1 or axis is None or n is None:
+            return v
+        behind = n - 1 - axis % n
+        return self._op.Unsqueeze(v, list(range(1, behind + 1))) if behind else v
+
+    def steps(
+        self, x: ir.Value, zero: ir.Value | None, axis: int | None, scale: ir.Value | None = None
+    ) -> ir.Value:
+        """Return scale (x - zero) in float32, x integers; a scale of None is one."""
+        op = self._op
+        if x not in self._steps and max(rank(scale) or 0, rank(zero) or 0) < 2:
+            one = op.const(1.0) if scale is None else op.Cast(scale, to=FLOAT)
+            if zero is not None and scale is None and rank(zero):
+                one = op.Expand(one, op.shape_of(zero))
+            y = op.DequantizeLinear(
+                *([x, one] if zero is None else [x, one, zero]), axis=1 if axis is None else axis
+            )
+            y.type, y.shape = ir.TensorType(FLOAT), x.shape
+            return y
+        y = self._steps.get(x) or self._float(x)
+        if zero is not None:
+            y = y - self.shaped(zero, axis, x)
+        return y if scale is None else y * self.shaped(scale, axis, x)
+
+    def rounded(
+        self, v: ir.Value, scale: ir.Value, zero: ir.Value | None, y: ir.Value, axis: int = 1
+    ) -> ir.Value:
+        """Return v / scale where it is within the range of the integers `y`, else zero."""
+        op = self._op
+        low, high = _LIMITS[y.dtype or ir.DataType.UINT8]
+        v = op.Cast(v, to=FLOAT) / self.shaped(scale, axis, v)
+        integer = op.Round(v) if y.dtype is None or not y.dtype.is_floating_point() else v
+        if zero is not None:
+            integer = integer + self.shaped(zero, axis, v)
+        outside = op.Or(op.Less(integer, float(low)), op.Greater(integer, float(high)))
+        result = op.Where(outside, 0.0, v)
+        result.type, result.shape = ir.TensorType(FLOAT), v.shape
+        return result
+
+    # -- formulas: of a node, its results, integers as numbers of steps ---------------------------
+
+    def quantize(self, node: Any) -> list[ir.Value]:
+        """Return x / s, where it is within the range."""
+        x, scale, zero = (*node.inputs, None)[:3]
+        _require_no_blocks(node)
+        axis = node.attributes.get_int("axis", 1)
+        return [self.rounded(x, scale, zero, node.outputs[0], axis)]
+
+    def dequantize(self, node: Any) -> list[ir.Value]:
+        """Return s (q - z)."""
+        x, scale, zero = (*node.inputs, None)[:3]
+        _require_no_blocks(node)
+        y = self.steps(x, zero, node.attributes.get_int("axis", 1), scale)
+        return [self._op.Cast(y, to=node.outputs[0].dtype)]
+
+    def dynamic(self, node: Any) -> list[ir.Value]:
+        """Return the steps of the data: the scale, which depends on their range, is a constant."""
+        x, (_, scale, zero) = node.inputs[0], node.outputs
+        self.stopped += [scale, zero]
+        return [x / scale]
+
+    def qlinear_matmul(self, node: Any) -> list[ir.Value]:
+        """Return a b / s, where it is within the range."""
+        a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.inputs
+        y = self._op.MatMul(self.steps(a, a_zero, -2, a_scale), self.steps(b, b_zero, -1, b_scale))
+        return [self.rounded(y, y_scale, y_zero, node.outputs[0])]
+
+    def qlinear_conv(self, node: Any) -> list[ir.Value]:
+        """Return (conv(x, w) + b) / s, where it is within the range."""
+        x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*node.inputs, None)[:9]
+        operands = [self.steps(x, x_zero, None, x_scale), self.steps(w, w_zero, 0, w_scale)]
+        if bias is not None:
+            operands.append(self._op.Cast(bias, to=FLOAT) * (x_scale * w_scale))
+        y = self._op.emit("Conv", operands, _attributes(node))
+        y.type, y.shape = ir.TensorType(FLOAT), node.outputs[0].shape
+        return [self.rounded(y, y_scale, y_zero, node.outputs[0])]
+
+    def integer_matmul(self, node: Any) -> list[ir.Value]:
+        """Return (a - a_zero) (b - b_zero)."""
+        a, b, a_zero, b_zero = (*node.inputs, None, None)[:4]
+        return [self._op.MatMul(self.steps(a, a_zero, -2), self.steps(b, b_zero, -1))]
+
+    def integer_conv(self, node: Any) -> list[ir.Value]:
+        """Return conv(x - x_zero, w - w_zero)."""
+        x, w, x_zero, w_zero = (*node.inputs, None, None)[:4]
+        operands = [self.steps(x, x_zero, None), self.steps(w, w_zero, 0)]
+        return [self._op.emit("Conv", operands, _attributes(node))]
+
+    def moved(self, node: Any) -> list[ir.Value]:
+        """Return the results of the same operator for floats."""
+        data = _MOVES[node.op_type]
+        inputs = [
+            x
+            if x is None or (data is not None and i not in data)
+            else self._steps.get(x) or (x if _is_float(x) else self._op.Cast(x, to=FLOAT))
+            for i, x in enumerate(node.inputs)
+        ]
+        if node.op_type == "Cast" and not _is_float(node.outputs[0]):
+            return [self._op.copy_of(inputs[0])]
+        results = self._op.emit_many(
+            node.op_type, inputs, _attributes(node), len(node.outputs), fresh=True
+        )
+        for result, y in zip(results, node.outputs, strict=True):
+            result.type, result.shape = ir.TensorType(FLOAT), y.shape
+        return results[:1] if node.op_type == "MaxPool" else results
+
+
+_FORMULAS: dict[str, _Formula] = {
+    "QuantizeLinear": StraightThrough.quantize,
+    "DequantizeLinear": StraightThrough.dequantize,
+    "DynamicQuantizeLinear": StraightThrough.dynamic,
+    "QLinearMatMul": StraightThrough.qlinear_matmul,
+    "QLinearConv": StraightThrough.qlinear_conv,
+    "MatMulInteger": StraightThrough.integer_matmul,
+    "ConvInteger": StraightThrough.integer_conv,
+}
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype is None or (value.dtype.is_floating_point() and value.dtype.bitwidth >= 16)
+
+
+def _attributes(node: ir.Node) -> dict[str, Any]:
+    return {a.name: a.value for a in node.attributes.values()}
+
+
+def _require_no_blocks(node: ir.Node) -> None:
+    if node.attributes.get_int("block_size", 0):
+        raise _error(node, "its scales are those of blocks, which are covered for constants only")
+
+
+def _error(node: ir.Node, what: str) -> NoGradientRule:
+    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
+    return NoGradientRule(
+        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}: train "
+        "only weights that are used after this node"
+    )
