@@ -150,6 +150,10 @@ add("Pad", "y = Pad(x, p, v)", {"x": (2, 3), "v": (1,)}, {"p": np.array([0, 1, 2
 add("Trilu", "y = Trilu<upper=0>(x, k)", {"x": (3, 4)}, {"k": np.array([1])})
 add("ExpandDims", "y = ExpandDims(x, i)", {"x": (3, 4)}, {"i": one(1)})
 
+ROWS = {"x": (4, 3), "s": (5, 3)}
+add("CDist", "y = CDist(x, s)", ROWS)
+add("CDist root", 'y = CDist<metric="euclidean">(x, s)', ROWS)
+
 # -- normalizations ------------------------------------------------------------------------------
 
 add(

@@ -21,6 +21,7 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.reporting import logger
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.roles import QUANTIZED, Roles, Verdict
+from onnxgrad.training.parameters.untrainable import without_gradient
 
 _LISTED = 12  # tensors that a message names
 
@@ -107,7 +108,7 @@ def trainable(model: ModelLike) -> Tensors:
     inner = to_ir(inlined(proto, lifted=True))
     RemoveInitializersFromInputsPass()(inner)
     values = inner.graph.initializers
-    roles = Roles(inner.graph, proto.producer_name == "pytorch")
+    roles = Roles(inner.graph, proto.producer_name)
     stated = evidence.stated_kinds(proto.graph)
     noted = constants.noted(proto)
     rows = Tensors()
@@ -144,11 +145,13 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     names = [t.name for t in rows if t.trains]
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
         return [t.name for t in rows]  # the sweep raises an error that explains why
-    if rows and not names and needed:
-        untrained = [t for t in rows if not t.trains]
+    if not names and needed:
+        why = without_gradient(proto)
+        if not rows:
+            raise ValueError(f"the model has no float constants to train{why and ': '}{why}")
         raise ValueError(
-            f"none of the float constants is a weight by its role: {listed(untrained)}. Name those "
-            "to train"
+            f"none of the float constants is a weight by its role: {listed(rows)}. "
+            f"{why}{why and '. '}Name those to train"
         )
     if announce:
         _announce(rows)

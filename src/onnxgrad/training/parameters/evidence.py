@@ -38,7 +38,12 @@ _FIXED = re.compile(
     r".*(anchor|grid|mean|std|var|point|prior|mask|stride|offset|unit|buffer|freq).*", re.IGNORECASE
 )
 _AFFINE = re.compile(
-    r"(.*[._/])?(weight|bias|gamma|beta|kernel|lambda|layer_?scale)s?[._\d]*", re.IGNORECASE
+    r"(.*[._/])?(weight|bias|gamma|beta|kernel|lambda|layer_?scale)s?[._\d]*",
+    re.IGNORECASE,
+)
+# names that skl2onnx gives to the parameters of naive Bayes classifiers
+_NAIVE_BAYES = re.compile(
+    r"(theta|sigma|sigma_sum_log|jointi|class_log_prior|feature_log_proba?)\d*"
 )
 
 
@@ -62,6 +67,11 @@ def sounds_learned(name: str) -> bool:
 def sounds_affine(name: str) -> bool:
     """Return whether `name` is that of a weight or bias of a layer."""
     return _AFFINE.fullmatch(name) is not None
+
+
+def of_naive_bayes(name: str) -> bool:
+    """Return whether skl2onnx gives `name` to a parameter of a naive Bayes classifier."""
+    return _NAIVE_BAYES.fullmatch(name) is not None
 
 
 def sounds_fixed(name: str) -> bool:

@@ -215,3 +215,21 @@ def expand_dims(op: Emit, node: Any) -> list[ir.Value]:
     """y = x with one more axis."""
     x, axis = node.inputs
     return [op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=ir.DataType.INT64), [1]))]
+
+
+@lowering("CDist", DOMAIN)
+def cdist(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y_ij = |a_i - b_j|^2 (sqeuclidean), or its root.
+
+    The differences are computed, as their squares lose no digits where rows are alike; the gradient
+    of the root is zero for rows that are equal.
+    """
+    a, b = node.inputs
+    squares = op.ReduceSumSquare(op.Unsqueeze(a, [1]) - op.Unsqueeze(b, [0]), [2], keepdims=0)
+    metric = node.attributes.get_string("metric", "sqeuclidean")
+    if metric == "sqeuclidean":
+        return [squares]
+    if metric != "euclidean":
+        return None
+    equal = op.Equal(squares, 0.0)
+    return [op.Where(equal, 0.0, op.Sqrt(op.Where(equal, 1.0, squares)))]
