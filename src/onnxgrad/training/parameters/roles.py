@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,21 @@ class Roles:
         self.around = Surroundings(graph)
         self.from_torch = producer == "pytorch"  # then names of initializers are meaningful
         self.from_sklearn = producer == "skl2onnx"
+        while found := set(self._transforms()):  # one may follow another
+            self.around.fixed |= found
+            self.around.follow_weights()
+
+    def _transforms(self) -> Iterator[ir.Value]:
+        """Yield the factors of products before any weight that are fixed transforms."""
+        around = self.around
+        for node in around.nodes:
+            if not around.product(node) or any(x in around.weighted for x in node.inputs if x):
+                continue
+            for i, x in enumerate(node.inputs):
+                if x is not None and x not in around.data and letter(node, i) == "f":
+                    array = _constant(x)
+                    if array is not None and evidence.is_transform(array):
+                        yield x
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
         """Return the verdict of the first use as a weight, or else of the first use."""
@@ -99,6 +115,8 @@ class Roles:
                 return self._factor(name, use, array, where)
             case "b" if array.size == 1 and "Expand" in use.via:
                 return Verdict(False, f"one number for all features of {where}")
+            case "b" if any(x in self.around.fixed for x in node.inputs):
+                return Verdict(False, f"bias of a fixed transform: {where}")
             case "b":
                 return Verdict(True, f"bias of {where}")
             case "s" | "o":
@@ -141,7 +159,7 @@ class Roles:
             doubtful = not (evidence.counted(name) or evidence.sounds_fixed(name))
             why = f"frequencies: sines and cosines of the result of {where}"
             return Verdict(False, why, doubtful)
-        if early and (evidence.is_wave(array) or evidence.is_filter_bank(array)):
+        if early and evidence.is_transform(array):
             return Verdict(False, f"a fixed transform of an input: {where}")
         if use.at_positions and not use.via <= MOVES and array.size == 1:
             return Verdict(False, f"it only combines with computed positions before {where}")
@@ -286,6 +304,13 @@ class Roles:
 
 def _named(node: ir.Node) -> str:
     return f"{node.op_type} {node.name!r}" if node.name else node.op_type
+
+
+def _constant(x: ir.Value) -> np.ndarray | None:
+    """Return the constant of which `x` is a moved copy, or None."""
+    while (node := x.producer()) is not None and node.op_type in MOVES and node.inputs[0]:
+        x = node.inputs[0]
+    return None if x.const_value is None else x.const_value.numpy()
 
 
 def _is_model(node: ir.Node) -> bool:
