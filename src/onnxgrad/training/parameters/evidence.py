@@ -205,7 +205,7 @@ def is_transform(array: np.ndarray) -> bool:
     if is_wave(array) or is_filter_bank(array):
         return True
     length = max(array.shape[1:], default=0) if array.ndim > 2 else 0
-    if array.size != len(array) * length or length < 32:
+    if length < 32 or array.size != len(array) * length:
         return False  # a filter for each output channel, with a single axis
     return _are_wavelets(array.reshape(-1, length)) or _is_low_pass(array.reshape(-1, length))
 
