@@ -150,6 +150,45 @@ add("Pad", "y = Pad(x, p, v)", {"x": (2, 3), "v": (1,)}, {"p": np.array([0, 1, 2
 add("Trilu", "y = Trilu<upper=0>(x, k)", {"x": (3, 4)}, {"k": np.array([1])})
 add("ExpandDims", "y = ExpandDims(x, i)", {"x": (3, 4)}, {"i": one(1)})
 
+add("GridSample", 'y = GridSample<mode="bilinear">(x, g)', {"x": (1, 2, 4, 4)},
+    {"g": (RNG.random((1, 3, 3, 2)) - 0.5).astype(np.float32)})  # fmt: skip
+how = "kernel_shape=[3, 3], strides=[2, 2], group=2, output_padding=[1, 0]"
+add("ConvTransposeWithDynamicPads", f"y = ConvTransposeWithDynamicPads<{how}>(x, w, p, b)",
+    {"x": (1, 2, 4, 4), "w": (2, 3, 3, 3), "b": (6,)}, {"p": np.array([1, 0, 2, 1])})  # fmt: skip
+
+
+def fast_gelu(x: np.ndarray) -> np.ndarray:
+    """Return the approximation of x P(x) by a tanh."""
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+add("GemmFastGelu", "y = GemmFastGelu(x, w, b)", {"x": (2, 3, 4), "w": (4, 5), "b": (5,)},
+    formula=lambda x, w, b: fast_gelu(x @ w + b))  # fmt: skip
+
+
+def group_norm(x, scale, shift, silu: bool = True, epsilon: float = 0.1) -> np.ndarray:
+    """Return x (N, H, W, C), normalized in two groups of channels."""
+    parts = x.reshape(len(x), -1, 2, x.shape[3] // 2)
+    mean, deviation = parts.mean((1, 3), keepdims=True), parts.std((1, 3), keepdims=True)
+    y = ((parts - mean) / np.sqrt(deviation**2 + epsilon)).reshape(x.shape) * scale + shift
+    return y / (1 + np.exp(-y)) if silu else y
+
+
+GROUPS = {"x": (2, 3, 2, 4), "s": (4,), "t": (4,)}
+how = "groups=2, epsilon=0.1"
+add("GroupNorm", f"y = GroupNorm<{how}, activation=1>(x, s, t)", GROUPS, formula=group_norm)
+add("GroupNorm first", f"y = GroupNorm<{how}, activation=0, channels_last=0>(x, s, t)",
+    GROUPS | {"x": (2, 4, 3, 2)}, formula=lambda x, s, t: np.moveaxis(
+        group_norm(np.moveaxis(x, 1, 3), s, t, silu=False), 3, 1))  # fmt: skip
+for shape in ((2, 3, 2, 4), (2, 4)):
+    add(f"SkipGroupNorm {len(shape)}", f"y, u = SkipGroupNorm<{how}, activation=1>(x, s, t, z, b)",
+        GROUPS | {"z": shape, "b": (4,)}, formula=lambda x, s, t, z, b: (
+            group_norm(u := x + (z if z.ndim == 4 else z[:, None, None]) + b, s, t), u))  # fmt: skip
+
+ROWS = {"x": (4, 3), "s": (5, 3)}
+add("CDist", "y = CDist(x, s)", ROWS)
+add("CDist root", 'y = CDist<metric="euclidean">(x, s)', ROWS)
+
 # -- normalizations ------------------------------------------------------------------------------
 
 add(
@@ -358,6 +397,42 @@ add("MultiHeadAttention packed keys", "y = MultiHeadAttention<num_heads=2>(q, k)
     formula=lambda q, k: attended(apart(q), *k.transpose(3, 0, 2, 1, 4)))  # fmt: skip
 add("MultiHeadAttention packed", "y = MultiHeadAttention<num_heads=2>(q, , , b)", {"q": (2, 3, 2, 3, 4), "b": (24,)},
     formula=lambda q, b: attended(*(q + b.reshape(3, 2, 4).swapaxes(0, 1)).transpose(3, 0, 2, 1, 4)))  # fmt: skip
+
+# -- one buffer for past and present, of which the first rows are valid ---
+
+HELD = {"c": (2, 2, 6, 4), "d": (2, 2, 6, 4)}
+for name, rows, more, given in (
+    ("one row", 1, ", , , ", {}),
+    ("rows", 2, ", , , ", {}),
+    ("bias and keys", 2, ", b, m, ", {"m": flags(2, 5)}),
+):
+    shapes = dict.fromkeys("qkv", (2, rows, 8)) | HELD | ({"b": (24,)} if given else {})
+    node = f"y, e, f = MultiHeadAttention<num_heads=2, {LOW}>(q, k, v{more}, c, d, n)"
+    add(f"MultiHeadAttention buffer, {name}", node, shapes, given | {"n": i32(3)})
+ONE_ROW = dict.fromkeys("qkv", (2, 1, 8))
+HOW = f"num_heads=2, past_present_share_buffer=1, output_qk=1, {LOW}"
+for name, more, shapes, given in (
+    ("plain", ", , , c, d, n", {}, {}),
+    ("mask", ", m, r, c, d, n, , , b", {"r": (1, 2, 1, 4), "b": (24,)}, {"m": flags(2, 4)}),
+):
+    node = f"y, e, f, z = DecoderMaskedMultiHeadAttention<{HOW}>(q, k, v{more})"
+    add(f"DecoderMaskedMultiHeadAttention {name}", node, ONE_ROW | HELD | shapes,
+        given | {"n": i32(3)})  # fmt: skip
+node = f"y = DecoderMaskedMultiHeadAttention<num_heads=2, {LOW}>(q, k, v, m)"
+add("DecoderMaskedMultiHeadAttention keys", node, {"q": (2, 1, 8)} | KEYS, {"m": flags(2, 4)})
+
+
+def with_buffer(x, w, b, p, n) -> tuple[np.ndarray, np.ndarray]:
+    """Return the attention to three rows of a buffer and the new ones, and the buffer."""
+    q, k, v = (apart(part) for part in np.split(x @ w + b, 3, -1))
+    held = p.copy()
+    held[0, :, :, 3:5], held[1, :, :, 3:5] = k, v
+    return attended(q, held[0, :, :, :5], held[1, :, :, :5]), held
+
+
+node = "y, g = Attention<num_heads=2, past_present_share_buffer=1>(x, w, b, , p, , n)"
+add("Attention buffer", node, ATT | {"x": (2, 2, 5), "p": (2, 2, 2, 6, 4)}, {"n": i32(3)},
+    formula=with_buffer)  # fmt: skip
 
 # -- rotation and groups -------------------------------------------------------------------------
 

@@ -76,3 +76,6 @@ ARITHMETIC = _having("arithmetic")
 RANDOM = _having("random")
 BOOLEAN = _having("boolean")
 INT64 = _having("int64")
+
+# metadata key of sigmoids of the scores -z and z of two classes, which a lowering writes
+OPPOSITE = "onnxgrad.opposite"

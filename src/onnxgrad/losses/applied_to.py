@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import VIEWS
+from onnxgrad.graph.operators import OPPOSITE, VIEWS
 from onnxgrad.graph.shapes import Dims, dims, rank
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.spec import LossSpec
@@ -50,6 +50,11 @@ def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) 
     n = rank(prediction)
     if "axis" in options and n is not None and n >= 2:
         filled["axis"] = _axis(spec, prediction, n, otherwise)
+        if spec.activation == "Softmax" and (dims(prediction) or ())[filled["axis"]] == 1:
+            raise ValueError(
+                f"{name!r} holds one score, and {spec.name!r} compares those of several classes: "
+                "use 'binary_cross_entropy', or another loss of one score"
+            )
     if options.get("soft_labels", False) is None:
         filled["soft_labels"] = _are_soft(spec.label_shape, dims(prediction), filled.get("axis", 1))
         logger.info("labels of %r: %s", name, "soft" if filled["soft_labels"] else "class indices")
@@ -75,9 +80,7 @@ def before_activation(
         plain: what `decided` returns for it.
         prediction: the prediction.
     """
-    node = prediction.producer()
-    while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
+    node = _computed_by(prediction, ("Identity",))
     left_open = spec.activation is not None and spec.all_options.get("from_logits") is None
     if not left_open or node is None or node.domain or node.inputs[0] is None:
         return plain, prediction
@@ -94,6 +97,35 @@ def before_activation(
         logits.shape = prediction.shape
     logger.info("the loss of %r is computed from its logits, %r", prediction.name, logits.name)
     return replace(plain, options={**plain.options, "from_logits": True}), logits
+
+
+def logits_of_two(op: Any, spec: LossSpec, prediction: ir.Value) -> ir.Value | None:
+    """Return logits with softmax `prediction`, if that is the sigmoid of opposite scores (-z, z).
+
+    scikit-learn's classifiers of two classes are exported with the coefficients of both, which are
+    opposite numbers, as their gradients then are: the softmax of (-d, d) / 4, d the difference of
+    the scores. The losses of each sigmoid alone would not keep them so.
+    """
+    node = _computed_by(prediction, ("Identity", "Cast"))
+    left_open = spec.activation == "Softmax" and spec.all_options.get("from_logits") is None
+    if not left_open or node is None or OPPOSITE not in node.outputs[0].meta:
+        return None
+    first, second = op.emit_many(
+        "Split", [node.inputs[0]], {"axis": 1, "num_outputs": 2}, outputs=2
+    )
+    z = (second - first) * 0.5
+    logits = op.set_type_like(op.Concat(z * -0.5, z * 0.5, axis=1), prediction)
+    logits.shape, logits.name = prediction.shape, op.name(f"{prediction.name}_logits")
+    logger.info("%r holds the probabilities of two classes, of opposite scores", prediction.name)
+    return logits
+
+
+def _computed_by(x: ir.Value, through: tuple[str, ...]) -> ir.Node | None:
+    """Return the node that computes `x`, ignoring nodes of the types `through`."""
+    node = x.producer()
+    while node is not None and node.op_type in through and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node
 
 
 def _axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:

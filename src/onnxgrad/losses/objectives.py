@@ -13,7 +13,7 @@ from onnx import ModelProto
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
-from onnxgrad.losses.applied_to import before_activation, decided
+from onnxgrad.losses.applied_to import before_activation, decided, logits_of_two
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, label_input
 from onnxgrad.losses.info import LossInfo
@@ -274,6 +274,9 @@ def _terms(
     """Return the label, the terms, and what limits the label."""
     if shape is not None:
         spec = spec.for_labels(shape)
+    logits = logits_of_two(op, spec, prediction)
+    if logits is not None:
+        spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
     plain = decided(spec, prediction)
     applied, value = before_activation(spec, plain, prediction)
     value = _wide(op, value)

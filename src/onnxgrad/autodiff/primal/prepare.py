@@ -65,6 +65,7 @@ def prepare(
     model = to_ir(raise_opset(inlined(proto, lifted=True)))
     RemoveInitializersFromInputsPass()(model)
     _separate_repeated_outputs(model.graph)
+    _free_names(model.graph)
     if outputs is not None:
         by_name = {str(y.name): y for y in reversed(model.graph.outputs)}
         for name in outputs:
@@ -91,6 +92,17 @@ def prepare(
     if all(exists(n, NEWEST_OPSET) for n in model.graph.all_nodes()):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
+
+
+def _free_names(graph: ir.Graph) -> None:
+    """Rename the axes that onnxruntime added when it fused Gather nodes into a Split.
+
+    It fails on a graph that has values of this name, if it fuses more of them.
+    """
+    op = Emit(graph)
+    for value in list(graph.initializers.values()):
+        if str(value.name).startswith("squeeze_axes"):
+            value.name = op.name("axes_of_squeeze")
 
 
 def _separate_repeated_outputs(graph: ir.Graph) -> None:

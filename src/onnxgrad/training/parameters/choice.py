@@ -36,7 +36,7 @@ def choose_weights(
     else:
         rows = default_rows(proto)
         if train is None and not rows.trained:
-            return trained_names(rows, needed=needed)  # or an error
+            return trained_names(proto, rows, needed=needed)  # or an error
         rows = choose(rows, train, freeze)
         announce_choice(rows)
         names = [t.name for t in rows if t.trains]

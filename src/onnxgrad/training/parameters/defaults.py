@@ -19,6 +19,7 @@ from onnxgrad.training.parameters.patterns import choose, matching
 from onnxgrad.training.parameters.roles import QUANTIZED
 from onnxgrad.training.parameters.table import LISTED, Tensor, Tensors, listed, more, shown
 from onnxgrad.training.parameters.tied import copies
+from onnxgrad.training.parameters.untrainable import without_gradient
 
 __all__ = ["Tensor", "Tensors", "default_weights", "listed", "trainable"]
 
@@ -114,18 +115,23 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     Raises:
         ValueError: weights are `needed`, and none of the float constants trains.
     """
-    return trained_names(default_rows(proto), announce, needed)
+    return trained_names(proto, default_rows(proto), announce, needed)
 
 
-def trained_names(rows: Tensors, announce: bool = False, needed: bool = True) -> list[str]:
-    """Return the names of the rows that train, see `default_weights`."""
+def trained_names(
+    proto: ModelProto, rows: Tensors, announce: bool = False, needed: bool = True
+) -> list[str]:
+    """Return the names of the rows of `proto` that train, see `default_weights`."""
     names = [t.name for t in rows if t.trains]
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
         return [t.name for t in rows]  # the sweep raises an error that explains why
-    if rows and not names and needed:
+    if not names and needed:
+        why = without_gradient(proto)
+        if not rows:
+            raise ValueError(f"the model has no float constants to train{why and ': '}{why}")
         raise ValueError(
-            f"none of the float constants is a weight by its role: {listed(rows)}. Name those "
-            "to train"
+            f"none of the float constants is a weight by its role: {listed(rows)}. "
+            f"{why}{why and '. '}Name those to train"
         )
     if announce:
         announce_choice(rows)

@@ -38,7 +38,12 @@ _FIXED = re.compile(
     r".*(anchor|grid|mean|std|var|point|prior|mask|stride|offset|unit|buffer|freq).*", re.IGNORECASE
 )
 _AFFINE = re.compile(
-    r"(.*[._/])?(weight|bias|gamma|beta|kernel|lambda|layer_?scale)s?[._\d]*", re.IGNORECASE
+    r"(.*[._/])?(weight|bias|gamma|beta|kernel|lambda|layer_?scale)s?[._\d]*",
+    re.IGNORECASE,
+)
+# names that skl2onnx gives to the parameters of naive Bayes classifiers
+_NAIVE_BAYES = re.compile(
+    r"(theta|sigma|sigma_sum_log|jointi|class_log_prior|feature_log_proba?)\d*"
 )
 
 
@@ -62,6 +67,11 @@ def sounds_learned(name: str) -> bool:
 def sounds_affine(name: str) -> bool:
     """Return whether `name` is that of a weight or bias of a layer."""
     return _AFFINE.fullmatch(name) is not None
+
+
+def of_naive_bayes(name: str) -> bool:
+    """Return whether skl2onnx gives `name` to a parameter of a naive Bayes classifier."""
+    return _NAIVE_BAYES.fullmatch(name) is not None
 
 
 def sounds_fixed(name: str) -> bool:
@@ -188,3 +198,30 @@ def is_filter_bank(array: np.ndarray) -> bool:
         return False
     edges = (np.diff(np.pad(t.astype(np.int8), ((0, 0), (1, 1)))) for t in (nonzero, nonzero.T))
     return any((np.count_nonzero(e, axis=1) <= 2).all() for e in edges)
+
+
+def is_transform(array: np.ndarray) -> bool:
+    """Return whether a factor of an input may be a fixed transform: of Fourier, mel or wavelets."""
+    if is_wave(array) or is_filter_bank(array):
+        return True
+    length = max(array.shape[1:], default=0) if array.ndim > 2 else 0
+    if length < 32 or array.size != len(array) * length:
+        return False  # a filter for each output channel, with a single axis
+    return _are_wavelets(array.reshape(-1, length)) or _is_low_pass(array.reshape(-1, length))
+
+
+def _are_wavelets(filters: np.ndarray) -> bool:
+    """Return whether nearly all filters are windows of a wave, of many different frequencies."""
+    if len(filters) < 8:
+        return False
+    power = np.abs(np.fft.rfft(filters.astype(np.float64), axis=1)) ** 2
+    peaks = power.argmax(1)
+    near = np.abs(np.arange(power.shape[1]) - peaks[:, None]) <= 2
+    share = (power * near).sum(1) / np.maximum(power.sum(1), 1e-30)
+    return bool((share > 0.9).mean() > 0.95 and len(set(peaks)) >= len(filters) // 3)
+
+
+def _is_low_pass(filters: np.ndarray) -> bool:
+    """Return whether there is one symmetric filter, as windows of a sinc are."""
+    one = filters[0]
+    return len(filters) == 1 and not is_all(one) and np.allclose(one, one[::-1], rtol=1e-4)

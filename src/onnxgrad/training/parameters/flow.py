@@ -22,6 +22,7 @@ class Flow:
         positions: values computed from shapes and ranges, and from no data.
         weighted: data computed with a weight: from a product with a constant, or a lookup.
         hidden: values from which a product with a weight is computed.
+        fixed: factors that are no weights: transforms of the inputs.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -35,6 +36,11 @@ class Flow:
         self.positions: set[ir.Value] = set()
         self._grow(self.positions, lambda node: node.op_type in ("Shape", "Size", "Range"))
         self.positions -= self.data
+        self.fixed: set[ir.Value] = set()
+        self.follow_weights()
+
+    def follow_weights(self) -> None:
+        """Find what is computed with weights, and before them."""
         self.weighted: set[ir.Value] = set()
         self._grow(self.weighted, self._weighs)
         self.hidden = self._backward()
@@ -67,7 +73,7 @@ class Flow:
     def product(self, node: ir.Node) -> bool:
         """Return whether `node` is a matrix product or convolution of data with constants."""
         factors = [
-            x not in self.data
+            x not in self.data and x not in self.fixed
             for i, x in enumerate(node.inputs)
             if x is not None and letter(node, i) in ("f", "q")
         ]

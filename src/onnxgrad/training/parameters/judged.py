@@ -33,7 +33,7 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, list[Judged]]:
     inner = to_ir(inlined(proto, lifted=True))
     RemoveInitializersFromInputsPass()(inner)
     values = inner.graph.initializers
-    roles = Roles(inner.graph, proto.producer_name == "pytorch")
+    roles = Roles(inner.graph, proto.producer_name)
     stated = evidence.stated_kinds(proto.graph)
     noted = constants.noted(proto)
     rows = []

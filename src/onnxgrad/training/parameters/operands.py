@@ -92,6 +92,7 @@ _MICROSOFT = {
     "NhwcFusedConv": "xfba",
     "NhwcConv": "xfb",
     "ConvTransposeWithDynamicPads": "xfcb",
+    "GridSample": "xc",
     "BiasGelu": "xb",
     "FastGelu": "xb",
     "BiasAdd": "xba",

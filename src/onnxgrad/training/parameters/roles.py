@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,25 @@ class Verdict:
 class Roles:
     """The roles of the constants of one graph."""
 
-    def __init__(self, graph: ir.Graph, from_torch: bool) -> None:
+    def __init__(self, graph: ir.Graph, producer: str = "") -> None:
         self.around = Surroundings(graph)
-        self.from_torch = from_torch  # then names of initializers are meaningful
+        self.from_torch = producer == "pytorch"  # then names of initializers are meaningful
+        self.from_sklearn = producer == "skl2onnx"
+        while found := set(self._transforms()):  # one may follow another
+            self.around.fixed |= found
+            self.around.follow_weights()
+
+    def _transforms(self) -> Iterator[ir.Value]:
+        """Yield the factors of products before any weight that are fixed transforms."""
+        around = self.around
+        for node in around.nodes:
+            if not around.product(node) or any(x in around.weighted for x in node.inputs if x):
+                continue
+            for i, x in enumerate(node.inputs):
+                if x is not None and x not in around.data and letter(node, i) == "f":
+                    array = _constant(x)
+                    if array is not None and evidence.is_transform(array):
+                        yield x
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
         """Return the verdict of the first use as a weight, or else of the first use."""
@@ -48,7 +65,7 @@ class Roles:
         if self.from_torch and evidence.written_as_constant(name) and evidence.is_all(array):
             return Verdict(False, "one number, which the exporter wrote as a Constant")
         uses = list(self.around.uses(constant))
-        verdicts = [self._judge(name, use, array) for use in uses]
+        verdicts = [self._of_pipeline(name, use, self._judge(name, use, array)) for use in uses]
         learned = next((v for v in verdicts if v.trains), None)
         if learned is None:
             unused = Verdict(False, "no node combines it with data")
@@ -63,10 +80,32 @@ class Roles:
             return Verdict(True, why, True)
         return learned
 
+    def _of_pipeline(self, name: str, use: Use, verdict: Verdict) -> Verdict:
+        """Return the verdict, but that of a transformer of scikit-learn in front of a model.
+
+        The layers of its models have a bias, or are operators of `ai.onnx.ml`; projections (PCA),
+        stored rows of kernels, tables of quantiles and imputed values are parts of transformers.
+        """
+        node, around = use.node, self.around
+        if self.from_sklearn and evidence.of_naive_bayes(name):
+            return Verdict(True, f"parameter of a naive Bayes classifier ({_named(node)})")
+        if not (verdict.trains and self.from_sklearn) or _is_model(node):
+            return verdict
+        other = node.inputs[1 - use.index] if node.op_type == "Add" else None
+        added_to = None if other is None else around.unbiased(other)
+        layer = node if letter(node, use.index) == "f" else added_to
+        if (layer is not None and around.has_bias(layer)) or not around.leads_to_model(node):
+            return verdict
+        return Verdict(False, f"of a transformer in front of a model ({verdict.why})")
+
     def _judge(self, name: str, use: Use, array: np.ndarray) -> Verdict:
         node, kind, where = use.node, letter(use.node, use.index), _named(use.node)
+        if node.op_type == "ArrayFeatureExtractor" and use.index == 0 and not self.from_sklearn:
+            return self._table(use, array, where)
         if domain(node) == "ai.onnx.ml":
             return _of_ml(node, use.index, where)
+        if node.op_type == "CDist" or (kind == "f" and _of_distances(node)):
+            return Verdict(False, f"stored rows, of which {where} computes distances")
         if kind == "a" or (domain(node) == "" and node.op_type in ARITHMETIC):
             return self._arithmetic(name, use, array, where)
         if domain(node) == "" and node.op_type == "Concat":
@@ -76,6 +115,8 @@ class Roles:
                 return self._factor(name, use, array, where)
             case "b" if array.size == 1 and "Expand" in use.via:
                 return Verdict(False, f"one number for all features of {where}")
+            case "b" if any(x in self.around.fixed for x in node.inputs):
+                return Verdict(False, f"bias of a fixed transform: {where}")
             case "b":
                 return Verdict(True, f"bias of {where}")
             case "s" | "o":
@@ -118,7 +159,7 @@ class Roles:
             doubtful = not (evidence.counted(name) or evidence.sounds_fixed(name))
             why = f"frequencies: sines and cosines of the result of {where}"
             return Verdict(False, why, doubtful)
-        if early and (evidence.is_wave(array) or evidence.is_filter_bank(array)):
+        if early and evidence.is_transform(array):
             return Verdict(False, f"a fixed transform of an input: {where}")
         if use.at_positions and not use.via <= MOVES and array.size == 1:
             return Verdict(False, f"it only combines with computed positions before {where}")
@@ -265,10 +306,30 @@ def _named(node: ir.Node) -> str:
     return f"{node.op_type} {node.name!r}" if node.name else node.op_type
 
 
+def _constant(x: ir.Value) -> np.ndarray | None:
+    """Return the constant of which `x` is a moved copy, or None."""
+    while (node := x.producer()) is not None and node.op_type in MOVES and node.inputs[0]:
+        x = node.inputs[0]
+    return None if x.const_value is None else x.const_value.numpy()
+
+
+def _is_model(node: ir.Node) -> bool:
+    return domain(node) == "ai.onnx.ml" and node.op_type in ML_COEFFICIENTS
+
+
+def _of_distances(node: ir.Node) -> bool:
+    """Return whether the product is a part of |x - s|^2 = |x|^2 - 2 x sT + |s|^2."""
+    return node.op_type == "Gemm" and node.attributes.get_float("alpha", 1.0) == -2.0
+
+
 def _of_ml(node: ir.Node, index: int, where: str) -> Verdict:
     names = list(ML_COEFFICIENTS.get(node.op_type, {}).items())
     if not 1 <= index <= len(names):
-        return Verdict(False, f"operand {index} of {where}")
+        stored = node.op_type == "ArrayFeatureExtractor" and index == 0
+        return Verdict(
+            False,
+            f"stored data, from which {where} selects" if stored else f"operand {index} of {where}",
+        )
     name, trains = names[index - 1]
     return Verdict(trains, f"{name} of {where}")
 

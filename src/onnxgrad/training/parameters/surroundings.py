@@ -23,6 +23,10 @@ _MEANS = frozenset("ReduceMean ReduceSum ReduceSumSquare ReduceL2 GlobalAverageP
 _NORMALIZES = frozenset(
     "InstanceNormalization LayerNormalization MeanVarianceNormalization LpNormalization".split()
 )
+_MODELS = frozenset(
+    """LinearClassifier LinearRegressor SVMClassifier SVMRegressor TreeEnsemble TopK
+    TreeEnsembleClassifier TreeEnsembleRegressor Less LessOrEqual ReduceLogSumExp""".split()
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,37 @@ class Surroundings(Flow):
             waiting += [x for x in sources if x not in seen]
             seen.update(sources)
         return None
+
+    def has_bias(self, product: ir.Node) -> bool:
+        """Return whether numbers for each feature are added to `product`, by itself or behind it"""
+        if any(letter(product, i) == "b" and x for i, x in enumerate(product.inputs)):
+            return True
+        waiting = list(product.outputs)
+        for value in waiting:  # the loop appends to it
+            for user, index in value.uses():
+                if user.op_type in MOVES:
+                    waiting += user.outputs
+                elif user.op_type == "Add" and (other := user.inputs[1 - index]) not in self.data:
+                    sizes = (None if other is None or other.shape is None else other.shape) or ()
+                    if has_one_feature(product) or any(n != 1 for n in sizes):
+                        return True
+        return False
+
+    def leads_to_model(self, node: ir.Node) -> bool:
+        """Return whether a product with a weight, a model of `ai.onnx.ml`, a search for the nearest
+        rows, or the logarithm of a sum of likelihoods is computed from the results of `node`.
+        """
+        waiting, seen = list(node.outputs), set(node.outputs)
+        for value in waiting:  # the loop appends to it
+            onward = list(self.bindings.get(value, ()))
+            for user, _ in value.uses():
+                if self.product(user) or user.op_type in _MODELS:
+                    return True
+                if value in value_operands(user) and not any(subgraphs(user)):
+                    onward += user.outputs
+            waiting += [y for y in onward if y not in seen]
+            seen.update(onward)
+        return False
 
     def is_quantized(self, node: ir.Node) -> bool:
         """Return whether `node` scales a product of integers, or computes the factor for that."""

@@ -28,6 +28,17 @@ _PARAMETERS = {  # attributes of the activations that are standard operators
     "HardSigmoid": ("alpha", "beta"),
     "Selu": ("alpha", "gamma"),
 }
+_REFUSED = {  # operator -> {attribute that is not zero: why it has no lowering}
+    "Attention": {
+        "do_rotary": "onnxruntime has no kernel for do_rotary on the CPU; use the model as it was "
+        "before optimization, or with MultiHeadAttention and RotaryEmbedding"
+    },
+    "GroupQueryAttention": {
+        "sliding_window_cache": "its cache is a ring of rows; use the model without cache",
+        "kv_cache_bit_width": "its cache is quantized; use the model without cache",
+    },
+}
+_OF_BEAMS = ("MultiHeadAttention", "DecoderMaskedMultiHeadAttention")
 
 
 def remedy(node: ir.Node) -> str | None:
@@ -36,6 +47,11 @@ def remedy(node: ir.Node) -> str | None:
         return None
     if _QUANTIZED.match(node.op_type):
         return "it computes with quantized numbers; use the model as it was before quantization"
+    for attribute, why in _REFUSED.get(node.op_type, {}).items():
+        if node.attributes.get_int(attribute, 0):
+            return why
+    if node.op_type in _OF_BEAMS and len(node.inputs) > 9 and node.inputs[9] is not None:
+        return "cache_indirection is of a beam search; use the model with a single beam"
     level = "ORT_ENABLE_EXTENDED" if node.domain.endswith("nchwc") else "ORT_ENABLE_BASIC"
     return f"use the model as it was before optimization, or optimized at {level} at most"
 
@@ -121,6 +137,14 @@ def _activated(
     return [op.set_type_like(op.emit(kind, [y], attributes), y)]
 
 
+@lowering("GemmFastGelu", DOMAIN)
+def gemm_fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
+    """y = fast_gelu(x w + b)."""
+    x, w, bias = (*node.inputs, None)[:3]
+    y = op.MatMul(x, w)
+    return [_fast_gelu(op, y if bias is None else y + bias)]
+
+
 # -- activations ---------------------------------------------------------------------------------
 
 
@@ -134,11 +158,14 @@ def bias_gelu(op: Emit, node: Any) -> list[ir.Value]:
 @lowering("FastGelu", DOMAIN)
 def fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, x = a + b."""
-    x = _biased(node)
+    return [_fast_gelu(op, _biased(node))]
+
+
+def _fast_gelu(op: Emit, x: ir.Value) -> ir.Value:
     if op.opset >= 20:
-        return [op.Gelu(x, approximate="tanh")]
+        return op.Gelu(x, approximate="tanh")
     inner = (x + 0.044715 * (x * x * x)) * sqrt(2 / pi)
-    return [0.5 * x * (op.Tanh(inner) + 1.0)]
+    return 0.5 * x * (op.Tanh(inner) + 1.0)
 
 
 @lowering("QuickGelu", DOMAIN)
@@ -198,6 +225,30 @@ def bias_softmax(op: Emit, node: Any) -> list[ir.Value]:
     return [op.reshape_like(op.Softmax(op.Flatten(scores, axis=axis), axis=-1), scores)]
 
 
+@lowering("GridSample", DOMAIN)
+def grid_sample(op: Emit, node: Any) -> list[ir.Value]:
+    """y = the result of the standard operator, whose modes have other names since opset 20."""
+    attributes = {name: a.value for name, a in node.attributes.items()}
+    names = {"bilinear": "linear", "bicubic": "cubic"} if op.opset >= 20 else {}
+    mode = node.attributes.get_string("mode", "bilinear")
+    return [op.emit("GridSample", node.inputs, attributes | {"mode": names.get(mode, mode)})]
+
+
+@lowering("ConvTransposeWithDynamicPads", DOMAIN)
+def conv_transpose(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = ConvTranspose(x, w, b) without pads, cropped by those of an operand."""
+    x, w, pads, bias = (*node.inputs, None, None)[:4]
+    n = rank(x)
+    if n is None:
+        return None
+    attributes = {name: a.value for name, a in node.attributes.items()}
+    y = op.emit("ConvTranspose", [x, w, bias], attributes)
+    if pads is None:
+        return [y]
+    starts, after = op.emit_many("Split", [pads], {"axis": 0, "num_outputs": 2}, outputs=2)
+    return [op.Slice(y, starts, op.Shape(y, start=2) - after, list(range(2, n)))]
+
+
 @lowering("GatherND", DOMAIN)
 @lowering("Pad", DOMAIN)
 @lowering("Trilu", DOMAIN)
@@ -215,3 +266,21 @@ def expand_dims(op: Emit, node: Any) -> list[ir.Value]:
     """y = x with one more axis."""
     x, axis = node.inputs
     return [op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=ir.DataType.INT64), [1]))]
+
+
+@lowering("CDist", DOMAIN)
+def cdist(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y_ij = |a_i - b_j|^2 (sqeuclidean), or its root.
+
+    The differences are computed, as their squares lose no digits where rows are alike; the gradient
+    of the root is zero for rows that are equal.
+    """
+    a, b = node.inputs
+    squares = op.ReduceSumSquare(op.Unsqueeze(a, [1]) - op.Unsqueeze(b, [0]), [2], keepdims=0)
+    metric = node.attributes.get_string("metric", "sqeuclidean")
+    if metric == "sqeuclidean":
+        return [squares]
+    if metric != "euclidean":
+        return None
+    equal = op.Equal(squares, 0.0)
+    return [op.Where(equal, 0.0, op.Sqrt(op.Where(equal, 1.0, squares)))]

@@ -1,7 +1,8 @@
-"""Attention and MultiHeadAttention of onnxruntime, as matrix products and softmax.
+"""Attention of onnxruntime with one key for each head, as matrix products and softmax.
 
 Vaswani et al. 2017, arXiv:1706.03762. A mask adds `mask_filter_value` to the scores; with
-`unidirectional`, keys after the query are left out.
+`unidirectional`, keys after the query are left out. With `past_sequence_length`, the past and the
+present share one buffer of keys and values, in which the first rows are valid.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     x, weights, b, mask, past, bias, used = (*node.inputs, *[None] * 5)[:7]
     get = node.attributes
     unknown = mask is not None and rank(mask) is None
-    if unknown or used is not None or get.get_int("do_rotary", 0):  # `used`: of a shared buffer
+    if unknown or get.get_int("do_rotary", 0):
         return None
     joined = op.MatMul(x, weights)
     joined = joined if b is None else joined + b
@@ -45,15 +46,17 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
         heads_apart(op, part, heads)
         for part in op.emit_many("Split", operands, attributes, outputs=3)
     )
+    pasts: list[ir.Value | None] = [None, None]
     if past is not None:
-        pasts = op.emit_many("Split", [past], {"axis": 0, "num_outputs": 2}, outputs=2)
-        k, v = (
-            op.Concat(op.Squeeze(p, [0]), x, axis=_ROWS) for p, x in zip(pasts, (k, v), strict=True)
-        )
+        parts = op.emit_many("Split", [past], {"axis": 0, "num_outputs": 2}, outputs=2)
+        pasts = [op.Squeeze(part, [0]) for part in parts]
+    (k, held), (v, held_v) = (
+        _with_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
+    )
     y, _ = _attend(op, node, q, k, v, mask, bias)
     present = y
     if has_output(node, 1):
-        present = op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0)
+        present = op.Concat(op.Unsqueeze(held, [0]), op.Unsqueeze(held_v, [0]), axis=0)
     return [y, present][: len(node.outputs)]
 
 
@@ -62,13 +65,44 @@ def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V."""
     q, k, v, b, mask, bias, past_key, past_value, used, beams = (*node.inputs, *[None] * 9)[:10]
     unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
-    if unknown or used is not None or beams is not None:  # `used`: of a shared buffer
+    if unknown or beams is not None:
         return None
     q, k, v = _heads(op, q, k, v, b, node.attributes.get_int("num_heads"))
-    if past_key is not None:
-        k, v = op.Concat(past_key, k, axis=_ROWS), op.Concat(past_value, v, axis=_ROWS)
+    (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
     y, scores = _attend(op, node, q, k, v, mask, bias)
-    return [y, k, v, scores][: len(node.outputs)]
+    return [y, key, value, scores][: len(node.outputs)]
+
+
+@lowering("DecoderMaskedMultiHeadAttention", DOMAIN)
+def decoder_attention(op: Emit, node: Any) -> list[ir.Value] | None:
+    """Y = softmax(s Q KT + bias) V of a single row, with a shared buffer, or with K and V ready."""
+    q, k, v, mask, bias, past_key, past_value, used, _, beams, b = (*node.inputs, *[None] * 9)[:11]
+    unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
+    if unknown or beams is not None:
+        return None
+    q, k, v = _heads(op, q, k, v, b, node.attributes.get_int("num_heads"))
+    (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
+    y, scores = _attend(op, node, q, k, v, mask, bias)
+    return [y, key, value, scores][: len(node.outputs)]
+
+
+def _with_past(
+    op: Emit, past: ir.Value | None, x: ir.Value, used: ir.Value | None
+) -> tuple[ir.Value, ir.Value]:
+    """Return the keys or values of the past followed by the new ones, and those to remember.
+
+    With `used`, the past is a buffer with as many valid rows. The new rows are written behind them.
+    """
+    if past is None:
+        return x, x
+    if used is None:
+        joined = op.Concat(past, x, axis=_ROWS)
+        return joined, joined
+    used = op.Reshape(op.Cast(used, to=INT64), [1])
+    end = used + op.const(op.dim(x, _ROWS), INT64)
+    joined = op.Concat(op.Slice(past, [0], used, [_ROWS]), x, axis=_ROWS)
+    rest = op.Slice(past, end, op.const([np.iinfo(np.int64).max]), [_ROWS])
+    return joined, op.set_type_like(op.Concat(joined, rest, axis=_ROWS), past)
 
 
 def _heads(

@@ -106,3 +106,41 @@ def _lengths(op: Emit, ids: ir.Value, mask: ir.Value | None) -> ir.Value:
     if mask is None:
         return op.Expand(op.Cast(0.0, to=INT32), op.vector(op.dim(ids, 0)))
     return op.ReduceSum(op.Cast(op.Equal(mask, 1), to=INT32), [1], keepdims=0)
+
+
+@lowering("GroupNorm", DOMAIN)
+def group_norm(op: Emit, node: Any) -> list[ir.Value]:
+    """y = f(s (x - m) / r + c), over the channels of a group and all positions (N, H, W, C)."""
+    return [_group_normalized(op, node, *node.inputs)]
+
+
+@lowering("SkipGroupNorm", DOMAIN)
+def skip_group_norm(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = f(s (x - m) / r + c), x = a + skip + b; the second output is x."""
+    a, scale, shift, skip, bias = (*node.inputs, None)[:5]
+    if rank(skip) is None:
+        return None
+    if rank(skip) == 2:  # (N, C): the same at all positions
+        skip = op.Unsqueeze(skip, [1, 2])
+    x = op.set_type_like(_summed(a, skip, bias), a)
+    return [_group_normalized(op, node, x, scale, shift), x][: len(node.outputs)]
+
+
+def _group_normalized(
+    op: Emit, node: ir.Node, x: ir.Value, scale: ir.Value, shift: ir.Value
+) -> ir.Value:
+    """Return the normalized `x`; the activation 1 is SiLU."""
+    get = node.attributes
+    last = get.get_int("channels_last", 1)
+    apart = op.Cast(x if last else op.Transpose(x, perm=[0, 2, 3, 1]), to=FLOAT)
+    # (N, H W, groups, channels of one)
+    flat = op.Reshape(apart, op.vector(0, -1, op.dim(scale, 0)))
+    groups = op.Reshape(flat, [0, 0, get.get_int("groups"), -1])
+    centered = groups - op.ReduceMean(groups, [1, 3], keepdims=1)
+    variance = op.ReduceMean(centered * centered, [1, 3], keepdims=1)
+    normalized = centered / op.Sqrt(variance + get.get_float("epsilon", 1e-5))
+    y = op.reshape_like(normalized, apart) * op.Cast(scale, to=FLOAT) + op.Cast(shift, to=FLOAT)
+    if get.get_int("activation", 0):
+        y = y * op.Sigmoid(y)
+    y = y if last else op.Transpose(y, perm=[0, 3, 1, 2])
+    return op.set_type_like(op.Cast(y, to=x.dtype), x)

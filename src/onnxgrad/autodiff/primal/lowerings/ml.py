@@ -8,11 +8,13 @@ from __future__ import annotations
 from math import isnan, pi, prod, sqrt
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.registry import lowering
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import OPPOSITE
 from onnxgrad.graph.shapes import Dim, Dims, dims, rank, static
 
 FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
@@ -44,8 +46,23 @@ def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
     else:
         winner = op.Cast(op.Squeeze(op.Greater(raw, 0.0), [1]), to=INT64)
     if rows > 1 or len(labels) != 2:
-        return [label_of(op, node, winner), post_transform(op, node, raw, rows)]
+        scores = post_transform(op, node, raw, rows)
+        if rows == len(labels) == 2 and _are_opposite(node):
+            scores.meta[OPPOSITE] = True
+        return [label_of(op, node, winner), scores]
     return [label_of(op, node, winner), two_scores(op, node, raw, 1.0)]
+
+
+def _are_opposite(node: ir.Node) -> bool:
+    """Return whether the scores of the two classes are -z and z: z the first row, negated."""
+    numbers = [None if x is None else ir.convenience.get_const_tensor(x) for x in node.inputs[1:]]
+    for tensor in numbers:
+        if tensor is None or tensor.size % 2:
+            return False
+        first, second = np.split(tensor.numpy().ravel(), 2)
+        if not np.allclose(first, -second, rtol=1e-5, atol=1e-6 * np.abs(second).max(initial=0)):
+            return False
+    return node.attributes.get_string("post_transform", "NONE") == "LOGISTIC" and bool(numbers)
 
 
 def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:

@@ -1,0 +1,250 @@
+"""Files of scikit-learn, LightGBM and XGBoost: what trains, and that it does."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from itertools import groupby
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+
+pytest.importorskip("sklearn")
+pytest.importorskip("skl2onnx")
+
+from skl2onnx import to_onnx
+from sklearn.base import is_regressor
+from sklearn.cluster import KMeans
+from sklearn.decomposition import PCA, KernelPCA, TruncatedSVD
+from sklearn.discriminant_analysis import (
+    LinearDiscriminantAnalysis,
+    QuadraticDiscriminantAnalysis,
+)
+from sklearn.ensemble import (
+    AdaBoostRegressor,
+    RandomForestClassifier,
+    StackingRegressor,
+    VotingClassifier,
+)
+from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process.kernels import RBF, DotProduct, Matern
+from sklearn.impute import KNNImputer, SimpleImputer
+from sklearn.linear_model import BayesianRidge, LogisticRegression, Ridge, SGDClassifier
+from sklearn.metrics import log_loss
+from sklearn.naive_bayes import BernoulliNB, CategoricalNB, GaussianNB, MultinomialNB
+from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.pipeline import make_pipeline, make_union
+from sklearn.preprocessing import (
+    KBinsDiscretizer,
+    MinMaxScaler,
+    Normalizer,
+    OrdinalEncoder,
+    PolynomialFeatures,
+    PowerTransformer,
+    QuantileTransformer,
+    StandardScaler,
+)
+from sklearn.random_projection import GaussianRandomProjection
+from sklearn.svm import SVC, SVR, LinearSVC
+
+from onnxgrad import Trainer, check_gradient, trainable
+from onnxgrad.model.weights import constant_refs, replace
+from running import in_sweep
+
+RNG = np.random.default_rng(0)
+X = np.abs(RNG.standard_normal((60, 4))).astype(np.float32)
+SCORE = X @ np.array([1.0, -2.0, 0.5, 1.0], np.float32)
+Y = SCORE + 0.3 * RNG.standard_normal(60).astype(np.float32)
+CLASS = (Y > 0.1).astype(np.int64)
+SHIFTED = {"y": Y + 0.5, "class": np.where(np.arange(60) % 5, CLASS, 1 - CLASS)}  # to train on
+KERNEL = RBF() + DotProduct()
+
+
+def exported(estimator, y, x=X, **options) -> onnx.ModelProto:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return to_onnx(estimator.fit(x, y), x[:1], **options)
+
+
+def short(names) -> list[str]:
+    """Return the parts behind the dot, without numbers, each once."""
+    parts = (re.sub(r"\d*$", "", name.rpartition(".")[2]) for name in names)
+    return sorted(name for name, _ in groupby(sorted(parts)))
+
+
+def without(proto: onnx.ModelProto, names) -> bytes:
+    """Return the model with zeros for the weights of these names."""
+    zeros = {r.name: np.zeros_like(r.array()) for r in constant_refs(proto) if r.name in names}
+    return replace(proto, zeros).SerializeToString(deterministic=True)
+
+
+def trains(proto, y, expected, loss, rate=1e-2, x=X) -> None:
+    """Train for 20 steps: the loss falls, the weights move, and nothing else changes."""
+    trainer = Trainer(proto, loss, learning_rate=rate)
+    assert short(trainer.trained) == sorted(expected)
+    before = trainer.evaluate(x, y)["loss"]
+    trainer.fit(x, y, epochs=5, batch_size=15)
+    assert trainer.evaluate(x, y)["loss"] < before
+    old, new = ({r.name: r.array() for r in constant_refs(m)} for m in (proto, trainer.model))
+    assert not any(np.array_equal(old[n], new[n]) for n in trainer.trained)
+    assert without(proto, trainer.trained) == without(trainer.model, trainer.trained)
+
+
+LINEAR = {"coefficients", "intercepts"}
+MODELS = {  # and what trains
+    "BayesianRidge": (BayesianRidge(), LINEAR),
+    "LDA": (LinearDiscriminantAnalysis(), LINEAR),
+    "QDA": (QuadraticDiscriminantAnalysis(), {"rotations"}),
+    "GaussianNB": (GaussianNB(), {"theta", "sigma", "jointi", "sigma_sum_log"}),
+    "MultinomialNB": (MultinomialNB(), {"feature_log_prob", "class_log_prior"}),
+    "CategoricalNB": (CategoricalNB(), {"feature_log_proba", "class_log_prior"}),
+    "LogisticRegression": (LogisticRegression(), LINEAR),
+    "MLPClassifier": (MLPClassifier((5,), max_iter=3), {"coefficient", "intercepts"}),
+    "SVR": (SVR(), {"coefficients", "rho"}),
+    "SVC": (SVC(), {"coefficients", "rho"}),
+    "VotingClassifier": (
+        VotingClassifier(
+            [("a", LogisticRegression()), ("b", RandomForestClassifier(3))],
+            voting="soft",
+            flatten_transform=False,
+        ),
+        LINEAR,
+    ),
+    "StackingRegressor": (StackingRegressor([("a", Ridge()), ("b", SVR())]), LINEAR | {"rho"}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    estimator, expected = MODELS[name]
+    target, labels = ("y", Y) if is_regressor(estimator) else ("class", CLASS)
+    loss = "mse" if target == "y" else "cross_entropy"
+    trains(exported(estimator, labels), SHIFTED[target], expected, loss, 3e-3)
+
+
+TRANSFORMERS = [
+    StandardScaler(), MinMaxScaler(), Normalizer(), PCA(3, whiten=True), TruncatedSVD(3),
+    KernelPCA(3, kernel="rbf"), KernelPCA(3), QuantileTransformer(n_quantiles=20),
+    PowerTransformer(), PolynomialFeatures(2), SimpleImputer(), KNNImputer(),
+    GaussianRandomProjection(3, random_state=0), make_union(PCA(2), StandardScaler()),
+    KBinsDiscretizer(3, encode="ordinal", quantile_method="averaged_inverted_cdf"),
+    OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1),
+]  # fmt: skip
+LAST = {
+    "LogisticRegression": (LogisticRegression(), LINEAR),
+    "SGDClassifier": (SGDClassifier(loss="log_loss"), {"coef", "intercept"}),
+    "MLPRegressor": (
+        MLPRegressor(hidden_layer_sizes=(5,), max_iter=3),
+        {"coefficient", "intercepts"},
+    ),
+    "GaussianNB": (GaussianNB(), {"theta", "sigma", "jointi", "sigma_sum_log"}),
+    "forest": (RandomForestClassifier(3), set()),
+    "neighbours": (KNeighborsRegressor(), set()),
+}
+
+
+@pytest.mark.parametrize("last", [n if n == "MLPRegressor" else in_sweep(n) for n in LAST])
+@pytest.mark.parametrize("transformer", TRANSFORMERS, ids=str)
+def test_transformers_in_front_stay(transformer, last):
+    model, expected = LAST[last]
+    proto = exported(make_pipeline(transformer, model), CLASS)
+    assert short(t.name for t in trainable(proto) if t.trains) == sorted(expected)
+
+
+def test_logistic_regression_trains_to_the_optimum_of_scikit_learn():
+    """Its default export holds both classes, as opposite numbers, and they stay opposite."""
+    y = SHIFTED["class"]
+    trainer = Trainer(exported(LogisticRegression(C=0.01), y), "cross_entropy", learning_rate=0.1)
+    trainer.fit(X, y, epochs=400, batch_size=60)
+    best = LogisticRegression(C=1e9).fit(X, y)
+    found = trainer.evaluate(X, y)["loss"]
+    assert found == pytest.approx(log_loss(y, best.predict_proba(X)), abs=1e-4)
+    for array in (r.array() for r in constant_refs(trainer.model)):
+        first, second = np.split(array, 2)
+        np.testing.assert_allclose(first, -second, rtol=1e-5)
+    session = ort.InferenceSession(trainer.model.SerializeToString())
+    label, maps = session.run(None, {"X": X})
+    p = np.array([row[1] for row in maps])
+    assert found == pytest.approx(log_loss(y, p), abs=1e-5)
+    np.testing.assert_array_equal(label, p > 0.5)
+
+
+@pytest.mark.parametrize("optim", [None, "cdist"])
+@pytest.mark.parametrize("kernel", [None, RBF(), Matern(nu=1.5), KERNEL], ids=str)
+def test_gaussian_processes_train_their_dual_coefficients(kernel, optim):
+    options = {"options": {GaussianProcessRegressor: {"optim": optim}}} if optim else {}
+    proto = exported(GaussianProcessRegressor(kernel, alpha=0.1), Y, X, **options)
+    trains(proto, SHIFTED["y"], {"gpr_MatMulcst", "gpr_Addcst"}, "mse", 1e-4)
+    # that of a length scale is 1e-9 here, next to a term of 0.7
+    report = check_gradient(proto, feed={"X": X[:3] + 0.1}, rtol=1e-5)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "why"),
+    [
+        (RandomForestClassifier(3), "TreeEnsembleClassifier .* thresholds, which have no gradient"),
+        (AdaBoostRegressor(n_estimators=2), "TreeEnsembleRegressor .* thresholds"),
+        (KNeighborsRegressor(), "TopK .* selects the nearest of stored rows"),
+        (KNeighborsClassifier(), "TopK .* selects the nearest of stored rows"),
+        (KMeans(3), "stored rows, of which Gemm .* computes distances"),
+    ],
+    ids=str,
+)
+def test_refused(estimator, why):
+    with pytest.raises(ValueError, match=why):
+        Trainer(exported(estimator, CLASS), "mse").fit(X, CLASS)
+
+
+def test_one_score_is_no_softmax():
+    proto = exported(LinearSVC(), CLASS)
+    with pytest.raises(ValueError, match=r"holds one score, .* use 'binary_cross_entropy'"):
+        Trainer(proto, "cross_entropy").fit(X, CLASS)
+    trains(proto, CLASS, LINEAR, "binary_cross_entropy")
+
+
+def test_binary_features_of_a_naive_bayes():
+    trains(exported(BernoulliNB(binarize=0.5), CLASS), SHIFTED["class"],
+           {"feature_log_prob", "class_log_prior"}, "cross_entropy", 1e-4)  # fmt: skip
+
+
+def test_a_layer_behind_the_trees_of_lightgbm():
+    lightgbm, tools = pytest.importorskip("lightgbm"), pytest.importorskip("onnxmltools")
+    from onnxmltools.convert.common.data_types import FloatTensorType
+
+    model = lightgbm.LGBMRegressor(n_estimators=3, min_child_samples=5, verbose=-1).fit(X, Y)
+    types = [("X", FloatTensorType([None, 4]))]
+    trees = tools.convert_lightgbm(model, initial_types=types, target_opset=15)
+    with pytest.raises(ValueError, match=r"TreeEnsembleRegressor .* thresholds"):
+        Trainer(trees, "mse").fit(X, Y)
+    trains(with_layer(trees), SHIFTED["y"], {"scale", "bias"}, "mse")
+
+
+def test_the_trees_of_xgboost():
+    xgboost, tools = pytest.importorskip("xgboost"), pytest.importorskip("onnxmltools")
+    from onnxmltools.convert.common.data_types import FloatTensorType
+
+    types = [("X", FloatTensorType([None, 4]))]
+    for model in (xgboost.XGBRegressor(n_estimators=3), xgboost.XGBClassifier(n_estimators=3)):
+        trees = tools.convert_xgboost(model.fit(X, CLASS), initial_types=types, target_opset=15)
+        with pytest.raises(ValueError, match=r"TreeEnsemble.* thresholds"):
+            Trainer(trees, "mse").fit(X, CLASS)
+
+
+def with_layer(trees: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model with a linear layer behind its output."""
+    made = onnx.ModelProto()
+    made.CopyFrom(trees)
+    [old] = trees.graph.output
+    layer = onnx.parser.parse_graph(
+        f"""g (float[N, 1] {old.name}) => (float[N, 1] z)
+        <float[1, 1] scale = {{1.0}}, float[1] bias = {{0.0}}>
+        {{ product = MatMul ({old.name}, scale) z = Add (product, bias) }}"""
+    )
+    made.graph.node.extend(layer.node)
+    made.graph.initializer.extend(layer.initializer)
+    made.graph.output[0].CopyFrom(layer.output[0])
+    return made
