@@ -107,8 +107,9 @@ def trainable(model: ModelLike) -> Tensors:
     inner = to_ir(inlined(proto, lifted=True))
     RemoveInitializersFromInputsPass()(inner)
     values = inner.graph.initializers
-    roles = Roles(inner.graph, proto.producer_name == "pytorch")
     stated = evidence.stated_kinds(proto.graph)
+    buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
+    roles = Roles(inner.graph, proto.producer_name == "pytorch", buffers)
     noted = constants.noted(proto)
     rows = Tensors()
     for site in constants.constant_refs(proto):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
@@ -14,18 +14,28 @@ from onnxgrad.training.parameters.operands import domain, leading_operands, lett
 class Flow:
     """From what every value of `graph` and of its subgraphs is computed.
 
+    Args:
+        graph: the graph.
+        buffers: constants that the file states to be no parameters: products with them, such as
+            spectrograms, apply no weight.
+
     Attributes:
         nodes: all nodes, those of subgraphs included.
         bindings: `{value: values}`, from the operands of a node to the inputs of its subgraphs,
             and from the outputs of these to the results of the node.
         data: values computed from the elements of an input, or from random numbers.
         positions: values computed from shapes and ranges, and from no data.
+        fixed: the buffers, and what is computed from nothing else.
         weighted: data computed with a weight: from a product with a constant, or a lookup.
         hidden: values from which a product with a weight is computed.
     """
 
-    def __init__(self, graph: ir.Graph) -> None:
+    def __init__(self, graph: ir.Graph, buffers: Collection[ir.Value] = ()) -> None:
         self.nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+        self.fixed = set(buffers)
+        for node in self.nodes:
+            if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
+                self.fixed.update(node.outputs)
         self.bindings: dict[ir.Value, list[ir.Value]] = {}
         for node in self.nodes:
             for source, target in _bindings(node):
@@ -67,7 +77,7 @@ class Flow:
     def product(self, node: ir.Node) -> bool:
         """Return whether `node` is a matrix product or convolution of data with constants."""
         factors = [
-            x not in self.data
+            x not in self.data and x not in self.fixed
             for i, x in enumerate(node.inputs)
             if x is not None and letter(node, i) in ("f", "q")
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,10 +34,12 @@ class Verdict:
 
 
 class Roles:
-    """The roles of the constants of one graph."""
+    """The roles of the constants of one graph; `buffers` are stated to be no parameters."""
 
-    def __init__(self, graph: ir.Graph, from_torch: bool) -> None:
-        self.around = Surroundings(graph)
+    def __init__(
+        self, graph: ir.Graph, from_torch: bool, buffers: Collection[ir.Value] = ()
+    ) -> None:
+        self.around = Surroundings(graph, buffers)
         self.from_torch = from_torch  # then names of initializers are meaningful
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
