@@ -19,6 +19,7 @@ from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.rewrites import unused
@@ -118,7 +119,7 @@ class _Target:
         )
         if not isinstance(value.type, ir.TensorType) or not numbers:
             raise ValueError(f"the input {printable(name)!r} holds no floats or uint8")
-        opset = next(o.version for o in proto.opset_import if not o.domain)
+        opset = next(o.version for o in proto.opset_import if not standard(o.domain))
         graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="preprocess")
         taken = {*names(proto.graph), *_symbols(proto)}
         return cls(name, value.dtype, shapes.dims(value), Emit(graph), taken)
