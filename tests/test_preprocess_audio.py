@@ -6,9 +6,10 @@ import pickle
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
-from onnxgrad import Trainer
+from onnxgrad import Trainer, trainable
 from onnxgrad.data.audio import mel_spectrogram, resample
 from onnxgrad.finetune.preprocess import preprocess
 from onnxgrad.training.parameters.defaults import default_weights
@@ -151,6 +152,19 @@ def test_a_model_of_waveforms_trains_as_beside():
     b.fit(fed, labels, epochs=2, batch_size=4)
     for name, weight in b.state.weights.items():
         np.testing.assert_allclose(a.state.weights[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_a_spectrogram_without_metadata_does_not_train(tmp_path):
+    """onnxruntime's optimizer folds the waves, and drops what is stated of constants."""
+    raw = preprocess(cnn("N,1,20,frames"), [mel_spectrogram(8000, 256, 100, 20)])
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    onnxruntime.InferenceSession(raw.SerializeToString(), options)
+    optimized = onnx.load(tmp_path / "optimized.onnx")
+    assert (258, 1, 256) in [tuple(t.dims) for t in optimized.graph.initializer]
+    trained = [t.shape for t in trainable(optimized) if t.trains]
+    assert trained == [(4, 1, 3, 3), (4, 2)]
 
 
 def test_integer_samples_and_other_dtypes():

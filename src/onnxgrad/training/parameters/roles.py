@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.graph.shapes import constant
 from onnxgrad.model.constants import ML_COEFFICIENTS
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.operands import MOVES, domain, letter
@@ -40,6 +41,10 @@ class Roles:
         self, graph: ir.Graph, from_torch: bool, buffers: Collection[ir.Value] = ()
     ) -> None:
         self.around = Surroundings(graph, buffers)
+        fixed = set(buffers)
+        while new := _transforms(self.around) - fixed:  # one may follow another
+            fixed |= new
+            self.around = Surroundings(graph, fixed)
         self.from_torch = from_torch  # then names of initializers are meaningful
 
     def judge(self, name: str, constant: ir.Value, array: np.ndarray) -> Verdict:
@@ -121,7 +126,7 @@ class Roles:
             doubtful = not (evidence.counted(name) or evidence.sounds_fixed(name))
             why = f"frequencies: sines and cosines of the result of {where}"
             return Verdict(False, why, doubtful)
-        if early and (evidence.is_wave(array) or evidence.is_filter_bank(array)):
+        if early and _is_transform(array):
             return Verdict(False, f"a fixed transform of an input: {where}")
         if use.at_positions and not use.via <= MOVES and array.size == 1:
             return Verdict(False, f"it only combines with computed positions before {where}")
@@ -262,6 +267,22 @@ class Roles:
             doubtful = said is None and self.from_torch and not evidence.sounds_fixed(name)
             return Verdict(False, f"a single number in a formula ({where})", doubtful)
         return Verdict(True, f"a learned scalar: a single number between weights ({where})", True)
+
+
+def _transforms(around: Surroundings) -> set[ir.Value]:
+    """Return the constants of fixed transforms of inputs, such as spectrograms."""
+    fixed: set[ir.Value] = set()
+    for node in around.nodes:
+        if around.product(node) and not any(x in around.weighted for x in node.inputs):
+            for x in node.inputs:
+                array = constant(x)
+                if x is not None and array is not None and _is_transform(array):
+                    fixed.add(x)
+    return fixed
+
+
+def _is_transform(array: np.ndarray) -> bool:
+    return array.dtype.kind == "f" and (evidence.is_wave(array) or evidence.is_filter_bank(array))
 
 
 def _named(node: ir.Node) -> str:
