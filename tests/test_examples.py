@@ -14,7 +14,7 @@ from running import in_sweep
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-OPTIONAL = ("sklearn", "skl2onnx", "torch", "torchmetrics")
+OPTIONAL = ("PIL", "sklearn", "skl2onnx", "torch", "torchmetrics")
 
 
 def imports(path: Path) -> set[str]:

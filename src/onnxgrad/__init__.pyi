@@ -33,6 +33,10 @@ from .autodiff.rules import (
 from .data.arrow import (
     arrow_dataset as arrow_dataset,
 )
+from .data.audio import (
+    mel_spectrogram as mel_spectrogram,
+    resample as resample,
+)
 from .data.images import (
     center_crop as center_crop,
     image_folder as image_folder,
@@ -75,6 +79,9 @@ from .finetune.join import (
 from .finetune.lora import (
     add_lora as add_lora,
     merge_lora as merge_lora,
+)
+from .finetune.preprocess import (
+    preprocess as preprocess,
 )
 from .graph.emit import (
     Emit as Emit,

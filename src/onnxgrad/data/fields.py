@@ -75,6 +75,12 @@ class Field:
 
     def numbers(self, data: Any) -> np.ndarray:
         """Return `data` as an array of numbers, that of a table in the shape of the input."""
+        if self.dtype == object:
+            raise ValueError(
+                f"the input {self.name!r} holds strings, and batches are numbers: cut the model "
+                "behind what it computes from them by select_model_inputs_outputs, and train the "
+                "rest; replace_initializers_into_onnx writes its weights into the whole model"
+            )
         if not is_table(data):
             return to_numbers(self.name, data)
         return fit_shape(stacked(self.name, data), self.shape, repr(self.name), reshape=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.data import image_nodes
 from onnxgrad.data.readers import IndexedReader, describe_files
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import Dims
@@ -34,6 +35,8 @@ def image_folder(
     The label of an image is the number of its class: that of its sub-folder of `path`, in the order
     of their names. Values are float32 from 0 to 1. Transforms that are random draw by the seed of
     the epoch and the number of the image; in evaluations they are not random.
+
+    `preprocess` writes the same transforms into a model, which then takes images of any size.
 
     Args:
         path: the folder; images may be in folders below the sub-folders.
@@ -69,11 +72,14 @@ def image_folder(
         raise unknown("layout", layout, ["NCHW", "NHWC"])
     if channels not in (None, *_MODES):
         raise ValueError(f"channels={channels} must be one of {', '.join(map(str, _MODES))}")
-    kinds = [isinstance(transform, Normalize) for transform in transforms]
-    if any(kinds[:-1]):
+    check_order(transforms)
+    return ImageFolder(Path(path), _pair(size), tuple(transforms), layout, channels)
+
+
+def check_order(transforms: Sequence[Transform]) -> None:
+    """Raise if another transform follows `normalize`."""
+    if any(isinstance(transform, Normalize) for transform in transforms[:-1]):
         raise ValueError("normalize must be the last transform: the others take images")
-    pair = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
-    return ImageFolder(Path(path), pair, tuple(transforms), layout, channels)
 
 
 class ImageFolder(IndexedReader):
@@ -116,7 +122,7 @@ class ImageFolder(IndexedReader):
             raise ValueError(f"image_folder feeds one input, and the model has {list(shapes)}")
         ((name, shape),) = shapes.items()
         new = copy.copy(self)
-        new.layout, new.channels = _form(name, shape, self.layout, self.channels)
+        new.layout, new.channels = layout_of(name, shape, self.layout, self.channels)
         return new
 
     def take(self, indices: np.ndarray, seed: int | None) -> tuple[np.ndarray, np.ndarray]:
@@ -166,10 +172,18 @@ def _is_image(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _form(
-    name: str, shape: Dims | None, layout: str | None, channels: int | None
+def layout_of(
+    name: str,
+    shape: Dims | None,
+    layout: str | None,
+    channels: int | None,
+    caller: str = "image_folder",
 ) -> tuple[str, int]:
-    """Return layout and channels by the declared shape of an input."""
+    """Return layout and channels by the declared shape of an input.
+
+    Raises:
+        ValueError: the shape does not say the layout; the message names the argument of `caller`.
+    """
     axes = {"NCHW": 1, "NHWC": 3}
     if shape is not None and len(shape) == 4:
         counts = [channels] if channels else [*_MODES]
@@ -181,7 +195,7 @@ def _form(
     if layout is None:
         raise ValueError(
             f"the shape {shape} of {name!r} does not say where the channels are: pass "
-            "image_folder(..., layout='NCHW'), or 'NHWC'"
+            f"{caller}(..., layout='NCHW'), or 'NHWC'"
         )
     return layout, channels or 3
 
@@ -244,6 +258,10 @@ class Resize:
             high, wide = self.size
         return image.resize((wide, high), _pillow().Resampling.BILINEAR)
 
+    def write(self, op: Any, x: Any) -> Any:
+        """Write the resized images."""
+        return image_nodes.resized(op, x, self.size)
+
 
 @dataclass(frozen=True)
 class CenterCrop:
@@ -255,6 +273,11 @@ class CenterCrop:
         """Return the part in the middle."""
         image, rows, columns = _room(image, self.size)
         return _cropped(image, self.size, rows // 2, columns // 2)
+
+    def write(self, op: Any, x: Any) -> Any:
+        """Write the part in the middle."""
+        x = image_nodes.covering(op, x, self.size, only_small=True)
+        return image_nodes.center(op, x, self.size)
 
 
 @dataclass(frozen=True)
@@ -271,6 +294,10 @@ class RandomCrop:
         top, left = int(rng.integers(rows + 1)), int(rng.integers(columns + 1))
         return _cropped(image, self.size, top, left)
 
+    def write(self, op: Any, x: Any) -> Any:
+        """Write the part in the middle, as in evaluations."""
+        return CenterCrop(self.size).write(op, x)
+
 
 @dataclass(frozen=True)
 class RandomFlip:
@@ -284,6 +311,10 @@ class RandomFlip:
             return image
         return image.transpose(_pillow().Transpose.FLIP_LEFT_RIGHT)
 
+    def write(self, op: Any, x: Any) -> Any:
+        """Return the images as they are, as in evaluations."""
+        return x
+
 
 @dataclass(frozen=True)
 class Normalize:
@@ -295,6 +326,11 @@ class Normalize:
     def __call__(self, array: np.ndarray, rng: np.random.Generator | None) -> np.ndarray:
         """Return the array (height, width, channels) with the channels normalized."""
         return (array - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
+
+    def write(self, op: Any, x: Any) -> Any:
+        """Write the images, float32 (N, height, width, channels), normalized."""
+        centered = op.Sub(x, np.array(self.mean, np.float32))
+        return op.Div(centered, np.array(self.std, np.float32))
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -309,7 +345,7 @@ def resize(size: int | tuple[int, int]) -> Transform:
         >>> og.resize(256)
         Resize(size=256)
     """
-    return Resize(size)
+    return Resize(size if isinstance(size, int) else _pair(size))
 
 
 def center_crop(size: int | tuple[int, int]) -> Transform:
@@ -355,6 +391,8 @@ def normalize(mean: Sequence[float], std: Sequence[float]) -> Transform:
         >>> og.normalize([0.5, 0.4, 0.0], [0.1, 0.1, 0.5])(image, None).round(3).tolist()
         [[[0.0, 1.0, 1.0]]]
     """
+    if len(mean) != len(std):
+        raise ValueError(f"mean has {len(mean)} numbers, and std {len(std)}: one for each channel")
     if any(s <= 0 for s in std):
         raise ValueError(f"std={list(std)} must be above 0")
     return Normalize(tuple(mean), tuple(std))

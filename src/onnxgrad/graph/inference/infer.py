@@ -18,6 +18,7 @@ from onnxgrad.graph.inference.loop_states import (
     trust_ranks,
 )
 from onnxgrad.graph.inference.onnx_mistakes import drop_windows, hiding, spell_out, wrongly_inferred
+from onnxgrad.graph.inference.schema_types import complete_types
 from onnxgrad.graph.inference.sequence_types import correct_types
 from onnxgrad.graph.inference.size_limits import check_constants, check_ranks
 from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
@@ -251,9 +252,10 @@ def _complement(model: ir.Model, nodes: list[ir.Node]) -> None:
 
 
 def _refine(nodes: Iterable[ir.Node]) -> bool:
-    """Replace unknown and generated dimensions by inferred ones; return whether any was."""
+    """Set unknown types, unknown and generated dimensions; return whether there was any."""
     changed = False
     for node in nodes:
+        changed |= complete_types(node)
         shape = dims(node.outputs[0])
         if node.domain or (shape is not None and all(is_stated(d) for d in shape)):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import onnx_ir as ir
 
@@ -22,7 +22,8 @@ class Flow:
         positions: values computed from shapes and ranges, and from no data.
         weighted: data computed with a weight: from a product with a constant, or a lookup.
         hidden: values from which a product with a weight is computed.
-        fixed: factors that are no weights: transforms of the inputs.
+        fixed: factors that are no weights: buffers, transforms of the inputs, and what is computed
+            from nothing else.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -37,10 +38,14 @@ class Flow:
         self._grow(self.positions, lambda node: node.op_type in ("Shape", "Size", "Range"))
         self.positions -= self.data
         self.fixed: set[ir.Value] = set()
-        self.follow_weights()
+        self.fix(())
 
-    def follow_weights(self) -> None:
-        """Find what is computed with weights, and before them."""
+    def fix(self, factors: Collection[ir.Value]) -> None:
+        """Take `factors` for fixed, and find what is computed with weights, and before them."""
+        self.fixed |= set(factors)
+        for node in self.nodes:
+            if node.inputs and self.fixed.issuperset(x for x in node.inputs if x is not None):
+                self.fixed.update(node.outputs)
         self.weighted: set[ir.Value] = set()
         self._grow(self.weighted, self._weighs)
         self.hidden = self._backward()

@@ -33,8 +33,9 @@ def judge(proto: ModelProto) -> tuple[ir.Graph, list[Judged]]:
     inner = to_ir(inlined(proto, lifted=True))
     RemoveInitializersFromInputsPass()(inner)
     values = inner.graph.initializers
-    roles = Roles(inner.graph, proto.producer_name)
     stated = evidence.stated_kinds(proto.graph)
+    buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
+    roles = Roles(inner.graph, proto.producer_name, buffers)
     noted = constants.noted(proto)
     rows = []
     for ref in constants.constant_refs(proto):

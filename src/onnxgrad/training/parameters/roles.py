@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,15 +34,18 @@ class Verdict:
 
 
 class Roles:
-    """The roles of the constants of one graph."""
+    """The roles of the constants of one graph; `buffers` are stated to be no parameters."""
 
-    def __init__(self, graph: ir.Graph, producer: str = "") -> None:
+    def __init__(
+        self, graph: ir.Graph, producer: str = "", buffers: Collection[ir.Value] = ()
+    ) -> None:
         self.around = Surroundings(graph)
         self.from_torch = producer == "pytorch"  # then names of initializers are meaningful
         self.from_sklearn = producer == "skl2onnx"
-        while found := set(self._transforms()):  # one may follow another
-            self.around.fixed |= found
-            self.around.follow_weights()
+        transforms = set(buffers)
+        while transforms:  # one may follow another
+            self.around.fix(transforms)
+            transforms = set(self._transforms()) - self.around.fixed
 
     def _transforms(self) -> Iterator[ir.Value]:
         """Yield the factors of products before any weight that are fixed transforms."""

@@ -1,0 +1,261 @@
+"""Transforms of waveforms: for arrays, and as nodes of a model by `preprocess`."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, gcd, log as ln
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxgrad.data.audio_filters import hann, mel_filters, sinc_kernel
+from onnxgrad.errors import unknown
+from onnxgrad.model.draft import Draft
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import session
+
+_ZEROS, _ROLLOFF = 6, 0.99  # the defaults of torchaudio
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "mel_scale": ("htk", "slaney"),
+    "norm": ("slaney", None),
+    "log": ("log", "log10", "db", None),
+}
+
+
+class Waveforms:
+    """A transform of waveforms, float32 (N, samples): call it with an array, or use `preprocess`.
+
+    Subclasses are frozen dataclasses with a method `write`.
+    """
+
+    def __call__(self, waveforms: Any) -> np.ndarray:
+        """Return the result of the nodes that `write` writes, for an array (N, samples)."""
+        array = np.asarray(waveforms, np.float32)
+        if array.ndim != 2:
+            raise ValueError(f"waveforms have the shape (N, samples), not {array.shape}")
+        (result,) = _running(self).run(None, {"waveforms": array})
+        return result
+
+    def write(self, op: Any, x: Any) -> Any:
+        """Write the nodes that compute the result for the value `x`; return their result."""
+        raise NotImplementedError
+
+
+@lru_cache(16)
+def _running(transform: Waveforms) -> ort.InferenceSession:
+    draft = Draft("audio")
+    y = transform.write(draft.op, draft.input("waveforms", ["N", "samples"]))
+    return session(draft.model({"result": y}), CPU, work=1e9)
+
+
+@dataclass(frozen=True)
+class Resample(Waveforms):
+    """See `resample`."""
+
+    old: int
+    new: int
+
+    def write(self, op: Any, x: Any) -> Any:
+        """Write the resampling: a Conv with as many filters as there are phases."""
+        common = gcd(self.old, self.new)
+        old, new = self.old // common, self.new // common
+        if old == new:
+            return x
+        kernel, reach = sinc_kernel(old, new, _ZEROS, _ROLLOFF)
+        kernels = np.asarray(kernel[:, None], np.float32)
+        with op:
+            padded = op.Pad(x, [reach, reach + old], None, [1], mode="constant")
+            phases = op.Conv(op.Unsqueeze(padded, [1]), kernels, strides=[old])  # (N, new, blocks)
+            joined = op.Reshape(op.Transpose(phases, perm=[0, 2, 1]), [0, -1])
+            length = (op.Shape(x, start=1, end=2) * [new] + [old - 1]) / [old]  # rounded up
+            return op.Slice(joined, [0], length, [1])
+
+
+@dataclass(frozen=True)
+class MelSpectrogram(Waveforms):
+    """See `mel_spectrogram`."""
+
+    sample_rate: int
+    n_fft: int
+    hop_length: int
+    n_mels: int
+    win_length: int
+    f_min: float
+    f_max: float
+    power: float
+    mel_scale: str
+    norm: str | None
+    log: str | None
+    floor: float
+    center: bool
+    frames_first: bool
+
+    def check(self) -> None:
+        """Raise if options are unknown or do not fit; warn of bands without any frequency.
+
+        Raises:
+            ValueError: the message names the option.
+        """
+        for kind, choices in _CHOICES.items():
+            if (value := getattr(self, kind)) not in choices:
+                raise unknown(kind, value, [str(choice) for choice in choices])
+        if self.power not in (1, 2):
+            raise ValueError(f"power={self.power} must be 1.0 (magnitude) or 2.0")
+        if not 0 < self.win_length <= self.n_fft or min(self.hop_length, self.n_mels) < 1:
+            raise ValueError(
+                f"n_fft={self.n_fft}, win_length={self.win_length}, hop_length={self.hop_length}, "
+                f"n_mels={self.n_mels} must be positive, and win_length at most n_fft"
+            )
+        if not 0 <= self.f_min < self.f_max <= self.sample_rate / 2:
+            raise ValueError(
+                f"f_min={self.f_min} and f_max={self.f_max} must be in order, from 0 to "
+                f"{self.sample_rate / 2} Hz, half of the sample rate"
+            )
+        if self.log is not None and not self.floor > 0:
+            raise ValueError(f"floor={self.floor} must be above 0, for the logarithm")
+        if empty := int(np.sum(~self.filters().any(axis=1))):
+            warnings.warn(
+                f"{empty} of {self.n_mels} mel bands contain no frequency of the Fourier transform "
+                "and are constant: use fewer bands or a larger n_fft",
+                stacklevel=3,
+            )
+
+    def filters(self) -> np.ndarray:
+        """Return the filters of the bands, (n_mels, n_fft // 2 + 1)."""
+        edges = (self.f_min, self.f_max)
+        return mel_filters(
+            self.sample_rate, self.n_fft, self.n_mels, edges, self.mel_scale, self.norm
+        )
+
+    def write(self, op: Any, x: Any) -> Any:
+        """Write the spectrogram: a Conv with windowed sines and cosines, and a matrix product."""
+        if self.center:
+            x = op.Pad(x, [self.n_fft // 2] * 2, None, [1], mode="reflect")
+        spectrum = op.Conv(op.Unsqueeze(x, [1]), self._waves(op), strides=[self.hop_length])
+        bins = self.n_fft // 2 + 1
+        with op:
+            real = op.Slice(spectrum, [0], [bins], [1])
+            imaginary = op.Slice(spectrum, [bins], [2 * bins], [1])
+            magnitude = real * real + imaginary * imaginary
+            if self.power == 1:
+                magnitude = op.Sqrt(magnitude)
+            mel = op.MatMul(np.asarray(self.filters(), np.float32), magnitude)
+            if self.log is not None:
+                mel = op.Log(op.Max(mel, self.floor))
+            if self.log in ("log10", "db"):
+                mel = mel * ((10 if self.log == "db" else 1) / ln(10))
+            return op.Transpose(mel, perm=[0, 2, 1]) if self.frames_first else mel
+
+    def _waves(self, op: Any) -> Any:
+        """Write the filters of the Fourier transform, (2 bins, 1, n_fft).
+
+        They are gathered from one period, so that the file stays small: the runtime computes them
+        once, when it loads the model.
+        """
+        n = self.n_fft
+        angles = 2 * np.pi * np.arange(n) / n
+        frequencies = np.arange(n // 2 + 1, dtype=np.int64)[:, None, None]
+        with op:
+            turns = op.Mod(op.const(frequencies) * np.arange(n, dtype=np.int64), np.array(n))
+            cosines, sines = (
+                op.Gather(np.asarray(wave, np.float32), turns)
+                for wave in (np.cos(angles), -np.sin(angles))
+            )
+            window = np.asarray(hann(n, self.win_length), np.float32)
+            return op.Concat(cosines, sines, axis=0) * window
+
+
+def resample(old: int, new: int) -> Resample:
+    """Return a transform of waveforms from one sample rate to another.
+
+    Frequencies above the lower of both Nyquist frequencies are removed, by a sinc under a Hann
+    window over six zero crossings on each side, with its cutoff at 0.99 of that frequency: the
+    default of torchaudio.
+
+    Args:
+        old, new: sample rates in Hz. Their ratio in lowest terms should be of small numbers: the
+            filters have `old * new` numbers, times 12 at least.
+
+    Returns:
+        A transform of float32 (N, samples) to (N, ceil(samples * new / old)): call it with an
+        array, or pass it to `preprocess`.
+
+    Raises:
+        ValueError: a sample rate below 1, or a ratio that needs filters of more than 10^7 numbers.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> second = np.sin(2 * np.pi * 440 * np.arange(44100) / 44100)
+        >>> og.resample(44100, 16000)(second[None]).shape
+        (1, 16000)
+    """
+    if min(old, new) < 1:
+        raise ValueError(f"sample rates {old} and {new}: they must be at least 1 Hz")
+    common = gcd(old, new)
+    a, b = old // common, new // common
+    taps = a + 2 * ceil(_ZEROS * a / (min(a, b) * _ROLLOFF))
+    if b * taps > 10_000_000:
+        raise ValueError(
+            f"resampling from {old} to {new} Hz needs {b} filters of {taps} numbers: choose rates "
+            "with a larger common divisor"
+        )
+    return Resample(old, new)
+
+
+def mel_spectrogram(
+    sample_rate: int,
+    n_fft: int = 400,
+    hop_length: int = 160,
+    n_mels: int = 80,
+    *,
+    win_length: int | None = None,
+    f_min: float = 0.0,
+    f_max: float | None = None,
+    power: float = 2.0,
+    mel_scale: str = "htk",
+    norm: str | None = None,
+    log: str | None = "log",
+    floor: float = 1e-10,
+    center: bool = True,
+    frames_first: bool = False,
+) -> MelSpectrogram:
+    """Return a transform of waveforms to mel spectrograms, as in torchaudio.
+
+    For librosa's, use `mel_scale="slaney", norm="slaney"`; it pads with zeros.
+
+    Args:
+        sample_rate: of the waveforms, in Hz.
+        n_fft, hop_length: samples of a frame, and from one frame to the next.
+        n_mels: number of bands.
+        win_length: samples of the Hann window, in the middle of a frame; None: `n_fft`.
+        f_min, f_max: ends of the bands in Hz; None: half of the sample rate.
+        power: 2.0, or 1.0 for the magnitude.
+        mel_scale: "htk" or "slaney".
+        norm: "slaney" for bands of equal area, None for equal height.
+        log: "log", "log10", "db" (10 log10) or None, of values that are at least `floor`.
+        center: frame t is around sample `t * hop_length`, with the waveform reflected at its ends;
+            otherwise it begins there.
+        frames_first: the result is (N, frames, n_mels) instead of (N, n_mels, frames).
+
+    Returns:
+        A transform of float32 (N, samples): call it with an array, or pass it to `preprocess`.
+
+    Raises:
+        ValueError: an unknown option, or lengths and frequencies that do not fit.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> second = np.sin(2 * np.pi * 440 * np.arange(16000) / 16000)
+        >>> og.mel_spectrogram(16000)(second[None]).shape
+        (1, 80, 101)
+    """
+    transform = MelSpectrogram(
+        sample_rate, n_fft, hop_length, n_mels, n_fft if win_length is None else win_length,
+        f_min, sample_rate / 2 if f_max is None else f_max, power, mel_scale, norm, log, floor,
+        center, frames_first,
+    )  # fmt: skip
+    transform.check()
+    return transform

@@ -1,0 +1,315 @@
+"""`preprocess`: transforms of images or waveforms in front of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto, TypeProto, ValueInfoProto
+
+from onnxgrad.autodiff.primal.local_functions import raise_opset
+from onnxgrad.data import image_nodes
+from onnxgrad.data.audio import Waveforms
+from onnxgrad.data.images import ImageFolder, Normalize, check_order, layout_of
+from onnxgrad.errors import printable, unknown
+from onnxgrad.graph import shapes
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.constants import standard
+from onnxgrad.model.convert import to_proto
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.rewrites import unused
+from onnxgrad.model.traversal import names
+
+# metadata by which PyTorch's exporter says that a constant is no parameter: `trainable` reads it
+_KIND, _BUFFER = "pkg.torch.export.graph_signature.InputSpec.kind", "BUFFER"
+
+
+def preprocess(
+    model: ModelLike,
+    transforms: Sequence[Any] | ImageFolder,
+    input: str | None = None,
+    *,
+    size: int | tuple[int, int] | None = None,
+    layout: str | None = None,
+    dtype: Any = None,
+    name: str | None = None,
+) -> ModelProto:
+    """Return `model` with `transforms` in front of an input, as nodes: it then takes raw input.
+
+    - Images are uint8 (N, height, width, channels) of any size, one size for a batch. The result
+      is what `image_folder` with these transforms feeds the model in evaluations, to one level of
+      255: what is random crops at the center or does nothing, images are resized and cropped to
+      the size of the input at the end, and values are from 0 to 1 before `normalize`.
+    - Waveforms are float32 (N, samples). The result is what the transforms return for arrays.
+
+    The new constants do not train by default; other tensors keep their names, so that the model can
+    be trained further. Its opset is at least 18.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        transforms: of images (`resize`, `center_crop`, `normalize`) or of waveforms (`resample`,
+            `mel_spectrogram`), or your own with a method `write(op, x)`, which writes nodes and
+            returns their result; or what `image_folder` returned, for its transforms and size.
+        input: name of the input that is replaced; None if there is one.
+        size: height and width behind the transforms, if the input does not state them.
+        layout: "NCHW" or "NHWC", if the input does not say where the channels are.
+        dtype: of waveforms: "float32" (default), or "int16", which is divided by 32768. With it,
+            transforms of your own are of waveforms.
+        name: name of the new input; None: "image" or "waveform".
+
+    Raises:
+        ValueError: an unknown input, transforms that have no nodes or do not fit together or the
+            input, or a name that is taken.
+        ModelError: `model` cannot be read, or not be converted to opset 18.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,3,8,8] x) => (float[N,3,8,8] y)
+        ...     { y = Relu(x) }''')
+        >>> raw = og.preprocess(model, [og.resize(10), og.center_crop(8)])
+        >>> print(og.onnx_text_plot_io(raw).splitlines()[1])
+        input: name='image' type=dtype('uint8') shape=('N', 'height', 'width', 3)
+    """
+    if isinstance(transforms, ImageFolder):
+        size, layout = size or transforms.size, layout or transforms.layout
+        transforms = transforms.transforms
+    proto = ModelProto()
+    proto.CopyFrom(raise_opset(read(model)))
+    target = _Target.of(proto, input)
+    front = _front(target, list(transforms), size, layout, dtype)
+    return _joined(proto, front, target, name)
+
+
+@dataclass
+class _Target:
+    """The input that is replaced, and the graph of the new nodes, which `op` writes.
+
+    - `taken`: the names of values and dimensions of the model.
+    """
+
+    name: str
+    dtype: ir.DataType
+    shape: shapes.Dims | None
+    op: Any
+    taken: set[str]
+
+    @classmethod
+    def of(cls, proto: ModelProto, name: str | None) -> _Target:
+        """Return the target for the input `name` of a model, or for its only one.
+
+        Raises:
+            ValueError: there is no such input, or it is no tensor of numbers.
+        """
+        constants = {tensor.name for tensor in proto.graph.initializer}
+        inputs = {x.name: x for x in proto.graph.input if x.name not in constants}
+        if name is None and len(inputs) != 1:
+            raise ValueError(f"the model has the inputs {list(inputs)}: choose one by input=")
+        name = next(iter(inputs)) if name is None else name
+        if name not in inputs:
+            raise unknown("input", name, inputs)
+        value = ir.from_proto(inputs[name])
+        numbers = value.dtype is not None and (
+            value.dtype.is_floating_point() or value.dtype == ir.DataType.UINT8
+        )
+        if not isinstance(value.type, ir.TensorType) or not numbers:
+            raise ValueError(f"the input {printable(name)!r} holds no floats or uint8")
+        opset = next(o.version for o in proto.opset_import if not standard(o.domain))
+        graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="preprocess")
+        taken = {*names(proto.graph), *_symbols(proto)}
+        return cls(name, value.dtype, shapes.dims(value), Emit(graph), taken)
+
+    def raw(self, name: str, dtype: ir.DataType, *rest: int | str) -> ir.Value:
+        """Return the new input, with the batch axis of the one that it replaces.
+
+        `rest` are lengths of the other axes, or names of symbols.
+        """
+        batch = (self.shape or ("N",))[0]
+        others = [_free(d, self.taken) if isinstance(d, str) else d for d in rest]
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([batch, *others]))
+        self.op.graph.inputs.append(value)
+        return value
+
+
+def _front(
+    target: _Target,
+    transforms: Sequence[Any],
+    size: int | tuple[int, int] | None,
+    layout: str | None,
+    dtype: Any,
+) -> ir.Value:
+    """Write the transforms, and return their result."""
+    for transform in transforms:
+        if not hasattr(transform, "write"):
+            raise ValueError(
+                f"the transform {transform!r} has no nodes: use those of onnxgrad, or an object "
+                "with a method write(op, x)"
+            )
+    if dtype is None and not any(isinstance(transform, Waveforms) for transform in transforms):
+        return _images(target, transforms, size, layout)
+    for transform in transforms:
+        if type(transform).__module__ == Normalize.__module__:
+            raise ValueError(f"{transform!r} is of images: other transforms or dtype= of waveforms")
+    if size is not None or layout is not None:
+        raise ValueError("size and layout are of images, and the transforms of waveforms")
+    return _waveforms(target, transforms, np.dtype(dtype or np.float32))
+
+
+def _images(
+    target: _Target,
+    transforms: Sequence[Any],
+    size: int | tuple[int, int] | None,
+    layout: str | None,
+) -> ir.Value:
+    """Write the transforms of images; return their result, in the layout of the input."""
+    check_order(transforms)
+    op = target.op
+    if layout not in (None, "NCHW", "NHWC"):
+        raise unknown("layout", layout, ["NCHW", "NHWC"])
+    if target.shape is not None and len(target.shape) != 4:
+        raise ValueError(
+            f"the input {target.name!r} has {len(target.shape)} axes: images have 4, as in "
+            "(N, channels, height, width)"
+        )
+    layout, channels = layout_of(target.name, target.shape, layout, None, "preprocess")
+    x = target.raw("image", ir.DataType.UINT8, "height", "width", channels)
+    normalize = transforms[-1] if transforms and isinstance(transforms[-1], Normalize) else None
+    for transform in transforms[:-1] if normalize else transforms:
+        x = transform.write(op, x)
+    if (final := _size(target, layout, size)) is not None:
+        x = image_nodes.center(op, image_nodes.covering(op, x, final), final)
+    if target.dtype == ir.DataType.UINT8:
+        if normalize:
+            raise ValueError(f"the input {target.name!r} is uint8: it takes no normalized values")
+    else:
+        x = image_nodes.scaled(op, x)
+    if normalize:
+        if len(normalize.mean) not in (1, channels):
+            raise ValueError(f"{normalize!r} does not fit {channels} channels")
+        x = normalize.write(op, x)
+    return op.Transpose(x, perm=[0, 3, 1, 2]) if layout == "NCHW" else x
+
+
+def _size(
+    target: _Target, layout: str, size: int | tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Return height and width of the input, or `size` where it does not state them."""
+    asked = (size, size) if isinstance(size, int) else size
+    start = 2 if layout == "NCHW" else 1
+    stated = shapes.static((target.shape or (None,) * 4)[start : start + 2])
+    if stated is None:
+        return None if asked is None else (int(asked[0]), int(asked[1]))
+    if asked is not None and tuple(asked) != stated:
+        raise ValueError(f"size={size}: the input {target.name!r} takes images of {stated}")
+    return stated[0], stated[1]
+
+
+def _waveforms(target: _Target, transforms: Sequence[Any], dtype: np.dtype) -> ir.Value:
+    """Write the transforms of waveforms; return their result, with the axes of the input."""
+    op = target.op
+    if dtype not in (np.float32, np.int16):
+        raise unknown("dtype", str(dtype), ["float32", "int16"])
+    x = target.raw("waveform", ir.DataType.from_numpy(dtype), "samples")
+    if dtype == np.int16:
+        x = op.Div(op.Cast(x, to=ir.DataType.FLOAT), 32768.0)
+    for transform in transforms:
+        x = transform.write(op, x)
+    graph = op.graph
+    graph.outputs[:] = [x]
+    infer(ir.Model(graph, ir_version=8))
+    want, have = target.shape, shapes.dims(x)
+    if want is not None and have is not None and len(want) == len(have) + 1 and want[1] == 1:
+        x = op.Unsqueeze(x, [1])
+        have = (have[0], 1, *have[1:])
+    if want is not None and have is not None and not _fit(have, want):
+        hint = ": try mel_spectrogram(..., frames_first={})"
+        other = isinstance(have[-1], int) and not isinstance(have[-2], int)
+        raise ValueError(
+            f"the transforms return {_text(have)}, and the input {target.name!r} takes "
+            f"{_text(want)}{hint.format(not other) if _swapped(have, want) else ''}"
+        )
+    return x
+
+
+def _fit(have: shapes.Dims, want: shapes.Dims) -> bool:
+    """Return whether a tensor may fit an input; not if the last two axes seem to be swapped."""
+    pairs = zip(have, want, strict=False)
+    differ = any(h != w for h, w in pairs if isinstance(h, int) and isinstance(w, int))
+    return len(have) == len(want) and not differ and not _swapped(have, want)
+
+
+def _swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
+    """Return whether one of the last two axes has the static length that the other should have."""
+    if len(have) != len(want) or len(have) < 3 or have[-2:] == want[-2:]:
+        return False
+    last, other = have[-1] if isinstance(have[-1], int) else None, have[-2]
+    return (last is not None and last == want[-2] and not isinstance(want[-1], int)) or (
+        isinstance(other, int) and other == want[-1] and not isinstance(want[-2], int)
+    )
+
+
+def _text(shape: shapes.Dims) -> str:
+    known = [str(d) if shapes.is_stated(d) else "?" for d in shape]
+    return f"({', '.join(known)})"
+
+
+def _joined(proto: ModelProto, x: ir.Value, target: _Target, name: str | None) -> ModelProto:
+    """Put the nodes that compute `x` in front of `proto`, in place; return it."""
+    graph, op = target.op.graph, target.op
+    (raw,) = graph.inputs
+    if name is not None and (not name or name in target.taken):
+        raise ValueError(f"name={name!r} is empty, or the name of another value: choose another")
+    result = op.copy_of(op.Cast(x, to=target.dtype)) if x is raw else op.Cast(x, to=target.dtype)
+    graph.outputs[:] = [result]
+    front = ir.Model(graph, ir_version=proto.ir_version)
+    tidy(front)
+    prefix = _free("preprocess", {n.partition(".")[0] for n in target.taken})
+    values = [*graph.initializers.values(), *(y for node in graph for y in node.outputs)]
+    for value in values:
+        value.name = target.name if value is result else f"{prefix}.{value.name}"
+    for i, node in enumerate(graph):
+        node.name = f"{prefix}.{node.op_type}_{i}"
+    raw.name = name or _free(str(raw.name), target.taken)
+    written = to_proto(front)
+    main = proto.graph
+    old = next(i for i, v in enumerate(main.input) if v.name == target.name)
+    main.value_info.append(main.input[old])
+    main.input[old].CopyFrom(written.graph.input[0])
+    nodes = list(main.node)
+    del main.node[:]
+    main.node.extend([*written.graph.node, *nodes])
+    main.initializer.extend(written.graph.initializer)
+    main.value_info.extend(_buffer(t) for t in written.graph.initializer)
+    proto.ir_version = max(proto.ir_version, written.ir_version)
+    return proto
+
+
+def _buffer(tensor: Any) -> ValueInfoProto:
+    """Return the statement that an initializer is no parameter."""
+    value = ValueInfoProto(name=tensor.name, type=TypeProto())
+    value.type.tensor_type.elem_type = tensor.data_type
+    for length in tensor.dims:
+        value.type.tensor_type.shape.dim.add(dim_value=length)
+    value.type.tensor_type.shape.SetInParent()
+    value.metadata_props.add(key=_KIND, value=_BUFFER)
+    return value
+
+
+def _symbols(proto: ModelProto) -> set[str]:
+    """Return the names of the dimensions that the model declares."""
+    graph = proto.graph
+    values = [*graph.input, *graph.output, *graph.value_info]
+    return {d.dim_param for v in values for d in v.type.tensor_type.shape.dim if d.dim_param}
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return `name`, with a numeric suffix if it is taken, and add it to `taken`."""
+    if name in taken:
+        return unused(name, taken)
+    taken.add(name)
+    return name
