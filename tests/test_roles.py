@@ -236,7 +236,7 @@ def test_rows_and_table():
     lines = str(rows).splitlines()
     assert lines[0].split() == ["name", "shape", "dtype", "trains", "why"]
     assert len(lines) == len(rows) + 2
-    assert lines[-1] == "2 of 3 float constants train: 6 numbers"
+    assert lines[-1] == "2 of 3 float constants train: 6 of 7 numbers"
     assert repr(rows) == str(rows)
 
 

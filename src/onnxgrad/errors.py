@@ -181,12 +181,15 @@ def first_line(error: Exception) -> str:
     return lines[0].rpartition("` failed: ")[2]
 
 
-def unknown(kind: str, name: object, valid: Iterable[str]) -> ValueError:
-    """Return a ValueError for a `name` that is not in `valid`; it suggests similar valid names."""
+def unknown(kind: str, name: object, valid: Iterable[str], close: Iterable[str] = ()) -> ValueError:
+    """Return a ValueError for a `name` that is not in `valid`; it suggests similar valid names.
+
+    They are those of `close`, if there are any.
+    """
     names = [str(v) for v in valid]
     lower = {n.lower(): n for n in names}
     matches = difflib.get_close_matches(str(name).lower(), lower, n=3, cutoff=0.5)
-    close = [lower[n] for n in matches]
+    close = list(dict.fromkeys(close)) or [lower[n] for n in matches]
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     listed = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")
     return ValueError(f"Unknown {kind} {name!r}.{hint} Valid: {listed or 'none'}.")

@@ -223,7 +223,7 @@ def _moved(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
         return axis if more == 0 else f"{_shown(node)} splits it"
     if len(before) == len(after) and node.op_type in _KEEPS | {"Concat"}:
         return axis
-    same = [i for i in range(len(after)) if _is_same(before, axis, after, i)]
+    same = [i for i in range(len(after)) if keeps_axis(before, axis, after, i)]
     if len(same) == 1 and node.op_type in VIEWS:
         return same[0]
     return f"{_shown(node)} reshapes {_shape(x)} to {_shape(y)}"
@@ -244,11 +244,15 @@ def _kept_axes(node: ir.Node, before: int, after: int) -> dict[int, int] | None:
     return {i: j for j, i in enumerate(rest)}
 
 
-def _is_same(before: Dims, axis: int, after: Dims, other: int) -> bool:
+def keeps_axis(before: Dims, axis: int, after: Dims, other: int) -> bool:
     """Return whether a Reshape is proven to keep `axis` as `other`.
 
     It is if two of these have the same number of elements: the axes in front, the axis, those
     behind. For all three together have.
+
+    Examples:
+        >>> keeps_axis(("N", 5, 4, 2), 1, ("N", 5, 8), 1), keeps_axis(("N", 6), 1, ("N", 2, 3), 1)
+        (True, False)
     """
     pairs = (
         (before[:axis], after[:other]),

@@ -6,6 +6,7 @@ They say what trains by default, and how adapters are merged. A finished model h
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from onnx import ModelProto
@@ -14,6 +15,8 @@ from onnxgrad.errors import ModelError
 
 ADAPTERS = "onnxgrad.adapters"  # a list of dicts, an adapter each; "tensors": what it trains
 HEAD = "onnxgrad.head"  # a list of names: the tensors of a new head
+
+_WORDS = ("kind", "form", "module")  # entries of an adapter that are no names of values
 
 
 def read_note(proto: ModelProto, key: str) -> list[Any]:
@@ -43,9 +46,61 @@ def write_note(proto: ModelProto, key: str, note: list[Any]) -> None:
         proto.metadata_props.add(key=key, value=json.dumps(note))
 
 
+def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
+    """Return the adapters of `proto`; empty if it has none.
+
+    Raises:
+        ModelError: the note is broken, or names a tensor that the model does not have.
+    """
+    adapters = read_note(proto, ADAPTERS)
+    present = {tensor.name for tensor in proto.graph.initializer}
+    for adapter in adapters:
+        if not isinstance(adapter, dict) or not isinstance(adapter.get("tensors"), list):
+            raise ModelError(f"the metadata {ADAPTERS!r} of the model is broken: remove it")
+        for name in adapter["tensors"]:
+            if name not in present:
+                raise ModelError(
+                    f"the metadata {ADAPTERS!r} names the adapter {name!r}, which is no "
+                    "initializer of the model: a tool renamed or removed it. Merge adapters "
+                    "(merge_lora) before other tools modify the file, or remove the metadata"
+                )
+    return adapters
+
+
+def adapter_dropout(proto: ModelProto) -> dict[str, float]:
+    """Return the probability of each dropout of the adapters, by the output of its node."""
+    return {
+        use["dropout"]: float(adapter["dropout"])
+        for adapter in read_adapters(proto)
+        for use in adapter.get("uses", ())
+        if use.get("dropout")
+    }
+
+
+def detached(proto: ModelProto) -> set[str]:
+    """Return the values of adapters through which a `Trainer` lets no gradient flow."""
+    adapters = read_adapters(proto)
+    return {use["norm"] for adapter in adapters for use in adapter.get("uses", ()) if use["norm"]}
+
+
+def rename_notes(proto: ModelProto, new_names: Mapping[str, str]) -> None:
+    """Replace the names of values in the notes, in place."""
+
+    def renamed(note: Any) -> Any:
+        if isinstance(note, dict):
+            return {key: v if key in _WORDS else renamed(v) for key, v in note.items()}
+        if isinstance(note, list):
+            return [renamed(entry) for entry in note]
+        return new_names.get(note, note) if isinstance(note, str) else note
+
+    for key in (ADAPTERS, HEAD):
+        if note := read_note(proto, key):
+            write_note(proto, key, renamed(note))
+
+
 def fine_tuned(proto: ModelProto) -> list[str]:
     """Return the tensors of adapters, and of a new head beside them; empty without adapters."""
-    adapters = read_note(proto, ADAPTERS)
+    adapters = read_adapters(proto)
     if not adapters:
         return []
     tensors = [name for adapter in adapters for name in adapter["tensors"]]

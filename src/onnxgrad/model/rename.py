@@ -24,6 +24,7 @@ from onnx import (
 
 from onnxgrad.errors import ModelError, unknown
 from onnxgrad.model.constants import ConstantRef, GraphLike
+from onnxgrad.model.notes import rename_notes
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import names, subgraphs
 from onnxgrad.model.weights import METADATA, SPARSE, constant_refs
@@ -224,7 +225,16 @@ def _report(renamed: list[tuple[str, str]], verbose: int) -> None:
 def _rename_model(model: ModelProto, kept: Iterable[str], choose: Choose) -> None:
     """Rename the values and nodes of the graph of `model`, in place, also in its metadata."""
     scope: Scope = ChainMap({name: name for name in kept})
-    _rename_graph(model.graph, scope, choose)
+    inside: dict[str, str] = {}  # of subgraphs, too; the names in notes are unique in the model
+
+    def choose_and_keep(graph: GraphLike, kind: str, old: str) -> str:
+        new = choose(graph, kind, old)
+        if kind != "node":
+            inside.setdefault(old, new)
+        return new
+
+    _rename_graph(model.graph, scope, choose_and_keep)
+    rename_notes(model, {**inside, **scope})
     for entry in model.metadata_props:
         if entry.key in (METADATA, SPARSE):
             entry.value = json.dumps([scope.get(name, name) for name in json.loads(entry.value)])

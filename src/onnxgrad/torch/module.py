@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from operator import attrgetter
 from os import PathLike
 from typing import Any, Self
@@ -41,6 +40,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.torch.graph import DTYPES, Graph
 from onnxgrad.torch.keys import register, state_keys
 from onnxgrad.torch.ports import Port, Variant
+from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 
 _FLOATS = {dtype: t for t, dtype in DTYPES.items() if t.is_floating_point()}
@@ -67,11 +67,12 @@ class OnnxModule(nn.Module):
 
     Args:
         model: model, serialized model or path; not modified.
-        trainable: names of constants, or patterns such as `"fc*"` that choose among those of the
-            default. None: those that play the role of a weight, see `onnxgrad.trainable`. Other
-            constants stay constants of the graph.
+        trainable: names and patterns of `fnmatch`, as "fc*", of the constants that become
+            parameters; patterns choose among weights, see `onnxgrad.trainable`. None: those that
+            train by default. Other constants stay constants of the graph.
         recompute: what is computed again in the backward pass to save memory: "none" for nothing,
             "cheap" for cheap operators, "all" for everything; see `partition`.
+        freeze: names and patterns of weights that stay constants, though `trainable` selects them.
 
     Attributes:
         weight_names: `{name in the ONNX model: key of state_dict}`.
@@ -104,6 +105,7 @@ class OnnxModule(nn.Module):
         model: ModelLike,
         trainable: str | Sequence[str] | None = None,
         recompute: str = "cheap",
+        freeze: str | Sequence[str] = (),
     ) -> None:
         super().__init__()
         if recompute not in RECOMPUTE:
@@ -113,7 +115,7 @@ class OnnxModule(nn.Module):
         if self._model is model:  # the caller may modify it later
             self._model = ModelProto()
             self._model.CopyFrom(model)
-        names = _choose(self._model, trainable)
+        names = _choose(self._model, trainable, freeze)
         prepared = _prepared(self._model, names)
         ports = [Port.of("input", x) for x in prepared.graph.inputs]
         self._inputs, weights = ports[: len(ports) - len(names)], ports[len(ports) - len(names) :]
@@ -308,21 +310,16 @@ def _require_provider(device: torch.device | None) -> None:
         Device.of(device).check()
 
 
-def _choose(proto: ModelProto, trainable: str | Sequence[str] | None) -> list[str]:
-    """Return the names of the weights that `trainable` selects."""
-    default = default_weights(proto, announce=trainable is None, needed=False)
+def _choose(
+    proto: ModelProto, trainable: str | Sequence[str] | None, freeze: str | Sequence[str]
+) -> list[str]:
+    """Return the names of the weights that `trainable` selects, without those of `freeze`."""
     if trainable is None:
-        return default
-    is_float = {
-        ref.name: ref.read().data_type in constants.FLOATS for ref in constants.constant_refs(proto)
-    }
-    chosen: dict[str, None] = {}
-    for name in [trainable] if isinstance(trainable, str) else trainable:
-        matches = [name] if name in is_float else [n for n in default if fnmatchcase(n, name)]
-        if not matches:
-            raise unknown("weight or pattern", name, [n for n, real in is_float.items() if real])
-        chosen |= dict.fromkeys(matches)
-    return list(chosen)
+        names = default_weights(proto, announce=True, needed=False)
+    else:
+        names = expand(proto, trainable, "weight or pattern")
+    frozen = set(expand(proto, freeze, "weight or pattern (freeze=)", weights_first=False))
+    return [name for name in names if name not in frozen]
 
 
 def _prepared(proto: ModelProto, names: list[str]) -> ir.Model:

@@ -27,6 +27,7 @@ from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import read_providers
 from onnxgrad.runtime.session import loaded
 from onnxgrad.runtime.values import to_numpy, wrapped
+from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
@@ -39,8 +40,8 @@ class OrtGradientForwardBackward:
 
     Args:
         onnx_model: model, serialized model or path; never modified.
-        weights_to_train: names of the weights, in the order in which they are passed. None:
-            those that play the role of a weight, see `trainable`.
+        weights_to_train: names of the weights, or patterns as "layer4.*", in the order in which the
+            weights are passed. None: those that train by default, see `trainable`.
         input_names: the inputs, in the order in which they are passed; None for those of the model.
         output_names: the outputs, in the order in which they are returned; None for those of the
             model. Both may name any tensors of the graph (`select_model_inputs_outputs`).
@@ -111,7 +112,7 @@ class OrtGradientForwardBackward:
         names = weights_to_train
         if names is None:
             names = default_weights(self.onnx_model, announce=True, needed=False)
-        self.weights_to_train = list(once("weight", names))
+        self.weights_to_train = expand(self.onnx_model, once("weight", names), "weight")
         self.partition = partition(self.onnx_model, self.weights_to_train)
         declared = {x.name: ir.from_proto(x) for x in self.partition.forward.graph.input}
         self.input_names = [name for name in declared if name not in self.weights_to_train]

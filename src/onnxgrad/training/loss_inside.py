@@ -35,8 +35,8 @@ class OrtGradientOptimizer(SeedTrainer):
 
     Args:
         model_onnx: model, serialized model or path, with a loss output (`add_loss_output`).
-        weights_to_train: names of float constants of the model. None: those that play
-            the role of a weight, see `trainable`; a warning names uncertain ones.
+        weights_to_train: names of float constants of the model, or patterns as "layer4.*", see
+            `trainable`. None: those that train by default; a warning names uncertain ones.
         loss_output_name: the output that is the loss, of one element; it counts as a sum over rows
             unless `add_loss_output` noted in the model that it is a mean.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.

@@ -47,8 +47,8 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
     Args:
         model_onnx: model, serialized model or path, with one float output, (rows,) or (rows, ...)
             (`select_model_inputs_outputs` keeps one of several).
-        weights_to_train: names of float constants of the model. None: those that play
-            the role of a weight, see `trainable`; a warning names uncertain ones.
+        weights_to_train: names of float constants of the model, or patterns as "layer4.*", see
+            `trainable`. None: those that train by default; a warning names uncertain ones.
         loss_output_name: name of the loss in the saved graphs.
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
         training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an

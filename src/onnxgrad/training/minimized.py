@@ -20,8 +20,10 @@ from onnxgrad.losses.info import LossInfo, loss_info
 from onnxgrad.losses.objectives import Written
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor
+from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.training.modes import training_form
+from onnxgrad.training.modes.nodes import walk
 from onnxgrad.training.objective import BATCH, Objective
 
 _TINY = {ir.DataType.FLOAT: 1e-37, ir.DataType.DOUBLE: 1e-300}
@@ -137,6 +139,7 @@ def minimized(
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
     data += added
+    fixed = detached(proto)
     return Minimized(
         model,
         data,
@@ -154,6 +157,7 @@ def minimized(
         buffers=form.buffers,
         draw=form.draw,
         first=form.first,
+        stop_gradient=[y for node, _ in walk(graph) for y in node.outputs if y.name in fixed],
         carried=form.carried,
     )
 
@@ -170,7 +174,7 @@ def _prepared(
         proto,
         batch=BATCH,
         outputs=read,
-        keep=list(plan.dropout),
+        keep=[*plan.dropout, *detached(proto)],
         keep_dropout=bool(plan.dropout),
         exempt=plan.exempt,
     )

@@ -29,9 +29,10 @@ from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import warn_of_stale_statistics
+from onnxgrad.training.modes import forget_head, warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.parameters.defaults import default_weights as trainable
+from onnxgrad.training.parameters.choice import expand
+from onnxgrad.training.parameters.defaults import default_weights
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.rates import ByEpoch
 from onnxgrad.training.runner import Evaluation, Runner
@@ -261,8 +262,8 @@ class SeedTrainer(BaseEstimator):
         Roles are judged by the values in the model, not by the trained ones.
         """
         if self.weights_to_train is not None:
-            return list(dict.fromkeys(self.weights_to_train))
-        return trainable(read(self.model_onnx), announce)
+            return expand(read(self.model_onnx), self.weights_to_train, "weight")
+        return default_weights(read(self.model_onnx), announce)
 
     def _check_names(self, names: Sequence[str]) -> None:
         """Raise if an argument does not fit weights of these names."""
@@ -375,7 +376,7 @@ class SeedTrainer(BaseEstimator):
             read(self.model_onnx if model is None else model), state.values.weights
         )
         state.names.keep(trained)
-        return trained
+        return forget_head(trained)
 
     # -- sessions and graphs, built on demand -------------------------------------------------
 

@@ -178,7 +178,7 @@ def write_gradients(
     """
     graph, trained = objective.model.graph, objective.weights
     recomputation = Recomputation(op, seeds.values(), recompute)
-    gradients = sweep(op, seeds, trained)
+    gradients = sweep(op, seeds, trained, objective.stop_gradient)
     if not gradients:
         refuse_quantized(list(graph), objective.data, objective.seeds)
         names = [str(w.name) for w in trained]

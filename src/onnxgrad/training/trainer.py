@@ -13,6 +13,7 @@ from onnxgrad.autodiff.recomputable import RECOMPUTE
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model import weights as constants
+from onnxgrad.model.notes import adapter_dropout
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
@@ -23,7 +24,7 @@ from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import inference_form, separate_statistics, train_merged
+from onnxgrad.training.modes import forget_head, inference_form, separate_statistics, train_merged
 from onnxgrad.training.parameters.choice import choose_weights
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.setup import Setup
@@ -48,8 +49,9 @@ class Trainer:
             that is the loss, called "loss" or the only one with a single number.
         optimizer: name or optimizer, such as `adamw(weight_decay=0.01)`.
         learning_rate: number, a constant rate; or a schedule such as `cosine(1e-3, warmup=100)`.
-        train: names of float tensors of the model, and patterns as "layer4.*", that train. None:
-            those that train by default.
+        train: names of float tensors of the model, and patterns as "layer4.*", that train; they
+            match aliases, too, and patterns choose among weights: see `trainable`, which shows what
+            they do. None: those that train by default.
         freeze: names and patterns of tensors that do not train.
         clip_norm: largest 2-norm of all gradients together; larger ones are scaled down to it.
         accumulate: number of micro-batches into which a batch is split, to save memory. The result
@@ -133,7 +135,7 @@ class Trainer:
         self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
         self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
-        self.dropout, self.class_weight = dict(dropout or {}), class_weight
+        self.class_weight = class_weight
         self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
         self.recompute = check_recompute(recompute, tuple(RECOMPUTE))
         self.metrics_by_output = select_metrics(metrics)
@@ -141,6 +143,7 @@ class Trainer:
         self.callbacks = Callbacks(callbacks)
         self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
         self.proto = separate_statistics(proto := read(model))
+        self.dropout = adapter_dropout(proto) | dict(dropout or {})
         self.names = read_names(self.proto)  # of the columns of tables
         self.trained = choose_weights(self.proto, train, freeze)
         if batch_norm == "frozen" and not train_merged(proto, self.proto, self.trained):
@@ -317,7 +320,7 @@ class Trainer:
         """The model with the current weights and statistics, in its inference form."""
         proto = inference_form(constants.replace(self.proto, self.evaluated()))
         self.names.keep(proto)
-        return proto
+        return forget_head(proto)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write `model` to a file.

@@ -1,6 +1,7 @@
 """The form of a model that trains, and the form that predicts: BatchNormalization and Dropout."""
 
 from onnxgrad.training.modes.inference_form import (
+    forget_head,
     has_training_nodes,
     inference_form,
     warn_of_stale_statistics,
@@ -9,6 +10,7 @@ from onnxgrad.training.modes.merged import separate_statistics, train_merged
 from onnxgrad.training.modes.training_form import training_form
 
 __all__ = [
+    "forget_head",
     "has_training_nodes",
     "inference_form",
     "separate_statistics",

@@ -9,6 +9,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, 
 
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.model.constants import GraphLike, standard
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
 from onnxgrad.model.traversal import all_nodes, subgraphs
 
 # operator -> index of the operand of the ratio; training_mode follows
@@ -91,6 +92,16 @@ def inference_form(proto: ModelProto) -> ModelProto:
                 dropped |= _stop_dropping(node, opset)
         _remove(holder, dropped - _read(holder))
     return model
+
+
+def forget_head(proto: ModelProto) -> ModelProto:
+    """Return `proto` without the note of a new head, in place; with adapters it stays.
+
+    The note says what trains beside adapters, and a finished model needs none.
+    """
+    if not read_note(proto, ADAPTERS):
+        write_note(proto, HEAD, [])
+    return proto
 
 
 def _holders(proto: ModelProto) -> Iterator[tuple[GraphLike, int]]:

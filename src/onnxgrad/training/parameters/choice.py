@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 
 from onnx import ModelProto
 
-from onnxgrad.errors import unknown
 from onnxgrad.model.weights import FLOATS, constant_refs
-from onnxgrad.training.parameters.defaults import default_weights
+from onnxgrad.training.parameters.defaults import announce_choice, default_rows, trained_names
+from onnxgrad.training.parameters.patterns import as_list, choose, matching
 
 
 def choose_weights(
-    proto: ModelProto, train: str | Iterable[str] | None, freeze: str | Iterable[str]
+    proto: ModelProto,
+    train: str | Iterable[str] | None,
+    freeze: str | Iterable[str] = (),
+    needed: bool = True,
 ) -> list[str]:
     """Return the names of the weights to train, in the order of the graph.
 
     Args:
         proto: the model.
-        train: names and patterns of `fnmatch`; None: the weights that train by default.
+        train: names and patterns of `fnmatch`, see `trainable`; None: the weights that train by
+            default.
         freeze: names and patterns of those that do not train.
+        needed: whether it is an error if nothing is left to train.
 
     Raises:
         ValueError: a pattern that matches no float constant, or nothing is left to train.
     """
-    if train is None:
-        chosen = set(default_weights(proto, announce=True))
+    train, freeze = None if train is None else as_list(train), as_list(freeze)
+    floats = float_constants(proto)
+    if train is not None and set(floats).issuperset([*train, *freeze]):
+        names = [name for name in floats if name in train and name not in freeze]
     else:
-        chosen = set(matching_weights(proto, train, "weight (train=)"))
-    frozen = matching_weights(proto, freeze, "weight (freeze=)")
-    names = [name for name in float_constants(proto) if name in chosen and name not in frozen]
-    if not names:
+        rows = default_rows(proto)
+        if train is None and not rows.trained:
+            return trained_names(rows, needed=needed)  # or an error
+        rows = choose(rows, train, freeze)
+        announce_choice(rows)
+        names = [t.name for t in rows if t.trains]
+    if needed and not names:
         raise ValueError(f"nothing is left to train: train={train!r}, freeze={freeze!r}")
     return names
 
@@ -44,24 +53,36 @@ def float_constants(proto: ModelProto) -> list[str]:
 def matching_weights(proto: ModelProto, patterns: str | Iterable[str], kind: str) -> list[str]:
     """Return the float constants that one of the patterns names, in the order of the graph.
 
-    Raises:
-        ValueError: a pattern matches none; close names are listed.
-    """
-    floats = float_constants(proto)
-    chosen = matching(floats, patterns, kind)
-    return [name for name in floats if name in chosen]
-
-
-def matching(names: Sequence[str], patterns: str | Iterable[str], kind: str) -> set[str]:
-    """Return the names that equal one of the patterns or match it.
+    Patterns match names and aliases, see `trainable`.
 
     Raises:
-        ValueError: a pattern matches none; close names are listed.
+        ValueError: a pattern matches none; close names are listed. `kind` is what the message
+            calls the patterns.
     """
-    chosen: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        matched = {pattern} & set(names) or {n for n in names if fnmatchcase(n, pattern)}
-        if not matched:
-            raise unknown(kind, pattern, names)
-        chosen |= matched
-    return chosen
+    chosen = set(expand(proto, patterns, kind))
+    return [name for name in float_constants(proto) if name in chosen]
+
+
+def expand(
+    proto: ModelProto, patterns: str | Iterable[str], kind: str, weights_first: bool = True
+) -> list[str]:
+    """Return the constants that the patterns name, in the order of the patterns, each once.
+
+    With `weights_first`, a pattern chooses among the weights, if it matches any. Names may be those
+    of constants that are no floats.
+
+    Raises:
+        ValueError: as `matching_weights`.
+    """
+    patterns = as_list(patterns)
+    exact = {ref.name for ref in constant_refs(proto)}
+    if exact.issuperset(patterns):
+        return list(dict.fromkeys(patterns))
+    rows = default_rows(proto)
+    names: dict[str, None] = {}
+    for pattern in patterns:
+        if pattern in exact:
+            names[pattern] = None
+        else:
+            names |= dict.fromkeys(t.name for t in matching(rows, pattern, kind, weights_first))
+    return list(names)

@@ -1,93 +1,61 @@
-"""`trainable`: which constants of a model train by default, and why."""
+"""`trainable`: which constants of a model train, by default or as arguments say, and why."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from types import FrameType
 
-import numpy as np
-import onnx_ir as ir
 from onnx import ModelProto
-from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
-from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import printable
-from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import to_ir
+from onnxgrad.model.notes import HEAD, fine_tuned, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.reporting import logger
-from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.roles import QUANTIZED, Roles, Verdict
+from onnxgrad.training.parameters.aliases import read_aliases
+from onnxgrad.training.parameters.judged import judge
+from onnxgrad.training.parameters.patterns import choose, matching
+from onnxgrad.training.parameters.roles import QUANTIZED
+from onnxgrad.training.parameters.table import LISTED, Tensor, Tensors, listed, more, shown
+from onnxgrad.training.parameters.tied import copies
 
-_LISTED = 12  # tensors that a message names
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A float constant of a model, and whether it trains by default.
-
-    Attributes:
-        name: its name, as in `weights_to_train`.
-        shape: its shape.
-        dtype: "float32", "float64", "float16" or "bfloat16".
-        size: number of its elements.
-        trains: whether it trains by default.
-        why: its role in the graph, or the reason why it does not train.
-        doubtful: whether trainers warn about the decision.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    size: int
-    trains: bool
-    why: str
-    doubtful: bool = False
+__all__ = ["Tensor", "Tensors", "default_weights", "listed", "trainable"]
 
 
-class Tensors(list[Tensor]):
-    """A list of `Tensor` that prints as a table."""
+def trainable(
+    model: ModelLike,
+    train: str | Iterable[str] | None = None,
+    freeze: str | Iterable[str] = (),
+    *,
+    pattern: str | None = None,
+) -> Tensors:
+    """Return the float constants of `model`, which of them train, and why.
 
-    def __str__(self) -> str:
-        head = ("name", "shape", "dtype", "trains", "why")
-        rows = [
-            (printable(t.name), str(list(t.shape)), t.dtype, "yes" if t.trains else "no", t.why)
-            for t in self
-        ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in (head, *rows)
-        ]
-        trained = [t for t in self if t.trains]
-        size = sum(t.size for t in trained)
-        summary = f"{len(trained)} of {len(self)} float constants train: {size:,} numbers"
-        return "\n".join([*lines, summary])
-
-    __repr__ = __str__
-
-
-def trainable(model: ModelLike) -> Tensors:
-    """Return the float constants of `model`, which of them train by default, and why.
-
-    A tensor trains if its role in the graph is that of a weight: factor of a product with data,
-    bias added to one, scale or bias of a normalization, table of an embedding, and so on. Masks,
-    running statistics, tables of sines, scales of attention or of images and other constants of
-    formulas do not. Trainers, `OnnxModule` and the command line train these weights by default, and
-    any others that the user names.
+    Without `train`, a tensor trains if its role in the graph is that of a weight: factor of a
+    product with data, bias added to one, scale or bias of a normalization, table of an embedding,
+    and so on. Masks, running statistics, tables of sines, scales of attention or of images and
+    other constants of formulas do not. In a model with adapters, the adapters train, and a new head
+    beside them. `Trainer` takes the same `train` and `freeze`.
 
     Args:
         model: model, serialized model or path; not modified.
+        train: names and patterns of `fnmatch`, as "layer4.*", of those that train. A pattern
+            chooses among weights; a constant of another role trains if its name is listed. None:
+            those that train by default.
+        freeze: names and patterns of those that do not train, also if `train` names them.
+        pattern: returns only the tensors whose name or alias matches it.
 
     Returns:
-        A list of tensors in the order of the graph, with attributes `name`, `shape`, `dtype`,
-        `size`, `trains` and `why`; it prints as a table.
+        A list of tensors in the order of the graph, with attributes `name`, `alias`, `shape`,
+        `dtype`, `size`, `trains` and `why`. It prints as a table; so do its attributes `trained`
+        and `frozen`, and slices. Where an exporter numbered a weight, as `onnx::MatMul_137`, the
+        alias is its name in its module, as `encoder.query.weight`; `train`, `freeze` and `pattern`
+        match it, too.
 
     Raises:
         ModelError: `model` cannot be read, or computes with maps.
+        ValueError: a name or pattern that matches nothing; the message lists close ones.
 
     Examples:
         >>> import onnx, onnxgrad as og
@@ -99,35 +67,41 @@ def trainable(model: ModelLike) -> Tensors:
         name   shape   dtype    trains  why
         units  [2]     float32  no      a factor of an input before any weight (Mul)
         w      [2, 1]  float32  yes     factor of MatMul
-        1 of 2 float constants train: 2 numbers
-        >>> [t.name for t in og.trainable(model) if t.trains]
-        ['w']
+        1 of 2 float constants train: 2 of 4 numbers
+        >>> [t.name for t in og.trainable(model, train=["w", "units"], freeze="w").trained]
+        ['units']
     """
-    proto = read(model)
-    inner = to_ir(inlined(proto, lifted=True))
-    RemoveInitializersFromInputsPass()(inner)
-    values = inner.graph.initializers
-    roles = Roles(inner.graph, proto.producer_name == "pytorch")
-    stated = evidence.stated_kinds(proto.graph)
-    noted = constants.noted(proto)
+    rows = choose(default_rows(read(model)), train, freeze)
+    if pattern is not None:
+        kept = {t.name for t in matching(rows, pattern, "weight (pattern=)", weights_first=False)}
+        rows = Tensors(t for t in rows if t.name in kept)
+    return rows
+
+
+def default_rows(proto: ModelProto) -> Tensors:
+    """Return the float constants, and which of them train by default."""
+    graph, judged = judge(proto)
+    names, tied = read_aliases(graph, judged), copies(proto, judged)
+    adapted = fine_tuned(proto)
+    head = read_note(proto, HEAD)
     rows = Tensors()
-    for site in constants.constant_refs(proto):
-        if site.read().data_type in constants.FLOATS:
-            array = site.array()
-            verdict = Verdict(False, "part of a loss or of a gradient")
-            if site.name not in noted:
-                verdict = _verdict(roles, values, site.name, array, stated.get(site.name))
-            rows.append(
-                Tensor(
-                    site.name,
-                    array.shape,
-                    str(array.dtype),
-                    array.size,
-                    verdict.trains,
-                    printable(verdict.why),
-                    verdict.doubtful,
-                )
+    for row in judged:
+        trains, why, doubtful = row.verdict.trains, row.verdict.why, row.verdict.doubtful
+        if row.name in tied:
+            why = f"{why}; a copy of {tied[row.name]!r}"
+        is_weight = trains
+        if adapted:
+            trains, doubtful = row.name in adapted, False
+            is_weight = is_weight or trains
+            of_adapters = "the new head beside adapters" if row.name in head else "an adapter"
+            why = of_adapters if trains else f"frozen: the model has adapters ({why})"
+        alias = names.get(row.name, "")
+        rows.append(
+            Tensor(
+                row.name, row.shape, row.dtype, row.size,
+                trains, printable(why), doubtful, alias, is_weight, tied.get(row.name, ""),
             )
+        )  # fmt: skip
     return rows
 
 
@@ -135,38 +109,48 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     """Return the names of the weights that train by default.
 
     With `announce`, each float constant that does not train is logged with the reason, and a
-    warning names uncertain ones: single numbers that may be learned, and large tensors.
+    warning names uncertain ones: single numbers that may be learned, large tensors, and copies.
 
     Raises:
         ValueError: weights are `needed`, and none of the float constants trains.
     """
-    rows = trainable(proto)
+    return trained_names(default_rows(proto), announce, needed)
+
+
+def trained_names(rows: Tensors, announce: bool = False, needed: bool = True) -> list[str]:
+    """Return the names of the rows that train, see `default_weights`."""
     names = [t.name for t in rows if t.trains]
     if not names and any(t.why.startswith(QUANTIZED) for t in rows):
         return [t.name for t in rows]  # the sweep raises an error that explains why
     if rows and not names and needed:
-        untrained = [t for t in rows if not t.trains]
         raise ValueError(
-            f"none of the float constants is a weight by its role: {listed(untrained)}. Name those "
+            f"none of the float constants is a weight by its role: {listed(rows)}. Name those "
             "to train"
         )
     if announce:
-        _announce(rows)
+        announce_choice(rows)
     return names
 
 
-def _announce(rows: Tensors) -> None:
-    untrained = [t for t in rows if not t.trains]
+def announce_choice(rows: Tensors) -> None:
+    """Log what does not train, and warn about uncertain decisions and about copies of a weight."""
+    untrained = rows.frozen
     if untrained:
-        logger.info("not trained by default: %s", listed(untrained, len(untrained)))
+        logger.info("not trained: %s", listed(untrained, len(untrained)))
     doubtful = [t for t in rows if t.doubtful]
     if doubtful:
         decisions = "; ".join(
-            f"{printable(t.name)!r} {'trains' if t.trains else 'does not train'}: {t.why}"
-            for t in doubtful[:_LISTED]
+            f"{shown(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
+            for t in doubtful[:LISTED]
         )
-        message = f"{decisions}{_more(doubtful)}. List the weights to choose otherwise"
+        message = f"{decisions}{more(doubtful)}. List the weights to choose otherwise"
         warnings.warn(message, stacklevel=_frames_inside() + 1)
+    trained = {t.name for t in rows.trained}
+    copied = [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]
+    if copied:
+        pairs = "; ".join(f"{shown(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
+        message = f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these "
+        warnings.warn(f"{message}copies part in training", stacklevel=_frames_inside() + 1)
 
 
 def _frames_inside() -> int:
@@ -176,35 +160,3 @@ def _frames_inside() -> int:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("onnxgrad"):
         frame, count = frame.f_back, count + 1
     return count
-
-
-def listed(rows: Iterable[Tensor], most: int = _LISTED) -> str:
-    """Return names and reasons as one line of text."""
-    rows = list(rows)
-    text = "; ".join(f"{printable(t.name)!r} ({t.why})" for t in rows[:most])
-    return text + _more(rows, most)
-
-
-def _verdict(
-    roles: Roles,
-    values: Mapping[str, ir.Value],
-    name: str,
-    array: np.ndarray,
-    parameter: bool | None,
-) -> Verdict:
-    """Return the verdict of the role, or of the exporter if it states what the tensor is."""
-    if name not in values:
-        return Verdict(False, "no node reads it")
-    verdict = roles.judge(name, values[name], array)
-    if parameter is False and verdict.trains:
-        return Verdict(False, f"a buffer, as its exporter states ({verdict.why})")
-    if parameter and not verdict.trains and np.isfinite(array).all():
-        why = f"a parameter, as its exporter states ({verdict.why})"
-        return Verdict(True, why, array.size == 1)
-    if parameter is False:
-        return Verdict(False, verdict.why)
-    return verdict
-
-
-def _more(rows: list[Tensor], most: int = _LISTED) -> str:
-    return f"; and {len(rows) - most} more" if len(rows) > most else ""

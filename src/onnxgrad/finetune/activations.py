@@ -1,0 +1,166 @@
+"""The function behind the last layer, such as a Softmax, and its replacement by another."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxgrad.finetune.layers import shown, substitute
+from onnxgrad.finetune.tail import INDEX, Tail
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import constant, dims, rank
+from onnxgrad.losses.value_range import value_range
+from onnxgrad.reporting import logger
+
+ACTIVATIONS = {"softmax": "Softmax", "log_softmax": "LogSoftmax", "sigmoid": "Sigmoid"}
+_ANY_AXIS = 13  # opset: before, Softmax normalizes over all axes from its own on
+
+
+def change_activation(tail: Tail, activation: str | None) -> None:
+    """Put the activation that fits behind the units, in place.
+
+    Args:
+        tail: of a layer, followed to the outputs.
+        activation: "same", None (scores), or a key of `ACTIVATIONS`.
+
+    Raises:
+        ValueError: the outputs are probabilities, and what computes them is not recognized.
+    """
+    for node in list(tail.op.graph):
+        _fold(tail, node)
+    present = [node for node in tail.op.graph if _is_activation(tail, node)]
+    for node in present:
+        wanted = _fitting(tail, node) if activation == "same" else ACTIVATIONS.get(activation or "")
+        if wanted != node.op_type:
+            _replace(tail, node, wanted)
+    if activation == "same" or (activation is not None and present):
+        return
+    for y in _outputs(tail):
+        low, high = value_range(y)
+        if low >= 0 and high <= 1:
+            raise ValueError(
+                f"activation={activation!r}: {y.name!r} holds probabilities, and the operators "
+                'that compute them are not recognized: keep them with activation="same"'
+            )
+        if activation is not None:
+            _append(tail, y, ACTIVATIONS[activation])
+
+
+def applied(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value:
+    """Return the activation of `x` along `axis`, counted from the end.
+
+    Raises:
+        ValueError: before opset 13, the rank of `x` is unknown.
+    """
+    n = rank(x)
+    if op_type == "Sigmoid":
+        return op.set_type_like(op.emit("Sigmoid", [x], {}, fresh=True), x)
+    if op.opset >= _ANY_AXIS:
+        return op.set_type_like(op.emit(op_type, [x], {"axis": axis}, fresh=True), x)
+    if n is None:
+        raise ValueError(f"the rank of {x.name!r} is unknown: convert the model to opset 13")
+    perm = list(range(n))
+    perm[axis], perm[-1] = perm[-1], perm[axis]
+    if axis == -1:
+        y = op.emit(op_type, [x], {"axis": n - 1}, fresh=True)
+    else:
+        y = op.emit(op_type, [op.Transpose(x, perm=perm)], {"axis": n - 1}, fresh=True)
+        y = op.emit("Transpose", [y], {"perm": perm}, fresh=True)
+    return op.set_type_like(y, x)
+
+
+def _fold(tail: Tail, node: ir.Node) -> None:
+    """Replace exp(x) / sum exp(x) over the units by a Softmax, of which a loss sees the scores."""
+    if node.op_type != "Div" or node.domain or node.inputs[0] not in tail.axes:
+        return
+    axis = tail.axes[node.inputs[0]]
+    powers = node.inputs[0].producer()
+    total = _reduction(node.inputs[1], "ReduceSum", axis)
+    if powers is None or powers.op_type != "Exp" or total is not node.inputs[0]:
+        return
+    x = powers.inputs[0]
+    shift = None if x is None else x.producer()
+    if shift is not None and shift.op_type == "Sub" and shift.inputs[0] is not None:
+        top = _reduction(shift.inputs[1], "ReduceMax", axis)
+        x = shift.inputs[0] if top is shift.inputs[0] else x
+    if x is None or x not in tail.axes:
+        return
+    with tail.op.at(node):
+        y = applied(tail.op, "Softmax", x, axis)
+    y = substitute(tail.op, node.outputs[0], y)
+    tail.axes[y] = axis
+    tail.changed.add(y)
+
+
+def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | None:
+    """Return what `value` is a reduction of along `axis`, perhaps broadcast; None if it is none."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in ("Expand", "Reshape", "Identity", "Unsqueeze"):
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    if node is None or node.op_type != op_type or node.domain or node.inputs[0] is None:
+        return None
+    shape = dims(node.inputs[0])
+    stated = node.attributes.get_ints("axes", ())
+    if len(node.inputs) > 1 and (axes := constant(node.inputs[1])) is not None:
+        stated = axes.ravel().tolist()
+    named = [a - len(shape) if shape is not None and a >= 0 else a for a in stated]
+    return node.inputs[0] if named == [axis] else None
+
+
+def _outputs(tail: Tail) -> list[ir.Value]:
+    """Return the float outputs of the graph that have an axis of units."""
+    floats = (y for y in tail.op.graph.outputs if y.dtype is None or y.dtype.is_floating_point())
+    return [y for y in floats if tail.axes.get(y, INDEX) != INDEX]
+
+
+def _is_activation(tail: Tail, node: ir.Node) -> bool:
+    axis = tail.axes.get(node.inputs[0], INDEX) if node.inputs and node.inputs[0] else INDEX
+    if node.domain or axis == INDEX or node.op_type not in ACTIVATIONS.values():
+        return False
+    if node.op_type == "Sigmoid":
+        return True
+    shape = dims(node.inputs[0])
+    before = tail.op.opset < _ANY_AXIS
+    along = node.attributes.get_int("axis", 1 if before else -1)
+    if shape is None:
+        return along == axis
+    along = along - len(shape) if along >= 0 else along
+    return along == axis and not (before and any(d != 1 for d in shape[len(shape) + axis + 1 :]))
+
+
+def _fitting(tail: Tail, node: ir.Node) -> str:
+    """Return the activation for the new units that corresponds to that of the old ones."""
+    if tail.new == 1 and node.op_type == "Softmax":
+        logger.info("%s becomes a Sigmoid: there is one unit", shown(node))
+        return "Sigmoid"
+    if tail.new == 1 and node.op_type == "LogSoftmax":
+        raise ValueError(
+            f"{shown(node)} is 0 for one unit: pass two units, activation='sigmoid' or None"
+        )
+    if tail.old == 1 < tail.new and node.op_type == "Sigmoid":
+        logger.info("%s becomes a Softmax over %d units", shown(node), tail.new)
+        return "Softmax"
+    return node.op_type
+
+
+def _replace(tail: Tail, node: ir.Node, op_type: str | None) -> None:
+    """Replace `node` by another activation, or remove it."""
+    if op_type is None:
+        tail.bypass(node)
+        return
+    x, y = node.inputs[0], node.outputs[0]
+    assert x is not None
+    with tail.op.at(node):
+        z = applied(tail.op, op_type, x, tail.axes[x])
+    z = substitute(tail.op, y, z)
+    tail.axes[z] = tail.axes[x]
+    tail.changed.add(z)
+
+
+def _append(tail: Tail, y: ir.Value, op_type: str) -> None:
+    """Write an activation behind the output `y`, whose name its result gets."""
+    op, outputs = tail.op, tail.op.graph.outputs
+    z = applied(op, op_type, y, tail.axes[y])
+    z.name, y.name = y.name, op.name(f"{y.name}_scores")
+    outputs[list(outputs).index(y)] = z
+    tail.axes[z] = tail.axes[y]
+    tail.changed.update((y, z))

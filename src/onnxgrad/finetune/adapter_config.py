@@ -1,0 +1,106 @@
+"""`adapter_config.json`: the settings of adapters in the form of PEFT."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CONFIG = "adapter_config.json"
+# initial values that leave the frozen weights as they are
+_PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) -> dict[str, Any]:
+    """Return the settings of adapters as a `LoraConfig` of PEFT has them."""
+    rank, alpha, dropout = (
+        Counter(note[name] for note in notes).most_common(1)[0][0]
+        for name in ("rank", "alpha", "dropout")
+    )
+    dropouts = {note["dropout"] for note in notes if note["form"] != "embedding"}
+    if len(dropouts) > 1 or len({note["use_rslora"] for note in notes}) > 1:
+        warnings.warn(
+            "adapter_config.json has one dropout and one use_rslora for all adapters, and these "
+            "differ: the file states the most frequent dropout, and alpha for alpha / rank",
+            stacklevel=3,
+        )
+    rslora = all(note["use_rslora"] for note in notes)
+    alphas = {n["module"]: n["alpha"] if rslora else n["scaling"] * n["rank"] for n in notes}
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _plain(alpha),
+        "lora_dropout": dropout,
+        "use_rslora": rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "target_modules": [note["module"] for note in notes],
+        "modules_to_save": modules_to_save or None,
+        "rank_pattern": {
+            f"^{re.escape(n['module'])}": n["rank"] for n in notes if n["rank"] != rank
+        },
+        "alpha_pattern": {
+            f"^{re.escape(module)}": _plain(a) for module, a in alphas.items() if a != alpha
+        },
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the settings of the adapters in `folder`.
+
+    Raises:
+        FileNotFoundError: there are none.
+        ValueError: they are damaged, or of adapters of another kind.
+    """
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder} holds no adapter: it has no {CONFIG}") from None
+    except ValueError as e:
+        raise ValueError(f"{path} is damaged: {e}") from None
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise ValueError(f"{path} describes adapters of the kind {kind!r}: only LORA can be loaded")
+    if config.get("use_dora"):
+        raise ValueError(f"{path} has use_dora=true: merge it in PEFT, and export that model")
+    if config.get("init_lora_weights", True) not in _PLAIN_INITS:
+        raise ValueError(
+            f"{path} has init_lora_weights={config['init_lora_weights']!r}, which changes the "
+            "frozen weights: convert it to LoRA in PEFT (path_initial_model_for_weight_conversion)"
+        )
+    return config
+
+
+def options_of(config: Mapping[str, Any], module: str, rank: int) -> dict[str, Any]:
+    """Return the settings of the adapter of one module, with the rank that its tensors have."""
+    alpha = float(_matching(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
+    rslora = bool(config.get("use_rslora", False))
+    return {
+        "rank": rank,
+        "alpha": alpha,
+        "dropout": float(config.get("lora_dropout") or 0.0),
+        "use_rslora": rslora,
+        "scaling": alpha / (rank**0.5 if rslora else rank),
+    }
+
+
+def _matching(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """Return the value of the first pattern that is the module, or the end of its path."""
+    for pattern, value in (patterns or {}).items():
+        if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):
+            return value
+    return default
+
+
+def _plain(number: float) -> float | int:
+    return int(number) if float(number).is_integer() else number

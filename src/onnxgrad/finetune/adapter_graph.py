@@ -1,0 +1,216 @@
+"""The nodes of adapters beside the nodes of a model: written, and removed again.
+
+All other nodes stay as they are in the file. The output of the node with the weight gets a new
+name, and a sum takes over the old one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import onnx_ir as ir
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+from onnxgrad.errors import ModelError
+from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Use, attributes
+from onnxgrad.graph.emit import Emit
+from onnxgrad.model.constants import standard
+from onnxgrad.model.traversal import graphs_of, names, nodes_of
+
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+
+
+def adapter_dtype(use: Use) -> ir.DataType:
+    """Return the dtype of an adapter: that of the product, float32 for half precision."""
+    return ir.DataType.FLOAT if use.dtype in _HALVES else use.dtype
+
+
+class Additions:
+    """Writes adapters into a model, in place."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self.model = model
+        self.taken = {*names(model.graph), *(t.name for t in model.graph.initializer)}
+        opset = max((o.version for o in model.opset_import if not standard(o.domain)), default=18)
+        self.op = Emit(ir.Graph([], [], nodes=[], opset_imports={"": opset}), self.taken)
+
+    def name(self, wanted: str) -> str:
+        """Return `wanted`, with a numeric suffix if the model has that name, and reserve it."""
+        name = self.op.name(wanted)
+        self.taken.add(name)
+        return name
+
+    def tensor(self, name: str, array: np.ndarray) -> ir.Value:
+        """Add an initializer; return it as an operand."""
+        proto = ir.to_proto(ir.tensor(array, name=name))
+        self.model.graph.initializer.append(proto)
+        self.model.ir_version = max(self.model.ir_version, 4)  # before, they had to be inputs too
+        return self.value(name, ir.DataType.from_numpy(array.dtype), array.shape)
+
+    def value(
+        self, name: str, dtype: ir.DataType, shape: tuple[int, ...] | None = None
+    ) -> ir.Value:
+        """Return a value of the model as an operand."""
+        typed = ir.TensorType(dtype)
+        return ir.Value(name=name, type=typed, shape=None if shape is None else ir.Shape(shape))
+
+    def beside(self, use: Use, write: Callable[[ir.Value], ir.Value]) -> str:
+        """Put nodes behind `use.node`; return the new name of its output.
+
+        `write` gets that output and returns what replaces it.
+        """
+        output = use.node.output[0]
+        base = self.name(f"{output}.base")
+        before = len(self.op.written)
+        with self.op:
+            result = write(self.value(base, use.dtype))
+        use.node.output[0] = base
+        result.name = output
+        position = next(i for i, n in enumerate(use.graph.node, 1) if base in n.output)
+        for node in reversed(self.op.written[before:]):
+            proto = ir.to_proto(node)
+            proto.ClearField("name")  # onnx_ir's own, which the model may have, too
+            use.graph.node.insert(position, proto)
+        return base
+
+    def emit(self, op_type: str, *inputs: ir.Value, **options: object) -> ir.Value:
+        """Return the output of a new node, which is never shared."""
+        return self.op.emit(op_type, inputs, dict(options), fresh=True)
+
+    def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """Return `x` as `dtype`, by a node if it is of another one."""
+        return x if x.dtype == dtype else self.emit("Cast", x, to=dtype)
+
+    def number(self, value: float, dtype: ir.DataType) -> ir.Value:
+        """Return a scalar: a Constant node, as initializers are taken for weights."""
+        y = self.emit("Constant", value=ir.tensor(np.asarray(value, dtype.numpy())))
+        y.type, y.shape = ir.TensorType(dtype), ir.Shape([])
+        return y
+
+    def data(self, use: Use, dropout: bool) -> tuple[ir.Value, str]:
+        """Return the data that an adapter reads, and the name of the output of its dropout."""
+        dtype = adapter_dtype(use)
+        if use.form == EMBEDDING:
+            return self.value(use.x, ir.DataType.INT64), ""
+        x = self.value(use.x, use.dtype)
+        if use.flips:
+            x = self.emit("Transpose", x, perm=[1, 0])
+        x = self.cast(x, dtype)
+        if not dropout:
+            return x, ""
+        y = self.emit("Dropout", x)
+        y.name = self.name(f"{use.x}.lora_dropout")
+        return self.op.set_type_like(y, x), str(y.name)
+
+
+def product(
+    add: Additions, use: Use, x: ir.Value, pair: tuple[ir.Value, ir.Value], scaling: float
+) -> ir.Value:
+    """Write `scaling` times the product of the data and the two factors of an adapter.
+
+    The factors are those of the weight as it is used: `p @ q`, or the two convolutions.
+    """
+    p, q = pair
+
+    def scaled(h: ir.Value) -> ir.Value:
+        if scaling == 1:
+            return h
+        assert p.dtype is not None
+        return add.emit("Mul", h, add.number(scaling, p.dtype))
+
+    if use.form == CONV:
+        options = attributes(use.node)
+        narrow = scaled(add.emit("Conv", x, p, **options))
+        return add.emit("Conv", narrow, q, group=use.group)
+    if use.form == LEFT:
+        return add.emit("MatMul", p, scaled(add.emit("MatMul", q, x)))
+    first = add.emit("Gather", p, x, axis=0) if use.form == EMBEDDING else add.emit("MatMul", x, p)
+    return add.emit("MatMul", scaled(first), q)
+
+
+# -- removal -------------------------------------------------------------------------------------
+
+
+def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> None:
+    """Remove the nodes and the tensors of adapters from `model`, in place.
+
+    Args:
+        model: the model.
+        bases: the new names of the outputs beside which the adapters are.
+        tensors: the initializers of the adapters.
+
+    Raises:
+        ModelError: the nodes are not those that `Additions` wrote.
+    """
+    removal = _Removal(model)
+    for base in bases:
+        removal.restore(base)
+    removal.drop_tensors(set(tensors))
+
+
+class _Removal:
+    def __init__(self, model: ModelProto) -> None:
+        self.model = model
+        nodes = nodes_of(model)
+        self.graphs = list(graphs_of(model, nodes))
+        self.producers: dict[str, tuple[GraphProto, NodeProto]] = {}
+        self.readers: dict[str, list[tuple[GraphProto, NodeProto]]] = {}
+        self.reads: Counter[str] = Counter()
+        for graph in self.graphs:
+            self.reads.update(y.name for y in graph.output)
+            for node in graph.node:
+                self.producers.update((y, (graph, node)) for y in node.output if y)
+                self.reads.update(node.input)
+                for name in set(node.input):
+                    self.readers.setdefault(name, []).append((graph, node))
+        self.dropped: set[str] = set()
+
+    def restore(self, base: str) -> None:
+        """Remove the sum behind `base` with all that only it reads; `base` gets its name."""
+        readers = self.readers.get(base, [])
+        if base not in self.producers or len(readers) != 1 or self.reads[base] != 1:
+            raise ModelError(
+                f"the adapter beside {base!r} is not as add_lora wrote it: a tool modified the "
+                "file. Merge adapters before other tools modify it"
+            )
+        [(graph, last)] = readers
+        output = last.output[0]
+        _, node = self.producers[base]
+        self._drop(graph, last, kept=base)
+        node.output[list(node.output).index(base)] = output
+        self.producers[output] = graph, node
+        self.dropped -= {output}
+        self.dropped.add(base)
+
+    def _drop(self, graph: GraphProto, node: NodeProto, kept: str) -> None:
+        """Remove `node`, and the nodes before it that nothing else reads."""
+        waiting = [(graph, node)]
+        for holder, dead in waiting:  # the loop appends to it
+            index = next(i for i, n in enumerate(holder.node) if n.output == dead.output)
+            inputs = [name for name in dead.input if name]
+            self.dropped.update(dead.output)
+            del holder.node[index]
+            self.reads.subtract(inputs)
+            for name in dict.fromkeys(inputs):
+                if name != kept and not self.reads[name] and name in self.producers:
+                    waiting.append(self.producers[name])
+
+    def drop_tensors(self, tensors: set[str]) -> None:
+        """Remove initializers that nothing reads, and what is declared of removed values."""
+        gone = {name for name in tensors if not self.reads[name]}
+        _keep(self.model.graph.initializer, gone)
+        _keep(self.model.graph.input, gone)
+        for graph in self.graphs:
+            _keep(graph.value_info, gone | self.dropped)
+
+
+def _keep(entries, gone: set[str]) -> None:
+    for i in reversed([i for i, entry in enumerate(entries) if entry.name in gone]):
+        del entries[i]
+
+
+def initializers(model: ModelProto) -> dict[str, TensorProto]:
+    """Return the initializers of the main graph by name."""
+    return {tensor.name: tensor for tensor in model.graph.initializer}

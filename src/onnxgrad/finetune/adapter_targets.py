@@ -1,0 +1,65 @@
+"""The weights that patterns choose for adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from onnx import ModelProto
+
+from onnxgrad.errors import printable
+from onnxgrad.finetune.adapter_uses import Target
+from onnxgrad.model.notes import HEAD, read_adapters, read_note
+from onnxgrad.training.parameters.choice import matching_weights
+
+_LISTED = 4  # reasons that a message gives
+
+
+def chosen_targets(
+    proto: ModelProto, targets: dict[str, Target], patterns: str | Iterable[str], rank: int
+) -> dict[str, Target]:
+    """Return the constants that the patterns match and that can have an adapter, in graph order.
+
+    Raises:
+        ValueError: a pattern matches nothing, or nothing that can have an adapter.
+    """
+    reasons = _reasons(proto, targets, rank)
+    quantized = [name for name, target in targets.items() if target.quantized]
+    own = {name for note in read_adapters(proto) for name in note["tensors"]}
+    chosen: set[str] = set()
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        matched = {n for n in quantized if n == pattern or fnmatchcase(n, pattern)}
+        try:
+            matched |= set(matching_weights(proto, [pattern], "weight for an adapter")) - own
+        except ValueError:
+            if not matched:
+                raise
+        possible = {name for name in matched if name not in reasons}
+        if not possible:
+            told = [
+                f"{printable(n)!r}: {reasons[n]}" for n in targets if n in matched & set(reasons)
+            ]
+            more = f"; and {len(told) - _LISTED} more" if len(told) > _LISTED else ""
+            raise ValueError(
+                f"nothing that {pattern!r} matches can have an adapter: "
+                f"{'; '.join(told[:_LISTED]) or 'it only matches adapters'}{more}"
+            )
+        chosen |= possible
+    if not chosen:
+        raise ValueError("no patterns: name the weights that get an adapter")
+    return {name: target for name, target in targets.items() if name in chosen}
+
+
+def _reasons(proto: ModelProto, targets: dict[str, Target], rank: int) -> dict[str, str]:
+    """Return why constants cannot have an adapter, by name."""
+    reasons = {name: target.reason for name, target in targets.items() if target.reason}
+    for name, target in targets.items():
+        group = target.uses[0].group if target.uses else 1
+        if rank % group and name not in reasons:
+            reasons[name] = f"it has {group} groups, and rank={rank} is no multiple of {group}"
+    for name in read_note(proto, HEAD):
+        reasons[name] = "it belongs to the new head, which trains as a whole"
+    for note in read_adapters(proto):
+        reasons[note["weight"]] = "it has an adapter already"
+        reasons |= dict.fromkeys(note["tensors"], "it belongs to an adapter")
+    return reasons

@@ -1,0 +1,248 @@
+"""Where a model uses its weights, as far as adapters can be put beside these uses."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import onnx_ir as ir
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+from onnxgrad.model.constants import FLOATS, ConstantRef, standard
+from onnxgrad.model.traversal import own_names, subgraphs
+from onnxgrad.model.weights import constant_refs
+
+LINEAR, LEFT, EMBEDDING, CONV = "linear", "left", "embedding", "conv"
+_QUANTIZED = (
+    TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4,
+    TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2,
+)  # fmt: skip
+_MICROSOFT = "com.microsoft"
+_PRODUCTS = (("", "MatMul"), (_MICROSOFT, "FusedMatMul"), (_MICROSOFT, "TransposeMatMul"))
+
+Key = tuple[int, str]  # the id of the graph that defines a value, and its name there
+Reader = tuple[GraphProto, NodeProto | None, int]  # None: an output of the graph
+
+
+@dataclass(frozen=True)
+class Use:
+    """A node that multiplies data by a weight, or looks up its rows.
+
+    - `form`: LINEAR `x @ M`, LEFT `M @ x`, EMBEDDING `M[x]`, CONV. `M` is the weight with its axes
+      in the order `perm`, of shape `shape`.
+    - `x`: name of the data; `flips` is whether they are transposed before.
+    - `factor`: by which the product is multiplied.
+    - `dtype`: of the product.
+    """
+
+    graph: GraphProto
+    node: NodeProto
+    form: str
+    x: str
+    perm: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: ir.DataType
+    flips: bool = False
+    factor: float = 1.0
+
+    @property
+    def group(self) -> int:
+        """The number of groups of a convolution."""
+        return int(attributes(self.node).get("group", 1))
+
+
+@dataclass
+class Target:
+    """A constant, its uses, and the reason why it cannot have an adapter; "" if it can."""
+
+    ref: ConstantRef
+    uses: list[Use] = field(default_factory=list)
+    reason: str = ""
+    quantized: bool = False
+
+
+@dataclass(frozen=True)
+class _Path:
+    """What moves a weight to its use: the order of its axes, and its dtype there."""
+
+    key: Key
+    perm: tuple[int, ...]
+    dtype: int
+    quantized: bool
+
+
+def targets(proto: ModelProto) -> dict[str, Target]:
+    """Return the float and quantized constants of a model without local functions, by name."""
+    refs = list(constant_refs(proto))  # keeps the graphs alive, and so their ids unique
+    readers = _readers(proto.graph)
+    constants = {ref.graph_name for ref in refs}
+    dtypes = {ref.graph_name: ref.read().data_type for ref in refs}
+    found: dict[str, Target] = {}
+    for ref in refs:
+        dtype = dtypes[ref.graph_name]
+        if dtype in FLOATS or dtype in _QUANTIZED:
+            target = _target(ref, readers, constants, dtypes)
+            if dtype in FLOATS or target.quantized:
+                found[ref.name] = target
+    return found
+
+
+def attributes(node: NodeProto) -> dict[str, Any]:
+    """Return the attributes of `node` as Python values."""
+    return {a.name: ir.serde.deserialize_attribute(a).value for a in node.attribute}
+
+
+def _readers(graph: GraphProto) -> dict[Key, list[Reader]]:
+    """Return what reads each value, in subgraphs too."""
+    table: dict[Key, list[Reader]] = defaultdict(list)
+
+    def visit(graph: GraphProto, outer: list[tuple[int, set[str]]]) -> None:
+        scopes = [*outer, (id(graph), set(own_names(graph)))]
+
+        def key(name: str) -> Key:
+            return next((g for g, own in scopes[::-1] if name in own), 0), name
+
+        for node in graph.node:
+            for index, name in enumerate(node.input):
+                if name:
+                    table[key(name)].append((graph, node, index))
+            for inner in subgraphs(node):
+                visit(inner, scopes)
+        for y in graph.output:
+            table[key(y.name)].append((graph, None, 0))
+
+    visit(graph, [])
+    return table
+
+
+def _target(
+    ref: ConstantRef,
+    readers: dict[Key, list[Reader]],
+    constants: set[str],
+    dtypes: dict[str, int],
+) -> Target:
+    target = Target(ref)
+    tensor = ref.read()
+    if ref.sparse or ref.function is not None or ref.attribute is not None:
+        kind = "a sparse tensor" if ref.sparse else "part of a local function"
+        target.reason = f"it is {kind}"
+        return target
+    shape = tuple(tensor.dims)
+    start = _Path(
+        (id(ref.graph), ref.graph_name), tuple(range(len(shape))), tensor.data_type, False
+    )
+    for path, (graph, node, index) in _through_moves(start, readers, dtypes):
+        use = node and _use(path, graph, node, index, shape, dtypes)
+        if isinstance(use, Use) and use.x in constants:
+            use = f"{_named(use.node)} multiplies it by another constant"
+        if isinstance(use, Use):
+            target.uses.append(use)
+        else:
+            target.reason = use or "it is an output of a graph"
+        target.quantized |= path.quantized or (isinstance(use, Use) and use.node.op_type == _NBITS)
+    if len(shape) < 2 and not target.quantized:
+        target.reason = f"it has the shape {list(shape)}, an adapter needs a matrix"
+    elif not target.uses and not target.reason:
+        target.reason = "nothing reads it"
+    elif not target.reason:
+        target.reason = _mixed(target.uses)
+    return target
+
+
+def _mixed(uses: list[Use]) -> str:
+    """Return why several uses cannot share an adapter, or ""."""
+    first = uses[0]
+    for use in uses[1:]:
+        same = use.perm == first.perm and (use.form == CONV) == (first.form == CONV)
+        swapped = CONV not in (use.form, first.form) and use.perm == _swapped(first.perm)
+        if not (same or swapped) or use.group != first.group or use.dtype != first.dtype:
+            return f"{_named(first.node)} and {_named(use.node)} use it in different ways"
+    return ""
+
+
+def _through_moves(
+    start: _Path, readers: dict[Key, list[Reader]], dtypes: dict[str, int]
+) -> Iterator[tuple[_Path, Reader]]:
+    """Yield what reads a weight, itself or behind nodes that transpose, cast or dequantize it."""
+    waiting = [start]
+    for path in waiting:  # the loop appends to it
+        for reader in readers.get(path.key, ()):
+            graph, node, index = reader
+            if node is None or standard(node.domain) not in ("", _MICROSOFT) or index:
+                yield path, reader
+                continue
+            options = attributes(node)
+            onward = replace(path, key=(id(graph), node.output[0]))
+            if node.op_type == "Transpose":
+                order = options.get("perm", range(len(path.perm))[::-1])
+                waiting.append(replace(onward, perm=tuple(path.perm[i] for i in order)))
+            elif node.op_type == "Cast":
+                waiting.append(replace(onward, dtype=options["to"]))
+            elif node.op_type == "Identity":
+                waiting.append(onward)
+            elif node.op_type == "DequantizeLinear":
+                dtype = options.get("output_dtype") or dtypes.get(node.input[1], TensorProto.FLOAT)
+                waiting.append(replace(onward, dtype=dtype, quantized=True))
+            else:
+                yield path, reader
+
+
+_NBITS = "MatMulNBits"
+
+
+def _use(
+    path: _Path,
+    graph: GraphProto,
+    node: NodeProto,
+    index: int,
+    shape: tuple[int, ...],
+    dtypes: dict[str, int],
+) -> Use | str:
+    """Return the use of a weight by `node`, or why it cannot have an adapter."""
+    kind, options = (standard(node.domain), node.op_type), attributes(node)
+    dtype = ir.DataType(path.dtype)
+    if kind == (_MICROSOFT, _NBITS) and index == 1:
+        scales = ir.DataType(dtypes.get(node.input[2], TensorProto.FLOAT))
+        size = (int(options["K"]), int(options["N"]))
+        return Use(graph, node, LINEAR, node.input[0], (0, 1), size, scales)
+    used = tuple(shape[i] for i in path.perm)
+    x = (*node.input, "")[1 - index % 2]
+    use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
+    if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):
+        return _product(use, index, options)
+    if len(shape) > 2 and index == 1 and kind == ("", "Conv"):
+        return replace(use, form=CONV)
+    if kind == ("", "Gather") and index == 0:
+        if len(shape) == 2 and options.get("axis", 0) in (0, -2):
+            return replace(use, form=EMBEDDING)
+        return f"{_named(node)} does not look up rows of a matrix"
+    if node.op_type in ("FusedGemm", "FusedConv", "NhwcFusedConv", "GemmFastGelu"):
+        return f"{_named(node)} applies its activation too: use the file before it was optimized"
+    return (
+        f"{_named(node)} reads it, and adapters are put beside MatMul, Gemm, Conv and Gather, "
+        "where data are multiplied by a weight or look up its rows"
+    )
+
+
+def _product(use: Use, index: int, options: dict[str, Any]) -> Use | str:
+    """Return the use of a weight as operand `index` of MatMul or Gemm."""
+    flips = bool(options.get("transB" if index else "transA"))
+    if flips:
+        use = replace(use, perm=_swapped(use.perm), shape=_swapped(use.shape))
+    flips = bool(options.get("transA" if index else "transB"))
+    if options.get("transBatchA") or options.get("transBatchB"):
+        return f"{_named(use.node)} transposes batches"
+    if flips and use.node.op_type != "Gemm":
+        return f"{_named(use.node)} transposes its data"
+    factor = float(options.get("alpha", 1.0))
+    return replace(use, form=LINEAR if index else LEFT, flips=flips, factor=factor)
+
+
+def _swapped(axes: tuple[int, ...]) -> tuple[int, ...]:
+    return (*axes[:-2], axes[-1], axes[-2])
+
+
+def _named(node: NodeProto) -> str:
+    return f"{node.op_type} {node.name or node.output[0]!r}"

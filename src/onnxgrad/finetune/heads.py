@@ -1,0 +1,230 @@
+"""`replace_head`: another number of units, or other classes, for the last layer of a model."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.errors import unknown
+from onnxgrad.finetune.activations import ACTIVATIONS, change_activation
+from onnxgrad.finetune.follow import follow
+from onnxgrad.finetune.labels import (
+    Classes,
+    behind,
+    has_labels,
+    restore_zipmaps,
+    without_zipmaps,
+    write_labels,
+)
+from onnxgrad.finetune.layers import Layer, replace_weights, shown, standardized
+from onnxgrad.finetune.locate import Search, origins
+from onnxgrad.finetune.stated import Stated, restore, stated
+from onnxgrad.finetune.tail import INDEX, Tail
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.notes import HEAD, read_note, write_note
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.reporting import logger
+
+CLASSES = "onnxgrad.classes"  # metadata: the classes of a model without labels inside, as JSON
+
+
+def replace_head(
+    model: ModelLike,
+    units: int | Sequence[str] | Sequence[int],
+    at: str | None = None,
+    name: str = "head",
+    *,
+    output: str | None = None,
+    activation: str | None = "same",
+    seed: int = 0,
+) -> ModelProto:
+    """Return `model` with a fresh last layer for another number of units, or for other classes.
+
+    The last linear or convolutional layer gets new weights, and a bias of zeros if it has a bias.
+    Linear weights are uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and
+    Bengio, 2010; those of convolutions normal with variance 2 / (features * size of the kernel),
+    equation 10 of He et al., 2015. What follows stays if it works for any number of units; lengths
+    that it states, and the shapes of outputs, are corrected. Local functions are inlined.
+
+    A model that returns labels, as scikit-learn's classifiers, returns the new classes, also in its
+    ZipMap: that of the largest score, and a softmax if it returned probabilities of any kind. Of
+    other models, the names of the classes are stored as metadata, `onnxgrad.classes`.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        units: number of units; or the classes, all strings or all ints, in their order. A number
+            for a model that returns labels: the classes are 0, 1...
+        at: the layer: name of its node, its result, or its weights, which may be a pattern. None:
+            the only one that comes last before the outputs.
+        name: the new tensors are `<name>.weight` and `<name>.bias`, or with a numeric suffix.
+        output: the output whose last layer is replaced, if outputs have several.
+        activation: what the outputs are: "softmax", "log_softmax" or "sigmoid" of the scores; None:
+            the scores. "same": as in `model`; but a Softmax becomes a Sigmoid for one unit, and the
+            Sigmoid of one unit a Softmax for several.
+        seed: of the new weights.
+
+    Raises:
+        ValueError: no such layer, or several; it cannot be replaced, or an operator behind it, which
+            the message names, needs the old number of units; an invalid argument.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx
+        >>> from onnxgrad.finetune.heads import replace_head
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,3] p) <float[3,2] w = {1, 2, 3, 4, 5, 6}> {
+        ...     h = Gemm <transB = 1> (x, w)  p = Softmax(h) }''')
+        >>> [tuple(tensor.dims) for tensor in replace_head(model, units=5).graph.initializer]
+        [(5, 2)]
+    """
+    return _replaced(read(model), Request(units, name, activation, seed), at, output)
+
+
+class Request:
+    """What a new layer shall be: the arguments of `replace_head`, checked.
+
+    Raises:
+        ValueError: an invalid argument.
+    """
+
+    def __init__(
+        self,
+        units: int | Sequence[str] | Sequence[int],
+        name: str,
+        activation: str | None,
+        seed: int,
+    ) -> None:
+        if activation not in (None, "same", *ACTIVATIONS):
+            raise unknown("activation", activation, ["same", *ACTIVATIONS, "None"])
+        if not name:
+            raise ValueError("name must not be empty: the new tensors begin with it")
+        self.units, self.classes = _units(units)
+        self.name, self.activation, self.seed = name, activation, seed
+
+    def note(self, proto: ModelProto, tensors: Sequence[str], labelled: bool) -> None:
+        """Note the new tensors in `proto`, and the classes if it does not return them."""
+        own = {t.name for t in proto.graph.initializer}
+        earlier = [name for name in read_note(proto, HEAD) if name in own]
+        write_note(proto, HEAD, list(dict.fromkeys([*earlier, *tensors])))
+        write_note(proto, CLASSES, [] if labelled else list(self.classes or ()))
+
+
+def _replaced(
+    proto: ModelProto, request: Request, at: str | None, output: str | None
+) -> ModelProto:
+    """Return `proto` with a new layer; the other arguments as those of `replace_head`."""
+    proto, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
+    model = to_ir(proto)
+    graph = model.graph
+    before = stated(graph)
+    infer(model)
+    layer = find_layer(graph, proto, at, output)
+    op = Emit(graph)
+    nodes, affected = behind(graph, [layer.y, *layer.node.outputs])
+    indices = [i for i, y in enumerate(graph.outputs) if y in affected]
+    classes = None
+    if labelled := has_labels(layer, nodes, affected):
+        classes = request.classes or list(range(request.units))
+    standardized(op, layer)
+    tail = Tail(op, shown(layer.node), layer.y, layer.axis, layer.units, request.units)
+    tail.changed.update(layer.node.outputs)
+    if classes is not None:
+        write_labels(op, layer, nodes, indices, classes, request.activation)
+        tail.changed.update(graph.outputs)
+    else:
+        follow(tail)
+        change_activation(tail, request.activation)
+    old = {v for w in layer.weights for v in origins(w) if v.const_value is not None}
+    added = replace_weights(op, layer, request.units, request.name, request.seed)
+    tidy(model)
+    _say(layer, old)
+    _declare(model, before, tail)
+    new = to_proto(model)
+    restore_zipmaps(new, zips, classes)
+    request.note(new, added, labelled)
+    return new
+
+
+def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str | None) -> Layer:
+    """Return the layer called `at`, or the last one before `output`, or before all outputs.
+
+    Args:
+        graph: the main graph of `proto`; its shapes are inferred.
+        proto: the model.
+        at: as in `replace_head`.
+        output: as in `replace_head`.
+
+    Raises:
+        ValueError: there is none, or several, or it cannot be replaced.
+    """
+    outputs = list(graph.outputs)
+    if output is not None:
+        outputs = [y for y in outputs if y.name == output]
+        if not outputs:
+            raise unknown("output", output, [str(y.name) for y in graph.outputs])
+    search = Search(graph)
+    return search.last(outputs) if at is None else search.named(proto, at)
+
+
+def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
+    """Return the number of units, and the classes if `units` are these."""
+    if isinstance(units, (str, bytes)):
+        raise ValueError(f"units={units!r}: pass a number, or a list of classes")
+    if not isinstance(units, Sequence) and not hasattr(units, "tolist"):
+        if isinstance(units, bool) or operator.index(units) < 1:
+            raise ValueError(f"units={units!r}: a layer has one unit or more")
+        return operator.index(units), None
+    classes = list(units.tolist() if hasattr(units, "tolist") else units)
+    if not isinstance(classes, list) or not classes:
+        raise ValueError("units: pass one class or more")
+    if {type(c) for c in classes} not in ({str}, {int}):
+        raise ValueError(f"classes are all strings or all ints, not {classes}")
+    if len(set(classes)) < len(classes):
+        raise ValueError(f"a class is repeated in {classes}")
+    return len(classes), classes
+
+
+def _say(layer: Layer, old: Iterable[ir.Value]) -> None:
+    """Report which layer was replaced, and weights that others share with it."""
+    logger.info("replaced %s, of %d units", shown(layer.node), layer.units)
+    for value in old:
+        if value.uses() and value.const_value is not None and value.const_value.size > 1:
+            logger.warning(
+                "%r, weights of the layer that was replaced, are used elsewhere too: they stay "
+                "there, and are no longer tied to the layer",
+                value.name,
+            )
+
+
+def _declare(model: ir.Model, before: dict[ir.Value, Stated], tail: Tail) -> None:
+    """Declare the shapes and types of the file again, except of values that changed, in place."""
+    affected = behind(model.graph, [v for v in tail.changed if v.producer() is not None])[1]
+    for v in affected:
+        v.shape = None if v.producer() is not None and v not in model.graph.outputs else v.shape
+    written = {y: dims(y) for y in model.graph.outputs}
+    by_name = {v.name: v.shape for v in before.values()}
+    infer(model)
+    restore(before, affected | tail.changed)
+    for y in model.graph.outputs:
+        shape = by_name.get(y.name)
+        axis = tail.axes.get(y, INDEX)
+        if (
+            axis != INDEX
+            and shape is not None
+            and y.shape is not None
+            and (len(shape) == len(y.shape))
+        ):
+            changed = list(shape)
+            changed[axis] = tail.new
+            y.shape = ir.Shape(changed)
+        elif y in affected and y.shape is None and (lengths := written[y]) is not None:
+            y.shape = ir.Shape(lengths)

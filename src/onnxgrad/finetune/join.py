@@ -1,0 +1,293 @@
+"""`attach`: two models become one, joined by the names of values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+from onnx import ModelProto, defs
+
+from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.errors import ModelError, unknown
+from onnxgrad.finetune.stated import Stated, restore, stated
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.traversal import all_names
+from onnxgrad.model.convert import non_tensor, to_ir, to_proto
+from onnxgrad.model.notes import HEAD, read_note, write_note
+from onnxgrad.model.opsets import convert
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.reporting import logger
+
+
+def attach(
+    backbone: ModelLike,
+    head: ModelLike,
+    mapping: Mapping[str, str] | None = None,
+    *,
+    prefix: str = "head.",
+) -> ModelProto:
+    """Return one model that feeds outputs of `backbone` to inputs of `head`.
+
+    Its inputs are those of `backbone`, and those of `head` that are not fed; inputs of one name,
+    type and shape are one. Its outputs are those of `head`, and those of `backbone` that feed
+    nothing. The opset is the newer one; local functions are inlined. Values and nodes of `head`
+    whose names `backbone` has get the prefix; inputs and outputs of the result keep their names.
+
+    Args:
+        backbone: model, serialized model or path; never modified.
+        head: likewise, such as a small network of your own.
+        mapping: `{output of backbone: input of head}`; any value of `backbone` may be named. None:
+            those of one name; or the only output, and the only input that `backbone` has not.
+        prefix: of names in `head` that `backbone` has too.
+
+    Raises:
+        ValueError: an unknown name, nothing to join, an input fed twice, types or shapes that do
+            not fit, or two inputs or outputs of one name that are not the same.
+        ModelError: a model cannot be read, or cannot be converted to the opset of the other.
+
+    Examples:
+        >>> import onnx
+        >>> from onnxgrad.finetune.join import attach
+        >>> body = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) { y = Relu(x) }''')
+        >>> head = onnx.parser.parse_model('''
+        ...     <ir_version: 8, opset_import: ["": 17]>
+        ...     f (float[N,2] x) => (float[N,2] p) { p = Softmax(x) }''')
+        >>> for node in attach(body, head).graph.node:
+        ...     print(node.op_type, node.input, "->", node.output)
+        Relu ['x'] -> ['y']
+        Softmax ['y'] -> ['p']
+    """
+    first, second = _of_one_opset(read(backbone), read(head))
+    for proto in (first, second):
+        if lost := [y.name for y in proto.graph.output if non_tensor(y)]:
+            raise ValueError(f"the outputs {lost} are no tensors: they cannot be joined")
+    below, above = to_ir(first), to_ir(second)
+    _join(below, above, mapping, prefix)
+    joined = to_proto(below)
+    names = {t.name for t in joined.graph.initializer}
+    write_note(joined, HEAD, [n for n in read_note(joined, HEAD) if n in names])
+    return read(joined)
+
+
+def _join(below: ir.Model, above: ir.Model, mapping: Mapping[str, str] | None, prefix: str) -> None:
+    """Put the nodes of `above` behind those of `below`, in place."""
+    before = stated(below.graph) | stated(above.graph)
+    infer(below)
+    infer(above)
+    pairs = _pairs(below.graph, above.graph, mapping)
+    fed = {x.name for _, x in pairs}
+    shared = _shared(below.graph, above.graph, fed)
+    kept = [y for y in below.graph.outputs if y not in [v for v, _ in pairs]]
+    for y in above.graph.outputs:
+        if y.name in {v.name for v in kept}:
+            raise ValueError(f"both models have an output {y.name!r}: rename one")
+    _rename(below.graph, above.graph, prefix, fed | {x.name for x, _ in shared})
+    joints = [*pairs, *((own, x) for x, own in shared)]
+    restore(before)
+    _unify_symbols(before, below.graph, above.graph, joints, prefix)
+    _move(below, above, joints, kept)
+    _shape_outputs(below)
+
+
+def _of_one_opset(first: ModelProto, second: ModelProto) -> tuple[ModelProto, ModelProto]:
+    """Return both models at the same opsets, without local functions.
+
+    Raises:
+        ModelError: they cannot be converted.
+    """
+    protos = [inlined(proto) for proto in (first, second)]
+    versions = [{o.domain: o.version for o in proto.opset_import} for proto in protos]
+    target = max(v.get("", 0) for v in versions)
+    for i, (proto, version) in enumerate(zip(protos, versions, strict=True)):
+        if 0 < version.get("", 0) < target:
+            protos[i] = convert(proto, version[""], target)
+    for domain in versions[0].keys() & versions[1].keys() - {""}:
+        a, b = (v[domain] for v in versions)
+        used = {n.op_type for p in protos for n in p.graph.node if n.domain == domain}
+        changed = [t for t in sorted(used) if _since(t, a, domain) != _since(t, b, domain)]
+        if a != b and changed:
+            raise ModelError(
+                f"the models import versions {a} and {b} of {domain!r}, which differ in {changed}: "
+                "export both with the same one"
+            )
+    return protos[0], protos[1]
+
+
+def _since(op_type: str, version: int, domain: str) -> int | None:
+    exists = defs.has(op_type, version, domain)
+    return defs.get_schema(op_type, version, domain).since_version if exists else None
+
+
+_Pairs = list[tuple[ir.Value, ir.Value]]
+
+
+def _pairs(below: ir.Graph, above: ir.Graph, mapping: Mapping[str, str] | None) -> _Pairs:
+    """Return the pairs (value of `below`, input of `above`) to join.
+
+    Raises:
+        ValueError: as `attach`.
+    """
+    inputs = {str(x.name): x for x in above.inputs if x.const_value is None}
+    outputs = {str(y.name): y for y in below.outputs}
+    if mapping is None:
+        mapping = {name: name for name in outputs if name in inputs}
+        own = {x.name for x in below.inputs}
+        unfed = [name for name in inputs if name not in own or len(inputs) == 1]
+        if not mapping and len(unfed) == 1 and len(outputs) == 1:
+            mapping = dict(zip(outputs, unfed, strict=True))
+    if not mapping:
+        raise ValueError(
+            f"no output of the backbone, {list(outputs)}, has the name of an input of the head, "
+            f"{list(inputs)}: pass mapping={{output: input}}"
+        )
+    values = ir.convenience.create_value_mapping(below, include_subgraphs=False)
+    pairs: _Pairs = []
+    for name, target in mapping.items():
+        if name not in values:
+            raise unknown("output of the backbone", name, outputs)
+        if target not in inputs:
+            raise unknown("input of the head", target, inputs)
+        if any(x is inputs[target] for _, x in pairs):
+            raise ValueError(f"the input {target!r} of the head is fed twice")
+        _check(values[name], inputs[target])
+        pairs.append((values[name], inputs[target]))
+    return pairs
+
+
+def _check(y: ir.Value, x: ir.Value) -> None:
+    """Raise if `y` cannot be fed to `x`."""
+    if y.dtype is not None and x.dtype is not None and y.dtype != x.dtype:
+        raise ValueError(
+            f"{y.name!r} holds {y.dtype}, and the input {x.name!r} of the head takes {x.dtype}: "
+            "put a Cast in front of the head"
+        )
+    have, want = dims(y), dims(x)
+    if have is None or want is None:
+        return
+    differ = [
+        a
+        for a, b in zip(have, want, strict=False)
+        if isinstance(a, int) and isinstance(b, int) and a != b
+    ]
+    if len(have) != len(want) or differ:
+        raise ValueError(
+            f"{y.name!r} has the shape {list(have)}, and the input {x.name!r} of the head takes "
+            f"{list(want)}"
+        )
+
+
+def _shared(below: ir.Graph, above: ir.Graph, fed: Iterable[str | None]) -> _Pairs:
+    """Return the pairs of inputs (of `above`, of `below`) that have one name.
+
+    Raises:
+        ValueError: they are of different types or shapes.
+    """
+    own = {x.name: x for x in below.inputs}
+    pairs = [(x, own[x.name]) for x in above.inputs if x.name not in fed and x.name in own]
+    for x, other in pairs:
+        try:
+            _check(other, x)
+        except ValueError as e:
+            raise ValueError(f"both models have an input {x.name!r}, and {e}; rename one") from None
+    return pairs
+
+
+def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -> None:
+    """Give the values and nodes of `above` names that `below` does not have."""
+    taken, replaced = all_names(below), set(replaced)
+    final = {x.name for x in (*above.inputs, *above.outputs)}
+    mine = all_names(above)
+    results = [y for node in above.all_nodes() for y in node.outputs]
+    inner = [v for g in above.subgraphs() for v in (*g.inputs, *g.initializers.values())]
+    values = dict.fromkeys([*above.inputs, *above.initializers.values(), *results, *inner])
+    renamed = 0
+    for value in values:
+        if value.name not in taken or (value.is_graph_input() and value.name in replaced):
+            continue
+        if value.name in final and value.graph is above:
+            _free(below, str(value.name), prefix, taken | mine)
+            continue
+        value.name = _unused(f"{prefix}{value.name}", taken | mine)
+        mine.add(value.name)
+        renamed += 1
+    nodes = {str(node.name) for node in below.all_nodes()}
+    for node in above.all_nodes():
+        if node.name and node.name in nodes:
+            node.name = _unused(f"{prefix}{node.name}", nodes)
+            nodes.add(node.name)
+    if renamed:
+        logger.info("%d values of the head got the prefix %r", renamed, prefix)
+
+
+def _free(below: ir.Graph, name: str, prefix: str, taken: set[str]) -> None:
+    """Rename the inner value `name` of the backbone, as an output of the head has that name."""
+    for graph in (below, *below.subgraphs()):
+        results = [y for node in graph for y in node.outputs]
+        for value in (*graph.inputs, *graph.initializers.values(), *results):
+            if value.name == name:
+                if value.is_graph_input() and graph is below:
+                    raise ValueError(f"{name!r} is an input of the backbone, and one of the head")
+                value.name = _unused(f"backbone.{name}", taken)
+
+
+def _unused(name: str, taken: Iterable[str]) -> str:
+    taken, number, base = set(taken), 0, name
+    while name in taken:
+        number += 1
+        name = f"{base}_{number}"
+    return name
+
+
+def _unify_symbols(
+    values: Mapping[ir.Value, Stated], below: ir.Graph, above: ir.Graph, joints: _Pairs, prefix: str
+) -> None:
+    """Let symbolic dimensions of the head be those of the backbone, where they are one length."""
+    own = {d for v, s in values.items() if v.graph is below for d in dims(v) or ()}
+    symbols: dict[Any, Any] = {}
+    for y, x in joints:
+        symbols |= zip(dims(x) or (), dims(y) or (), strict=False)
+    for v in values:
+        shape = dims(v)
+        if v.graph is not above or shape is None:
+            continue
+        others = {d: f"{prefix}{d}" if d in own else d for d in shape if isinstance(d, str)}
+        v.shape = ir.Shape([symbols.get(d, others[d]) if isinstance(d, str) else d for d in shape])
+
+
+def _shape_outputs(model: ir.Model) -> None:
+    """State the shapes of outputs without any, in place."""
+    graph = model.graph
+    unknown_shapes = [y for y in graph.outputs if y.shape is None or y.type is None]
+    if unknown_shapes:
+        before = stated(graph)
+        infer(model)
+        restore(before, unknown_shapes)
+
+
+def _move(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir.Value]) -> None:
+    """Move the nodes of `above` behind those of `below`, in place."""
+    outputs = list(above.graph.outputs)
+    replaced = {x: y for y, x in pairs}
+    for x, y in replaced.items():
+        ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
+    outputs = [replaced.get(y, y) for y in outputs]
+    inputs = [x for x in above.graph.inputs if x not in replaced]
+    nodes, initializers = list(above.graph), list(above.graph.initializers.values())
+    above.graph.inputs.clear()
+    above.graph.outputs.clear()
+    above.graph.initializers.clear()
+    above.graph.remove(nodes)
+    below.graph.inputs.extend(inputs)
+    for value in initializers:
+        below.graph.register_initializer(value)
+    below.graph.extend(nodes)
+    below.graph.outputs[:] = [*outputs, *kept]
+    for domain, version in above.opset_imports.items():
+        imports = below.opset_imports
+        imports[domain] = max(version, imports.get(domain, 0))
+    for key, text in above.metadata_props.items():
+        below.metadata_props.setdefault(key, text)

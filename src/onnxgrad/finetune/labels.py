@@ -1,0 +1,200 @@
+"""Classifiers that return labels, as scikit-learn exports them: their classes are replaced.
+
+What follows the last layer is written anew: the probabilities, the label of the largest one, and
+the ZipMap of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+from onnxgrad.finetune.activations import ACTIVATIONS, applied
+from onnxgrad.finetune.layers import Layer
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.traversal import reads
+from onnxgrad.losses.value_range import value_range
+from onnxgrad.model.convert import non_tensor
+
+_LOOKUPS = frozenset("ArrayFeatureExtractor LabelEncoder".split())
+_PROBABILITIES = frozenset("Softmax Sigmoid Normalizer".split())
+
+Classes = Sequence[str] | Sequence[int]
+
+
+@dataclass
+class ZipMap:
+    """A ZipMap that was taken off a model: its node, its output, and the output's position."""
+
+    node: NodeProto
+    output: ValueInfoProto
+    index: int
+    added: bool  # whether the tensor became an output for it
+
+    @property
+    def tensor(self) -> str:
+        """The name of the tensor that it reads."""
+        return self.node.input[0]
+
+
+def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
+    """Return `proto`, or a copy whose outputs are the tensors that ZipMaps read, and these.
+
+    Raises:
+        ValueError: another output is no tensor.
+    """
+    if not any(non_tensor(y) for y in proto.graph.output):
+        return proto, []
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    graph, zips = copy.graph, list[ZipMap]()
+    makers = {y: node for node in graph.node for y in node.output}
+    types = {v.name: v.type for v in graph.value_info}
+    for i, y in enumerate(list(graph.output)):
+        if not non_tensor(y):
+            continue
+        node = makers.get(y.name)
+        if node is None or node.op_type != "ZipMap":
+            raise ValueError(
+                f"the output {y.name!r} is no tensor: name the others by "
+                "select_model_inputs_outputs(model, outputs=[...]) first"
+            )
+        own = ZipMap(
+            NodeProto(), ValueInfoProto(), i, node.input[0] not in [v.name for v in graph.output]
+        )
+        own.node.CopyFrom(node)
+        own.output.CopyFrom(y)
+        zips.append(own)
+        graph.node.remove(node)
+        y.Clear()
+        y.name = own.tensor
+        y.type.tensor_type.elem_type = TensorProto.FLOAT
+        if own.tensor in types:
+            y.type.CopyFrom(types[own.tensor])
+    for own in reversed(zips):
+        if not own.added:
+            del graph.output[own.index]
+    return copy, zips
+
+
+def restore_zipmaps(proto: ModelProto, zips: Sequence[ZipMap], classes: Classes | None) -> None:
+    """Put the ZipMaps back, in place, for new `classes`; None: for the old ones."""
+    for own in zips:
+        node = proto.graph.node.add()
+        node.CopyFrom(own.node)
+        output = ValueInfoProto()
+        output.CopyFrom(own.output)
+        if classes is not None:
+            text = isinstance(classes[0], str)
+            del node.attribute[:]
+            attribute = node.attribute.add(
+                name="classlabels_strings" if text else "classlabels_int64s",
+                type=AttributeProto.STRINGS if text else AttributeProto.INTS,
+            )
+            if text:
+                attribute.strings.extend(str(c).encode() for c in classes)
+            else:
+                attribute.ints.extend(int(c) for c in classes)
+            key = TensorProto.STRING if text else TensorProto.INT64
+            kind = output.type.sequence_type.elem_type.map_type
+            kind.key_type, kind.value_type.tensor_type.elem_type = key, TensorProto.FLOAT
+        if own.added:
+            proto.graph.output[own.index].CopyFrom(output)
+        else:
+            proto.graph.output.insert(own.index, output)
+
+
+def behind(graph: ir.Graph, values: Sequence[ir.Value]) -> tuple[list[ir.Node], set[ir.Value]]:
+    """Return the nodes that depend on `values`, and all values that do, with `values`."""
+    affected, nodes = set(values), list[ir.Node]()
+    for node in graph:
+        if not affected.isdisjoint(reads(node)):
+            nodes.append(node)
+            affected.update(node.outputs)
+    return nodes, affected
+
+
+def has_labels(layer: Layer, nodes: Sequence[ir.Node], affected: set[ir.Value]) -> bool:
+    """Return whether one of the `nodes` behind `layer` returns labels of its units."""
+    return layer.kind == "classifier" or any(_looks_up(node, affected) for node in nodes)
+
+
+def _looks_up(node: ir.Node, affected: set[ir.Value]) -> bool:
+    if node.domain == "ai.onnx.ml":
+        return node.op_type in _LOOKUPS
+    if node.domain or node.op_type != "Gather":
+        return False
+    table, index = node.inputs[:2]
+    return table not in affected and index in affected and rank(table) == 1
+
+
+def write_labels(
+    op: Emit,
+    layer: Layer,
+    nodes: Sequence[ir.Node],
+    indices: Sequence[int],
+    classes: Classes,
+    activation: str | None,
+) -> None:
+    """Write the outputs of a classifier anew behind `layer`, in place.
+
+    Args:
+        op: emitter of the graph.
+        layer: the last layer.
+        nodes: those behind it in the file.
+        indices: of the outputs of the graph that depend on it.
+        classes: the new ones.
+        activation: as for `change_activation`.
+
+    Raises:
+        ValueError: fewer than two classes, or an output that is neither labels nor scores.
+    """
+    if len(classes) < 2:
+        raise ValueError(f"a classifier with labels needs two classes or more, not {list(classes)}")
+    outputs = [op.graph.outputs[i] for i in indices]
+    scored = [str(y.name) for y in outputs if y.dtype is None or y.dtype.is_floating_point()]
+    if len(scored) > 1:
+        raise ValueError(
+            f"the classifier returns several scores, {scored}: choose one and the label by "
+            "select_model_inputs_outputs(model, outputs=[...]); if there is one for each class, "
+            "convert the classifier with the option zipmap=False"
+        )
+    if rank(layer.y) not in (2, None):
+        raise ValueError(f"the scores {layer.y.name!r} are no matrix")
+    with op.at(None):
+        scores = _scores(op, layer, nodes, outputs, activation)
+        winner = {k: op.ArgMax(layer.y, axis=1, keepdims=k) for k in (0, 1)}
+        table = op.const(np.array(classes, object if isinstance(classes[0], str) else np.int64))
+        for i, y in zip(indices, outputs, strict=True):
+            if y.dtype is None or y.dtype.is_floating_point():
+                new = op.Cast(scores, to=y.dtype or scores.dtype)
+                new.shape = ir.Shape([(y.shape or [None])[0], len(classes)])
+            else:
+                keep = int(rank(y) == 2)
+                new = op.emit("Gather", [table, winner[keep]], {"axis": 0}, fresh=True)
+                new.type = ir.TensorType(table.dtype)
+                new.shape = ir.Shape([(y.shape or [None])[0], *[1] * keep])
+            new.name, y.name = y.name, op.name("unused")
+            op.graph.outputs[i] = new
+
+
+def _scores(
+    op: Emit,
+    layer: Layer,
+    nodes: Sequence[ir.Node],
+    outputs: Sequence[ir.Value],
+    activation: str | None,
+) -> ir.Value:
+    """Return what the classifier returns beside labels: its scores after the activation."""
+    if activation == "same":
+        probable = any(n.op_type in _PROBABILITIES for n in nodes)
+        probable |= any(value_range(y) >= (0, 0) and value_range(y)[1] <= 1 for y in outputs)
+        activation = "softmax" if probable or layer.probable else None
+    if activation is None:
+        return op.set_type_like(op.copy_of(layer.y), layer.y)
+    return applied(op, ACTIVATIONS[activation], layer.y, -1)

@@ -1,0 +1,363 @@
+"""Linear and convolutional layers: where their weights are, and how they get new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+from math import prod, sqrt
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.traversal import reads
+from onnxgrad.model.constants import standard
+
+MICROSOFT, ML = "com.microsoft", "ai.onnx.ml"
+
+# (domain, operator) -> index of the weights, of the bias (None: it has none)
+_OPERANDS: dict[tuple[str, str], tuple[int, int | None]] = {
+    ("", "MatMul"): (1, None),
+    ("", "Gemm"): (1, 2),
+    ("", "Conv"): (1, 2),
+    ("", "ConvTranspose"): (1, 2),
+    (MICROSOFT, "FusedMatMul"): (1, None),
+    (MICROSOFT, "FusedGemm"): (1, 2),
+    (MICROSOFT, "FusedConv"): (1, 2),
+    (MICROSOFT, "MatMulNBits"): (1, 5),
+}
+_OF_ML = frozenset("LinearClassifier LinearRegressor SVMClassifier SVMRegressor".split())
+_CONVOLUTIONS = frozenset("Conv FusedConv ConvTranspose".split())
+_PRODUCTS = frozenset("Gemm MatMul FusedMatMul FusedGemm".split())
+_REFUSED = {
+    "Einsum": "the weights of an Einsum have no fixed layout",
+    "QLinearConv": "it computes in integers",
+    "QLinearMatMul": "it computes in integers",
+    "ConvInteger": "it computes in integers",
+    "MatMulInteger": "it computes in integers",
+    "MatMulIntegerToFloat": "it computes in integers",
+    "DynamicQuantizeMatMul": "it computes in integers",
+    "QGemm": "it computes in integers",
+    "MatMulBnb4": "its weights are quantized",
+    "GemmFastGelu": "its activation is a part of it",
+}
+_PARAMETERS = ("activation_alpha", "activation_beta", "activation_gamma")
+_FUSED_INTO = {"FusedGemm": "Gemm", "FusedConv": "Conv"}
+
+
+@dataclass
+class Layer:
+    """A layer that can be replaced.
+
+    Attributes:
+        node: its node.
+        x: the value that it reads.
+        y: its result, with the bias.
+        kind: "linear", "convolution" or "classifier" (or regressor, of ai.onnx.ml).
+        shape: of the weights, (units, features, ...); units first for every kind.
+        axis: of the units in `y`, counted from the end.
+        dtype: of the weights.
+        bias: whether it has one.
+        add: the Add of the bias, if that is a node of its own.
+        probable: whether it returns probabilities.
+    """
+
+    node: ir.Node
+    x: ir.Value
+    y: ir.Value
+    kind: str
+    shape: tuple[int, ...]
+    axis: int
+    dtype: ir.DataType
+    bias: bool = False
+    add: ir.Node | None = None
+    probable: bool = False
+
+    @property
+    def units(self) -> int:
+        """The number of units of the layer in the file."""
+        return self.shape[0]
+
+    @property
+    def weights(self) -> list[ir.Value]:
+        """The values that hold its weights and bias in the file."""
+        weight, bias = _OPERANDS.get((standard(self.node.domain), self.node.op_type), (None, None))
+        own = [self.node.inputs[i] for i in (weight, bias) if i is not None and _has(self.node, i)]
+        if self.add is not None:
+            own += [v for v in self.add.inputs if v is not self.node.outputs[0]]
+        return [v for v in own if v is not None]
+
+
+def shown(node: ir.Node) -> str:
+    """Return a node as messages show it."""
+    return f"{node.op_type} (node {node.name!r}, output {node.outputs[0].name!r})"
+
+
+def data_values(graph: ir.Graph) -> set[ir.Value]:
+    """Return the values that depend on an input of the graph which is not a weight."""
+    data = {x for x in graph.inputs if x.const_value is None}
+    for node in graph:
+        if not data.isdisjoint(reads(node)):
+            data.update(node.outputs)
+    return data
+
+
+def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
+    """Return the layer that `node` computes, why it cannot be replaced, or None if it is none.
+
+    Args:
+        node: a node of a graph whose shapes are inferred.
+        data: `data_values` of the graph.
+    """
+    key = (standard(node.domain), node.op_type)
+    if key[0] == ML and key[1] in _OF_ML:
+        return _of_ml(node)
+    if key[0] in ("", MICROSOFT) and key[1] in _REFUSED:
+        return _REFUSED[key[1]]
+    if key not in _OPERANDS or data.isdisjoint(node.outputs):
+        return None
+    weight, bias = _OPERANDS[key]
+    x, w = node.inputs[0], node.inputs[weight]
+    if x is None or w is None or w in data:
+        return None if x in data and w in data else "its weights are not its second operand"
+    if bias is not None and _has(node, bias) and node.inputs[bias] in data:
+        return "its bias is computed from data"
+    if key[1] == "MatMulNBits":
+        n, k = (node.attributes.get_int(name, 0) for name in "NK")
+        return _with_add(Layer(node, x, node.outputs[0], "linear", (n, k), -1, x.dtype or FLOAT))
+    shape = static(dims(w))
+    if shape is None or w.dtype is None:
+        return f"the shape of its weights {w.name!r} is unknown"
+    layer = _of_shape(node, x, shape, w.dtype)
+    return layer if isinstance(layer, str) else _with_add(layer)
+
+
+FLOAT = ir.DataType.FLOAT
+
+
+def _of_shape(
+    node: ir.Node, x: ir.Value, shape: tuple[int, ...], dtype: ir.DataType
+) -> Layer | str:
+    """Return the layer of a product or convolution with weights of `shape`, without an Add."""
+    y = node.outputs[0]
+    if node.op_type in _CONVOLUTIONS:
+        if node.attributes.get_int("group", 1) != 1:
+            return "it is a convolution in groups"
+        if _has(node, 3):
+            return "another tensor is added in it"
+        if node.op_type == "ConvTranspose":
+            shape = (shape[1], shape[0], *shape[2:])
+        return Layer(node, x, y, "convolution", shape, 1 - len(shape), dtype, _has(node, 2))
+    if len(shape) != 2:
+        return f"its weights have the shape {list(shape)}"
+    if node.attributes.get_int("transBatchB", 0):
+        return "its weights are transposed over batches"
+    if not node.attributes.get_int("transB", 0):
+        shape = (shape[1], shape[0])
+    return Layer(node, x, y, "linear", shape, -1, dtype, "Gemm" in node.op_type and _has(node, 2))
+
+
+def _of_ml(node: ir.Node) -> Layer | str:
+    """Return the layer of a linear model of ai.onnx.ml."""
+    attributes, x = node.attributes, node.inputs[0]
+    regressor = node.op_type.endswith("Regressor")
+    if node.op_type.startswith("SVM"):
+        if attributes.get_string("kernel_type", "LINEAR") != "LINEAR":
+            return (
+                "its support vectors are rows of the old training data: fit it again, or use "
+                "features(model, at=...) and attach"
+            )
+        if attributes.get_int("one_class", 0):
+            return "it detects outliers"
+    width = (dims(x) or (None,))[-1]
+    if regressor:
+        units = attributes.get_int("targets", 1) if node.op_type == "LinearRegressor" else 1
+    else:
+        labels = attributes.get_strings("classlabels_strings", ())
+        units = len(labels or attributes.get_ints("classlabels_ints", ()))
+        intercepts = attributes.get_floats("intercepts", ())
+        units = units or len(intercepts)
+    if not isinstance(width, int):
+        support = attributes.get_floats("support_vectors", ())
+        rows = attributes.get_int("n_supports", 0) or len(attributes.get_floats("intercepts", ()))
+        numbers = support or attributes.get_floats("coefficients", ())
+        width = len(numbers) // max(1, rows or units)
+    if x is None or len(dims(x) or (1, 1)) != 2:
+        return "it does not read a matrix"
+    y = node.outputs[0 if regressor else 1]
+    kind = "regressor" if regressor else "classifier"
+    probable = attributes.get_string("post_transform", "NONE") != "NONE"
+    probable |= bool(attributes.get_floats("prob_a", ()))
+    return Layer(node, x, y, kind, (units, width), -1, FLOAT, True, probable=probable)
+
+
+def _has(node: ir.Node, index: int) -> bool:
+    return len(node.inputs) > index and node.inputs[index] is not None
+
+
+def _with_add(layer: Layer) -> Layer:
+    """Return `layer` with the Add behind it, if that adds one number to each unit."""
+    uses = list(layer.node.outputs[0].uses())
+    if layer.bias or len(uses) != 1 or layer.node.outputs[0].is_graph_output():
+        return layer
+    [(node, index)] = uses
+    if node.op_type != "Add" or node.domain:
+        return layer
+    other = node.inputs[1 - index]
+    shape = static(dims(other))
+    if other is None or shape is None or not _constant(other):
+        return layer
+    numbers = [n for i, n in enumerate(shape, -len(shape)) if i != layer.axis]
+    length = shape[layer.axis] if len(shape) >= -layer.axis else 1
+    if length == layer.units and prod(numbers) == 1:
+        layer.bias, layer.add, layer.y = True, node, node.outputs[0]
+    return layer
+
+
+def _constant(x: ir.Value) -> bool:
+    """Return whether `x` is computed from constants alone."""
+    stack, seen = [x], {x}
+    while stack:
+        value = stack.pop()
+        node = value.producer()
+        if node is None:
+            if value.const_value is None:
+                return False
+            continue
+        new = [v for v in node.inputs if v is not None and v not in seen]
+        seen.update(new)
+        stack += new
+    return True
+
+
+# -- new weights ---------------------------------------------------------------------------------
+
+
+def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
+    """Return new weights (units, features, ...) in float64.
+
+    Linear layers: uniform between ±sqrt(6 / (features + units)), equation 16 of Glorot and Bengio,
+    2010. Convolutions: normal, of variance 2 / (features * size of the kernel), as equation 10 of
+    He et al., 2015 requires.
+
+    Examples:
+        >>> fresh((2, 4), "linear", seed=0).round(3).tolist()
+        [[0.274, -0.46, -0.918, -0.967], [0.627, 0.826, 0.213, 0.459]]
+    """
+    rng = np.random.default_rng(seed)
+    if kind == "convolution":
+        return rng.normal(0, sqrt(2 / prod(shape[1:])), shape)
+    limit = sqrt(6 / (shape[0] + shape[1]))
+    return rng.uniform(-limit, limit, shape)
+
+
+def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) -> list[str]:
+    """Give `layer` new weights for `units` units, in place; return their names.
+
+    Standard operators must compute it: see `standardized`. Factors of a Gemm become 1.
+    """
+    node, old = layer.node, layer.weights
+    weights = fresh((units, *layer.shape[1:]), layer.kind, seed)
+    index, bias = _OPERANDS[standard(node.domain), node.op_type]
+    bare = node.op_type in _PRODUCTS and not node.attributes.get_int("transB", 0)
+    if bare or node.op_type == "ConvTranspose":
+        weights = np.ascontiguousarray(np.swapaxes(weights, 0, 1))
+    new = [initializer(op, weights, layer.dtype, f"{name}.weight")]
+    node.replace_input_with(index, new[0])
+    for attribute in ("alpha", "beta"):
+        node.attributes.pop(attribute, None)
+    if layer.bias:
+        shape: tuple[int, ...] = (units,)
+        if layer.add is not None:
+            operand = next(v for v in layer.add.inputs if v is not node.outputs[0])
+            before = static(dims(operand)) or (1,)
+            shape = tuple(units if i == layer.axis else 1 for i in range(-len(before), 0))
+            node, bias = layer.add, list(layer.add.inputs).index(operand)
+        new.append(initializer(op, np.zeros(shape), layer.dtype, f"{name}.bias"))
+        assert bias is not None
+        node.replace_input_with(bias, new[1])
+    for value in old:
+        _forget(op.graph, value)
+    return [str(v.name) for v in new]
+
+
+def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:
+    """Return a new initializer; it gets a numeric suffix if a value has its name."""
+    tensor = ir.tensor(array.astype(dtype.numpy()), name=op.name(name))
+    value = ir.Value(
+        name=tensor.name,
+        shape=ir.Shape(array.shape),
+        type=ir.TensorType(dtype),
+        const_value=tensor,
+    )
+    op.graph.register_initializer(value)
+    return value
+
+
+def _forget(graph: ir.Graph, value: ir.Value) -> None:
+    """Remove an input that is only the name of an initializer, as before IR version 4."""
+    if value.is_graph_input() and value.const_value is not None and not value.uses():
+        graph.inputs.remove(value)
+        graph.initializers.pop(str(value.name), None)
+
+
+def standardized(op: Emit, layer: Layer) -> None:
+    """Let standard operators compute `layer`, in place, with its old weights or none.
+
+    Operators of ai.onnx.ml become a Gemm, quantized ones a MatMul; the activation of a fused
+    operator becomes a node of its own.
+    """
+    node = layer.node
+    if node.op_type in _FUSED_INTO or node.op_type == "MatMulNBits":
+        _split(op, layer)
+    elif layer.kind in ("classifier", "regressor"):
+        with op.at(node):
+            y = op.emit("Gemm", [op.Cast(layer.x, to=FLOAT), None, None], {"transB": 1}, fresh=True)
+        y.type, y.shape = (
+            ir.TensorType(FLOAT),
+            ir.Shape([(dims(layer.x) or (None,))[0], layer.units]),
+        )
+        layer.y, new = y, substitute(op, layer.y, y)
+        assert new is y or new.producer() is not None
+        layer.node = y.producer()  # type: ignore[assignment]
+
+
+def _split(op: Emit, layer: Layer) -> None:
+    """Replace a fused or quantized operator by a standard one and its activation."""
+    node = layer.node
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    activation = attributes.pop("activation", "")
+    given = [attributes.pop(k, None) for k in _PARAMETERS]
+    given = attributes.pop("activation_params", None) or [v for v in given if v is not None]
+    with op.at(node):
+        if node.op_type == "MatMulNBits":
+            y = op.emit("MatMul", [layer.x, None], {}, fresh=True)
+            plain = y.producer()
+            if _has(node, 5):
+                y = op.emit("Add", [y, node.inputs[5]], {}, fresh=True)
+                layer.bias, layer.add = True, y.producer()
+        else:
+            y = op.emit(_FUSED_INTO[node.op_type], node.inputs, attributes, fresh=True)
+            plain = y.producer()
+        op.set_type_like(y, node.outputs[0])
+        if layer.add is None or layer.y is node.outputs[0]:
+            layer.y = y
+        if activation:
+            names = ("alpha", "beta") if activation != "Clip" else ("min", "max")
+            y = op.emit(activation, [y], dict(zip(names, given, strict=False)), fresh=True)
+            op.set_type_like(y, node.outputs[0])
+    substitute(op, node.outputs[0], y)
+    assert plain is not None
+    layer.node = plain
+
+
+def substitute(op: Emit, old: ir.Value, new: ir.Value) -> ir.Value:
+    """Let `new`, or its copy, take the uses of `old`; an output of the graph keeps its name."""
+    if old.is_graph_output():
+        free = new.producer() is not None and not new.is_graph_output()
+        with op.at(None):
+            new = new if free else op.set_type_like(op.copy_of(new), new)
+        new.name, old.name = old.name, op.name("unused")
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    return new

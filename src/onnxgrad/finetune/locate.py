@@ -1,0 +1,152 @@
+"""Which layer is the last on the way to an output, or the one that a user names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import unknown
+from onnxgrad.finetune.layers import Layer, data_values, layer_of, shown
+from onnxgrad.graph.traversal import captured, subgraphs
+from onnxgrad.model.constants import standard
+from onnxgrad.training.parameters.choice import matching_weights
+from onnxgrad.training.parameters.operands import value_operands
+
+_LISTED = 8  # layers that a message names
+_LINEAR = frozenset("MatMul Gemm Conv ConvTranspose FusedMatMul FusedGemm FusedConv".split())
+_TREES = "trees have no layer: features(model, at=...) and attach put one in their place"
+
+
+class Search:
+    """The layers of a graph whose shapes are inferred.
+
+    Args:
+        graph: the main graph of the model.
+    """
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.graph = graph
+        self.data = data_values(graph)
+
+    def last(self, outputs: Iterable[ir.Value]) -> Layer:
+        """Return the only layer that is the last one before each of `outputs`.
+
+        Raises:
+            ValueError: there is none, or several, or it cannot be replaced.
+        """
+        chosen = list(outputs)
+        layers, reasons = self._last(chosen)
+        if len(layers) == 1 and not reasons:
+            return layers[0]
+        names = ", ".join(repr(y.name) for y in chosen)
+        if not layers and len(reasons) == 1:
+            [(node, reason)] = reasons.items()
+            raise ValueError(f"the last layer before {names}, {shown(node)}, stays: {reason}")
+        if not layers and not reasons:
+            raise ValueError(
+                f"no linear or convolutional layer precedes {names}: put a new head behind a value "
+                "of the model by attach"
+            )
+        listed = [shown(layer.node) for layer in layers] + [shown(node) for node in reasons]
+        more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
+        hint = "name one by at="
+        if len(chosen) > 1:
+            hint += f", or the output by output=, one of {[y.name for y in chosen]}"
+        raise ValueError(
+            f"several layers are the last before {names}: {', '.join(listed[:_LISTED])}{more}; "
+            f"{hint}; where they are added up, as in a residual block, put a new head behind the "
+            "output by attach"
+        )
+
+    def _last(self, outputs: Iterable[ir.Value]) -> tuple[list[Layer], dict[ir.Node, str]]:
+        """Return the layers that precede `outputs` first, and the nodes that cannot be replaced."""
+        layers: dict[ir.Node, Layer] = {}
+        reasons: dict[ir.Node, str] = {}
+        stack, seen = list(outputs), set[ir.Value]()
+        while stack:
+            value = stack.pop()
+            node = value.producer()
+            if node is None or value in seen or value not in self.data:
+                continue
+            seen.add(value)
+            layer = layer_of(node, self.data)
+            if isinstance(layer, Layer):
+                layers[node] = layer
+            elif layer is not None:
+                reasons[node] = layer
+            elif node.op_type.startswith("TreeEnsemble"):
+                reasons[node] = _TREES
+            elif any(n.op_type in _LINEAR for g in subgraphs(node) for n in g.all_nodes()):
+                reasons[node] = "it is in a subgraph, which may be computed several times or never"
+            else:
+                stack += [*value_operands(node), *captured(node)]
+        order = {node: i for i, node in enumerate(self.graph)}
+        return sorted(layers.values(), key=lambda layer: order[layer.node]), reasons
+
+    def named(self, proto: ModelProto, at: str) -> Layer:
+        """Return the layer of a node, a result or a weight called `at`.
+
+        Raises:
+            ValueError: there is no such layer, or several, or it cannot be replaced.
+        """
+        nodes = [n for n in self.graph if n.name == at] or [
+            n for n in self.graph if at in [y.name for y in n.outputs]
+        ]
+        nodes = nodes or self._reading(proto, at)
+        layers = dict.fromkeys(self._behind_add(node) for node in nodes)
+        if len(layers) > 1:
+            listed = ", ".join(shown(node) for node in list(layers)[:_LISTED])
+            raise ValueError(f"at={at!r} names several layers: {listed}; name one")
+        [node] = layers
+        layer = layer_of(node, self.data)
+        if isinstance(layer, Layer):
+            return layer
+        reason = layer or "it is no linear or convolutional layer with constant weights"
+        raise ValueError(f"at={at!r} names {shown(node)}, which stays: {reason}")
+
+    def _reading(self, proto: ModelProto, at: str) -> list[ir.Node]:
+        """Return the layers that read the float constants called `at`, perhaps moved or cast."""
+        readers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
+        try:
+            constants = set(matching_weights(proto, [at], "layer (at=)"))
+        except ValueError as e:
+            layers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
+            raise unknown(
+                "layer (at=)", at, [str(n.name or n.outputs[0].name) for n in layers]
+            ) from e
+        for node in readers[:]:
+            layer = layer_of(node, self.data)
+            assert isinstance(layer, Layer)
+            own = {str(v.name) for w in layer.weights for v in origins(w)}
+            if standard(node.domain) == "ai.onnx.ml":
+                label = node.name or node.outputs[0].name
+                own = {f"{label}.{attribute}" for attribute in node.attributes}
+            if own.isdisjoint(constants):
+                readers.remove(node)
+        if not readers:
+            raise ValueError(
+                f"at={at!r} names {sorted(constants)[:_LISTED]}, and no layer of the main graph "
+                "that can be replaced reads them"
+            )
+        return readers
+
+    def _behind_add(self, node: ir.Node) -> ir.Node:
+        """Return the product whose bias the Add `node` adds, or else `node`."""
+        if node.op_type == "Add" and not node.domain:
+            for x in node.inputs:
+                producer = None if x is None else x.producer()
+                layer = None if producer is None else layer_of(producer, self.data)
+                if isinstance(layer, Layer) and layer.add is node:
+                    return layer.node
+        return node
+
+
+def origins(value: ir.Value) -> Collection[ir.Value]:
+    """Return the constants that `value` is computed from, and itself."""
+    values = [value]
+    for v in values:  # grows while it is read
+        node = v.producer()
+        values += [] if node is None else [x for x in node.inputs if x is not None]
+    return values

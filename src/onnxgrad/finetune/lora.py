@@ -1,0 +1,242 @@
+"""LoRA: low-rank adapters beside frozen weights, and their sum as a plain model."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.errors import ModelError, escaping
+from onnxgrad.finetune import adapter_graph
+from onnxgrad.finetune.adapter_graph import Additions
+from onnxgrad.finetune.adapter_names import module_names
+from onnxgrad.finetune.adapter_targets import chosen_targets
+from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Target, Use, targets
+from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.weights import constant_refs
+
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@escaping()
+def add_lora(
+    model: ModelLike,
+    patterns: str | Iterable[str],
+    rank: int = 8,
+    alpha: float = 16,
+    dropout: float = 0.0,
+    *,
+    use_rslora: bool = False,
+    seed: int = 0,
+) -> ModelProto:
+    """Return `model` with low-rank adapters beside the weights that the patterns name.
+
+    Instead of `x W` it computes `x W + (alpha / rank) dropout(x) A B`, where A has `rank` columns
+    (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"); A B of a convolution are
+    one to `rank` channels and a pointwise one. A fresh adapter changes nothing. Trainers train the
+    adapters, and a new head, by default; other tensors are constants.
+
+    A weight that several nodes read has one adapter for all of them, so that `merge_lora` can add
+    it to the weight. Local functions of the model are inlined.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        patterns: names of weights, and patterns as "*.query.weight": factors of MatMul and Gemm,
+            kernels of Conv, tables of Gather, also quantized ones. What matches and cannot have an
+            adapter, or belongs to a new head, is left out.
+        rank: the rank of A B; of a convolution with groups, it must be a multiple of their number.
+        alpha: A B is multiplied by alpha / rank.
+        dropout: probability of [0, 1), with which a `Trainer` zeroes elements of the data that an
+            adapter reads, in training only. Embeddings have none.
+        use_rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023).
+        seed: of the initial values, as PEFT's: A uniform in +-1 / sqrt(inputs), B zero; of an
+            embedding A zero, B normal.
+
+    Raises:
+        ValueError: a pattern that matches nothing that can have an adapter; an invalid number.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,3] x) => (float[N,2] y)
+        ...     <float[3,2] w = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}> { y = MatMul(x, w) }''')
+        >>> adapted = og.add_lora(model, "w", rank=2)
+        >>> [(t.name, list(t.dims)) for t in adapted.graph.initializer]
+        [('w', [3, 2]), ('w.lora_A.weight', [3, 2]), ('w.lora_B.weight', [2, 2])]
+        >>> [node.op_type for node in og.merge_lora(adapted).graph.node]
+        ['MatMul']
+    """
+    options = _options(operator.index(rank), alpha, dropout, use_rslora)
+    adapted = writable(model)
+    every = targets(adapted)
+    modules = module_names(every)
+    chosen = chosen_targets(adapted, every, patterns, rank)
+    add, notes = Additions(adapted), read_adapters(adapted)
+    for name, target in chosen.items():
+        generator = np.random.default_rng([operator.index(seed), crc32(name.encode())])
+        arrays = _initial(target.uses[0], rank, generator)
+        notes.append(insert(add, name, modules[name], target, arrays, options))
+    write_note(adapted, ADAPTERS, notes)
+    return adapted
+
+
+def _options(rank: int, alpha: float, dropout: float, use_rslora: bool) -> dict[str, Any]:
+    """Return the settings of an adapter as they are noted."""
+    if rank < 1:
+        raise ValueError(f"rank={rank}: an adapter needs at least 1")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout={dropout}: give a probability of [0, 1)")
+    return {
+        "rank": rank,
+        "alpha": float(alpha),
+        "dropout": float(dropout),
+        "use_rslora": bool(use_rslora),
+        "scaling": float(alpha / (math.sqrt(rank) if use_rslora else rank)),
+    }
+
+
+def writable(model: ModelLike) -> ModelProto:
+    """Return a copy of `model` without local functions."""
+    proto = read(model)
+    if proto.functions:
+        return inlined(proto)
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    return copy
+
+
+def _initial(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
+    """Return the initial factors of the weight as it is used, whose product is zero."""
+    dtype = adapter_graph.adapter_dtype(use).numpy()
+    shape, group = use.shape, use.group
+    if use.form == CONV:
+        bound = 1 / math.sqrt(math.prod(shape[1:]))
+        narrow = generator.uniform(-bound, bound, (rank, *shape[1:]))
+        wide = np.zeros((shape[0], rank // group, *(1 for _ in shape[2:])))
+        return narrow.astype(dtype), wide.astype(dtype)
+    p, q = np.zeros((*shape[:-1], rank)), np.zeros((*shape[:-2], rank, shape[-1]))
+    if use.form == EMBEDDING:
+        q = generator.normal(size=q.shape)
+    elif use.form == LEFT:
+        q = generator.uniform(-1, 1, q.shape) / math.sqrt(shape[-1])
+    else:
+        p = generator.uniform(-1, 1, p.shape) / math.sqrt(shape[-2])
+    return p.astype(dtype), q.astype(dtype)
+
+
+def insert(
+    add: Additions,
+    name: str,
+    module: str,
+    target: Target,
+    arrays: Arrays,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Write the adapter of one weight beside all its uses; return the note about it."""
+    first = target.uses[0]
+    middle = ("lora_embedding_A", "lora_embedding_B")
+    named = middle if first.form == EMBEDDING else ("lora_A.weight", "lora_B.weight")
+    order = (1, 0) if first.form == LEFT else (0, 1)  # the factor that reads the data is A
+    names = [add.name(f"{module}.{part}") for part in named]
+    values = {i: add.tensor(n, arrays[i]) for i, n in zip(order, names, strict=True)}
+    note: dict[str, Any] = {
+        "kind": "lora",
+        "form": first.form,
+        "weight": name,
+        "module": module,
+        "tensors": names,
+        "perm": list(first.perm),
+        "group": first.group,
+        "quantized": target.quantized,
+        **options,
+        "uses": [],
+    }
+    for use in target.uses:
+        note["uses"].append(_beside(add, use, first, (values[0], values[1]), options))
+    return note
+
+
+def _beside(add: Additions, use: Use, first: Use, pair: tuple, options: dict[str, Any]) -> dict:
+    """Write the adapter beside one use; return the names of the values that `merge_lora` needs."""
+    dropped = ""
+
+    def write(base):
+        nonlocal dropped, pair
+        x, dropped = add.data(use, dropout=bool(options["dropout"]))
+        if use.perm != first.perm:  # tied: this use reads the transposed weight
+            pair = tuple(add.op.mT(v) for v in reversed(pair))
+        change = adapter_graph.product(add, use, x, pair, options["scaling"] * use.factor)
+        return add.emit("Add", base, add.cast(change, use.dtype))
+
+    return {"base": add.beside(use, write), "dropout": dropped}
+
+
+@escaping()
+def merge_lora(model: ModelLike) -> ModelProto:
+    """Return the plain model that computes what `model` with its adapters does.
+
+    Each adapter is added to its weight, in float64 and then rounded to the dtype of the weight. The
+    nodes are those that the model had before the adapters; nothing tells any more that it was
+    fine-tuned.
+
+    Args:
+        model: model with adapters, serialized model or path; never modified.
+
+    Raises:
+        ValueError: `model` has no adapters, or has them beside quantized weights.
+        ModelError: `model` cannot be read, or another tool modified the adapters.
+
+    Examples:
+        See `add_lora`.
+    """
+    merged = ModelProto()
+    merged.CopyFrom(read(model))
+    notes = read_adapters(merged)
+    if not notes:
+        raise ValueError("the model has no adapters to merge: add_lora adds them")
+    if quantized := [note["weight"] for note in notes if note["quantized"]]:
+        raise ValueError(
+            f"the adapters of {quantized} cannot be merged: these weights are quantized, and "
+            "cannot hold the sum. Use the model as it is, or load the adapter into the float model "
+            "(load_adapter), merge there, and quantize the result"
+        )
+    refs = {ref.name: ref for ref in constant_refs(merged)}
+    for note in notes:
+        if note["weight"] not in refs:
+            raise ModelError(
+                f"the adapted weight {note['weight']!r} is not in the model: a tool renamed or "
+                "removed it. Merge adapters before other tools modify the file"
+            )
+        ref = refs[note["weight"]]
+        old = ref.array()
+        pair = [refs[name].array().astype(np.float64) for name in note["tensors"]]
+        change = _change(note, pair).transpose(np.argsort(note["perm"]))
+        new = (old.astype(np.float64) + change).astype(old.dtype)
+        if not np.array_equal(new, old):
+            ref.write(new)
+    bases = [use["base"] for note in notes for use in note["uses"]]
+    adapter_graph.remove(merged, bases, [n for note in notes for n in note["tensors"]])
+    write_note(merged, ADAPTERS, [])
+    write_note(merged, HEAD, [])
+    return merged
+
+
+def _change(note: dict[str, Any], pair: Sequence[np.ndarray]) -> np.ndarray:
+    """Return what an adapter adds to its weight, with the axes as in the node that reads it."""
+    a, b = pair
+    if note["form"] == LEFT:
+        return note["scaling"] * (b @ a)
+    if note["form"] != CONV:
+        return note["scaling"] * (a @ b)
+    groups = range(note["group"])
+    parts = zip(np.split(a, len(groups)), np.split(b, len(groups)), strict=True)
+    change = [q.reshape(q.shape[:2]) @ p.reshape(len(p), -1) for p, q in parts]
+    return note["scaling"] * np.concatenate(change).reshape(len(b), *a.shape[1:])

@@ -1,0 +1,32 @@
+"""Shapes and types that a file states, restored after shapes were inferred for a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+
+@dataclass
+class Stated:
+    """What a file states of a value."""
+
+    name: str | None
+    shape: ir.Shape | None
+    type: ir.TypeProtocol | None
+
+
+def stated(graph: ir.Graph) -> dict[ir.Value, Stated]:
+    """Return what the file states of the values of `graph` and its subgraphs."""
+    inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.outputs)]
+    results = [y for node in graph.all_nodes() for y in node.outputs]
+    values = [*graph.inputs, *graph.initializers.values(), *results, *inner]
+    return {v: Stated(v.name, None if v.shape is None else v.shape.copy(), v.type) for v in values}
+
+
+def restore(values: dict[ir.Value, Stated], changed: Collection[ir.Value] = ()) -> None:
+    """Set what the file states again, except for values that have `changed`."""
+    for v, before in values.items():
+        if v not in changed:
+            v.shape, v.type = before.shape, before.type

@@ -1,0 +1,193 @@
+"""Readable names for the constants that exporters number, such as `onnx::MatMul_137`.
+
+An alias is the path of the module that uses the constant, and the constant's role in it:
+`encoder.layer.0.attention.self.query.weight`, as PyTorch's `named_parameters` has it. An exporter
+that folds a weight into another one, or transposes it, drops its name; the bias beside it, the node
+and the node's metadata keep what the alias is read from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.training.parameters import evidence
+from onnxgrad.training.parameters.judged import Judged, judge
+from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
+from onnxgrad.training.parameters.operands import MOVES, domain, letter
+
+_SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")  # onnxruntime's
+_NUMBERED = re.compile(
+    r"""onnx::\w+ | (.*/)?const_fold_opt__\d+ | \w+__\d+(_\w+)? | .+;.+ | p2o\..+
+    | (.*/)(ReadVariableOp|resource|Reshape|[Tt]ranspose|Const|Cast|ExpandDims|Squeeze|Identity
+      |[Cc]oncat|Mul|mul|Add|AddV2|add|Sub|sub|Rsqrt|Read)(_\d+)?(:\d+)? | .+\.weight_bias
+    | (t|permute|transpose|reshape|flatten|cat|stack|flip|contiguous|einsum|matmul|mm|repeat|exp
+      |clone|convert_element_type|split|getitem|sigmoid|tanh|softplus|linalg_\w+)(_\d+)*""",
+    re.VERBOSE,
+)
+_RECURRENT = {1: "weight_ih", 2: "weight_hh", 3: "bias", 5: "h0", 6: "c0", 7: "weight_p"}
+_BY_LETTER = dict.fromkeys("ftps", "weight") | dict.fromkeys("bom", "bias")
+_BY_OPERATOR = dict.fromkeys(("Mul", "Div"), "weight") | dict.fromkeys(("Add", "Sub"), "bias")
+_OTHER = "parameter"
+_NAMED = frozenset("fbst")  # operands of a node that is a layer by itself
+
+
+def aliases(proto: ModelProto) -> dict[str, str]:
+    """Return the aliases of the constants that have one, `{name: alias}`.
+
+    A constant has an alias if it plays the role of a weight, its own name is numbered, and the file
+    tells more. Aliases are unique, and none is the name of a constant.
+    """
+    return read_aliases(*judge(proto))
+
+
+def read_aliases(graph: ir.Graph, rows: Sequence[Judged]) -> dict[str, str]:
+    """Return the aliases of the float constants of `graph`, see `aliases`."""
+    numbered = [row for row in rows if row.verdict.trains and not readable(row.name)]
+    reader = _Reader(graph, rows) if numbered else None
+    taken = {row.name for row in rows}
+    result: dict[str, str] = {}
+    for row in numbered:
+        base = reader.read(row) if reader else ""
+        alias, i = base, 0
+        while alias in taken:
+            i += 1
+            alias = f"{base}_{i}"
+        if alias:
+            result[row.name] = alias
+            taken.add(alias)
+    return result
+
+
+def readable(name: str) -> bool:
+    """Return whether `name` was chosen by a person, and not numbered by a program."""
+    name = _SUFFIX.sub("", name)
+    return not (evidence.counted(name) or _NUMBERED.fullmatch(name) or owner(name))
+
+
+class _Reader:
+    """Reads the names of weights from what is around them in `graph`."""
+
+    def __init__(self, graph: ir.Graph, rows: Sequence[Judged]) -> None:
+        self.sizes = {row.name: row.size for row in rows if readable(row.name)}
+        self.modules = ModuleNames(graph, self.sizes)
+        self.own = {row.value: row.name for row in rows if row.name in self.sizes}
+        self.layers: dict[tuple[str, str], list[ir.Node]] = {}  # recurrent nodes of a module
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            if _is_recurrent(node):
+                self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
+
+    def read(self, row: Judged) -> str:
+        """Return the alias of a constant, which need not be unique yet; "" if there is none."""
+        use = None if row.value is None else _first_use(row.value)
+        if use is None:
+            return ""
+        node, index = use
+        role = self._role(node, index, row.shape)
+        beside = self._from_beside(node, role)
+        noted = [] if _is_recurrent(node) else self.modules.parameters(node)  # there, of all gates
+        fitting = [p for p in noted if _fits(p, role)]
+        missing = [p for p in fitting if p not in self.sizes]
+        copied = [p for p in fitting if self.sizes.get(p) == row.size]
+        if beside and (not missing or beside in missing):
+            return beside
+        if len(missing or copied) == 1:
+            return (missing or copied)[0]
+        module = owner(row.name) or self.modules.module(node)
+        if not module and letter(node, index) in _NAMED:
+            module = label(node)
+        return f"{module}.{role}" if module else ""
+
+    def _role(self, node: ir.Node, index: int, shape: tuple[int, ...]) -> str:
+        if _is_recurrent(node):
+            module = self.modules.module(node)
+            layer = self.layers[module, node.op_type].index(node) if module else 0
+            role = _RECURRENT.get(index, _OTHER)
+            return role if index > 3 else f"{role}_l{layer}"
+        role = _BY_LETTER.get(letter(node, index), _OTHER)
+        if role == _OTHER and domain(node) == "":
+            role = _BY_OPERATOR.get(node.op_type, _OTHER)
+            if role == "bias" and sum(n != 1 for n in shape) > 1:
+                return _OTHER  # a table of positions
+        return role
+
+    def _from_beside(self, node: ir.Node, role: str) -> str:
+        """Return the name that the weight or bias of the same layer implies; "" without one."""
+        if role not in ("weight", "bias"):
+            return ""
+        other = "bias" if role == "weight" else "weight"
+        for neighbour, value in _beside(node, role):
+            module, last = self.own.get(value, "").rpartition(".")[::2]
+            if not module or other not in last:
+                continue
+            modules = {self.modules.module(node), self.modules.module(neighbour)} - {""}
+            if len(modules) < 2:
+                return f"{module}.{last.replace(other, role)}"
+        return ""
+
+
+def _fits(parameter: str, role: str) -> bool:
+    """Return whether the last part of the name of a parameter is that of the role."""
+    is_bias = "bias" in parameter.rpartition(".")[2]
+    return role == _OTHER or is_bias == (role == "bias")
+
+
+def _first_use(value: ir.Value) -> tuple[ir.Node, int] | None:
+    """Return the first node that computes with `value`, through nodes that only move it."""
+    waiting = [value]
+    for v in waiting:  # the loop appends to it
+        for node, index in v.uses():
+            if node.op_type not in MOVES or letter(node, index) == "t":
+                return node, index
+            waiting += [y for y in node.outputs if y not in waiting]
+    return None
+
+
+def _beside(node: ir.Node, role: str) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """Yield the bias beside the weight of a layer, or the weight beside its bias.
+
+    It is an operand of `node`, or of the sum behind a product, or of the product before a sum.
+    """
+    neighbours, letters = [node], "b" if role == "weight" else "f"
+    if role == "bias":
+        neighbours += [n for x in node.inputs if (n := _source(x)) is not None]
+    elif "f" in _letters(node):
+        users = [user for y in node.outputs for user in _users(y)]
+        neighbours += [n for n in users if "f" not in _letters(n)]
+    for neighbour in neighbours:
+        adds = role == "weight" and neighbour.op_type == "Add" and domain(neighbour) == ""
+        for i, x in enumerate(neighbour.inputs):
+            while x is not None and (n := x.producer()) is not None and n.op_type in MOVES:
+                x = n.inputs[0]
+            if x is not None and x.producer() is None and (adds or letter(neighbour, i) in letters):
+                yield neighbour, x
+
+
+def _letters(node: ir.Node) -> set[str]:
+    return {letter(node, i) for i in range(len(node.inputs))}
+
+
+def _users(value: ir.Value) -> Iterator[ir.Node]:
+    """Yield the nodes that compute with `value`, through nodes that only move it."""
+    waiting = [value]
+    for v in waiting:  # the loop appends to it
+        for node, _ in v.uses():
+            if node.op_type in MOVES:
+                waiting += [y for y in node.outputs if y not in waiting]
+            else:
+                yield node
+
+
+def _source(value: ir.Value | None) -> ir.Node | None:
+    """Return the node that computes `value`, ignoring nodes that only move it."""
+    node = None if value is None else value.producer()
+    while node is not None and node.op_type in MOVES and node.inputs and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node
+
+
+def _is_recurrent(node: ir.Node) -> bool:
+    return domain(node) == "" and node.op_type in ("RNN", "GRU", "LSTM")

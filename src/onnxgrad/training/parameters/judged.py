@@ -1,0 +1,63 @@
+"""The float constants of a model, each with the verdict on its role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+from onnx_ir.passes.common import RemoveInitializersFromInputsPass
+
+from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.model import weights as constants
+from onnxgrad.model.convert import to_ir
+from onnxgrad.training.parameters import evidence
+from onnxgrad.training.parameters.roles import Roles, Verdict
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A float constant, and the verdict on its role."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    verdict: Verdict
+    value: ir.Value | None  # in the graph; None if no node reads it
+
+
+def judge(proto: ModelProto) -> tuple[ir.Graph, list[Judged]]:
+    """Return the graph of `proto`, functions inlined, and its float constants in their order."""
+    inner = to_ir(inlined(proto, lifted=True))
+    RemoveInitializersFromInputsPass()(inner)
+    values = inner.graph.initializers
+    roles = Roles(inner.graph, proto.producer_name == "pytorch")
+    stated = evidence.stated_kinds(proto.graph)
+    noted = constants.noted(proto)
+    rows = []
+    for ref in constants.constant_refs(proto):
+        if ref.read().data_type in constants.FLOATS:
+            array, value = ref.array(), values.get(ref.name)
+            if ref.name in noted:
+                verdict = Verdict(False, "part of a loss or of a gradient")
+            elif value is None:
+                verdict = Verdict(False, "no node reads it")
+            else:
+                by_role = roles.judge(ref.name, value, array)
+                verdict = _stated(by_role, array, stated.get(ref.name))
+            rows.append(Judged(ref.name, array.shape, str(array.dtype), array.size, verdict, value))
+    return inner.graph, rows
+
+
+def _stated(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verdict:
+    """Return the verdict of the role, or of the exporter if it states what the tensor is."""
+    if parameter is False and verdict.trains:
+        return Verdict(False, f"a buffer, as its exporter states ({verdict.why})")
+    if parameter and not verdict.trains and np.isfinite(array).all():
+        why = f"a parameter, as its exporter states ({verdict.why})"
+        return Verdict(True, why, array.size == 1)
+    if parameter is False:
+        return Verdict(False, verdict.why)
+    return verdict

@@ -1,0 +1,95 @@
+"""Names and patterns that a user writes, matched with the names and aliases of tensors."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from onnxgrad.errors import printable, unknown
+from onnxgrad.training.parameters.table import Tensor, Tensors
+
+Patterns = str | Iterable[str]
+
+
+def as_list(patterns: Patterns) -> list[str]:
+    """Return patterns as a list; a string is one pattern."""
+    return [patterns] if isinstance(patterns, str) else list(patterns)
+
+
+def matching(
+    rows: Sequence[Tensor], pattern: str, kind: str, weights_first: bool = True
+) -> list[Tensor]:
+    """Return the tensors that `pattern` names, in their order.
+
+    A name counts before an alias, and both before patterns of `fnmatch`, which match either. A
+    pattern with `weights_first` chooses among the weights, and only if it matches none of them,
+    among the other constants: "layer4.*" means no constants of its formulas.
+
+    Raises:
+        ValueError: none matches; close names and aliases are listed. `kind` is what the message
+            calls the pattern.
+    """
+    for exact in ([t for t in rows if t.name == pattern], [t for t in rows if t.alias == pattern]):
+        if exact:
+            return exact
+    matched = [t for t in rows if any(fnmatchcase(name, pattern) for name in t.names)]
+    if not matched:
+        raise _unmatched(rows, pattern, kind)
+    weights = [t for t in matched if t.is_weight] if weights_first else []
+    return weights or matched
+
+
+def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
+    """Return the tensors as they train with these arguments, and why.
+
+    Raises:
+        ValueError: a pattern that matches no tensor.
+    """
+    patterns = [] if train is None else as_list(train)
+    named = {
+        t.name: pattern
+        for pattern in reversed(patterns)
+        for t in matching(rows, pattern, "weight (train=)")
+    }
+    frozen = {
+        t.name: pattern
+        for pattern in reversed(as_list(freeze))
+        for t in matching(rows, pattern, "weight (freeze=)", weights_first=False)
+    }
+    chosen = Tensors()
+    for t in rows:
+        if t.name in frozen:
+            why = f"frozen by freeze={frozen[t.name]!r}; {t.why}"
+            t = replace(t, trains=False, why=printable(why), doubtful=False)
+        elif t.name in named:
+            why = f"named by train={named[t.name]!r}; {t.why}"
+            t = replace(t, trains=True, why=printable(why), doubtful=False)
+        elif train is not None:
+            why = f"not named by train=; {t.why}" if t.is_weight else t.why
+            left = t.doubtful and any(fnmatchcase(n, p) for n in t.names for p in patterns)
+            t = replace(t, trains=False, why=why, doubtful=left)
+        chosen.append(t)
+    return chosen
+
+
+def _unmatched(rows: Sequence[Tensor], pattern: str, kind: str) -> ValueError:
+    """Return an error that lists names and aliases, those of weights first."""
+    ordered = sorted(rows, key=lambda t: not t.is_weight)
+    names = [name for t in ordered for name in reversed(t.names)]
+    return unknown(kind, pattern, names, _close(pattern, names))
+
+
+def _close(pattern: str, names: Sequence[str]) -> list[str]:
+    """Return up to three names that have a part like the text of `pattern`."""
+    text = re.sub(r"[*?]+", "*", pattern).strip("*./").lower()
+    parts: dict[str, str] = {}
+    count = len(re.split(r"[./]", text))
+    for name in names:
+        split = re.split(r"[./]", name.lower())
+        for i in range(len(split) - count + 1):
+            parts.setdefault(".".join(split[i : i + count]), name)
+    close = difflib.get_close_matches(text.replace("/", "."), parts, n=3, cutoff=0.6)
+    return [parts[part] for part in close]

@@ -1,0 +1,123 @@
+"""The table of float constants that `trainable` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import SupportsIndex, overload
+
+from onnxgrad.errors import printable
+
+LISTED = 12  # tensors that a message names
+_WIDEST = {"name": 80, "alias": 80, "why": 100}  # characters of a column
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A float constant of a model, and whether it trains.
+
+    Attributes:
+        name: its name, as in `weights_to_train`.
+        shape: its shape.
+        dtype: "float32", "float64", "float16" or "bfloat16".
+        size: number of its elements.
+        trains: whether it trains.
+        why: its role in the graph, or the reason why it does or does not train.
+        doubtful: whether trainers warn about the decision.
+        alias: where an exporter numbered the name: the name that the tensor has in its module, as
+            "encoder.layer.0.query.weight"; otherwise "".
+        is_weight: whether its role is that of a weight: by default these train.
+        copy_of: the table of an embedding that has the same numbers: the network shares one weight,
+            of which the exporter stored two copies. Otherwise "".
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
+    trains: bool
+    why: str
+    doubtful: bool = False
+    alias: str = ""
+    is_weight: bool = False
+    copy_of: str = ""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name, and the alias if there is one."""
+        return (self.name, self.alias) if self.alias else (self.name,)
+
+
+class Tensors(list[Tensor]):
+    """A list of `Tensor` that prints as a table; slices of it do, too."""
+
+    @property
+    def trained(self) -> Tensors:
+        """Those that train."""
+        return Tensors(t for t in self if t.trains)
+
+    @property
+    def frozen(self) -> Tensors:
+        """Those that do not train."""
+        return Tensors(t for t in self if not t.trains)
+
+    @overload
+    def __getitem__(self, index: SupportsIndex, /) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice, /) -> Tensors: ...
+    def __getitem__(self, index: SupportsIndex | slice, /) -> Tensor | Tensors:
+        """Return a tensor, or the tensors of a slice."""
+        part = super().__getitem__(index)
+        return Tensors(part) if isinstance(part, list) else part
+
+    def __str__(self) -> str:
+        head = ["name", "alias", "shape", "dtype", "trains", "why"]
+        rows = [
+            [
+                _shortened(t.name, "name"),
+                _shortened(t.alias, "alias"),
+                str(list(t.shape)),
+                t.dtype,
+                "yes" if t.trains else "no",
+                _shortened(t.why, "why"),
+            ]
+            for t in self
+        ]
+        lines = [head, *rows]
+        if not any(t.alias for t in self):
+            lines = [[cell for i, cell in enumerate(line) if i != 1] for line in lines]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        table = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        ]
+        trained = self.trained
+        numbers = f"{sum(t.size for t in trained):,} of {sum(t.size for t in self):,} numbers"
+        summary = f"{len(trained)} of {len(self)} float constants train: {numbers}"
+        return "\n".join([*table, summary])
+
+    __repr__ = __str__
+
+
+def listed(rows: Iterable[Tensor], most: int = LISTED) -> str:
+    """Return names and reasons as one line of text."""
+    rows = list(rows)
+    text = "; ".join(f"{shown(t)} ({t.why})" for t in rows[:most])
+    return text + more(rows, most)
+
+
+def shown(tensor: Tensor) -> str:
+    """Return the name of a tensor for a message, with its alias."""
+    alias = f" ({printable(tensor.alias)})" if tensor.alias else ""
+    return f"{printable(tensor.name)!r}{alias}"
+
+
+def more(rows: list[Tensor], most: int = LISTED) -> str:
+    """Return how many of the rows a message that names the first ones leaves out."""
+    return f"; and {len(rows) - most} more" if len(rows) > most else ""
+
+
+def _shortened(text: str, column: str) -> str:
+    """Return the text of a cell; of a long one the beginning and the end, which say most."""
+    text, half = printable(text), (_WIDEST[column] - 3) // 2
+    return text if len(text) <= _WIDEST[column] else f"{text[:half]}...{text[-half:]}"

@@ -1,0 +1,191 @@
+"""Backbones that are cut from a model, and models that are joined, against numpy."""
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from onnxgrad import ModelError, Trainer, save
+from onnxgrad.finetune.features import features
+from onnxgrad.finetune.heads import replace_head
+from onnxgrad.finetune.join import attach
+from onnxgrad.model import external
+from onnxgrad.model.notes import HEAD, read_note
+from running import run, run_named
+from small_models import parse
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(6, 4)).astype(np.float32)
+W = RNG.normal(size=(4, 3)).astype(np.float32)
+V = RNG.normal(size=(3, 2)).astype(np.float32)
+B = RNG.normal(size=3).astype(np.float32)
+IMAGES = RNG.normal(size=(2, 4, 3, 3)).astype(np.float32)
+K = RNG.normal(size=(3, 4, 1, 1)).astype(np.float32)
+
+
+def names(values):
+    return [v.name for v in values]
+
+
+def test_features():
+    text = """f (float[N,4,H,W] x) => (float[N,3] y) {
+        r = Relu(x) h = Conv(r, k, b) p = GlobalAveragePool(h) y = Flatten(p) }"""
+    model = parse(text, k=K, b=B)
+    for at in (None, "k", "r"):
+        part = features(model, at)
+        onnx.checker.check_model(part, full_check=True)
+        assert names(part.graph.output) == ["r"]
+        np.testing.assert_array_equal(run(part, x=IMAGES)[0], np.maximum(IMAGES, 0))
+        assert not part.graph.initializer
+    assert names(features(model, "h").graph.output) == ["h"]
+    with pytest.raises(ValueError, match="Unknown"):
+        features(model, "nothing")
+
+
+def test_features_of_one_output():
+    two = """f (float[N,4] x, float[N,4] z) => (float[N,3] y, float[N,3] q) {
+        a = Relu(x) y = MatMul(a, w) c = Tanh(z) q = MatMul(c, w) }"""
+    part = features(parse(two, w=W), output="q")
+    assert names(part.graph.input) == ["z"]
+    np.testing.assert_allclose(run(part, z=X)[0], np.tanh(X), rtol=1e-6)
+
+
+BODY = "body (float[N,4] x) => (float[N,3] h) { a = Relu(x) h = MatMul(a, w) }"
+EXPECTED = np.maximum(X, 0) @ W
+
+
+def above(text, opset=18, ir_version=8, **weights):
+    model = onnx.parser.parse_model(
+        f'<ir_version: {ir_version}, opset_import: ["": {opset}, "local": 1]> {text}'
+    )
+    for name, array in weights.items():
+        model.graph.initializer.append(numpy_helper.from_array(array, name))
+    return model
+
+
+def test_attach_renames_what_clashes():
+    """Equal names of weights, values and nodes in both models are different tensors."""
+    head = above(
+        "head (float[N,3] h) => (float[N,2] a) { q = Tanh(h) x = Identity(q) a = MatMul(x, w) }",
+        w=V,
+    )
+    body = parse(BODY, w=W)
+    head.graph.node[0].name = body.graph.node[0].name = "node"
+    copies = [m.SerializeToString() for m in (body, head)]
+    joined = attach(body, head)
+    assert copies == [m.SerializeToString() for m in (body, head)]
+    onnx.checker.check_model(joined, full_check=True)
+    assert (names(joined.graph.input), names(joined.graph.output)) == (["x"], ["a"])
+    assert len({node.name for node in joined.graph.node if node.name}) == 2
+    np.testing.assert_allclose(run(joined, x=X)[0], np.tanh(EXPECTED) @ V, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("opset", "ir_version"), [(9, 3), (13, 7), (21, 10)])
+def test_attach_other_opsets(opset, ir_version):
+    head = above("head (float[N,3] s) => (float[N,3] p) { p = Softmax(s) }", opset, ir_version)
+    joined = attach(parse(BODY, w=W), head)
+    assert joined.opset_import[0].version == max(opset, 18)
+    e = np.exp(EXPECTED)
+    np.testing.assert_allclose(run(joined, x=X)[0], e / e.sum(1, keepdims=True), rtol=1e-5)
+
+
+def test_attach_local_functions():
+    """Functions of one name in both models are two functions."""
+    function = '<opset_import: ["": 18], domain: "local"> f (x) => (y) {{ y = {}(x) }}'
+    body = parse(
+        f"body (float[N,4] x) => (float[N,4] h) {{ h = local.f(x) }} {function.format('Exp')}"
+    )
+    head = above(
+        f"head (float[N,4] h) => (float[N,4] y) {{ y = local.f(h) }} {function.format('Neg')}"
+    )
+    np.testing.assert_allclose(run(attach(body, head), x=X)[0], -np.exp(X), rtol=1e-6)
+
+
+def test_attach_keeps_other_outputs_and_inputs():
+    body = parse(
+        """body (float[N,4] x, float[N,1] m) => (float[N,3] h, float[N,4] a) {
+        z = Mul(x, m) a = Relu(z) h = MatMul(a, w) }""",
+        w=W,
+    )
+    head = above("""head (float[N,3] h, float[N,1] m, float[N,1] t) => (float[N,3] y) {
+        s = Mul(h, m) y = Add(s, t) }""")
+    joined = attach(body, head)
+    assert names(joined.graph.input) == ["x", "m", "t"]
+    assert names(joined.graph.output) == ["y", "a"]
+    m, t = (RNG.normal(size=(6, 1)).astype(np.float32) for _ in range(2))
+    results = run_named(joined, x=X, m=m, t=t)
+    np.testing.assert_allclose(results["a"], np.maximum(X * m, 0), rtol=1e-6)
+    np.testing.assert_allclose(results["y"], results["a"] @ W * m + t, rtol=1e-5, atol=1e-6)
+
+
+def test_attach_values_of_subgraphs():
+    head = above("""head (float[N,3] h, bool c) => (float[N,3] y) {
+        y = If(c) <then_branch = g () => (float[N,3] r) { a = Neg(h) r = Exp(a) },
+                   else_branch = k () => (float[N,3] s) { s = Identity(h) }> }""")
+    joined = attach(parse(BODY, w=W), head)
+    [y] = run(joined, x=X, c=np.array(True))
+    np.testing.assert_allclose(y, np.exp(-EXPECTED), rtol=1e-5)
+
+
+def test_attach_by_mapping():
+    """Any value of the backbone may be named."""
+    head = above("head (float[N,4] t) => (float[N,4] y) { y = Tanh(t) }")
+    joined = attach(parse(BODY, w=W), head, {"a": "t"})
+    assert names(joined.graph.output) == ["y", "h"]
+    np.testing.assert_allclose(run_named(joined, x=X)["y"], np.tanh(np.maximum(X, 0)), rtol=1e-5)
+
+
+REFUSED = {
+    "other shape": ("(float[N,2] h) => (float[N,2] y)", None, r"shape \[.*3\].*\[.*2\]"),
+    "other dtype": ("(double[N,3] h) => (double[N,3] y)", None, "holds FLOAT.*DOUBLE"),
+    "no name": ("(float[N,3] s, float[N,3] t) => (float[N,3] y)", None, "pass mapping"),
+    "unknown value": ("(float[N,3] h) => (float[N,3] y)", {"g": "h"}, "Unknown output .*'g'"),
+    "unknown input": ("(float[N,3] h) => (float[N,3] y)", {"h": "g"}, "Unknown input .*'g'"),
+    "an input twice": ("(float[N,3] h) => (float[N,3] y)", {"h": "h", "a": "h"}, "fed twice"),
+    "inputs that differ": ("(float[N,3] h, int64[N] x) => (float[N,3] y)", None, "input 'x'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_attach_refuses(name):
+    signature, mapping, message = REFUSED[name]
+    first = signature[1:].split()[1].strip(",)")
+    head = above(f"head {signature} {{ y = Identity({first}) }}")
+    with pytest.raises((ValueError, ModelError), match=message):
+        attach(parse(BODY, w=W), head, mapping)
+
+
+def test_a_head_that_is_attached_trains():
+    """A backbone that is cut, and a head of one's own, train as one model."""
+    model = parse("f (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w) y = Softmax(h) }", w=W)
+    body = features(replace_head(model, 3), "h")
+    head = above("head (float[N,3] h) => (float[N,2] p) { s = MatMul(h, v) p = Softmax(s) }", v=V)
+    joined = attach(body, head)
+    assert read_note(joined, HEAD) == ["head.weight"]
+    labels = (X[:, 0] > 0).astype(np.int64)
+    trainer = Trainer(joined, "cross_entropy", train=["v"], learning_rate=0.1)
+    trainer.fit(X, labels, epochs=30)
+    assert trainer.history[-1]["loss"] < trainer.history[0]["loss"]
+
+
+def test_tensors_in_files_stay_there(tmp_path, monkeypatch):
+    """Of a model beyond 1 GB, only the new tensors are in memory."""
+    model = parse(
+        BODY.replace("h = MatMul", "g = MatMul(a, big) h = MatMul").replace("(a, w)", "(g, w)"),
+        w=W,
+        big=np.eye(4),
+    )
+    path = tmp_path / "model.onnx"
+    onnx.save_model(model, path, save_as_external_data=True, size_threshold=0)
+    monkeypatch.setattr(external, "IN_MODEL", 0)
+    monkeypatch.setattr(external, "SMALL", 0)
+    changed = replace_head(path, 5)
+    stored = {t.name: t.data_location for t in changed.graph.initializer}
+    assert stored == {"big": onnx.TensorProto.EXTERNAL, "head.weight": onnx.TensorProto.DEFAULT}
+    w = numpy_helper.to_array(changed.graph.initializer[-1])
+    save(changed, tmp_path / "new.onnx")
+    [y] = run(tmp_path / "new.onnx", x=X)
+    np.testing.assert_allclose(y, np.maximum(X, 0) @ w, rtol=1e-5)
+    head = above("head (float[N,5] h) => (float[N,5] y) { y = Neg(h) }")
+    joined = attach(features(tmp_path / "new.onnx", "h"), head)
+    assert {t.name for t in joined.graph.initializer if t.data_location} == {"big", "head.weight"}
