@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
     config = json.loads(path.read_text())
     for entry, match in (
         ({"peft_type": "IA3"}, "'IA3'"),
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True}, "contradict"),
         ({"init_lora_weights": "pissa"}, "pissa"),
     ):
         path.write_text(json.dumps(config | entry))

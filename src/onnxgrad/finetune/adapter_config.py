@@ -17,6 +17,8 @@ _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) -> dict[str, Any]:
     """Return the settings of adapters as a `LoraConfig` of PEFT has them."""
+    if len({note["use_dora"] for note in notes}) > 1:
+        raise ValueError("adapters with and without use_dora cannot be in one file")
     rank, alpha, dropout = (
         Counter(note[name] for note in notes).most_common(1)[0][0]
         for name in ("rank", "alpha", "dropout")
@@ -39,7 +41,7 @@ def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) ->
         "lora_alpha": _plain(alpha),
         "lora_dropout": dropout,
         "use_rslora": rslora,
-        "use_dora": False,
+        "use_dora": notes[0]["use_dora"],
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -71,8 +73,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise ValueError(f"{path} describes adapters of the kind {kind!r}: only LORA can be loaded")
-    if config.get("use_dora"):
-        raise ValueError(f"{path} has use_dora=true: merge it in PEFT, and export that model")
     if config.get("init_lora_weights", True) not in _PLAIN_INITS:
         raise ValueError(
             f"{path} has init_lora_weights={config['init_lora_weights']!r}, which changes the "
@@ -90,6 +90,7 @@ def options_of(config: Mapping[str, Any], module: str, rank: int) -> dict[str, A
         "alpha": alpha,
         "dropout": float(config.get("lora_dropout") or 0.0),
         "use_rslora": rslora,
+        "use_dora": bool(config.get("use_dora", False)),
         "scaling": alpha / (rank**0.5 if rslora else rank),
     }
 

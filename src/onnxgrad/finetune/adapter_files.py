@@ -20,6 +20,7 @@ from onnxgrad.finetune.adapter_config import CONFIG, config_of, options_of, read
 from onnxgrad.finetune.adapter_graph import Additions, adapter_dtype
 from onnxgrad.finetune.adapter_names import module_names
 from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, LINEAR, Target, Use, targets
+from onnxgrad.finetune.dora import unfit
 from onnxgrad.finetune.lora import insert, writable
 from onnxgrad.model.files import replacing
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, read_note, write_note
@@ -30,7 +31,8 @@ Arrays = dict[str, np.ndarray]
 WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KEY = re.compile(
-    r"(?:base_model\.model\.)?(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_[AB])"
+    r"(?:base_model\.model\.)?(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_[AB]"
+    r"|lora_magnitude_vector)"
 )
 
 
@@ -137,16 +139,19 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
 
 def _in_peft(form: str, array: np.ndarray) -> np.ndarray:
     """Return a factor of an adapter in the layout of PEFT, or one of PEFT in that of the model."""
-    return np.swapaxes(array, -1, -2) if form in (LINEAR, EMBEDDING) else array
+    if form in (LINEAR, EMBEDDING) and array.ndim > 1:
+        return np.swapaxes(array, -1, -2)
+    return array
 
 
 def _adapter_keys(notes: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Return the tensor and the form of each adapter, by its key without the prefix."""
     keys = {}
     for note in notes:
-        names = ("lora_A.weight", "lora_B.weight")
+        names: tuple[str, ...] = ("lora_A.weight", "lora_B.weight")
         if note["form"] == EMBEDDING:
             names = ("lora_embedding_A", "lora_embedding_B")
+        names += ("lora_magnitude_vector",) if note["use_dora"] else ()
         for name, tensor in zip(names, note["tensors"], strict=True):
             keys[f"{note['module']}.{name}"] = tensor, note["form"]
     return keys
@@ -186,7 +191,7 @@ def _read_arrays(folder: Path) -> Arrays:
         hint = other if (folder / "adapter_model.bin").exists() else ""
         raise FileNotFoundError(f"{folder} has no {WEIGHTS}.{hint}")
     try:
-        return load_arrays(path.read_bytes())
+        return dict(sorted(load_arrays(path.read_bytes()).items()))  # they come in any order
     except (SafetensorError, ValueError, KeyError) as e:
         raise ValueError(f"{path} is damaged, or holds a dtype that numpy lacks: {e}") from None
 
@@ -206,14 +211,22 @@ def _add(proto: ModelProto, modules: Mapping[str, dict[str, tuple]], config: dic
     add, notes = Additions(proto), read_adapters(proto)
     for module in sorted(modules, key=lambda module: order[names[module]]):
         name = names[module]
-        pair = _zeros(module, modules[module], every[name])
+        shapes = dict(modules[module])
+        magnitude = shapes.pop("lora_magnitude_vector", None)
+        pair = _zeros(module, shapes, every[name])
         rank = pair[0].shape[0] if every[name].uses[0].form == CONV else pair[0].shape[-1]
         options = options_of(config, module, rank)
+        if options["use_dora"]:
+            if reason := unfit(every[name]):
+                raise ValueError(f"{name!r} cannot have the adapter of {module!r}: {reason}")
+            pair += (np.zeros(every[name].uses[0].shape[-1:], pair[0].dtype),)
+        if options["use_dora"] != (magnitude is not None):
+            raise ValueError(f"use_dora and the tensors of {module!r} in the file contradict")
         notes.append(insert(add, name, module, every[name], pair, options))
     write_note(proto, ADAPTERS, notes)
 
 
-def _zeros(module: str, shapes: dict[str, tuple], target: Target) -> tuple[np.ndarray, np.ndarray]:
+def _zeros(module: str, shapes: dict[str, tuple], target: Target) -> tuple[np.ndarray, ...]:
     """Return zeros in the shapes of the factors of an adapter, as the model has them.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto
 
 from onnxgrad.errors import ModelError
 from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Use, attributes
@@ -170,15 +170,16 @@ class _Removal:
     def restore(self, base: str) -> None:
         """Remove the sum behind `base` with all that only it reads; `base` gets its name."""
         readers = self.readers.get(base, [])
-        if base not in self.producers or len(readers) != 1 or self.reads[base] != 1:
+        if base in self.producers and readers and readers[-1][1].op_type == "Add":
+            graph, last = readers[-1]  # the sum is the last node of an adapter
+            output = last.output[0]
+            self._drop(graph, last, kept=base)
+        if base not in self.producers or not readers or self.reads[base]:
             raise ModelError(
                 f"the adapter beside {base!r} is not as add_lora wrote it: a tool modified the "
                 "file. Merge adapters before other tools modify it"
             )
-        [(graph, last)] = readers
-        output = last.output[0]
         _, node = self.producers[base]
-        self._drop(graph, last, kept=base)
         node.output[list(node.output).index(base)] = output
         self.producers[output] = graph, node
         self.dropped -= {output}
@@ -209,8 +210,3 @@ class _Removal:
 def _keep(entries, gone: set[str]) -> None:
     for i in reversed([i for i, entry in enumerate(entries) if entry.name in gone]):
         del entries[i]
-
-
-def initializers(model: ModelProto) -> dict[str, TensorProto]:
-    """Return the initializers of the main graph by name."""
-    return {tensor.name: tensor for tensor in model.graph.initializer}

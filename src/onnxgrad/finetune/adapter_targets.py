@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
 from onnx import ModelProto
 
 from onnxgrad.errors import printable
 from onnxgrad.finetune.adapter_uses import Target
+from onnxgrad.finetune.dora import unfit
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
+from onnxgrad.reporting import logger
 from onnxgrad.training.parameters.choice import matching_weights
 
 _LISTED = 4  # reasons that a message gives
 
 
 def chosen_targets(
-    proto: ModelProto, targets: dict[str, Target], patterns: str | Iterable[str], rank: int
+    proto: ModelProto,
+    targets: dict[str, Target],
+    patterns: str | Iterable[str],
+    options: Mapping[str, Any],
 ) -> dict[str, Target]:
     """Return the constants that the patterns match and that can have an adapter, in graph order.
 
     Raises:
         ValueError: a pattern matches nothing, or nothing that can have an adapter.
     """
-    reasons = _reasons(proto, targets, rank)
+    reasons = _reasons(proto, targets, options)
     quantized = [name for name, target in targets.items() if target.quantized]
     own = {name for note in read_adapters(proto) for name in note["tensors"]}
     chosen: set[str] = set()
@@ -45,18 +51,26 @@ def chosen_targets(
                 f"{'; '.join(told[:_LISTED]) or 'it only matches adapters'}{more}"
             )
         chosen |= possible
+        for name in sorted(matched & set(reasons)):
+            logger.info("no adapter for %s: %s", printable(name), reasons[name])
     if not chosen:
         raise ValueError("no patterns: name the weights that get an adapter")
     return {name: target for name, target in targets.items() if name in chosen}
 
 
-def _reasons(proto: ModelProto, targets: dict[str, Target], rank: int) -> dict[str, str]:
+def _reasons(
+    proto: ModelProto, targets: dict[str, Target], options: Mapping[str, Any]
+) -> dict[str, str]:
     """Return why constants cannot have an adapter, by name."""
     reasons = {name: target.reason for name, target in targets.items() if target.reason}
     for name, target in targets.items():
         group = target.uses[0].group if target.uses else 1
-        if rank % group and name not in reasons:
-            reasons[name] = f"it has {group} groups, and rank={rank} is no multiple of {group}"
+        if name in reasons:
+            continue
+        if options["rank"] % group:
+            reasons[name] = f"it has {group} groups, and rank={options['rank']} is no multiple"
+        elif options["use_dora"] and (reason := unfit(target)):
+            reasons[name] = reason
     for name in read_note(proto, HEAD):
         reasons[name] = "it belongs to the new head, which trains as a whole"
     for note in read_adapters(proto):

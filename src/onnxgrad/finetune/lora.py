@@ -9,11 +9,12 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
+import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, escaping
-from onnxgrad.finetune import adapter_graph
+from onnxgrad.finetune import adapter_graph, dora
 from onnxgrad.finetune.adapter_graph import Additions
 from onnxgrad.finetune.adapter_names import module_names
 from onnxgrad.finetune.adapter_targets import chosen_targets
@@ -22,7 +23,7 @@ from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs
 
-Arrays = tuple[np.ndarray, np.ndarray]
+Arrays = tuple[np.ndarray, ...]
 
 
 @escaping()
@@ -34,6 +35,7 @@ def add_lora(
     dropout: float = 0.0,
     *,
     use_rslora: bool = False,
+    use_dora: bool = False,
     seed: int = 0,
 ) -> ModelProto:
     """Return `model` with low-rank adapters beside the weights that the patterns name.
@@ -43,21 +45,20 @@ def add_lora(
     one to `rank` channels and a pointwise one. A fresh adapter changes nothing. Trainers train the
     adapters, and a new head, by default; other tensors are constants.
 
-    A weight that several nodes read has one adapter for all of them, so that `merge_lora` can add
-    it to the weight. Local functions of the model are inlined.
+    A weight that several nodes read has one adapter for all of them. Local functions are inlined.
 
     Args:
         model: model, serialized model or path; never modified.
-        patterns: names of weights, and patterns as "*.query.weight": factors of MatMul and Gemm,
-            kernels of Conv, tables of Gather, also quantized ones. What matches and cannot have an
-            adapter, or belongs to a new head, is left out.
-        rank: the rank of A B; of a convolution with groups, it must be a multiple of their number.
+        patterns: names, and patterns as "*.query.weight", of factors of MatMul and Gemm, kernels
+            of Conv and tables of Gather, also quantized ones. Other tensors that match, and those
+            of a new head, are left out.
+        rank: columns of A; for a convolution with groups a multiple of their number.
         alpha: A B is multiplied by alpha / rank.
-        dropout: probability of [0, 1), with which a `Trainer` zeroes elements of the data that an
-            adapter reads, in training only. Embeddings have none.
+        dropout: probability of [0, 1) with which a `Trainer` zeroes elements of the data that an
+            adapter reads, in training only; not for embeddings.
         use_rslora: multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023).
-        seed: of the initial values, as PEFT's: A uniform in +-1 / sqrt(inputs), B zero; of an
-            embedding A zero, B normal.
+        use_dora: also train the length of each column of W + (alpha / rank) A B (Liu et al. 2024).
+        seed: of the initial values, which are distributed as PEFT's.
 
     Raises:
         ValueError: a pattern that matches nothing that can have an adapter; an invalid number.
@@ -74,21 +75,23 @@ def add_lora(
         >>> [node.op_type for node in og.merge_lora(adapted).graph.node]
         ['MatMul']
     """
-    options = _options(operator.index(rank), alpha, dropout, use_rslora)
+    options = _options(operator.index(rank), alpha, dropout, use_rslora, use_dora)
     adapted = writable(model)
     every = targets(adapted)
     modules = module_names(every)
-    chosen = chosen_targets(adapted, every, patterns, rank)
+    chosen = chosen_targets(adapted, every, patterns, options)
     add, notes = Additions(adapted), read_adapters(adapted)
     for name, target in chosen.items():
         generator = np.random.default_rng([operator.index(seed), crc32(name.encode())])
-        arrays = _initial(target.uses[0], rank, generator)
+        arrays = _initial(target, options, generator)
         notes.append(insert(add, name, modules[name], target, arrays, options))
     write_note(adapted, ADAPTERS, notes)
     return adapted
 
 
-def _options(rank: int, alpha: float, dropout: float, use_rslora: bool) -> dict[str, Any]:
+def _options(
+    rank: int, alpha: float, dropout: float, use_rslora: bool, use_dora: bool
+) -> dict[str, Any]:
     """Return the settings of an adapter as they are noted."""
     if rank < 1:
         raise ValueError(f"rank={rank}: an adapter needs at least 1")
@@ -99,6 +102,7 @@ def _options(rank: int, alpha: float, dropout: float, use_rslora: bool) -> dict[
         "alpha": float(alpha),
         "dropout": float(dropout),
         "use_rslora": bool(use_rslora),
+        "use_dora": bool(use_dora),
         "scaling": float(alpha / (math.sqrt(rank) if use_rslora else rank)),
     }
 
@@ -113,15 +117,23 @@ def writable(model: ModelLike) -> ModelProto:
     return copy
 
 
-def _initial(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
-    """Return the initial factors of the weight as it is used, whose product is zero."""
+def _initial(target: Target, options: dict[str, Any], generator: np.random.Generator) -> Arrays:
+    """Return the initial tensors of an adapter: its factors, and the lengths for DoRA."""
+    use, rank = target.uses[0], options["rank"]
     dtype = adapter_graph.adapter_dtype(use).numpy()
-    shape, group = use.shape, use.group
+    arrays: Arrays = _factors(use, rank, generator)
+    if options["use_dora"]:
+        arrays += (dora.lengths(target.ref.array().transpose(use.perm)),)
+    return tuple(array.astype(dtype) for array in arrays)
+
+
+def _factors(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
+    """Return two factors whose product is zero."""
+    shape = use.shape
     if use.form == CONV:
         bound = 1 / math.sqrt(math.prod(shape[1:]))
         narrow = generator.uniform(-bound, bound, (rank, *shape[1:]))
-        wide = np.zeros((shape[0], rank // group, *(1 for _ in shape[2:])))
-        return narrow.astype(dtype), wide.astype(dtype)
+        return narrow, np.zeros((shape[0], rank // use.group, *(1 for _ in shape[2:])))
     p, q = np.zeros((*shape[:-1], rank)), np.zeros((*shape[:-2], rank, shape[-1]))
     if use.form == EMBEDDING:
         q = generator.normal(size=q.shape)
@@ -129,7 +141,7 @@ def _initial(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
         q = generator.uniform(-1, 1, q.shape) / math.sqrt(shape[-1])
     else:
         p = generator.uniform(-1, 1, p.shape) / math.sqrt(shape[-2])
-    return p.astype(dtype), q.astype(dtype)
+    return p, q
 
 
 def insert(
@@ -142,9 +154,12 @@ def insert(
 ) -> dict[str, Any]:
     """Write the adapter of one weight beside all its uses; return the note about it."""
     first = target.uses[0]
-    middle = ("lora_embedding_A", "lora_embedding_B")
-    named = middle if first.form == EMBEDDING else ("lora_A.weight", "lora_B.weight")
-    order = (1, 0) if first.form == LEFT else (0, 1)  # the factor that reads the data is A
+    embeds = first.form == EMBEDDING
+    pair = (
+        ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
+    )
+    named = (*pair, "lora_magnitude_vector")[: len(arrays)]
+    order = (1, 0) if first.form == LEFT else (0, 1, 2)[: len(arrays)]  # A reads the data
     names = [add.name(f"{module}.{part}") for part in named]
     values = {i: add.tensor(n, arrays[i]) for i, n in zip(order, names, strict=True)}
     note: dict[str, Any] = {
@@ -160,23 +175,31 @@ def insert(
         "uses": [],
     }
     for use in target.uses:
-        note["uses"].append(_beside(add, use, first, (values[0], values[1]), options))
+        factors = tuple(values[i] for i in range(len(arrays)))
+        note["uses"].append(_beside(add, use, first, factors, options))
     return note
 
 
-def _beside(add: Additions, use: Use, first: Use, pair: tuple, options: dict[str, Any]) -> dict:
-    """Write the adapter beside one use; return the names of the values that `merge_lora` needs."""
-    dropped = ""
+def _beside(
+    add: Additions, use: Use, first: Use, factors: tuple[ir.Value, ...], options: dict[str, Any]
+) -> dict[str, str]:
+    """Write the adapter beside one use; return the names of its values that others need."""
+    noted = {"dropout": "", "norm": ""}
 
-    def write(base):
-        nonlocal dropped, pair
-        x, dropped = add.data(use, dropout=bool(options["dropout"]))
+    def write(base: ir.Value) -> ir.Value:
+        x, noted["dropout"] = add.data(use, dropout=bool(options["dropout"]))
+        p, q, *magnitude = factors
+        if magnitude:
+            data, scaling = (x, bool(noted["dropout"])), options["scaling"]
+            triple = (p, q, magnitude[0])
+            result, noted["norm"] = dora.write(add, use, base, data, triple, scaling)
+            return result
         if use.perm != first.perm:  # tied: this use reads the transposed weight
-            pair = tuple(add.op.mT(v) for v in reversed(pair))
-        change = adapter_graph.product(add, use, x, pair, options["scaling"] * use.factor)
+            p, q = add.op.mT(q), add.op.mT(p)
+        change = adapter_graph.product(add, use, x, (p, q), options["scaling"] * use.factor)
         return add.emit("Add", base, add.cast(change, use.dtype))
 
-    return {"base": add.beside(use, write), "dropout": dropped}
+    return {"base": add.beside(use, write), **noted}
 
 
 @escaping()
@@ -218,8 +241,10 @@ def merge_lora(model: ModelLike) -> ModelProto:
         ref = refs[note["weight"]]
         old = ref.array()
         pair = [refs[name].array().astype(np.float64) for name in note["tensors"]]
-        change = _change(note, pair).transpose(np.argsort(note["perm"]))
-        new = (old.astype(np.float64) + change).astype(old.dtype)
+        used = old.astype(np.float64).transpose(note["perm"]) + _change(note, pair)
+        if note["use_dora"]:
+            used *= pair[2] / dora.lengths(used)
+        new = used.transpose(np.argsort(note["perm"])).astype(old.dtype)
         if not np.array_equal(new, old):
             ref.write(new)
     bases = [use["base"] for note in notes for use in note["uses"]]
@@ -231,7 +256,7 @@ def merge_lora(model: ModelLike) -> ModelProto:
 
 def _change(note: dict[str, Any], pair: Sequence[np.ndarray]) -> np.ndarray:
     """Return what an adapter adds to its weight, with the axes as in the node that reads it."""
-    a, b = pair
+    a, b = pair[:2]
     if note["form"] == LEFT:
         return note["scaling"] * (b @ a)
     if note["form"] != CONV:

@@ -80,7 +80,8 @@ def adapter_dropout(proto: ModelProto) -> dict[str, float]:
 def detached(proto: ModelProto) -> set[str]:
     """Return the values of adapters through which a `Trainer` lets no gradient flow."""
     adapters = read_adapters(proto)
-    return {use["norm"] for adapter in adapters for use in adapter.get("uses", ()) if use["norm"]}
+    uses = (use for adapter in adapters for use in adapter.get("uses", ()))
+    return {use["norm"] for use in uses if use.get("norm")}
 
 
 def rename_notes(proto: ModelProto, new_names: Mapping[str, str]) -> None:

@@ -157,7 +157,7 @@ def minimized(
         buffers=form.buffers,
         draw=form.draw,
         first=form.first,
-        stop_gradient=[y for node, _ in walk(graph) for y in node.outputs if y.name in fixed],
+        stop_gradient={y for node, _ in walk(graph) for y in node.outputs if y.name in fixed},
         carried=form.carried,
     )
 

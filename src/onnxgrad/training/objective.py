@@ -5,7 +5,7 @@ The loss is either an output of the model, or a `BaseLearningLoss` writes it int
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar
@@ -40,10 +40,10 @@ class Objective:
     `seeds` maps values to their cotangents; None stands for one, at the loss or a term of it.
     `buffers` are inputs and their new values after a batch; `draw`, the number of the draw of
     random numbers, and `first`, whether the batch is the first of an epoch, are inputs if they are
-    used. No gradient flows through the values `stop_gradient`. With `per_row`, the gradient is divided by the number of rows outside of the graph.
-    `tables` are those into which data inputs contain indices, `names` the names of the columns in
-    an earlier training, and `stored` masks of the stored elements of sparse weights: only these
-    are trained.
+    used. No gradient flows through the values `stop_gradient`. With `per_row`, the gradient is
+    divided by the number of rows outside of the graph. `tables` are those into which data
+    inputs contain indices, `names` the names of the columns in an earlier training, and `stored`
+    masks of the stored elements of sparse weights: only these are trained.
     """
 
     model: ir.Model
@@ -60,7 +60,7 @@ class Objective:
     buffers: dict[ir.Value, ir.Value] = field(default_factory=dict, kw_only=True)
     draw: ir.Value | None = field(default=None, kw_only=True)
     first: ir.Value | None = field(default=None, kw_only=True)
-    stop_gradient: Sequence[ir.Value] = field(default=(), kw_only=True)
+    stop_gradient: Collection[ir.Value] = field(default=frozenset(), kw_only=True)
 
     per_row: ClassVar[bool] = True
 
