@@ -6,21 +6,14 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from onnxgrad.cli.schedule_names import SCHEDULES
 from onnxgrad.cli.train_options import LossOptions, OptimizerOptions, TrainOptions
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
-from onnxgrad.schedules import compose, curves
-from onnxgrad.schedules.base import Schedule, constant
-from onnxgrad.schedules.plateau import plateau
+from onnxgrad.schedules import compose
+from onnxgrad.schedules.base import Schedule
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    function.__name__: function
-    for function in (
-        *(constant, curves.step_decay, curves.exponential, curves.linear, curves.cosine),
-        *(curves.polynomial, curves.one_cycle, curves.inverse_sqrt, plateau),
-    )
-}
 _RATES = {
     **dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad", "rmsprop", "rprop"), 0.01),
     "adadelta": 1.0,

@@ -33,6 +33,6 @@ def optimizers(incomplete: str) -> list[str]:
 
 def schedules(incomplete: str) -> list[str]:
     """Return the schedules that begin so."""
-    from onnxgrad.cli.arguments import SCHEDULES
+    from onnxgrad.cli.schedule_names import SCHEDULES
 
     return _beginning(SCHEDULES, incomplete)
