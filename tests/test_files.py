@@ -688,6 +688,11 @@ class Training:
         while text not in self.seen:
             self.seen += os.read(self.terminal, 4096).decode(errors="replace")
 
+    def wait_for_steps(self):
+        """Wait until some epochs have ended: they take milliseconds."""
+        self.wait_for("loss ")
+        time.sleep(0.5)
+
     def ended(self):
         """Return what it printed, and what it showed on the terminal."""
         reader = threading.Thread(target=self._read, daemon=True)
@@ -709,7 +714,7 @@ def test_a_signal_saves_what_was_trained(here, name):
     Path("trained.onnx").write_bytes(PRECIOUS)
     number = getattr(signal, name)
     training = Training("--overwrite")
-    training.wait_for("rows/s")
+    training.wait_for_steps()
     training.process.send_signal(number)
     output, seen = training.ended()
     assert training.process.returncode == 128 + number
@@ -722,7 +727,7 @@ def test_a_signal_saves_what_was_trained(here, name):
 
 def test_more_signals_do_not_disturb_saving(here):
     training = Training()
-    training.wait_for("rows/s")
+    training.wait_for_steps()
     while training.process.poll() is None:
         for number in (signal.SIGTERM, signal.SIGHUP):
             training.process.send_signal(number)
@@ -757,10 +762,10 @@ def test_nothing_trained_is_said(here):
 def test_what_is_ignored_stays_ignored(here):
     """As `nohup` asks for."""
     training = Training(preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    training.wait_for("rows/s")
+    training.wait_for_steps()
     training.process.send_signal(signal.SIGHUP)
     training.seen = ""
-    training.wait_for("rows/s")
+    training.wait_for_steps()
     training.process.send_signal(signal.SIGTERM)
     _, seen = training.ended()
     assert training.process.returncode == 128 + signal.SIGTERM
@@ -776,7 +781,7 @@ def test_a_terminal_that_goes_away(here):
         fcntl.ioctl(2, termios.TIOCSCTTY, 0)
 
     training = Training(preexec_fn=own_terminal)
-    training.wait_for("rows/s")
+    training.wait_for_steps()
     os.close(training.terminal)  # the system sends SIGHUP, and nothing can be shown any more
     output = training.process.communicate(timeout=120)[0]
     assert training.process.returncode == 128 + signal.SIGHUP
@@ -797,7 +802,7 @@ def test_a_closed_pipe_does_not_cost_the_training(here):
 
 def test_a_file_that_came_into_being_meanwhile_is_kept(here):
     training = Training()
-    training.wait_for("rows/s")
+    training.wait_for_steps()
     Path("trained.onnx").write_bytes(PRECIOUS)
     training.process.send_signal(signal.SIGINT)
     _, seen = training.ended()

@@ -148,8 +148,8 @@ def test_text_input():
         ([[1.0, 2, 3]] * 2, image("N", 2, "k"), "takes a multiple of 2 values a row"),
         (np.array(["1", "x"], object), image("N", 1), "column 'c' is text, first in row 2: 'x'"),
         (np.array(["2020-01-01"] * 2, "M8[D]"), image("N", 1), "column 'c' holds datetime64"),
-        ([1, np.nan], image("N", 1), "empty cells in column 'c', row 2: fill"),
-        ([np.inf, -np.inf], image("N", 1), "infinity .* column 'c', rows 1, 2"),
+        ([1, np.nan], image("N", 1), "1 cell that is empty, .* column 'c', row 2; fill"),
+        ([np.inf, -np.inf], image("N", 1), "2 cells that are .* column 'c', rows 1, 2"),
         ([1, 1e39], image("N", 1), "takes float32, not 1e.39 .row 2."),
         ([1, 1.5], value("i", "INT64", "N", 1), "takes int64, not 1.5 .row 2."),
         ([1, 300], value("i", "UINT8", "N", 1), "takes uint8, not 300 .row 2."),
@@ -228,8 +228,12 @@ def test_columns_that_the_model_was_trained_on():
         "b",
         "a",
     ]
-    with pytest.raises(DataError, match="'image': column 1 is 'b', and was 'a' in training"):
-        assign(table, ["y"], [image("N", 2)], Names({"image": ["a", "b"]}))
+    assert fed(table, image("N", 2)).tolist() == [[1, 3], [2, 4]]
+    by_name = assign(table, ["y"], [image("N", 2)], Names({"image": ["a", "b"]}))["image"]
+    assert {name: array.tolist() for name, array in by_name.items()} == {"a": [3, 4], "b": [1, 2]}
+    assert list(by_name) == ["a", "b"]
+    with pytest.raises(DataError, match="no column 'c'"):
+        assign(table, ["y"], [image("N", 2)], Names({"image": ["a", "c"]}))
     inputs = [value("u", "FLOAT", "N", 2), value("v", "FLOAT", "N", 1)]
     names = Names({"u": ["a", "b"], "v": ["c"]})
     columns = assign(table | {"c": np.arange(2)}, ["y"], inputs, names)

@@ -1,8 +1,12 @@
-"""Messages of the command line: results on stdout, warnings and errors on stderr."""
+"""Messages of the command line: results on stdout; progress, warnings and errors on stderr."""
 
 from __future__ import annotations
 
+import json
+import math
+import sys
 from contextlib import suppress
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -23,6 +27,11 @@ def say(message: str, console: Console = stdout, style: str = "") -> None:
         console.print(Text(printable_lines(message), style=style), soft_wrap=True)
 
 
+def note(message: str) -> None:
+    """Print a message that is no result, on stderr."""
+    say(message, stderr)
+
+
 def complain(message: str) -> None:
     """Print an error, as one line."""
     say(f"Error: {' '.join(message.split())}", stderr, "red")
@@ -31,3 +40,29 @@ def complain(message: str) -> None:
 def warn(message: Warning | str) -> None:
     """Print a warning."""
     say(f"Warning: {message}", stderr, "yellow")
+
+
+def results(json: bool = False, output: str = "") -> Console:
+    """Return where tables and texts go: stderr if stdout is taken by JSON or by a file "-"."""
+    return stderr if json or output == "-" else stdout
+
+
+def print_json(values: dict[str, Any]) -> None:
+    """Print one JSON object on stdout; NaN and infinity, which JSON lacks, are null."""
+    text = json.dumps(_plain(values), indent=2, allow_nan=False)
+    with ignoring_closed_output():
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value in the types that JSON has; arrays and numbers of numpy as Python's."""
+    if isinstance(value, dict):
+        return {str(name): _plain(v) for name, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)

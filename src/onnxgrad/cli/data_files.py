@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,13 +19,14 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.cli.archives import check_expansion
+from onnxgrad.cli.cells import Table, flat, refuse, shell_word, short, stack
 from onnxgrad.data.arrays import DataError, fit_shape
 from onnxgrad.data.columns import Names, check_names, same_columns
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.info import LossInfo
 
-Table = dict[str, np.ndarray]
+STDIN = "-"
 
 
 def read_table(path: str | os.PathLike) -> Table:
@@ -35,6 +37,8 @@ def read_table(path: str | os.PathLike) -> Table:
     Raises:
         DataError: the file cannot be read, holds no rows, or expands to more than `limits` allows.
     """
+    if os.fspath(path) == STDIN:
+        return _read(_stdin(), ".csv", "standard input", _read_csv)
     path = Path(path)
     readers = {
         ".csv": _read_csv,
@@ -44,22 +48,35 @@ def read_table(path: str | os.PathLike) -> Table:
     }
     if path.suffix.lower() not in readers:
         raise DataError(f"{str(path)!r} is none of {', '.join(readers)}: convert it to one of them")
+    suffix, what = path.suffix.lower(), repr(str(path))
     try:
         with path.open("rb") as opened:  # a pipe cannot be read twice
             file = opened if opened.seekable() else BytesIO(opened.read())
-            check_expansion(file, path.suffix.lower(), DataError)
-            table = readers[path.suffix.lower()](file)
-    except DataError as e:
-        raise DataError(f"{str(path)!r}: {e}") from None
+            return _read(file, suffix, what, readers[suffix])
     except OSError as e:
-        raise DataError(f"cannot read {str(path)!r}: {e.strerror or e}") from None
+        raise DataError(f"cannot read {what}: {e.strerror or e}") from None
+
+
+def _stdin() -> BytesIO:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DataError("standard input is a terminal: pipe a CSV file into the command")
+    return BytesIO(sys.stdin.buffer.read())
+
+
+def _read(file: BinaryIO, suffix: str, what: str, reader: Callable[[BinaryIO], Table]) -> Table:
+    """Return the table in an open file; errors begin with `what`."""
+    try:
+        check_expansion(file, suffix, DataError)
+        table = reader(file)
+    except DataError as e:
+        raise DataError(f"{what}: {e}") from None
     except MemoryError:
-        raise DataError(f"{str(path)!r} declares more data than fits into memory") from None
+        raise DataError(f"{what} declares more data than fits into memory") from None
     except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
         reason = str(e).splitlines()[0] if str(e) else "unexpected end"
-        raise DataError(f"{str(path)!r} is damaged, or no {path.suffix} file: {reason}") from e
+        raise DataError(f"{what} is damaged, or no {suffix} file: {reason}") from e
     if not table or not all(map(len, table.values())):
-        raise DataError(f"{str(path)!r} holds no rows of data")
+        raise DataError(f"{what} holds no rows of data")
     return table
 
 
@@ -87,7 +104,7 @@ def _read_csv(file: BinaryIO) -> Table:
     row = wrong[0]
     raise ValueError(
         f"row {row.number - 1}: Expected {row.expected_columns} columns, got {row.actual_columns}: "
-        f"{_short(row.text)}; complete the row, or quote cells that hold {delimiter!r}"
+        f"{short(row.text)}; complete the row, or quote cells that hold {delimiter!r}"
     )
 
 
@@ -146,11 +163,11 @@ def assign(
 
     Each of several inputs takes the columns that it was trained on, or else the column of its
     name. A single input takes the column of its name if that contains arrays, else all columns but
-    the targets, in the order of the file, which must be the order of an earlier training.
+    the targets: in the order of an earlier training, which are taken by name, or of the file.
 
     Raises:
-        ValueError: a target or an input without a column, columns that an input was not trained
-            on, or in another order.
+        ValueError: a target or an input without a column, or columns that an input was not trained
+            on.
     """
     for name in targets:
         if name not in table:
@@ -165,14 +182,27 @@ def assign(
     names = [str(x.name) for x in inputs]
     if len(names) == 1 and not (names[0] in rest and rest[names[0]].ndim > 1):
         check_names(list(rest))
-        if order := trained.columns.get(names[0]):
-            same_columns(list(rest), order, f"input {names[0]!r}", "training", first=1)
-        return {names[0]: rest}
+        order = trained.columns.get(names[0]) or list(rest)
+        if sorted(order) != sorted(rest):
+            _refuse_columns(names[0], list(rest), order)
+        return {names[0]: {name: rest[name] for name in order}}
     columns_of = {name: trained.columns.get(name, [name]) for name in names}
     for name in (column for columns in columns_of.values() for column in columns):
         if name not in rest:
             raise unknown("column (every input of the model needs one)", name, rest)
     return {name: {column: rest[column] for column in columns_of[name]} for name in names}
+
+
+def _refuse_columns(name: str, names: Sequence[str], order: Sequence[str]) -> None:
+    """Raise for columns of an input that are not those of an earlier training."""
+    extra = [n for n in names if n not in order]
+    try:
+        same_columns(names, order, f"input {name!r}", "training", first=1)
+    except DataError as e:
+        if not extra or not set(order) <= set(names):
+            raise
+        leave = " ".join(f"--ignore {shell_word(n)}" for n in extra[:6])
+        raise DataError(f"{str(e).rpartition(': ')[0]}: leave it out with {leave}") from None
 
 
 def labels(
@@ -206,7 +236,7 @@ def labels(
 def as_value(columns: Table, value: ir.Value, what: str) -> np.ndarray:
     """Return `columns` side by side as one array of the shape and type of `value`."""
     if value.dtype == ir.DataType.STRING:
-        array = np.concatenate([_flat(a) for a in columns.values()], axis=1)
+        array = np.concatenate([flat(a) for a in columns.values()], axis=1)
         return fit_shape(array, dims(value), what, reshape=True)
     array = stack(columns, what)
     dtype = value.dtype.numpy() if value.dtype else np.dtype(np.float32)
@@ -215,81 +245,3 @@ def as_value(columns: Table, value: ir.Value, what: str) -> np.ndarray:
     lost = converted != array if dtype.kind in "biu" else ~np.isfinite(converted)
     refuse(lost, array, f"{what} takes {dtype}")
     return fit_shape(converted, dims(value), what, reshape=True)
-
-
-def stack(columns: Table, what: str) -> np.ndarray:
-    """Return numeric columns of equal length side by side; a single one as it is."""
-    counts = {name: len(array) for name, array in columns.items()}
-    if len(set(counts.values())) > 1:
-        raise DataError(f"{what}: the arrays differ in their number of rows: {counts}")
-    for name, array in columns.items():
-        _check_numeric(name, array)
-    bad = {n: ~np.isfinite(a) for n, a in columns.items() if not np.isfinite(a).all()}
-    if bad:
-        where = [f"column {name!r}, {_rows(mask)}" for name, mask in bad.items()]
-        more = f" and {len(where) - 5} more columns" if len(where) > 5 else ""
-        raise DataError(
-            f"NaN, infinity or empty cells in {'; '.join(where[:5])}{more}: "
-            "fill them in, or leave these rows out"
-        )
-    if len(columns) == 1:
-        return next(iter(columns.values()))
-    return np.concatenate([_flat(a) for a in columns.values()], axis=1)
-
-
-def _flat(array: np.ndarray) -> np.ndarray:
-    return array.reshape(len(array), -1)
-
-
-def _check_numeric(name: str, array: np.ndarray) -> None:
-    if array.dtype.kind in "biuf":
-        return
-    if array.dtype.kind not in "OSU":
-        raise DataError(
-            f"column {name!r} holds {array.dtype} ({_flat(array)[0, 0]}), not numbers: "
-            "convert it, dates to days for instance, or leave it out of the file"
-        )
-    rows = _flat(array)[:, 0].tolist()
-    first = next((i for i, value in enumerate(rows) if not _is_number(value)), 0)
-    kind = "text" if isinstance(rows[first], (str, bytes)) else type(rows[first]).__name__
-    raise DataError(
-        f"column {name!r} is {kind}, first in row {first + 1}: {_short(rows[first])}; "
-        f"{_remedy(rows[first])}"
-    )
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float("nan" if value is None else value)
-    except (ValueError, TypeError):
-        return False
-    return "_" not in str(value)  # Python accepts 1_000
-
-
-def _remedy(value: Any) -> str:
-    """Return advice about a cell that is not a number."""
-    text = value.strip() if isinstance(value, str) else ""
-    if re.fullmatch(r"[+-]?[\d.]*(,\d+)+", text):
-        return "write numbers without separators of thousands, and with a decimal point"
-    if text.lower() in ("yes", "no", "y", "n", "t", "f", "true", "false", "on", "off"):
-        return "write 1 and 0"
-    if text.lower() in ("na", "n/a", "nan", "null", "none", "?", "-", "."):
-        return "fill in the missing numbers, or leave these rows out"
-    return "turn it into numbers, or leave it out of the file"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
-
-
-def refuse(wrong: np.ndarray, values: np.ndarray, rule: str) -> None:
-    """Raise if any of `values` is `wrong`, naming the rows."""
-    if wrong.any():
-        raise DataError(f"{rule}, not {values[wrong][0]} ({_rows(wrong)})")
-
-
-def _rows(mask: np.ndarray) -> str:
-    rows = np.flatnonzero(_flat(mask).any(axis=1)) + 1
-    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
-    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:5]))}{more}"

@@ -1,143 +1,300 @@
-"""What the command line trains: a model with a loss, and arrays from a data file."""
+"""The data of a task: columns as the arrays of a model's inputs, or what reads them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto
+import onnx_ir as ir
 
-from onnxgrad.cli.data_files import Table, as_value, assign, labels, refuse
+from onnxgrad.cli.cells import is_text, refuse
+from onnxgrad.cli.classes import Labels, numbered
+from onnxgrad.cli.data_files import as_value, assign, labels, stack
+from onnxgrad.cli.data_options import LabelOptions
+from onnxgrad.cli.sources import ArrowSource, ImageSource, Source, TableSource
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.columns import Names
-from onnxgrad.errors import escaping, printable
-from onnxgrad.losses.in_graph import add_loss_output
-from onnxgrad.losses.info import loss_info
+from onnxgrad.errors import printable, unknown
+from onnxgrad.graph.shapes import dims
+from onnxgrad.losses.info import LossInfo
+from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import Objective, loss_inside
+from onnxgrad.training.minimized import Minimized
 
-_CHUNK = 1000  # rows per call of the runtime
+Table = Mapping[str, np.ndarray]
 
 
+@dataclass
 class Task:
-    """A model with a loss, and the arrays that it is trained on.
+    """Data that fit a model and its loss.
 
-    - `model`, `loss_output`: the model, and the name of its loss.
-    - `count`: the number of rows; `names`: those of the columns.
-    - `remarks`: messages about columns: their order in an input, and those that no input takes.
-    - `classifies`: whether predictions are classes, so that `accuracy` is defined.
+    - `data`: what `fit` and `evaluate` take.
+    - `rows`: their number, None if it is unknown.
+    - `names`: of the columns, which the trained model stores.
+    - `notes`: messages before training; `remarks`: after it, about columns.
     """
 
-    def __init__(
-        self,
-        proto: ModelProto,
-        table: Table,
-        targets: Sequence[str],
-        loss: str | None,
-        loss_output: str = "loss",
-        output_index: str | None = None,
-        options: Mapping[str, Any] = {},
-    ):
-        if loss is None:
-            self.model, self.loss_output = proto, loss_output
-            _check_loss(proto, loss_output)
-        else:
-            self.model = add_loss_output(proto, loss, output_index=output_index, **options)
-            self.loss_output = self.model.graph.output[0].name
-        self._info = loss_info(self.model)
-        objective = loss_inside(self.model, [], self.loss_output, "weight")
-        inputs = {str(x.name): x for x in objective.data}
-        label = self._info.label or next((t for t in targets if t in inputs), "label")
-        if label not in inputs:
+    data: Dataset
+    rows: int | None
+    names: Names
+    notes: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    in_memory: bool = True
+
+    def take(self, rows: np.ndarray) -> Dataset:
+        """Return some of the rows."""
+
+        def of(part: Any) -> Any:
+            if isinstance(part, dict):
+                return {name: array[rows] for name, array in part.items()}
+            return None if part is None else part[rows]
+
+        return Dataset(of(self.data.X), of(self.data.y), of(self.data.sample_weight))
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The columns of the labels: by the output that a loss compares with them, None for all."""
+
+    columns: dict[str | None, list[str]]
+
+    @classmethod
+    def of(cls, options: LabelOptions, names: Any, trained: Names, several: bool) -> Targets:
+        """Return the columns of `--target`, or else those of an earlier training.
+
+        Raises:
+            ValueError: an unknown column, or one that is named twice.
+        """
+        columns: dict[str | None, list[str]] = {}
+        for text in options.target:
+            output, equals, column = text.partition("=") if several else ("", "", text)
+            columns.setdefault(output if equals else None, []).append(column)
+        if not columns and trained.target and set(trained.target) <= set(names):
+            columns[None] = list(trained.target)
+        listed = [name for each in columns.values() for name in each]
+        for name in listed:
+            if name not in names:
+                raise unknown("column", name, names)
+        if len(set(listed)) < len(listed):
+            raise DataError(f"a target is named twice: {', '.join(map(repr, listed))}")
+        return cls(columns)
+
+    @property
+    def names(self) -> list[str]:
+        """All columns."""
+        return [name for each in self.columns.values() for name in each]
+
+    def arrays(self, table: Table, classes: Labels | None) -> dict[str, np.ndarray]:
+        """Return the columns of a table, with class numbers for labels of classes."""
+        return {name: numbered(name, table[name], classes) for name in self.names}
+
+    def shaped(self, arrays: Table) -> Any:
+        """Return labels in the shape that decides whether they are one-hot."""
+        parts = {
+            output: stack({n: arrays[n] for n in each}, "the target")
+            for output, each in self.columns.items()
+        }
+        return parts.get(None) if set(parts) <= {None} else parts
+
+
+def map_table(
+    source: TableSource,
+    objective: Minimized,
+    targets: Targets,
+    numbers: Table,
+    weight: str | None,
+) -> Task:
+    """Return the arrays of a table for the inputs and the labels of an objective.
+
+    Args:
+        source: the table.
+        objective: describes the inputs.
+        targets: the columns of the labels, and `numbers`, their values.
+        weight: the column of sample weights.
+
+    Raises:
+        ValueError: columns that the model does not take; messages name rows.
+    """
+    inputs = {str(x.name): x for x in objective.data}
+    labelled, columns_of = _labels_of(objective, inputs, targets)
+    for name in labelled:
+        inputs.pop(name)
+    if weight is not None and weight not in source.table:
+        raise unknown("column (--sample-weight)", weight, source.table)
+    table = {n: a for n, a in source.table.items() if n != weight} | dict(numbers)
+    columns = assign(table, targets.names, list(inputs.values()), objective.names)
+    X: dict[str, np.ndarray] = {
+        n: as_value(columns[n], x, f"input {n!r}") for n, x in inputs.items()
+    }
+    y = {
+        name: labels(table, columns_of[name], x, objective.labels.get(name, LossInfo()))
+        for name, x in labelled.items()
+    }
+    counts = {name: len(array) for name, array in (X | y).items()}
+    if len(set(counts.values())) > 1:
+        raise DataError(f"the arrays differ in their number of rows: {counts}")
+    weights = None if weight is None else stack({weight: source.table[weight]}, "the weights")
+    _check_together(objective, X | y)
+    names = Names(
+        {n: list(g) for n, g in columns.items() if any(a.ndim == 1 for a in g.values())}, []
+    )
+    if names.columns:
+        names.target = targets.names
+    if not objective.labels:
+        X, y = X | y, {}
+    label: Any = next(iter(y.values())) if len(y) == 1 else y or None
+    task = Task(Dataset(X, label, weights), next(iter(counts.values())), names)
+    _tell(task, source.table, columns, objective.names, [*targets.names, weight])
+    if source.note:
+        task.notes.insert(0, source.note)
+    return task
+
+
+def _labels_of(
+    objective: Minimized, inputs: Mapping[str, ir.Value], targets: Targets
+) -> tuple[dict[str, ir.Value], dict[str, list[str]]]:
+    """Return the label inputs, and the columns of each.
+
+    Raises:
+        ValueError: a label without a column, or columns without a label.
+    """
+    infos = objective.labels
+    names = [name for name in infos if name in inputs]
+    if not names and targets.names:
+        own = next((t for t in targets.names if t in inputs), "label")
+        if own not in inputs:
             raise ValueError(
-                f"the model computes its own loss, but has no input {label!r}: "
+                f"the model computes its own loss, but has no input {own!r}: "
                 "--target must be the input that takes the labels, one of "
                 f"{', '.join(map(printable, inputs))}"
             )
-        target = inputs.pop(label)
-        columns = assign(table, targets, list(inputs.values()), objective.names)
-        self._data = {n: as_value(columns[n], x, f"input {n!r}") for n, x in inputs.items()}
-        self._data[label] = labels(table, targets, target, self._info)
-        names = {n: list(g) for n, g in columns.items() if any(a.ndim == 1 for a in g.values())}
-        self.names = Names(names, list(targets) if names else [])
-        counts = {name: len(array) for name, array in self._data.items()}
-        if len(set(counts.values())) > 1:
-            raise DataError(f"the arrays differ in their number of rows: {counts}")
-        self.count = counts[label]
-        self._check_together(objective, label)
-        used = {*targets, *(name for group in columns.values() for name in group)}
-        self.remarks = [
-            f"columns of input {name}, in this order: {_listed(list(group))}"
-            for name, group in columns.items()
-            if len(group) > 1 and name not in objective.names.columns
-        ]
-        if ignored := [name for name in table if name not in used]:
-            self.remarks.append(f"ignored columns: {_listed(ignored)}")
-        self._threshold = self._info.threshold
-        self.classifies = self._info.classes is not None or self._threshold is not None
-
-    def _check_together(self, objective: Objective, label: str) -> None:
-        """Raise if arrays do not fit each other, or contain indices out of range of a table."""
-        Fields(objective).check_axes(self._data)
-        for name, each in objective.tables.items():
-            what = "the target" if name == label else f"input {name!r}"
-            for table in each if name in self._data else ():
-                array = self._data[name]
-                refuse(table.outside(array, self._data), array, f"{what} holds {table}")
-
-    def rows(self, indices: np.ndarray) -> Table:
-        """Return the rows with these indices, by input."""
-        return {name: array[indices] for name, array in self._data.items()}
-
-    @escaping()
-    def accuracy(self, trained: ModelProto, data: Table) -> float:
-        """Return the share of the labels in `data` that `trained`, a model with loss, predicts."""
-        from onnxruntime import SessionOptions
-
-        from onnxgrad.runtime.device import CPU
-        from onnxgrad.runtime.session import loaded
-
-        options = SessionOptions()
-        options.log_severity_level = 4
-        session = loaded(trained, options, providers=CPU.providers)
-        right = counted = 0
-        wanted = data[str(self._info.label)]
-        for start in range(0, len(wanted), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            feed = {name: array[part] for name, array in data.items()}
-            [prediction] = session.run([self._info.prediction], feed)
-            y = wanted[part]
-            if self._threshold is None:
-                hits = prediction.argmax(axis=1).reshape(y.shape) == y
-                known = y != self._info.ignore_index
-            else:
-                hits = (prediction > self._threshold) == (y > 0.5)
-                known = np.ones_like(hits)
-            right += int(np.count_nonzero(hits & known))
-            counted += int(np.count_nonzero(known))
-        return right / counted if counted else math.nan
+        names = [own]
+    if names and not targets.names:
+        raise ValueError("the loss compares with labels: name their column with --target")
+    if len(names) < 2:
+        return {n: inputs[n] for n in names}, dict.fromkeys(names, targets.names)
+    outputs = {infos[name].prediction: name for name in names}
+    for output in targets.columns:
+        if output not in outputs:
+            raise ValueError(
+                "the losses are of several outputs: write --target OUTPUT=COLUMN for each of "
+                f"{', '.join(printable(o) for o in outputs)}"
+            )
+    if missing := next((o for o in outputs if o not in targets.columns), None):
+        raise ValueError(f"no --target {missing}=COLUMN for the loss of {missing!r}")
+    columns = {name: targets.columns[output] for output, name in outputs.items()}
+    return {name: inputs[name] for name in names}, columns
 
 
-def _check_loss(proto: ModelProto, name: str) -> None:
-    outputs = [o.name for o in proto.graph.output]
-    if name not in outputs:
-        raise ValueError(
-            f"the model has no output {name!r} (it has {', '.join(map(printable, outputs))}): "
-            "name a loss with --loss, or the output that is one with --loss-output"
-        )
+def _check_together(objective: Minimized, arrays: dict[str, np.ndarray]) -> None:
+    """Raise if arrays do not fit each other, or contain indices out of range of a table."""
+    Fields(objective).check_axes(arrays)
+    for name, tables in objective.tables.items():
+        what = "the target" if name in objective.labels else f"input {name!r}"
+        for each in tables if name in arrays else ():
+            refuse(each.outside(arrays[name], arrays), arrays[name], f"{what} holds {each}")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _tell(
+    task: Task,
+    table: Table,
+    columns: Mapping[str, Table],
+    trained: Names,
+    others: Sequence[str | None],
+) -> None:
+    """Add messages: the order of columns where it is new or differs, and columns not used."""
+    for name, group in columns.items():
+        order = [column for column in table if column in group]
+        if name not in trained.columns and len(group) > 1:
+            task.remarks.append(f"columns of input {name}, in this order: {listed(list(group))}")
+        elif name in trained.columns and order != list(group):
+            task.notes.append(
+                f"columns of input {name} are taken by name, in the order of its training: "
+                f"{listed(list(group))} (the data has {listed(order)})"
+            )
+    used = {*others, *(name for group in columns.values() for name in group)}
+    if ignored := [name for name in table if name not in used]:
+        task.remarks.append(f"ignored columns: {listed(ignored)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return up to 12 names as text."""
     more = f", and {len(names) - 12} more" if len(names) > 12 else ""
     return ", ".join(names[:12]) + more
+
+
+def map_stream(
+    source: Source, objective: Minimized, options: LabelOptions, classes: Labels | None
+) -> Task:
+    """Return what reads the data while training, for the inputs and the label of an objective.
+
+    Raises:
+        ValueError: columns that the model does not take, or more than one label.
+    """
+    inputs = {str(x.name): x for x in objective.data}
+    labelled = [name for name in objective.labels if name in inputs]
+    if len(labelled) != 1:
+        raise DataError(f"{source.name!r} is read while training, for models with one label input")
+    label = inputs.pop(labelled[0])
+    if isinstance(source, ImageSource):
+        shape = dims(next(iter(inputs.values())))
+        reader = source.reader(shape)
+        names = listed(reader.classes)
+        folders = np.array(reader.classes)
+        if classes is not None and sorted(map(str, classes)) == sorted(reader.classes):
+            reader.labels = numbered("the folders", folders[reader.labels], list(map(str, classes)))
+            reader.classes = list(map(str, classes))
+        return Task(
+            Dataset(reader),
+            reader.rows,
+            Names(),
+            [f"{reader.rows} images, in folders {names}"],
+            in_memory=False,
+        )
+    assert isinstance(source, ArrowSource)
+    return _map_arrow(source, objective, options, list(inputs.values()), label)
+
+
+def _map_arrow(
+    source: ArrowSource,
+    objective: Minimized,
+    options: LabelOptions,
+    inputs: list[ir.Value],
+    label: ir.Value,
+) -> Task:
+    empty = {
+        n: np.empty((1, 1) if "list" in kind else 1, object if "string" in kind else float)
+        for n, kind in source.types.items()
+    }
+    for name, kind in source.types.items():
+        if "string" in kind:
+            empty[name][:] = "text"
+    targets = Targets.of(options, empty, objective.names, False)
+    if not targets.names:
+        raise ValueError("the loss compares with labels: name their column with --target")
+    weight = options.sample_weight
+    columns = assign(
+        {n: a for n, a in empty.items() if n != weight}, targets.names, inputs, objective.names
+    )
+    for group in [*columns.values(), {n: empty[n] for n in targets.names}]:
+        if text := next((n for n, a in group.items() if any(map(is_text, a.ravel()))), None):
+            raise DataError(
+                f"{source.name!r}: column {text!r} is text; write numbers, class indices for a "
+                f"target, or leave it out with --ignore {text}"
+            )
+    reader = source.reader({n: list(g) for n, g in columns.items()}, targets.names, weight)
+    names = Names({n: list(g) for n, g in columns.items() if len(g) > 1}, targets.names)
+    task = Task(Dataset(reader), reader.rows, names, in_memory=False)
+    _tell(task, empty, columns, objective.names, [*targets.names, weight])
+    return task
 
 
 def split(rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows to train on and the `share` of them to validate on, drawn by `seed`."""
     count = round(rows * share)
     if share and count in (0, rows):
-        raise ValueError(f"--validation {share} of {rows} rows leaves a part empty: use 0")
+        raise ValueError(f"--validation {share:g} of {rows} rows leaves a part empty: use 0")
     order = np.random.default_rng(seed).permutation(rows)
     return np.sort(order[count:]), np.sort(order[:count])

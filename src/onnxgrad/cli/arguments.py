@@ -1,0 +1,150 @@
+"""Options as the arguments of a `Trainer`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from onnxgrad.cli.schedule_names import SCHEDULES
+from onnxgrad.cli.train_options import LossOptions, OptimizerOptions, TrainOptions
+from onnxgrad.errors import check_options, unknown
+from onnxgrad.optimizers import Optimizer
+from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
+from onnxgrad.schedules import compose
+from onnxgrad.schedules.base import Schedule
+
+_RATES = {
+    **dict.fromkeys(("sgd", "momentum", "nesterov", "adagrad", "rmsprop", "rprop"), 0.01),
+    "adadelta": 1.0,
+    "lion": 1e-4,
+}
+
+
+def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
+    """Return the arguments that need neither the model nor the data.
+
+    Raises:
+        ValueError: an unknown name, or text that is not NAME=VALUE.
+    """
+    weights = [number("class-weight", text) for text in options.class_weight if text != "balanced"]
+    if weights and "balanced" in options.class_weight:
+        raise ValueError("--class-weight balanced computes all weights: leave out the others")
+    return {
+        **loss_arguments(options),
+        "optimizer": optimizer(options),
+        "learning_rate": learning_rate(options),
+        "train": options.train or None,
+        "freeze": options.freeze,
+        "clip_norm": options.clip_norm,
+        "accumulate": options.accumulate,
+        "batch_norm": options.batch_norm,
+        "dropout": dict(number("dropout", text) for text in options.dropout) or None,
+        "class_weight": "balanced" if "balanced" in options.class_weight else dict(weights) or None,
+        "recompute": options.recompute,
+        "device": options.device,
+        "seed": options.seed,
+    }
+
+
+def loss_arguments(options: LossOptions) -> dict[str, Any]:
+    """Return the loss, its options and weights, and the metrics.
+
+    Raises:
+        ValueError: losses that are not of one output each, or text that is not NAME=VALUE.
+    """
+    by_output = dict(map(_by_output, options.loss))
+    metrics: dict[Any, list[str]] = {}
+    for text in (part for each in options.metrics for part in each.split(",") if part):
+        output, name = _by_output(text)
+        metrics.setdefault(output, []).append(name)
+    if None in by_output and len(by_output) > 1:
+        raise ValueError("--loss names outputs and is there without one: write OUTPUT=LOSS")
+    loss: Any = by_output
+    if not by_output or None in by_output:
+        loss = by_output.get(None)
+        if loss is not None and options.output_index is not None:
+            loss = {options.output_index: loss}
+    elif options.output_index is not None:
+        raise ValueError("--output-index and OUTPUT=LOSS both name outputs: leave it out")
+    chosen = dict(named("loss-option", text) for text in options.loss_option)
+    if isinstance(loss, dict) and chosen:
+        if len(loss) > 1:
+            raise ValueError("--loss-option is for one loss, and there are several: leave it out")
+        chosen = dict.fromkeys(loss, chosen)
+    return {
+        "loss": loss,
+        "loss_options": chosen or None,
+        "loss_weights": dict(number("loss-weight", text) for text in options.loss_weight) or None,
+        "metrics": metrics.get(None, []) if set(metrics) <= {None} else metrics,
+    }
+
+
+def _by_output(text: str) -> tuple[str | None, str]:
+    output, equals, name = text.rpartition("=")
+    return (output if equals else None), name
+
+
+def optimizer(options: OptimizerOptions) -> Optimizer:
+    """Return the optimizer."""
+    names = OPTIMIZERS | WHOLE_TENSORS
+    if options.optimizer not in names:
+        raise unknown("optimizer", options.optimizer, names)
+    preset = names[options.optimizer]
+    chosen = dict(named("optimizer-option", text) for text in options.optimizer_option)
+    if options.weight_decay is not None:
+        chosen["weight_decay"] = options.weight_decay
+    check_options(f"option of optimizer {options.optimizer!r}", chosen, preset)
+    return _called(f"--optimizer {options.optimizer}", preset, (), chosen)
+
+
+def learning_rate(options: OptimizerOptions) -> Schedule:
+    """Return the learning rate by step, that of `--schedule` behind that of `--warmup`."""
+    name, rate, warmup = options.schedule, options.learning_rate, options.warmup
+    if name not in SCHEDULES:
+        raise unknown("schedule", name, SCHEDULES)
+    if rate is None:
+        rate = _RATES.get(options.optimizer, 0.001)
+    chosen = dict(named("schedule-option", text) for text in options.schedule_option)
+    check_options(f"option of schedule {name!r}", chosen, SCHEDULES[name], skip=1)
+    steps = int(warmup) if warmup is not None and warmup >= 1 else warmup
+    if steps is not None and steps >= 1 and steps != warmup:
+        raise ValueError(f"--warmup {warmup} is neither a number of steps nor a share below 1")
+    own = name in ("cosine", "inverse_sqrt")
+    if own and steps:
+        chosen["warmup"] = steps
+    schedule = _called(f"--schedule {name}", SCHEDULES[name], (rate,), chosen)
+    return schedule if own or not steps else compose.warmup(schedule, steps)
+
+
+def _called(what: str, function: Callable[..., Any], first: Sequence[Any], chosen: dict) -> Any:
+    """Return the result of a preset; errors of its arguments name the option."""
+    try:
+        return function(*first, **chosen)
+    except TypeError as e:
+        reason = str(e).removeprefix(f"{function.__name__}() ")
+        raise ValueError(f"{what}: {reason}; pass --{what.split()[0][2:]}-option") from None
+    except ValueError as e:
+        raise ValueError(f"{what}: {e}") from None
+
+
+def named(option: str, text: str) -> tuple[str, Any]:
+    """Return the name and the value of `NAME=VALUE`; what is no JSON is a text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"--{option} {text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def number(option: str, text: str) -> tuple[str, float]:
+    """Return the name and the number of `NAME=NUMBER`; the name may contain "="."""
+    name, equals, value = text.rpartition("=")
+    try:
+        if not equals:
+            raise ValueError
+        return name, float(value)
+    except ValueError:
+        raise ValueError(f"--{option} {text!r} is not NAME=NUMBER") from None

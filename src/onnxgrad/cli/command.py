@@ -1,0 +1,87 @@
+"""How commands run: their errors are one line on stderr, and their exit codes mean something."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from onnxgrad.cli.console import complain, warn
+from onnxgrad.cli.options import argument, option
+from onnxgrad.cli.signals import Stopped, StopRequests
+from onnxgrad.cli.signature import takes_options
+from onnxgrad.errors import escape
+from onnxgrad.model.files import one_line
+
+DONE, FAILED, INVALID = 0, 1, 2  # exit codes; 128 + n after signal n
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 done in part, or the answer is no (training diverged, a file could not "
+    "be written where it should go, a gradient is wrong), or an unexpected error; 2 invalid "
+    "options, model or data, and nothing was written; 130 after Ctrl-C, 128 + n after signal n."
+)
+
+stop = StopRequests()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgument:
+    """The model: the last base of the options of a command, so that it comes first."""
+
+    model: str | None = argument('The .onnx file; "-" reads it from standard input.')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """What every command takes: the first base, so that it comes last."""
+
+    json: bool = option("Print one JSON object on stdout, everything else on stderr.", False)
+    debug: bool = option("Show the traceback of an error.", False)
+
+
+def register(app: typer.Typer, *examples: str) -> Callable[[Callable[[Any], None]], Any]:
+    """Register a function of a dataclass of options as a command of its name.
+
+    `examples` are lines at the end of its help.
+    """
+    epilog = "\n\n".join([*(["Examples:"] if examples else []), *examples, EXIT_CODES])
+
+    def add(function: Callable[[Any], None]) -> Any:
+        command = takes_options(function)
+        guarded = _guarded(command, function.__name__)
+        app.command(function.__name__.removesuffix("_"), epilog=epilog)(guarded)
+        return function
+
+    return add
+
+
+def _guarded(command: Callable[..., None], name: str) -> Callable[..., None]:
+    """Return a command whose errors are one line on stderr."""
+
+    def guarded(context: typer.Context, debug: bool = False, **values: Any) -> None:
+        try:
+            with stop, warnings.catch_warnings():
+                warnings.showwarning = lambda message, *category_and_source, **more: warn(message)
+                command(context, debug=debug, **values)
+        except (typer.Exit, BrokenPipeError):
+            raise
+        except Stopped as e:
+            trained = "nothing was trained yet, and " if name == "train" else ""
+            complain(f"{e}: {trained}no file was written")
+            raise typer.Exit(e.code) from None
+        except Exception as e:
+            if debug:
+                escape(e)
+                raise
+            expected = isinstance(e, (ValueError, OSError, NotImplementedError, ImportError))
+            hint = "" if expected else " (unexpected: --debug shows where)"
+            message = one_line(e) if isinstance(e, OSError) else str(e)
+            complain(f"{message or type(e).__name__}{hint}")
+            raise typer.Exit(INVALID if expected else FAILED) from None
+
+    vars(guarded).update(vars(command))
+    guarded.__name__, guarded.__doc__ = command.__name__, command.__doc__
+    guarded.__annotations__ = {}
+    return guarded

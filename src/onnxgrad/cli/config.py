@@ -1,0 +1,112 @@
+"""Options from a TOML file: the names of the command line, without the dashes in front."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxgrad.cli.options import Described
+from onnxgrad.errors import printable, unknown
+
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_LISTS = "a list of texts, or a table"
+_UNREAD = ("config", "debug")  # options of the command line only
+
+
+def read(path: str, fields: Mapping[str, Described]) -> dict[str, Any]:
+    """Return the options of a TOML file by the name of their field.
+
+    A key stands at the top or in the section of its panel. Dashes and underscores are the same.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no TOML, or a key or a value is not one of an option; with the line.
+    """
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+        document = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ValueError(f"{path} is no TOML file: {e}") from None
+    except OSError as e:
+        raise OSError(f"cannot read --config {path}: {e.strerror or e}") from None
+    fields = {name: f for name, f in fields.items() if name not in _UNREAD}
+    return dict(_options(path, text, document, fields))
+
+
+def _options(
+    path: str, text: str, document: dict[str, Any], fields: Mapping[str, Described]
+) -> Iterator[tuple[str, Any]]:
+    sections = {f.section for f in fields.values()}
+    for key, value in document.items():
+        if not isinstance(value, dict) or key not in sections:
+            yield _option(f"{path}, line {_line(text, key)}", "", key, value, fields)
+            continue
+        for inner, one in value.items():
+            where = f"{path}, line {_line(text, inner, key)}, in [{key}]"
+            yield _option(where, key, inner, one, fields)
+
+
+def _option(
+    where: str, section: str, key: str, value: Any, fields: Mapping[str, Described]
+) -> tuple[str, Any]:
+    """Return the name of an option and its value, checked."""
+    name = key.replace("-", "_")
+    field = fields.get(name)
+    if field is None:
+        names = [n for n, f in fields.items() if section in ("", f.section)]
+        raise ValueError(f"{where}: {unknown('option', key, names)}")
+    if section and field.section != section:
+        home = f"in [{field.section}]" if field.section else "above all sections"
+        raise ValueError(f"{where}: {key} stands {home}, or above all sections")
+    return name, _checked(f"{where}: {key}", field, value)
+
+
+def _checked(what: str, field: Described, value: Any) -> Any:
+    """Return a value in the type of its option.
+
+    Raises:
+        ValueError: it has another type, or is out of its bounds.
+    """
+    kind = field.kind
+    if kind is list:
+        return _texts(what, value)
+    numbers = isinstance(value, (int, float)) and not isinstance(value, bool)
+    fits = isinstance(value, kind) and (kind is bool) == isinstance(value, bool)
+    fits = fits or (kind is float and numbers)
+    if kind is str and numbers:
+        fits, value = True, str(value)  # as on the command line, where all is text
+    if not fits:
+        raise ValueError(f"{what} must be {_WORDS[kind]}, not {printable(value)!r}")
+    low, high = field.more.get("min"), field.more.get("max")
+    if (low is not None and value < low) or (high is not None and value > high):
+        bounds = f"{low} or more" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{what} must be {bounds}, not {value}")
+    return kind(value)
+
+
+def _texts(what: str, value: Any) -> list[str]:
+    """Return the values of an option that can be repeated; a table gives NAME=VALUE."""
+    if isinstance(value, dict):
+        shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in value.items()}
+        return [f"{name}={text}" for name, text in shown.items()]
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(v, (list, dict, bool)) for v in values):
+        raise ValueError(f"{what} must be {_LISTS}, not {printable(value)!r}")
+    return list(map(str, values))
+
+
+def _line(text: str, key: str, section: str = "") -> int | str:
+    """Return the number of the line of a key, "?" if it is written in an unusual way."""
+    inside = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([\w-]+)\s*(\.[^\]]*)?\]", line):
+            inside = header[1]
+            if inside == key and not section:
+                return number
+        elif inside == section and re.match(rf"""\s*["']?{re.escape(key)}["']?\s*[=.]""", line):
+            return number
+    return "?"

@@ -1,0 +1,158 @@
+"""`onnxgrad train --dry-run`: a few steps, measured, of which nothing is kept."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from onnxgrad.cli.console import ignoring_closed_output, print_json, results, say
+from onnxgrad.cli.job import Job, prepare
+from onnxgrad.cli.task import listed
+from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.training.callbacks.base import Callback, Control
+
+_STEPS = 4  # the first one is not timed: the runtime allocates memory in it
+
+
+class Probe(Callback):
+    """Ends training after a few steps, and after two evaluations; measures how long they take."""
+
+    every_steps = 1
+
+    def __init__(self, validates: bool) -> None:
+        self.validates = validates
+        self.steps: list[float] = []
+        self.evaluations: list[float] = []
+        self.slots = 0
+
+    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Begin to measure."""
+        self._began = time.perf_counter()
+
+    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Measure a step, and ask for an evaluation at the end."""
+        self.steps.append(time.perf_counter() - self._began)
+        last = len(self.steps) >= _STEPS
+        if last and not self.slots:
+            self.slots = _nbytes(state.slots)
+        control.evaluate = self.validates and len(self.steps) >= _STEPS - 1
+        control.stop = last and not control.evaluate
+        self._began = time.perf_counter()
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Measure an evaluation."""
+        self.evaluations.append(time.perf_counter() - self._began)
+        control.stop = len(self.evaluations) > 1
+        self._began = time.perf_counter()
+
+
+def _nbytes(values: Any) -> int:
+    if isinstance(values, Mapping):
+        return sum(map(_nbytes, values.values()))
+    if isinstance(values, (list, tuple)):
+        return sum(map(_nbytes, values))
+    return int(getattr(values, "nbytes", 0))
+
+
+def dry_run(options: TrainOptions, proto: Any) -> None:
+    """Print what would be trained, for how long and in how much memory; write nothing."""
+    probe = Probe(validates=False)
+    job = prepare(options, proto, [probe])
+    probe.validates = job.validation is not None
+    data, held = job.training, job.validation
+    validation = None if held is None else (held.X, held.y, held.sample_weight)
+    job.trainer.fit(
+        data.X,
+        data.y,
+        sample_weight=data.sample_weight,
+        validation=validation,
+        epochs=max(options.epochs, _STEPS),
+        batch_size=options.batch_size,
+        shuffle=options.shuffle,
+    )
+    measured = _measured(job, options, probe)
+    if options.json:
+        print_json(measured)
+    else:
+        _show(measured, results(output=options.output))
+
+
+def _measured(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
+    """Return the documented keys of `--dry-run --json`."""
+    state, rows = job.trainer.state, job.rows
+    setup = job.trainer.setup
+    assert setup is not None
+    size = job.trainer._loop.source.batch_size
+    batches = None if rows is None else -(-rows // size)
+    step = statistics.median(probe.steps[1:] or probe.steps)
+    evaluation = probe.evaluations[-1] if probe.evaluations else 0.0
+    seconds = None if batches is None else options.epochs * (batches * step + evaluation)
+    weights = state.weights
+    memory, how = _peak()
+    parts = {"weights": _nbytes(weights), "slots": probe.slots, "data": _nbytes(data_of(job))}
+    return {
+        "trained": {name: list(array.shape) for name, array in weights.items()},
+        "parameters": sum(int(np.size(array)) for array in weights.values()),
+        "rows": rows,
+        "validation_rows": job.validation_rows,
+        "batch_size": size,
+        "epochs": options.epochs,
+        "steps": None if batches is None else options.epochs * batches,
+        "seconds_per_step": step,
+        "seconds_per_evaluation": evaluation,
+        "seconds": seconds,
+        "memory_bytes": memory or sum(parts.values()),
+        "memory_is": how,
+        **{f"{name}_bytes": size for name, size in parts.items()},
+        "remarks": [*job.task.notes, *job.task.remarks],
+    }
+
+
+def data_of(job: Job) -> list[Any]:
+    """Return the arrays of the data, as far as they are in memory."""
+    parts = [job.training, job.validation]
+    return [x for part in parts if part for x in (part.X, part.y, part.sample_weight)]
+
+
+def _peak() -> tuple[int, str]:
+    """Return the peak memory of this process in bytes and what it is; 0 where it is unknown."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0, "an estimate: weights, slots and data, without activations"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    scale = 1 if sys.platform == "darwin" else 1024
+    return peak * scale, "the measured peak of this process, with its libraries and data"
+
+
+def _show(measured: dict[str, Any], console: Console) -> None:
+    table = Table(show_header=False)
+    trained = measured["trained"]
+    table.add_row("trains", f"{measured['parameters']:,} numbers in {len(trained)} tensors")
+    validation = measured["validation_rows"] or "no"
+    table.add_row("rows", f"{measured['rows']}, and {validation} for validation")
+    steps = f"{measured['epochs']} epochs of batches of {measured['batch_size']}"
+    table.add_row("steps", f"{measured['steps']}: {steps}")
+    per_step = f"{1000 * measured['seconds_per_step']:.3g} ms a step"
+    if measured["seconds_per_evaluation"]:
+        per_step += f", {1000 * measured['seconds_per_evaluation']:.3g} ms an evaluation"
+    total = "unknown" if measured["seconds"] is None else f"{measured['seconds']:.3g} s"
+    table.add_row("time", f"{total} ({per_step}, measured one at a time)")
+    parts = ", ".join(
+        f"{name} {measured[f'{name}_bytes'] / 1e6:.3g} MB" for name in ("weights", "slots", "data")
+    )
+    memory = f"{measured['memory_bytes'] / 1e6:,.0f} MB: {measured['memory_is']}; {parts}"
+    table.add_row("memory", memory)
+    with ignoring_closed_output():
+        console.print(table, highlight=False)
+    say(f"trained: {listed(list(trained))}", console)
+    for remark in measured["remarks"]:
+        say(remark, console)
+    say("nothing was written", console)

@@ -1,0 +1,119 @@
+"""`onnxgrad trainable`, `check` and `show`: what is known of a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import typer
+from onnx import ModelProto, TensorProto
+
+from onnxgrad.cli.command import FAILED
+from onnxgrad.cli.command_options import CheckOptions, ShowOptions, TrainableOptions
+from onnxgrad.cli.console import print_json, say
+from onnxgrad.cli.model_files import read_model
+
+
+def trainable(options: TrainableOptions) -> None:
+    """Print the float constants, which train, and why."""
+    from onnxgrad.training.parameters.defaults import trainable as tensors
+
+    assert options.model is not None
+    chosen: dict[str, Any] = {"train": options.train or None, "freeze": options.freeze}
+    if not options.train and not options.freeze:
+        chosen = {}
+    rows = tensors(read_model(options.model), **chosen)
+    if not options.json:
+        say(str(rows))
+        return
+    trained = [row for row in rows if row.trains]
+    keys = ("name", "shape", "dtype", "size", "trains", "why", "doubtful", "alias")
+    print_json(
+        {
+            "tensors": [{k: getattr(row, k) for k in keys if hasattr(row, k)} for row in rows],
+            "trained": len(trained),
+            "parameters": sum(row.size for row in trained),
+        }
+    )
+
+
+def check(options: CheckOptions) -> None:
+    """Compare the gradient with central differences.
+
+    Raises:
+        typer.Exit: it differs.
+    """
+    from onnxgrad import check_gradient
+
+    assert options.model is not None
+    report = check_gradient(
+        read_model(options.model),
+        options.inputs or None,
+        options.weights or None,
+        rtol=options.rtol,
+        order=options.order,
+        random_state=options.seed,
+    )
+    if options.json:
+        keys = ("name", "order", "expected", "found", "error", "rtol", "ok", "undefined")
+        rows = [{key: getattr(row, key) for key in keys} for row in report.rows]
+        print_json(
+            {
+                "ok": report.ok,
+                "max_error": report.max_error,
+                "computed": report.computed,
+                "rows": rows,
+            }
+        )
+    else:
+        say(str(report))
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+def show(options: ShowOptions) -> None:
+    """Print the model as text, or a summary as JSON."""
+    from onnxgrad import onnx_derivative
+    from onnxgrad.plot.text import onnx_simple_text_plot
+
+    assert options.model is not None
+    proto = read_model(options.model)
+    gradient = onnx_derivative(proto) if options.grad else None
+    if options.json:
+        summary = _summary(proto)
+        print_json(summary if gradient is None else {**summary, "gradient": _summary(gradient)})
+        return
+    typer.echo(onnx_simple_text_plot(proto))
+    if gradient is not None:
+        typer.echo("\ngradient")
+        typer.echo(onnx_simple_text_plot(gradient))
+
+
+def _summary(proto: ModelProto) -> dict[str, Any]:
+    """Return the documented keys of `show --json`."""
+    return {
+        "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
+        "ir_version": proto.ir_version,
+        "opsets": {entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
+        "inputs": list(map(_value, proto.graph.input)),
+        "outputs": list(map(_value, proto.graph.output)),
+        "nodes": len(proto.graph.node),
+        "operators": Counter(node.op_type for node in proto.graph.node),
+        "functions": [function.name for function in proto.functions],
+        "metadata": {entry.key: entry.value for entry in proto.metadata_props},
+    }
+
+
+def _value(value: Any) -> dict[str, Any]:
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return {"name": value.name, "type": kind}
+    tensor = value.type.tensor_type
+    shape = [
+        d.dim_param or (d.dim_value if d.HasField("dim_value") else None) for d in tensor.shape.dim
+    ]
+    return {
+        "name": value.name,
+        "type": TensorProto.DataType.Name(tensor.elem_type).lower(),
+        "shape": shape if tensor.HasField("shape") else None,
+    }

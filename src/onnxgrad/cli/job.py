@@ -1,0 +1,235 @@
+"""What `onnxgrad train` trains: a model that may get a head or adapters, its data, a `Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from onnx import ModelProto
+
+from onnxgrad.cli.arguments import trainer_arguments
+from onnxgrad.cli.classes import Labels, class_labels, keep_classes
+from onnxgrad.cli.judged import Judged, with_loss
+from onnxgrad.cli.sources import TableSource, open_data, split_images
+from onnxgrad.cli.task import Targets, Task, map_stream, map_table, split
+from onnxgrad.cli.train_options import TrainOptions, WeightOptions
+from onnxgrad.data.images import ImageFolder
+from onnxgrad.data.readers import Reader
+from onnxgrad.errors import unknown
+from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.holdout import balanced
+from onnxgrad.training.judges import select_metrics
+from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.modes import separate_statistics
+from onnxgrad.training.parameters.choice import matching_weights
+from onnxgrad.training.trainer import Trainer
+
+_SHARE = 0.2
+_MOST = 0.9  # of the rows that can be held out
+
+
+@dataclass
+class Job:
+    """A `Trainer`, and the data that it gets.
+
+    - `proto`: the model of the user, with a new head or adapters.
+    - `training`, `validation`: the data; `rows` and `validation_rows` count them.
+    - `new_classes`: labels that the trained model stores; None for none.
+    """
+
+    trainer: Trainer
+    proto: ModelProto
+    task: Task
+    training: Dataset
+    validation: Dataset | None
+    rows: int | None
+    validation_rows: int | None
+    new_classes: Labels | None = None
+    pruned: bool = False
+
+    def trained(self) -> ModelProto:
+        """Return the model with the current weights."""
+        if self.pruned:  # the trainer has a model without outputs that might be the loss
+            self.trainer.proto = separate_statistics(self.proto)
+        model = self.trainer.model
+        if self.new_classes is not None:
+            keep_classes(model, self.new_classes)
+        return model
+
+
+def fine_tuned(proto: ModelProto, options: WeightOptions) -> ModelProto:
+    """Return the model with a new head and adapters, as far as the options ask for them."""
+    if options.head is not None:
+        from onnxgrad.finetune.heads import replace_head
+
+        units: Any = options.head.split(",")
+        if len(units) == 1:
+            if not options.head.isdigit():
+                raise ValueError(
+                    f"--head {options.head!r} is neither a number of units nor several names of "
+                    "classes, separated by commas"
+                )
+            units = int(options.head)
+        proto = replace_head(proto, units=units)
+    if options.lora:
+        from onnxgrad.finetune.lora import add_lora
+
+        proto = add_lora(
+            proto,
+            options.lora,
+            rank=options.lora_rank,
+            alpha=options.lora_alpha,
+            dropout=options.lora_dropout,
+        )
+    return proto
+
+
+def named_classes(options: TrainOptions) -> list[str] | None:
+    """Return the names of classes of `--classes` or `--head`; None without any."""
+    if options.classes is not None:
+        return options.classes.split(",")
+    return options.head.split(",") if options.head and "," in options.head else None
+
+
+def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
+    """Return the trainer and its data.
+
+    Raises:
+        ValueError: options, a model or data that do not fit each other.
+    """
+    assert options.data is not None
+    arguments = trainer_arguments(options)
+    proto = fine_tuned(proto, options)
+    matching_weights(proto, options.train, "weight")
+    matching_weights(proto, options.freeze, "weight (--freeze)")
+    classes = named_classes(options) or class_labels(proto)
+    model = with_loss(proto, arguments["loss"], options.loss_output)
+    keys = ("loss", "loss_options", "loss_weights", "device")
+    judged = Judged(model, **{key: arguments[key] for key in keys})
+    task, objective = mapped(options, options.data, judged, classes)
+    parts = _parts(options, task, judged, classes)
+    trained_on = parts[0]
+    arguments["class_weight"] = _class_weight(arguments, trained_on.y, objective, classes)
+    trainer = Trainer(model, callbacks=callbacks, **arguments)
+    if not options.metrics and classifies(objective):
+        trainer.metrics_by_output = select_metrics(["accuracy"])
+        trainer.metrics = trainer.metrics_by_output[None]
+    if task.in_memory:
+        trainer.names = task.names
+    training, validation, rows, validation_rows = parts
+    if options.batch_size is not None and rows is not None and options.batch_size > rows:
+        raise ValueError(
+            f"--batch-size {options.batch_size} is more than the {rows} rows to train on"
+        )
+    return Job(
+        trainer,
+        proto,
+        task,
+        training,
+        validation,
+        rows,
+        validation_rows,
+        named_classes(options),
+        pruned=model is not proto,
+    )
+
+
+def mapped(
+    options: Any, path: str, judged: Judged, classes: Labels | None
+) -> tuple[Task, Minimized]:
+    """Return the data at `path` for a model and its loss, and what describes both.
+
+    Raises:
+        ValueError: data that do not fit; the message begins with the path.
+    """
+    source = open_data(path, options)
+    if not isinstance(source, TableSource):
+        objective = judged.described(None)
+        objective.names = judged.names
+        return map_stream(source, objective, options, classes), objective
+    several = isinstance(judged.loss, dict) and len(judged.loss) > 1
+    targets = Targets.of(options, source.table, judged.names, several)
+    numbers = targets.arrays(source.table, classes)
+    objective = judged.described(targets.shaped(numbers))
+    objective.names = judged.names
+    return map_table(source, objective, targets, numbers, options.sample_weight), objective
+
+
+def classifies(objective: Minimized) -> bool:
+    """Return whether the only labels are classes, so that accuracy means something."""
+    infos = list(objective.labels.values())
+    return len(infos) == 1 and (infos[0].classes is not None or infos[0].threshold is not None)
+
+
+def _parts(
+    options: TrainOptions, task: Task, judged: Judged, classes: Labels | None
+) -> tuple[Dataset, Dataset | None, int | None, int | None]:
+    """Return the data to train on and to validate on, and their numbers of rows."""
+    share = _share(options.validation)
+    if share is None and options.validation is not None:
+        judged.names.columns.update(task.names.columns)
+        judged.names.target = task.names.target or judged.names.target
+        other, _ = mapped(options, options.validation, judged, classes)
+        return task.data, other.data, task.rows, other.rows
+    reader = task.data.X
+    splits = task.in_memory or isinstance(reader, ImageFolder)
+    share = (_SHARE if splits else 0.0) if share is None else share
+    if not share:
+        return task.data, None, task.rows, None
+    if not splits:
+        raise ValueError(
+            f"--validation {share:g} of data that are read while training: name a file of "
+            "validation data instead, or 0"
+        )
+    assert task.rows is not None
+    first, second = split(task.rows, share, options.seed)
+    if isinstance(reader, Reader):
+        assert isinstance(reader, ImageFolder)
+        parts = [Dataset(split_images(reader, rows)) for rows in (first, second)]
+    else:
+        parts = [task.take(first), task.take(second)]
+    return parts[0], parts[1], len(first), len(second)
+
+
+def _share(text: str | None) -> float | None:
+    """Return the share of rows that `--validation` names; None if it names a file, or nothing."""
+    try:
+        share = float(text) if text is not None else None
+    except ValueError:
+        return None
+    if share is not None and not 0 <= share <= _MOST:
+        raise ValueError(f"--validation {text} must be from 0 to {_MOST}, or a file")
+    return share
+
+
+def _class_weight(
+    arguments: dict[str, Any], y: Any, objective: Minimized, classes: Labels | None
+) -> Any:
+    """Return the weights of classes by their numbers, as a `Trainer` takes them."""
+    weight = arguments["class_weight"]
+    if weight is None:
+        return None
+    if weight == "balanced":
+        weight = balanced(y)
+    else:
+        keys = list(map(str, classes)) if classes else []
+        numbers = range(_count(objective, keys))
+        weight = {_number(name, keys, numbers): w for name, w in weight.items()}
+    if isinstance(arguments["loss"], dict):
+        return dict.fromkeys(arguments["loss"], weight)
+    return weight
+
+
+def _count(objective: Minimized, keys: list[str]) -> int:
+    counts = [info.classes for info in objective.labels.values() if isinstance(info.classes, int)]
+    return counts[0] if counts else max(2, len(keys))
+
+
+def _number(name: str, keys: list[str], numbers: range) -> int:
+    if name in keys:
+        return keys.index(name)
+    if not name.isdigit() or int(name) not in numbers:
+        raise unknown("class (--class-weight)", name, keys or map(str, numbers))
+    return int(name)

@@ -1,0 +1,117 @@
+"""A model and its loss, evaluated as the file is: nothing of it needs to be trainable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.data.columns import Names, read_names
+from onnxgrad.errors import printable
+from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.model.convert import non_tensor
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.optimizers import Optimizer, sgd
+from onnxgrad.runtime.device import Device
+from onnxgrad.schedules.base import Schedule, constant
+from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.judges import ByOutput, select_metrics
+from onnxgrad.training.minimized import Minimized, loss_output, minimized
+from onnxgrad.training.setup import Setup
+from onnxgrad.training.state import TrainState
+
+
+class Judged:
+    """What a `Setup` reads of a `Trainer`, for a model of which no weight is an input.
+
+    Args:
+        proto: the model.
+        loss: as that of a `Trainer`; so are `loss_options`, `loss_weights` and `metrics`.
+        device: where to run.
+    """
+
+    trained: tuple[str, ...] = ()
+    class_weight: Any = None
+    optimizer: Optimizer = sgd()
+    learning_rate: Schedule = constant(0.0)
+    clip_norm: float | None = None
+    accumulate = 1
+    batch_norm = recompute = "frozen"
+    seed = 0
+
+    def __init__(
+        self,
+        proto: ModelProto,
+        loss: Any,
+        loss_options: Mapping[str, Any] | None,
+        loss_weights: Mapping[str, float] | None,
+        metrics: Any = (),
+        device: str = "cpu",
+    ) -> None:
+        self.proto, self.loss = proto, loss
+        self.loss_options, self.loss_weights = loss_options, loss_weights
+        self.metrics_by_output: ByOutput = select_metrics(metrics)
+        self.device = Device.of(device).check()
+        self.callbacks, self.state = Callbacks(), TrainState()
+        self.names: Names = read_names(proto)
+        self.dropout: dict[str, float] = {}
+        self.batch_axes: dict[str, int | None] = {}
+        self.carry: dict[str, str] = {}
+
+    def evaluated(self) -> dict[str, np.ndarray]:
+        """Return no weight: all are constants."""
+        return {}
+
+    def described(self, y: Any) -> Minimized:
+        """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
+        plan = self._setup(Dataset(None, y)).plan
+        return minimized(self.proto, [], plan, weighted=False, training=False)
+
+    def evaluate(self, data: Dataset, batch_size: int | None) -> dict[str, Any]:
+        """Return the loss and the metrics."""
+        return self._setup(data, batch_size, shown="evaluating").evaluate()
+
+    def _setup(self, data: Dataset, batch_size: int | None = None, **more: Any) -> Setup:
+        return Setup(self, data, batch_size, default_size=256, **more)  # type: ignore[arg-type]
+
+
+def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:
+    """Return the model that is trained: without further outputs that might be the loss.
+
+    Args:
+        proto: the model.
+        loss: as that of a `Trainer`; None: the model computes it.
+        output: the name of its loss then.
+
+    Raises:
+        ValueError: there is no such output, or several outputs and no word which one a loss is of.
+    """
+    names = [o.name for o in proto.graph.output]
+    if isinstance(loss, str) and not loss.endswith(".onnx"):
+        floats = [o for o in proto.graph.output if not non_tensor(o)]
+        if len(floats) > 1:
+            choose_output(proto, None, "say which one with --output-index NAME")
+    if loss is not None:
+        return proto
+    if output not in names:
+        raise ValueError(
+            f"the model has no output {output!r} (it has {', '.join(map(printable, names))}): "
+            "name a loss with --loss, or the output that is one with --loss-output"
+        )
+    try:
+        chosen = loss_output(proto)
+    except ValueError:
+        chosen = ""
+    if chosen == output:
+        return proto
+    scalars = (o for o in proto.graph.output if o.name != output and _is_single(o))
+    dropped = {o.name for o in scalars}
+    return select_model_inputs_outputs(proto, [n for n in names if n not in dropped])
+
+
+def _is_single(output: Any) -> bool:
+    shape = output.type.tensor_type.shape
+    return output.name == "loss" or all(d.dim_value == 1 for d in shape.dim)

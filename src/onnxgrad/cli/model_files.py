@@ -1,0 +1,76 @@
+"""Models from files or standard input, and to files or standard output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from onnx import ModelProto
+
+from onnxgrad.cli.data_files import STDIN
+from onnxgrad.model import external
+from onnxgrad.model.files import check_not_input, check_writable
+from onnxgrad.model.read import read
+from onnxgrad.model.write import data_files, save
+
+STDOUT = "-"
+
+
+def read_model(path: str, data: str | None = None) -> ModelProto:
+    """Return the model at `path`; `data` is the path of the data, which cannot be "-" as well.
+
+    Raises:
+        ValueError: it is no model, or standard input is to be two things.
+    """
+    if path != STDIN:
+        return read(path)
+    if data == STDIN:
+        raise ValueError('MODEL and DATA are both "-": standard input is only one of them')
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ValueError("standard input is a terminal: pipe a model into the command")
+    return read(sys.stdin.buffer.read())
+
+
+def inputs_of(model: str, *data: str | None) -> list[Path]:
+    """Return the input files that an output must not replace."""
+    files = {file for file in data if file and file != STDIN}
+    return [Path(file) for file in (*({model} - {STDIN}), *sorted(files))]
+
+
+def check_output(
+    output: str, overwrite: bool, inputs: Iterable[Path], binary: bool = False
+) -> None:
+    """Raise if a result cannot be written to `output`, before anything is computed.
+
+    Raises:
+        OSError: it cannot be written, or exists and `overwrite` is false.
+        ValueError: it is one of `inputs`; or a binary result would go to a terminal.
+    """
+    if output == STDOUT:
+        if binary and sys.stdout.isatty():
+            raise ValueError("standard output is a terminal: name a file with --output, or pipe it")
+        return
+    check_writable(output, overwrite, inputs)
+
+
+def check_not_data(output: str, model: str) -> None:
+    """Raise if `output` is a file of external data of the model."""
+    if output != STDOUT and model != STDIN:
+        check_not_input(output, data_files(model))
+
+
+def write_model(proto: ModelProto, output: str) -> None:
+    """Write a model to a file, or to standard output.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: a model with external data for standard output.
+    """
+    if output != STDOUT:
+        save(proto, output)
+        return
+    if external.files_of(proto) or external.inline_nbytes(proto) > external.IN_MODEL:
+        raise ValueError("a model with external data does not fit standard output: name a file")
+    sys.stdout.buffer.write(proto.SerializeToString())
+    sys.stdout.buffer.flush()

@@ -1,0 +1,74 @@
+"""The fields of a dataclass of options: their names, types, bounds and help."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, get_args, get_type_hints
+
+
+def option(help: str, default: Any = None, *names: str, panel: str = "Other", **more: Any) -> Any:
+    """Return a field that is an option.
+
+    Args:
+        help: one sentence or two.
+        default: of the field; an empty list for options that can be repeated.
+        names: such as "--output", "-o"; None: derived from the name of the field.
+        panel: the title of its panel in the help; in lower case its section in a TOML file.
+        more: further arguments of `typer.Option`, such as `min`, `metavar` and `show_default`.
+    """
+    return _field(default, positional=False, help=help, names=names, panel=panel, more=more)
+
+
+def argument(help: str, **more: Any) -> Any:
+    """Return a field that is a positional argument."""
+    return _field(None, positional=True, help=help, names=(), panel="", more=more)
+
+
+def _field(default: Any, **metadata: Any) -> Any:
+    if isinstance(default, list):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Described:
+    """A field of a dataclass of options: what `option` and `argument` say of it.
+
+    - `hint`: its type; `kind`: that type without None.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+    positional: bool
+    help: str
+    names: tuple[str, ...]
+    panel: str
+    more: dict[str, Any]
+
+    @classmethod
+    def fields_of(cls, options: type) -> dict[str, Described]:
+        """Return the fields of a dataclass by name."""
+        hints = get_type_hints(options)
+        return {
+            f.name: cls(f.name, hints[f.name], f.default, **f.metadata)
+            for f in dataclasses.fields(options)
+        }
+
+    @property
+    def kind(self) -> Any:
+        """The type of a value: str, int, float, bool, or list for several."""
+        if self.is_list:
+            return list
+        return next((t for t in get_args(self.hint) if t is not type(None)), self.hint)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the option can be repeated."""
+        return self.default is dataclasses.MISSING
+
+    @property
+    def section(self) -> str:
+        """The section of a TOML file in which it may stand."""
+        return self.panel.lower()

@@ -1,0 +1,215 @@
+"""`onnxgrad predict`: the outputs of a model for the rows of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.cli.command_options import PredictOptions
+from onnxgrad.cli.console import note, print_json
+from onnxgrad.cli.data_files import as_value, assign
+from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, inputs_of, read_model
+from onnxgrad.cli.prediction_files import Columns, check_ending, writer
+from onnxgrad.cli.sources import ArrowSource, ImageSource, TableSource, open_data
+from onnxgrad.cli.task import listed
+from onnxgrad.data.arrays import DataError
+from onnxgrad.data.columns import read_names
+from onnxgrad.errors import escaping, printable, unknown
+from onnxgrad.graph.shapes import dims
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import loaded
+
+Arrays = dict[str, np.ndarray]
+_ROWS = 256
+
+
+def predict(options: PredictOptions) -> None:
+    """Write the outputs.
+
+    Raises:
+        ValueError: data that the model does not take, or outputs without rows.
+        OSError: the output cannot be written.
+    """
+    assert options.model is not None
+    assert options.data is not None
+    check_ending(options.output)
+    if options.output == STDOUT and options.json:
+        raise ValueError("--output - and --json both go to standard output: name a file")
+    check_output(options.output, options.overwrite, inputs_of(options.model, options.data))
+    proto = read_model(options.model, options.data)
+    check_not_data(options.output, options.model)
+    predictor = Predictor(proto, options)
+    with writer(options.output) as write:
+        for columns in predictor.columns():
+            write(columns)
+    for text in predictor.notes:
+        note(text)
+    if options.output == STDOUT:
+        return
+    if options.json:
+        keys = {"rows": predictor.rows, "columns": predictor.names, "remarks": predictor.notes}
+        print_json({"files": [options.output], **keys})
+    else:
+        note(f"wrote {options.output}")
+
+
+class Predictor:
+    """Runs a model on data, some rows at a time.
+
+    `rows` counts those that were predicted; `names` are those of the columns; `notes` are messages.
+    """
+
+    def __init__(self, proto: ModelProto, options: PredictOptions) -> None:
+        self.proto, self.options = proto, options
+        constants = {t.name for t in proto.graph.initializer}
+        values = [ir.from_proto(x) for x in proto.graph.input if x.name not in constants]
+        self.inputs: list[ir.Value] = values
+        self.trained = read_names(proto)
+        self.rows, self.names, self.notes = 0, list[str](), list[str]()
+        outputs = [y.name for y in proto.graph.output]
+        for name in options.outputs:
+            if name not in outputs:
+                raise unknown("output", name, outputs)
+        self.outputs = options.outputs or outputs
+        self.fixed = self._fixed_rows()
+
+    def _fixed_rows(self) -> int | None:
+        """Return the rows of a static batch; None if any number goes."""
+        first = [(dims(x) or (None,))[0] for x in self.inputs if dims(x) != ()]
+        counts = {d for d in first if isinstance(d, int) and d > 0}
+        return counts.pop() if len(counts) == 1 and all(isinstance(d, int) for d in first) else None
+
+    @escaping()
+    def columns(self) -> Iterator[Columns]:
+        """Yield the columns of some rows at a time."""
+        settings = ort.SessionOptions()
+        settings.log_severity_level = 4
+        providers = Device.of(self.options.device).check().providers
+        session = loaded(self.proto, settings, providers=providers)
+        for feed, count, extra in self._batches():
+            padded = {name: self._padded(array) for name, array in feed.items()}
+            results = session.run(self.outputs, padded)
+            named = dict(zip(self.outputs, results, strict=True))
+            columns = {**extra, **self._by_row(named, count)}
+            self.rows, self.names = self.rows + count, list(columns)
+            yield columns
+
+    def _padded(self, array: np.ndarray) -> np.ndarray:
+        """Return the rows of a batch; the last one is repeated up to the rows of a static batch."""
+        if self.fixed is None or len(array) == self.fixed:
+            return array
+        last = np.repeat(array[-1:], self.fixed - len(array), axis=0)
+        return np.concatenate([array, last])
+
+    def _by_row(self, results: Mapping[str, Any], count: int) -> Arrays:
+        """Return the columns of outputs: arrays with a row each, or lists of maps.
+
+        Raises:
+            DataError: an output that is asked for has no rows.
+        """
+        size = self.fixed or count
+        columns: Arrays = {}
+        for name, value in results.items():
+            if isinstance(value, list) and len(value) == size and _are_maps(value):
+                for key in value[0]:
+                    columns[f"{name}_{key}"] = np.array([row[key] for row in value[:count]])
+            elif isinstance(value, np.ndarray) and value.ndim and len(value) == size:
+                columns[name] = value[:count]
+            elif name in self.options.outputs:
+                raise DataError(
+                    f"output {name!r} has no row for each row of the data: leave it out"
+                )
+            elif (
+                text := f"output {printable(name)} has no rows, and is left out"
+            ) not in self.notes:
+                self.notes.append(text)
+        if not columns:
+            raise DataError("no output has a row for each row of the data")
+        return columns
+
+    # -- data ---------------------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[tuple[Arrays, int, Arrays]]:
+        """Yield the arrays of the inputs, the number of rows, and further columns."""
+        assert self.options.data is not None
+        source = open_data(self.options.data, self.options)
+        size = self.fixed or self.options.batch_size or _ROWS
+        if isinstance(source, TableSource):
+            yield from self._of_table(source, size)
+        elif isinstance(source, ImageSource):
+            yield from self._of_images(source, size)
+        else:
+            yield from self._of_arrow(source, size)
+
+    def _assigned(self, table: Arrays) -> dict[str, Arrays]:
+        """Return the columns of each input; labels of the training are not read."""
+        gone = [n for n in self.trained.target if n in table and n not in self._trained_columns]
+        rest = {name: array for name, array in table.items() if name not in gone}
+        columns = assign(rest, [], self.inputs, self.trained)
+        used = {name for group in columns.values() for name in group}
+        if ignored := [name for name in table if name not in used]:
+            self.notes.append(f"ignored columns: {listed(ignored)}")
+        for name, group in columns.items():
+            order = [column for column in table if column in group]
+            if name in self.trained.columns and order != list(group):
+                self.notes.append(
+                    f"columns of input {name} are taken by name, in the order of its training: "
+                    f"{listed(list(group))} (the data has {listed(order)})"
+                )
+        return columns
+
+    @property
+    def _trained_columns(self) -> set[str]:
+        return {name for group in self.trained.columns.values() for name in group}
+
+    def _of_table(self, source: TableSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
+        columns = self._assigned(source.table)
+        if source.note:
+            self.notes.insert(0, source.note)
+        arrays = {str(x.name): _array(columns[str(x.name)], x) for x in self.inputs}
+        counts = {name: len(array) for name, array in arrays.items()}
+        if len(set(counts.values())) > 1:
+            raise DataError(f"the arrays differ in their number of rows: {counts}")
+        rows = next(iter(counts.values()))
+        for start in range(0, rows, size):
+            part = {name: array[start : start + size] for name, array in arrays.items()}
+            yield part, min(size, rows - start), {}
+
+    def _of_images(self, source: ImageSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
+        name, shape = str(self.inputs[0].name), dims(self.inputs[0])
+        reader = source.reader(shape).for_inputs({str(x.name): dims(x) for x in self.inputs})
+        start = 0
+        for images, _ in reader.batches(size, None, 0):
+            files = [str(f) for f in reader.files[start : start + len(images)]]
+            start += len(images)
+            yield {name: images}, len(images), {"file": np.array(files)}
+
+    def _of_arrow(self, source: ArrowSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
+        empty = {n: np.empty((1, 1) if "list" in t else 1) for n, t in source.types.items()}
+        columns = self._assigned(empty)
+        chosen = {name: list(group) for name, group in columns.items()}
+        start = 0
+        for (tables,) in source.reader(chosen, [], None).batches(size, None, 0):
+            parts = {
+                str(x.name): _array({n: tables[x.name][n] for n in chosen[str(x.name)]}, x, start)
+                for x in self.inputs
+            }
+            count = len(next(iter(parts.values())))
+            start += count
+            yield parts, count, {}
+
+
+def _array(columns: Arrays, value: ir.Value, start: int = 0) -> np.ndarray:
+    try:
+        return as_value(columns, value, f"input {value.name!r}")
+    except DataError as e:
+        raise DataError(f"{e} (rows counted from row {start + 1})" if start else str(e)) from None
+
+
+def _are_maps(value: list[Any]) -> bool:
+    return bool(value) and all(isinstance(row, dict) for row in value)

@@ -1,0 +1,126 @@
+"""What `onnxgrad train` says of a training that has ended."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from onnxgrad.cli.console import ignoring_closed_output, say
+from onnxgrad.cli.job import Job
+from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.errors import printable
+from onnxgrad.training.callbacks.early_stopping import EarlyStopping
+from onnxgrad.training.parameters.defaults import listed, trainable
+from onnxgrad.training.trainer import Trainer
+
+_VALIDATION = "validation_"
+
+
+def epochs(trainer: Trainer) -> list[dict[str, Any]]:
+    """Return the entries of the history that end an epoch; that of a first one that broke off."""
+    entries = [entry for entry in trainer.history if "loss" in entry]
+    so_far = trainer.progress.loss
+    return entries if entries or not math.isfinite(so_far) else [{"loss": so_far}]
+
+
+class Report:
+    """The results of a training.
+
+    Args:
+        job: what was trained.
+        options: of the command.
+        seconds: how long it took.
+        rows: rows that it went through, counted once an epoch.
+        files: files that were written.
+    """
+
+    def __init__(
+        self, job: Job, options: TrainOptions, seconds: float, rows: int, files: Sequence[Path]
+    ) -> None:
+        self.job, self.options = job, options
+        self.seconds, self.rows, self.files = seconds, rows, files
+        self.losses = [entry["loss"] for entry in epochs(job.trainer)]
+
+    @cached_property
+    def validation(self) -> dict[str, Any]:
+        """The loss and the metrics of the written model for validation data; empty without."""
+        trainer, data = self.job.trainer, self.job.validation
+        if data is None:
+            return {}
+        last = trainer.history[-1] if trainer.history else {}
+        restored = any(
+            isinstance(c, EarlyStopping) and c.entry(trainer.state).get("restored") is not None
+            for c in trainer.callbacks.callbacks
+        )
+        if restored or last.get("step") != trainer.state.step or "validation_loss" not in last:
+            return trainer.evaluate(data.X, data.y, sample_weight=data.sample_weight)
+        found = {n: v for n, v in last.items() if n.startswith(_VALIDATION)}
+        return {name.removeprefix(_VALIDATION): value for name, value in found.items()}
+
+    @property
+    def speed(self) -> float:
+        """Rows a second."""
+        return self.rows / max(self.seconds, 1e-9)
+
+    def as_json(self, reason: str) -> dict[str, Any]:
+        """Return the results as the documented keys of `--json`."""
+        trainer = self.job.trainer
+        return {
+            "files": [str(file) for file in self.files],
+            "stopped": reason or ("early" if trainer.state.stop_reason == "callback" else "done"),
+            "epochs": trainer.state.epoch,
+            "steps": trainer.state.step,
+            "rows": self.job.rows,
+            "validation_rows": self.job.validation_rows,
+            "seconds": self.seconds,
+            "rows_per_second": self.speed,
+            "loss": self.losses[-1] if self.losses else None,
+            "validation": self.validation,
+            "trained": list(trainer.trained),
+            "columns": self.job.task.names.columns,
+            "target": self.job.task.names.target,
+            "remarks": [*self.job.task.notes, *self.job.task.remarks],
+            "history": trainer.history,
+        }
+
+    def show(self, console: Console) -> None:
+        """Print a table of losses and metrics, the speed, and what was written."""
+        with ignoring_closed_output():
+            console.print(self._table())
+            console.print(f"{self.speed:,.0f} rows/s, {self.seconds:.1f} s", highlight=False)
+        for file in self.files:
+            say(f"wrote {file}", console)
+        options = self.options
+        rows = [] if options.train or options.lora else trainable(self.job.trainer.proto)
+        if untrained := [t for t in rows if not t.trains]:
+            say(f"not trained by default: {listed(untrained, len(untrained))}", console)
+        for remark in self.job.task.remarks:
+            say(remark, console)
+
+    def _table(self) -> Table:
+        table = Table("", "first", "last", "best")
+        entries = epochs(self.job.trainer)
+        validation = [e["validation_loss"] for e in entries if "validation_loss" in e]
+        for name, losses in (("training loss", self.losses), ("validation loss", validation)):
+            if losses:
+                epoch = min(range(len(losses)), key=losses.__getitem__)
+                best = f"{losses[epoch]:.5g} (epoch {epoch + 1})"
+                table.add_row(name, f"{losses[0]:.5g}", f"{losses[-1]:.5g}", best)
+        for name, value in self.validation.items():
+            if name != "loss":
+                shown = f"{value:.2%}" if "accuracy" in name else _shown(value)
+                title = printable(f"validation {name.replace('_', ' ')}")
+                table.add_row(Text(title), "", Text(shown), "")
+        return table
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, Real) else str(value)

@@ -1,0 +1,293 @@
+"""The options of `onnxgrad train`: one table for the command line, its help and TOML files."""
+
+# ruff: noqa: RUF009 (`option` returns a field)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnxgrad.cli.command import Common, ModelArgument
+from onnxgrad.cli.complete import losses, metrics, optimizers, schedules
+from onnxgrad.cli.data_options import DataOptions
+from onnxgrad.cli.options import option
+
+LOSSES = (
+    "squared_error (l2, mse), absolute_error (l1, mae), elastic, huber, poisson, "
+    "binary_cross_entropy, cross_entropy, log, hinge, focal, softmax_focal, dice, "
+    "softmax_dice, kl_divergence, quantile, log_cosh, gaussian_nll, cosine_embedding, triplet, "
+    "contrastive, or ctc"
+)
+OPTIMIZERS = (
+    "sgd, momentum, nesterov, adam, adamw, adamax, nadam, radam, adagrad, adadelta, rmsprop, "
+    "rprop, lion, schedule_free, lamb, adafactor, or muon"
+)
+SCHEDULES = (
+    "constant, step_decay, exponential, linear, cosine, polynomial, one_cycle, inverse_sqrt, or "
+    "plateau"
+)
+METRICS = "accuracy, f1_macro, auc, top_5_accuracy, mae, rmse, r2"
+WEIGHTS, LOSS, OPTIMIZER = "Weights", "Loss", "Optimizer"
+TRAINING, CHECKPOINTS, RESULT = "Training", "Checkpoints", "Result"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOptions:
+    """What a model is judged by."""
+
+    loss: list[str] = option(
+        f"{LOSSES}; or a second model that computes it, as teacher.onnx. OUTPUT=LOSS, repeated, "
+        "for several outputs. Needed unless the model computes its own: see --loss-output.",
+        [],
+        panel=LOSS,
+        autocompletion=losses,
+    )
+    loss_option: list[str] = option(
+        "Option of the loss, as from_logits=true or delta=2; repeat for several.",
+        [],
+        panel=LOSS,
+        metavar="NAME=VALUE",
+    )
+    loss_output: str = option(
+        "Without --loss: the output of the model that is its loss.", "loss", panel=LOSS
+    )
+    output_index: str | None = option(
+        "The output that --loss is of, if there are several.", None, panel=LOSS, metavar="NAME"
+    )
+    loss_weight: list[str] = option(
+        "Factor of the loss of an output in the sum, for several outputs.",
+        [],
+        panel=LOSS,
+        metavar="OUTPUT=FACTOR",
+    )
+    metrics: list[str] = option(
+        f"Metrics of validation data, such as {METRICS}; repeat, or separate by commas. "
+        "OUTPUT=METRIC for several outputs.",
+        [],
+        "--metrics",
+        "--metric",
+        panel=LOSS,
+        show_default="accuracy for classes",
+        autocompletion=metrics,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightOptions:
+    """Which weights train."""
+
+    train: list[str] = option(
+        "Name or pattern of weights to train, as 'layer4.*'; repeat for several.",
+        [],
+        "--train",
+        "--weights",
+        panel=WEIGHTS,
+        metavar="PATTERN",
+        show_default="all by their role: see `onnxgrad trainable`",
+    )
+    freeze: list[str] = option(
+        "Name or pattern of weights that stay as they are; repeat for several.",
+        [],
+        panel=WEIGHTS,
+        metavar="PATTERN",
+    )
+    head: str | None = option(
+        "Give the model a new last layer: the number of its units, or the names of its classes "
+        "separated by commas.",
+        None,
+        panel=WEIGHTS,
+        metavar="N|A,B,...",
+    )
+    lora: list[str] = option(
+        "Put LoRA adapters beside the weights that match, and train only these (and a new head); "
+        "repeat for several. `onnxgrad merge` gives the plain model afterwards.",
+        [],
+        panel=WEIGHTS,
+        metavar="PATTERN",
+    )
+    lora_rank: int = option("Rank of the adapters.", 8, panel=WEIGHTS, min=1)
+    lora_alpha: float = option("Their scale is alpha / rank.", 16.0, panel=WEIGHTS, min=0)
+    lora_dropout: float = option(
+        "Dropout before them, in training.", 0.0, panel=WEIGHTS, min=0, max=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """How weights move."""
+
+    optimizer: str = option(OPTIMIZERS + ".", "adam", panel=OPTIMIZER, autocompletion=optimizers)
+    optimizer_option: list[str] = option(
+        "Option of the optimizer, as b1=0.95; repeat for several.",
+        [],
+        panel=OPTIMIZER,
+        metavar="NAME=VALUE",
+    )
+    weight_decay: float | None = option(
+        "Weight decay.", None, panel=OPTIMIZER, min=0, show_default="that of the optimizer"
+    )
+    learning_rate: float | None = option(
+        "For the mean gradient of a batch; the highest rate of a schedule.",
+        None,
+        "--learning-rate",
+        "--lr",
+        panel=OPTIMIZER,
+        min=0,
+        show_default="0.001 for adam and its kin, 0.01 for sgd and its kin, 1 for adadelta, "
+        "0.0001 for lion",
+    )
+    schedule: str = option(
+        f"The learning rate by step: {SCHEDULES}. Those that end do so with the training.",
+        "constant",
+        panel=OPTIMIZER,
+        autocompletion=schedules,
+    )
+    schedule_option: list[str] = option(
+        "Option of the schedule, as end=1e-5, or every=100 of step_decay; repeat for several.",
+        [],
+        panel=OPTIMIZER,
+        metavar="NAME=VALUE",
+    )
+    warmup: float | None = option(
+        "Steps in which the rate rises from 0, or below 1 their share of all steps.",
+        None,
+        panel=OPTIMIZER,
+        min=0,
+        metavar="STEPS|SHARE",
+    )
+    clip_norm: float | None = option(
+        "Largest norm of all gradients together; larger ones are scaled down.",
+        None,
+        panel=OPTIMIZER,
+        min=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How long, and in which form."""
+
+    epochs: int = option("Passes over the data.", 10, panel=TRAINING, min=1)
+    batch_size: int | None = option(
+        "Rows of a step.", None, panel=TRAINING, min=1, show_default="32, or that of the model"
+    )
+    accumulate: int = option(
+        "Micro-batches into which a batch is split, to save memory.", 1, panel=TRAINING, min=1
+    )
+    shuffle: bool = option("Order the rows anew for every epoch.", True, panel=TRAINING)
+    batch_norm: str = option(
+        "frozen: normalize by the stored statistics; train: by those of the batch, and update "
+        "the stored ones.",
+        "frozen",
+        panel=TRAINING,
+    )
+    dropout: list[str] = option(
+        "Zero elements behind the nodes that match with probability P, in training only.",
+        [],
+        panel=TRAINING,
+        metavar="PATTERN=P",
+    )
+    class_weight: list[str] = option(
+        "Weight of a class in the loss; repeat for several. balanced: by their frequencies.",
+        [],
+        panel=TRAINING,
+        metavar="CLASS=WEIGHT|balanced",
+    )
+    early_stopping: int | None = option(
+        "End when --monitor has not improved for so many epochs, and keep the best weights.",
+        None,
+        panel=TRAINING,
+        min=1,
+        metavar="PATIENCE",
+    )
+    monitor: str | None = option(
+        "What --early-stopping watches, and --checkpoint keeps the best of.",
+        None,
+        panel=TRAINING,
+        show_default="validation_loss",
+    )
+    recompute: str = option(
+        "none, cheap or all: what the backward pass computes again, to save memory.",
+        "none",
+        panel=TRAINING,
+    )
+    device: str = option("cpu, cuda or cuda:1.", "cpu", panel=TRAINING)
+    seed: int = option(
+        "Of the split, of the order of rows, of dropout and of new weights.",
+        0,
+        panel=TRAINING,
+        min=0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """What survives a crash."""
+
+    checkpoint: str | None = option(
+        "Folder for the state of training, written after every epoch.",
+        None,
+        panel=CHECKPOINTS,
+        metavar="FOLDER",
+    )
+    checkpoint_every: int | None = option(
+        "Write it after every so many steps instead.", None, panel=CHECKPOINTS, min=1
+    )
+    checkpoint_seconds: float | None = option(
+        "Write it after every so many seconds instead.", None, panel=CHECKPOINTS, min=0
+    )
+    checkpoint_keep: int = option("How many of the newest to keep.", 2, panel=CHECKPOINTS, min=1)
+    resume: bool = option(
+        "Go on where the newest checkpoint of --checkpoint was written, bit for bit; begin if "
+        "there is none.",
+        False,
+        panel=CHECKPOINTS,
+        show_default=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultOptions:
+    """What is written."""
+
+    output: str = option(  # a Path forgets the '/' at its end
+        'Where the trained model goes, its loss curves beside it; "-" is standard output.',
+        "trained.onnx",
+        "--output",
+        "-o",
+        panel=RESULT,
+        metavar="PATH",
+    )
+    overwrite: bool = option("Replace files that exist.", False, panel=RESULT)
+    curves: bool = option("Draw the losses, as PATH with .png.", True, panel=RESULT)
+    history: str | None = option(
+        "File (.csv or .json) of losses, rates and metrics by epoch.",
+        None,
+        panel=RESULT,
+        metavar="FILE",
+    )
+    dry_run: bool = option(
+        "Say what would be trained, for how long and in how much memory, by running a few steps; "
+        "write nothing.",
+        False,
+        panel=RESULT,
+    )
+    config: str | None = option(
+        "TOML file of options by name; what the command line says wins.",
+        None,
+        panel=RESULT,
+        metavar="FILE",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(
+    Common,
+    ResultOptions,
+    CheckpointOptions,
+    RunOptions,
+    OptimizerOptions,
+    LossOptions,
+    WeightOptions,
+    DataOptions,
+    ModelArgument,
+):
+    """All of them; the bases that come last are first in the help."""

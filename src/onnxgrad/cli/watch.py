@@ -1,0 +1,37 @@
+"""A callback that lets signals stop a training between two steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from onnxgrad.cli.signals import StopRequests
+from onnxgrad.training.callbacks.base import Callback, Control
+
+
+class Watch(Callback):
+    """Raises `Stopped` after a signal, where nothing is lost, and counts rows.
+
+    `rows` are those that this training has been through, counted once an epoch.
+    """
+
+    def __init__(self, stop: StopRequests) -> None:
+        self.stop = stop
+        self.rows = self._first = 0
+
+    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Take notice of the rows that a resumed training has behind it."""
+        self._first = _rows(trainer.progress)
+
+    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Stop after a signal; from the first step on, signals wait for this event."""
+        self.stop.hold()
+        self.rows = _rows(trainer.progress) - self._first
+        self.stop.check()
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Stop after a signal."""
+        self.stop.check()
+
+
+def _rows(progress: Any) -> int:
+    return progress.epoch * (progress.total_rows or 0) + progress.rows
