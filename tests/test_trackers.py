@@ -77,6 +77,21 @@ def test_the_bar_ends_with_training_and_shows_the_cursor_again(fail):
         assert "loss 4, validation loss 0.25, accuracy 0.75, learning rate 0.1" in last
 
 
+@pytest.mark.parametrize("width", [54, 80, 100, 120])
+def test_the_bar_fits_a_narrow_terminal(width):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=width, color_system=None)
+    Trainer([0.5, 0.25]).fit(Progress(console=console), epochs=2)
+    text = out.getvalue()
+    line = re.split(r"[\r\n]", text[text.rindex("epoch 2/2") :])[0]
+    assert "0:00:00" in line
+    assert "loss 4, validation loss 0.25" in line
+    assert "\u2026" not in line  # no number is cut off
+    assert ("accuracy 0.75" in line) == (width > 54)
+    assert ("rows/s" in line) == (width > 80)
+    assert ("learning rate" in line) == (width > 100)
+
+
 def test_a_training_without_steps_shows_no_bar():
     out = io.StringIO()
     Trainer().fit(Progress(console=Console(file=out, force_terminal=True)), epochs=0)

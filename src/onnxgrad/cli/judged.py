@@ -5,42 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.data.columns import Names, read_names
+from onnxgrad.data.columns import read_names
 from onnxgrad.errors import printable
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.surgery import select_model_inputs_outputs
-from onnxgrad.optimizers import Optimizer, sgd
 from onnxgrad.runtime.device import Device
-from onnxgrad.schedules.base import Schedule, constant
-from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.judges import ByOutput, select_metrics
+from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.minimized import Minimized, loss_output, minimized
+from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
-from onnxgrad.training.state import TrainState
 
 
-class Judged:
-    """What a `Setup` reads of a `Trainer`, for a model of which no weight is an input.
+class Judged(Settings):
+    """A model, its loss and metrics; no weight is an input.
 
     Args:
         proto: the model.
         loss: as that of a `Trainer`; so are `loss_options`, `loss_weights` and `metrics`.
         device: where to run.
     """
-
-    trained: tuple[str, ...] = ()
-    class_weight: Any = None
-    optimizer: Optimizer = sgd()
-    learning_rate: Schedule = constant(0.0)
-    clip_norm: float | None = None
-    accumulate = 1
-    batch_norm = recompute = "frozen"
-    seed = 0
 
     def __init__(
         self,
@@ -51,19 +38,15 @@ class Judged:
         metrics: Any = (),
         device: str = "cpu",
     ) -> None:
-        self.proto, self.loss = proto, loss
-        self.loss_options, self.loss_weights = loss_options, loss_weights
-        self.metrics_by_output: ByOutput = select_metrics(metrics)
-        self.device = Device.of(device).check()
-        self.callbacks, self.state = Callbacks(), TrainState()
-        self.names: Names = read_names(proto)
-        self.dropout: dict[str, float] = {}
-        self.batch_axes: dict[str, int | None] = {}
-        self.carry: dict[str, str] = {}
-
-    def evaluated(self) -> dict[str, np.ndarray]:
-        """Return no weight: all are constants."""
-        return {}
+        super().__init__(
+            proto,
+            loss=loss,
+            loss_options=loss_options,
+            loss_weights=loss_weights,
+            metrics_by_output=select_metrics(metrics),
+            device=Device.of(device).check(),
+            names=read_names(proto),
+        )
 
     def described(self, y: Any) -> Minimized:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
@@ -75,7 +58,7 @@ class Judged:
         return self._setup(data, batch_size, shown="evaluating").evaluate()
 
     def _setup(self, data: Dataset, batch_size: int | None = None, **more: Any) -> Setup:
-        return Setup(self, data, batch_size, default_size=256, **more)  # type: ignore[arg-type]
+        return Setup(self, data, batch_size, default_size=256, **more)
 
 
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:

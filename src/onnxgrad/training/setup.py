@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.autodiff.quantized import straight_through_warning
-from onnxgrad.data.columns import Names
 from onnxgrad.data.torch_data import draws_its_order
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_loss
@@ -20,63 +18,28 @@ from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
-from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
-from onnxgrad.schedules.base import Schedule
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.accumulate import build_accumulating_step
 from onnxgrad.training.arguments import check_choice, start_learning_rate
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.callbacks.checkpoint import newest
-from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.compiled import Compiled, compiled_step
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
 from onnxgrad.training.identity import described, require_equal
-from onnxgrad.training.judges import ByOutput
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
+from onnxgrad.training.settings import Settings
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step import Step, StepOptions, build_gradients, build_step
 from onnxgrad.training.update import build_update
 
 Arrays = dict[str, np.ndarray]
-
-
-class Settings(Protocol):
-    """The arguments of a `Trainer`, checked, and its state."""
-
-    proto: ModelProto
-    trained: list[str]
-    loss: Any
-    loss_options: Mapping[str, Any] | None
-    loss_weights: Mapping[str, float] | None
-    class_weight: Any
-    optimizer: Optimizer
-    learning_rate: Schedule | BaseLearningRate
-    clip_norm: float | None
-    accumulate: int
-    batch_norm: str
-    dropout: dict[str, float]
-    metrics_by_output: ByOutput
-    callbacks: Callbacks
-    batch_axes: dict[str, int | None]
-    carry: dict[str, str]
-    recompute: str
-    device: Device
-    seed: int
-    straight_through: bool
-    names: Names
-    state: TrainState
-    built: BuildCache
-
-    def evaluated(self) -> Arrays:
-        """Return the weights and statistics that are evaluated."""
 
 
 class Setup:

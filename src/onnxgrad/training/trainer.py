@@ -29,12 +29,13 @@ from onnxgrad.training.modes import forget_head, inference_form, separate_statis
 from onnxgrad.training.parameters.choice import choose_weights
 from onnxgrad.training.parameters.integers import require_floats
 from onnxgrad.training.progress import FitProgress
+from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.update import evaluated
 
 
-class Trainer:
+class Trainer(Settings):
     """Trains a model.
 
     The loss is the mean over a batch of its terms, as PyTorch's `reduction="mean"`: of the elements

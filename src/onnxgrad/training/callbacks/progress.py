@@ -23,6 +23,7 @@ from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Control
 
 _VALIDATION = "validation_"
+_TIME, _BAR = 8, 4  # columns of a terminal: of the time left, and of the bar at least
 
 
 class Progress(Callback):
@@ -53,11 +54,12 @@ class Progress(Callback):
         self._started: tuple[float, float] | None = None  # time, and share that was done
         self._evaluation, self._evaluated = "", 0  # text until a line shows it, and its step
         if _can_draw(console, chosen=self.console is not None):
-            report = Column(no_wrap=True, overflow="ellipsis")  # the first to be shortened
+            whole = Column(no_wrap=True)  # the bar is the first to be shortened
+            report = Column(no_wrap=True, overflow="ellipsis")
             self._bar = RichProgress(
-                TextColumn("epoch {task.fields[epoch]}", markup=False),
+                TextColumn("{task.fields[epoch]}", markup=False, table_column=whole),
                 BarColumn(bar_width=None),
-                TimeRemainingColumn(table_column=Column(min_width=7)),
+                TimeRemainingColumn(table_column=Column(min_width=_TIME, no_wrap=True)),
                 TextColumn("{task.fields[report]}", markup=False, table_column=report),
                 console=console,
                 refresh_per_second=4,
@@ -105,11 +107,10 @@ class Progress(Callback):
     def _update(self, progress: Any, state: Any) -> None:
         assert self._bar is not None
         total, done = _totals(progress)
-        report = _numbers(progress, state, _validation(state))
-        fields: dict[str, Any] = {
-            "epoch": f"{progress.epoch + 1}/{progress.epochs}",
-            "report": printable(report),
-        }
+        epoch = _epoch(progress)
+        width = self._console.width - len(epoch) - _TIME - _BAR - 3  # three gaps
+        report = printable(_fitting(*_numbers(progress, state, _validation(state)), width))
+        fields: dict[str, Any] = {"epoch": epoch, "report": report}
         with _ignoring_closed_output():
             if self._task is None:  # where training resumes, the time left must not count the start
                 self._task = self._bar.add_task("", total=total, completed=int(done), **fields)
@@ -124,7 +125,8 @@ class Progress(Callback):
 
     def _line(self, head: str, trainer: Any, state: Any) -> None:
         self._shown = time.monotonic()
-        self._print(f"{head}: {_numbers(trainer.progress, state, self._evaluation)}")
+        results, conditions = _numbers(trainer.progress, state, self._evaluation)
+        self._print(f"{head}: {', '.join(results + conditions)}")
 
     def _print(self, line: str) -> None:
         with _ignoring_closed_output():
@@ -179,10 +181,22 @@ def _epoch(progress: Any) -> str:
     return f"epoch {progress.epoch + 1}/{progress.epochs}"
 
 
-def _numbers(progress: Any, state: Any, validation: str) -> str:
-    rate = "" if state.learning_rate is None else f"learning rate {state.learning_rate:.3g}"
-    speed = f"{progress.rows_per_second:,.0f} rows/s"
-    return ", ".join(filter(None, [f"loss {progress.loss:.4g}", validation, rate, speed]))
+def _numbers(progress: Any, state: Any, validation: str) -> tuple[list[str], list[str]]:
+    """Return the losses and metrics, and the learning rate and the speed."""
+    rate = [] if state.learning_rate is None else [f"learning rate {state.learning_rate:.3g}"]
+    results = [f"loss {progress.loss:.4g}", *filter(None, validation.split(", "))]
+    return results, [*rate, f"{progress.rows_per_second:,.0f} rows/s"]
+
+
+def _fitting(results: list[str], conditions: list[str], width: int) -> str:
+    """Return a line of at most `width` characters: whole numbers only, results before conditions.
+
+    The loss is always there.
+    """
+    left = [*results, *conditions]
+    while len(left) > 1 and len(", ".join(left)) > width:
+        left.pop(len(results) if len(left) > len(results) else -1)
+    return ", ".join(left)
 
 
 def _validation(state: Any) -> str:

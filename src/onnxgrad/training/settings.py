@@ -1,0 +1,57 @@
+"""What one call of a `Trainer` reads of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.data.columns import Names
+from onnxgrad.optimizers import Optimizer, sgd
+from onnxgrad.runtime.device import Device
+from onnxgrad.schedules.base import Schedule, constant
+from onnxgrad.schedules.epochwise import BaseLearningRate
+from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.fitted import BuildCache
+from onnxgrad.training.judges import ByOutput
+from onnxgrad.training.state import TrainState
+
+
+@dataclass(eq=False, repr=False)
+class Settings:
+    """The arguments of a `Trainer`, checked, and its state.
+
+    The defaults are those of a model that is evaluated as its file is: no weight is an input, so
+    that nothing of it needs to be trainable.
+    """
+
+    proto: ModelProto
+    trained: list[str] = field(default_factory=list)
+    loss: Any = None
+    loss_options: Mapping[str, Any] | None = None
+    loss_weights: Mapping[str, float] | None = None
+    class_weight: Any = None
+    optimizer: Optimizer = field(default_factory=sgd)
+    learning_rate: Schedule | BaseLearningRate = field(default_factory=lambda: constant(0.0))
+    clip_norm: float | None = None
+    accumulate: int = 1
+    batch_norm: str = "frozen"
+    dropout: dict[str, float] = field(default_factory=dict)
+    metrics_by_output: ByOutput = field(default_factory=dict)
+    callbacks: Callbacks = field(default_factory=Callbacks)
+    batch_axes: dict[str, int | None] = field(default_factory=dict)
+    carry: dict[str, str] = field(default_factory=dict)
+    recompute: str = "none"
+    device: Device = field(default_factory=lambda: Device.of("cpu"))
+    seed: int = 0
+    straight_through: bool = False
+    names: Names = field(default_factory=Names)
+    state: TrainState = field(default_factory=TrainState)
+    built: BuildCache = field(default_factory=BuildCache)
+
+    def evaluated(self) -> dict[str, np.ndarray]:
+        """Return the weights and statistics that are evaluated."""
+        return {}
