@@ -493,7 +493,9 @@ def test_a_user_may_leave_the_model_where_it_is_kept(asked, answer):
     process, keys = asked
     seen = ""
     while "Another path" not in seen:
-        seen += process.stderr.read(1)
+        letter = process.stderr.read(1)
+        assert letter, seen  # the process has ended
+        seen += letter
     if isinstance(answer, str):
         os.write(keys, answer.encode())
     else:

@@ -61,7 +61,7 @@ def _check_numeric(columns: Table) -> None:
     kind = "text" if is_text(rows[first]) else type(rows[first]).__name__
     raise DataError(
         f"column {name!r} is {kind}, first in row {first + 1}: {short(rows[first])}{also}; "
-        f"{_remedy(rows[first], rows)}, or leave it out with {leave}"
+        f"{remedy(rows[first], rows)}, or leave it out with {leave}"
     )
 
 
@@ -83,7 +83,7 @@ def _is_number(value: Any) -> bool:
     return "_" not in str(value)  # Python accepts 1_000
 
 
-def _remedy(value: Any, rows: list[Any]) -> str:
+def remedy(value: Any, rows: list[Any]) -> str:
     """Return advice about a cell that is not a number."""
     text = value.strip() if isinstance(value, str) else ""
     if re.fullmatch(r"[+-]?[\d.]*(,\d+)+", text):
@@ -104,10 +104,10 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def refuse(wrong: np.ndarray, values: np.ndarray, rule: str) -> None:
-    """Raise if any of `values` is `wrong`, naming the rows."""
+def refuse(wrong: np.ndarray, values: np.ndarray, rule: str, advice: str = "") -> None:
+    """Raise if any of `values` is `wrong`, naming the rows; the message ends with `advice`."""
     if wrong.any():
-        raise DataError(f"{rule}, not {values[wrong][0]} ({rows_of(wrong)})")
+        raise DataError(f"{rule}, not {values[wrong][0]} ({rows_of(wrong)}){advice}")
 
 
 def rows_of(mask: np.ndarray) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from onnxgrad.cli.cells import is_text, refuse, short
+from onnxgrad.cli.cells import is_text, refuse, remedy, short
 from onnxgrad.data.arrays import DataError
 from onnxgrad.model.traversal import nodes_of
 
@@ -88,8 +88,15 @@ def keep_classes(proto: ModelProto, classes: Sequence[Any]) -> None:
     proto.metadata_props.add(key=CLASSES, value=json.dumps(list(classes)))
 
 
-def numbered(name: str, column: np.ndarray, classes: Labels | None) -> np.ndarray:
+def numbered(
+    name: str,
+    column: np.ndarray,
+    classes: Labels | None,
+    numeric_loss: Callable[[], str | None] = lambda: None,
+) -> np.ndarray:
     """Return a target as class numbers if it holds labels, or else as it is.
+
+    `numeric_loss` returns the name of a loss that compares with numbers; None for others.
 
     Raises:
         DataError: texts, and no `classes` or others than these.
@@ -98,12 +105,17 @@ def numbered(name: str, column: np.ndarray, classes: Labels | None) -> np.ndarra
     texts = column.dtype.kind in "OSU" and any(map(is_text, flat))
     if texts and classes is None:
         first = next(i for i, value in enumerate(flat) if is_text(value))
+        where = f"column {name!r} is text, first in row {first + 1}: {short(flat[first])}"
+        if loss := numeric_loss():
+            raise DataError(
+                f"{where}; the loss {loss} compares with numbers: {remedy(flat[first], flat)}, or "
+                "name another column with --target"
+            )
         names = sorted({str(value) for value in flat})
         shown = ",".join(names[:8]) + (",..." if len(names) > 8 else "")
         raise DataError(
-            f"column {name!r} is text, first in row {first + 1}: {short(flat[first])}; if it names "
-            f"classes, list them in the order of the model's output with --classes {shown}, or "
-            f"give the model a new last layer with --head {shown}"
+            f"{where}; if it names classes, list them in the order of the model's output with "
+            f"--classes {shown}, or train a new last layer with --head {shown}"
         )
     if classes is None or not (texts or _are_labels(classes, column)):
         return column

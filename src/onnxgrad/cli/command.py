@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from onnxgrad.cli.console import complain, warn
 from onnxgrad.cli.options import argument, option
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.signature import takes_options
+from onnxgrad.cli.words import in_options
 from onnxgrad.errors import escape
 from onnxgrad.model.files import one_line
 
@@ -59,11 +61,14 @@ def register(app: typer.Typer, *examples: str) -> Callable[[Callable[[Any], None
 
 def _guarded(command: Callable[..., None], name: str) -> Callable[..., None]:
     """Return a command whose errors are one line on stderr."""
+    options = frozenset(inspect.signature(command).parameters)
 
     def guarded(context: typer.Context, debug: bool = False, **values: Any) -> None:
         try:
             with stop, warnings.catch_warnings():
-                warnings.showwarning = lambda message, *category_and_source, **more: warn(message)
+                warnings.showwarning = lambda message, *category_and_source, **more: warn(
+                    in_options(str(message), options)
+                )
                 command(context, debug=debug, **values)
         except (typer.Exit, BrokenPipeError):
             raise
@@ -77,7 +82,7 @@ def _guarded(command: Callable[..., None], name: str) -> Callable[..., None]:
                 raise
             expected = isinstance(e, (ValueError, OSError, NotImplementedError, ImportError))
             hint = "" if expected else " (unexpected: --debug shows where)"
-            message = one_line(e) if isinstance(e, OSError) else str(e)
+            message = one_line(e) if isinstance(e, OSError) else in_options(str(e), options)
             complain(f"{message or type(e).__name__}{hint}")
             raise typer.Exit(INVALID if expected else FAILED) from None
 

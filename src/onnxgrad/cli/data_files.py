@@ -229,7 +229,12 @@ def labels(
         refuse(~test(made), made, f"{what}: loss {info.loss!r} takes labels {allowed}")
     if isinstance(count := info.classes, int):
         outside = ((made < 0) | (made >= count)) & (made != info.ignore_index)
-        refuse(outside, made, f"{what}: the {count} classes are numbered 0 to {count - 1}")
+        refuse(
+            outside,
+            made,
+            f"{what}: the {count} classes are numbered 0 to {count - 1}",
+            "; `onnxgrad train --head N` gives the model another number of classes",
+        )
     return made
 
 

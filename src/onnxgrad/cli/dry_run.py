@@ -30,7 +30,7 @@ class Probe(Callback):
         self.validates = validates
         self.steps: list[float] = []
         self.evaluations: list[float] = []
-        self.slots = 0
+        self.slots = self.batch_size = 0
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Begin to measure."""
@@ -39,6 +39,7 @@ class Probe(Callback):
     def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Measure a step, and ask for an evaluation at the end."""
         self.steps.append(time.perf_counter() - self._began)
+        self.batch_size = self.batch_size or trainer.progress.rows  # of the first step
         last = len(self.steps) >= _STEPS
         if last and not self.slots:
             self.slots = _nbytes(state.slots)
@@ -87,9 +88,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
 def _measured(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
     """Return the documented keys of `--dry-run --json`."""
     state, rows = job.trainer.state, job.rows
-    setup = job.trainer.setup
-    assert setup is not None
-    size = job.trainer._loop.source.batch_size
+    size = probe.batch_size
     batches = None if rows is None else -(-rows // size)
     step = statistics.median(probe.steps[1:] or probe.steps)
     evaluation = probe.evaluations[-1] if probe.evaluations else 0.0

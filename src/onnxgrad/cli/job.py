@@ -13,14 +13,13 @@ from onnxgrad.cli.classes import Labels, class_labels, keep_classes
 from onnxgrad.cli.judged import Judged, with_loss
 from onnxgrad.cli.sources import TableSource, open_data, split_images
 from onnxgrad.cli.task import Targets, Task, map_stream, map_table, split
-from onnxgrad.cli.train_options import TrainOptions, WeightOptions
+from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.images import ImageFolder
 from onnxgrad.data.readers import Reader
 from onnxgrad.errors import unknown
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.holdout import balanced
-from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.modes import separate_statistics
 from onnxgrad.training.parameters.choice import matching_weights
@@ -59,20 +58,12 @@ class Job:
         return model
 
 
-def fine_tuned(proto: ModelProto, options: WeightOptions) -> ModelProto:
+def fine_tuned(proto: ModelProto, options: TrainOptions) -> ModelProto:
     """Return the model with a new head and adapters, as far as the options ask for them."""
     if options.head is not None:
-        from onnxgrad.finetune.heads import replace_head
-
-        units: Any = options.head.split(",")
-        if len(units) == 1:
-            if not options.head.isdigit():
-                raise ValueError(
-                    f"--head {options.head!r} is neither a number of units nor several names of "
-                    "classes, separated by commas"
-                )
-            units = int(options.head)
-        proto = replace_head(proto, units=units)
+        proto = _headed(proto, options, _units(options.head))
+    elif options.head_at or options.head_pool or options.head_mask:
+        raise ValueError("--head-at, --head-pool and --head-mask need --head: how many units")
     if options.lora:
         from onnxgrad.finetune.lora import add_lora
 
@@ -82,8 +73,41 @@ def fine_tuned(proto: ModelProto, options: WeightOptions) -> ModelProto:
             rank=options.lora_rank,
             alpha=options.lora_alpha,
             dropout=options.lora_dropout,
+            seed=options.seed,
         )
     return proto
+
+
+def _units(head: str) -> int | list[str]:
+    """Return the number of units, or the names of the classes."""
+    names = head.split(",")
+    if len(names) > 1 and all(names):
+        return names
+    if not head.isdigit() or not int(head):
+        raise ValueError(
+            f"--head {head!r} is neither a number of units nor several names of classes, separated "
+            "by commas"
+        )
+    return int(head)
+
+
+def _headed(proto: ModelProto, options: TrainOptions, units: int | list[str]) -> ModelProto:
+    """Return the model with a new layer instead of an old one, or on features."""
+    pool, mask, seed = options.head_pool, options.head_mask, options.seed
+    if pool is None:
+        from onnxgrad.finetune.heads import replace_head
+
+        if mask is not None:
+            raise ValueError("--head-mask needs --head-pool mean")
+        return replace_head(proto, units, options.head_at, seed=seed)
+    from onnxgrad.finetune.add_head import POOLS, add_head
+
+    if pool not in (*POOLS, "none"):
+        raise unknown("way to pool (--head-pool)", pool, [*POOLS, "none"])
+    if mask is not None and pool != "mean":
+        raise ValueError("--head-mask needs --head-pool mean")
+    chosen = None if pool == "none" else pool
+    return add_head(proto, units, options.head_at, pool=chosen, mask=mask, seed=seed)
 
 
 def named_classes(options: TrainOptions) -> list[str] | None:
@@ -112,10 +136,9 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     parts = _parts(options, task, judged, classes)
     trained_on = parts[0]
     arguments["class_weight"] = _class_weight(arguments, trained_on.y, objective, classes)
-    trainer = Trainer(model, callbacks=callbacks, **arguments)
     if not options.metrics and classifies(objective):
-        trainer.metrics_by_output = select_metrics(["accuracy"])
-        trainer.metrics = trainer.metrics_by_output[None]
+        arguments["metrics"] = ["accuracy"]
+    trainer = Trainer(model, callbacks=callbacks, **arguments)
     if task.in_memory:
         trainer.names = task.names
     training, validation, rows, validation_rows = parts
@@ -148,13 +171,17 @@ def mapped(
     if not isinstance(source, TableSource):
         objective = judged.described(None)
         objective.names = judged.names
-        return map_stream(source, objective, options, classes), objective
+        with source.naming():
+            return map_stream(source, objective, options, classes), objective
     several = isinstance(judged.loss, dict) and len(judged.loss) > 1
-    targets = Targets.of(options, source.table, judged.names, several)
-    numbers = targets.arrays(source.table, classes)
-    objective = judged.described(targets.shaped(numbers))
+    with source.naming():
+        targets = Targets.of(options, source.table, judged.names, several)
+        numbers = targets.arrays(source.table, classes, judged.numeric_loss)
+        shaped = targets.shaped(numbers)
+    objective = judged.described(shaped)
     objective.names = judged.names
-    return map_table(source, objective, targets, numbers, options.sample_weight), objective
+    with source.naming():
+        return map_table(source, objective, targets, numbers, options.sample_weight), objective
 
 
 def classifies(objective: Minimized) -> bool:

@@ -53,6 +53,13 @@ class Judged(Settings):
         plan = self._setup(Dataset(None, y)).plan
         return minimized(self.proto, [], plan, weighted=False, training=False)
 
+    def numeric_loss(self) -> str | None:
+        """Return the name of the loss if its labels are numbers; None if they are classes."""
+        infos = self.described(None).labels.values()
+        if not infos or any(i.classes is not None or i.threshold is not None for i in infos):
+            return None
+        return self.loss if isinstance(self.loss, str) else "of the model"
+
     def evaluate(self, data: Dataset, batch_size: int | None) -> dict[str, Any]:
         """Return the loss and the metrics."""
         return self._setup(data, batch_size, shown="evaluating").evaluate()

@@ -168,13 +168,14 @@ class Predictor:
         return {name for group in self.trained.columns.values() for name in group}
 
     def _of_table(self, source: TableSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
-        columns = self._assigned(source.table)
-        if source.note:
-            self.notes.insert(0, source.note)
-        arrays = {str(x.name): _array(columns[str(x.name)], x) for x in self.inputs}
-        counts = {name: len(array) for name, array in arrays.items()}
-        if len(set(counts.values())) > 1:
-            raise DataError(f"the arrays differ in their number of rows: {counts}")
+        with source.naming():
+            columns = self._assigned(source.table)
+            if source.note:
+                self.notes.insert(0, source.note)
+            arrays = {str(x.name): _array(columns[str(x.name)], x) for x in self.inputs}
+            counts = {name: len(array) for name, array in arrays.items()}
+            if len(set(counts.values())) > 1:
+                raise DataError(f"the arrays differ in their number of rows: {counts}")
         rows = next(iter(counts.values()))
         for start in range(0, rows, size):
             part = {name: array[start : start + size] for name, array in arrays.items()}

@@ -40,18 +40,28 @@ class Report:
         seconds: how long it took.
         rows: rows that it went through, counted once an epoch.
         files: files that were written.
+        stopped: whether a signal ended it, so that nothing more is computed.
     """
 
     def __init__(
-        self, job: Job, options: TrainOptions, seconds: float, rows: int, files: Sequence[Path]
+        self,
+        job: Job,
+        options: TrainOptions,
+        seconds: float,
+        rows: int,
+        files: Sequence[Path],
+        stopped: bool = False,
     ) -> None:
-        self.job, self.options = job, options
+        self.job, self.options, self.stopped = job, options, stopped
         self.seconds, self.rows, self.files = seconds, rows, files
         self.losses = [entry["loss"] for entry in epochs(job.trainer)]
 
     @cached_property
     def validation(self) -> dict[str, Any]:
-        """The loss and the metrics of the written model for validation data; empty without."""
+        """The loss and the metrics of the written model for validation data; empty without.
+
+        They are empty, too, if a signal ended the training after steps that were not evaluated.
+        """
         trainer, data = self.job.trainer, self.job.validation
         if data is None:
             return {}
@@ -61,6 +71,8 @@ class Report:
             for c in trainer.callbacks.callbacks
         )
         if restored or last.get("step") != trainer.state.step or "validation_loss" not in last:
+            if self.stopped:
+                return {}
             return trainer.evaluate(data.X, data.y, sample_weight=data.sample_weight)
         found = {n: v for n, v in last.items() if n.startswith(_VALIDATION)}
         return {name.removeprefix(_VALIDATION): value for name, value in found.items()}

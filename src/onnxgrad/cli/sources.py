@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,19 +30,34 @@ _IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
 
 
 @dataclass
-class TableSource:
-    """Columns in memory; `note` says which rows were left out."""
+class _Source:
+    """Data of this name: a path, or "standard input"."""
 
     name: str
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Begin the errors of the block with the name."""
+        try:
+            yield
+        except ValueError as e:
+            if repr(self.name) in str(e):
+                raise
+            raise DataError(f"{self.name!r}: {e}") from e
+
+
+@dataclass
+class TableSource(_Source):
+    """Columns in memory; `note` says which rows were left out."""
+
     table: Table
     note: str = ""
 
 
 @dataclass
-class ArrowSource:
+class ArrowSource(_Source):
     """Parquet or Arrow files; `types` are those of the columns."""
 
-    name: str
     types: dict[str, str]
 
     def reader(self, columns: Any, y: list[str], weight: str | None) -> Reader:
@@ -49,10 +66,9 @@ class ArrowSource:
 
 
 @dataclass
-class ImageSource:
+class ImageSource(_Source):
     """A folder with a folder of images for each class."""
 
-    name: str
     size: int | None
 
     def reader(self, shape: Any) -> ImageFolder:

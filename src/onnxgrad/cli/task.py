@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +86,17 @@ class Targets:
         """All columns."""
         return [name for each in self.columns.values() for name in each]
 
-    def arrays(self, table: Table, classes: Labels | None) -> dict[str, np.ndarray]:
-        """Return the columns of a table, with class numbers for labels of classes."""
-        return {name: numbered(name, table[name], classes) for name in self.names}
+    def arrays(
+        self, table: Table, classes: Labels | None, numeric_loss: Callable[[], str | None]
+    ) -> dict[str, np.ndarray]:
+        """Return the columns of a table, with class numbers for labels of classes.
+
+        Args:
+            table: the columns.
+            classes: the labels of the classes.
+            numeric_loss: returns the name of the loss if it compares with numbers; None otherwise.
+        """
+        return {name: numbered(name, table[name], classes, numeric_loss) for name in self.names}
 
     def shaped(self, arrays: Table) -> Any:
         """Return labels in the shape that decides whether they are one-hot."""
@@ -244,8 +252,14 @@ def map_stream(
         names = listed(reader.classes)
         folders = np.array(reader.classes)
         if classes is not None and sorted(map(str, classes)) == sorted(reader.classes):
-            reader.labels = numbered("the folders", folders[reader.labels], list(map(str, classes)))
-            reader.classes = list(map(str, classes))
+            order = list(map(str, classes))
+            reader.labels = numbered("the folders", folders[reader.labels], order)
+            reader.classes = order
+        elif classes is not None:
+            raise DataError(
+                f"the folders are {names}, and the classes {listed(list(map(str, classes)))}: "
+                "rename the folders"
+            )
         return Task(
             Dataset(reader),
             reader.rows,

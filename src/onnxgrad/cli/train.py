@@ -71,7 +71,8 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
     outcome = _fit(job, options, watch, stop)
     trained = job.trained()
     files = _write(job.trainer, trained, options, stop)
-    report = Report(job, options, outcome.seconds, watch.rows, files)
+    stopped = stop.request is not None
+    report = Report(job, options, outcome.seconds, watch.rows, files, stopped)
     if options.json:
         print_json(report.as_json(outcome.reason))
     else:

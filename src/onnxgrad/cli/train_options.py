@@ -12,7 +12,7 @@ from onnxgrad.cli.options import option
 
 LOSSES = (
     "squared_error (l2, mse), absolute_error (l1, mae), elastic, huber, poisson, "
-    "binary_cross_entropy, cross_entropy, log, hinge, focal, softmax_focal, dice, "
+    "binary_cross_entropy (bce), cross_entropy (ce), log, hinge, focal, softmax_focal, dice, "
     "softmax_dice, kl_divergence, quantile, log_cosh, gaussian_nll, cosine_embedding, triplet, "
     "contrastive, or ctc"
 )
@@ -95,6 +95,28 @@ class WeightOptions:
         None,
         panel=WEIGHTS,
         metavar="N|A,B,...",
+    )
+    head_at: str | None = option(
+        "The layer that --head replaces: its node, its result or its weights. With --head-pool: "
+        "the value that the new layer is put on.",
+        None,
+        panel=WEIGHTS,
+        metavar="NAME",
+        show_default="the last layer; with --head-pool, the output",
+    )
+    head_pool: str | None = option(
+        "Put the new layer on features instead of replacing one: on each position (none), on the "
+        "mean or the first of all positions, or on the mean of each map of an image.",
+        None,
+        panel=WEIGHTS,
+        metavar="none|mean|first|image",
+    )
+    head_mask: str | None = option(
+        "With --head-pool mean: the input that is 0 at positions that do not count, as "
+        "attention_mask.",
+        None,
+        panel=WEIGHTS,
+        metavar="NAME",
     )
     lora: list[str] = option(
         "Put LoRA adapters beside the weights that match, and train only these (and a new head); "

@@ -1,0 +1,65 @@
+"""Messages that name arguments of Python, in words of the command line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+
+_OPTIONS = {
+    **{name: name for name in "train freeze optimizer validation recompute device seed".split()},
+    **{name: name for name in "epochs accumulate dropout resume metrics loss shuffle".split()},
+    **{"units": "head", "at": "head-at", "pool": "head-pool", "mask": "head-mask"},
+    **{"rank": "lora-rank", "alpha": "lora-alpha", "loss_options": "loss-option"},
+    **{"loss_weights": "loss-weight", "learning_rate": "learning-rate", "clip_norm": "clip-norm"},
+    **{"batch_size": "batch-size", "sample_weight": "sample-weight", "batch_norm": "batch-norm"},
+    **{"class_weight": "class-weight", "output_index": "output-index"},
+}
+_OF_A_LOSS = "axis from_logits soft_labels".split()
+_FEATURES = "a value of the model with --head-at NAME --head-pool none, or mean, first, image"
+_PHRASES = {
+    "put a new head behind a value of the model by add_head": f"put the new layer on {_FEATURES}",
+    "put a new head behind the output by add_head": f"put the new layer on {_FEATURES}",
+    "cut the model with features(model, at=...) and put another head there by add_head": (
+        f"put the new layer on {_FEATURES}"
+    ),
+    "add_head(model, units, at=...) puts one in their place": f"put the new layer on {_FEATURES}",
+    "use add_head(model, units, at=...)": f"put the new layer on {_FEATURES}",
+    "build it with add_loss_output(..., weight_name='weight')": (
+        "leave out --sample-weight, or name a loss with --loss"
+    ),
+    "class_weight needs": "--class-weight needs",
+    "add_lora adds them": "`onnxgrad train --lora PATTERN` adds them",
+    "List the weights to choose otherwise": "--train and --freeze choose otherwise",
+    "another one of onnxgrad.LOSSES": "another one of `onnxgrad train --help`",
+    "or the output by output=, one of": "on the way to one of the outputs",
+    "pass y=None": "leave out --target",
+}
+_VALUES = {"True": "true", "False": "false"}  # as JSON, in which options of a loss are
+
+
+def in_options(message: str, options: Collection[str]) -> str:
+    """Return a message with options instead of the arguments of Python that it names.
+
+    Args:
+        message: that of an error or a warning.
+        options: the fields of the options of the command; others are left as they are.
+    """
+    for phrase, words in _PHRASES.items():
+        message = message.replace(phrase, words)
+    names = {n: o for n, o in _OPTIONS.items() if o.replace("-", "_") in options}
+    if "loss_option" in options:
+        names |= dict.fromkeys(_OF_A_LOSS, "loss-option")
+    if not names:
+        return message
+    # an argument begins a word, and no column or path: those are quoted
+    pattern = rf"(?<![\w'\"./-])({'|'.join(names)})=(None|True|False|'[^']*'|(?=[\s,.;:)\[({{<]|$))"
+    return re.sub(pattern, lambda match: _shown(match[1], match[2], names), message)
+
+
+def _shown(name: str, value: str, names: Mapping[str, str]) -> str:
+    option = f"--{names[name]}"
+    if name in _OF_A_LOSS:
+        return f"{option} {name}={_VALUES.get(value, value)}"
+    if value == "None":
+        return f"no {option}"
+    return f"{option} {value.strip(chr(39))}".rstrip()
