@@ -23,19 +23,25 @@ def stack(columns: Table, what: str) -> np.ndarray:
     if len(set(counts.values())) > 1:
         raise DataError(f"{what}: the arrays differ in their number of rows: {counts}")
     _check_numeric(columns)
-    bad = {n: ~np.isfinite(a) for n, a in columns.items() if not np.isfinite(a).all()}
-    if bad:
-        where = [f"column {name!r}, {rows_of(mask)}" for name, mask in bad.items()]
-        more = f" and {len(where) - 5} more columns" if len(where) > 5 else ""
-        count = sum(int(mask.sum()) for mask in bad.values())
-        cells = "cell that is" if count == 1 else "cells that are"
-        raise DataError(
-            f"{count} {cells} empty, NaN or infinite: {'; '.join(where[:5])}{more}; fill them in, "
-            "or leave these rows out with --drop-missing"
-        )
+    refuse_missing({n: ~np.isfinite(a) for n, a in columns.items()})
     if len(columns) == 1:
         return next(iter(columns.values()))
     return np.concatenate([flat(a) for a in columns.values()], axis=1)
+
+
+def refuse_missing(masks: Mapping[str, np.ndarray]) -> None:
+    """Raise if a mask of missing cells, by column, holds anywhere."""
+    bad = {name: mask for name, mask in masks.items() if mask.any()}
+    if not bad:
+        return
+    where = [f"column {name!r}, {rows_of(mask)}" for name, mask in bad.items()]
+    more = f" and {len(where) - 5} more columns" if len(where) > 5 else ""
+    count = sum(int(mask.sum()) for mask in bad.values())
+    cells, fill = ("cell that is", "it") if count == 1 else ("cells that are", "them")
+    raise DataError(
+        f"{count} {cells} empty, NaN or infinite: {'; '.join(where[:5])}{more}; fill {fill} in, "
+        "or leave these rows out with --drop-missing"
+    )
 
 
 def flat(array: np.ndarray) -> np.ndarray:
@@ -57,12 +63,18 @@ def _check_numeric(columns: Table) -> None:
             f"convert it, dates to days for instance, or leave it out with {leave}"
         )
     rows = flat(array)[:, 0].tolist()
-    first = next((i for i, value in enumerate(rows) if not _is_number(value)), 0)
+    first = next((i for i, v in enumerate(rows) if not (_is_number(v) or is_empty(v))), 0)
+    filled = [v for v in rows if not is_empty(v)]
     kind = "text" if is_text(rows[first]) else type(rows[first]).__name__
     raise DataError(
         f"column {name!r} is {kind}, first in row {first + 1}: {short(rows[first])}{also}; "
-        f"{remedy(rows[first], rows)}, or leave it out with {leave}"
+        f"{remedy(rows[first], filled)}, or leave it out with {leave}"
     )
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a cell is missing: empty, or NaN."""
+    return value is None or value == "" or value != value
 
 
 def is_text(value: Any) -> bool:
@@ -127,5 +139,5 @@ def missing(table: Mapping[str, np.ndarray]) -> np.ndarray:
         if array.dtype.kind == "f":
             found |= ~np.isfinite(flat(array)).all(axis=1)
         elif array.dtype.kind == "O":
-            found |= np.array([any(v is None or v != v for v in row) for row in flat(array)])
+            found |= np.array([any(map(is_empty, row)) for row in flat(array)])
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from onnxgrad.cli.cells import is_text, refuse, remedy, short
+from onnxgrad.cli.cells import is_empty, is_text, refuse, refuse_missing, remedy, short
 from onnxgrad.data.arrays import DataError
 from onnxgrad.model.traversal import nodes_of
 
@@ -103,6 +103,8 @@ def numbered(
     """
     flat = column.ravel().tolist()
     texts = column.dtype.kind in "OSU" and any(map(is_text, flat))
+    if texts:
+        refuse_missing({name: np.array(list(map(is_empty, flat))).reshape(column.shape)})
     if texts and classes is None:
         first = next(i for i, value in enumerate(flat) if is_text(value))
         where = f"column {name!r} is text, first in row {first + 1}: {short(flat[first])}"

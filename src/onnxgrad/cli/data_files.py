@@ -5,6 +5,7 @@ Messages count rows from 1, without the header of a CSV file.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -249,4 +250,17 @@ def as_value(columns: Table, value: ir.Value, what: str) -> np.ndarray:
         converted = array.astype(dtype)
     lost = converted != array if dtype.kind in "biu" else ~np.isfinite(converted)
     refuse(lost, array, f"{what} takes {dtype}")
-    return fit_shape(converted, dims(value), what, reshape=True)
+    try:
+        return fit_shape(converted, dims(value), what, reshape=True)
+    except DataError as e:
+        raise DataError(f"{e}{_superfluous(columns, value)}") from None
+
+
+def _superfluous(columns: Table, value: ir.Value) -> str:
+    """Return what to do about more columns than an input takes; "" if they are not more."""
+    lengths = (dims(value) or ())[1:]
+    taken = math.prod(d for d in lengths if isinstance(d, int))
+    if len(columns) <= max(taken, 1) or not all(isinstance(d, int) for d in lengths):
+        return ""
+    leave = f"--ignore {shell_word(list(columns)[-1])}"
+    return f"; choose its columns: --ignore leaves out others, such as {leave}"

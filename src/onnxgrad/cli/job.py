@@ -142,6 +142,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     if task.in_memory:
         trainer.names = task.names
     training, validation, rows, validation_rows = parts
+    _check_monitor(options, trainer, validation is not None)
     if options.batch_size is not None and rows is not None and options.batch_size > rows:
         raise ValueError(
             f"--batch-size {options.batch_size} is more than the {rows} rows to train on"
@@ -159,6 +160,26 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     )
 
 
+def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
+    """Raise `ValueError` if the history will not have what is monitored."""
+    if options.early_stopping is None and options.monitor is None:
+        return
+    names, monitor = ["loss", "learning_rate"], options.monitor or "validation_loss"
+    if validated:
+        names.append("validation_loss")
+        for output, metrics in trainer.metrics_by_output.items():
+            prefix = "validation_" if output is None else f"validation_{output}_"
+            names += [f"{prefix}{metric.name}" for metric in metrics]
+    if monitor in names:
+        return
+    if not validated and monitor.startswith("validation_"):
+        raise ValueError(
+            f"{monitor} is monitored, and there are no validation data: pass --validation SHARE or "
+            "a file, or --monitor loss"
+        )
+    raise unknown("number to watch (--monitor)", monitor, names)
+
+
 def mapped(
     options: Any, path: str, judged: Judged, classes: Labels | None
 ) -> tuple[Task, Minimized]:
@@ -173,7 +194,7 @@ def mapped(
         objective.names = judged.names
         with source.naming():
             return map_stream(source, objective, options, classes), objective
-    several = isinstance(judged.loss, dict) and len(judged.loss) > 1
+    several = list(judged.loss) if isinstance(judged.loss, dict) and len(judged.loss) > 1 else []
     with source.naming():
         targets = Targets.of(options, source.table, judged.names, several)
         numbers = targets.arrays(source.table, classes, judged.numeric_loss)

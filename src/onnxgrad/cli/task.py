@@ -61,16 +61,29 @@ class Targets:
     columns: dict[str | None, list[str]]
 
     @classmethod
-    def of(cls, options: LabelOptions, names: Any, trained: Names, several: bool) -> Targets:
+    def of(
+        cls, options: LabelOptions, names: Any, trained: Names, outputs: Sequence[str] = ()
+    ) -> Targets:
         """Return the columns of `--target`, or else those of an earlier training.
 
+        Args:
+            options: of the command.
+            names: of all columns.
+            trained: the names of an earlier training.
+            outputs: those that have losses, if they are several.
+
         Raises:
-            ValueError: an unknown column, or one that is named twice.
+            ValueError: an unknown column, one that is named twice, or one without its output.
         """
         columns: dict[str | None, list[str]] = {}
         for text in options.target:
-            output, equals, column = text.partition("=") if several else ("", "", text)
-            columns.setdefault(output if equals else None, []).append(column)
+            output, equals, column = text.partition("=") if outputs else ("", "", text)
+            if outputs and (not equals or output not in outputs):
+                raise ValueError(
+                    "the losses are of several outputs: write --target OUTPUT=COLUMN for each of "
+                    f"{', '.join(map(printable, outputs))}, not {text!r}"
+                )
+            columns.setdefault(output if outputs else None, []).append(column)
         if not columns and trained.target and set(trained.target) <= set(names):
             columns[None] = list(trained.target)
         listed = [name for each in columns.values() for name in each]
@@ -285,7 +298,7 @@ def _map_arrow(
     for name, kind in source.types.items():
         if "string" in kind:
             empty[name][:] = "text"
-    targets = Targets.of(options, empty, objective.names, False)
+    targets = Targets.of(options, empty, objective.names)
     if not targets.names:
         raise ValueError("the loss compares with labels: name their column with --target")
     weight = options.sample_weight

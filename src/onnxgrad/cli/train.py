@@ -26,6 +26,7 @@ from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.cli.watch import Watch
+from onnxgrad.cli.words import in_options
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line, replacing
 from onnxgrad.training.callbacks.base import Callback
@@ -78,7 +79,7 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
     else:
         report.show(results(output=options.output))
     expected = _files(options) if report.losses else _files(options)[:1]
-    _exit(outcome, stop, files, expected)
+    _exit(outcome, options, stop, files, expected)
 
 
 # -- before training --------------------------------------------------------------------------
@@ -215,9 +216,16 @@ def _write(
     return [model_path, curves]
 
 
-def _exit(outcome: Outcome, stop: StopRequests, files: list[Path], expected: list[Path]) -> None:
+def _exit(
+    outcome: Outcome,
+    options: TrainOptions,
+    stop: StopRequests,
+    files: list[Path],
+    expected: list[Path],
+) -> None:
     """Say why training ended early; exit with a code if it did, or if a file is missing."""
-    reason, kept, code = outcome.reason, outcome.kept, outcome.code
+    kept, code = outcome.kept, outcome.code
+    reason = in_options(outcome.reason, vars(options))
     if not reason and stop.request:  # the signal came after the last slice of batches
         reason, code = str(stop.request), stop.request.code
         kept = "all that was to be trained"

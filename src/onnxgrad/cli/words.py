@@ -14,6 +14,7 @@ _OPTIONS = {
     **{"batch_size": "batch-size", "sample_weight": "sample-weight", "batch_norm": "batch-norm"},
     **{"class_weight": "class-weight", "output_index": "output-index"},
 }
+_NAMES = frozenset("class_weight sample_weight loss_options loss_weights batch_norm".split())
 _OF_A_LOSS = "axis from_logits soft_labels".split()
 _FEATURES = "a value of the model with --head-at NAME --head-pool none, or mean, first, image"
 _PHRASES = {
@@ -27,7 +28,7 @@ _PHRASES = {
     "build it with add_loss_output(..., weight_name='weight')": (
         "leave out --sample-weight, or name a loss with --loss"
     ),
-    "class_weight needs": "--class-weight needs",
+    "Pass fit(..., validation=...)": "Pass --validation",
     "add_lora adds them": "`onnxgrad train --lora PATTERN` adds them",
     "List the weights to choose otherwise": "--train and --freeze choose otherwise",
     "another one of onnxgrad.LOSSES": "another one of `onnxgrad train --help`",
@@ -52,14 +53,20 @@ def in_options(message: str, options: Collection[str]) -> str:
     if not names:
         return message
     # an argument begins a word, and no column or path: those are quoted
-    pattern = rf"(?<![\w'\"./-])({'|'.join(names)})=(None|True|False|'[^']*'|(?=[\s,.;:)\[({{<]|$))"
-    return re.sub(pattern, lambda match: _shown(match[1], match[2], names), message)
+    start = rf"(?<![\w'\"./-])({'|'.join(names)})"
+    value = r"None|True|False|'[^']*'|-?\d+(?:\.\d+)?|(?=[\s,.;:)\[({<]|$)"
+    message = re.sub(f"{start}=({value})", lambda match: _shown(match, names), message)
+    named = rf"{start}(?=[\s:,])"  # words such as loss are no names of arguments here
+    return re.sub(named, lambda m: f"--{names[m[1]]}" if m[1] in _NAMES else m[1], message)
 
 
-def _shown(name: str, value: str, names: Mapping[str, str]) -> str:
+def _shown(match: re.Match[str], names: Mapping[str, str]) -> str:
+    """Return an argument and its value as an option."""
+    name, value = match.groups()
     option = f"--{names[name]}"
     if name in _OF_A_LOSS:
         return f"{option} {name}={_VALUES.get(value, value)}"
     if value == "None":
         return f"no {option}"
-    return f"{option} {value.strip(chr(39))}".rstrip()
+    follows = value or match.string[match.end() : match.end() + 1] in tuple("[({<")
+    return f"{option} {value.strip(chr(39))}" if follows else option

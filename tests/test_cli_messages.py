@@ -1,0 +1,220 @@
+"""What a command says of what is wrong: one line, in words of the command line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from commands import HEADER, as_json, refused, save, succeed, write_all
+from onnxgrad.cli.words import in_options
+
+NO = ("-o", "no.onnx")
+REGRESSION = ("--target", "y", "--loss", "squared_error", *NO)
+CLASSES = ("--target", "kind", "--loss", "cross_entropy", *NO)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_all(tmp_path)
+    return tmp_path
+
+
+def csv(text):
+    Path("bad.csv").write_text(text)
+    return "bad.csv"
+
+
+# -- cells: the file, the column, the row, and what to do ---------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "a,b,y\n1,2,3\n,2,3\n4,,5\n",
+            "'bad.csv': 2 cells that are empty, NaN or infinite: column 'a', row 2; column 'b', "
+            "row 3; fill them in, or leave these rows out with --drop-missing",
+        ),
+        (
+            "a,b,y\n1,2,3\n1,2,\n",
+            "'bad.csv': 1 cell that is empty, NaN or infinite: column 'y', row 2; fill it in, or "
+            "leave these rows out with --drop-missing",
+        ),
+        (
+            "a,c,y\n1,,3\n2,blue,3\n3,red,1\n4,red,1\n",
+            "'bad.csv': column 'c' is text, first in row 2: 'blue'; write a column of 0 and 1 for "
+            "each of its 2 values, or leave it out with --ignore c",
+        ),
+        (
+            "a,b,y\n1,2,low\n1,2,high\n",
+            "'bad.csv': column 'y' is text, first in row 1: 'low'; the loss squared_error compares "
+            "with numbers: turn it into numbers, or name another column with --target",
+        ),
+        (
+            "a,b,y\n1,2,\n1,2,high\n",
+            "'bad.csv': 1 cell that is empty, NaN or infinite: column 'y', row 1; fill it in, or "
+            "leave these rows out with --drop-missing",
+        ),
+        (
+            "a,b,c,y\n1,2,3,4\n",
+            "'bad.csv': input 'x' takes 2 values a row (shape (rows, 2)); the data has 3 (shape "
+            "(1, 3)); choose its columns: --ignore leaves out others, such as --ignore c",
+        ),
+        (
+            "a,y\n1,4\n",
+            "'bad.csv': input 'x' takes 2 values a row (shape (rows, 2)); the data has 1 (shape "
+            "(1,))",
+        ),
+    ],
+)
+def test_cells_and_columns(here, text, message):
+    line = refused("train", "linear.onnx", csv(text), *REGRESSION)
+    assert line == message
+    assert refused("eval", "linear.onnx", "bad.csv", *REGRESSION[:4]) == message
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("0 1 3", "the 3 classes are numbered 0 to 2, not 3 (row 3); `onnxgrad train --head N`"),
+        ("0 -1", "not -1 (row 2)"),
+        ("0 1.5", "takes int64, not 1.5 (row 2)"),
+        ("cat dog cat", "first in row 1: 'cat'; if it names classes, list them in the order of"),
+        ("cat dog", "--classes cat,dog, or train a new last layer with --head cat,dog"),
+    ],
+)
+def test_labels_of_classes(here, values, message):
+    rows = "".join(f"1,2,{v}\n" for v in values.split())
+    line = refused("train", "layers.onnx", csv(f"a,b,kind\n{rows}"), *CLASSES, "--validation", 0)
+    assert message in line
+    assert line.startswith("'bad.csv': ")
+
+
+def test_labels_that_are_missing_are_left_out_on_request(here):
+    text = csv("a,b,kind\n" + "1,2,cat\n1,3,\n3,1,dog\n" * 3)
+    line = ("train", "layers.onnx", text, *CLASSES[:-2], "--head", "cat,dog", "--no-curves")
+    assert "3 cells that are empty, NaN or infinite: column 'kind', rows 2, 5, 8" in refused(*line)
+    result = as_json(*line, "--drop-missing", "--validation", 0)
+    assert result["rows"] == 6
+
+
+def test_the_validation_file_is_named(here):
+    csv("a,b,y\n1,oh,3\n")
+    line = ("train", "linear.onnx", "rows.csv", *REGRESSION, "--validation", "bad.csv")
+    assert refused(*line).startswith("'bad.csv': column 'b' is text, first in row 1: 'oh'")
+
+
+# -- options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--target", "y"), "no output 'loss' .it has y.: name a loss with --loss"),
+        (("--loss", "l2"), "the loss compares with labels: name their column with --target"),
+        ((*REGRESSION[:4], "--train", "w"), "weight 'w'. "),
+        ((*REGRESSION[:4], "--freeze", "*"), r"no --train, --freeze \['\*'\]"),
+        ((*REGRESSION[:3], "squarederror"), "Did you mean 'squared_error'"),
+        ((*REGRESSION[:3], "cross_entropy"), "--loss-option|binary_cross_entropy"),
+        ((*REGRESSION[:4], "--optimizer", "adams"), "Did you mean 'adam'"),
+        ((*REGRESSION[:4], "--schedule", "cosin"), "Did you mean 'cosine'"),
+        ((*REGRESSION[:4], "--metrics", "mea"), "metric 'mea'"),
+        ((*REGRESSION[:4], "--batch-norm", "on"), "batch_norm|--batch-norm"),
+        ((*REGRESSION[:4], "--batch-norm", "train"), "--batch-norm train needs a BatchNorm"),
+        ((*REGRESSION[:4], "--dropout", "x"), "--dropout 'x' is not NAME=NUMBER"),
+        ((*REGRESSION[:4], "--class-weight", "balanced"), "--class-weight balanced needs class"),
+        ((*REGRESSION[:4], "--sample-weight", "w"), r"column \(--sample-weight\) 'w'"),
+        ((*REGRESSION[:4], "--schedule", "plateau", "--validation", 0), "--validation"),
+        ((*REGRESSION[:4], "--early-stopping", 3, "--validation", 0), "--validation|validation"),
+        ((*REGRESSION[:4], "--device", "cud"), "--device|device"),
+        ((*REGRESSION[:4], "--monitor", "validation_mae"), r"\(--monitor\) 'validation_mae'"),
+        ((*REGRESSION[:4], "--history", "h.txt"), r"\.csv"),
+        ((*REGRESSION[:4], "--recompute", "some"), "recompute"),
+        ((*REGRESSION[:4], "--classes", "a,b"), "."),
+    ],
+)
+def test_options_that_are_refused(here, options, message):
+    before = sorted(here.iterdir())
+    if options[-1] == "a,b":  # numbers, which are no labels of classes
+        succeed("train", "linear.onnx", "rows.csv", *options, "--epochs", 1, "--no-curves")
+        return
+    line = refused("train", "linear.onnx", "rows.csv", *options, *NO)
+    assert re.search(message, line), line
+    arguments = "train|freeze|loss|validation|class_weight|batch_norm|learning_rate|at|metrics"
+    assert not re.search(rf"(?<![\w-])({arguments})=", line), line
+    assert not re.search(r"pass \(X|onnxgrad\.|\bog\.|callbacks", line), line
+    assert sorted(here.iterdir()) == before
+
+
+def test_a_model_with_its_own_loss(here):
+    text = HEADER + (
+        "g (float[N,2] x, float[N,1] label) => (float loss) { y = MatMul(x, W) "
+        "d = Sub(y, label) s = Mul(d, d) loss = ReduceMean <keepdims = 0> (s) }"
+    )
+    save("own.onnx", text, W=[[1.0], [1.0]])
+    line = ("train", "own.onnx", "rows.csv", "--target", "y", "--no-curves", "--epochs", 1)
+    result = as_json(*line, "-o", "out.onnx")
+    assert result["trained"] == ["W"]
+    message = refused(*line, *NO, "--class-weight", "0=2")
+    assert "--class-weight" in message
+
+
+@pytest.mark.parametrize(
+    ("python", "shell"),
+    [
+        (
+            "say it with axis=, as axis=1",
+            "say it with --loss-option axis=, as --loss-option axis=1",
+        ),
+        ("or say from_logits=True", "or say --loss-option from_logits=true"),
+        ("nothing: train=None, freeze=['a']", "nothing: no --train, --freeze ['a']"),
+        ("batch_norm='train' needs it", "--batch-norm train needs it"),
+        ("pass validation= data", "pass --validation data"),
+        ("layer (at=) 'w'", "layer (--head-at) 'w'"),
+        ("column 'train=x' and \"at=1\"", "column 'train=x' and \"at=1\""),
+        ("a path/seed=3/x", "a path/seed=3/x"),
+    ],
+)
+def test_arguments_become_options(python, shell):
+    fields = {"train", "freeze", "batch_norm", "validation", "head_at", "loss_option", "seed"}
+    assert in_options(python, fields) == shell
+    assert in_options(python, ()) == python
+
+
+# -- a file of options --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "run.toml, line 1: Unknown option 'epoch'. Did you mean 'epochs'"),
+        ("[training]\nepoch = 3", "line 2, in [training]: Unknown option 'epoch'. Did you mean"),
+        ("[trainin]\nepochs = 3", "line 1: Unknown option 'trainin'"),
+        ("[loss]\nepochs = 3", "line 2, in [loss]: epochs stands in [training]"),
+        ("epochs = 0", "line 1: epochs must be 1 or more, not 0"),
+        ("epochs = '3'", "line 1: epochs must be a whole number, not '3'"),
+        ("epochs = true", "line 1: epochs must be a whole number"),
+        ("loss = true", "line 1: loss must be a list of texts"),
+        ("epochs = = 3", "is no TOML file"),
+        ("debug = true", "line 1: Unknown option 'debug'"),
+    ],
+)
+def test_a_file_of_options(here, text, message):
+    Path("run.toml").write_text(text + "\n")
+    line = refused("train", "linear.onnx", "rows.csv", *REGRESSION, "--config", "run.toml")
+    assert message.lower() in line.lower(), line
+
+
+def test_options_of_a_file_are_those_of_the_command_line(here):
+    Path("run.toml").write_text(
+        'model = "linear.onnx"\ndata = "rows.csv"\n[columns]\ntarget = "y"\nvalidation = 0\n'
+        '[loss]\nloss = "huber"\n[loss.loss_option]\ndelta = 2.0\n[weights]\nfreeze = ["b"]\n'
+        "[optimizer]\nlearning-rate = 0.1\nwarmup = 3\n[result]\ncurves = false\n"
+    )
+    succeed("train", "--config", "run.toml", "--epochs", 2, "-o", "a.onnx")
+    line = ("linear.onnx", "rows.csv", "--target", "y", "--validation", 0, "--loss", "huber")
+    more = ("--loss-option", "delta=2.0", "--freeze", "b", "--lr", 0.1, "--warmup", 3)
+    succeed("train", *line, *more, "--no-curves", "--epochs", 2, "-o", "b.onnx")
+    assert Path("a.onnx").read_bytes() == Path("b.onnx").read_bytes()
+    assert "MODEL is missing" in refused("train", "--target", "y")
