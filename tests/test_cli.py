@@ -19,9 +19,8 @@ from onnx import numpy_helper
 from onnxruntime import InferenceSession
 from typer.testing import CliRunner
 
-from onnxgrad import __version__, add_loss_output
+from onnxgrad import add_loss_output
 from onnxgrad.cli import app
-from onnxgrad.losses.formulas import LOSSES
 
 LINEAR = """<ir_version: 8, opset_import: ["": 18]>
 g (float[N,2,1] x) => (float[N,1] y) {f = Flatten(x) h = MatMul(f, W) y = Add(h, b)}"""
@@ -181,69 +180,6 @@ def test_a_model_that_computes_its_own_loss(here):
     made = run(*own, "--loss-output", "mine", "--optimizer", "momentum", "--epochs", 30)
     assert made.exit_code == 0, made.output
     np.testing.assert_allclose(weights("trained.onnx")["W"], [[2], [-1]], atol=1e-3)
-
-
-WIDE = ("--target", "y", "--loss", "squared_error", "--epochs", 1, "--batch-size", 1)
-OLD, NEW = ("train", "linear.onnx", "wide.csv", *WIDE), ("train", "trained.onnx", "wide.csv", *WIDE)
-
-
-def wide(header, values="1,2,3"):
-    Path("wide.csv").write_text(f"{header}\n" + f"{values}\n" * 5)
-
-
-def test_the_order_of_the_columns_is_told_and_kept(here):
-    wide("a,b,y")
-    made = run(*OLD)
-    assert made.exit_code == 0, made.output
-    assert "columns of input x, in this order: a, b\n" in made.stdout
-    kept = {e.key: e.value for e in onnx.load("trained.onnx").metadata_props}
-    assert kept == {"onnxgrad.columns": '{"x": ["a", "b"]}', "onnxgrad.target": '["y"]'}
-    again = ("--output", "again.onnx", "--overwrite")
-    wide("y,a,b")
-    made = run(*NEW, *again)
-    assert made.exit_code == 0, made.output
-    assert "in this order" not in made.stdout
-    wide("b,a,y")
-    made = run(*NEW, *again)
-    assert made.exit_code == 0, made.output
-    told = "columns of input x are taken by name, in the order of its training: a, b (the data has"
-    assert sum(told in line for line in made.stderr.splitlines()) == 1
-    for header, message in (
-        ("a,c,y", "no column 'b' and column 'c' that was not in training"),
-        ("a,y,B", "no column 'b' and column 'B' that"),
-        ("a,b,y,c", "column 'c' that was not in training"),
-    ):
-        wide(header, "1,2,3,4" if header.count(",") == 3 else "1,2,3")
-        made = run(*NEW, *again)
-        assert made.exit_code == 2
-        [line] = made.stderr.splitlines()
-        assert message in line
-
-
-def test_names_of_columns_cannot_write_to_the_terminal(here):
-    wide("\x1b[31ma,\x9bb,y")
-    made = run(*OLD)
-    assert made.exit_code == 0, made.output
-    assert r"\x1b[31ma, \x9bb" in made.stdout
-    wide("\x1b[31mb,\x9bc,y")
-    errors = run(*NEW, "--output", "again.onnx").stderr
-    wide("\x1b[31ma,\x1b[31ma,y")
-    errors += run(*OLD, "--overwrite").stderr
-    wide("a,b,y", "\x1b[31mred,2,3")
-    errors += run(*OLD, "--overwrite").stderr
-    assert errors.count("Error: ") == 3
-    assert not {"\x1b", "\x9b"} & set(errors + made.stdout)
-
-
-def test_targets_keep_their_order(here):
-    save("pair.onnx", LOGITS.replace("[N,3]", "[N,2]"), W=np.eye(2), b=np.zeros(2))
-    wide("a,b,u,v", "1,2,3,4")
-    both = ("--loss", "l2", "--epochs", 1, "--batch-size", 1, "--overwrite")
-    made = run("train", "pair.onnx", "wide.csv", "--target", "u", "--target", "v", *both)
-    assert made.exit_code == 0, made.output
-    turned = ("--target", "v", "--target", "u", "--output", "again.onnx")
-    made = run("train", "trained.onnx", "wide.csv", *turned, *both)
-    assert "the target: column 1 is 'v', and was 'u' in training" in made.stderr
 
 
 EMBEDDED = """<ir_version: 8, opset_import: ["": 18]>
@@ -438,35 +374,3 @@ def test_ctrl_c_writes_what_was_trained(here):
     assert process.returncode == 130
     assert b"Traceback" not in seen
     np.testing.assert_allclose(weights("trained.onnx")["W"], [[2], [-1]], atol=0.5)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_grad(here, keep):
-    options = ("--keep-outputs", "--fill-grad") if keep else ()
-    made = run("grad", "linear.onnx", "-o", "g.onnx", "--weights", "W", "--inputs", "x", *options)
-    assert made.exit_code == 0, made.output
-    names = [o.name for o in onnx.load("g.onnx").graph.output]
-    assert names == ["x_grad", "W_grad", "y"][: 2 + keep]
-    assert "x_grad, W_grad" in made.stdout
-    assert "wrote g.onnx" in made.stdout
-
-
-def test_show(here):
-    text = run("show", "linear.onnx").stdout
-    assert "\n  MatMul(f, W) -> h\n" in text
-    assert "W_grad" not in text
-    assert "output: name='W_grad'" in run("show", "linear.onnx", "--grad").stdout
-
-
-def test_help_and_version():
-    assert run("--version").stdout == f"onnxgrad {__version__}\n"
-    assert all(c in run("--help").stdout for c in ("train", "grad", "show"))
-    text = run("train", "--help").stdout
-    assert all(name in text for name in LOSSES)
-
-
-def test_importing_is_quick():
-    slow = "{'onnxruntime', 'matplotlib', 'pyarrow', 'onnx', 'numpy'}"
-    code = f"import sys, onnxgrad.cli; print({slow} & set(sys.modules))"
-    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert made.stdout == "set()\n"

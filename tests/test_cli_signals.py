@@ -3,13 +3,13 @@
 import os
 import signal
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import onnx
 import pytest
 
 from commands import as_json, features, invoke, succeed, weights, write_all
-from onnxgrad.cli.prediction_files import _Tables
 from onnxgrad.cli.watch import Watch
 from running import run_named
 
@@ -26,33 +26,22 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def send_in(monkeypatch):
-    """Return a function that sends a signal when a function is called for the n-th time."""
+    """Return a function that lets a function send a signal when it is called."""
 
-    def send(target, name=None, number=signal.SIGINT, call=1, then=True):
-        calls = []
+    def send(target, number=signal.SIGINT, call=1, begins=True):
+        owner, _, name = target.rpartition(".")
+        original, calls = resolve_name(target), []
 
-        def wrap(original):
-            def wrapped(*arguments, **more):
-                calls.append(1)
-                if len(calls) == call:
-                    if then:
-                        os.kill(os.getpid(), number)
-                    result = original(*arguments, **more)
-                    if not then:
-                        os.kill(os.getpid(), number)
-                    return result
-                return original(*arguments, **more)
+        def wrapped(*arguments, **more):
+            calls.append(name)
+            if begins and len(calls) == call:
+                os.kill(os.getpid(), number)
+            result = original(*arguments, **more)
+            if not begins and len(calls) == call:
+                os.kill(os.getpid(), number)
+            return result
 
-            return wrapped
-
-        if name is None:
-            module, _, name = target.rpartition(".")
-            import importlib
-
-            owner = importlib.import_module(module)
-        else:
-            owner = target
-        monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+        monkeypatch.setattr(resolve_name(owner), name, wrapped)
 
     return send
 
@@ -69,18 +58,11 @@ def files():
         "onnxgrad.cli.train.prepare",
         "onnxgrad.cli.job.mapped",
         "onnxgrad.training.loop.Loop._epoch",
-        "onnxgrad.training.runner.EpochRunner.run",
+        "onnxgrad.training.runner.Runner.run",
     ],
 )
 def test_before_the_first_step_has_ended(here, send_in, moment, number):
-    module, _, name = moment.rpartition(".")
-    if module[-1].isalpha() and module.rpartition(".")[2][0].isupper():
-        import importlib
-
-        path, _, kind = module.rpartition(".")
-        send_in(getattr(importlib.import_module(path), kind), name, number)
-    else:
-        send_in(moment, number=number)
+    send_in(moment, number)
     before = files()
     made = invoke("train", *LINE)
     assert made.exit_code == 128 + number
@@ -92,7 +74,7 @@ def test_before_the_first_step_has_ended(here, send_in, moment, number):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_in_the_first_epoch(here, send_in, monkeypatch, number):
     monkeypatch.setattr(Watch, "every_steps", 1)
-    send_in(Watch, "on_step_end", number, call=2)
+    send_in("onnxgrad.cli.watch.Watch.on_step_end", number, call=2)
     made = invoke("train", *LINE, "--batch-size", 4, "--lr", 0.1, "--epochs", 3)
     assert made.exit_code == 128 + number
     assert "trained.onnx holds what was trained so far" in made.stderr
@@ -101,18 +83,16 @@ def test_in_the_first_epoch(here, send_in, monkeypatch, number):
 
 
 def test_while_validation_data_are_evaluated(here, send_in):
-    from onnxgrad.training.evaluation import Evaluator
-
-    send_in(Evaluator, "evaluate", call=2)
+    send_in("onnxgrad.training.evaluation.Evaluator.evaluate", call=2)
     made = invoke("train", *LINE, "--lr", 0.1, "--epochs", 30, "--history", "h.json")
     assert made.exit_code == 130
     assert (weights("trained.onnx")["W"] != 1).all()
 
 
-@pytest.mark.parametrize("then", [True, False])
-def test_while_the_model_is_written(here, send_in, then):
+@pytest.mark.parametrize("begins", [True, False])
+def test_while_the_model_is_written(here, send_in, begins):
     Path("trained.onnx").write_bytes(PRECIOUS)
-    send_in("onnxgrad.cli.rescue.save", then=then)
+    send_in("onnxgrad.cli.rescue.save", begins=begins)
     made = invoke("train", *LINE, "--overwrite")
     assert made.exit_code == 130
     assert "trained.onnx holds all that was to be trained" in made.stderr
@@ -123,7 +103,7 @@ def test_while_the_model_is_written(here, send_in, then):
 def test_while_predictions_are_written(here, send_in):
     Path("out.csv").write_bytes(PRECIOUS)
     before = files()
-    send_in(_Tables, "write", call=3)
+    send_in("onnxgrad.cli.prediction_files._Tables.write", call=3)
     line = ("predict", "linear.onnx", "rows.csv", "--ignore", "y", "--batch-size", 4)
     made = invoke(*line, "-o", "out.csv", "--overwrite")
     assert made.exit_code == 130
@@ -144,9 +124,7 @@ def test_in_other_commands(here, send_in, command):
 
 
 def test_a_dry_run_writes_nothing(here, send_in):
-    from onnxgrad.cli.dry_run import Probe
-
-    send_in(Probe, "on_step_end", call=2)
+    send_in("onnxgrad.cli.dry_run.Probe.on_step_end", call=2)
     before = files()
     made = invoke("train", *LINE, "--dry-run")
     assert made.exit_code == 130

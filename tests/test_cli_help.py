@@ -1,0 +1,125 @@
+"""The help, the completion of the shell, and the documents of the command line."""
+
+import re
+import subprocess
+import sys
+from inspect import isfunction
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from commands import invoke, succeed
+from onnxgrad import __version__
+from onnxgrad.cli import complete, train_options
+from onnxgrad.cli.command_options import EvalOptions, PredictOptions
+from onnxgrad.cli.options import Described
+from onnxgrad.cli.schedule_names import SCHEDULES
+from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.losses.formulas import LOSSES
+from onnxgrad.losses.objectives import ALIASES
+from onnxgrad.metrics.select import METRICS, select
+from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
+from onnxgrad.schedules import base, curves, plateau
+from onnxgrad.schedules.base import Schedule
+
+COMMANDS = ("train", "eval", "predict", "trainable", "grad", "check", "merge", "show")
+REGISTRIES = {
+    "LOSSES": {*LOSSES, *ALIASES},
+    "OPTIMIZERS": {*OPTIMIZERS, *WHOLE_TENSORS},
+    "SCHEDULES": {*SCHEDULES},
+}
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_the_help_names_what_the_registries_hold(kind):
+    words = re.findall(r"\w+", getattr(train_options, kind))
+    assert sorted(set(words) - {"or"}) == sorted(REGISTRIES[kind])
+    assert len(words) == len(set(words))
+
+
+def test_the_metrics_of_the_help_exist():
+    for name in train_options.METRICS.split(", "):
+        assert select(name).name == name
+
+
+def test_schedules_are_those_of_the_package():
+    functions = {
+        name
+        for module in (base, curves, plateau)
+        for name, value in vars(module).items()
+        if isfunction(value) and value.__module__ == module.__name__ and name[0] != "_"
+        if get_type_hints(value).get("return") in (Schedule, *Schedule.__subclasses__())
+    }
+    assert functions == set(SCHEDULES)
+
+
+def test_every_command_has_help():
+    text = succeed("--help").stdout
+    assert all(name in text for name in COMMANDS)
+    for name in COMMANDS:
+        shown = succeed(name, "--help").stdout
+        assert "Exit codes: 0 done" in " ".join(shown.replace("│", " ").split())
+        assert "--json" in shown
+    assert succeed("--version").stdout == f"onnxgrad {__version__}\n"
+
+
+@pytest.mark.parametrize("options", [TrainOptions, EvalOptions, PredictOptions])
+def test_every_option_is_described(options):
+    for name, each in Described.fields_of(options).items():
+        assert re.search(r"\w.*\.$", each.help), name
+
+
+def completed(line, shell="bash"):
+    """Return what the shell would be offered."""
+    words = line.split(" ")
+    variables = {"_ONNXGRAD_COMPLETE": f"complete_{shell}", "COMP_WORDS": line}
+    variables["COMP_CWORD"] = str(len(words) - 1)
+    variables["_TYPER_COMPLETE_ARGS"] = line
+    made = invoke(prog_name="onnxgrad", env=variables)
+    return made.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "names"),
+    [
+        ("onnxgrad tra", {"train", "trainable"}),
+        ("onnxgrad train --loss cross", {"cross_entropy"}),
+        (
+            "onnxgrad train --optimizer ada",
+            {n for n in OPTIMIZERS if n.startswith("ada")} | {"adafactor"},
+        ),
+        ("onnxgrad train --schedule c", {"constant", "cosine"}),
+        ("onnxgrad eval --metrics f1", {n for n in METRICS if n.startswith("f1")}),
+    ],
+)
+def test_names_are_completed(line, names):
+    assert set(completed(line)) == names
+
+
+def test_functions_that_complete_know_the_registries():
+    assert set(complete.losses("")) == REGISTRIES["LOSSES"]
+    assert set(complete.optimizers("")) == REGISTRIES["OPTIMIZERS"]
+    assert set(complete.schedules("")) == REGISTRIES["SCHEDULES"]
+
+
+def test_the_shell_can_install_completion():
+    command = [sys.executable, "-m", "onnxgrad", "--show-completion", "bash"]
+    made = subprocess.run(command, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    assert "complete_bash" in made.stdout
+
+
+def test_importing_is_quick():
+    slow = "{'onnxruntime', 'matplotlib', 'pyarrow', 'onnx', 'numpy'}"
+    code = f"import sys, onnxgrad.cli; print({slow} & set(sys.modules))"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout == "set()\n"
+
+
+def test_the_page_lists_every_command():
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    for name in COMMANDS:
+        assert f"| `{name} MODEL" in page
+    nav = (Path(__file__).parents[1] / "mkdocs.yml").read_text()
+    assert "  - cli.md\n" in nav

@@ -1,0 +1,136 @@
+"""`onnxgrad grad`, `check`, `trainable` and `show`: a model as it is."""
+
+import json
+import os
+
+import numpy as np
+import onnx
+import pytest
+
+from commands import HEADER, as_json, features, invoke, refused, save, succeed, write_all
+from onnxgrad.autodiff.rules.registry import RULES
+from running import run_named
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_all(tmp_path)
+    return tmp_path
+
+
+# -- trainable ----------------------------------------------------------------------------------
+
+SCALED = HEADER + (
+    "g (float[N,2] x) => (float[N,3] z) { c = Sub(x, mean) h = MatMul(c, V) r = Relu(h) "
+    "z = MatMul(r, W) }"
+)
+
+
+def test_trainable_lists_what_trains_and_why(here):
+    save("scaled.onnx", SCALED, mean=[1.0, 2.0], V=np.eye(2, 4), W=np.eye(4, 3))
+    result = as_json("trainable", "scaled.onnx")
+    rows = {row["name"]: row for row in result["tensors"]}
+    assert {n: r["trains"] for n, r in rows.items()} == {"mean": False, "V": True, "W": True}
+    assert (result["trained"], result["parameters"]) == (2, 20)
+    assert rows["V"]["shape"] == [2, 4]
+    assert rows["mean"]["why"]
+    text = succeed("trainable", "scaled.onnx").stdout
+    assert all(name in text for name in rows)
+    assert rows["mean"]["why"] in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "trained"),
+    [
+        (("--train", "W"), {"W"}),
+        (("--train", "mean", "--train", "V"), {"mean", "V"}),
+        (("--freeze", "V"), {"W"}),
+        (("--train", "?", "--freeze", "W"), {"V"}),
+        (("--freeze", "*"), set()),
+    ],
+)
+def test_trainable_takes_the_options_of_train(here, options, trained):
+    save("scaled.onnx", SCALED, mean=[1.0, 2.0], V=np.eye(2, 4), W=np.eye(4, 3))
+    result = as_json("trainable", "scaled.onnx", *options)
+    assert {r["name"] for r in result["tensors"] if r["trains"]} == trained
+    if trained:
+        line = ("train", "scaled.onnx", "kinds.csv", "--target", "kind", "--loss", "cross_entropy")
+        assert set(as_json(*line, *options, "--dry-run")["trained"]) == trained
+
+
+def test_trainable_names_what_does_not_match(here):
+    assert "'w'" in refused("trainable", "linear.onnx", "--train", "w")
+    assert "'u*'" in refused("trainable", "linear.onnx", "--freeze", "u*")
+
+
+# -- check --------------------------------------------------------------------------------------
+
+
+def test_check_of_a_right_gradient(here):
+    result = as_json("check", "layers.onnx", "--weights", "W", "--inputs", "x", "--order", 2)
+    assert result["ok"]
+    assert {(r["name"], r["order"]) for r in result["rows"]} >= {("x", 1), ("W", 1), ("W", 2)}
+    assert result["max_error"] < 0.02
+    assert "W" in succeed("check", "layers.onnx").stdout
+
+
+TANH = HEADER + "g (float[N,2] x) => (float[N,1] y) { t = Tanh(x) y = MatMul(t, W) }"
+
+
+def test_check_of_a_wrong_gradient_exits_with_1(here, monkeypatch):
+    save("tanh.onnx", TANH, W=[[1.0], [2.0]])
+    assert invoke("check", "tanh.onnx").exit_code == 0
+    monkeypatch.setitem(RULES, ("", "Tanh"), lambda op, node, dy: dy)
+    made = invoke("check", "tanh.onnx", "--json")
+    assert made.exit_code == 1
+    result = json.loads(made.stdout)
+    right = {r["name"]: r["ok"] for r in result["rows"]}
+    assert (result["ok"], right["x"], right["W"]) == (False, False, True)
+    assert invoke("check", "tanh.onnx").exit_code == 1
+
+
+def test_check_of_names_that_are_unknown(here):
+    assert "'w'" in refused("check", "linear.onnx", "--weights", "w")
+    assert "'u'" in refused("check", "linear.onnx", "--inputs", "u")
+    assert "--order" in invoke("check", "linear.onnx", "--order", 3).stderr
+
+
+# -- grad, show ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_grad(here, keep):
+    options = ("--keep-outputs", "--fill-grad") if keep else ()
+    line = ("grad", "linear.onnx", "-o", "g.onnx", "--weights", "W", "--inputs", "x", *options)
+    said = succeed(*line).stdout
+    names = [o.name for o in onnx.load("g.onnx").graph.output]
+    assert names == ["x_grad", "W_grad", "y"][: 2 + keep]
+    assert "x_grad, W_grad" in said
+    assert "wrote g.onnx" in said
+    if keep:
+        results = run_named("g.onnx", x=features(), W=np.ones((2, 1), np.float32))
+        np.testing.assert_allclose(results["W_grad"], features().sum(0)[:, None], rtol=1e-4)
+        np.testing.assert_allclose(results["x_grad"], np.ones((40, 2)))
+    assert "g.onnx exists" in refused(*line)
+    assert as_json(*line, "--overwrite")["files"] == ["g.onnx"]
+
+
+def test_an_output_is_needed(here):
+    assert "--output says where the model goes" in refused("grad", "linear.onnx")
+    assert "--output says where the model goes" in refused("merge", "linear.onnx")
+    assert "--fill-grad needs --keep-outputs" in refused(
+        "grad", "linear.onnx", "-o", "g.onnx", "--fill-grad"
+    )
+    assert not os.path.exists("g.onnx")
+
+
+def test_show(here):
+    text = succeed("show", "linear.onnx").stdout
+    assert "MatMul(x, W) -> h\n" in text
+    assert "W_grad" not in text
+    assert "output: name='W_grad'" in succeed("show", "linear.onnx", "--grad").stdout
+    summary = as_json("show", "linear.onnx", "--grad")
+    assert summary["operators"] == {"MatMul": 1, "Add": 1}
+    assert summary["inputs"] == [{"name": "x", "type": "float", "shape": ["N", 2]}]
+    assert [y["name"] for y in summary["gradient"]["outputs"]] == ["x_grad", "W_grad", "b_grad"]
