@@ -91,6 +91,17 @@ def test_labels_of_classes(here, values, message):
     assert line.startswith("'bad.csv': ")
 
 
+@pytest.mark.parametrize("data", ["kinds.csv", "names.csv"])
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_classes_that_are_not_as_many_as_the_model_has(here, data, command):
+    more = NO if command == "train" else ()
+    line = (command, "layers.onnx", data, *CLASSES[:4], *more)
+    names = "cat,dog,eel,fox"
+    message = refused(*line, "--classes", names)
+    assert "--classes names 4 classes, and the output 'z' has 3" in message
+    assert f"--head {names}" in message
+
+
 def test_labels_that_are_missing_are_left_out_on_request(here):
     text = csv("a,b,kind\n" + "1,2,cat\n1,3,\n3,1,dog\n" * 3)
     line = ("train", "layers.onnx", text, *CLASSES[:-2], "--head", "cat,dog", "--no-curves")
@@ -131,14 +142,15 @@ def test_the_validation_file_is_named(here):
         ((*REGRESSION[:4], "--monitor", "validation_mae"), r"\(--monitor\) 'validation_mae'"),
         ((*REGRESSION[:4], "--history", "h.txt"), r"\.csv"),
         ((*REGRESSION[:4], "--recompute", "some"), "recompute"),
-        ((*REGRESSION[:4], "--classes", "a,b"), "."),
+        ((*REGRESSION[:4], "--lora", "W", "--lora-dropout", 1), "--lora-dropout 1 must be below"),
+        ((*REGRESSION[:4], "--loss-weight", "y=2"), "as --loss OUTPUT=LOSS"),
+        ((*REGRESSION[:4], "--schedule", "step_decay"), "needs --schedule-option every=VALUE"),
+        ((*REGRESSION[:4], "--checkpoint", "rows.csv"), "rows.csv is a file: name a folder"),
+        ((*REGRESSION[:3], "layers.onnx"), "give its inputs the names of the outputs"),
     ],
 )
 def test_options_that_are_refused(here, options, message):
     before = sorted(here.iterdir())
-    if options[-1] == "a,b":  # numbers, which are no labels of classes
-        succeed("train", "linear.onnx", "rows.csv", *options, "--epochs", 1, "--no-curves")
-        return
     line = refused("train", "linear.onnx", "rows.csv", *options, *NO)
     assert re.search(message, line), line
     arguments = "train|freeze|loss|validation|class_weight|batch_norm|learning_rate|at|metrics"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,8 +123,12 @@ def _called(what: str, function: Callable[..., Any], first: Sequence[Any], chose
     try:
         return function(*first, **chosen)
     except TypeError as e:
-        reason = str(e).removeprefix(f"{function.__name__}() ")
-        raise ValueError(f"{what}: {reason}; pass --{what.split()[0][2:]}-option") from None
+        reason, option = str(e), f"{what.split()[0]}-option"
+        if "missing" in reason and (names := re.findall(r"'(\w+)'", reason)):
+            needed = " ".join(f"{option} {name}=VALUE" for name in names)
+            raise ValueError(f"{what} needs {needed}") from None
+        reason = reason.removeprefix(f"{function.__name__}() ")
+        raise ValueError(f"{what}: {reason}; see {option}") from None
     except ValueError as e:
         raise ValueError(f"{what}: {e}") from None
 

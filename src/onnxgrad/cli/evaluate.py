@@ -11,7 +11,7 @@ from onnxgrad.cli.arguments import loss_arguments
 from onnxgrad.cli.classes import class_labels
 from onnxgrad.cli.command_options import EvalOptions
 from onnxgrad.cli.console import ignoring_closed_output, note, print_json, say, stdout
-from onnxgrad.cli.job import classifies, mapped
+from onnxgrad.cli.job import check_classes, classifies, mapped
 from onnxgrad.cli.judged import Judged, with_loss
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.errors import printable
@@ -32,6 +32,7 @@ def evaluate(options: EvalOptions) -> None:
     model = with_loss(proto, arguments["loss"], options.loss_output)
     judged = Judged(model, **arguments, device=options.device)
     task, objective = mapped(options, options.data, judged, classes)
+    check_classes(options, objective)
     if not options.metrics and classifies(objective):
         judged.metrics_by_output = select_metrics(["accuracy"])
     for text in task.notes:

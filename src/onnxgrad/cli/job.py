@@ -10,6 +10,7 @@ from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
 from onnxgrad.cli.classes import Labels, class_labels, keep_classes
+from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.judged import Judged, with_loss
 from onnxgrad.cli.sources import TableSource, open_data, split_images
 from onnxgrad.cli.task import Targets, Task, map_stream, map_table, split
@@ -65,6 +66,8 @@ def fine_tuned(proto: ModelProto, options: TrainOptions) -> ModelProto:
     elif options.head_at or options.head_pool or options.head_mask:
         raise ValueError("--head-at, --head-pool and --head-mask need --head: how many units")
     if options.lora:
+        if options.lora_dropout >= 1:
+            raise ValueError(f"--lora-dropout {options.lora_dropout:g} must be below 1")
         from onnxgrad.finetune.lora import add_lora
 
         proto = add_lora(
@@ -133,6 +136,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     keys = ("loss", "loss_options", "loss_weights", "device")
     judged = Judged(model, **{key: arguments[key] for key in keys})
     task, objective = mapped(options, options.data, judged, classes)
+    check_classes(options, objective)
     parts = _parts(options, task, judged, classes)
     trained_on = parts[0]
     arguments["class_weight"] = _class_weight(arguments, trained_on.y, objective, classes)
@@ -203,6 +207,18 @@ def mapped(
     objective.names = judged.names
     with source.naming():
         return map_table(source, objective, targets, numbers, options.sample_weight), objective
+
+
+def check_classes(options: LabelOptions, objective: Minimized) -> None:
+    """Raise `ValueError` if `--classes` are more or fewer than the model has."""
+    infos = [info for info in objective.labels.values() if isinstance(info.classes, int)]
+    count = len(options.classes.split(",")) if options.classes is not None else 0
+    if count and len(infos) == 1 and infos[0].classes != count:
+        raise ValueError(
+            f"--classes names {count} classes, and the output {infos[0].prediction!r} has "
+            f"{infos[0].classes}: name all in their order, or train a new last layer with "
+            f"--head {options.classes}"
+        )
 
 
 def classifies(objective: Minimized) -> bool:

@@ -103,6 +103,8 @@ def _check_files(options: TrainOptions) -> None:
         check_writable(options.history, options.overwrite or options.resume, inputs)
     if options.resume and options.checkpoint is None:
         raise ValueError("--resume goes on from --checkpoint FOLDER: name that folder")
+    if options.checkpoint is not None and os.path.isfile(options.checkpoint):
+        raise ValueError(f"--checkpoint {options.checkpoint} is a file: name a folder")
     if options.checkpoint is not None and not options.resume and _has_checkpoint(options):
         raise ValueError(
             f"--checkpoint {options.checkpoint} holds a training: pass --resume to go on with it, "

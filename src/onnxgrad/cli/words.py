@@ -34,6 +34,9 @@ _PHRASES = {
     "another one of onnxgrad.LOSSES": "another one of `onnxgrad train --help`",
     "or the output by output=, one of": "on the way to one of the outputs",
     "pass y=None": "leave out --target",
+    "as loss={output: loss}": "as --loss OUTPUT=LOSS",
+    "pass inputs={input: output}": "give its inputs the names of the outputs that they take",
+    "or start anew without resume": "or name another folder for a new training",
 }
 _VALUES = {"True": "true", "False": "false"}  # as JSON, in which options of a loss are
 
