@@ -57,6 +57,16 @@ def csv(text):
             "leave these rows out with --drop-missing",
         ),
         (
+            "a,b,y\n1,2,3\n1,2,\n1,2,high\n1,2,low\n",
+            "'bad.csv': 1 cell that is empty, NaN or infinite: column 'y', row 2; fill it in, or "
+            "leave these rows out with --drop-missing",
+        ),
+        (
+            "a,b,y\n1,2,3\n1,2,5\n1,2,high\n",
+            "'bad.csv': column 'y' is text, first in row 3: 'high'; the loss squared_error "
+            "compares with numbers: turn it into numbers, or name another column with --target",
+        ),
+        (
             "a,b,c,y\n1,2,3,4\n",
             "'bad.csv': input 'x' takes 2 values a row (shape (rows, 2)); the data has 3 (shape "
             "(1, 3)); choose its columns: --ignore leaves out others, such as --ignore c",
@@ -108,6 +118,26 @@ def test_labels_that_are_missing_are_left_out_on_request(here):
     assert "3 cells that are empty, NaN or infinite: column 'kind', rows 2, 5, 8" in refused(*line)
     result = as_json(*line, "--drop-missing", "--validation", 0)
     assert result["rows"] == 6
+
+
+def test_rows_are_counted_as_in_the_file(here):
+    """Also where rows are left out."""
+    data = csv("a,b,kind\n1,2,0\n,2,0\n1,2,1\n,2,1\n1,2,7\n")
+    line = ("layers.onnx", data, *CLASSES[:4], "--drop-missing")
+    assert "not 7 (row 5)" in refused("train", *line, *NO)
+    assert "not 7 (row 5)" in refused("eval", *line)
+    data = csv("a,b,y\n,2,0\n1,2,1\n,2,1\n1,oh,7\n")
+    line = ("linear.onnx", data, "--drop-missing", "--ignore", "y")
+    assert "'bad.csv': column 'b' is text, first in row 4: 'oh'" in refused("predict", *line)
+
+
+def test_columns_of_other_names(here):
+    succeed("train", "linear.onnx", "rows.csv", *REGRESSION[:4], "--epochs", 1, "--no-curves")
+    for header, end in (
+        ("a,c,y\n1,2,3\n", ": correct the names in the data; their order does not matter"),
+        ("a,b,c,y\n1,2,3,4\n", ": leave it out with --ignore c"),
+    ):
+        assert refused("train", "trained.onnx", csv(header), *REGRESSION).endswith(end)
 
 
 def test_the_validation_file_is_named(here):

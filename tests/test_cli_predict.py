@@ -100,6 +100,16 @@ def test_columns_of_a_training_are_taken_by_name(here):
     assert "ignored columns: y" in said  # the label of the training
 
 
+def test_eval_weighs_rows(here):
+    a, b = features().T
+    weight = np.linspace(0, 1, 40).round(3)
+    write_csv(here / "weighed.csv", a=a, b=b, y=a, w=weight)
+    result = as_json("eval", "linear.onnx", "weighed.csv", *REGRESSION, "--sample-weight", "w")
+    [y] = run_named("linear.onnx", x=features()).values()
+    expected = np.average((y[:, 0].astype(float) - a) ** 2, weights=weight)
+    assert result["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 # -- standard input and output ----------------------------------------------------------------
 
 

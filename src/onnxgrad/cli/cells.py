@@ -6,7 +6,9 @@ Messages count rows from 1, without the header of a CSV file.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import numpy as np
 from onnxgrad.data.arrays import DataError
 
 Table = dict[str, np.ndarray]
+_kept: ContextVar[np.ndarray | None] = ContextVar("_kept", default=None)
 _ENCODED = 20  # different texts that can be columns of zeros and ones
 
 
@@ -63,13 +66,18 @@ def _check_numeric(columns: Table) -> None:
             f"convert it, dates to days for instance, or leave it out with {leave}"
         )
     rows = flat(array)[:, 0].tolist()
-    first = next((i for i, v in enumerate(rows) if not (_is_number(v) or is_empty(v))), 0)
+    first = first_text(rows)
     filled = [v for v in rows if not is_empty(v)]
     kind = "text" if is_text(rows[first]) else type(rows[first]).__name__
     raise DataError(
-        f"column {name!r} is {kind}, first in row {first + 1}: {short(rows[first])}{also}; "
+        f"column {name!r} is {kind}, first in row {row_number(first)}: {short(rows[first])}{also}; "
         f"{remedy(rows[first], filled)}, or leave it out with {leave}"
     )
+
+
+def first_text(rows: Sequence[Any]) -> int:
+    """Return the index of the first cell that is neither a number nor empty; 0 for none."""
+    return next((i for i, v in enumerate(rows) if not (_is_number(v) or is_empty(v))), 0)
 
 
 def is_empty(value: Any) -> bool:
@@ -124,20 +132,36 @@ def refuse(wrong: np.ndarray, values: np.ndarray, rule: str, advice: str = "") -
 
 def rows_of(mask: np.ndarray) -> str:
     """Return the numbers of the rows where a mask holds, the first five."""
-    rows = np.flatnonzero(flat(mask).any(axis=1)) + 1
+    rows = [row_number(i) for i in np.flatnonzero(flat(mask).any(axis=1)).tolist()]
     more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
     return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:5]))}{more}"
+
+
+def row_number(index: int) -> int:
+    """Return the number by which messages call a row, counted with those that are left out."""
+    kept = _kept.get()
+    return (index if kept is None else int(kept[index])) + 1
+
+
+@contextmanager
+def counting(kept: np.ndarray | None) -> Iterator[None]:
+    """Let messages count rows in the file, of which only those of the indices `kept` are left."""
+    token = _kept.set(kept)
+    try:
+        yield
+    finally:
+        _kept.reset(token)
 
 
 def missing(table: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return which rows have a cell that is empty, NaN or infinite, (rows,)."""
     count = len(next(iter(table.values())))
-    found = np.zeros(count, bool)
+    gone = np.zeros(count, bool)
     for array in table.values():
         if len(array) != count:
             continue  # an error says so later
         if array.dtype.kind == "f":
-            found |= ~np.isfinite(flat(array)).all(axis=1)
+            gone |= ~np.isfinite(flat(array)).all(axis=1)
         elif array.dtype.kind == "O":
-            found |= np.array([any(map(is_empty, row)) for row in flat(array)])
-    return found
+            gone |= np.array([any(map(is_empty, row)) for row in flat(array)])
+    return gone

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from onnxgrad.cli.cells import is_empty, is_text, refuse, refuse_missing, remedy, short
+from onnxgrad.cli.cells import (
+    first_text,
+    is_empty,
+    is_text,
+    refuse,
+    refuse_missing,
+    remedy,
+    row_number,
+    short,
+)
 from onnxgrad.data.arrays import DataError
 from onnxgrad.model.traversal import nodes_of
 
@@ -106,8 +115,8 @@ def numbered(
     if texts:
         refuse_missing({name: np.array(list(map(is_empty, flat))).reshape(column.shape)})
     if texts and classes is None:
-        first = next(i for i, value in enumerate(flat) if is_text(value))
-        where = f"column {name!r} is text, first in row {first + 1}: {short(flat[first])}"
+        first = first_text(flat)
+        where = f"column {name!r} is text, first in row {row_number(first)}: {short(flat[first])}"
         if loss := numeric_loss():
             raise DataError(
                 f"{where}; the loss {loss} compares with numbers: {remedy(flat[first], flat)}, or "

@@ -200,10 +200,10 @@ def _refuse_columns(name: str, names: Sequence[str], order: Sequence[str]) -> No
     try:
         same_columns(names, order, f"input {name!r}", "training", first=1)
     except DataError as e:
-        if not extra or not set(order) <= set(names):
-            raise
-        leave = " ".join(f"--ignore {shell_word(n)}" for n in extra[:6])
-        raise DataError(f"{str(e).rpartition(': ')[0]}: leave it out with {leave}") from None
+        advice = "correct the names in the data; their order does not matter"
+        if set(order) <= set(names):
+            advice = "leave it out with " + " ".join(f"--ignore {shell_word(n)}" for n in extra[:6])
+        raise DataError(f"{str(e).rpartition(': ')[0]}: {advice}") from None
 
 
 def labels(

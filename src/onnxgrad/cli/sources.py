@@ -6,14 +6,14 @@ import copy
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from onnxgrad.cli.cells import Table, missing
+from onnxgrad.cli.cells import Table, counting, missing
 from onnxgrad.cli.data_files import STDIN, read_table
 from onnxgrad.cli.data_options import InputOptions
 from onnxgrad.data.arrays import DataError
@@ -34,12 +34,14 @@ class _Source:
     """Data of this name: a path, or "standard input"."""
 
     name: str
+    kept: np.ndarray | None = field(default=None, init=False)  # indices, if rows are left out
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Begin the errors of the block with the name."""
+        """Begin the errors of the block with the name, and count rows as the file does."""
         try:
-            yield
+            with counting(self.kept):
+                yield
         except ValueError as e:
             if repr(self.name) in str(e):
                 raise
@@ -122,11 +124,11 @@ def _drop_missing(source: TableSource) -> None:
     if gone.all():
         raise DataError(f"{source.name!r}: every row has a missing value, and none is left")
     source.table = {name: array[~gone] for name, array in source.table.items()}
-    rows = (np.flatnonzero(gone) + 1).tolist()
+    source.kept, rows = np.flatnonzero(~gone), (np.flatnonzero(gone) + 1).tolist()
     more = ", ..." if len(rows) > 5 else ""
     source.note = (
         f"left out {len(rows)} of {len(gone)} rows with missing values: "
-        f"{', '.join(map(str, rows[:5]))}{more}; the others are counted anew"
+        f"{', '.join(map(str, rows[:5]))}{more}"
     )
 
 
