@@ -1,12 +1,14 @@
 """What a command says of what is wrong: one line, in words of the command line."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
+import onnxgrad
 from commands import HEADER, as_json, refused, save, succeed, write_all
-from onnxgrad.cli.words import in_options
+from onnxgrad.cli.words import PHRASES, in_options
 
 NO = ("-o", "no.onnx")
 REGRESSION = ("--target", "y", "--loss", "squared_error", *NO)
@@ -222,6 +224,17 @@ def test_arguments_become_options(python, shell):
     fields = {"train", "freeze", "batch_norm", "validation", "head_at", "loss_option", "seed"}
     assert in_options(python, fields) == shell
     assert in_options(python, ()) == python
+
+
+def test_the_phrases_that_are_replaced_are_those_of_the_package():
+    texts = []
+    for path in Path(onnxgrad.__file__).parent.rglob("*.py"):
+        if path.name != "words.py":
+            nodes = ast.walk(ast.parse(path.read_text()))
+            texts += [n.value for n in nodes if isinstance(n, ast.Constant)]
+    joined = "\n".join(text for text in texts if isinstance(text, str))
+    for phrase in PHRASES:
+        assert phrase in joined, phrase
 
 
 # -- a file of options --------------------------------------------------------------------------

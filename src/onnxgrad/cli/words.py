@@ -17,7 +17,7 @@ _OPTIONS = {
 _NAMES = frozenset("class_weight sample_weight loss_options loss_weights batch_norm".split())
 _OF_A_LOSS = "axis from_logits soft_labels".split()
 _FEATURES = "a value of the model with --head-at NAME --head-pool none, or mean, first, image"
-_PHRASES = {
+PHRASES = {
     "put a new head behind a value of the model by add_head": f"put the new layer on {_FEATURES}",
     "put a new head behind the output by add_head": f"put the new layer on {_FEATURES}",
     "cut the model with features(model, at=...) and put another head there by add_head": (
@@ -48,7 +48,7 @@ def in_options(message: str, options: Collection[str]) -> str:
         message: that of an error or a warning.
         options: the fields of the options of the command; others are left as they are.
     """
-    for phrase, words in _PHRASES.items():
+    for phrase, words in PHRASES.items():
         message = message.replace(phrase, words)
     names = {n: o for n, o in _OPTIONS.items() if o.replace("-", "_") in options}
     if "loss_option" in options:
