@@ -106,7 +106,17 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
         ModelError: `model` cannot be read.
 
     Examples:
-        See `save_adapter`.
+        >>> import tempfile, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,1] x) => (float[N,2] y)
+        ...     <float[1,2] fc = {1.0, 2.0}> { y = MatMul(x, fc) }''')
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     og.save_adapter(og.add_lora(model, "fc", rank=1), folder)
+        ...     print(og.trainable(og.load_adapter(model, folder)).trained)
+        name              shape   dtype    trains  why
+        fc.lora_A.weight  [1, 1]  float32  yes     an adapter
+        fc.lora_B.weight  [1, 2]  float32  yes     an adapter
+        2 of 2 float constants train: 3 of 3 numbers
     """
     folder = Path(path)
     config, arrays = read_config(folder), _read_arrays(folder)
