@@ -54,6 +54,8 @@ for name, weight in w.items():
 label = (test := recording(400)).pop("label")
 files = [onnxruntime.InferenceSession(str(file)).run for file in (path, "whistle.onnx")]
 before, after = (np.mean((run(None, test)[0] > 0.5) == label) for run in files)
-print(f"accuracy {before:.2f} -> {after:.2f}, {time_ratio('whistle.onnx', path, test):.2f} x the time")
+print(
+    f"accuracy {before:.2f} -> {after:.2f}, {time_ratio('whistle.onnx', path, test):.2f} x the time"
+)
 assert before < 0.6 < 0.9 < after
 assert og.replace_initializers_into_onnx("whistle.onnx", {n: arrays[n] for n in w}) == original
