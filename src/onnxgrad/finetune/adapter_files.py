@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +173,7 @@ def _head_keys(proto: ModelProto) -> dict[str, tuple[str, str]]:
     if not head:
         return {}
     every = targets(proto)
-    modules = module_names(every)
+    modules = module_names(proto, every)
     keys = {}
     for name in head:
         target = every.get(name)
@@ -211,13 +211,11 @@ def _add(proto: ModelProto, modules: Mapping[str, dict[str, tuple]], config: dic
     every = targets(proto)
     names = {
         module: name
-        for name, module in module_names(every).items()
+        for name, module in module_names(proto, every).items()
         if every[name].uses and not every[name].reason
     }
     order = {name: i for i, name in enumerate(every)}
-    for module in modules:
-        if module not in names:
-            raise unknown("module of the adapter", module, names)
+    names = {module: names[_counterpart(module, names)] for module in modules}
     add, notes = Additions(proto), read_adapters(proto)
     for module in sorted(modules, key=lambda module: order[names[module]]):
         name = names[module]
@@ -234,6 +232,20 @@ def _add(proto: ModelProto, modules: Mapping[str, dict[str, tuple]], config: dic
             raise ValueError(f"use_dora and the tensors of {module!r} in the file contradict")
         notes.append(insert(add, name, module, every[name], pair, options))
     write_note(proto, ADAPTERS, notes)
+
+
+def _counterpart(module: str, modules: Collection[str]) -> str:
+    """Return the module of the model for one of the file: another model may have been around one.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    close = [m for m in modules if f".{m}".endswith(f".{module}") or module.endswith(f".{m}")]
+    if module in modules:
+        return module
+    if len(close) != 1:
+        raise unknown("module of the adapter", module, modules)
+    return close[0]
 
 
 def _zeros(module: str, shapes: dict[str, tuple], target: Target) -> tuple[np.ndarray, ...]:

@@ -78,7 +78,7 @@ def add_lora(
     options = _options(operator.index(rank), alpha, dropout, use_rslora, use_dora)
     adapted = writable(model)
     every = targets(adapted)
-    modules = module_names(every)
+    modules = module_names(adapted, every)
     chosen = chosen_targets(adapted, every, patterns, options)
     add, notes = Additions(adapted), read_adapters(adapted)
     for name, target in chosen.items():
