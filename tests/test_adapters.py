@@ -182,3 +182,19 @@ def test_what_peft_saves_is_loaded(exported, tmp_path, rslora):  # noqa: F811
     merged = merge_lora(adapted)
     np.testing.assert_allclose(run(merged, fed)[0], outputs(wrapped, x), rtol=1e-4, atol=2e-5)
     assert onnx.checker.check_model(merged) is None
+
+
+def test_modules_may_be_parts_of_another_model(tmp_path):
+    """An exporter put the network into a wrapper, such as sentence-transformers'."""
+    text = "f (float[N,3] x) => (float[N,2] y) { h = MatMul(x, a) y = MatMul(h, b) }"
+    plain, wrapped = parse(text), parse(text)
+    for model, prefix in ((plain, ""), (wrapped, "model.0.")):
+        for node in model.graph.node:
+            node.input[1] = f"{prefix}{node.input[1]}.weight"
+        with_tensors(model, **{f"{prefix}a.weight": (3, 3), f"{prefix}b.weight": (3, 2)})
+    save_adapter(add_lora(plain, "b.*", rank=2), tmp_path)
+    loaded = load_adapter(wrapped, tmp_path)
+    assert [note["weight"] for note in read_adapters(loaded)] == ["model.0.b.weight"]
+    save_adapter(add_lora(wrapped, "model.0.a.*", rank=2), tmp_path)
+    loaded = load_adapter(plain, tmp_path)
+    assert [note["weight"] for note in read_adapters(loaded)] == ["a.weight"]

@@ -348,7 +348,7 @@ REFUSED = {
     "not the last": (f"{MATRIX} {{ h = MatMul(x, w) y = MatMul(h, v) }}", "MatMul.*as features"),
     "two added up": (
         f"{MATRIX} {{ h = MatMul(x, w) a = MatMul(x, w) y = Add(h, a) }}",
-        "several layers.*attach"),
+        "several layers.*add_head"),
     "joined with data": (
         "f (float[N,4] x) => (float[N,7] y) { h = MatMul(x, w) y = Concat<axis=1>(h, x) }",
         "Concat"),

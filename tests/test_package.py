@@ -55,9 +55,13 @@ def test_help_is_light():
 def test_scikit_learn_and_torch_are_not_needed():
     code = (
         "import sys; sys.modules.update(sklearn=None, torch=None, skl2onnx=None)\n"
-        "import onnxgrad; [getattr(onnxgrad, name) for name in onnxgrad.__all__]"
+        "import onnxgrad; names = set(onnxgrad.__all__) - {'OnnxClassifier', 'OnnxRegressor'}\n"
+        "[getattr(onnxgrad, name) for name in names]"
     )
     python("-c", code)
+    code = "import sys; sys.modules['sklearn'] = None\nimport onnxgrad\n"
+    code += "try: onnxgrad.OnnxClassifier\nexcept ImportError as e: print(e)"
+    assert "pip install onnxgrad[sklearn]" in python("-c", code)
 
 
 def test_names():

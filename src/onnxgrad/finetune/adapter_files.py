@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,17 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
         ModelError: `model` cannot be read.
 
     Examples:
-        See `save_adapter`.
+        >>> import tempfile, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,1] x) => (float[N,2] y)
+        ...     <float[1,2] fc = {1.0, 2.0}> { y = MatMul(x, fc) }''')
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     og.save_adapter(og.add_lora(model, "fc", rank=1), folder)
+        ...     print(og.trainable(og.load_adapter(model, folder)).trained)
+        name              shape   dtype    trains  why
+        fc.lora_A.weight  [1, 1]  float32  yes     an adapter
+        fc.lora_B.weight  [1, 2]  float32  yes     an adapter
+        2 of 2 float constants train: 3 of 3 numbers
     """
     folder = Path(path)
     config, arrays = read_config(folder), _read_arrays(folder)
@@ -163,7 +173,7 @@ def _head_keys(proto: ModelProto) -> dict[str, tuple[str, str]]:
     if not head:
         return {}
     every = targets(proto)
-    modules = module_names(every)
+    modules = module_names(proto, every)
     keys = {}
     for name in head:
         target = every.get(name)
@@ -201,13 +211,11 @@ def _add(proto: ModelProto, modules: Mapping[str, dict[str, tuple]], config: dic
     every = targets(proto)
     names = {
         module: name
-        for name, module in module_names(every).items()
+        for name, module in module_names(proto, every).items()
         if every[name].uses and not every[name].reason
     }
     order = {name: i for i, name in enumerate(every)}
-    for module in modules:
-        if module not in names:
-            raise unknown("module of the adapter", module, names)
+    names = {module: names[_counterpart(module, names)] for module in modules}
     add, notes = Additions(proto), read_adapters(proto)
     for module in sorted(modules, key=lambda module: order[names[module]]):
         name = names[module]
@@ -224,6 +232,20 @@ def _add(proto: ModelProto, modules: Mapping[str, dict[str, tuple]], config: dic
             raise ValueError(f"use_dora and the tensors of {module!r} in the file contradict")
         notes.append(insert(add, name, module, every[name], pair, options))
     write_note(proto, ADAPTERS, notes)
+
+
+def _counterpart(module: str, modules: Collection[str]) -> str:
+    """Return the module of the model for one of the file: another model may have been around one.
+
+    Raises:
+        ValueError: there is none, or several.
+    """
+    close = [m for m in modules if f".{m}".endswith(f".{module}") or module.endswith(f".{m}")]
+    if module in modules:
+        return module
+    if len(close) != 1:
+        raise unknown("module of the adapter", module, modules)
+    return close[0]
 
 
 def _zeros(module: str, shapes: dict[str, tuple], target: Target) -> tuple[np.ndarray, ...]:

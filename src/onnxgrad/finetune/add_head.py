@@ -78,26 +78,30 @@ def add_head(
         raise unknown("pool", pool, [*POOLS, "None"])
     if mask is not None and pool != "mean":
         raise ValueError(f"mask={mask!r} needs pool='mean', not {pool!r}")
-    proto = inlined(read(model))
-    outputs = [y.name for y in proto.graph.output]
-    if at is None and len(outputs) > 1:
-        raise ValueError(f"the model has the outputs {outputs}: name the features with at=")
+    return _with_head(inlined(read(model)), request, at, pool, mask)
+
+
+def _with_head(
+    proto: ModelProto, request: Request, at: str | None, pool: str | None, mask: str | None
+) -> ModelProto:
+    """Return `proto` with a head; the other arguments as those of `add_head`."""
     changed = to_ir(proto)
     infer(changed)
     graph = changed.graph
-    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
-    for value in [at or outputs[0]] + ([] if mask is None else [mask]):
-        if value not in values:
-            raise unknown("value of the model", value, [*outputs, *values])
+    if at is None and len(graph.outputs) > 1:
+        names = [y.name for y in graph.outputs]
+        raise ValueError(f"the model has the outputs {names}: name the features with at=")
     op = Emit(graph)
-    x = _pooled(op, values[at or outputs[0]], pool, None if mask is None else values[mask])
-    weights = _weights(op, x, request)
-    y = op.emit("Add", [op.MatMul(x, weights[0]), weights[1]], {}, fresh=True)
-    y.type, y.shape = x.type, ir.Shape([*(dims(x) or ())[:-1], request.units])
-    if activation is not None:
-        y = applied(op, ACTIVATIONS[activation], y, -1)
+    x = _features(_value(graph, at or str(graph.outputs[0].name)), pool)
+    weights = _weights(op, x, pool, request)
+    pooled = _pooled(op, x, pool, None if mask is None else _value(graph, mask))
+    y = op.emit("Add", [op.MatMul(pooled, weights[0]), weights[1]], {}, fresh=True)
+    shape = dims(x) or ()
+    y.type, y.shape = x.type, ir.Shape([*(shape[:1] if pool else shape[:-1]), request.units])
+    if request.activation is not None:
+        y = applied(op, ACTIVATIONS[request.activation], y, -1)
     graph.outputs.clear()
-    y.name = op.name("logits" if activation is None else "probabilities")
+    y.name = op.name("logits" if request.activation is None else "probabilities")
     graph.outputs.append(y)
     tidy(changed)
     graph.inputs[:] = [v for v in graph.inputs if v.uses()]
@@ -106,8 +110,15 @@ def add_head(
     return new
 
 
-def _pooled(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> ir.Value:
-    """Return features with their last axis for the units, pooled if that is asked for.
+def _value(graph: ir.Graph, name: str) -> ir.Value:
+    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
+    if name not in values:
+        raise unknown("value of the model", name, [*(str(y.name) for y in graph.outputs), *values])
+    return values[name]
+
+
+def _features(x: ir.Value, pool: str | None) -> ir.Value:
+    """Return `x` if it can be features.
 
     Raises:
         ValueError: `x` is not float, or of another rank than `pool` needs.
@@ -117,6 +128,11 @@ def _pooled(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> i
         raise ValueError(f"{x.name!r} holds {x.dtype}, no floats: name other features with at=")
     if wanted and shape is not None and len(shape) != wanted:
         raise ValueError(f"pool={pool!r} needs {wanted} axes; {x.name!r} has {list(shape)}")
+    return x
+
+
+def _pooled(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> ir.Value:
+    """Return the features of each row; without `pool`, `x`."""
     if pool == "first":
         return op.Gather(x, np.int64(0), axis=1)
     if pool == "image":
@@ -131,20 +147,22 @@ def _pooled(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> i
         return total / op.Max(op.ReduceSum(counted, [1], keepdims=0), 1.0)
 
 
-def _weights(op: Emit, x: ir.Value, request: Request) -> tuple[ir.Value, ir.Value]:
+def _weights(
+    op: Emit, x: ir.Value, pool: str | None, request: Request
+) -> tuple[ir.Value, ir.Value]:
     """Return the weights, features x units, and the bias.
 
     Raises:
         ValueError: the number of features is unknown.
     """
-    shape = dims(x)
-    if shape is None or len(shape) < 2 or not isinstance(shape[-1], int):
+    shape = dims(x) or ()
+    width = shape[1 if pool == "image" else -1] if len(shape) > 1 else None
+    if not isinstance(width, int) or x.dtype is None:
         raise ValueError(
-            f"{x.name!r} has the shape {shape and list(shape)}: a head needs rows, and to know the "
-            "number of features. Declare the shape in value_info, or name other features with at="
+            f"{x.name!r} has the shape {list(shape)}: a head needs rows, and to know the number of "
+            "features. Declare the shape in value_info, or name other features with at="
         )
-    assert x.dtype is not None
-    weights = fresh((request.units, shape[-1]), "linear", request.seed)
+    weights = fresh((request.units, width), "linear", request.seed)
     return (
         initializer(op, np.ascontiguousarray(weights.T), x.dtype, f"{request.name}.weight"),
         initializer(op, np.zeros(request.units), x.dtype, f"{request.name}.bias"),

@@ -78,7 +78,7 @@ def add_lora(
     options = _options(operator.index(rank), alpha, dropout, use_rslora, use_dora)
     adapted = writable(model)
     every = targets(adapted)
-    modules = module_names(every)
+    modules = module_names(adapted, every)
     chosen = chosen_targets(adapted, every, patterns, options)
     add, notes = Additions(adapted), read_adapters(adapted)
     for name, target in chosen.items():
@@ -218,7 +218,12 @@ def merge_lora(model: ModelLike) -> ModelProto:
         ModelError: `model` cannot be read, or another tool modified the adapters.
 
     Examples:
-        See `add_lora`.
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,1] x) => (float[N,2] y)
+        ...     <float[1,2] fc = {1.0, 2.0}> { y = MatMul(x, fc) }''')
+        >>> og.merge_lora(og.add_lora(model, "fc", rank=1)) == model
+        True
     """
     merged = ModelProto()
     merged.CopyFrom(read(model))

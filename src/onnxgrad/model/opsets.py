@@ -8,7 +8,15 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import AttributeProto, ModelProto, NodeProto, defs, numpy_helper, version_converter
+from onnx import (
+    AttributeProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    defs,
+    numpy_helper,
+    version_converter,
+)
 
 from onnxgrad.errors import ModelError, first_line
 from onnxgrad.model.rewrites import rename_uses, unused
@@ -18,6 +26,8 @@ from onnxgrad.model.traversal import all_nodes, names, subgraphs
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
 _CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
+
+_LARGE = 1 << 16  # bytes of a tensor whose values no conversion reads
 
 WORKING_OPSET = 18
 NEWEST_OPSET = 26  # the newest that onnxruntime 1.31 loads
@@ -82,7 +92,9 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
             node.domain = _HIDDEN
     read = {name for node in all_nodes(proto.graph.node) for name in node.input}
     read.update(y.name for y in proto.graph.output)
+    data = _taken_out(proto.graph)
     converted = version_converter.convert_version(proto, target)
+    _put_back(converted.graph, data)
     for node in all_nodes(converted.graph.node):
         if node.domain == _HIDDEN:
             node.domain = ""
@@ -91,6 +103,30 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
     for hidden in [o for o in converted.opset_import if o.domain == _HIDDEN]:
         converted.opset_import.remove(hidden)
     return converted
+
+
+def _taken_out(graph: onnx.GraphProto) -> dict[str, bytes]:
+    """Move the data of large initializers out of `graph`, in place, and return them by name.
+
+    The converter reads shapes, and would copy the data several times.
+    """
+    data: dict[str, bytes] = {}
+    for tensor in graph.initializer:
+        if len(tensor.raw_data) > _LARGE and tensor.data_location != TensorProto.EXTERNAL:
+            data[tensor.name] = tensor.raw_data
+            tensor.ClearField("raw_data")
+            tensor.data_location = TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="taken out")
+    return data
+
+
+def _put_back(graph: onnx.GraphProto, data: dict[str, bytes]) -> None:
+    """Undo `_taken_out`, in place, and in `data`, so that nothing is held twice."""
+    for tensor in graph.initializer:
+        if tensor.name in data:
+            tensor.raw_data = data.pop(tensor.name)
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
 
 
 def _free_names(graph: onnx.GraphProto) -> None:

@@ -24,6 +24,8 @@ from onnxgrad.runtime.device import Device, Provider
 WORK_PER_THREAD = 1e6
 _HAS_FOLDER_OPTION = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 21)
 _FOLDER = "session.model_external_initializers_file_folder_path"
+_FOLDING = "optimization.constant_folding_max_output_size_in_bytes"
+_FOLDED = 1 << 18  # bytes
 
 
 def threads(work: float) -> int:
@@ -46,6 +48,8 @@ def session(
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
     options.inter_op_num_threads = 1
+    # transposed and dequantized copies of frozen weights take memory, and save no time
+    options.add_session_config_entry(_FOLDING, str(_FOLDED))
     if in_order:
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         # it moves the gradients of weights to the end, and so what they read stays alive

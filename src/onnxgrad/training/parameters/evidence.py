@@ -141,8 +141,14 @@ def is_wave(array: np.ndarray) -> bool:
     table = array.reshape([n for n in array.shape if n > 1])
     if table.ndim < 2 or not np.isfinite(array).all() or is_all(array):
         return False
-    axes = [np.moveaxis(table, i, -1).reshape(-1, n)[:256] for i, n in enumerate(table.shape)]
+    axes = [_rows(np.moveaxis(table, i, -1)) for i in range(table.ndim)]
     return any((t.shape[1] >= 6 and _recurs(t[:, :64])) or _paired(t) for t in axes)
+
+
+def _rows(table: np.ndarray) -> np.ndarray:
+    """Return the first rows along the last axis, at most 256, and few of very long ones."""
+    most = max(8, min(256, 2**18 // table.shape[-1]))
+    return table[:most].reshape(-1, table.shape[-1])[:most]
 
 
 def is_cosine(array: np.ndarray) -> bool:

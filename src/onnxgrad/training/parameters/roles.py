@@ -42,10 +42,9 @@ class Roles:
         self.around = Surroundings(graph)
         self.from_torch = producer == "pytorch"  # then names of initializers are meaningful
         self.from_sklearn = producer == "skl2onnx"
-        transforms = set(buffers)
-        while transforms:  # one may follow another
+        self.around.fix(buffers)
+        while transforms := set(self._transforms()) - self.around.fixed:  # one may follow another
             self.around.fix(transforms)
-            transforms = set(self._transforms()) - self.around.fixed
 
     def _transforms(self) -> Iterator[ir.Value]:
         """Yield the factors of products before any weight that are fixed transforms."""
