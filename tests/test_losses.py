@@ -13,6 +13,7 @@ from onnx import numpy_helper
 from onnxgrad import DerivativeOptions, add_loss_output, get_train_initializer, onnx_derivative
 from onnxgrad.losses.info import METADATA, LossInfo, loss_info
 from running import in_sweep
+from small_models import parse
 
 KINDS = {"float": np.float32, "double": np.float64, "float16": np.float16}
 RNG = np.random.default_rng(0)
@@ -495,3 +496,21 @@ def test_logits_far_out_in_every_precision(kind, opset):
     np.testing.assert_allclose(loss, 2e4 + np.log(2) + 2 * np.log1p(np.exp(9)), rtol=rtol)
     expected = (1 + np.tanh(f / 2)) / 2 - y
     np.testing.assert_allclose(gradient, expected, rtol=rtol, atol=rtol / 10)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        ("huber", {"delta": -1}),
+        ("huber", {"delta": float("nan")}),
+        ("elastic", {"l1_weight": -0.5}),
+        ("focal", {"gamma": -2.0}),
+        ("cross_entropy", {"label_smoothing": 1.5}),
+        ("log", {"eps": 0.0}),
+    ],
+)
+def test_an_option_that_turns_the_loss_around_is_refused(loss, options):
+    model = parse("f (float[N,2] x) => (float[N,1] y) { y = MatMul(x, w) }", w=np.ones((2, 1)))
+    [(name, value)] = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value}.*{loss}.*needs a number"):
+        add_loss_output(model, loss, **options)

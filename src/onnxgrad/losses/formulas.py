@@ -40,15 +40,38 @@ def loss_spec(loss: str | Formula, reduction: str | None, options: Options) -> L
     """Return the loss for a name or a formula, with these options and reduction.
 
     Raises:
-        ValueError: an unknown name, option or reduction.
+        ValueError: an unknown name, option or reduction, or an option out of its range.
     """
     if callable(loss):
         spec = LossSpec(loss, getattr(loss, "__name__", str(loss)))
     elif loss in LOSSES:
         spec = LOSSES[loss]
+        for name, value in options.items():
+            _require_range(loss, name, value)
     else:
         raise unknown("loss", loss, LOSSES)
     return spec.with_options(options, reduction)
+
+
+_POSITIVE = ("delta", "eps")
+_NOT_NEGATIVE = ("gamma", "smooth", "l1_weight", "l2_weight", "pos_weight", "margin")
+
+
+def _require_range(loss: str, name: str, value: Any) -> None:
+    """Raise `ValueError` for an option that would turn the loss around, or make it undefined."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return
+    needs = ""
+    if name in _POSITIVE and not value > 0:
+        needs = "above 0"
+    elif (
+        name in _NOT_NEGATIVE and not value >= 0 and (loss, name) != ("cosine_embedding", "margin")
+    ):
+        needs = "of 0 or more"
+    elif name == "label_smoothing" and not 0 <= value < 1:
+        needs = "of at least 0 and less than 1"
+    if needs:
+        raise ValueError(f"{name}={value!r}: {loss!r} needs a number {needs}")
 
 
 @_loss("squared_error", "l2")
