@@ -278,7 +278,7 @@ def _terms(
     if logits is not None:
         spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
     plain = decided(spec, prediction)
-    applied, value = before_activation(spec, plain, prediction)
+    applied, value = before_activation(op, spec, plain, prediction)
     value = _wide(op, value)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
     _widen(label)
