@@ -112,7 +112,9 @@ def logits_of_two(op: Any, spec: LossSpec, prediction: ir.Value) -> ir.Value | N
     """
     node = _computed_by(prediction, ("Identity", "Cast"))
     left_open = spec.activation == "Softmax" and spec.all_options.get("from_logits") is None
-    if not left_open or node is None or OPPOSITE not in node.outputs[0].meta:
+    if not left_open or node is None or node.op_type != "Sigmoid" or node.inputs[0] is None:
+        return None
+    if OPPOSITE not in node.inputs[0].meta:
         return None
     first, second = op.emit_many(
         "Split", [node.inputs[0]], {"axis": 1, "num_outputs": 2}, outputs=2
