@@ -16,9 +16,21 @@ import onnx_ir as ir
 from onnxgrad.graph.operators import OPPOSITE, VIEWS
 from onnxgrad.graph.shapes import Dims, dims, rank
 from onnxgrad.losses.class_axis import class_axis
-from onnxgrad.losses.logits import of_log_softmax, sigmoid_logits, softmax_logits, written_sigmoid
+from onnxgrad.losses.logits import (
+    of_log_softmax,
+    quotient,
+    sigmoid_logits,
+    softmax_logits,
+    written_sigmoid,
+)
 from onnxgrad.losses.spec import LossSpec
-from onnxgrad.losses.value_range import behind_guard, number, value_range
+from onnxgrad.losses.value_range import (
+    behind_guard,
+    number,
+    stripped,
+    summed_axes,
+    value_range,
+)
 from onnxgrad.reporting import logger
 
 _LINES = VIEWS | frozenset("Add Cast Concat Div Gather Mul Slice Sub Transpose".split())
@@ -65,6 +77,8 @@ def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) 
         filled["from_logits"] = _is_score(spec, prediction)
         kind = "scores" if filled["from_logits"] else "probabilities"
         logger.info("%r holds %s, for the loss %r", name, kind, spec.name)
+        if filled["from_logits"]:
+            _warn_of_shares(prediction)
     elif options.get("from_logits") and _is_probability(prediction):
         logger.warning("%r holds probabilities, but from_logits=True takes them as scores", name)
     return replace(spec, options={**spec.options, **filled})
@@ -155,6 +169,19 @@ def _warn_of_clipping(prediction: ir.Value) -> None:
         x = rest[-1] if node.op_type in ("Concat", "Div") or len(rest) == 1 else node.inputs[0]
         if node.op_type == "Div" and len(rest) == 2:
             x = behind_guard(rest[0])
+
+
+def _warn_of_shares(prediction: ir.Value) -> None:
+    """Warn if a prediction is taken for scores that is divided by its own sum."""
+    node = stripped(prediction).producer()
+    share = None if node is None else quotient(node)
+    if share is not None and node is not None and summed_axes(*share) is not None:
+        logger.warning(
+            "%r is %r divided by its sum, by %s (node %r), which the graph does not prove to be "
+            "positive: it is taken for scores. Say from_logits=False if it holds probabilities, or "
+            "train the scores in front, as loss={%r: 'cross_entropy'}",
+            prediction.name, share[0].name, node.op_type, node.name, share[0].name,
+        )  # fmt: skip
 
 
 def _axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:

@@ -28,11 +28,14 @@ def refuse_other_columns(spec: LossSpec, prediction: ir.Value) -> None:
 
     It does not if the user said what the columns are, by `from_logits`.
     """
-    x = stripped(prediction)
     said = spec.all_options.get("from_logits") is not None
     of_classes = spec.activation == "Softmax" or spec.label_kind.dtype is not None
-    if NOT_CLASSES in x.meta and of_classes and not said:
-        raise ValueError(f"{prediction.name!r} {x.meta[NOT_CLASSES]}")
+    x: ir.Value | None = prediction
+    while x is not None and of_classes and not said:
+        if NOT_CLASSES in x.meta:
+            raise ValueError(f"{prediction.name!r} {x.meta[NOT_CLASSES]}")
+        node = x.producer()
+        x = node.inputs[0] if node is not None and node.op_type in ("Identity", "Cast") else None
 
 
 def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
