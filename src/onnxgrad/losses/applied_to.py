@@ -18,7 +18,6 @@ from onnxgrad.graph.shapes import Dims, dims, rank
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.logits import (
     of_log_softmax,
-    quotient,
     sigmoid_logits,
     softmax_logits,
     written_sigmoid,
@@ -27,6 +26,7 @@ from onnxgrad.losses.spec import LossSpec
 from onnxgrad.losses.value_range import (
     behind_guard,
     number,
+    quotient,
     stripped,
     summed_axes,
     value_range,

@@ -62,10 +62,10 @@ def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
     where = f"{node.op_type} (node {node.name!r})"
     if low > -inf and high < inf:
         raise ValueError(
-            f"{where} adds {votes[0].name!r} to the scores of {prediction.name!r}: these are votes, "
-            "steps without a gradient, and scores between bounds do not reach them. Train the "
-            "classifiers of the pairs one by one, by loss={tensor: loss} with the tensor of the "
-            "scores of each, or give the model a new head, by onnxgrad.replace_head"
+            f"{where} adds {votes[0].name!r} to the scores of {prediction.name!r}: these are "
+            "votes, steps without a gradient, and scores between bounds do not reach them. Train "
+            "the classifiers of the pairs one by one, by loss={tensor: loss} with the scores of "
+            "each, or give the model a new head, by onnxgrad.replace_head"
         )
     logger.warning(
         "%s adds votes, which have no gradient, to the scores of %r: the loss is computed from %r, "
@@ -128,7 +128,7 @@ def keep_opposite(op: Any, predictions: Mapping[str, ir.Value]) -> dict[str, ir.
 
     Args:
         op: emitter of the graph.
-        predictions: values of the graph by name; returned with those that are such columns replaced.
+        predictions: values of the graph by name. They are returned, such columns replaced.
     """
     replaced: dict[ir.Value, ir.Value] = {}
     nodes = list(op.graph)

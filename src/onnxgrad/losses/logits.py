@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.losses.class_axis import axis_after
-from onnxgrad.losses.value_range import behind_guard, number, stripped, summed_axes
+from onnxgrad.losses.value_range import behind_guard, number, quotient, stripped, summed_axes
 
 _MOVES = VIEWS | frozenset("Cast Gather Slice Transpose".split())
 _DEPTH = 24  # nodes in a row
@@ -55,11 +54,13 @@ def softmax_logits(op: Any, x: ir.Value, axis: int, depth: int = _DEPTH) -> ir.V
         axes = None if share is None else summed_axes(*share)
         if share is None or axes is None or {a % n for a in axes} != {axis}:
             return None
-        return _like(op, logarithm(op, behind_guard(share[0]), depth - 1), x)
+        z = logarithm(op, behind_guard(share[0]), depth - 1)
+        return None if z is None else _like(op, z, x)
     if node.op_type == "Concat" and node.attributes.get_int("axis", 0) % n == axis:
         first, second = inputs if len(inputs) == 2 else (None, None)
         if first is not None and second in (_complement(first), _complement_of(second, first)):
-            return _like(op, logarithm(op, x, depth - 1), x)
+            z = logarithm(op, x, depth - 1)
+            return None if z is None else _like(op, z, x)
     return None
 
 
@@ -79,7 +80,7 @@ def sigmoid_logits(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None
         return None if z is None else _like(op, op.Neg(z), x)
     if node.op_type == "Concat":
         parts = [sigmoid_logits(op, v, depth - 1) for v in node.inputs if v is not None]
-        return None if None in parts else _again(op, node, *parts)
+        return None if None in parts else _again(op, node, *[z for z in parts if z is not None])
     if node.op_type == "Where":  # a form for scores above zero, and one for those below
         first, second = (sigmoid_logits(op, v, depth - 1) for v in node.inputs[1:] if v is not None)
         return first if first is second else None
@@ -87,7 +88,7 @@ def sigmoid_logits(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None
 
 
 def logarithm(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
-    """Return log(`x`), computed from the scores that `x` is computed from; None for other values."""
+    """Return log(`x`), from the scores that `x` is computed from; None for other values."""
     node = x.producer()
     if node is None or node.domain or depth == 0:
         return None
@@ -102,7 +103,7 @@ def logarithm(op: Any, x: ir.Value, depth: int = _DEPTH) -> ir.Value | None:
         return None if inner is None else _again(op, node, inner)
     if node.op_type == "Concat":
         parts = [logarithm(op, v, depth - 1) for v in node.inputs if v is not None]
-        return None if None in parts else _again(op, node, *parts)
+        return None if None in parts else _again(op, node, *[z for z in parts if z is not None])
     return None
 
 
@@ -132,25 +133,6 @@ def written_sigmoid(x: ir.Value) -> tuple[ir.Value, bool] | None:
     return _negated(power.inputs[0]) if number(share[0]) == (1.0, 1.0) else None
 
 
-def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-    """Return (a, b) if the node computes a / b, or a times the Reciprocal of b; a may be 1."""
-    inputs = [v for v in node.inputs if v is not None]
-    if node.domain:
-        return None
-    if node.op_type == "Div":
-        return inputs[0], inputs[1]
-    if node.op_type == "Reciprocal":
-        one = ir.Value(name="one")
-        one.const_value = ir.tensor(np.float32(1))
-        return one, inputs[0]
-    if node.op_type == "Mul":
-        for a, b in (inputs, inputs[::-1]):
-            inverse = _computed_by(b, "Reciprocal")
-            if inverse is not None and inverse.inputs[0] is not None:
-                return a, inverse.inputs[0]
-    return None
-
-
 def _negated(s: ir.Value) -> tuple[ir.Value, bool]:
     """Return the score of which 1 / (1 + e^s) is the sigmoid: -s, or what `s` is minus of."""
     node = s.producer()
@@ -166,7 +148,7 @@ def _negated(s: ir.Value) -> tuple[ir.Value, bool]:
 
 
 def _in_front_of_logarithm(op: Any, x: ir.Value, axis: int, n: int) -> ir.Value | None:
-    """Return the logits if `x` is the logarithm of a softmax: LogSoftmax(z), or z - logsumexp(z)."""
+    """Return z if `x` is the logarithm of a softmax: LogSoftmax(z), or z - logsumexp(z)."""
     node = _computed_by(x, "LogSoftmax") or _computed_by(x, "Sub")
     if node is None:
         return None
@@ -237,7 +219,7 @@ def _keeps_all(node: ir.Node, axis: int, before: Any, after: Any) -> bool:
 
 
 def _again(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value:
-    """Return the output of the node for other first operands; casts to other kinds are left out."""
+    """Return the output of a node like `node` for other first operands."""
     if node.op_type in ("Identity", "Concat") and len(values) == 1:
         return values[0]
     y = node.outputs[0]
@@ -246,11 +228,11 @@ def _again(op: Any, node: ir.Node, *values: ir.Value) -> ir.Value:
     return _like(op, z, y)
 
 
-def _like(op: Any, z: ir.Value | None, x: ir.Value) -> ir.Value | None:
+def _like(op: Any, z: ir.Value, x: ir.Value) -> ir.Value:
     """Return `z` in the dtype of `x`, and of its shape."""
-    if z is not None and x.dtype is not None and z.dtype is not None and z.dtype != x.dtype:
+    if x.dtype is not None and z.dtype is not None and z.dtype != x.dtype:
         z = op.Cast(z, to=x.dtype)
-    return None if z is None else _shaped(z, x)
+    return _shaped(z, x)
 
 
 def _shaped(z: ir.Value, x: ir.Value) -> ir.Value:

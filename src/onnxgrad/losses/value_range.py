@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import exp, inf, log
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.operators import VIEWS
@@ -80,7 +81,8 @@ def _computed(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) -> Rang
     if op_type == "Resize":  # cubic interpolation may exceed its operands
         cubic = node.attributes.get_string("mode", "nearest") == "cubic"
         return _ANY if cubic else range_of(inputs[0])
-    if op_type in ("Div", "Mul") and _is_share(node) and range_of(inputs[0])[0] >= 0:
+    share = quotient(node) if op_type in ("Div", "Mul") else None
+    if share is not None and summed_axes(*share) is not None and range_of(share[0])[0] >= 0:
         return 0.0, 1.0
     if op_type == "Sub" and summed_axes(inputs[0], inputs[1], ("ReduceLogSumExp", "ReduceMax")):
         return -inf, 0.0
@@ -116,15 +118,23 @@ def _clipped(x: Range, inputs: Sequence[ir.Value | None]) -> Range:
     return min(max(x[0], low), high), max(min(x[1], high), low)
 
 
-def _is_share(node: ir.Node) -> bool:
-    """Return whether the node divides a value by its own sum."""
-    x, total = node.inputs
+def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Return (a, b) if the node computes a / b, or a times the Reciprocal of b; a may be 1."""
+    inputs = [v for v in node.inputs if v is not None]
+    if node.domain:
+        return None
+    if node.op_type == "Div":
+        return inputs[0], inputs[1]
+    if node.op_type == "Reciprocal":
+        one = ir.Value(name="one")
+        one.const_value = ir.tensor(np.float32(1))
+        return one, inputs[0]
     if node.op_type == "Mul":
-        inverse = None if total is None else stripped(total).producer()
-        if inverse is None or inverse.op_type != "Reciprocal":
-            return False
-        total = inverse.inputs[0]
-    return summed_axes(x, total) is not None
+        for a, b in (inputs, inputs[::-1]):
+            inverse = stripped(b).producer()
+            if inverse is not None and inverse.op_type == "Reciprocal" and inverse.inputs[0]:
+                return a, inverse.inputs[0]
+    return None
 
 
 def summed_axes(

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto, TensorProto
+import onnxruntime as ort
+from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from onnxgrad.data.arrays import fit_shape
 from onnxgrad.data.columns import is_table
@@ -18,8 +19,19 @@ from onnxgrad.data.fields import Field
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.model.weights import constant_refs, replace
+from onnxgrad.runtime.session import loaded
 from onnxgrad.sklearn.arguments import by_name, initialized
 from onnxgrad.training.parameters.choice import choose_weights
+
+_KINDS = {
+    "tensor(float)": TensorProto.FLOAT,
+    "tensor(double)": TensorProto.DOUBLE,
+    "tensor(float16)": TensorProto.FLOAT16,
+    "tensor(int64)": TensorProto.INT64,
+    "tensor(int32)": TensorProto.INT32,
+    "tensor(bool)": TensorProto.BOOL,
+    "tensor(string)": TensorProto.STRING,
+}
 
 
 class Front:
@@ -43,6 +55,7 @@ class Front:
         self.whole, self.target = proto, target
         self.trained = choose_weights(proto, arguments["train"], arguments["freeze"])
         self.cuts = _cuts(proto, target, set(self.trained))
+        proto = _typed(proto, self.cuts)
         self.part = select_model_inputs_outputs(proto, self.cuts)
         for y in self.part.graph.output:
             if y.type.tensor_type.elem_type == TensorProto.STRING:
@@ -104,6 +117,29 @@ def _has_missing(X: Any) -> bool:
     columns = [X[name] for name in X.columns] if is_table(X) else [X]
     arrays = [np.asarray(column) for column in columns]
     return any(a.dtype.kind == "f" and bool(np.isnan(a).any()) for a in arrays)
+
+
+def _typed(proto: ModelProto, names: Sequence[str]) -> ModelProto:
+    """Return the model with the types of these tensors, as onnxruntime infers them.
+
+    onnx does not infer those of most operators of `ai.onnx.ml`.
+    """
+    typed, ran = ModelProto(), ModelProto()
+    typed.CopyFrom(proto)
+    ran.CopyFrom(proto)
+    del ran.graph.output[:]
+    ran.graph.output.extend(ValueInfoProto(name=name) for name in names)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    stated = {v.name for v in (*proto.graph.value_info, *proto.graph.input, *proto.graph.output)}
+    for y in loaded(ran, options).get_outputs():
+        if y.name not in stated:
+            tensor = typed.graph.value_info.add(name=y.name).type.tensor_type
+            tensor.elem_type = _KINDS[y.type]
+            for d in y.shape:  # none where the rank is unknown
+                key = "dim_value" if isinstance(d, int) else "dim_param"
+                tensor.shape.dim.add(**({} if d is None else {key: d}))
+    return typed
 
 
 def _cuts(proto: ModelProto, target: str, trained: set[str]) -> list[str]:

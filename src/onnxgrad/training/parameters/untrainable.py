@@ -16,8 +16,8 @@ _NEIGHBOURS = (
     "selects the nearest of stored rows: such a model is its data, and is fitted by storing others"
 )
 _NO_KERNEL = (
-    "is an operator that onnxruntime does not have, so that the model does not run: skl2onnx writes "
-    "it for a GaussianProcessClassifier. Select outputs in front of it, or train another classifier"
+    "is an operator that onnxruntime does not have, so that the model does not run: select outputs "
+    "in front of it, or use another classifier than the GaussianProcessClassifier of scikit-learn"
 )
 _WHY = {
     "Solve": _NO_KERNEL,

@@ -109,8 +109,10 @@ def svm_classifier(op: Emit, node: Any) -> list[ir.Value]:
         a, b = _first(op, prob_a, len(pairs)), _first(op, prob_b, len(pairs))
         scores = _coupled(op, op.Sigmoid(op.Neg(raw * a + b)), pairs, classes)  # Platt 1999
         return [label, post_transform(op, node, scores, classes)]
-    scores = post_transform(op, node, raw, len(pairs)) if classes > 2 else None
-    scores = two_scores(op, node, raw, 0.0) if scores is None else scores
+    if classes > 2:
+        scores = post_transform(op, node, raw, len(pairs))
+    else:
+        scores = two_scores(op, node, raw, 0.0)
     scores.meta[NOT_CLASSES] = _why_not_classes(node, classes)
     return [label, scores]
 
