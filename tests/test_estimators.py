@@ -307,7 +307,7 @@ def test_arrays_of_text_or_with_missing_values(columns):
     first = OneHotEncoder() if columns == ["port"] else SimpleImputer()
     pipe = make_pipeline(first, Ridge()).fit(table[columns].to_numpy(), y == "yes")
     array = table[columns].to_numpy()
-    ours = OnnxRegressor(pipe, learning_rate=0.01, max_iter=100, tol=None)
+    ours = OnnxRegressor(pipe, learning_rate=0.05, max_iter=200, tol=None)
     ours.fit(array, (y == "yes") + 1.0)
     np.testing.assert_allclose(ours.predict(array), pipe.predict(array) + 1, atol=0.1)
 

@@ -254,7 +254,7 @@ def test_labels_follow_what_trains(case):
     svm, one = isinstance(model, SVC | NuSVC), before.shape[1] == 1
     loss = "binary_cross_entropy" if one else "cross_entropy"
     trainer = Trainer(proto, loss, learning_rate=1e-2)
-    if svm and classes == 2 and not model.probability:
+    if svm and classes == 2 and model.probability is not True:
         with pytest.raises(ValueError, match=r"SVMClassifier .* opposite to its labels.*OnnxCla"):
             trainer.evaluate(X, shifted)
         return
