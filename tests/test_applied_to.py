@@ -10,14 +10,16 @@ import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import LOSSES, OrtGradientOptimizer, add_loss_output
+from onnxgrad import LOSSES, Emit, OrtGradientOptimizer, Trainer, add_loss_output
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.losses.applied_to import decided
 from onnxgrad.losses.class_axis import class_axis
 from onnxgrad.losses.info import loss_info
+from onnxgrad.losses.logits import softmax_logits
 from onnxgrad.losses.objects import FunctionLearningLoss
 from onnxgrad.losses.value_range import value_range
+from onnxgrad.model.weights import constant_refs, replace
 
 RNG = np.random.default_rng(0)
 WEIGHTS = {
@@ -216,6 +218,85 @@ def test_scores_and_probabilities(kind, body):
     y = prediction(NUMBERS + body, "float[N,3] x", trained=False)
     spec = LOSSES["cross_entropy"].with_options({"from_logits": None, "axis": 1})
     assert decided(spec, y).options["from_logits"] == (kind == "scores")
+
+
+WRITTEN = {  # a softmax over the last axis, of the scores s = x w
+    "cast": "p = Softmax(s) y = Cast <to = 11>(p)",
+    "squeezed": "u = Unsqueeze(s, last) p = Softmax <axis = 1>(u) y = Squeeze(p, last2)",
+    "reshaped": "p = Softmax(s) y = Reshape(p, rows)",
+    "permuted": "p = Softmax(s) y = Gather <axis = 1>(p, order)",
+    "exp, sum, div": "e = Exp(s) t = ReduceSum(e, last1) y = Div(e, t)",
+    "stable": """m = ReduceMax(s, last1) c = Sub(s, m) e = Exp(c)
+        t0 = ReduceSum <keepdims = 0>(e, last1) t = Reshape(t0, column) y = Div(e, t)""",
+    "reciprocal": "e = Exp(s) t = ReduceSum(e, last1) r = Reciprocal(t) y = Mul(r, e)",
+    "logsumexp": "l = ReduceLogSumExp(s, last1) d = Sub(s, l) y = Exp(d)",
+    "logarithm": "p = Softmax(s) y = Log(p)",
+    "sigmoids": "g = Sigmoid(s) t = ReduceSum(g, last1) y = Div(g, t)",
+}  # fmt: skip
+SIGMOIDS = {
+    "cast": "p = Sigmoid(s) y = Cast <to = 11>(p)",
+    "reciprocal": "n = Neg(s) e = Exp(n) d = Add(unit, e) y = Reciprocal(d)",
+    "quotient": "n = Mul(s, minus) e = Exp(n) d = Add(e, unit) y = Div(unit, d)",
+    "two powers": "e = Exp(s) d = Add(e, unit) y = Div(e, d)",
+    "stable": """n = Neg(s) e = Exp(n) d = Add(unit, e) a = Div(unit, d) f = Exp(s) g = Add(unit, f)
+        b0 = Div(f, g) c = GreaterOrEqual(s, nil) y = Where(c, a, b0)""",
+    "complement": "n = Neg(s) p = Sigmoid(n) y = Sub(unit, p)",
+}  # fmt: skip
+CONSTANTS = """unit = Constant <value_float = 1.0>() minus = Constant <value_float = -1.0>()
+    nil = Constant <value_float = 0.0>() last1 = Constant <value_ints = [1]>()
+    last = Constant <value_ints = [2]>() last2 = Constant <value_ints = [2]>()
+    rows = Constant <value_ints = [-1, 7]>() column = Constant <value_ints = [-1, 1]>()
+    order = Constant <value_ints = [1, 0, 2, 3, 4, 5, 6]>() s = MatMul(x, w) """
+
+
+@pytest.mark.parametrize(
+    ("loss", "form"),
+    [("cross_entropy", f) for f in WRITTEN] + [("binary_cross_entropy", f) for f in SIGMOIDS],
+)
+def test_large_scores_have_their_gradient(loss, form):
+    """Where probabilities saturate, an SGD step is still that of the scores, in float64."""
+    torch = pytest.importorskip("torch")
+    multi = loss == "cross_entropy"
+    body = CONSTANTS + (WRITTEN if multi else SIGMOIDS)[form]
+    dtype = "double" if form == "cast" else "float"
+    proto = prepared(body, "float[N,3] x", f"{dtype}[N,7] y")
+    w = 60 * RNG.standard_normal((3, 7)).astype(np.float32)
+    x = RNG.standard_normal((16, 3)).astype(np.float32)
+    y = RNG.integers(0, 7, 16) if multi else RNG.integers(0, 2, (16, 7)).astype(np.float32)
+    trainer = Trainer(replace(proto, {"w": w}), loss, optimizer="sgd", learning_rate=0.1)
+    found = trainer.evaluate(x, y)["loss"]
+    trainer.fit(x, y, epochs=1, batch_size=16)
+    w64 = torch.tensor(w, dtype=torch.float64, requires_grad=True)
+    s = torch.tensor(x, dtype=torch.float64) @ w64
+    if form == "permuted":
+        s = s[:, [1, 0, 2, 3, 4, 5, 6]]
+    if form == "sigmoids":
+        s = torch.nn.functional.logsigmoid(s)
+    if multi:
+        expected = torch.nn.functional.cross_entropy(s, torch.tensor(y))
+    else:
+        labels = torch.tensor(y, dtype=torch.float64)
+        expected = torch.nn.functional.binary_cross_entropy_with_logits(s, labels)
+    assert found == pytest.approx(expected.item(), rel=1e-4)
+    expected.backward()
+    (new,) = (r.array() for r in constant_refs(trainer.model) if r.name == "w")
+    np.testing.assert_allclose(new, (w64 - 0.1 * w64.grad).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_shares_that_are_no_probabilities():
+    """A sum over another axis, some of the classes, and sigmoids that are not normalized."""
+    for body in (
+        "e = Exp(s) t = ReduceSum(e, zeroth) y = Div(e, t) zeroth = Constant <value_ints = [0]>()",
+        "p = Softmax(s) y = Slice(p, last1, last2, last1)",
+        "p = Softmax <axis = 0>(s) y = Identity(p)",
+    ):
+        y = prediction(CONSTANTS + body, "float[N,3] x")
+        op = Emit(y.producer().graph)
+        assert softmax_logits(op, y, 1) is None
+    y = prediction(CONSTANTS + SIGMOIDS["quotient"], "float[N,3] x")
+    spec = LOSSES["cross_entropy"].with_options({"from_logits": None, "axis": 1})
+    with pytest.raises(ValueError, match="results of a Sigmoid, which do not sum to 1"):
+        decided(spec, y)
 
 
 def test_plain_options_stay():

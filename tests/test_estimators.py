@@ -16,15 +16,17 @@ pytest.importorskip("sklearn", minversion="1.6")
 
 from sklearn import config_context
 from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_digits, load_iris
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.frozen import FrozenEstimator
-from sklearn.linear_model import LinearRegression, LogisticRegression, SGDClassifier
+from sklearn.impute import SimpleImputer
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge, SGDClassifier
 from sklearn.model_selection import GridSearchCV, cross_val_score, train_test_split
 from sklearn.naive_bayes import GaussianNB
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 from sklearn.svm import SVC, LinearSVC
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
@@ -56,7 +58,10 @@ def exported(estimator, y, **options):
         return to_onnx(estimator.fit(X, y), np.float32(X[:1]), **options)
 
 
-@parametrize_with_checks([OnnxClassifier(), OnnxRegressor()])
+FEW = {"max_iter": 20, "learning_rate": 0.02}  # epochs, so that the checks take less time
+
+
+@parametrize_with_checks([OnnxClassifier(**FEW), OnnxRegressor(**FEW)])
 def test_the_checks_of_scikit_learn(estimator, check):
     check(estimator)
 
@@ -112,7 +117,7 @@ def test_the_steps_of_a_regression():
 def test_accuracy_of_digits():
     data = train_test_split(*load_digits(return_X_y=True), random_state=0)
     X_train, X_test, y_train, y_test = data
-    options = {"max_iter": 15, "random_state": 0}
+    options = {"max_iter": 8, "random_state": 0}
     theirs = MLPClassifier(**options).fit(X_train / 16, y_train).score(X_test / 16, y_test)
     ours = OnnxClassifier(**options).fit(X_train / 16, y_train)
     assert ours.score(X_test / 16, y_test) > theirs - 0.01
@@ -243,6 +248,82 @@ def test_models_of_scikit_learn():
     assert not hasattr(unfitted.model, "coef_")
 
 
+def frame(n: int = 150):
+    """Return a table with text and missing values, and labels."""
+    pandas = pytest.importorskip("pandas")
+    rng = np.random.default_rng(1)
+    table = pandas.DataFrame(rng.normal(size=(n, 2)), columns=["age", "fare"])
+    table["port"] = rng.choice(["Bergen", "Oslo", "Moss"], n)
+    y = np.where(table.age - table.fare + (table.port == "Oslo") > 0.3, "yes", "no")
+    table.loc[::7, "age"] = np.nan
+    return table, np.where(rng.random(n) < 0.1, "no", y)
+
+
+def columns_pipeline(last):
+    numbers = make_pipeline(SimpleImputer(), StandardScaler())
+    return make_pipeline(
+        ColumnTransformer(
+            [("n", numbers, ["age", "fare"]), ("t", OneHotEncoder(), ["port"])],
+        ),
+        last,
+    )
+
+
+def file_outputs(model, table):
+    running = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    fed = {
+        x.name: table[[x.name]].to_numpy(object if "string" in x.type else np.float32)
+        for x in running.get_inputs()
+    }
+    return running.run(None, fed)
+
+
+def test_text_and_missing_values():
+    """The encoders in front stay; what is behind them goes on training, in the whole file."""
+    pytest.importorskip("skl2onnx")
+    table, y = frame()
+    pipe = columns_pipeline(LogisticRegression(C=1e-3)).fit(table, y)
+    still = OnnxClassifier(pipe, optimizer="sgd", learning_rate=1e-30, max_iter=1).fit(table, y)
+    np.testing.assert_allclose(still.predict_proba(table), pipe.predict_proba(table), atol=1e-5)
+    options = {"learning_rate": 0.3, "batch_size": 150, "max_iter": 150, "tol": None}
+    ours = OnnxClassifier(pipe, **options).fit(table, y)
+    best = columns_pipeline(LogisticRegression(C=np.inf)).fit(table, y)
+    np.testing.assert_allclose(ours.predict_proba(table), best.predict_proba(table), atol=0.02)
+    file = ours.to_onnx()
+    assert [x.name for x in file.graph.input] == ["age", "fare", "port"]
+    labels, p = file_outputs(file, table)
+    np.testing.assert_array_equal(labels, ours.predict(table))
+    np.testing.assert_allclose(p, ours.predict_proba(table), atol=1e-6)
+    again = pickle.loads(pickle.dumps(ours)).partial_fit(table[20:], y[20:])
+    assert again.n_iter_ == 151
+    from_file = OnnxClassifier(file, max_iter=1, early_stopping=True).fit(table, y)
+    assert from_file.score(table, y) > 0.8
+
+
+@pytest.mark.parametrize("columns", [["port"], ["age", "fare"]])
+def test_arrays_of_text_or_with_missing_values(columns):
+    pytest.importorskip("skl2onnx")
+    table, y = frame()
+    first = OneHotEncoder() if columns == ["port"] else SimpleImputer()
+    pipe = make_pipeline(first, Ridge()).fit(table[columns].to_numpy(), y == "yes")
+    array = table[columns].to_numpy()
+    ours = OnnxRegressor(pipe, learning_rate=0.05, max_iter=200, tol=None)
+    ours.fit(array, (y == "yes") + 1.0)
+    np.testing.assert_allclose(ours.predict(array), pipe.predict(array) + 1, atol=0.1)
+
+
+def test_missing_values_that_nothing_fills_in():
+    table, y = frame()
+    numbers = table[["age", "fare"]].to_numpy()
+    file = exported_from(LogisticRegression().fit(np.nan_to_num(numbers), y), numbers)
+    with pytest.raises(ValueError, match=r"'X', .* holds NaN or infinity in 22 of 150 rows: 0, 7"):
+        OnnxClassifier(file).fit(numbers, y)
+
+
+def exported_from(estimator, x):
+    return pytest.importorskip("skl2onnx").to_onnx(estimator, np.float32(x[:1]))
+
+
 # -- weights of rows and classes, calls one after the other ---------------------------------------
 
 
@@ -347,10 +428,12 @@ def test_training_that_has_not_converged_says_so():
 def test_a_grid_search_over_a_pipeline():
     data, labels = load_iris(return_X_y=True)
     names = np.array(["setosa", "versicolor", "virginica"])[labels]
-    pipe = make_pipeline(StandardScaler(), OnnxClassifier(max_iter=30, random_state=0))
-    grid = {"onnxclassifier__learning_rate": [1e-6, 0.03]}
-    search = GridSearchCV(pipe, grid, cv=2, n_jobs=2, error_score="raise").fit(data, names)
-    assert search.best_params_ == {"onnxclassifier__learning_rate": 0.03}
+    small = OnnxClassifier(hidden_layer_sizes=(20,), max_iter=15, random_state=0)
+    pipe = make_pipeline(StandardScaler(), small)
+    grid = {"onnxclassifier__learning_rate": [1e-6, 0.1]}
+    with joblib.parallel_config("threading"):
+        search = GridSearchCV(pipe, grid, cv=2, n_jobs=2, error_score="raise").fit(data, names)
+    assert search.best_params_ == {"onnxclassifier__learning_rate": 0.1}
     assert search.best_score_ > 0.93
     assert search.predict(data[:1]).tolist() == ["setosa"]
     again = clone(search.best_estimator_).fit(data, names)

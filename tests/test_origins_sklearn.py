@@ -15,7 +15,8 @@ pytest.importorskip("sklearn")
 pytest.importorskip("skl2onnx")
 
 from skl2onnx import to_onnx
-from sklearn.base import is_regressor
+from sklearn.base import clone, is_regressor
+from sklearn.calibration import CalibratedClassifierCV
 from sklearn.cluster import KMeans
 from sklearn.decomposition import PCA, KernelPCA, TruncatedSVD
 from sklearn.discriminant_analysis import (
@@ -23,17 +24,33 @@ from sklearn.discriminant_analysis import (
     QuadraticDiscriminantAnalysis,
 )
 from sklearn.ensemble import (
+    AdaBoostClassifier,
     AdaBoostRegressor,
+    BaggingClassifier,
     RandomForestClassifier,
+    StackingClassifier,
     StackingRegressor,
     VotingClassifier,
 )
-from sklearn.gaussian_process import GaussianProcessRegressor
+from sklearn.gaussian_process import GaussianProcessClassifier, GaussianProcessRegressor
 from sklearn.gaussian_process.kernels import RBF, DotProduct, Matern
 from sklearn.impute import KNNImputer, SimpleImputer
-from sklearn.linear_model import BayesianRidge, LogisticRegression, Ridge, SGDClassifier
+from sklearn.linear_model import (
+    BayesianRidge,
+    LogisticRegression,
+    Ridge,
+    RidgeClassifier,
+    SGDClassifier,
+)
 from sklearn.metrics import log_loss
-from sklearn.naive_bayes import BernoulliNB, CategoricalNB, GaussianNB, MultinomialNB
+from sklearn.multiclass import OneVsOneClassifier, OneVsRestClassifier
+from sklearn.naive_bayes import (
+    BernoulliNB,
+    CategoricalNB,
+    ComplementNB,
+    GaussianNB,
+    MultinomialNB,
+)
 from sklearn.neighbors import KNeighborsClassifier, KNeighborsRegressor
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline, make_union
@@ -48,7 +65,7 @@ from sklearn.preprocessing import (
     StandardScaler,
 )
 from sklearn.random_projection import GaussianRandomProjection
-from sklearn.svm import SVC, SVR, LinearSVC
+from sklearn.svm import SVC, SVR, LinearSVC, NuSVC
 
 from onnxgrad import Trainer, check_gradient, trainable
 from onnxgrad.model.weights import constant_refs, replace
@@ -104,7 +121,7 @@ MODELS = {  # and what trains
     "LogisticRegression": (LogisticRegression(), LINEAR),
     "MLPClassifier": (MLPClassifier((5,), max_iter=3), {"coefficient", "intercepts"}),
     "SVR": (SVR(), {"coefficients", "rho"}),
-    "SVC": (SVC(), {"coefficients", "rho"}),
+    "SVC": (SVC(probability=True), {"coefficients", "rho", "prob_a", "prob_b"}),
     "VotingClassifier": (
         VotingClassifier(
             [("a", LogisticRegression()), ("b", RandomForestClassifier(3))],
@@ -191,12 +208,117 @@ def test_gaussian_processes_train_their_dual_coefficients(kernel, optim):
         (KNeighborsRegressor(), "TopK .* selects the nearest of stored rows"),
         (KNeighborsClassifier(), "TopK .* selects the nearest of stored rows"),
         (KMeans(3), "stored rows, of which Gemm .* computes distances"),
+        (GaussianProcessClassifier(), r"Solve .* onnxruntime does not have.* select outputs in"),
     ],
     ids=str,
 )
 def test_refused(estimator, why):
     with pytest.raises(ValueError, match=why):
         Trainer(exported(estimator, CLASS), "mse").fit(X, CLASS)
+
+
+THREE = np.digitize(Y, np.quantile(Y, [0.3, 0.7]))
+CLASSIFIERS = [
+    LogisticRegression(), SGDClassifier(loss="log_loss", random_state=0), SGDClassifier(),
+    RidgeClassifier(), LinearSVC(), SVC(), NuSVC(nu=0.2), SVC(kernel="poly"),
+    SVC(probability=True, random_state=0), GaussianNB(), MultinomialNB(), ComplementNB(),
+    CategoricalNB(), LinearDiscriminantAnalysis(), QuadraticDiscriminantAnalysis(),
+    MLPClassifier((5,), max_iter=3, random_state=0), BaggingClassifier(LogisticRegression(), 3),
+    OneVsRestClassifier(LogisticRegression()), OneVsOneClassifier(LogisticRegression()),
+    CalibratedClassifierCV(LinearSVC(), cv=2),
+    AdaBoostClassifier(LogisticRegression(), n_estimators=3),
+    StackingClassifier([("a", LogisticRegression()), ("b", GaussianNB())], cv=2),
+]  # fmt: skip
+
+
+MAIN = {"SGDClassifier3", "RidgeClassifier2", "SVC2", "SVC3", "GaussianNB3", "BaggingClassifier2"}
+MAIN |= {"MLPClassifier2", "OneVsOneClassifier3", "CalibratedClassifierCV3"}
+CASES = [
+    (m, n) if f"{type(m).__name__}{n}" in MAIN else in_sweep((m, n))
+    for m in CLASSIFIERS
+    for n in (2, 3)
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_labels_follow_what_trains(case):
+    """The labels of the file are those of its largest columns, and probabilities have the sum 1."""
+    model, classes = case
+    y = CLASS if classes == 2 else THREE
+    shifted = np.where(np.arange(60) % 5, y, (y + 1) % classes)
+    try:
+        proto = exported(clone(model), y, options={"zipmap": False})
+    except NameError:  # without this option
+        proto = exported(clone(model), y)
+    before = run(proto)[1].reshape(60, -1)
+    svm, one = isinstance(model, SVC | NuSVC), before.shape[1] == 1
+    loss = "binary_cross_entropy" if one else "cross_entropy"
+    trainer = Trainer(proto, loss, learning_rate=1e-2)
+    if svm and classes == 2 and model.probability is not True:
+        with pytest.raises(ValueError, match=r"SVMClassifier .* opposite to its labels.*OnnxCla"):
+            trainer.evaluate(X, shifted)
+        return
+    first = trainer.evaluate(X, shifted)["loss"]
+    trainer.fit(X, shifted, epochs=10, batch_size=60)
+    last = trainer.evaluate(X, shifted)["loss"]
+    assert last < first
+    label, scores = run(trainer.model)
+    scores = scores.reshape(60, -1)
+    largest = scores[:, 0] > 0 if one else scores.argmax(axis=1)
+    assert (label.ravel() == largest).mean() > (0.9 if svm else 0.999)  # votes may differ
+    if np.allclose(before.sum(axis=1), 1, atol=1e-4):
+        np.testing.assert_allclose(scores.sum(axis=1), 1, atol=1e-4)
+        p = scores[np.arange(60), shifted]
+        if not isinstance(model, OneVsOneClassifier) and p.min() > 1e-6:
+            # onnxruntime couples the probabilities of pairs within 0.005
+            assert last == pytest.approx(-np.log(p).mean(), abs=1e-2 if svm else 1e-4)
+
+
+def run(proto):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return ort.InferenceSession(proto.SerializeToString(), options).run(None, {"X": X})
+
+
+def test_large_scores_of_several_classes_train():
+    """The file writes 1 / (1 + exp(-s)), which overflows; the loss is computed from s."""
+    big = SGDClassifier(loss="log_loss", random_state=0).fit(X, THREE)
+    big.coef_ *= 1e3 / np.abs(big.coef_).max()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proto = to_onnx(big, X[:1], options={"zipmap": False})
+    trainer = Trainer(proto, "cross_entropy", learning_rate=1.0)
+    before = trainer.evaluate(X, THREE)["loss"]
+    s = big.decision_function(X.astype(np.float64))
+    log_p = -np.logaddexp(0, -s)
+    log_p -= np.logaddexp.reduce(log_p, axis=1, keepdims=True)
+    assert before == pytest.approx(-log_p[np.arange(60), THREE].mean(), rel=1e-4)
+    trainer.fit(X, THREE, epochs=5, batch_size=60)
+    assert trainer.evaluate(X, THREE)["loss"] < before
+
+
+@pytest.mark.parametrize(
+    ("model", "y", "why"),
+    [
+        (SGDClassifier(loss="modified_huber"), CLASS, r"clipped by Clip .* loss=\{'score':"),
+        (SVC(), THREE, r"adds votes, which have no gradient, .* computed from 'Csvcconc'"),
+        (OneVsRestClassifier(LinearSVC()), THREE, "divided by its sum, .* taken for scores"),
+    ],
+)
+def test_what_trains_otherwise_than_it_looks_is_said(model, y, why, caplog):
+    proto = exported(clone(model), y, options={"zipmap": False})
+    Trainer(proto, "cross_entropy").evaluate(X, y)
+    assert re.search(why, caplog.text)
+
+
+def test_scores_of_pairs_are_refused():
+    proto = exported(SVC(decision_function_shape="ovo"), THREE, options={"zipmap": False})
+    with pytest.raises(ValueError, match=r"each pair of the 3 classes, by SVMClassifier .*'ovr'"):
+        Trainer(proto, "cross_entropy").fit(X, THREE)
+    two = Trainer(exported(SVC(), CLASS), "cross_entropy", loss_options={"from_logits": True})
+    before = two.evaluate(X, 1 - SHIFTED["class"])["loss"]
+    two.fit(X, 1 - SHIFTED["class"], epochs=5, batch_size=60)
+    assert two.evaluate(X, 1 - SHIFTED["class"])["loss"] < before
 
 
 def test_one_score_is_no_softmax():

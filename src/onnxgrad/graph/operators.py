@@ -77,5 +77,6 @@ RANDOM = _having("random")
 BOOLEAN = _having("boolean")
 INT64 = _having("int64")
 
-# metadata key of sigmoids of the scores -z and z of two classes, which a lowering writes
-OPPOSITE = "onnxgrad.opposite"
+# metadata keys that lowerings write: of the scores -z and z of two classes, and of scores that are
+# not those of the classes, with the reason
+OPPOSITE, NOT_CLASSES = "onnxgrad.opposite", "onnxgrad.not_classes"

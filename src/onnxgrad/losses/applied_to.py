@@ -8,6 +8,7 @@ a score. `soft_labels=None` is decided by the shape of the labels.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import onnx_ir as ir
@@ -15,10 +16,24 @@ import onnx_ir as ir
 from onnxgrad.graph.operators import OPPOSITE, VIEWS
 from onnxgrad.graph.shapes import Dims, dims, rank
 from onnxgrad.losses.class_axis import class_axis
+from onnxgrad.losses.logits import (
+    of_log_softmax,
+    sigmoid_logits,
+    softmax_logits,
+    written_sigmoid,
+)
 from onnxgrad.losses.spec import LossSpec
-from onnxgrad.losses.value_range import value_range
+from onnxgrad.losses.value_range import (
+    behind_guard,
+    number,
+    quotient,
+    stripped,
+    summed_axes,
+    value_range,
+)
 from onnxgrad.reporting import logger
 
+_LINES = VIEWS | frozenset("Add Cast Concat Div Gather Mul Slice Sub Transpose".split())
 _SAME_ELEMENTS = VIEWS | frozenset("Cast Clip Concat Gather Slice Split Transpose".split())
 
 
@@ -62,37 +77,40 @@ def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) 
         filled["from_logits"] = _is_score(spec, prediction)
         kind = "scores" if filled["from_logits"] else "probabilities"
         logger.info("%r holds %s, for the loss %r", name, kind, spec.name)
+        if filled["from_logits"]:
+            _warn_of_shares(prediction)
     elif options.get("from_logits") and _is_probability(prediction):
         logger.warning("%r holds probabilities, but from_logits=True takes them as scores", name)
     return replace(spec, options={**spec.options, **filled})
 
 
 def before_activation(
-    spec: LossSpec, plain: LossSpec, prediction: ir.Value
+    op: Any, spec: LossSpec, plain: LossSpec, prediction: ir.Value
 ) -> tuple[LossSpec, ir.Value]:
-    """Return the loss of the logits, and the logits, if a Softmax or Sigmoid computes `prediction`.
+    """Return the loss of the logits, and the logits, if the prediction is a softmax or sigmoid.
 
-    The loss is the same, but stable and without clipping. Where `from_logits` is not left to the
-    graph, or another operator comes last, this returns `plain` and `prediction`.
+    The loss is the same, but stable and without clipping. The activation may be written out, and
+    followed by what moves or casts its results; see `losses.logits`. Where `from_logits` is not
+    left to the graph, or the graph does not prove an activation, this returns `plain` and
+    `prediction`.
 
     Args:
+        op: emitter of the graph.
         spec: the loss with the options that the user set.
         plain: what `decided` returns for it.
         prediction: the prediction.
     """
-    node = _computed_by(prediction, ("Identity",))
-    left_open = spec.activation is not None and spec.all_options.get("from_logits") is None
-    if not left_open or node is None or node.domain or node.inputs[0] is None:
+    if spec.activation is None or spec.all_options.get("from_logits") is not None:
         return plain, prediction
     if spec.activation == "Softmax":
-        n, axis = rank(prediction), plain.all_options.get("axis", 1)
-        of_classes = n is not None and node.attributes.get_int("axis", -1) % n == axis
-        applies = node.op_type in ("Softmax", "LogSoftmax") and of_classes
+        axis = plain.all_options.get("axis", 1)
+        look = softmax_logits if plain.all_options.get("from_logits") is False else of_log_softmax
+        logits = look(op, prediction, axis)
     else:
-        applies = node.op_type == spec.activation
-    if not applies:
+        logits = sigmoid_logits(op, prediction)
+    if logits is None:
+        _warn_of_clipping(prediction)
         return plain, prediction
-    logits = node.inputs[0]
     if logits.shape is None:
         logits.shape = prediction.shape
     logger.info("the loss of %r is computed from its logits, %r", prediction.name, logits.name)
@@ -108,7 +126,9 @@ def logits_of_two(op: Any, spec: LossSpec, prediction: ir.Value) -> ir.Value | N
     """
     node = _computed_by(prediction, ("Identity", "Cast"))
     left_open = spec.activation == "Softmax" and spec.all_options.get("from_logits") is None
-    if not left_open or node is None or OPPOSITE not in node.outputs[0].meta:
+    if not left_open or node is None or node.op_type != "Sigmoid" or node.inputs[0] is None:
+        return None
+    if OPPOSITE not in node.inputs[0].meta:
         return None
     first, second = op.emit_many(
         "Split", [node.inputs[0]], {"axis": 1, "num_outputs": 2}, outputs=2
@@ -126,6 +146,42 @@ def _computed_by(x: ir.Value, through: tuple[str, ...]) -> ir.Node | None:
     while node is not None and node.op_type in through and node.inputs[0] is not None:
         node = node.inputs[0].producer()
     return node
+
+
+def _warn_of_clipping(prediction: ir.Value) -> None:
+    """Warn if the prediction is a line in scores that are clipped, beyond which it has no slope."""
+    x: ir.Value | None = prediction
+    while x is not None and (node := x.producer()) is not None and not node.domain:
+        if node.op_type in ("Clip", "HardSigmoid") and node.inputs[0] is not None:
+            score = node.inputs[0]
+            if node.op_type == "Clip" and value_range(score) != (-inf, inf):
+                return
+            logger.warning(
+                "%r is clipped by %s (node %r): rows whose scores %r are outside of the bounds "
+                "have no gradient and do not train. Train the scores in front, as "
+                "loss={%r: 'binary_cross_entropy'}",
+                prediction.name, node.op_type, node.name, score.name, score.name,
+            )  # fmt: skip
+            return
+        if node.op_type not in _LINES:
+            return
+        rest = [v for v in node.inputs if v is not None and number(v) is None]
+        x = rest[-1] if node.op_type in ("Concat", "Div") or len(rest) == 1 else node.inputs[0]
+        if node.op_type == "Div" and len(rest) == 2:
+            x = behind_guard(rest[0])
+
+
+def _warn_of_shares(prediction: ir.Value) -> None:
+    """Warn if a prediction is taken for scores that is divided by its own sum."""
+    node = stripped(prediction).producer()
+    share = None if node is None else quotient(node)
+    if share is not None and node is not None and summed_axes(*share) is not None:
+        logger.warning(
+            "%r is %r divided by its sum, by %s (node %r), which the graph does not prove to be "
+            "positive: it is taken for scores. Say from_logits=False if it holds probabilities, or "
+            "train the scores in front, as loss={%r: 'cross_entropy'}",
+            prediction.name, share[0].name, node.op_type, node.name, share[0].name,
+        )  # fmt: skip
 
 
 def _axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -> int:
@@ -179,5 +235,8 @@ def _last_of_elements(x: ir.Value) -> str | None:
     while node is not None and not node.domain and node.op_type in _SAME_ELEMENTS:
         if node.op_type == "Concat" or node.inputs[0] is None:
             return node.op_type
-        node = node.inputs[0].producer()
+        x = node.inputs[0]
+        node = x.producer()
+    if written_sigmoid(x) is not None:
+        return "Sigmoid"
     return None if node is None or node.domain else node.op_type

@@ -155,7 +155,7 @@ def _answer(x: ir.Value, upstream: _Upstream, operands: Mapping[ir.Value, Answer
         return None
     if operands:
         axes = {v: a for v, a in operands.items() if a is not None}
-        moved = {a if isinstance(a, str) else _moved(node, v, x, a) for v, a in axes.items()}
+        moved = {a if isinstance(a, str) else axis_after(node, v, x, a) for v, a in axes.items()}
         reasons = [a for a in moved if isinstance(a, str)]
         if reasons or not moved:
             return reasons[0] if reasons else None
@@ -201,7 +201,7 @@ def _of_einsum(node: ir.Node, upstream: _Upstream) -> Answer:
     return new[0]
 
 
-def _moved(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
+def axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
     """Return the axis of the output `y` of `node` that is `axis` of its operand `x`."""
     before, after = dims(x), dims(y)
     if before is None or after is None:

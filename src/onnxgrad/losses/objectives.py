@@ -14,6 +14,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.applied_to import before_activation, decided, logits_of_two
+from onnxgrad.losses.columns import keep_opposite, refuse_other_columns, scores_of_votes
 from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.in_graph import choose_output, label_input
 from onnxgrad.losses.info import LossInfo
@@ -134,7 +135,7 @@ class TrainingLoss:
             ValueError: a prediction that its loss does not take, or an option that the graph does
                 not decide.
         """
-        written = Written()
+        written, predictions = Written(), keep_opposite(op, predictions)
         labels = {
             name: LABEL if len(predictions) == 1 else f"{LABEL}_{name}" for name in predictions
         }
@@ -274,11 +275,13 @@ def _terms(
     """Return the label, the terms, and what limits the label."""
     if shape is not None:
         spec = spec.for_labels(shape)
+    refuse_other_columns(spec, prediction)
+    prediction = scores_of_votes(spec, prediction)
     logits = logits_of_two(op, spec, prediction)
     if logits is not None:
         spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
     plain = decided(spec, prediction)
-    applied, value = before_activation(spec, plain, prediction)
+    applied, value = before_activation(op, spec, plain, prediction)
     value = _wide(op, value)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
     _widen(label)

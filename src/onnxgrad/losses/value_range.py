@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import exp, inf, log
 
+import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import constant
+from onnxgrad.graph.operators import VIEWS
+from onnxgrad.graph.shapes import constant, dims, rank
 
 Range = tuple[float, float]
 
@@ -22,6 +24,7 @@ _FIXED: dict[str, Range] = {
     **dict.fromkeys(("Softplus", "Abs", "Sqrt"), (0.0, inf)),
     "LogSoftmax": (-inf, 0.0),
 }
+_GUARDS = frozenset("Where Max Clip Add".split())  # against a sum of zero
 _UNION = frozenset(  # every element is one of the operands, or an average of several
     "Cast Concat Expand Flatten Gather GatherElements GatherND GlobalAveragePool GlobalMaxPool "
     "Identity MaxPool Mean ReduceMax ReduceMean ReduceMin Reshape Slice Split Squeeze Tile "
@@ -58,10 +61,12 @@ def _computed(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) -> Rang
     """Return the range of `x` from those of the operands of its node."""
     node = x.producer()
     if node is None or (node.op_type == "Constant" and not node.domain):
-        return _number(x) or _ANY
+        return number(x) or _ANY
     if node.domain:
         return _ANY
     op_type, inputs = node.op_type, node.inputs
+    if x.dtype == ir.DataType.BOOL:
+        return 0.0, 1.0
     if op_type in ("If", "Loop", "Scan"):
         lows, highs = zip(*map(range_of, _in_subgraphs(node, x)), strict=True)
         return min(lows), max(highs)
@@ -76,8 +81,11 @@ def _computed(x: ir.Value, range_of: Callable[[ir.Value | None], Range]) -> Rang
     if op_type == "Resize":  # cubic interpolation may exceed its operands
         cubic = node.attributes.get_string("mode", "nearest") == "cubic"
         return _ANY if cubic else range_of(inputs[0])
-    if op_type == "Div" and _is_share(inputs[0], inputs[1]) and range_of(inputs[0])[0] >= 0:
+    share = quotient(node) if op_type in ("Div", "Mul") else None
+    if share is not None and summed_axes(*share) is not None and range_of(share[0])[0] >= 0:
         return 0.0, 1.0
+    if op_type == "Sub" and summed_axes(inputs[0], inputs[1], ("ReduceLogSumExp", "ReduceMax")):
+        return -inf, 0.0
     if op_type not in _ARITHMETIC:
         return _ANY
     return _ARITHMETIC[op_type](*map(range_of, inputs))
@@ -96,7 +104,7 @@ def _in_subgraphs(node: ir.Node, x: ir.Value) -> list[ir.Value | None]:
     return values
 
 
-def _number(x: ir.Value) -> Range | None:
+def number(x: ir.Value) -> Range | None:
     """Return the range of a constant of one element; larger tensors may be weights."""
     array = constant(x)
     if array is None or array.size != 1 or array.dtype.kind not in "fiu":
@@ -105,27 +113,117 @@ def _number(x: ir.Value) -> Range | None:
 
 
 def _clipped(x: Range, inputs: Sequence[ir.Value | None]) -> Range:
-    bounds = [None if v is None else _number(v) for v in (*inputs[1:], None, None)[:2]]
+    bounds = [None if v is None else number(v) for v in (*inputs[1:], None, None)[:2]]
     low, high = (b[0] if b else end for b, end in zip(bounds, _ANY, strict=True))
     return min(max(x[0], low), high), max(min(x[1], high), low)
 
 
-def _is_share(x: ir.Value | None, total: ir.Value | None) -> bool:
-    """Return whether `total` sums `x`, perhaps with a guard against zero."""
+def quotient(node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
+    """Return (a, b) if the node computes a / b, or a times the Reciprocal of b; a may be 1."""
+    inputs = [v for v in node.inputs if v is not None]
+    if node.domain:
+        return None
+    if node.op_type == "Div":
+        return inputs[0], inputs[1]
+    if node.op_type == "Reciprocal":
+        one = ir.Value(name="one")
+        one.const_value = ir.tensor(np.float32(1))
+        return one, inputs[0]
+    if node.op_type == "Mul":
+        for a, b in (inputs, inputs[::-1]):
+            inverse = stripped(b).producer()
+            if inverse is not None and inverse.op_type == "Reciprocal" and inverse.inputs[0]:
+                return a, inverse.inputs[0]
+    return None
+
+
+def summed_axes(
+    x: ir.Value | None,
+    total: ir.Value | None,
+    reductions: tuple[str, ...] = ("ReduceSum", "ReduceL1"),
+) -> tuple[int, ...] | None:
+    """Return the axes of `x` whose reduction `total` is, broadcast against `x`, else None.
+
+    The reduction may be guarded against zero, and then `x` too, by 1 where the sum is zero.
+    """
+    guarded, column = False, None
     node = None if total is None else total.producer()
-    while node is not None and node.op_type in ("Where", "Max", "Clip", "Add"):
-        operands = node.inputs[1:] if node.op_type == "Where" else node.inputs
-        rest = [v for v in operands if v is not None and _number(v) is None]
-        numbers = [r[0] for v in operands if v is not None and (r := _number(v)) is not None]
-        if len(rest) != 1 or min(numbers, default=0.0) < 0:
-            return False
-        node = rest[0].producer()
-    return node is not None and node.op_type in ("ReduceSum", "ReduceL1") and node.inputs[0] is x
+    while node is not None and not node.domain:
+        if node.op_type in VIEWS or node.op_type in ("Cast", "Expand", "Tile"):
+            column = column or (total if node.op_type in ("Reshape", "Squeeze") else column)
+            total = node.inputs[0]
+        elif node.op_type in _GUARDS:
+            operands = [v for v in node.inputs[node.op_type == "Where" :] if v is not None]
+            rest = [v for v in operands if not _is_guard(v)]
+            if len(rest) != 1:
+                return None
+            guarded, total = True, rest[0]
+        else:
+            break
+        node = None if total is None else total.producer()
+    if node is None or x is None or node.op_type not in reductions or node.inputs[0] is None:
+        return None
+    base = behind_guard(x) if guarded else x
+    if stripped(node.inputs[0]) is not stripped(base):
+        return None
+    return _aligned_axes(node, x, column)
+
+
+def _aligned_axes(node: ir.Node, x: ir.Value, column: ir.Value | None) -> tuple[int, ...] | None:
+    """Return the axes of a reduction of `x`, if the result, reshaped as `column`, is along them."""
+    n, axes = rank(x), constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if len(node.inputs) > 1 and node.inputs[1] is not None and axes is None:
+        return None
+    kept = node.attributes.get_int("keepdims", 1)
+    if n is None:
+        return None if axes is None or not kept else tuple(int(a) for a in axes.ravel())
+    along = tuple(range(n)) if axes is None else tuple(int(a) % n for a in axes.ravel())
+    if len(along) == n or (kept and column is None):
+        return along
+    shape = dims(column if column is not None else node.outputs[0])
+    aligned = shape is not None and len(shape) == n and all(shape[a] == 1 for a in along)
+    return along if aligned else None
+
+
+def _is_guard(x: ir.Value) -> bool:
+    """Return whether `x` is a number >= 0, or one that a condition chooses."""
+    if (value := number(x)) is not None:
+        return value[0] >= 0
+    node = x.producer()
+    if node is None or node.domain or node.inputs[0] is None:
+        return False
+    if node.op_type == "Cast":
+        return node.inputs[0].dtype == ir.DataType.BOOL
+    return node.op_type == "Mul" and all(v is not None and _is_guard(v) for v in node.inputs)
+
+
+def behind_guard(x: ir.Value) -> ir.Value:
+    """Return p if `x` is p + 1 in rows whose sum is zero, else `x`."""
+    node = x.producer()
+    if node is None or node.domain or node.op_type != "Add":
+        return x
+    rest = [v for v in node.inputs if v is not None and not _is_guard(v)]
+    return rest[0] if len(rest) == 1 else x
+
+
+def stripped(x: ir.Value) -> ir.Value:
+    """Return the value that `x` is, perhaps in another dtype."""
+    node = x.producer()
+    while node is not None and not node.domain and node.op_type in ("Identity", "Cast"):
+        if node.inputs[0] is None or x.dtype == ir.DataType.BOOL:
+            break
+        x = node.inputs[0]
+        node = x.producer()
+    return x
 
 
 def _product(a: Range, b: Range) -> Range:
     products = [x * y if x and y else 0.0 for x in a for y in b]
     return min(products), max(products)
+
+
+def _inverse(x: Range) -> Range:
+    return _quotient((1.0, 1.0), x)
 
 
 def _quotient(a: Range, b: Range) -> Range:
@@ -149,6 +247,7 @@ _ARITHMETIC: dict[str, Callable[..., Range]] = {
     "Sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
     "Mul": _product,
     "Div": _quotient,
+    "Reciprocal": _inverse,
     "Neg": lambda x: (-x[1], -x[0]),
     "Relu": lambda x: (max(x[0], 0.0), max(x[1], 0.0)),
     "Max": lambda *xs: (max(x[0] for x in xs), max(x[1] for x in xs)),

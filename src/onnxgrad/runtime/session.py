@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from math import prod
@@ -14,10 +15,11 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.errors import ProviderError, escaping
+from onnxgrad.errors import ModelError, ProviderError, escaping, printable
 from onnxgrad.graph import shapes
 from onnxgrad.model import external
 from onnxgrad.model.rewrites import dense_inside
+from onnxgrad.model.traversal import nodes_of
 from onnxgrad.runtime.device import Device, Provider
 
 # multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs
@@ -80,9 +82,27 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
                 options.add_session_config_entry(_FOLDER, home)
             options.add_session_config_entry("session.disable_prepacking", "1")
             more["disabled_optimizers"] = [*more.get("disabled_optimizers", ()), "ConstantFolding"]
-        running = ort.InferenceSession(model.SerializeToString(), options, **more)
+        try:
+            running = ort.InferenceSession(model.SerializeToString(), options, **more)
+        except Exception as e:
+            _raise_without_kernel(model, str(e), e)
+            raise
     _require_providers(running, more.get("providers", ()))
     return running
+
+
+def _raise_without_kernel(model: ModelProto, message: str, cause: Exception) -> None:
+    """Raise `ModelError` if the message is of an operator that onnxruntime does not have."""
+    unregistered = re.search(r"([\w.]*):?\b(\w+)\(-?\d+\) is not a registered function/op", message)
+    if unregistered is None:
+        return
+    domain, op_type = unregistered.groups()
+    names = [n.name or n.output[0] for n in nodes_of(model) if n.op_type == op_type]
+    raise ModelError(
+        f"{domain or 'ai.onnx'}.{op_type} (node {printable(next(iter(names), ''))!r}) is an "
+        "operator that onnxruntime does not have, so that the model does not run: select outputs "
+        "in front of it, by select_model_inputs_outputs, or export the model without it"
+    ) from cause
 
 
 def _require_providers(running: ort.InferenceSession, requested: Sequence[Provider]) -> None:

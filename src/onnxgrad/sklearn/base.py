@@ -19,10 +19,11 @@ from onnxgrad.data.columns import is_table
 from onnxgrad.model.read import read
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.sklearn.arguments import by_name, check_arguments, initialized, same
+from onnxgrad.sklearn.front import takes_raw, text_inputs
 from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import mlp
 from onnxgrad.sklearn.network import Network, Predictor
-from onnxgrad.sklearn.starting import converted, is_estimator, takes_tables
+from onnxgrad.sklearn.starting import converted, holds_text, is_estimator, takes_tables
 from onnxgrad.training.arguments import select_rate
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
@@ -86,7 +87,8 @@ class OnnxEstimator(BaseEstimator):
 
         Args:
             X: (rows, features), or what the input of the model takes; for a model of several
-                inputs, a table of columns of these names, or a dict.
+                inputs, a table of columns of these names, or a dict. Text and missing values are
+                for encoders and imputers in front of what trains, which stay as they are.
             y: labels, (rows,) or (rows, outputs).
             sample_weight: (rows,).
 
@@ -217,18 +219,19 @@ class OnnxEstimator(BaseEstimator):
         else:
             proto = read(self.model)
         name = next(iter(self.loss)) if isinstance(self.loss, Mapping) else None
-        head = read_head(proto, name)
+        head, raw = read_head(proto, name), self.model is not None and takes_raw(proto, X)
         if self.model is not None and (head.shape is None or self._probes):
             first = {n: a[:_PROBED] for n, a in X.items()} if by_name(X) else X[:_PROBED]
             tensors = [name for name in (head.target, head.label) if name]
-            head.probe(Predictor(proto, tensors, self.device)(first))
+            head.probe(Predictor(proto, tensors, self.device, raw)(first))
         self._agree(head, y)
         self._seed = int(self._rng.randint(2**31 - 1))
-        self._network = Network(proto, head, self._arguments(head))
+        self._network = Network(proto, head, self._arguments(head), raw)
 
     def _renew(self, proto: ModelProto) -> None:
         """Train `proto` from now on, with the arguments as they are now."""
-        self._network = Network(proto, self._network.head, self._arguments(self._network.head))
+        head, raw = self._network.head, self._network.front is not None
+        self._network = Network(proto, head, self._arguments(head), raw)
 
     def _follow(self) -> None:
         """Let the trainer have the arguments as they are now, which `set_params` may have changed.
@@ -293,7 +296,7 @@ class OnnxEstimator(BaseEstimator):
             if is_table(X):
                 validate_data(self, X, skip_check_array=True, reset=reset)
         else:
-            X, y = validate_data(self, X, y, multi_output=True, reset=reset, **self._x_checks())
+            X, y = validate_data(self, X, y, multi_output=True, reset=reset, **self._x_checks(X))
             rows = X
         y = self._checked_labels(y)
         if sample_weight is not None:
@@ -301,10 +304,12 @@ class OnnxEstimator(BaseEstimator):
             sample_weight = _check_sample_weight(sample_weight, empty, ensure_non_negative=True)
         return X, y, sample_weight
 
-    def _x_checks(self) -> dict[str, Any]:
+    def _x_checks(self, X: Any) -> dict[str, Any]:
         if self.model is None:
             return {"dtype": (np.float64, np.float32)}
-        return {"dtype": "numeric", "allow_nd": True}
+        text = holds_text(X) and (is_estimator(self.model) or bool(text_inputs(read(self.model))))
+        checks = {"dtype": None if text else "numeric", "allow_nd": True}
+        return {**checks, "ensure_all_finite": "allow-nan"}
 
     def _needs_tables(self) -> bool:
         if self.model is None:
@@ -320,7 +325,7 @@ class OnnxEstimator(BaseEstimator):
         if is_table(X) and self._tables:
             validate_data(self, X, skip_check_array=True, reset=False)
         elif not by_name(X):
-            X = validate_data(self, X, reset=False, **self._x_checks())
+            X = validate_data(self, X, reset=False, **self._x_checks(X))
         return self._network.run(X)
 
     def __sklearn_is_fitted__(self) -> bool:

@@ -328,6 +328,8 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             return self.loss_options
         if head.shares and not head.decided:  # the graph may not prove that these are probabilities
             options["from_logits"] = False
+        elif head.flipped and head.width == 2 and not head.decided:
+            options["from_logits"] = True  # the columns of a support vector machine, as labels are
         return options
 
     def _metric(self, head: Head) -> Any:

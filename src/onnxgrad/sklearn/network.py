@@ -16,6 +16,7 @@ from onnxgrad.model.convert import to_ir
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
+from onnxgrad.sklearn.front import Front, raw_fed
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.state import TrainState
@@ -31,16 +32,22 @@ class Network:
         proto: the model.
         head: what it says of its end.
         arguments: those of its `Trainer`, without callbacks.
+        raw: whether data hold text, or lack values: then a frozen part in front of what trains runs
+            once, see `Front`.
 
     Attributes:
         from_logits: whether the target holds scores, not probabilities; None if the loss does not
             say, or before training.
     """
 
-    def __init__(self, proto: ModelProto, head: Head, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, proto: ModelProto, head: Head, arguments: dict[str, Any], raw: bool = False
+    ) -> None:
         self.head, self.arguments = head, arguments
         self.from_logits: bool | None = None
-        self._trainer: Trainer | None = Trainer(proto, **arguments)
+        self.front = Front(proto, head.target, arguments) if raw else None
+        self._trainer: Trainer | None = self._new(self.front.rest if self.front else proto)
+        self._encoder: Predictor | None = None
         self._model = b""
         self._state: TrainState | None = None
         self._predictor: Predictor | None = None
@@ -50,10 +57,23 @@ class Network:
         """The trainer; after pickling, it is built anew with the state of the earlier one."""
         if self._trainer is None:
             assert self._state is not None
-            trainer = Trainer(self._model, **self.arguments)
+            trainer = self._new(self._model)
             trainer.state = self._state
             self._trainer = trainer
         return self._trainer
+
+    def _new(self, proto: Any) -> Trainer:
+        chosen = {"train": self.front.trained, "freeze": ()} if self.front else {}
+        return Trainer(proto, **self.arguments | chosen)
+
+    def _encoded(self, X: Any) -> Any:
+        """Return what the frozen part in front computes from X; without one, X."""
+        if self.front is None:
+            return X
+        if self._encoder is None:
+            device = self.arguments["device"]
+            self._encoder = Predictor(self.front.part, self.front.cuts, device, raw=True)
+        return self._encoder(X)
 
     def train(self, further: bool, data: Sequence[Any], callbacks: Any, **options: Any) -> None:
         """Train on (X, y, sample_weight): `fit` of the trainer, or `partial_fit` with `further`."""
@@ -61,6 +81,12 @@ class Network:
         trainer = self.trainer
         trainer.callbacks = Callbacks(callbacks)
         self._predictor = None
+        X = self._encoded(X)
+        if options.get("validation") is not None:
+            options["validation"] = (
+                self._encoded(options["validation"][0]),
+                *options["validation"][1:],
+            )
         (trainer.partial_fit if further else trainer.fit)(X, y, sample_weight=weight, **options)
         setup = trainer.setup
         infos = setup.compiled.objective.labels.values() if setup and setup.compiled else ()
@@ -69,13 +95,15 @@ class Network:
     @property
     def model(self) -> ModelProto:
         """The trained model."""
-        return self.trainer.model
+        model = self.trainer.model
+        return self.front.merged(model) if self.front else model
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target, and the labels if the model has an output of them."""
         if self._predictor is None:
             outputs = dict.fromkeys([self.head.target, self.head.label or self.head.target])
-            self._predictor = Predictor(self.model, list(outputs), self.arguments["device"])
+            raw = self.front is not None
+            self._predictor = Predictor(self.model, list(outputs), self.arguments["device"], raw)
         return self._predictor(X)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,6 +111,7 @@ class Network:
         return vars(self) | {
             "_trainer": None,
             "_predictor": None,
+            "_encoder": None,
             "_model": trainer.proto.SerializeToString(),
             "_state": trainer.state.copy(),
         }
@@ -95,9 +124,13 @@ class Predictor:
         proto: the model.
         outputs: names of tensors of the graph.
         device: where to run.
+        raw: whether data may hold text, or lack values.
     """
 
-    def __init__(self, proto: ModelProto, outputs: Sequence[str], device: Any) -> None:
+    def __init__(
+        self, proto: ModelProto, outputs: Sequence[str], device: Any, raw: bool = False
+    ) -> None:
+        self.raw = raw
         proto = select_model_inputs_outputs(proto, outputs)
         model = to_ir(proto)
         infer(model)
@@ -127,6 +160,8 @@ class Predictor:
         return {name: np.concatenate(arrays) for name, arrays in columns}
 
     def _fed(self, X: Any) -> dict[str, np.ndarray]:
+        if self.raw:
+            return raw_fed(self.fields, X)
         if len(self.fields) == 1 and not isinstance(X, Mapping):
             (field,) = self.fields
             return {field.name: field.check(X)}

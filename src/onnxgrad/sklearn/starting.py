@@ -28,6 +28,14 @@ def takes_tables(model: Any) -> bool:
     return isinstance(model, ColumnTransformer)
 
 
+def holds_text(X: Any) -> bool:
+    """Return whether an array, or a table, holds text."""
+    array = np.asarray(X)
+    return array.dtype.kind in "US" or (
+        array.dtype == object and any(isinstance(v, str) for v in array[:1].ravel().tolist())
+    )
+
+
 def converted(model: Any, X: Any, y: Any, sample_weight: Any) -> ModelProto:
     """Return an estimator of scikit-learn as a model that computes in float32.
 
@@ -76,6 +84,8 @@ def _plain(to_onnx: Any, model: Any, row: Any) -> ModelProto:
 def _example(X: Any) -> Any:
     """Return a row for skl2onnx to read types from; floats in float32."""
     if not is_table(X):
+        if holds_text(X):
+            return np.asarray(X[:1], str)
         return np.asarray(X[:1], np.float32)
     row = X.to_pandas() if hasattr(X, "to_pandas") else X
     row = row.iloc[:1]

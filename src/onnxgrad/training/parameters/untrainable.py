@@ -15,7 +15,12 @@ _TREES = (
 _NEIGHBOURS = (
     "selects the nearest of stored rows: such a model is its data, and is fitted by storing others"
 )
+_NO_KERNEL = (
+    "is an operator that onnxruntime does not have, so that the model does not run: select outputs "
+    "in front of it, or use another classifier than the GaussianProcessClassifier of scikit-learn"
+)
 _WHY = {
+    "Solve": _NO_KERNEL,
     "TreeEnsemble": _TREES,
     "TreeEnsembleRegressor": _TREES,
     "TreeEnsembleClassifier": _TREES,
@@ -25,7 +30,7 @@ _WHY = {
 
 def without_gradient(proto: ModelProto) -> str:
     """Return the first node that learns without gradients and the reason, or an empty text."""
-    for kinds in (_TREES, _NEIGHBOURS):
+    for kinds in (_NO_KERNEL, _TREES, _NEIGHBOURS):
         for node in nodes_of(proto):
             if _WHY.get(node.op_type) == kinds:
                 name = f" {printable(node.name)!r}" if node.name else ""

@@ -41,15 +41,14 @@ def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
     intercepts = node.inputs[2] if len(node.inputs) > 2 else None
     rows = prod(static(dims(intercepts)) or (len(labels),))
     raw = _linear(op, node, rows)
+    if rows == len(labels) == 2 and _are_opposite(node):
+        raw.meta[OPPOSITE] = True
     if rows > 1:
         winner = op.ArgMax(raw, axis=1, keepdims=0)
     else:
         winner = op.Cast(op.Squeeze(op.Greater(raw, 0.0), [1]), to=INT64)
     if rows > 1 or len(labels) != 2:
-        scores = post_transform(op, node, raw, rows)
-        if rows == len(labels) == 2 and _are_opposite(node):
-            scores.meta[OPPOSITE] = True
-        return [label_of(op, node, winner), scores]
+        return [label_of(op, node, winner), post_transform(op, node, raw, rows)]
     return [label_of(op, node, winner), two_scores(op, node, raw, 1.0)]
 
 
@@ -62,7 +61,7 @@ def _are_opposite(node: ir.Node) -> bool:
         first, second = np.split(tensor.numpy().ravel(), 2)
         if not np.allclose(first, -second, rtol=1e-5, atol=1e-6 * np.abs(second).max(initial=0)):
             return False
-    return node.attributes.get_string("post_transform", "NONE") == "LOGISTIC" and bool(numbers)
+    return bool(numbers)
 
 
 def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:

@@ -23,6 +23,7 @@ from onnxgrad.autodiff.primal.lowerings.ml import (
 )
 from onnxgrad.autodiff.primal.lowerings.registry import lowering
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import NOT_CLASSES
 from onnxgrad.graph.shapes import dims
 
 
@@ -109,8 +110,27 @@ def svm_classifier(op: Emit, node: Any) -> list[ir.Value]:
         scores = _coupled(op, op.Sigmoid(op.Neg(raw * a + b)), pairs, classes)  # Platt 1999
         return [label, post_transform(op, node, scores, classes)]
     if classes > 2:
-        return [label, post_transform(op, node, raw, len(pairs))]
-    return [label, two_scores(op, node, raw, 0.0)]
+        scores = post_transform(op, node, raw, len(pairs))
+    else:
+        scores = two_scores(op, node, raw, 0.0)
+    scores.meta[NOT_CLASSES] = _why_not_classes(node, classes)
+    return [label, scores]
+
+
+def _why_not_classes(node: ir.Node, classes: int) -> str:
+    """Return what the columns of scores of pairs are, and what to do about it."""
+    where, export = f"SVMClassifier (node {node.name!r})", "export the SVC with probability=True"
+    if classes > 2:
+        return (
+            f"has a score for each pair of the {classes} classes, by {where}: {export}, or with "
+            "decision_function_shape='ovr'"
+        )
+    return (
+        f"has the scores of both classes, by {where}, in the order opposite to its labels: the "
+        f"second column is large for the first class. {export}, or train it by "
+        "onnxgrad.sklearn.OnnxClassifier, which reads the order, or pass the labels 1 - y and "
+        "loss_options={'from_logits': True}"
+    )
 
 
 def _largest(op: Emit, raw: ir.Value, coefficients: Any, classes: int, proba: bool) -> ir.Value:
@@ -171,7 +191,7 @@ def _coupled(op: Emit, r: ir.Value, pairs: list, classes: int) -> ir.Value:
     r = op.Gather(op.Concat(r, 1.0 - r, axis=1), columns, axis=1)
     r = op.Reshape(r, [-1, classes, classes]) * (1 - one)
     q = op.ReduceSum(r * r, [1], keepdims=1) * one - r * op.Transpose(r, perm=[0, 2, 1])
-    p = _solved(op, q + 1.0, classes)
+    p = op.Max(_solved(op, q + 1.0, classes), 0.0)  # up to rounding, they are positive
     return p / op.ReduceSum(p, [1], keepdims=1)
 
 
