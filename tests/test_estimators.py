@@ -6,14 +6,13 @@ import doctest
 import pickle
 import warnings
 
-import joblib
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 
 pytest.importorskip("sklearn", minversion="1.6")
-
+import joblib
 from sklearn import config_context
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
