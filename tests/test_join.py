@@ -196,6 +196,13 @@ def test_add_head(pool):
     np.testing.assert_allclose(p, e / e.sum(1, keepdims=True), rtol=1e-5)
 
 
+def test_add_head_is_not_put_on_probabilities():
+    body = parse("f (float[N,2] x) => (float[N,2] p) { p = Softmax(x) }")
+    with pytest.raises(ValueError, match="'p' holds probabilities: replace_head"):
+        add_head(body, 5)
+    assert add_head(body, 5, at="p").graph.output[0].name == "logits"
+
+
 def test_add_head_of_classes():
     """Behind a value in the middle; what only other outputs need is removed."""
     body = parse(

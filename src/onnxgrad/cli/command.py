@@ -53,7 +53,10 @@ def register(app: typer.Typer, *examples: str) -> Callable[[Callable[[Any], None
     def add(function: Callable[[Any], None]) -> Any:
         command = takes_options(function)
         guarded = _guarded(command, function.__name__)
-        app.command(function.__name__.removesuffix("_"), epilog=epilog)(guarded)
+        # typer keeps the line breaks of a docstring, whatever the width of the terminal
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        app.command(function.__name__.removesuffix("_"), help=text, epilog=epilog)(guarded)
         return function
 
     return add

@@ -17,6 +17,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 
@@ -91,6 +92,11 @@ def _with_head(
     if at is None and len(graph.outputs) > 1:
         names = [y.name for y in graph.outputs]
         raise ValueError(f"the model has the outputs {names}: name the features with at=")
+    if at is None and value_range(graph.outputs[0]) == (0.0, 1.0):
+        raise ValueError(
+            f"{graph.outputs[0].name!r} holds probabilities: replace_head replaces the layer in "
+            "front of them; or name the features with at="
+        )
     op = Emit(graph)
     x = _features(_value(graph, at or str(graph.outputs[0].name)), pool)
     weights = _weights(op, x, pool, request)
