@@ -1,7 +1,6 @@
 """A published detector of speech learns that a whistle counts as speech, and that hum does not.
 
-PyTorch trains the same weights. The new file is the original but for these, at the same speed.
-"""
+PyTorch trains the same weights. The new file is the original but for these, at the same speed."""
 
 import sys
 from pathlib import Path
@@ -40,7 +39,7 @@ adam, p, lstm = torch.optim.Adam(w.values(), 1e-3), list(w.values()), torch.nn.L
 for batch in batches * 3:
     x = F.pad(torch.tensor(batch["input"])[:, None], (128, 128), "reflect")
     x = F.conv1d(x, torch.tensor(next(iter(arrays.values()))), stride=128)[..., 1:]
-    x = x.unflatten(1, (2, 129)).square().sum(1).sqrt()
+    x = x.unflatten(1, (2, 129)).norm(dim=1)
     for i, stride in enumerate([1, 2, 2, 1]):
         x = F.conv1d(x, *p[2 * i : 2 * i + 2], stride, padding=1).relu()
     flat = [p[10][0], p[11][0], *p[12][0].chunk(2)]  # gates: i, o, f, c
@@ -52,10 +51,9 @@ for batch in batches * 3:
 for name, weight in w.items():
     np.testing.assert_allclose(trainer.state.weights[name], weight.detach(), atol=5e-3)
 label = (test := recording(400)).pop("label")
-files = [onnxruntime.InferenceSession(str(file)).run for file in (path, "whistle.onnx")]
-before, after = (np.mean((run(None, test)[0] > 0.5) == label) for run in files)
-print(
-    f"accuracy {before:.2f} -> {after:.2f}, {time_ratio('whistle.onnx', path, test):.2f} x the time"
-)
+runs = [onnxruntime.InferenceSession(str(file)).run for file in (path, "whistle.onnx")]
+before, after = (np.mean((run(None, test)[0] > 0.5) == label) for run in runs)
+ratio = time_ratio("whistle.onnx", path, test)
+print(f"accuracy {before:.2f} before, {after:.2f} after, {ratio:.2f} x the time of the original")
 assert before < 0.6 < 0.9 < after
 assert og.replace_initializers_into_onnx("whistle.onnx", {n: arrays[n] for n in w}) == original
