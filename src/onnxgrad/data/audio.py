@@ -176,8 +176,9 @@ def resample(old: int, new: int) -> Resample:
     default of torchaudio.
 
     Args:
-        old, new: sample rates in Hz. Their ratio in lowest terms should be of small numbers: the
-            filters have `old * new` numbers, times 12 at least.
+        old: sample rate of the waveforms in Hz.
+        new: sample rate of the result in Hz. Their ratio in lowest terms should be of small
+            numbers: the filters have `old * new` numbers, times 12 at least.
 
     Returns:
         A transform of float32 (N, samples) to (N, ceil(samples * new / old)): call it with an
@@ -228,10 +229,12 @@ def mel_spectrogram(
 
     Args:
         sample_rate: of the waveforms, in Hz.
-        n_fft, hop_length: samples of a frame, and from one frame to the next.
+        n_fft: samples of a frame.
+        hop_length: samples from one frame to the next.
         n_mels: number of bands.
         win_length: samples of the Hann window, in the middle of a frame; None: `n_fft`.
-        f_min, f_max: ends of the bands in Hz; None: half of the sample rate.
+        f_min: lower end of the bands in Hz.
+        f_max: upper end of the bands in Hz; None: half of the sample rate.
         power: 2.0, or 1.0 for the magnitude.
         mel_scale: "htk" or "slaney".
         norm: "slaney" for bands of equal area, None for equal height.
