@@ -44,4 +44,4 @@ def test_example_of_the_torch_module():
 
 def test_api_page_is_complete():
     listed = re.findall(r"^::: onnxgrad\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
-    assert sorted(listed) == onnxgrad.__all__
+    assert sorted(listed) == sorted(onnxgrad.__dir__())  # `__all__` depends on what is installed
