@@ -29,7 +29,10 @@ def test_an_adapter_is_loaded_into_the_model_it_is_of(name, tmp_path):
     assert load_adapter(model, tmp_path) == adapted
     other = shaken(add_lora(model, "w", rank=2, alpha=3, dropout=0.25), seed=9)
     assert load_adapter(other, tmp_path) == adapted
+    save_adapter(adapted, tmp_path / "alone.safetensors")
+    assert load_adapter(model, tmp_path / "alone.safetensors") == adapted
     file = load_file(tmp_path / "adapter_model.safetensors")
+    assert sorted(load_file(tmp_path / "alone.safetensors")) == sorted(file)
     parts = ["lora_A.weight", "lora_B.weight"]
     if name in ("embedding", "tied"):
         parts = ["lora_embedding_A", "lora_embedding_B"]

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 CONFIG = "adapter_config.json"
 # initial values that leave the frozen weights as they are
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -56,19 +58,19 @@ def config_of(notes: Sequence[Mapping[str, Any]], modules_to_save: list[str]) ->
     }
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the settings of the adapters in `folder`.
+def read_config(source: Path) -> dict[str, Any]:
+    """Return the settings of the adapters in a folder, or in the metadata of a file of tensors.
 
     Raises:
         FileNotFoundError: there are none.
         ValueError: they are damaged, or of adapters of another kind.
     """
-    path = folder / CONFIG
+    path = source if source.is_file() else source / CONFIG
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(_text(path))
     except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} holds no adapter: it has no {CONFIG}") from None
-    except ValueError as e:
+        raise FileNotFoundError(f"{source} holds no adapter: it has no {CONFIG}") from None
+    except (ValueError, SafetensorError) as e:
         raise ValueError(f"{path} is damaged: {e}") from None
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
@@ -79,6 +81,16 @@ def read_config(folder: Path) -> dict[str, Any]:
             "frozen weights: convert it to LoRA in PEFT (path_initial_model_for_weight_conversion)"
         )
     return config
+
+
+def _text(path: Path) -> str:
+    if path.name == CONFIG:
+        return path.read_text(encoding="utf-8")
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+    if CONFIG not in metadata:
+        raise FileNotFoundError(path)
+    return metadata[CONFIG]
 
 
 def options_of(config: Mapping[str, Any], module: str, rank: int) -> dict[str, Any]:

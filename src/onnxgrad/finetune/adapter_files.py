@@ -28,7 +28,8 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, replace
 
 Arrays = dict[str, np.ndarray]
-WEIGHTS = "adapter_model.safetensors"
+_SUFFIX = ".safetensors"
+WEIGHTS = f"adapter_model{_SUFFIX}"
 _PREFIX = "base_model.model."
 _KEY = re.compile(
     r"(?:base_model\.model\.)?(.+)\.(lora_A\.weight|lora_B\.weight|lora_embedding_[AB]"
@@ -38,21 +39,22 @@ _KEY = re.compile(
 
 @escaping()
 def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
-    """Write the adapters of `model`, and its new head, to the folder `path`.
+    """Write the adapters of `model`, and its new head, to a folder, or to one file.
 
-    The folder is in the form of PEFT: `adapter_model.safetensors` with the keys and shapes of PEFT,
+    A folder is in the form of PEFT: `adapter_model.safetensors` with the keys and shapes of PEFT,
     `base_model.model.<module>.lora_A.weight`, and `adapter_config.json`. PEFT loads it into the
     PyTorch model whose modules have these paths; a path is the name of the weight without
     ".weight", or what the exporter recorded for a weight whose name it chose.
 
     Args:
         model: model with adapters, serialized model or path.
-        path: folder, created if missing; the two files in it are replaced.
+        path: folder, created if missing; the two files in it are replaced. A path that ends in
+            ".safetensors" is one file, with the settings in its metadata.
 
     Raises:
         ValueError: `model` has no adapters.
         ModelError: `model` cannot be read, or another tool modified the adapters.
-        OSError: the folder is not writable.
+        OSError: the folder or file is not writable.
 
     Examples:
         >>> import tempfile, onnx, onnxgrad as og
@@ -65,7 +67,7 @@ def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
         ...     og.load_adapter(model, folder) == adapted
         True
     """
-    proto, folder = read(model), Path(path)
+    proto, target = read(model), Path(path)
     notes = read_adapters(proto)
     if not notes:
         raise ValueError("the model has no adapters to save: add_lora adds them")
@@ -78,18 +80,22 @@ def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
     for key, (name, form) in head.items():
         arrays[_PREFIX + key] = _in_peft(form, refs[name].array())
     modules = dict.fromkeys(key.rpartition(".")[0] or key for key in head)
-    config = config_of(notes, list(modules))
-    folder.mkdir(parents=True, exist_ok=True)
+    config = json.dumps(config_of(notes, list(modules)), indent=2) + "\n"
     held = {key: np.ascontiguousarray(_storable(a)).reshape(a.shape) for key, a in arrays.items()}
-    with replacing(folder / WEIGHTS) as temporary:
+    if target.suffix == _SUFFIX and not target.is_dir():
+        with replacing(target) as temporary:
+            temporary.write_bytes(save_arrays(held, metadata={"format": "pt", CONFIG: config}))
+        return
+    target.mkdir(parents=True, exist_ok=True)
+    with replacing(target / WEIGHTS) as temporary:
         temporary.write_bytes(save_arrays(held, metadata={"format": "pt"}))
-    with replacing(folder / CONFIG) as temporary:
-        temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with replacing(target / CONFIG) as temporary:
+        temporary.write_text(config, encoding="utf-8")
 
 
 @escaping()
 def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
-    """Return `model` with the adapters in the folder `path`, which `save_adapter` or PEFT wrote.
+    """Return `model` with the adapters in a folder or file that `save_adapter` or PEFT wrote.
 
     Adapters of `model` get the values of the file; a model without any gets adapters beside the
     weights of the modules that the file names. The tensors of a new head, which the file has as
@@ -97,10 +103,11 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
 
     Args:
         model: the model that was adapted, or one with its adapters; never modified.
-        path: folder with `adapter_model.safetensors` and `adapter_config.json`.
+        path: folder with `adapter_model.safetensors` and `adapter_config.json`, or the one file
+            that `save_adapter` wrote.
 
     Raises:
-        FileNotFoundError: there are no adapters in the folder.
+        FileNotFoundError: there are no adapters.
         ValueError: adapters of another kind than LoRA; a module that the model does not have, or a
             tensor of another shape.
         ModelError: `model` cannot be read.
@@ -118,11 +125,11 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
         fc.lora_B.weight  [1, 2]  float32  yes     an adapter
         2 of 2 float constants train: 3 of 3 numbers
     """
-    folder = Path(path)
-    config, arrays = read_config(folder), _read_arrays(folder)
+    source = Path(path)
+    config, arrays = read_config(source), _read_arrays(source)
     adapters = {m.group(0): m for key in arrays if (m := _KEY.fullmatch(key))}
     if not adapters:
-        raise ValueError(f"{folder / WEIGHTS} holds no LoRA adapter: its keys are {list(arrays)}")
+        raise ValueError(f"{source} holds no LoRA adapter: its keys are {list(arrays)}")
     proto = writable(model)
     if not read_adapters(proto):
         modules: dict[str, dict[str, tuple]] = {m.group(1): {} for m in adapters.values()}
@@ -138,7 +145,7 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
         name, form = keys.pop(plain)
         values[name] = key, _in_peft(form, arrays[key])
     if keys:
-        raise ValueError(f"{folder / WEIGHTS} lacks the adapters {list(keys)} of the model")
+        raise ValueError(f"{source} lacks the adapters {list(keys)} of the model")
     rest = [key for key in arrays if key not in adapters]
     if rest:
         values |= _head_values(proto, rest, arrays)
@@ -194,12 +201,12 @@ def _storable(array: np.ndarray) -> np.ndarray:
 # -- loading -------------------------------------------------------------------------------------
 
 
-def _read_arrays(folder: Path) -> Arrays:
-    path = folder / WEIGHTS
+def _read_arrays(source: Path) -> Arrays:
+    path = source if source.is_file() else source / WEIGHTS
     if not path.is_file():
         other = " PEFT wrote it as .bin: save it with safe_serialization=True"
-        hint = other if (folder / "adapter_model.bin").exists() else ""
-        raise FileNotFoundError(f"{folder} has no {WEIGHTS}.{hint}")
+        hint = other if (source / "adapter_model.bin").exists() else ""
+        raise FileNotFoundError(f"{source} has no {WEIGHTS}.{hint}")
     try:
         return dict(sorted(load_arrays(path.read_bytes()).items()))  # they come in any order
     except (SafetensorError, ValueError, KeyError) as e:
