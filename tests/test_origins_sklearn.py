@@ -370,3 +370,15 @@ def with_layer(trees: onnx.ModelProto) -> onnx.ModelProto:
     made.graph.initializer.extend(layer.initializer)
     made.graph.output[0].CopyFrom(layer.output[0])
     return made
+
+
+def test_weights_of_votes_do_not_train():
+    """Otherwise the averaged probabilities no longer sum to 1."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(60, 4)), np.arange(60) % 3
+    voters = [("a", LogisticRegression(max_iter=500)), ("b", GaussianNB())]
+    vote = VotingClassifier(voters, voting="soft", flatten_transform=False).fit(X, y)
+    proto = to_onnx(vote, X[:1].astype(np.float32), options={"zipmap": False})
+    rows = {t.name: t for t in trainable(proto)}
+    assert not rows["w0"].trains
+    assert rows["LinearClassifier.coefficients"].trains

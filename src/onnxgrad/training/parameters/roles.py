@@ -284,6 +284,8 @@ class Roles:
         sounds = evidence.sounds_learned(name)
         if evidence.counted(name) and not sounds:
             return Verdict(False, f"a single number in a formula ({where})")
+        if self.from_sklearn and node.op_type in FACTORS:  # as the weight of a vote
+            return Verdict(False, f"a single factor, which no scikit-learn model learns ({where})")
         if not any(x in self.around.weighted for x in node.inputs if x is not None):
             alone = node.outputs[0] not in self.around.hidden and (array.ndim or sounds)
             why = (
