@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "onnxgrad"
 # from the ground up: a room imports those before it, and the public names import all but `cli`
 FLOORS = [
     *("errors", "limits", "reporting", "estimator"),
-    *("graph", "model", "runtime", "data", "autodiff", "losses", "metrics"),
+    *("graph", "model", "runtime", "native", "data", "autodiff", "losses", "metrics"),
     *(
         "optimizers",
         "schedules",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from onnxgrad.native import Target
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
@@ -48,7 +49,7 @@ class Compiled:
             self.running = None
         if self.running is None:
             device, carried = call.trainer.device, self.objective.carried
-            epoch = build_epoch(self.step)
+            epoch = build_epoch(self.step, Target.of(device, work))
             self.running = Runner(epoch, self.step, "terms", device, work, fields, carried)
             self.size = size
         self.running.fields = fields

@@ -7,11 +7,15 @@ from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
+from onnxgrad.native import Target, to_native
 from onnxgrad.training.step import Step
 
 
-def build_epoch(step: Step) -> ModelProto:
+def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     """Return the model that runs the step over a stack of batches in one call.
+
+    With a `target`, the step is in the native form of sessions there; otherwise, all operators are
+    standard ones.
 
     Inputs, in order: the states and buffers; every data input, stacked along a new first axis; one
     minus_learning_rate per batch; one step number per batch, if the step reads it; the numbers of
@@ -19,6 +23,8 @@ def build_epoch(step: Step) -> ModelProto:
     buffers after the last batch, then what the step reports of every batch, the loss first.
     """
     body = step.model.graph
+    if target is not None:
+        to_native(body, target)
     count = len(step.carried)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
     for value in list(body.initializers.values()):

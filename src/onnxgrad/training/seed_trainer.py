@@ -16,6 +16,7 @@ from onnxgrad.estimator import BaseEstimator, NotFittedError, Selected
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
+from onnxgrad.native import Target
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.reporting import level_of, reporting
 from onnxgrad.runtime.device import Device
@@ -154,9 +155,10 @@ class SeedTrainer(BaseEstimator):
         state = self._first_state(proto, names, step, optimizer, before)
         source = self._source(state, fields, data)
         validation = self._evaluation(proto, step, fields, weighted, held_out)
-        epoch = build_epoch(step)
+        work = step.work * self.batch_size
+        epoch = build_epoch(step, Target.of(self.device, work))
         reduction = "mean" if fields.mean else "sum"
-        runner = Runner(epoch, step, reduction, self.device, step.work * self.batch_size)
+        runner = Runner(epoch, step, reduction, self.device, work)
         loop = self._loop(state, runner, rate, source, validation, callbacks)
         if step.unreached:
             warnings.warn(

@@ -1,0 +1,44 @@
+"""The native form of a step, which no file contains: a session of training runs it.
+
+A step consists of standard operators, so that any runtime runs what is exported. The wheel of
+onnxruntime has more for its CPU provider: layouts for convolutions, fused products. `to_native`
+writes these into a step that is about to become a session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import threads
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a session runs on: a device, with a number of threads."""
+
+    device: Device
+    threads: int
+
+    @staticmethod
+    def of(device: Any, work: float) -> Target:
+        """Return the target for a step of `work` multiply-adds."""
+        return Target(Device.of(device), threads(work))
+
+
+# each rewrites the nodes of one graph in place, and leaves alone what it does not improve
+PASSES: tuple[Callable[[Emit, Target], None], ...] = ()
+
+
+def to_native(graph: ir.Graph, target: Target) -> None:
+    """Rewrite `graph` in place into the form that is fastest on `target`; other devices keep it."""
+    if target.device.kind != "cpu":
+        return
+    op = Emit(graph)
+    for rewrite in PASSES:
+        rewrite(op, target)
