@@ -42,6 +42,15 @@ class Emit(Writer):
         )
         return [self.set_type_like(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
 
+    def times(self, u: ir.Value, scalar: ir.Value) -> ir.Value:
+        """Return u * scalar; where u is a product by a scalar, the scalars are multiplied first."""
+        node = u.producer()
+        if node is not None and node.op_type == "Mul" and not node.domain:
+            for x, factor in (node.inputs, node.inputs[::-1]):
+                if dims(factor) == dims(scalar) == () != dims(x):
+                    return self.Mul(x, self.Mul(factor, scalar))
+        return self.Mul(u, scalar)
+
     def expand_to(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g` broadcast to the shape of `like`; both have the same dtype."""
         have, want = dims(g), dims(like)

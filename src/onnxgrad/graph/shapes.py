@@ -118,11 +118,15 @@ def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any])
         return broadcast(*(s for v, s in zip(inputs, shapes, strict=True) if v is not None))
     if op_type == "Einsum":
         return einsum_shape(shapes, attributes.get("equation", ""))
+    if op_type == "Size":
+        return ()
     first = shapes[0] if shapes else None
     if first is None:
         return None
     if op_type in UNARY:
         return first
+    if op_type == "Shape":
+        return (len(first[attributes.get("start", 0) : attributes.get("end")]),)
     if op_type == "Concat":
         return _concatenated(shapes, attributes.get("axis", 0))
     if op_type == "MatMul":

@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.optimizers.base import Inputs, Optimizer, Shape, Slots, check_range, double, power
-from onnxgrad.optimizers.scaling import times
 
 
 class _Moments(Optimizer):
@@ -74,7 +73,7 @@ class ScaleByAdam(_Moments):
         if self.amsgrad:
             v = new["largest"] = op.Max(slots["largest"], v)
         quotient = new.get("m", u) / (op.Sqrt(v) + _like(op, root * (self.eps / unit), u))
-        return times(op, quotient, _like(op, scale, u)), new
+        return op.times(quotient, _like(op, scale, u)), new
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class ScaleByAdamax(_Moments):
         m = self._first(slots, u)
         norm = op.Max(self.b2 * slots["norm"], op.Abs(u) + self.eps)
         first = (1 - self.b1) / (1.0 - power(op, self.b1, double(op, inputs.step)))
-        return times(op, m / norm, _like(op, first, u)), {"m": m, "norm": norm}
+        return op.times(m / norm, _like(op, first, u)), {"m": m, "norm": norm}
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class ScaleByRadam(_Moments):
         t = double(op, inputs.step)
         first, second = self._corrections(op, t)
         longest = 2 / (1 - self.b2) - 1
-        mean = times(op, m, _like(op, first, u))
+        mean = op.times(m, _like(op, first, u))
         if longest <= 5:  # rho stays below it
             return mean, {"m": m, "v": v}
         decayed = power(op, self.b2, t)
@@ -211,7 +210,7 @@ class ScaleByAdagrad(Optimizer):
         total = slots["sum"] + u * u
         u = u / (op.Sqrt(total) + self.eps)
         if self.lr_decay:
-            u = times(op, u, 1.0 / (1.0 + self.lr_decay * (inputs.step - 1.0)))
+            u = op.times(u, 1.0 / (1.0 + self.lr_decay * (inputs.step - 1.0)))
         return u, {"sum": total}
 
 

@@ -34,8 +34,11 @@ class ScaleByLearningRate(Optimizer):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
-        """Write the product."""
-        return times(op, u, inputs.minus_learning_rate), {}
+        """Write the product, of each term of a sum if they are products by scalars themselves."""
+        node, rate = u.producer(), inputs.minus_learning_rate
+        if node is not None and node.op_type == "Add" and all(map(_is_scaled, node.inputs)):
+            return op.Add(*(op.times(term, rate) for term in node.inputs)), {}
+        return op.times(u, rate), {}
 
 
 @dataclass(frozen=True)
@@ -101,11 +104,9 @@ class AddDecayedWeights(Optimizer):
         return (u + self.decay * inputs.weight if self.decay else u), {}
 
 
-def times(op: Any, u: ir.Value, scalar: ir.Value) -> ir.Value:
-    """Return u * scalar; if u is itself a product by a scalar, the scalars are multiplied first."""
-    node = u.producer()
-    if node is not None and node.op_type == "Mul" and not node.domain:
-        for x, factor in (node.inputs, node.inputs[::-1]):
-            if shapes.dims(factor) == () and shapes.dims(x) != ():
-                return op.Mul(x, op.Mul(factor, scalar))
-    return op.Mul(u, scalar)
+def _is_scaled(u: ir.Value | None) -> bool:
+    """Return whether `u` is the product of a tensor and a scalar."""
+    node = None if u is None else u.producer()
+    if node is None or node.op_type != "Mul" or node.domain:
+        return False
+    return [shapes.dims(x) == () for x in node.inputs].count(True) == 1

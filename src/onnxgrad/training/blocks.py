@@ -13,12 +13,11 @@ import onnx_ir as ir
 
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import RANDOM
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.invariant import move_out
 from onnxgrad.optimizers import Inputs, Optimizer
 
 # measured with Adam in float32 on a CPU with 1 MB of L2 per core
-LARGE = 1 << 20  # elements
+LARGE = 1 << 16  # elements
 BLOCK_BYTES = 1 << 17
 _LEAST = 1 << 12  # elements of a block: in smaller ones, the nodes cost more than the memory
 
@@ -57,7 +56,7 @@ def update_in_blocks(
             replace(inputs, weight=weight),
         )
         results = [inner.Add(weight, u), *(new[slot] for slot in sliced)]
-    _move_out(body, op)
+    move_out(body, op)
     for slot in slots.keys() - set(sliced):
         if (node := new[slot].producer()) is not None and node.graph is body:
             raise ValueError(f"{optimizer} is elementwise, but its number {slot!r} depends on all")
@@ -70,18 +69,6 @@ def update_in_blocks(
         op.set_type_like(value, inputs.weight)
     whole = dict(zip(sliced, outputs[1:], strict=True))
     return [outputs[0], *(whole.get(slot, new[slot]) for slot in slots)]
-
-
-def _move_out(body: ir.Graph, op: Emit) -> None:
-    """Move the nodes that compute the same for every block to the graph of `op`."""
-    inside = set(body.inputs)
-    for node in list(body):
-        if node.op_type in RANDOM or not inside.isdisjoint(reads(node)):
-            inside.update(node.outputs)
-        else:
-            body.remove(node)
-            node.name = None  # names of nodes are unique in their graph only
-            op.graph.append(node)
 
 
 def _row(op: Emit, value: ir.Value) -> ir.Value:

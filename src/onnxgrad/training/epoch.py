@@ -6,6 +6,9 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.invariant import is_small, move_out, shapes_from_outside
+from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.training.step import Step
@@ -35,11 +38,16 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
         stacked_input(v, "batches" if i >= count else None) for i, v in enumerate(body.inputs)
     ]
     graph.inputs.extend(inputs if step.inverse_rows is None else [*inputs, step.inverse_rows])
-    op = Emit(graph, [str(v.name) for v in body.inputs])
+    op = Emit(graph, all_names(body))
+    names = [str(v.name) for v in body.outputs]
+    shapes_from_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))
+    move_out(body, op, is_small)
+    Emit(body, outer=op).give(list(body.outputs))
+    drop_unused(body)
     attributes = {"body": body, "num_scan_inputs": len(inputs) - count}
     outputs = op.emit_many("Scan", inputs, attributes, outputs=len(body.outputs))
     for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
-        outer.name = f"{inner.name}/last"
+        outer.name = f"{names[i]}/last"
         outer.shape = stacked_shape(inner, "batches") if i >= count else inner.shape
     graph.outputs.extend(outputs)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))

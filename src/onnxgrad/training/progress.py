@@ -67,8 +67,8 @@ class Totals:
 
     def add(self, sums: np.ndarray, counts: np.ndarray, rows: int) -> None:
         """Add batches, [batches, parts]; the sum is the same however they are cut into calls."""
-        self.sums = np.cumsum([self.sums, *sums], axis=0)[-1]
-        self.counts = np.cumsum([self.counts, *counts], axis=0)[-1]
+        self.sums = np.add.accumulate(np.vstack((self.sums, sums)))[-1]
+        self.counts = np.add.accumulate(np.vstack((self.counts, counts)))[-1]
         self.rows += rows
 
     @property

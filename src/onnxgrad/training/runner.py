@@ -61,7 +61,7 @@ class Runner:
         self.device = Device.of(device)
         self.session = session(model, self.device, work, in_order=step.recomputes)
         self.step, self.reduction, self.fields = step, reduction, fields
-        self.carried = carried or {}
+        self.carried, self.counts = carried or {}, step.counts
         self.names = [x.name for x in self.session.get_inputs()]
         self.outputs = [y.name for y in self.session.get_outputs()]
         self.now = Now([], 0)
@@ -156,7 +156,7 @@ class Runner:
         fed = [-rates.astype(kind)]
         if (lost := rates[(fed[0] == 0) & (rates != 0)]).size:
             raise ValueError(f"a learning rate of {lost[0]:g} is zero in {kind}: raise it")
-        if step.counts:
+        if self.counts:
             fed.append(np.arange(done + 1, done + 1 + count).astype(kind))
         if step.draw is not None:
             fed.append(self._draws(piece, done))

@@ -85,6 +85,12 @@ def reduce_prod(op, node, g):
     return (_keep(op, node, g) * without,)
 
 
+@rule("ReduceSumSquare")
+def reduce_sum_square(op, node, g):
+    """y = sum x^2:  dx = 2 g x."""
+    return (op.times(2.0 * node.inputs[0], _keep(op, node, g)),)
+
+
 def _sum(op, node, v):
     return op.ReduceSum(v, _axes(op, node), keepdims=1, **_noop(node))
 
@@ -106,7 +112,6 @@ def _by_slope(slope):
 for _name, _slope in {
     "ReduceL1": lambda op, x, y: op.Sign(x),
     "ReduceL2": lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
-    "ReduceSumSquare": lambda op, x, y: 2.0 * x,
     "ReduceLogSum": lambda op, x, y: op.Exp(op.expand_to(-y, x)),
     "ReduceLogSumExp": lambda op, x, y: op.Exp(x - y),
 }.items():
