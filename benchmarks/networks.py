@@ -18,14 +18,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from statistics import geometric_mean, median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 BLOCK = 0.4  # seconds of a long run, at least
 SHORT, LONG = 1, 4  # steps of the runs, times a factor
+OLD_STEPS = 30
+PEERS = ("PyTorch", "torch.compile", "scikit-learn", "onnxruntime-training")
 SAVED = 3e8  # bytes that PyTorch saves for the backward pass of the larger batch
+TOOLS = ("onnxgrad", "PyTorch")
 RESULTS = Path(__file__).with_name("networks.json")
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- tables -->", "<!-- end of the tables -->"
+HEAD = [
+    "| Network | threads | ms | PyTorch | torch.compile | scikit-learn | onnxruntime-training "
+    "| x floor |",
+    "|---|---|---|---|---|---|---|---|",
+]
+MEMORY_HEAD = [
+    "| Network | kB a row | PyTorch | ratio | rows | peak in MB | PyTorch |",
+    "|---|---|---|---|---|---|---|",
+]
 
 
 # -- what one process measures -------------------------------------------------------------------
@@ -63,6 +79,22 @@ def trained(network: Any, trainer: Any, rows: int) -> Callable[[int], list[float
                 network.fed(X[part]), y[part], batch_size=network.batch, shuffle=False
             )
         return [trainer.history[-1]["loss"]]
+
+    return run
+
+
+def perceptron(network: Any, module: Any, rows: int) -> Callable[[int], None]:
+    """Return scikit-learn's training of as large a network, as `stepper`."""
+    from sklearn.neural_network import MLPClassifier
+
+    X, y = network.data(rows)
+    hidden = [p.shape[0] for p in module.parameters() if p.dim() == 2][:-1]
+    model = MLPClassifier(hidden, solver="sgd", batch_size=network.batch, alpha=0, shuffle=False)
+
+    def run(steps: int) -> None:
+        part = slice(0, min(rows, steps * network.batch))
+        for _ in range(-(-steps * network.batch // rows)):
+            model.partial_fit(X[part], y[part], classes=range(network.labels))
 
     return run
 
@@ -119,6 +151,8 @@ def timed(name: str, rounds: int, compiled: bool) -> dict[str, Any]:
     ours(1)
     start = time.perf_counter() - begin
     jobs = {"onnxgrad": ours, "PyTorch": stepper(network, module, 64 * network.batch)}
+    if name.startswith("mlp"):
+        jobs["scikit-learn"] = perceptron(network, module, 64 * network.batch)
     if compiled:
         other = torch.compile(network.module())
         jobs["torch.compile"] = stepper(network, other, 64 * network.batch)
@@ -237,21 +271,124 @@ def child(threads: int, *arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-ONE = {"time": timed, "memory": memory, "rows": rows_of}
+ONE: dict[str, Callable[..., Any]] = {"time": timed, "memory": memory, "rows": rows_of}
 
 
 def one(kind: str, *texts: str) -> Any:
     """Return what a child measures; its arguments are JSON, except for names."""
-    return ONE[kind](
-        *(json.loads(t) if t.isdigit() or t in ("true", "false") else t for t in texts)
+    values = (json.loads(t) if t.isdigit() or t in ("true", "false") else t for t in texts)
+    return ONE[kind](*values)
+
+
+def time_of(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the median milliseconds of each tool, and what is compared with them."""
+    made = child(threads, "time", name, options.rounds, str(options.compile).lower())
+    ours = median(made["seconds"]["onnxgrad"])
+    ms = {tool: 1000 * median(seconds) for tool, seconds in made["seconds"].items()}
+    return {"ms": ms, "floor": ours / made["floor"], "start": made["start"], "error": made["error"]}
+
+
+def memory_of(name: str, recompute: str = "none") -> dict[str, Any]:
+    """Return the kB that a row adds, and the peaks in MB of the larger batch, of both tools."""
+    rows, kb, peaks = child(1, "rows", name), {}, {}
+    for tool in TOOLS:
+        small, large = (child(1, "memory", name, tool, n, recompute) for n in (rows // 4, rows))
+        added = [result["peak"] - result["before"] for result in (small, large)]
+        kb[tool] = 1000 * (added[1] - added[0]) / (rows - rows // 4)
+        peaks[tool] = large["peak"]
+    return {"rows": rows, "kb": kb, "peaks": peaks}
+
+
+def ahead(times: dict[str, Any], peer: str = "PyTorch") -> float | None:
+    """Return how many times as long as ours a step of a peer takes."""
+    return times["ms"][peer] / times["ms"]["onnxgrad"] if peer in times["ms"] else None
+
+
+def line(name: str, threads: int, times: dict[str, Any]) -> str:
+    """Return what the terminal shows of a measurement."""
+    shown = ", ".join(f"{tool} {ms:.3f}" for tool, ms in times["ms"].items())
+    return (
+        f"{name:24} {threads}: {ahead(times):.2f} ({shown} ms, {times['floor']:.1f} x the floor, "
+        f"start {times['start']:.2f} s, losses {times['error']:.0e})"
     )
 
 
-def per_row(name: str, tool: str, rows: int, recompute: str = "none") -> tuple[float, float]:
-    """Return the MB of a row, and the peak in MB of the larger batch."""
-    small, large = (child(1, "memory", name, tool, n, recompute) for n in (rows // 4, rows))
-    added = [result["peak"] - result["before"] for result in (small, large)]
-    return (added[1] - added[0]) / (rows - rows // 4), large["peak"]
+# -- docs/benchmarks.md --------------------------------------------------------------------------
+
+
+def cells_of(times: dict[str, Any]) -> list[str]:
+    """Return the cells of a measurement: ours, the ratios of the peers, and that of the floor."""
+    ratios = [ahead(times, peer) for peer in PEERS]
+    shown = ["" if r is None else f"{r:.2f}" for r in ratios]
+    return [f"{times['ms']['onnxgrad']:.2f}", *shown, f"{times['floor']:.1f}"]
+
+
+def tables(results: dict[str, Any]) -> list[str]:
+    """Return the tables of the page."""
+    lines, means = [results["machine"], "", *HEAD], []
+    for threads in ("1", "2"):
+        timed = {n: r[threads] for n, r in results["networks"].items() if threads in r}
+        lines += [
+            f"| {n} | {threads} | {' | '.join(cells_of(times))} |" for n, times in timed.items()
+        ]
+        mean = geometric_mean(ahead(times) or 1 for times in timed.values())
+        means.append(f"{mean:.2f} with {threads} thread{'s' * (threads != '1')}")
+    lines += ["", f"The geometric mean of PyTorch's ratios is {' and '.join(means)}.", ""]
+    lines += MEMORY_HEAD
+    for name, result in results["networks"].items():
+        if (used := result.get("memory")) is not None:
+            ours, theirs = (used["kb"][tool] for tool in TOOLS)
+            peaks = " | ".join(f"{used['peaks'][tool]:.0f}" for tool in TOOLS)
+            lines.append(
+                f"| {name} | {ours:.1f} | {theirs:.1f} | **{ours / theirs:.2f}** "
+                f"| {used['rows']} | {peaks} |"
+            )
+    return lines
+
+
+def old_gradient(name: str, threads: int, folder: Path) -> float | None:
+    """Return the milliseconds of forward and backward by onnxruntime-training, without an update.
+
+    None: it has no gradient for an operator of the network.
+    """
+    import numpy as np
+    import old_package
+    import onnx
+    from zoo import NETWORKS
+
+    network = NETWORKS[name]
+    proto, (X, y) = network.with_loss(), network.data(network.batch)
+    fed = network.fed(X)
+    arrays = fed if isinstance(fed, dict) else {"x": fed}
+    with TemporaryDirectory() as files:
+        paths = [f"{files}/model.onnx", f"{files}/data.npz"]
+        onnx.save(proto, paths[0])
+        np.savez(paths[1], **arrays, label=y)
+        command = [old_package.environment(folder), Path(__file__).with_name("old_gradient.py")]
+        sizes = [str(threads), str(OLD_STEPS)]
+        done = subprocess.run([*command, *paths, *sizes], capture_output=True, text=True)
+    if done.returncode:
+        print(f"{name}: onnxruntime-training: {done.stderr.strip().splitlines()[-1][:300]}")
+        return None
+    return 1000 * json.loads(done.stdout.splitlines()[-1])["seconds"]
+
+
+def machine() -> str:
+    """Return what the measurements depend on, as a sentence."""
+    import onnxruntime
+    import torch
+
+    info = Path("/proc/cpuinfo").read_text()
+    cpu = next(row.split(":")[1].strip() for row in info.splitlines() if "model name" in row)
+    versions = f"onnxruntime {onnxruntime.__version__}, PyTorch {torch.__version__}"
+    return f"{date.today()}, {cpu}, {len(os.sched_getaffinity(0))} cores, {versions}."
+
+
+def write_page(results: dict[str, Any]) -> None:
+    """Replace the tables of the page."""
+    before, mark, rest = PAGE.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    PAGE.write_text("\n".join([before + mark, *tables(results), end + after]))
 
 
 def main() -> None:
@@ -263,6 +400,8 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="only the memory")
     parser.add_argument("--time", action="store_true", help="only the time")
     parser.add_argument("--compile", action="store_true", help="torch.compile, too")
+    parser.add_argument("--old", type=Path, metavar="FOLDER", help="onnxruntime-training, too")
+    parser.add_argument("--write", action="store_true", help="keep the results, and write the page")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -270,28 +409,33 @@ def main() -> None:
         return
     from zoo import NETWORKS
 
-    ratios: dict[int, list[float]] = {n: [] for n in options.threads}
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"networks": {}}
+    measured: dict[str, dict[str, Any]] = {}
     for name in options.names or NETWORKS:
+        result = measured.setdefault(name, {})
         for threads in [] if options.memory else options.threads:
-            made = child(threads, "time", name, options.rounds, str(options.compile).lower())
-            times = {tool: median(seconds) for tool, seconds in made["seconds"].items()}
-            shown = ", ".join(f"{tool} {1000 * t:.3f}" for tool, t in times.items())
-            ratio = times["PyTorch"] / times["onnxgrad"]
-            ratios[threads].append(ratio)
-            line = f"{name:24} {threads}: {ratio:.2f} ({shown} ms, "
-            line += f"{times['onnxgrad'] / made['floor']:.1f} x the floor, "
-            print(line + f"start {made['start']:.2f} s, losses {made['error']:.0e})", flush=True)
+            result[str(threads)] = times = time_of(name, threads, options)
+            if options.old and (ms := old_gradient(name, threads, options.old)):
+                times["ms"]["onnxruntime-training"] = ms
+            print(line(name, threads, times), flush=True)
         if not options.time:
-            rows = child(1, "rows", name)
-            ours, theirs = (per_row(name, tool, rows) for tool in ("onnxgrad", "PyTorch"))
+            result["memory"] = used = memory_of(name)
+            ours, theirs = (used["kb"][tool] for tool in TOOLS)
             print(
-                f"{name:24} MB a row: {ours[0] / theirs[0]:.2f} ({1000 * ours[0]:.1f}, "
-                f"{1000 * theirs[0]:.1f} kB), peak at {rows} rows {ours[1]:.0f}, {theirs[1]:.0f}",
+                f"{name:24} MB a row: {ours / theirs:.2f} ({ours:.1f}, {theirs:.1f} kB), peaks at "
+                f"{used['rows']} rows {[round(used['peaks'][tool]) for tool in TOOLS]}",
                 flush=True,
             )
-    for threads, found in ratios.items():
-        if found:
-            print(f"geometric mean, {threads} threads: {geometric_mean(found):.2f}")
+        if options.write:
+            merged = kept["networks"].get(name, {}) | result
+            kept["networks"] = {n: kept["networks"].get(n, {}) for n in NETWORKS} | {name: merged}
+            kept["networks"] = {n: r for n, r in kept["networks"].items() if r}
+            kept["machine"] = machine()
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+            write_page(kept)
+    for threads in map(str, options.threads):
+        if ratios := [ahead(r[threads]) or 1 for r in measured.values() if threads in r]:
+            print(f"geometric mean, {threads} threads: {geometric_mean(ratios):.2f}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import torch
 from minilm_torch import sentence_vectors
+from onnx import numpy_helper
 from published import fetched
 from torch import Tensor, nn
 from torch.nn import functional
@@ -49,6 +50,35 @@ class Network:
         if self.labels:
             return X, rng.integers(0, self.labels, (rows, *self.label_shape))
         return X, rng.standard_normal((rows, *self.label_shape), np.float32)
+
+    def with_loss(self) -> onnx.ModelProto:
+        """Return the exported network with its loss as its only output."""
+        proto = self.exported(self.module())
+        (y,) = proto.graph.output
+        if self.labels:
+            lines = [f"loss, logs = SoftmaxCrossEntropyLoss({y.name}, label)"]
+            if len(self.label_shape):
+                kept = numpy_helper.from_array(np.array([-1, self.labels]), "rows_and_classes")
+                lines = [f"flat = Reshape({y.name}, rows_and_classes)", "all = Reshape(label, one)"]
+                lines += ["loss, logs = SoftmaxCrossEntropyLoss(flat, all)"]
+                one = numpy_helper.from_array(np.array([-1]), "one")
+                proto.graph.initializer.extend([kept, one])
+        else:
+            lines = [f'd = Sub("{y.name}", label)', "s = Mul(d, d)"]
+            lines += ["loss = ReduceMean<keepdims=0>(s)"]
+        proto.graph.node.extend(map(onnx.parser.parse_node, lines))
+        kind = onnx.TensorProto.INT64 if self.labels else onnx.TensorProto.FLOAT
+        shape = ("N", *self.label_shape)
+        proto.graph.input.append(onnx.helper.make_tensor_value_info("label", kind, shape))
+        proto.graph.output[0].CopyFrom(
+            onnx.helper.make_tensor_value_info("loss", onnx.TensorProto.FLOAT, [])
+        )
+        for node in proto.graph.node:
+            # its gradients read outputs that an inference does not have
+            more = {"LayerNormalization": ("mean", "inverse"), "MaxPool": ("indices",)}
+            node.output.extend(f"{node.output[0]}/{n}" for n in more.get(node.op_type, ()))
+        proto.ir_version = 8
+        return proto
 
     def fed(self, X: np.ndarray) -> Any:
         """Return the inputs as the file takes them."""

@@ -1,0 +1,71 @@
+"""Products in the native form of a step: the weights are those of the standard operators."""
+
+from itertools import pairwise
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from onnx import numpy_helper
+
+import onnxgrad as og
+from onnxgrad import native
+from onnxgrad.graph.emit import Emit
+from onnxgrad.native.products import transposed_operands
+
+
+def linear_layers(*sizes):
+    rng = np.random.default_rng(0)
+    names = ["x", *(f"h{i}" for i in range(len(sizes) - 1))]
+    lines = [f"{b} = Gemm<transB=1>({a}, {b}w, {b}b)" for a, b in pairwise(names)]
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 9, opset_import: ["": 20]> g (float[N, {sizes[0]}] x) => '
+        f"(float[N, {sizes[-1]}] {names[-1]}) {{ {' '.join(lines)} }}"
+    )
+    for name, (a, b) in zip(names[1:], pairwise(sizes), strict=True):
+        w = rng.normal(0, a**-0.5, (b, a)).astype(np.float32)
+        arrays = (
+            numpy_helper.from_array(w, f"{name}w"),
+            numpy_helper.from_array(w[:, 0], f"{name}b"),
+        )
+        proto.graph.initializer.extend(arrays)
+    return proto
+
+
+def trained(sizes):
+    """Return the weights after a step on 5 rows and one on 3."""
+    trainer = og.Trainer(linear_layers(*sizes), "squared_error", optimizer=og.momentum())
+    rng = np.random.default_rng(0)
+    for rows in (5, 3):
+        X, y = (rng.normal(size=(rows, n)).astype(np.float32) for n in (sizes[0], sizes[-1]))
+        trainer.partial_fit(X, y, batch_size=rows, shuffle=False)
+    return trainer.state.weights
+
+
+@pytest.mark.parametrize("sizes", [(600, 520, 3), (520, 600, 512), (3, 4)])
+def test_transposed_operands_change_no_weight(monkeypatch, sizes):
+    native_weights = trained(sizes)
+    monkeypatch.setattr(native, "PASSES", ())
+    for name, array in trained(sizes).items():
+        np.testing.assert_allclose(native_weights[name], array, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "node", "is_transposed"),
+    [
+        ("float[N, 600]", "float[N, 512]", "Gemm<transA=1>(a, b)", True),
+        ("float[7, 512]", "float[7, 512]", "Gemm<transA=1, alpha=1.0>(a, b)", True),
+        ("float[N, 600]", "float[N, 511]", "Gemm<transA=1>(a, b)", False),
+        ("float[N, 600]", "float[N, 512]", "Gemm<transA=1, alpha=2.0>(a, b)", False),
+        ("float[600, N]", "float[N, 512]", "Gemm(a, b)", False),
+        ("double[N, 600]", "double[N, 512]", "Gemm<transA=1>(a, b)", False),
+    ],
+)
+def test_wide_products_of_float32_read_a_transposed_copy(a, b, node, is_transposed):
+    kind = a.partition("[")[0]
+    model = ir.serde.from_onnx_text(
+        f'<ir_version: 9, opset_import: ["": 20]> g ({a} a, {b} b) => ({kind}[p, q] y) '
+        f"{{ y = {node} }}"
+    )
+    transposed_operands(Emit(model.graph), None)
+    assert ("Transpose" in [n.op_type for n in model.graph]) == is_transposed
