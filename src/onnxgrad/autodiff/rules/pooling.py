@@ -39,13 +39,11 @@ def max_pool(op, node, g, g_indices=None):
     row = static(None if shape is None else shape[1:])
     if row is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return (scatter_flat(op, x, indices, g),)
-    # one row per element of the batch, whose size may be dynamic
-    n = prod(row)
-    positions = op.Reshape(op.Mod(indices, np.int64(n)), [0, -1])
-    flat = op.Reshape(g, [0, -1])
-    zeros = op.Pad(op.Slice(flat, [0], [0], [1]), [0, 0, 0, n])
-    sums = op.ScatterElements(zeros, positions, flat, axis=1, reduction="add")
-    return (op.set_type_like(op.Reshape(sums, [0, *row]), x),)
+    # zeros of the shape of x, whose batch may be of any size
+    zeros = op.Pad(op.Slice(op.Reshape(g, [0, -1]), [0], [0], [1]), [0, 0, 0, prod(row)])
+    flat = [op.Reshape(v, [-1]) for v in (zeros, indices, g)]
+    sums = op.ScatterElements(*flat, axis=0, reduction="add")
+    return (op.set_type_like(op.Reshape(sums, [-1, *row]), x),)
 
 
 def _indices(op, node):
