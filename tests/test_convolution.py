@@ -147,19 +147,45 @@ IMAGE = [
 
 @pytest.mark.parametrize(("node", "x_shape", "w_shape"), IMAGE)
 @pytest.mark.parametrize("known", ["all", "rows"])
-def test_gradient_of_the_weight_of_images_as_torch(node, x_shape, w_shape, known):
+def test_gradient_of_images_as_torch(node, x_shape, w_shape, known):
     torch = pytest.importorskip("torch")
     rng = np.random.default_rng(0)
     x, w = (rng.standard_normal(s).astype(np.float32) for s in (x_shape, w_shape))
-    given = torch.tensor(w, requires_grad=True)
+    operands = [torch.tensor(a, requires_grad=True) for a in (x, w)]
     options = {"padding": int("pads" in node), "stride": 2 if "strides" in node else 1}
-    groups = x_shape[1] // w_shape[1]
-    y = torch.nn.functional.conv2d(torch.tensor(x), given, groups=groups, **options)
+    y = torch.nn.functional.conv2d(*operands, groups=x_shape[1] // w_shape[1], **options)
     g = rng.standard_normal(y.shape).astype(np.float32)
     y.backward(torch.tensor(g))
     made = onnx_derivative(model(Case("", node, (x_shape, w_shape)), known))
-    found = gradients(made, [x, w, g])[1]
-    np.testing.assert_allclose(found, given.grad.numpy(), rtol=1e-4, atol=1e-3)
+    for ours, operand in zip(gradients(made, [x, w, g]), operands, strict=True):
+        np.testing.assert_allclose(ours, operand.grad.numpy(), rtol=1e-4, atol=1e-3)
+
+
+HEAVY = [
+    Case("line", "Conv<dilations=[2], strides=[2], pads=[1,2]>(x, w)", ((2, 3, 9), (4, 3, 3))),
+    Case("2-D", "Conv<dilations=[2,1], pads=[2,0,1,1]>(x, w)", ((2, 3, 6, 5), (4, 3, 3, 2))),
+    Case("rest", "Conv<strides=[3,2], pads=[1,0,0,1]>(x, w)", ((2, 3, 7, 6), (4, 3, 2, 3))),
+    Case("space", "Conv<pads=[1,0,0,0,1,0]>(x, w)", ((2, 2, 3, 4, 4), (3, 2, 2, 1, 3))),
+]
+
+
+@pytest.mark.parametrize("case", HEAVY, ids=lambda case: case.id)
+@pytest.mark.parametrize("known", ["all", "rows"])
+def test_gradient_of_the_input_of_a_heavy_weight(case, known, monkeypatch):
+    """Is one product for all images of two axes, and equals that of a light one."""
+    x, w = (v.astype(np.float32) for v in feed(case).values())
+    light = onnx_derivative(model(case, known))
+    monkeypatch.setattr(windows, "_HEAVY", 1)
+    heavy = onnx_derivative(model(case, known))
+    kinds = [{node.op_type for node in made.graph.node} for made in (light, heavy)]
+    plane = case.id not in ("line", "space")
+    assert ["Col2Im" in names for names in kinds] == [False, plane]
+    assert ["ConvTranspose" in names for names in kinds] == [True, not plane]
+    shape = next(v for v in light.graph.input if v.name == "y_grad").type.tensor_type.shape
+    g = np.ones([2, *(d.dim_value for d in shape.dim[1:])], np.float32)
+    g *= np.random.default_rng(1).standard_normal(g.shape).astype(np.float32)
+    for ours, expected in zip(*(gradients(m, [x, w, g]) for m in (heavy, light)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_no_run_time_shapes_in_the_gradient_of_a_cnn():

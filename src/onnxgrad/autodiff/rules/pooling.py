@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import attributes_of, output
 from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.rules.resize import LARGEST_BLOCK
 from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import (
     Windows,
@@ -149,6 +150,11 @@ def _slopes_of_norm(op, node):
 
 def _sum_windows_adjoint(op, g, windows: Windows, x):
     """Return the adjoint of the sum over windows of each channel of x."""
+    repeats = x.dtype == ir.DataType.FLOAT and 1 < max(windows.kernel) <= LARGEST_BLOCK
+    if repeats and _tiles(x, windows):  # Resize takes a quarter to 0.8 times as long as below
+        scales = op.const(np.array([1, 1, *windows.kernel], np.float32))
+        floor = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        return op.set_type_like(op.Resize(g, None, scales, mode="nearest", **floor), x)
     shape = dims(x)
     channels = None if shape is None else shape[1]
     if isinstance(channels, int):

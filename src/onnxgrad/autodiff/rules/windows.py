@@ -16,7 +16,9 @@ import onnx_ir as ir
 from onnxgrad.autodiff.rules.registry import Unsupported
 from onnxgrad.graph.shapes import dims, rank, static
 
-_LARGE = 2**21  # elements of all windows of an image, from which they exceed the cache
+_LARGE = 2**19  # elements of all windows of an image, from which they exceed the cache
+_HEAVY = 2**18  # elements of a weight, from which it exceeds the cache
+_FEW = 64  # windows of an image, up to which the copies of all images are small
 _NARROW = 8  # channels, below which a product takes longer than copying its operands
 _LAST = 2**63 - 1  # end of a Slice up to the last element
 
@@ -163,9 +165,11 @@ def scatter_windows(op, g, weight, windows: Windows, like, group: int = 1):
     shape, counts, pads = lengths(like), lengths(g), windows.pads
     attributes = {**windows.attributes, "group": group}
     if pads is not None and windows.kernel and shape is not None and counts is not None:
+        if group == 1 and _is_heavy(weight, counts) and _has_col2im(like, windows):
+            return _as_one_product(op, g, weight, windows, shape, counts)
         reached = (np.array(counts) - 1) * windows.strides + reach(op, windows) - windows.begin
         beyond = reached - shape
-        if is_large(static(dims(weight)), counts) and max(windows.strides) == 1:
+        if max(windows.strides) == 1 and _prefers_convolution(weight, counts, group):
             gradient = _as_convolution(op, g, weight, windows, beyond, group)
             if gradient is not None:
                 return gradient
@@ -191,6 +195,47 @@ def is_large(shape: tuple[int, ...] | None, counts: tuple[int, ...] | None) -> b
     if shape is None or counts is None or shape[1] < _NARROW:
         return False
     return prod(shape[1:]) * prod(counts) >= _LARGE
+
+
+def _prefers_convolution(weight, counts: tuple[int, ...], group: int) -> bool:
+    """Return whether `_as_convolution` is faster than ConvTranspose.
+
+    Measured on one core: 1.1 to 2.5 times for kernels of one element, 1.3 to 1.4 times for one
+    channel a group, 1.1 to 1.7 times for large images.
+    """
+    shape = static(dims(weight))
+    if shape is None:
+        return False
+    one_channel = shape[:2] == (group, 1)
+    return one_channel or prod(shape[2:]) == 1 or is_large(shape, counts)
+
+
+def _is_heavy(weight, counts: tuple[int, ...]) -> bool:
+    """Return whether reading the weight for every image takes longer than copying all windows.
+
+    Measured on one core for 8 images of 4 to 49 windows: 1.5 to 6 times for weights that exceed the
+    cache, 1.1 times for half of that.
+    """
+    shape = static(dims(weight))
+    if shape is None or prod(shape[2:]) == 1:
+        return False
+    return prod(shape) >= _HEAVY and prod(counts) <= _FEW
+
+
+def _has_col2im(like, windows: Windows) -> bool:
+    """Return whether onnxruntime has Col2Im for these windows: along one axis, it is wrong."""
+    return like.dtype == ir.DataType.FLOAT and len(windows.strides) == 2
+
+
+def _as_one_product(op, g, weight, windows: Windows, shape, counts: tuple[int, ...]):
+    """Return `scatter_windows` as one product with the windows of all images, and their sum."""
+    rows, channels, *kernel = static(dims(weight)) or ()
+    matrix = op.Reshape(op.Transpose(g, perm=[0, *windows.axes, 1]), [-1, rows])
+    columns = op.MatMul(matrix, op.Reshape(weight, [rows, channels * prod(kernel)]))
+    columns = op.Reshape(columns, [-1, prod(counts), channels * prod(kernel)])
+    attributes = {"strides": windows.strides, "dilations": windows.dilations, "pads": windows.pads}
+    columns = op.Transpose(columns, perm=[0, 2, 1])
+    return op.Col2Im(columns, list(shape), kernel, **attributes)
 
 
 def _as_convolution(op, g, weight, windows: Windows, beyond: np.ndarray, group: int):
