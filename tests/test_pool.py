@@ -69,6 +69,16 @@ def test_pools_with_ties_as_torch(name):
     as_torch(f"y = {node}(x0)", lambda t: getattr(functional, name)(t, **OPTIONS[name]), x)
 
 
+@pytest.mark.parametrize(
+    "kernel", [(3,), (64,), (2, 3), (4, 1), (1, 7), (2, 3, 2)], ids=lambda kernel: str(list(kernel))
+)
+def test_average_of_windows_side_by_side_as_torch(kernel):
+    x = np.random.default_rng(0).standard_normal((2, 3, *(5 * k for k in kernel)))
+    name = f"avg_pool{len(kernel)}d"
+    node = f"AveragePool<kernel_shape={list(kernel)}, strides={list(kernel)}>"
+    as_torch(f"y = {node}(x0)", lambda t: getattr(functional, name)(t, kernel), x.astype("f4"))
+
+
 @pytest.mark.parametrize("x", [LINE, PLANE, CUBE], ids=["line", "plane", "space"])
 def test_global_max_as_torch(x):
     axes = tuple(range(2, x.ndim))

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import attributes_of, output
 from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.rules.resize import LARGEST_BLOCK
 from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import (
     Windows,
@@ -39,13 +40,11 @@ def max_pool(op, node, g, g_indices=None):
     row = static(None if shape is None else shape[1:])
     if row is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
         return (scatter_flat(op, x, indices, g),)
-    # one row per element of the batch, whose size may be dynamic
-    n = prod(row)
-    positions = op.Reshape(op.Mod(indices, np.int64(n)), [0, -1])
-    flat = op.Reshape(g, [0, -1])
-    zeros = op.Pad(op.Slice(flat, [0], [0], [1]), [0, 0, 0, n])
-    sums = op.ScatterElements(zeros, positions, flat, axis=1, reduction="add")
-    return (op.set_type_like(op.Reshape(sums, [0, *row]), x),)
+    # zeros of the shape of x, whose batch may be of any size
+    zeros = op.Pad(op.Slice(op.Reshape(g, [0, -1]), [0], [0], [1]), [0, 0, 0, prod(row)])
+    flat = [op.Reshape(v, [-1]) for v in (zeros, indices, g)]
+    sums = op.ScatterElements(*flat, axis=0, reduction="add")
+    return (op.set_type_like(op.Reshape(sums, [-1, *row]), x),)
 
 
 def _indices(op, node):
@@ -151,6 +150,11 @@ def _slopes_of_norm(op, node):
 
 def _sum_windows_adjoint(op, g, windows: Windows, x):
     """Return the adjoint of the sum over windows of each channel of x."""
+    repeats = x.dtype == ir.DataType.FLOAT and 1 < max(windows.kernel) <= LARGEST_BLOCK
+    if repeats and _tiles(x, windows):  # Resize takes a quarter to 0.8 times as long as below
+        scales = op.const(np.array([1, 1, *windows.kernel], np.float32))
+        floor = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+        return op.set_type_like(op.Resize(g, None, scales, mode="nearest", **floor), x)
     shape = dims(x)
     channels = None if shape is None else shape[1]
     if isinstance(channels, int):

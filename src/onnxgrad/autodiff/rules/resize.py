@@ -13,7 +13,7 @@ from onnxgrad.autodiff.rules.common import attributes_of, wide
 from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.graph.shapes import dims, equal, rank, static
 
-_LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbour
+LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbour
 # modes in which positions may change at scale one
 _MOVES_AT_SCALE_ONE = ("tf_crop_and_resize", "tf_half_pixel_for_nn")
 
@@ -116,7 +116,7 @@ def _blocks(op, node, axes: dict[int, int]) -> dict[int, int] | None:
         if before is None or after is None or _text(node, "keep_aspect_ratio_policy") != "stretch":
             return None
         scales = {axis: after[axis] / before[axis] if before[axis] else None for axis in axes}
-    if all(s is not None and s.is_integer() and s <= _LARGEST_BLOCK for s in scales.values()):
+    if all(s is not None and s.is_integer() and s <= LARGEST_BLOCK for s in scales.values()):
         return {axis: int(s) for axis, s in scales.items() if s and s > 1}
     return None
 

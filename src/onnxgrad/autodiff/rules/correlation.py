@@ -1,0 +1,324 @@
+"""Gradients of the weights of convolutions: products of cotangents with the windows of the input.
+
+A product reads matrices, and windows overlap, so that elements are copied before. The forms differ
+in how many elements they copy, and in the shape of their products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import ceil, prod
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.rules.windows import (
+    Windows,
+    is_large,
+    lengths,
+    padded,
+    reach,
+    weigh_windows,
+    with_padding,
+)
+from onnxgrad.graph.shapes import dims, static
+
+_MOST_COLUMNS = 64  # elements of a window, up to which each gets a node
+_LAST = 2**63 - 1  # end of a Slice up to the last element
+# ns an element on one core of 2.5 GHz: to copy it, to slice it from all images, also with steps, to
+# move strides of it into channels, to multiply and add it, to add up products of images
+_COPY, _SLICE, _STRIDED_SLICE, _SPLIT, _MULTIPLY, _ADD = 0.6, 0.9, 3.6, 3.0, 0.025, 1.5
+_LANES = 16  # columns that a product computes at once
+_LONG = 128  # windows of an image, from which a product for each of its channels pays
+_SPLIT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)  # of SpaceToDepth in onnxruntime
+
+Shape = tuple[int, ...]
+
+
+def correlate(op, x, g, windows: Windows, weight, group: int):
+    """Return the gradient of `weight` (M, C / group, kernel): for each element of the kernel, the
+    sum over batch and windows of g (N, M, windows) times that element of each window of x.
+    """
+    shape, kernel = static(dims(weight)), windows.kernel
+    if shape is None or not kernel or prod(kernel) > _MOST_COLUMNS:
+        swap = [1, 0, *windows.axes]
+        dw = op.Transpose(_convolved(op, x, g, windows, weight, group), perm=swap)
+    else:
+        dw = _products(op, x, g, windows, shape, group)
+    return op.set_type_like(dw, weight)
+
+
+def _products(op, x, g, windows: Windows, shape: Shape, group: int):
+    """Return `correlate` as products of matrices, in the form that is fastest."""
+    have, counts = lengths(x), lengths(g)
+    if windows.pads is None or have is None or counts is None or 0 in counts:
+        return _columns(op, x, g, windows, shape, group)
+    strided, overlapping = max(windows.strides) > 1, prod(windows.kernel) > 1
+    if shape[:2] == (group, 1) and overlapping and (strided or prod(counts) < _LONG):
+        return _sums(op, x, g, windows, shape, counts)
+    if strided and overlapping:
+        splits = group == 1 and _splits(x, windows) and _pays_to_split(windows, shape, counts)
+        return (_split_products if splits else _columns)(op, x, g, windows, shape, group)
+    if strided or (any(windows.pads) and not overlapping):  # only the elements that are in windows
+        x = _part(op, with_padding(op, x, windows), (0,) * len(counts), windows, counts)
+        windows = _unit_windows(windows.kernel)
+    times = _times(windows, shape, counts, group)
+    return min(times, key=lambda form: times[form])(op, x, g, windows, shape, group)
+
+
+def _times(windows: Windows, shape: Shape, counts: Shape, group: int) -> dict[Callable, float]:
+    """Return the ns that each form takes for an image, for windows of stride 1.
+
+    They are within a third of those measured for 3 to 128 channels, 4 to 64 rows and kernels of
+    1 to 5; products of more channels are faster.
+    """
+    m, c, first, inner = shape[0], shape[1], windows.kernel[0], prod(windows.kernel[1:])
+    size, elements, channels = prod(counts), prod(windows.kernel), c * group
+    taller = size + (first - 1) * windows.dilations[0] * prod(counts[1:])
+    added, copied, sliced = _ADD * m * c * elements, elements > 1, inner > 1
+
+    copies = (copied * (first * m + channels) + sliced * inner * channels) * taller
+    multiplied = taller * first * m * inner * _whole_lanes(c)
+    cotangents = _COPY * copies + _MULTIPLY * multiplied + added
+
+    copies = (copied * (1 + elements) + 2 * sliced * inner) * channels * size
+    multiplied = size * first * m * _whole_lanes(c * inner)
+    inputs = _COPY * copies + _MULTIPLY * multiplied + added
+
+    whole = _time_of_columns(shape, size, group, _SLICE)
+    return {_shifted_cotangents: cotangents, _shifted_inputs: inputs, _columns: whole}
+
+
+def _time_of_columns(shape: Shape, size: int, group: int, slicing: float) -> float:
+    """Return the ns that `_columns` takes for an image of `size` windows."""
+    m, channels, elements = shape[0], shape[1] * group, prod(shape[2:])
+    copies = channels + m + (elements > 1) * channels * (1 + elements)
+    sliced = (elements > 1) * slicing * channels * elements
+    return (_SLICE * copies + sliced + 1.3 * _MULTIPLY * m * shape[1] * elements) * size
+
+
+def _pays_to_split(windows: Windows, shape: Shape, counts: Shape) -> bool:
+    """Return whether `_split_products` is faster than `_columns`."""
+    whole, kernel = _of_phases(windows, shape)
+    elements = whole[1] * prod(n + k - 1 for n, k in zip(counts, kernel, strict=True))
+    times = _times(_unit_windows(kernel), whole, counts, 1)
+    split = _SPLIT * elements + min(times.values())
+    return split < _time_of_columns(shape, prod(counts), 1, _STRIDED_SLICE)
+
+
+def _of_phases(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
+    """Return the shape of the weight, and its kernel, of the windows of `_phases`."""
+    stride, n = windows.strides[0], len(windows.strides)
+    kernel = tuple(ceil(k / stride) for k in windows.kernel)
+    return (shape[0], shape[1] * stride**n, *kernel), kernel
+
+
+def _counts(value) -> Shape:
+    """Return the lengths of the spatial axes, which are static."""
+    counts = lengths(value)
+    assert counts is not None
+    return counts
+
+
+def _whole_lanes(columns: int) -> int:
+    return ceil(columns / _LANES) * _LANES
+
+
+def _unit_windows(kernel: Shape) -> Windows:
+    """Return windows of stride 1 without padding and dilation."""
+    none = np.zeros(len(kernel), np.int64)
+    return Windows(kernel, (1,) * len(kernel), (1,) * len(kernel), none, none)
+
+
+def _part(op, x, offset: Shape, windows: Windows, counts: Shape):
+    """Return the element at `offset` of the first `counts` windows of the padded x."""
+    starts = [i * d for i, d in zip(offset, windows.dilations, strict=True)]
+    spans = [(n - 1) * s + 1 for n, s in zip(counts, windows.strides, strict=True)]
+    ends = [start + span for start, span in zip(starts, spans, strict=True)]
+    if lengths(x) == tuple(spans) == counts:
+        return x
+    steps = list(windows.strides) if max(windows.strides) > 1 else None
+    return op.Slice(x, starts, ends, windows.axes, steps)
+
+
+# -- one product for each image and channel group ------------------------------------------------
+
+
+def _shifted_cotangents(op, x, g, windows: Windows, shape: Shape, group: int):
+    """Return `correlate` with g copied for each element of the first axis of the kernel.
+
+    Each copy begins a row later, between rows of zeros, so that a product with all rows of x is one
+    with every window. Along the other axes, x is sliced.
+    """
+    first, step, counts = windows.kernel[0], windows.dilations[0], _counts(g)
+    rows, kept = counts[0] + (first - 1) * step, [0] * len(windows.axes)
+    copies = g
+    if first > 1:
+        apart = op.Pad(g, [0, 0, *kept, 0, 0, first * step, *kept[1:]])
+        copies = op.Concat(*[apart] * (first - 1), g, axis=2)
+    taller = (rows, *counts[1:])
+    copies = _matrices(op, copies, shape[0] * first, prod(taller), group)
+    x, terms = with_padding(op, x, windows), []
+    for offset in product(*map(range, windows.kernel[1:])):
+        part = _part(op, x, (0, *offset), windows, taller)
+        if shape[1] == 1:  # a vector for each group, which needs no Transpose
+            part = _matrices(op, part, prod(taller) * group, 1, group)
+            term = op.ReduceSum(op.MatMul(copies, part), [0], keepdims=0)
+        else:
+            part = _matrices(op, part, shape[1] * group, prod(taller), group)
+            term = _product_of_images(op, copies, part, group)
+        terms.append(op.Reshape(term, [shape[0], first, shape[1], 1]))
+    dw = op.Concat(*terms, axis=3) if len(terms) > 1 else terms[0]
+    return op.Reshape(op.Transpose(dw, perm=[0, 2, 1, 3]) if first > 1 else dw, list(shape))
+
+
+def _shifted_inputs(op, x, g, windows: Windows, shape: Shape, group: int):
+    """Return `correlate` with x copied for each element of the kernel but for its first axis.
+
+    Along the first axis, the copies are sliced, which leaves whole rows.
+    """
+    first, step, counts = windows.kernel[0], windows.dilations[0], _counts(g)
+    rows, rest = counts[0] + (first - 1) * step, prod(counts[1:])
+    x = with_padding(op, x, windows)
+    offsets = list(product(*map(range, windows.kernel[1:])))
+    parts = [_part(op, x, (0, *o), windows, (rows, *counts[1:])) for o in offsets]
+    copies = op.Concat(*parts, axis=2) if len(parts) > 1 else parts[0]
+    copies = op.Reshape(copies, [0, shape[1] * group, len(parts), rows * rest])
+    g, terms = _matrices(op, g, shape[0], prod(counts), group), []
+    for i in range(first):
+        start = i * step * rest
+        part = op.Slice(copies, [start], [start + prod(counts)], [3]) if first > 1 else copies
+        part = _matrices(op, part, shape[1] * group * len(parts), prod(counts), group)
+        term = _product_of_images(op, g, part, group)
+        terms.append(op.Reshape(term, [shape[0], shape[1], 1, len(parts)]))
+    return op.Reshape(op.Concat(*terms, axis=2) if len(terms) > 1 else terms[0], list(shape))
+
+
+def _matrices(op, x, rows: int, columns: int, group: int):
+    """Return x (N, ...) as matrices (N, rows, columns), or (N, group, rows / group, columns)."""
+    lead = [0] if group == 1 else [0, group]
+    return op.Reshape(x, [*lead, rows // group, columns])
+
+
+def _product_of_images(op, a, b, group: int):
+    """Return the sum over the first axis of a bT."""
+    perm = [0, 2, 1] if group == 1 else [0, 1, 3, 2]
+    return op.ReduceSum(op.MatMul(a, op.Transpose(b, perm=perm)), [0], keepdims=0)
+
+
+# -- strides, and one channel for each group -----------------------------------------------------
+
+
+def _splits(x, windows: Windows) -> bool:
+    """Return whether `_phases` covers these windows of static lengths."""
+    one, n = len(set(windows.strides)) == 1 == max(windows.dilations), len(windows.strides)
+    return one and (n == 1 or (n == 2 and x.dtype in _SPLIT_TYPES))
+
+
+def _phases(op, x, channels: int, windows: Windows, counts: Shape):
+    """Return x with strides moved into channels, so that windows have stride 1.
+
+    Channel p C + c has the elements of channel c that are p beyond a multiple of the stride, p
+    counted over all axes. The kernel is longer where its length is no multiple of the stride.
+    """
+    stride, n = windows.strides[0], len(counts)
+    split = [m + ceil(k / stride) - 1 for m, k in zip(counts, windows.kernel, strict=True)]
+    ends = np.array(split) * stride - np.array(_counts(x)) - windows.begin
+    x = with_padding(op, x, padded(windows, windows.begin, ends))
+    if n == 2:
+        phases = op.SpaceToDepth(x, blocksize=stride)
+    else:
+        phases = op.Transpose(op.Reshape(x, [0, channels, *split, stride]), perm=[0, 3, 1, 2])
+        phases = op.Reshape(phases, [0, channels * stride, *split])
+    phases.shape = ir.Shape([x.shape[0], channels * stride**n, *split])
+    return phases
+
+
+def _split_products(op, x, g, windows: Windows, shape: Shape, group: int):
+    """Return `correlate` of strided windows as that of windows of stride 1 on more channels."""
+    stride, n, (whole, kernel) = (
+        windows.strides[0],
+        len(windows.strides),
+        _of_phases(windows, shape),
+    )
+    x = _phases(op, x, shape[1], windows, _counts(g))
+    dw = _products(op, x, g, _unit_windows(kernel), whole, group)
+    dw = op.Reshape(dw, [shape[0], *[stride] * n, shape[1], *kernel])
+    inner = [axis for i in range(n) for axis in (n + 2 + i, 1 + i)]
+    dw = op.Transpose(dw, perm=[0, n + 1, *inner])
+    dw = op.Reshape(dw, [*shape[:2], *(k * stride for k in kernel)])
+    if all(k % stride == 0 for k in windows.kernel):
+        return dw
+    return op.Slice(dw, [0] * n, list(windows.kernel), windows.axes)
+
+
+def _sums(op, x, g, windows: Windows, shape: Shape, counts: Shape):
+    """Return `correlate` where each group has one channel, as sums of elementwise products."""
+    channels, stride, terms = shape[0], windows.strides[0], []
+    splits = stride > 1 and len(counts) == 2 and _splits(x, windows)
+    x = _phases(op, x, channels, windows, counts) if splits else with_padding(op, x, windows)
+    for offset in product(*map(range, windows.kernel)):
+        if splits:
+            (a, p), (b, q) = (divmod(i, stride) for i in offset)
+            start = (p * stride + q) * channels
+            ends = [start + channels, a + counts[0], b + counts[1]]
+            part = op.Slice(x, [start, a, b], ends, [1, 2, 3])
+        else:
+            part = _part(op, x, offset, windows, counts)
+        term = op.ReduceSum(op.Mul(part, g), [0, *windows.axes], keepdims=0)
+        terms.append(op.Reshape(term, [channels, 1]))
+    return op.Reshape(op.Concat(*terms, axis=1), list(shape))
+
+
+# -- any windows -----------------------------------------------------------------------------------
+
+
+def _columns(op, x, g, windows: Windows, shape: Shape, group: int):
+    """Return `correlate` as one product of g and a matrix of all windows, or for large images one
+    for each element of the kernel, channels first.
+    """
+    kernel, swap = windows.kernel, [1, 0, *windows.axes]
+    rows, per_group, *_ = shape
+    x = with_padding(op, op.Transpose(x, perm=swap), windows)
+    columns = [_column(op, x, offset, windows) for offset in product(*map(range, kernel))]
+    if len(columns) > 1 and not is_large(shape, lengths(g)):
+        columns = [op.Concat(*columns, axis=1)]
+    g = op.Reshape(op.Transpose(g, perm=swap), [group, rows // group, -1])
+    stacked = [
+        op.Reshape(c, [group, per_group * prod(kernel) // len(columns), -1]) for c in columns
+    ]
+    products = [op.MatMul(g, op.Transpose(c, perm=[0, 2, 1])) for c in stacked]
+    if len(products) > 1:  # one per element of the kernel
+        products = [op.Concat(*(op.Unsqueeze(p, [-1]) for p in products), axis=-1)]
+    return op.Reshape(products[0], list(shape))
+
+
+def _column(op, x, offset: Shape, windows: Windows):
+    """Return the element at `offset` of every window of the padded x."""
+    starts = [p * d for p, d in zip(offset, windows.dilations, strict=True)]
+    left = [int(e) - 1 - p for p, e in zip(starts, reach(op, windows), strict=True)]
+    if not any(starts) and not any(left) and max(windows.strides) == 1:
+        return x
+    ends = [-m if m else _LAST for m in left]
+    return op.Slice(x, starts, ends, windows.axes, list(windows.strides))
+
+
+def _convolved(op, x, g, windows: Windows, weight, group: int):
+    """Return x convolved with g (N, M, windows): (C / group, M, kernel).
+
+    Batch and channels are exchanged, and so are strides and dilations.
+    """
+    swap = [1, 0, *windows.axes]
+    if group == 1:
+        x = op.Transpose(x, perm=swap)
+    else:  # (N, group, C / group, ...) -> (C / group, group N, ...)
+        space = op.Shape(x, start=2)
+        split = op.Reshape(x, op.Concat([0, group, -1], space, axis=0))
+        split = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in windows.axes)])
+        x = op.Reshape(split, op.Concat([0, -1], space, axis=0))
+    exchanged = Windows((), windows.dilations, windows.strides, windows.begin, windows.end)
+    y = weigh_windows(op, x, op.Transpose(g, perm=swap), exchanged, group)
+    size = list(windows.kernel) or op.Shape(weight, start=2)
+    # y is longer than the kernel if the last elements of x are in no window
+    return op.Slice(y, [0] * len(windows.axes), size, windows.axes)
