@@ -128,8 +128,13 @@ def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any])
     first = shapes[0] if shapes else None
     if first is None:
         return None
-    if op_type in UNARY:
+    if op_type in UNARY or op_type in ("ScatterElements", "ScatterND"):
         return first
+    if op_type == "GatherElements":
+        return shapes[1]
+    if op_type == "Expand":
+        target = constant(inputs[1])
+        return None if target is None else broadcast(first, tuple(target.tolist()))
     if op_type == "Concat":
         return _concatenated(shapes, attributes.get("axis", 0))
     if op_type == "MatMul":
