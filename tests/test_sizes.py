@@ -93,6 +93,13 @@ def test_arithmetic_beyond_int64_is_left_to_onnxruntime():
     prepare(model)
 
 
+def test_numbers_that_do_not_fit_into_int32_are_left_to_onnxruntime():
+    body = """big = Constant<value_ints=[4294967302]>()  b = Cast<to=6>(big)  c = Cast<to=7>(b)
+        one = Constant<value_ints=[-1]>()  s = Concat<axis=0>(one, c)  y = Reshape(x, s)"""
+    x = np.arange(12, dtype=np.float32).reshape(2, 6)
+    np.testing.assert_array_equal(run(gradient(parse("float[N, 6] x", body)), x=x)[1], x)
+
+
 def test_a_causal_mask_of_static_length_has_a_constant_shape():
     body = """n = Shape<start=1, end=2>(x)  s = Concat<axis=0>(n, n)
         ones = ConstantOfShape<value=float[1] {1.0}>(s)  mask = Trilu<upper=0>(ones)

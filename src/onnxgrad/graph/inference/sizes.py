@@ -79,9 +79,7 @@ def _replace(op: Emit, y: ir.Value, elements: Elements) -> None:
     if not whole or not all(isinstance(e, int) for e in elements.flat):
         return
     assert y.dtype is not None
-    array = elements.astype(y.dtype.numpy())
-    if np.array_equal(array, elements):  # no overflow
-        ir.convenience.replace_all_uses_with(y, op.const(array))
+    ir.convenience.replace_all_uses_with(y, op.const(elements.astype(y.dtype.numpy())))
 
 
 def _fold_target(op: Emit, node: ir.Node, elements: Mapping[ir.Value, Elements]) -> None:
@@ -122,7 +120,9 @@ def _evaluated(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Elements
         return None
     if result is None or result.ndim > 1 or result.size > _MOST:
         return None
-    beyond = any(isinstance(e, int) and not -(2**63) <= e < 2**63 for e in result.flat)
+    bits = 32 if node.outputs[0].dtype == ir.DataType.INT32 else 64
+    limit = 1 << (bits - 1)
+    beyond = any(isinstance(e, int) and not -limit <= e < limit for e in result.flat)
     return None if beyond or (result.size and all(e is None for e in result.flat)) else result
 
 
