@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph import sequence_nodes, sequences
+from onnxgrad.graph.parts import joined
 from onnxgrad.graph.shapes import dims, equal, rank, static
 from onnxgrad.graph.writer import Writer
 
@@ -114,7 +115,7 @@ class Emit(Writer):
         """
         if len(terms) > 1 and sequences.is_sequence(terms[0]):
             return sequence_nodes.total(self, terms)
-        return super().total(terms)
+        return super().total(joined(self, terms))
 
     def _filled(self, number: int, x: ir.Value) -> ir.Value:
         if not isinstance(x.type, ir.TensorType):

@@ -6,6 +6,7 @@ are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
@@ -53,6 +54,12 @@ def static(shape: Dims | None) -> tuple[int, ...] | None:
         return None
     lengths = tuple(d for d in shape if isinstance(d, int))
     return lengths if len(lengths) == len(shape) else None
+
+
+def coefficient(symbol: str) -> tuple[int, str]:
+    """Return `(8, "N")` of `"8*N"`, and `(1, "N")` of `"N"`."""
+    match = re.fullmatch(r"(\d+)\*(\w+)", symbol)
+    return (1, symbol) if match is None else (int(match[1]), match[2])
 
 
 def equal(a: Dims | None, b: Dims | None) -> bool:
@@ -123,10 +130,15 @@ def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any])
     first = shapes[0] if shapes else None
     if first is None:
         return None
-    if op_type in UNARY:
+    if op_type in UNARY or op_type in ("ScatterElements", "ScatterND"):
         return first
     if op_type == "Shape":
         return (len(first[attributes.get("start", 0) : attributes.get("end")]),)
+    if op_type == "GatherElements":
+        return shapes[1]
+    if op_type == "Expand":
+        target = constant(inputs[1])
+        return None if target is None else broadcast(first, tuple(target.tolist()))
     if op_type == "Concat":
         return _concatenated(shapes, attributes.get("axis", 0))
     if op_type == "MatMul":
@@ -260,9 +272,10 @@ def _reshaped(shape: Dims, target: list[int], attributes: Mapping[str, Any]) -> 
     symbols = [d for d in before if not isinstance(d, int)]
     inferred: Dim = None
     if all(isinstance(d, int) and d > 0 for d in after):
-        factor, remainder = divmod(prod(sizes), prod(after))  # type: ignore[arg-type]
+        times, symbol = coefficient(symbols[0]) if symbols and symbols[0] else (1, None)
+        factor, remainder = divmod(prod(sizes) * times, prod(after))  # type: ignore[arg-type]
         if remainder == 0 and not symbols:
             inferred = factor
-        elif remainder == 0 and len(symbols) == 1 and symbols[0] is not None:
-            inferred = symbols[0] if factor == 1 else f"{factor}*{symbols[0]}"
+        elif remainder == 0 and len(symbols) == 1 and symbol is not None:
+            inferred = symbol if factor == 1 else f"{factor}*{symbol}"
     return tuple(inferred if d == -1 else d for d in result)

@@ -15,6 +15,8 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.native.products import transposed_operands
+from onnxgrad.native.factors import factor_out
+from onnxgrad.native.scatter import scatter_rows
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -33,7 +35,11 @@ class Target:
 
 
 # each rewrites the nodes of one graph in place, and leaves alone what it does not improve
-PASSES: tuple[Callable[[Emit, Target], None], ...] = (transposed_operands,)
+PASSES: tuple[Callable[[Emit, Target], None], ...] = (
+    scatter_rows,
+    factor_out,
+    transposed_operands,
+)
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:

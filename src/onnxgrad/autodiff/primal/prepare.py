@@ -21,6 +21,7 @@ from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows
 from onnxgrad.graph.inference.loop_states import note_ranks
+from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import complete_stated, forget_stated
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import detach, tidy
@@ -87,6 +88,7 @@ def prepare(
     ):
         infer(model, trust_branches)
         _lower(model, table, keep)
+    fold_sizes(model.graph)
     _drop_imports(model)
     _free_outputs(model)
     if all(exists(n, NEWEST_OPSET) for n in model.graph.all_nodes()):

@@ -5,11 +5,12 @@ At a kink the slope is that of PyTorch: Relu, LeakyRelu, Elu, ... take the slope
 
 from __future__ import annotations
 
-from math import pi, sqrt
+from math import log, pi, sqrt
 
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.registry import elementwise, rule
+from onnxgrad.graph.shapes import rank
 
 elementwise(
     # Two casts, as onnxruntime's Sign takes several times as long on large tensors.
@@ -109,7 +110,7 @@ def gelu(op, node, g):
         inner = c * (1.0 + 3 * 0.044715 * (x * x))
         return (g * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner),)
     normal = 0.5 * (1.0 + op.Erf(x / sqrt(2)))
-    return (g * (normal + x * op.Exp(-0.5 * (x * x)) / sqrt(2 * pi)),)
+    return (g * (normal + x * op.Exp(-0.5 * log(2 * pi) - 0.5 * (x * x))),)
 
 
 @rule("Softmax")
@@ -139,6 +140,28 @@ def _is_selected(y) -> bool:
 
 @rule("LogSoftmax")
 def log_softmax(op, node, g):
-    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
-    axis = node.attributes.get_int("axis", -1)
-    return (g - op.Exp(node.outputs[0]) * op.ReduceSum(g, [axis], keepdims=1),)
+    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis.
+
+    Where g is zeros with u at the index of a label, it is u that is summed, and added to the rest.
+    """
+    (y,), axis = node.outputs, node.attributes.get_int("axis", -1)
+    label = _label(op, g, axis)
+    if label is None:
+        return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)
+    i, u = label
+    others = op.Exp(y) * -op.ReduceSum(u, [axis], keepdims=1)
+    return (op.ScatterElements(others, i, u, axis=axis, reduction="add"),)
+
+
+def _label(op, g, axis: int):
+    """Return i and u if `g` is zeros with u added at the indices i along `axis`, else None."""
+    node, n = g.producer(), rank(g)
+    if node is None or node.domain or node.op_type != "ScatterElements" or n is None:
+        return None
+    zeros, i, u = node.inputs
+    filled = zeros.producer()
+    if filled is None or filled.op_type != "Expand" or not op.is_all(filled.inputs[0], 0):
+        return None
+    same_axis = node.attributes.get_int("axis", 0) % n == axis % n
+    added = node.attributes.get_string("reduction", "none") == "add"
+    return (i, u) if same_axis and added else None

@@ -6,7 +6,7 @@ Clip passes the gradient at its bounds.
 
 from __future__ import annotations
 
-from math import pi, sqrt
+from math import log, pi, sqrt
 
 import numpy as np
 
@@ -32,7 +32,7 @@ elementwise(
     Asinh=lambda op, x, y: 1.0 / op.Sqrt(x * x + 1.0),
     Acosh=lambda op, x, y: 1.0 / (op.Sqrt(x - 1.0) * op.Sqrt(x + 1.0)),
     Atanh=lambda op, x, y: 1.0 / ((1.0 - x) * (1.0 + x)),
-    Erf=lambda op, x, y: 2.0 / sqrt(pi) * op.Exp(-(x * x)),
+    Erf=lambda op, x, y: op.Exp(log(2.0 / sqrt(pi)) - x * x),
 )
 
 

@@ -33,7 +33,8 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     terms, dweights = [], None
     if g is not None:
         t, share, dweights = _labels(op, node, g, log)
-        terms += [op.Exp(log) * share, _scattered(op, log, t, -share)]
+        others = op.Exp(log) * share
+        terms.append(op.ScatterElements(others, t, -share, axis=1, reduction="add"))
     if gf is not None:
         terms.append(gf - op.Exp(log) * op.ReduceSum(gf, [1], keepdims=1))
     return narrowed(op, [op.total(terms), None, dweights], node.inputs)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import attributes_of, positions_of, wide
 from onnxgrad.autodiff.rules.registry import rule
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.shapes import dims, rank, static
 
 
 @rule("Identity")
@@ -139,20 +139,36 @@ def gather(op, node, g):
     """y = x[i]:  dx = zeros with g added at i."""
     x, i = node.inputs
     axis = node.attributes.get_int("axis", 0)
-    shape, index = dims(x), op.known_value(i)
-    if index is not None and index.ndim == 0 and shape is not None:
-        n, index = op.dim(x, axis), int(index)
-        axis %= len(shape)
-        before, after = [0] * len(shape), [0] * len(shape)
-        begin, end = (index, n - (index + 1)) if index >= 0 else (n + index, -1 - index)
-        before[axis], after[axis] = begin, end
-        return op.Pad(op.Unsqueeze(g, [axis]), op.vector(*before, *after)), None
+    shape, pads = dims(x), _pads_of_gather(op, node)
+    if pads is not None:
+        part = op.Unsqueeze(g, [axis]) if rank(i) == 0 else g
+        whole = isinstance(pads, list) and not any(pads)
+        return part if whole else op.Pad(part, pads), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
         row = None if shape is None else static(shape[1:])
         if row is not None and prod(row):
             return _scattered_rows(op, x, i, g, row), None
         return scatter_rows(op, x, i, g), None
     return moved(op, node, g), None
+
+
+def _pads_of_gather(op, node):
+    """Return the padding that is the adjoint of a Gather, or None.
+
+    That is for a constant index, or for constant indices that follow one another.
+    """
+    x, i = node.inputs
+    shape, index, axis = dims(x), op.known_value(i), node.attributes.get_int("axis", 0)
+    if shape is None or index is None or index.ndim > 1 or not index.size:
+        return None
+    first, last = int(index.flat[0]), int(index.flat[-1])
+    if first < 0 <= last or not np.array_equal(index.flat, range(first, last + 1)):
+        return None
+    n, axis = op.dim(x, axis), axis % len(shape)
+    before, after = [0] * len(shape), [0] * len(shape)
+    ends = (first, n - (last + 1)) if first >= 0 else (n + first, -1 - last)
+    before[axis], after[axis] = ends
+    return op.vector(*before, *after)
 
 
 def scatter_rows(op, x, i, g):

@@ -92,11 +92,12 @@ def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
         if not before:
             stack.pop()
             if top is not node and top not in done:
-                _infer_node(top, opset)
+                infer_node(top, opset)
                 done.add(top)
 
 
-def _infer_node(node: ir.Node, opset: int) -> None:
+def infer_node(node: ir.Node, opset: int) -> None:
+    """Set the unknown types and shapes of the outputs of `node`, from those of its inputs."""
     if node.domain or not defs.has(node.op_type, opset):
         return
     inputs = [x for x in node.inputs if x is not None]
