@@ -14,6 +14,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.native.blocked import blocked_convolutions
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -32,7 +33,7 @@ class Target:
 
 
 # each rewrites the nodes of one graph in place, and leaves alone what it does not improve
-PASSES: tuple[Callable[[Emit, Target], None], ...] = ()
+PASSES: tuple[Callable[[Emit, Target], None], ...] = (blocked_convolutions,)
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:
