@@ -233,7 +233,7 @@ def _elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
     blocks, rows, down, columns, cell = dims(y) or ()
     if down > k or columns > m:
         y = op.Slice(y, [0, 0], [k, columns], [2, 3], [1, d])
-    y = op.Transpose(layout.view(y, [blocks, rows, k * m, cell]), perm=[0, 1, 3, 2])
-    if blocks > 1:
-        y = op.Transpose(y, perm=[1, 0, 2, 3])
+    if blocks > 1:  # onnxruntime joins two Transposes into a slow one
+        y = op.Transpose(layout.view(y, [blocks, rows, k * m * cell]), perm=[1, 0, 2])
+    y = op.Transpose(layout.view(y, [rows * blocks, k * m, cell]), perm=[0, 2, 1])
     return layout.view(y, [rows, blocks * cell, k, m])
