@@ -13,6 +13,7 @@ from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
 from onnxgrad.native.blocked_layout import Layout, block_size
+from onnxgrad.native.blocked_pointwise import between_convolutions
 
 _SEARCHED = 400  # nodes that a weight gradient consists of, at most
 
@@ -45,6 +46,8 @@ def _rewrite(layout: Layout, node: ir.Node) -> None:
         blocked = form(layout, node, x, w, bias)
         if blocked is not None:
             layout.replace(y, blocked)
+    else:
+        between_convolutions(layout, node)
 
 
 def _is_image(x: ir.Value | None) -> bool:

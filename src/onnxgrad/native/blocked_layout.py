@@ -108,6 +108,10 @@ class Layout:
         self._blocked[result] = y
         return result
 
+    def note(self, x: ir.Value, blocked: ir.Value) -> None:
+        """Remember that `blocked` is `x` in blocks."""
+        self._blocked[x] = blocked
+
     def replace(self, old: ir.Value, blocked: ir.Value) -> None:
         """Replace `old` by `blocked`, the same value in blocks."""
         blocked.shape = old.shape
@@ -156,6 +160,11 @@ class Layout:
         inputs = [x, weight] if bias is None else [x, weight, bias]
         shape = ((dims(x) or (None,))[0], (dims(weight) or ())[0], *pixels)
         return self._written("Conv", inputs, attributes, shape)
+
+    def mean_of_pixels(self, x: ir.Value) -> ir.Value:
+        """Return the means (N, C) of the pixels of `x`, which is in blocks."""
+        shape = (dims(x) or (None, None))[:2]
+        return self.view(self._written("GlobalAveragePool", [x], {}, (*shape, 1, 1)), [0, shape[1]])
 
     def filter(self, weight: ir.Value) -> ir.Value:
         """Return the weight (M, C, kernel) of a convolution, in blocks.

@@ -1,0 +1,124 @@
+"""What is between convolutions, in blocks of channels, so that nothing is reordered there."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.operators import ELEMENTWISE
+from onnxgrad.graph.shapes import Dims, constant, dims, equal, static
+from onnxgrad.native.blocked_layout import Layout
+
+_FLOAT = ir.DataType.FLOAT
+
+
+def between_convolutions(layout: Layout, node: ir.Node) -> None:
+    """Rewrite a node whose operands are in blocks already, if it has a form for blocks."""
+    y, first = node.outputs[0], next(iter(node.inputs), None)
+    if node.domain or first is None or not _all_in_blocks(layout, node):
+        return
+    if node.op_type == "ReduceSum":
+        _sum_per_channel(layout, node, first)
+    elif node.op_type == "BatchNormalization" and first.dtype == _FLOAT:
+        _normalization(layout, node, first)
+    elif node.op_type == "Concat" and node.attributes.get_int("axis", 0) in (1, -3):
+        _on_blocks(layout, node, y)
+    elif node.op_type in ("Add", "Mul") and any(_is_per_channel(v, dims(y)) for v in node.inputs):
+        _per_channel(layout, node)
+    elif node.op_type in ELEMENTWISE and all(_keeps_order(v, dims(y)) for v in node.inputs):
+        _on_blocks(layout, node, y)
+
+
+def _all_in_blocks(layout: Layout, node: ir.Node) -> bool:
+    """Return whether all operands of more than one number per channel are in blocks."""
+    images = [v for v in node.inputs if len(dims(v) or ()) == 4 and _count(v) != 1]
+    images = [v for v in images if not _is_per_channel(v, (None, (dims(v) or ())[1], 2, 2))]
+    return bool(images) and all(layout.has(v) for v in images if v is not None)
+
+
+def _count(x: ir.Value | None) -> int | None:
+    """Return 1 if `x` has one element, else None."""
+    shape = dims(x)
+    return 1 if shape is not None and all(d == 1 for d in shape) else None
+
+
+def _keeps_order(x: ir.Value | None, shape: Dims | None) -> bool:
+    """Return whether the elements of an operand are where those of the result are, or one."""
+    return x is None or _count(x) == 1 or equal(dims(x), shape)
+
+
+def _is_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
+    """Return whether `x` is of shape [C, 1, 1] or [1, C, 1, 1], where `shape` is (N, C, H, W)."""
+    own = dims(x)
+    if own is None or shape is None or len(shape) != 4 or shape[1] in (1, None):
+        return False
+    return own in ((shape[1], 1, 1), (1, shape[1], 1, 1))
+
+
+def _on_blocks(layout: Layout, node: ir.Node, y: ir.Value) -> None:
+    """Apply the operator of `node` to its operands in blocks."""
+    inputs = [layout.blocked(v) if v is not None and layout.has(v) else v for v in node.inputs]
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    result = layout.op.emit(node.op_type, inputs, attributes)
+    layout.op.set_type_like(result, y)
+    if y.dtype == _FLOAT:
+        layout.replace(y, result)
+    else:  # a mask cannot be reordered; the plain one is removed if nothing reads it
+        layout.note(y, result)
+
+
+def _per_channel(layout: Layout, node: ir.Node) -> None:
+    """Write a sum or product with a number per channel as a convolution of 1 x 1."""
+    y = node.outputs[0]
+    a, b = node.inputs
+    if a is None or b is None or _is_per_channel(a, dims(y)) and _is_per_channel(b, dims(y)):
+        return
+    x, other = (b, a) if _is_per_channel(a, dims(y)) else (a, b)
+    if not layout.has(x) or not equal(dims(x), dims(y)):
+        return
+    channels = (dims(y) or ())[1]
+    flat = layout.view(other, [channels])
+    if node.op_type == "Mul":
+        _affine(layout, y, x, flat, None)
+    else:
+        _affine(layout, y, x, None, flat)
+
+
+def _normalization(layout: Layout, node: ir.Node, x: ir.Value) -> None:
+    """Write a BatchNormalization in inference form as a convolution of 1 x 1."""
+    y, op = node.outputs[0], layout.op
+    _, scale, bias, mean, var = node.inputs
+    if len(node.outputs) > 1 or node.attributes.get_int("training_mode", 0):
+        return
+    if scale is None or any(v is None or v.dtype != _FLOAT for v in node.inputs):
+        return
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
+    _affine(layout, y, x, factor, op.Sub(bias, op.Mul(mean, factor)))
+
+
+def _affine(
+    layout: Layout, y: ir.Value, x: ir.Value, factor: ir.Value | None, bias: ir.Value | None
+) -> None:
+    """Replace `y` by x * factor + bias, which are numbers per channel."""
+    channels, *pixels = (dims(x) or ())[1:]
+    factor = layout.op.const(np.ones(channels, np.float32)) if factor is None else factor
+    weight = layout.view(factor, [channels, 1, 1, 1])
+    attributes = {"group": channels, "kernel_shape": [1, 1]}
+    layout.replace(y, layout.convolve(layout.blocked(x), weight, pixels, attributes, bias))
+
+
+def _sum_per_channel(layout: Layout, node: ir.Node, x: ir.Value) -> None:
+    """Write a sum over batch and pixels as a sum over the batch of the means of images."""
+    y, op = node.outputs[0], layout.op
+    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    pixels = static((dims(x) or ())[2:])
+    if axes is None or pixels is None or x.dtype != _FLOAT or y.shape is None:
+        return
+    if sorted(int(a) % 4 for a in axes.ravel()) != [0, 2, 3]:
+        return
+    channels = (dims(x) or ())[1]
+    means = layout.mean_of_pixels(layout.blocked(x))
+    total = op.Mul(op.ReduceSum(means, [0], keepdims=0), float(pixels[0] * pixels[1]))
+    shape = [1, channels, 1, 1] if node.attributes.get_int("keepdims", 1) else [channels]
+    layout.replace_plain(y, layout.view(total, shape))
