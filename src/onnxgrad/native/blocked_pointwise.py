@@ -23,7 +23,7 @@ def between_convolutions(layout: Layout, node: ir.Node) -> None:
         _normalization(layout, node, first)
     elif node.op_type == "Concat" and node.attributes.get_int("axis", 0) in (1, -3):
         _on_blocks(layout, node, y)
-    elif node.op_type in ("Add", "Mul") and any(_is_per_channel(v, dims(y)) for v in node.inputs):
+    elif node.op_type in ("Add", "Mul", "Sub") and any(_is_per_channel(v, dims(y)) for v in node.inputs):
         _per_channel(layout, node)
     elif node.op_type in ELEMENTWISE and all(_keeps_order(v, dims(y)) for v in node.inputs):
         _on_blocks(layout, node, y)
@@ -68,20 +68,21 @@ def _on_blocks(layout: Layout, node: ir.Node, y: ir.Value) -> None:
 
 
 def _per_channel(layout: Layout, node: ir.Node) -> None:
-    """Write a sum or product with a number per channel as a convolution of 1 x 1."""
-    y = node.outputs[0]
-    a, b = node.inputs
-    if a is None or b is None or _is_per_channel(a, dims(y)) and _is_per_channel(b, dims(y)):
+    """Write a sum, difference or product with a number per channel as a convolution of 1 x 1."""
+    op, y, (a, b) = layout.op, node.outputs[0], node.inputs
+    left = _is_per_channel(a, dims(y))
+    x, other = (b, a) if left else (a, b)
+    if x is None or other is None or not layout.has(x) or not equal(dims(x), dims(y)):
         return
-    x, other = (b, a) if _is_per_channel(a, dims(y)) else (a, b)
-    if not layout.has(x) or not equal(dims(x), dims(y)):
-        return
-    channels = (dims(y) or ())[1]
-    flat = layout.view(other, [channels])
+    numbers = layout.view(other, [(dims(y) or ())[1]])
     if node.op_type == "Mul":
-        _affine(layout, y, x, flat, None)
+        _affine(layout, y, x, numbers, None)
+    elif node.op_type == "Add":
+        _affine(layout, y, x, None, numbers)
+    elif left:
+        _affine(layout, y, x, _filled(layout, x, -1), numbers)
     else:
-        _affine(layout, y, x, None, flat)
+        _affine(layout, y, x, None, op.Neg(numbers))
 
 
 def _normalization(layout: Layout, node: ir.Node, x: ir.Value) -> None:
@@ -102,10 +103,15 @@ def _affine(
 ) -> None:
     """Replace `y` by x * factor + bias, which are numbers per channel."""
     channels, *pixels = (dims(x) or ())[1:]
-    factor = layout.op.const(np.ones(channels, np.float32)) if factor is None else factor
+    factor = _filled(layout, x, 1) if factor is None else factor
     weight = layout.view(factor, [channels, 1, 1, 1])
     attributes = {"group": channels, "kernel_shape": [1, 1]}
     layout.replace(y, layout.convolve(layout.blocked(x), weight, pixels, attributes, bias))
+
+
+def _filled(layout: Layout, x: ir.Value, number: float) -> ir.Value:
+    """Return `number` for each channel of `x`."""
+    return layout.op.const(np.full((dims(x) or ())[1], number, np.float32))
 
 
 def _sum_per_channel(layout: Layout, node: ir.Node, x: ir.Value) -> None:
