@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.native.blocked import blocked_convolutions
+from onnxgrad.native.side_by_side import images_side_by_side
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -33,13 +34,12 @@ class Target:
 
 
 # each rewrites the nodes of one graph in place, and leaves alone what it does not improve
-PASSES: tuple[Callable[[Emit, Target], None], ...] = (blocked_convolutions,)
+PASSES: tuple[Callable[[Emit, Target], None], ...] = (blocked_convolutions, images_side_by_side)
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:
     """Rewrite `graph` in place into the form that is fastest on `target`; other devices keep it."""
     if target.device.kind != "cpu":
         return
-    op = Emit(graph)
     for rewrite in PASSES:
-        rewrite(op, target)
+        rewrite(Emit(graph), target)  # nodes of another pass may be further down

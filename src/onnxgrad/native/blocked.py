@@ -9,11 +9,12 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import WEIGHT_GRADIENT
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
-from onnxgrad.native.blocked_layout import Layout, block_size
+from onnxgrad.native.blocked_layout import Layout, block_size, sizes
 from onnxgrad.native.blocked_pointwise import between_convolutions
+from onnxgrad.native.side_by_side import FEW
 
 _SEARCHED = 400  # nodes that a weight gradient consists of, at most
 
@@ -40,7 +41,9 @@ def _rewrite(layout: Layout, node: ir.Node) -> None:
         _weight_gradient(layout, y)
     elif node.op_type in ("Conv", "ConvTranspose") and not node.domain:
         x, w, bias = (*node.inputs, None)[:3]
-        if not _is_image(x) or not _is_image(w) or static(dims(w)) is None:
+        if x is None or w is None or not _is_image(x) or not _is_image(w):
+            return
+        if static(sizes(w)) is None:
             return
         form = _convolution if node.op_type == "Conv" else _transposed_convolution
         blocked = form(layout, node, x, w, bias)
@@ -57,24 +60,23 @@ def _is_image(x: ir.Value | None) -> bool:
 
 def _pays(layout: Layout, x: ir.Value, weight: ir.Value) -> bool:
     """Return whether blocks are faster: not to multiply pixel by pixel, nor for few pixels."""
-    *_, height, width = dims(x) or ()
-    kernel = (dims(weight) or ())[2:]
-    if layout.has(x):
-        return True
-    few = isinstance(height, int) and isinstance(width, int) and height * width < 16
-    return prod(kernel) > 1 and not few
+    *_, height, width = sizes(x)
+    kernel = sizes(weight)[2:]
+    few = isinstance(height, int) and isinstance(width, int) and height * width < FEW
+    return not few and (prod(kernel) > 1 or layout.has(x))
 
 
 def _convolution(
     layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
 ) -> ir.Value | None:
-    rows, per_group, *_ = static(dims(w)) or ()
-    channels, group = (dims(x) or ())[1], node.attributes.get_int("group", 1)
+    rows, per_group, *_ = sizes(w)
+    channels, group = sizes(x)[1], node.attributes.get_int("group", 1)
     by_channel = group == rows == channels and per_group == 1
     plain = group == 1 and isinstance(channels, int) and channels < layout.block
-    if not layout.fits(rows) or not (plain or (layout.fits(channels) and by_channel | (group == 1))):
+    in_blocks = layout.fits(channels) and (by_channel or group == 1)
+    if not layout.fits(rows) or not (plain or in_blocks) or not _pays(layout, x, w):
         return None
-    if not _pays(layout, x, w):
+    if constant(w) is not None:  # onnxruntime's optimizer does it, and reorders the weight once
         return None
     attributes = {a.name: a.value for a in node.attributes.values()}
     operand = x if plain else layout.blocked(x)
@@ -85,9 +87,9 @@ def _convolution(
 def _transposed_convolution(
     layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
 ) -> ir.Value | None:
-    rows, per_group, *kernel = static(dims(w)) or ()
+    rows, per_group, *kernel = sizes(w)
     get, group = node.attributes.get_ints, node.attributes.get_int("group", 1)
-    pixels, counts = static((dims(node.outputs[0]) or (None,))[2:]), static((dims(x) or ())[2:])
+    pixels, counts = static(sizes(node.outputs[0])[2:]), static(sizes(x)[2:])
     if bias is not None or "output_shape" in node.attributes or not pixels or not counts:
         return None
     if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
@@ -105,21 +107,20 @@ def _transposed_convolution(
 def _weight_gradient(layout: Layout, dw: ir.Value) -> None:
     x, g, windows, group = dw.meta[WEIGHT_GRADIENT]
     x, g = layout.current(x), layout.current(g)
-    shapes = [static((dims(v) or ())[1:]) for v in (x, g)]
+    shapes = [static(sizes(v)[1:]) for v in (x, g)]
     if not (_is_image(x) and _is_image(g) and _is_image(dw) and all(shapes)):
         return
-    rows, per_group, *kernel = static(dims(dw)) or (0, 0)
-    channels = dims(x)[1]
+    rows, per_group, *kernel = sizes(dw)
+    channels, counts = sizes(x)[1], sizes(g)[2:]
     by_channel = group == rows == channels and per_group == 1
     if not layout.fits(rows) or not (by_channel or group == 1):
         return
     pads = windows.pads
     if pads is None or not kernel or not _reads(dw, {x, g}):
         return
-    if not (layout.has(x) and layout.has(g)) and (prod(kernel) == 1 or prod(shapes[1][1:]) < 16):
+    if not (layout.has(x) and layout.has(g)) and (prod(kernel) == 1 or prod(counts) < FEW):
         return
-    begin = pads[:2]
-    own = Windows(kernel, windows.strides, windows.dilations, begin)
+    own = Windows(kernel, windows.strides, windows.dilations, pads[:2])
     layout.replace_plain(dw, correlated(layout, x, g, dw, own, group))
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.shapes import dims
-from onnxgrad.native.blocked_layout import Layout, Pixels
+from onnxgrad.native.blocked_layout import Layout, Pixels, sizes
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class _Axis:
 
 
 def _numbers(g: ir.Value, windows: Windows, pixels: Pixels) -> tuple[Any, ...]:
-    counts = (dims(g) or ())[2:]
+    counts = sizes(g)[2:]
     w = windows
     return counts, w.kernel, w.strides, w.dilations, w.begin, pixels
 
@@ -83,16 +82,16 @@ def _axis(count: int, kernel: int, stride: int, dilation: int, begin: int, lengt
 def _turned(layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_Axis]) -> ir.Value:
     """Return the filter (strides C, M, taps) of a transposed convolution, in blocks."""
     op, b = layout.op, layout.block
-    rows, channels, *kernel = dims(weight) or ()
+    rows, channels, *kernel = sizes(weight)
     strides = windows.strides
-    sizes = [a.taps * s for a, s in zip(axes, strides, strict=True)]
-    back = [n - k - a.front for n, k, a in zip(sizes, kernel, axes, strict=True)]
-    if sizes != kernel:
+    lengths = [a.taps * s for a, s in zip(axes, strides, strict=True)]
+    back = [n - k - a.front for n, k, a in zip(lengths, kernel, axes, strict=True)]
+    if lengths != kernel:
         weight = op.Pad(weight, [0, 0, *(a.front for a in axes), 0, 0, *back])
-        weight.shape = ir.Shape([rows, channels, *sizes])
+        weight.shape = ir.Shape([rows, channels, *lengths])
     cells = layout.taps(weight)
     order = [
-        (u * strides[0] + r) * sizes[1] + v * strides[1] + q
+        (u * strides[0] + r) * lengths[1] + v * strides[1] + q
         for r, q in product(*map(range, strides))
         for u, v in product(*(range(a.taps)[::-1] for a in axes))
     ]
@@ -107,7 +106,7 @@ def _turned(layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_
 def _interleaved(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pixels) -> ir.Value:
     """Return y (N, strides C, counts) with its elements between each other: (N, C, pixels)."""
     op, b = layout.op, layout.block
-    _, channels, *counts = dims(y) or ()
+    _, channels, *counts = sizes(y)
     blocks = channels // prod(strides) // b
     cells = layout.view(y, [0, *strides, blocks, *counts, b])
     cells = op.Transpose(cells, perm=[0, 3, 4, 1, 5, 2, 6])
@@ -126,7 +125,7 @@ def _transposed_by_channel(
     With strides, zeros go between the elements of g: the products are few.
     """
     op, b = layout.op, layout.block
-    channels = (dims(weight) or ())[0]
+    channels = sizes(weight)[0]
     counts, _, strides, *_ = _numbers(g, windows, pixels)
     extents = [(k - 1) * d for k, d in zip(windows.kernel, windows.dilations, strict=True)]
     begin = [e - p for e, p in zip(extents, windows.begin, strict=True)]
@@ -157,10 +156,10 @@ def correlated(
     whole images. For 32 images (16, 32, 32) and 3 x 3, it takes 5 ms, and a product of matrices
     over copies of all windows 14 ms.
     """
-    op, b = layout.op, layout.block
-    _, channels, *lengths = dims(x) or ()
-    rows, _, *kernel = dims(weight) or ()
-    counts = (dims(g) or ())[2:]
+    b = layout.block
+    _, channels, *lengths = sizes(x)
+    rows, _, *kernel = sizes(weight)
+    counts = sizes(g)[2:]
     (s, across), (d, _), (top, left) = windows.strides, windows.dilations, windows.begin
     reach = [(k - 1) * n + 1 for k, n in zip(kernel, windows.dilations, strict=True)]
     pitch = max(-(-(lengths[0] + top) // s), -(-((counts[0] - 1) * s + reach[0] - top) // s))
@@ -191,7 +190,7 @@ def correlated(
 
 def _columns(layout: Layout, x: ir.Value) -> ir.Value:
     """Return x as (N, C / cell, H, W, cell), where the cell is a block, or all channels."""
-    if layout.fits((dims(x) or ())[1]):
+    if layout.fits(sizes(x)[1]):
         return layout.cells(layout.blocked(x))
     return layout.op.Unsqueeze(layout.op.Transpose(x, perm=[0, 2, 3, 1]), [1])
 
@@ -201,14 +200,14 @@ def _padded(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> ir.V
         return cells
     pads = [0, 0, *begin, 0, 0, 0, *end, 0]
     y = layout.op.Pad(cells, pads)
-    shape = [d + p + q for d, p, q in zip((dims(cells) or ())[1:], pads[1:5], pads[6:], strict=True)]
-    y.shape = ir.Shape([(dims(cells) or ())[0], *shape])
+    shape = [d + p + q for d, p, q in zip(sizes(cells)[1:], pads[1:5], pads[6:], strict=True)]
+    y.shape = ir.Shape([sizes(cells)[0], *shape])
     return y
 
 
 def _by_channel(layout: Layout, cells: ir.Value) -> ir.Value:
     """Return (N, C / block, ...) as (C / block, N, ...)."""
-    if (dims(cells) or ())[1] == 1:
+    if sizes(cells)[1] == 1:
         return cells
     return layout.op.Transpose(cells, perm=[1, 0, 2, 3, 4])
 
@@ -230,7 +229,7 @@ def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:
 def _elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
     """Return y (C / cell, M, rows, columns, cell) as (M, C, kernel), without rows beyond it."""
     op, (k, m), d = layout.op, windows.kernel, windows.dilations[1]
-    blocks, rows, down, columns, cell = dims(y) or ()
+    blocks, rows, down, columns, cell = sizes(y)
     if down > k or columns > m:
         y = op.Slice(y, [0, 0], [k, columns], [2, 3], [1, d])
     if blocks > 1:  # onnxruntime joins two Transposes into a slow one

@@ -38,7 +38,7 @@ def block_size() -> int:
     for block in (16, 8):
         try:
             plain, blocked = _both(x, w, block)
-        except Exception:  # noqa: BLE001, S112 - whatever it is, the plain form works
+        except Exception:
             continue
         if np.allclose(plain, blocked, rtol=1e-3, atol=1e-3):
             return block
@@ -67,6 +67,11 @@ def _both(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
         proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     return running.run(None, {"x": x, "w": w})
+
+
+def sizes(x: ir.Value | None) -> tuple[Any, ...]:
+    """Return the dimensions of `x`, of which the caller has seen that they are there."""
+    return dims(x) or ()
 
 
 class Layout:
@@ -102,8 +107,7 @@ class Layout:
 
     def plain(self, y: ir.Value) -> ir.Value:
         """Return `y`, which is in blocks, in the plain layout."""
-        assert y.shape is not None
-        attributes = {"channels": y.shape[1], "channels_last": 0}
+        attributes = {"channels": sizes(y)[1], "channels_last": 0}
         result = self._written("ReorderOutput", [y], attributes, dims(y))
         self._blocked[result] = y
         return result
@@ -131,15 +135,15 @@ class Layout:
 
     def cells(self, x: ir.Value) -> ir.Value:
         """Return `x`, which is in blocks, as the tensor (N, C / block, H, W, block)."""
-        _, channels, *pixels = dims(x) or ()
+        _, channels, *pixels = sizes(x)
         return self.view(x, [0, channels // self.block, *pixels, self.block])
 
     def view(self, x: ir.Value, shape: Sequence[int | ir.Value]) -> ir.Value:
         """Return `x` in another shape: 0 copies a length, one of -1 is inferred."""
         y = self.op.Reshape(x, self.op.vector(*shape))
-        if y.shape is None or None in (dims(y) or ()):
+        if y.shape is None or None in sizes(y):
             old = dims(x) or (None,) * len(shape)
-            kept = [old[i] if d == 0 else d for i, d in enumerate(shape)]
+            kept: list[Any] = [old[i] if d == 0 else d for i, d in enumerate(shape)]
             y.shape = ir.Shape([d if isinstance(d, str) or _is_length(d) else None for d in kept])
         return y
 
@@ -158,12 +162,12 @@ class Layout:
         `x` is in blocks too, or has fewer channels than a block. The result has these `pixels`.
         """
         inputs = [x, weight] if bias is None else [x, weight, bias]
-        shape = ((dims(x) or (None,))[0], (dims(weight) or ())[0], *pixels)
+        shape = (sizes(x)[0], sizes(weight)[0], *pixels)
         return self._written("Conv", inputs, attributes, shape)
 
     def mean_of_pixels(self, x: ir.Value) -> ir.Value:
         """Return the means (N, C) of the pixels of `x`, which is in blocks."""
-        shape = (dims(x) or (None, None))[:2]
+        shape = sizes(x)[:2]
         return self.view(self._written("GlobalAveragePool", [x], {}, (*shape, 1, 1)), [0, shape[1]])
 
     def filter(self, weight: ir.Value) -> ir.Value:
@@ -173,7 +177,7 @@ class Layout:
         else (M / block, C, kernel, block of M), as the convolution has one channel a group, or
         plain channels.
         """
-        rows, channels, *kernel = dims(weight) or ()
+        rows, channels, *kernel = sizes(weight)
         taps, b = prod(kernel), self.block
         flat = self.view(weight, [1, rows, channels * taps, 1])
         cells = self._reordered(flat, (1, rows, channels * taps, 1))
@@ -184,7 +188,7 @@ class Layout:
 
     def taps(self, weight: ir.Value) -> ir.Value:
         """Return the weight (M, C, kernel) as (M, C / block, elements of the kernel, block)."""
-        rows, channels, *kernel = dims(weight) or ()
+        rows, channels, *kernel = sizes(weight)
         shape = (rows, channels, prod(kernel), 1)
         cells = self._reordered(self.view(weight, list(shape)), shape)
         return self.view(cells, [rows, channels // self.block, prod(kernel), self.block])

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.shapes import Dims, constant, dims, equal, static
-from onnxgrad.native.blocked_layout import Layout
+from onnxgrad.native.blocked_layout import Layout, sizes
 
 _FLOAT = ir.DataType.FLOAT
 
@@ -17,22 +17,26 @@ def between_convolutions(layout: Layout, node: ir.Node) -> None:
     y, first = node.outputs[0], next(iter(node.inputs), None)
     if node.domain or first is None or not _all_in_blocks(layout, node):
         return
+    real = all(v is None or v.dtype == _FLOAT for v in (*node.inputs, y))
+    axis = node.attributes.get_int("axis", 0)
     if node.op_type == "ReduceSum":
         _sum_per_channel(layout, node, first)
-    elif node.op_type == "BatchNormalization" and first.dtype == _FLOAT:
+    elif node.op_type == "BatchNormalization" and real:
         _normalization(layout, node, first)
-    elif node.op_type == "Concat" and node.attributes.get_int("axis", 0) in (1, -3):
-        _on_blocks(layout, node, y)
-    elif node.op_type in ("Add", "Mul", "Sub") and any(_is_per_channel(v, dims(y)) for v in node.inputs):
-        _per_channel(layout, node)
+    elif node.op_type == "Concat" and axis in (1, -3):
+        if all(v is not None and layout.has(v) for v in node.inputs):
+            _on_blocks(layout, node, y)
+    elif any(_is_per_channel(v, dims(y)) for v in node.inputs):
+        if real and node.op_type in ("Add", "Mul", "Sub"):
+            _per_channel(layout, node)
     elif node.op_type in ELEMENTWISE and all(_keeps_order(v, dims(y)) for v in node.inputs):
         _on_blocks(layout, node, y)
 
 
 def _all_in_blocks(layout: Layout, node: ir.Node) -> bool:
     """Return whether all operands of more than one number per channel are in blocks."""
-    images = [v for v in node.inputs if len(dims(v) or ()) == 4 and _count(v) != 1]
-    images = [v for v in images if not _is_per_channel(v, (None, (dims(v) or ())[1], 2, 2))]
+    images = [v for v in node.inputs if len(sizes(v)) == 4 and _count(v) != 1]
+    images = [v for v in images if not _is_per_channel(v, (None, sizes(v)[1], 2, 2))]
     return bool(images) and all(layout.has(v) for v in images if v is not None)
 
 
@@ -74,7 +78,7 @@ def _per_channel(layout: Layout, node: ir.Node) -> None:
     x, other = (b, a) if left else (a, b)
     if x is None or other is None or not layout.has(x) or not equal(dims(x), dims(y)):
         return
-    numbers = layout.view(other, [(dims(y) or ())[1]])
+    numbers = layout.view(other, [sizes(y)[1]])
     if node.op_type == "Mul":
         _affine(layout, y, x, numbers, None)
     elif node.op_type == "Add":
@@ -89,9 +93,7 @@ def _normalization(layout: Layout, node: ir.Node, x: ir.Value) -> None:
     """Write a BatchNormalization in inference form as a convolution of 1 x 1."""
     y, op = node.outputs[0], layout.op
     _, scale, bias, mean, var = node.inputs
-    if len(node.outputs) > 1 or node.attributes.get_int("training_mode", 0):
-        return
-    if scale is None or any(v is None or v.dtype != _FLOAT for v in node.inputs):
+    if len(node.outputs) > 1 or node.attributes.get_int("training_mode", 0) == 1:
         return
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
@@ -102,7 +104,7 @@ def _affine(
     layout: Layout, y: ir.Value, x: ir.Value, factor: ir.Value | None, bias: ir.Value | None
 ) -> None:
     """Replace `y` by x * factor + bias, which are numbers per channel."""
-    channels, *pixels = (dims(x) or ())[1:]
+    channels, *pixels = sizes(x)[1:]
     factor = _filled(layout, x, 1) if factor is None else factor
     weight = layout.view(factor, [channels, 1, 1, 1])
     attributes = {"group": channels, "kernel_shape": [1, 1]}
@@ -111,19 +113,19 @@ def _affine(
 
 def _filled(layout: Layout, x: ir.Value, number: float) -> ir.Value:
     """Return `number` for each channel of `x`."""
-    return layout.op.const(np.full((dims(x) or ())[1], number, np.float32))
+    return layout.op.const(np.full(sizes(x)[1], number, np.float32))
 
 
 def _sum_per_channel(layout: Layout, node: ir.Node, x: ir.Value) -> None:
     """Write a sum over batch and pixels as a sum over the batch of the means of images."""
     y, op = node.outputs[0], layout.op
     axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    pixels = static((dims(x) or ())[2:])
+    pixels = static(sizes(x)[2:])
     if axes is None or pixels is None or x.dtype != _FLOAT or y.shape is None:
         return
     if sorted(int(a) % 4 for a in axes.ravel()) != [0, 2, 3]:
         return
-    channels = (dims(x) or ())[1]
+    channels = sizes(x)[1]
     means = layout.mean_of_pixels(layout.blocked(x))
     total = op.Mul(op.ReduceSum(means, [0], keepdims=0), float(pixels[0] * pixels[1]))
     shape = [1, channels, 1, 1] if node.attributes.get_int("keepdims", 1) else [channels]
