@@ -35,20 +35,20 @@ def between_convolutions(layout: Layout, node: ir.Node) -> None:
 
 def _all_in_blocks(layout: Layout, node: ir.Node) -> bool:
     """Return whether all operands of more than one number per channel are in blocks."""
-    images = [v for v in node.inputs if len(sizes(v)) == 4 and _count(v) != 1]
+    images = [v for v in node.inputs if len(sizes(v)) == 4 and not _is_number(v)]
     images = [v for v in images if not _is_per_channel(v, (None, sizes(v)[1], 2, 2))]
     return bool(images) and all(layout.has(v) for v in images if v is not None)
 
 
-def _count(x: ir.Value | None) -> int | None:
-    """Return 1 if `x` has one element, else None."""
+def _is_number(x: ir.Value | None) -> bool:
+    """Return whether `x` has one element."""
     shape = dims(x)
-    return 1 if shape is not None and all(d == 1 for d in shape) else None
+    return shape is not None and all(d == 1 for d in shape)
 
 
 def _keeps_order(x: ir.Value | None, shape: Dims | None) -> bool:
     """Return whether the elements of an operand are where those of the result are, or one."""
-    return x is None or _count(x) == 1 or equal(dims(x), shape)
+    return x is None or _is_number(x) or equal(dims(x), shape)
 
 
 def _is_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
