@@ -80,3 +80,7 @@ INT64 = _having("int64")
 # metadata keys that lowerings write: of the scores -z and z of two classes, and of scores that are
 # not those of the classes, with the reason
 OPPOSITE, NOT_CLASSES = "onnxgrad.opposite", "onnxgrad.not_classes"
+
+# metadata key of the gradient of a convolution's weight: its input, the cotangent of its output,
+# its windows and groups
+WEIGHT_GRADIENT = "onnxgrad.weight_gradient"

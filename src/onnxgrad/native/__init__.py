@@ -14,9 +14,11 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.native.products import transposed_operands
+from onnxgrad.native.blocked import blocked_convolutions
 from onnxgrad.native.factors import factor_out
+from onnxgrad.native.products import transposed_operands
 from onnxgrad.native.scatter import scatter_rows
+from onnxgrad.native.side_by_side import images_side_by_side
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -40,12 +42,12 @@ PASSES: tuple[Callable[[Emit, Target], None], ...] = (
     factor_out,
     transposed_operands,
 )
+PASSES: tuple[Callable[[Emit, Target], None], ...] = (blocked_convolutions, images_side_by_side)
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:
     """Rewrite `graph` in place into the form that is fastest on `target`; other devices keep it."""
     if target.device.kind != "cpu":
         return
-    op = Emit(graph)
     for rewrite in PASSES:
-        rewrite(op, target)
+        rewrite(Emit(graph), target)  # nodes of another pass may be further down

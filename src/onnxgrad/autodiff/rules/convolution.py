@@ -19,6 +19,7 @@ from onnxgrad.autodiff.rules.windows import (
     windows_of,
     windows_without_padding,
 )
+from onnxgrad.graph.operators import WEIGHT_GRADIENT
 
 
 @rule("Conv")
@@ -33,7 +34,7 @@ def conv(op, node, g):
         return windows
     group = node.attributes.get_int("group", 1)
     dx = op.set_type_like(scatter_windows(op, g, w, windows, x, group), x)
-    dw = correlate(op, x, g, windows, w, group)
+    dw = _weight_gradient(op, x, g, windows, w, group)
     return dx, dw, None if b is None else _per_channel(op, g, windows)
 
 
@@ -48,8 +49,15 @@ def conv_transpose(op, node, g):
         return windows
     group = node.attributes.get_int("group", 1)
     dx = op.set_type_like(weigh_windows(op, g, w, windows, group), x)
-    dw = correlate(op, g, x, windows, w, group)
+    dw = _weight_gradient(op, g, x, windows, w, group)
     return dx, dw, None if b is None else _per_channel(op, g, windows)
+
+
+def _weight_gradient(op, x, g, windows: Windows, w, group: int):
+    """Return the gradient of w, with a note of what it is for another form of the same."""
+    dw = correlate(op, x, g, windows, w, group)
+    dw.meta[WEIGHT_GRADIENT] = (x, g, windows, group)
+    return dw
 
 
 def _per_channel(op, g, windows: Windows):

@@ -1,0 +1,138 @@
+"""Convolutions of a step in blocks of channels, with the gradients of their inputs and weights."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import WEIGHT_GRADIENT
+from onnxgrad.graph.shapes import constant, dims, static
+from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
+from onnxgrad.native.blocked_layout import Layout, block_size, sizes
+from onnxgrad.native.blocked_pointwise import between_convolutions
+from onnxgrad.native.side_by_side import FEW
+
+_SEARCHED = 400  # nodes that a weight gradient consists of, at most
+
+
+def blocked_convolutions(op: Emit, target: Any) -> None:
+    """Rewrite convolutions and their gradients to the blocked layout, where that is faster."""
+    if not any(node.op_type in ("Conv", "ConvTranspose") for node in op.graph):
+        return
+    block = block_size()
+    if not block:
+        return
+    layout = Layout(op, block)
+    for node in list(op.graph):
+        if len(node.outputs) == 1 and not node.outputs[0].is_graph_output():
+            with op.at(node):
+                _rewrite(layout, node)
+    if op.wrote:
+        drop_unused(op.graph)
+
+
+def _rewrite(layout: Layout, node: ir.Node) -> None:
+    y = node.outputs[0]
+    if WEIGHT_GRADIENT in y.meta:
+        _weight_gradient(layout, y)
+    elif node.op_type in ("Conv", "ConvTranspose") and not node.domain:
+        x, w, bias = (*node.inputs, None)[:3]
+        if x is None or w is None or not _is_image(x) or not _is_image(w):
+            return
+        if static(sizes(w)) is None:
+            return
+        form = _convolution if node.op_type == "Conv" else _transposed_convolution
+        blocked = form(layout, node, x, w, bias)
+        if blocked is not None:
+            layout.replace(y, blocked)
+    else:
+        between_convolutions(layout, node)
+
+
+def _is_image(x: ir.Value | None) -> bool:
+    shape = dims(x)
+    return x is not None and x.dtype == ir.DataType.FLOAT and shape is not None and len(shape) == 4
+
+
+def _pays(layout: Layout, x: ir.Value, weight: ir.Value) -> bool:
+    """Return whether blocks are faster: not to multiply pixel by pixel, nor for few pixels."""
+    *_, height, width = sizes(x)
+    kernel = sizes(weight)[2:]
+    few = isinstance(height, int) and isinstance(width, int) and height * width < FEW
+    return not few and (prod(kernel) > 1 or layout.has(x))
+
+
+def _convolution(
+    layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
+) -> ir.Value | None:
+    rows, per_group, *_ = sizes(w)
+    channels, group = sizes(x)[1], node.attributes.get_int("group", 1)
+    by_channel = group == rows == channels and per_group == 1
+    plain = group == 1 and isinstance(channels, int) and channels < layout.block
+    in_blocks = layout.fits(channels) and (by_channel or group == 1)
+    if not layout.fits(rows) or not (plain or in_blocks) or not _pays(layout, x, w):
+        return None
+    if constant(w) is not None:  # onnxruntime's optimizer does it, and reorders the weight once
+        return None
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    operand = x if plain else layout.blocked(x)
+    pixels = (dims(node.outputs[0]) or (None,) * 4)[2:]
+    return layout.convolve(operand, layout.filter(w), pixels, attributes, bias)
+
+
+def _transposed_convolution(
+    layout: Layout, node: ir.Node, x: ir.Value, w: ir.Value, bias: ir.Value | None
+) -> ir.Value | None:
+    rows, per_group, *kernel = sizes(w)
+    get, group = node.attributes.get_ints, node.attributes.get_int("group", 1)
+    pixels, counts = static(sizes(node.outputs[0])[2:]), static(sizes(x)[2:])
+    if bias is not None or "output_shape" in node.attributes or not pixels or not counts:
+        return None
+    if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
+        return None
+    by_channel = group == rows and per_group == 1
+    if not layout.fits(rows) or not (by_channel or (group == 1 and layout.fits(per_group))):
+        return None
+    if not _pays(layout, x, w):
+        return None
+    strides, dilations = get("strides", (1, 1)), get("dilations", (1, 1))
+    windows = Windows(kernel, strides, dilations, get("pads", (0,) * 4)[:2])
+    return transposed(layout, x, w, windows, pixels, group)
+
+
+def _weight_gradient(layout: Layout, dw: ir.Value) -> None:
+    x, g, windows, group = dw.meta[WEIGHT_GRADIENT]
+    x, g = layout.current(x), layout.current(g)
+    shapes = [static(sizes(v)[1:]) for v in (x, g)]
+    if not (_is_image(x) and _is_image(g) and _is_image(dw) and all(shapes)):
+        return
+    rows, per_group, *kernel = sizes(dw)
+    channels, counts = sizes(x)[1], sizes(g)[2:]
+    by_channel = group == rows == channels and per_group == 1
+    if not layout.fits(rows) or not (by_channel or group == 1):
+        return
+    pads = windows.pads
+    if pads is None or not kernel or not _reads(dw, {x, g}):
+        return
+    if not (layout.has(x) and layout.has(g)) and (prod(kernel) == 1 or prod(counts) < FEW):
+        return
+    own = Windows(kernel, windows.strides, windows.dilations, pads[:2])
+    layout.replace_plain(dw, correlated(layout, x, g, dw, own, group))
+
+
+def _reads(value: ir.Value, wanted: set[ir.Value]) -> bool:
+    """Return whether all `wanted` values are among those that `value` is computed from."""
+    missing, queue, seen = set(wanted), [value], {value}
+    while missing and queue and len(seen) < _SEARCHED:
+        node = queue.pop(0).producer()
+        for x in () if node is None else node.inputs:
+            if x is not None and x not in seen:
+                seen.add(x)
+                missing.discard(x)
+                if x not in wanted:
+                    queue.append(x)
+    return not missing

@@ -1,0 +1,238 @@
+"""Gradients of convolutions in blocks of channels: of their inputs and of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.native.blocked_layout import Layout, Pixels, sizes
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of a convolution: each field has one entry for each of the two spatial axes."""
+
+    kernel: Pixels
+    strides: Pixels
+    dilations: Pixels
+    begin: Pixels  # padding
+
+
+def transposed(
+    layout: Layout, g: ir.Value, weight: ir.Value, windows: Windows, pixels: Pixels, group: int
+) -> ir.Value | None:
+    """Return the transposed convolution of g (N, M, ...) by a weight (M, C / group, kernel).
+
+    It has these `pixels`, and is in blocks. None if there is no form for it.
+    """
+    if group > 1:
+        return _transposed_by_channel(layout, g, weight, windows, pixels)
+    strided = max(windows.strides) > 1
+    if strided and max(windows.dilations) > 1:
+        return None
+    axes = [_axis(*numbers) for numbers in zip(*_numbers(g, windows, pixels), strict=True)]
+    if any(min(a.pads) < 0 for a in axes):
+        return None
+    x = layout.blocked(g)
+    w = _turned(layout, weight, windows, axes)
+    attributes = {
+        "pads": [a.pads[0] for a in axes] + [a.pads[1] for a in axes],
+        "dilations": list(windows.dilations),
+    }
+    y = layout.convolve(x, w, [a.count for a in axes], attributes)
+    return _interleaved(layout, y, windows.strides, pixels) if strided else y
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """One axis of a transposed convolution of stride s, as s convolutions of stride 1.
+
+    Elements i = s j + r of the result are a convolution with elements r, r + s, r + 2 s, ... of the
+    kernel, after `front` zeros: so that the padding is a multiple of s.
+    """
+
+    front: int
+    taps: int  # elements of each kernel
+    pads: tuple[int, int]
+    count: int  # elements j
+
+
+def _numbers(g: ir.Value, windows: Windows, pixels: Pixels) -> tuple[Any, ...]:
+    counts = sizes(g)[2:]
+    w = windows
+    return counts, w.kernel, w.strides, w.dilations, w.begin, pixels
+
+
+def _axis(count: int, kernel: int, stride: int, dilation: int, begin: int, length: int) -> _Axis:
+    front = -begin % stride
+    taps = -(-(kernel + front) // stride)
+    shift = (begin + front) // stride
+    before = (taps - 1) * dilation - shift
+    steps = -(-length // stride)
+    after = steps - count + shift
+    return _Axis(front, taps, (before, after), steps)
+
+
+def _turned(layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_Axis]) -> ir.Value:
+    """Return the filter (strides C, M, taps) of a transposed convolution, in blocks."""
+    op, b = layout.op, layout.block
+    rows, channels, *kernel = sizes(weight)
+    strides = windows.strides
+    lengths = [a.taps * s for a, s in zip(axes, strides, strict=True)]
+    back = [n - k - a.front for n, k, a in zip(lengths, kernel, axes, strict=True)]
+    if lengths != kernel:
+        weight = op.Pad(weight, [0, 0, *(a.front for a in axes), 0, 0, *back])
+        weight.shape = ir.Shape([rows, channels, *lengths])
+    cells = layout.taps(weight)
+    order = [
+        (u * strides[0] + r) * lengths[1] + v * strides[1] + q
+        for r, q in product(*map(range, strides))
+        for u, v in product(*(range(a.taps)[::-1] for a in axes))
+    ]
+    if order != sorted(order):
+        cells = op.Gather(cells, order, axis=2)
+    taps, phases = prod(a.taps for a in axes), prod(strides)
+    cells = layout.view(cells, [rows // b, b, channels // b, phases, taps, b])
+    cells = op.Transpose(cells, perm=[3, 2, 0, 4, 1, 5])
+    return layout.view(cells, [phases * channels, rows, *(a.taps for a in axes)])
+
+
+def _interleaved(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pixels) -> ir.Value:
+    """Return y (N, strides C, counts) with its elements between each other: (N, C, pixels)."""
+    op, b = layout.op, layout.block
+    _, channels, *counts = sizes(y)
+    blocks = channels // prod(strides) // b
+    cells = layout.view(y, [0, *strides, blocks, *counts, b])
+    cells = op.Transpose(cells, perm=[0, 3, 4, 1, 5, 2, 6])
+    lengths = [n * s for n, s in zip(counts, strides, strict=True)]
+    if lengths != list(pixels):
+        cells = layout.view(cells, [0, blocks, *lengths, b])
+        cells = op.Slice(cells, [0, 0], list(pixels), [2, 3])
+    return layout.view(cells, [0, blocks * b, *pixels])
+
+
+def _transposed_by_channel(
+    layout: Layout, g: ir.Value, weight: ir.Value, windows: Windows, pixels: Pixels
+) -> ir.Value | None:
+    """Return `transposed` for a convolution of each channel by itself.
+
+    With strides, zeros go between the elements of g: the products are few.
+    """
+    op, b = layout.op, layout.block
+    channels = sizes(weight)[0]
+    counts, _, strides, *_ = _numbers(g, windows, pixels)
+    extents = [(k - 1) * d for k, d in zip(windows.kernel, windows.dilations, strict=True)]
+    begin = [e - p for e, p in zip(extents, windows.begin, strict=True)]
+    spread = [n * s for n, s in zip(counts, strides, strict=True)]
+    end = [m - n + e - p for m, n, e, p in zip(pixels, spread, extents, begin, strict=True)]
+    if min(*begin, *end) < 0:
+        return None
+    x = layout.blocked(g)
+    if max(strides) > 1:
+        cells = layout.view(x, [0, channels // b, counts[0], 1, counts[1], 1, b])
+        cells = op.Pad(cells, [0] * 10 + [strides[0] - 1, 0, strides[1] - 1, 0])
+        x = layout.view(cells, [0, channels, *spread])
+    taps = prod(windows.kernel)
+    cells = layout.view(layout.filter(weight), [channels // b, taps, b])
+    cells = op.Gather(cells, list(range(taps))[::-1], axis=1)
+    w = layout.view(cells, [channels, 1, *windows.kernel])
+    attributes = {"pads": begin + end, "dilations": list(windows.dilations), "group": channels}
+    return layout.convolve(x, w, pixels, attributes)
+
+
+def correlated(
+    layout: Layout, x: ir.Value, g: ir.Value, weight: ir.Value, windows: Windows, group: int
+) -> ir.Value:
+    """Return the gradient of the weight of a convolution of x with cotangent g, all plain.
+
+    It is a convolution of x with g as its kernel, of images one below the other, with rows of zeros
+    between them. The channels of x within a block are columns, and so nothing is transposed but
+    whole images. For 32 images (16, 32, 32) and 3 x 3, it takes 5 ms, and a product of matrices
+    over copies of all windows 14 ms.
+    """
+    b = layout.block
+    _, channels, *lengths = sizes(x)
+    rows, _, *kernel = sizes(weight)
+    counts = sizes(g)[2:]
+    (s, across), (d, _), (top, left) = windows.strides, windows.dilations, windows.begin
+    reach = [(k - 1) * n + 1 for k, n in zip(kernel, windows.dilations, strict=True)]
+    pitch = max(-(-(lengths[0] + top) // s), -(-((counts[0] - 1) * s + reach[0] - top) // s))
+    width = (counts[1] - 1) * across + reach[1]
+    images, kernels = _columns(layout, x), layout.cells(layout.blocked(g))
+    below, right = pitch * s - lengths[0], width - left - lengths[1]
+    images = _padded(layout, images, (0, left), (below, right))
+    kernels = _padded(layout, kernels, (0, 0), (pitch - counts[0], 0))
+    images, kernels = _by_channel(layout, images), _by_channel(layout, kernels)
+    bottom = max(0, reach[0] - top - s)
+    attributes = {"pads": [top, 0, bottom, 0], "strides": [d, 1]}
+    down = (top + bottom + s - 1) // d + 1
+    if group > 1:
+        images = layout.view(images, [1, channels, -1, width])
+        kernels = layout.view(kernels, [rows, 1, -1, counts[1]])
+        attributes |= {"dilations": [s, across], "group": channels}
+        y = layout.plain(layout.convolve(images, kernels, [down, reach[1]], attributes))
+        return _elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
+    cell = b if layout.fits(channels) else channels
+    at_once = _images_at_once(layout, x)
+    images = layout.view(images, [channels // cell, at_once, -1, width * cell])
+    kernels = layout.view(kernels, [rows, at_once, -1, counts[1]])
+    attributes["dilations"] = [s, across * cell]
+    y = layout.plain(layout.convolve(images, kernels, [down, reach[1] * cell], attributes))
+    y = layout.view(y, [channels // cell, rows, down, reach[1], cell])
+    return _elements(layout, y, windows)
+
+
+def _columns(layout: Layout, x: ir.Value) -> ir.Value:
+    """Return x as (N, C / cell, H, W, cell), where the cell is a block, or all channels."""
+    if layout.fits(sizes(x)[1]):
+        return layout.cells(layout.blocked(x))
+    return layout.op.Unsqueeze(layout.op.Transpose(x, perm=[0, 2, 3, 1]), [1])
+
+
+def _padded(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> ir.Value:
+    if not any((*begin, *end)):
+        return cells
+    pads = [0, 0, *begin, 0, 0, 0, *end, 0]
+    y = layout.op.Pad(cells, pads)
+    shape = [d + p + q for d, p, q in zip(sizes(cells)[1:], pads[1:5], pads[6:], strict=True)]
+    y.shape = ir.Shape([sizes(cells)[0], *shape])
+    return y
+
+
+def _by_channel(layout: Layout, cells: ir.Value) -> ir.Value:
+    """Return (N, C / block, ...) as (C / block, N, ...)."""
+    if sizes(cells)[1] == 1:
+        return cells
+    return layout.op.Transpose(cells, perm=[1, 0, 2, 3, 4])
+
+
+def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:
+    """Return the largest divisor of the batch below the size of a block.
+
+    So many images are channels of the convolution: the others go below each other. The kernels of
+    one channel are in the cache for all columns.
+    """
+    op = layout.op
+    batch, candidates = op.dim(x, 0), np.arange(1, layout.block)
+    if isinstance(batch, int):
+        return op.const([max(n for n in candidates.tolist() if batch % n == 0)])
+    divides = op.Equal(op.Mod(batch, candidates), [0])
+    return op.ReduceMax(op.Where(divides, candidates, [1]), keepdims=1)
+
+
+def _elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
+    """Return y (C / cell, M, rows, columns, cell) as (M, C, kernel), without rows beyond it."""
+    op, (k, m), d = layout.op, windows.kernel, windows.dilations[1]
+    blocks, rows, down, columns, cell = sizes(y)
+    if down > k or columns > m:
+        y = op.Slice(y, [0, 0], [k, columns], [2, 3], [1, d])
+    if blocks > 1:  # onnxruntime joins two Transposes into a slow one
+        y = op.Transpose(layout.view(y, [blocks, rows, k * m * cell]), perm=[1, 0, 2])
+    y = op.Transpose(layout.view(y, [rows * blocks, k * m, cell]), perm=[0, 2, 1])
+    return layout.view(y, [rows, blocks * cell, k, m])

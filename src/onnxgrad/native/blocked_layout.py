@@ -1,0 +1,209 @@
+"""Onnxruntime's layout for convolutions on the CPU, in which channels are in blocks.
+
+A tensor (N, C, H, W) is stored as (N, C / block, H, W, block). The operators of the domain read and
+write it under the shape (N, C, H, W). onnxruntime's optimizer chooses them for constant weights
+only, and a step has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.model.convert import to_proto
+
+DOMAIN = "com.microsoft.nchwc"
+_WIDEST = 32  # channels, a multiple of all blocks
+Pixels = Sequence[int]  # lengths of the two spatial axes
+
+
+@cache
+def block_size() -> int:
+    """Return the channels of a block, or 0 if this onnxruntime has no blocked convolution.
+
+    It depends on the instructions of the processor: 16 with AVX-512, else 8. No function tells it,
+    and a wrong one gives wrong numbers, so that the numbers of a convolution are compared.
+    """
+    random = np.random.default_rng(0)
+    x = random.standard_normal((1, _WIDEST, 5, 4), dtype=np.float32)
+    w = random.standard_normal((_WIDEST, _WIDEST, 3, 3), dtype=np.float32)
+    for block in (16, 8):
+        try:
+            plain, blocked = _both(x, w, block)
+        except Exception:
+            continue
+        if np.allclose(plain, blocked, rtol=1e-3, atol=1e-3):
+            return block
+    return 0
+
+
+def _both(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
+    """Return the results of a plain convolution and of one in blocks of this size."""
+    inputs = [
+        ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(a.shape))
+        for name, a in (("x", x), ("w", w))
+    ]
+    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 18}, name="blocks")
+    op = Emit(graph)
+    layout = Layout(op, block)
+    plain = op.Conv(*inputs)
+    y = layout.convolve(layout.blocked(inputs[0]), layout.filter(inputs[1]), (3, 2), {})
+    y.shape = plain.shape = ir.Shape((1, _WIDEST, 3, 2))
+    graph.outputs.extend([plain, layout.plain(y)])
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    proto = to_proto(ir.Model(graph, ir_version=10))
+    running = ort.InferenceSession(
+        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return running.run(None, {"x": x, "w": w})
+
+
+def sizes(x: ir.Value | None) -> tuple[Any, ...]:
+    """Return the dimensions of `x`, of which the caller has seen that they are there."""
+    return dims(x) or ()
+
+
+class Layout:
+    """Writes operators on blocks of channels, and reorders each value at most once.
+
+    Args:
+        op: the emitter of the graph.
+        block: channels of a block.
+    """
+
+    def __init__(self, op: Emit, block: int) -> None:
+        self.op = op
+        self.block = block
+        self._blocked: dict[ir.Value, ir.Value] = {}  # by the same values in the plain layout
+        self._replaced: dict[ir.Value, ir.Value] = {}
+        op.graph.opset_imports.setdefault(DOMAIN, 1)
+
+    # -- values ------------------------------------------------------------------------------
+
+    def fits(self, channels: Any) -> bool:
+        """Return whether this number of channels is one of whole blocks."""
+        return isinstance(channels, int) and channels > 0 and channels % self.block == 0
+
+    def has(self, x: ir.Value) -> bool:
+        """Return whether `x` is there in blocks, so that no node is needed."""
+        return x in self._blocked
+
+    def blocked(self, x: ir.Value) -> ir.Value:
+        """Return `x` (N, C, H, W), of whole blocks of channels, in blocks."""
+        if x not in self._blocked:
+            self._blocked[x] = self._reordered(x, dims(x))
+        return self._blocked[x]
+
+    def plain(self, y: ir.Value) -> ir.Value:
+        """Return `y`, which is in blocks, in the plain layout."""
+        attributes = {"channels": sizes(y)[1], "channels_last": 0}
+        result = self._written("ReorderOutput", [y], attributes, dims(y))
+        self._blocked[result] = y
+        return result
+
+    def note(self, x: ir.Value, blocked: ir.Value) -> None:
+        """Remember that `blocked` is `x` in blocks."""
+        self._blocked[x] = blocked
+
+    def replace(self, old: ir.Value, blocked: ir.Value) -> None:
+        """Replace `old` by `blocked`, the same value in blocks."""
+        blocked.shape = old.shape
+        self.replace_plain(old, self.plain(blocked))
+
+    def replace_plain(self, old: ir.Value, new: ir.Value) -> None:
+        """Replace `old` by `new`, the same value in the plain layout."""
+        self.op.set_type_like(new, old)
+        ir.convenience.replace_all_uses_with(old, new)
+        self._replaced[old] = new
+
+    def current(self, x: ir.Value) -> ir.Value:
+        """Return what replaces `x`, or `x` itself."""
+        while x in self._replaced:
+            x = self._replaced[x]
+        return x
+
+    def cells(self, x: ir.Value) -> ir.Value:
+        """Return `x`, which is in blocks, as the tensor (N, C / block, H, W, block)."""
+        _, channels, *pixels = sizes(x)
+        return self.view(x, [0, channels // self.block, *pixels, self.block])
+
+    def view(self, x: ir.Value, shape: Sequence[int | ir.Value]) -> ir.Value:
+        """Return `x` in another shape: 0 copies a length, one of -1 is inferred."""
+        y = self.op.Reshape(x, self.op.vector(*shape))
+        if y.shape is None or None in sizes(y):
+            old = dims(x) or (None,) * len(shape)
+            kept: list[Any] = [old[i] if d == 0 else d for i, d in enumerate(shape)]
+            y.shape = ir.Shape([d if isinstance(d, str) or _is_length(d) else None for d in kept])
+        return y
+
+    # -- operators ---------------------------------------------------------------------------
+
+    def convolve(
+        self,
+        x: ir.Value,
+        weight: ir.Value,
+        pixels: Sequence[Any],
+        attributes: dict[str, Any],
+        bias: ir.Value | None = None,
+    ) -> ir.Value:
+        """Return a convolution, in blocks; `weight` is the result of `filter` or the like.
+
+        `x` is in blocks too, or has fewer channels than a block. The result has these `pixels`.
+        """
+        inputs = [x, weight] if bias is None else [x, weight, bias]
+        shape = (sizes(x)[0], sizes(weight)[0], *pixels)
+        return self._written("Conv", inputs, attributes, shape)
+
+    def mean_of_pixels(self, x: ir.Value) -> ir.Value:
+        """Return the means (N, C) of the pixels of `x`, which is in blocks."""
+        shape = sizes(x)[:2]
+        return self.view(self._written("GlobalAveragePool", [x], {}, (*shape, 1, 1)), [0, shape[1]])
+
+    def filter(self, weight: ir.Value) -> ir.Value:
+        """Return the weight (M, C, kernel) of a convolution, in blocks.
+
+        They are (M / block, C / block, kernel, block of C, block of M) if C are whole blocks,
+        else (M / block, C, kernel, block of M), as the convolution has one channel a group, or
+        plain channels.
+        """
+        rows, channels, *kernel = sizes(weight)
+        taps, b = prod(kernel), self.block
+        flat = self.view(weight, [1, rows, channels * taps, 1])
+        cells = self._reordered(flat, (1, rows, channels * taps, 1))
+        if self.fits(channels):
+            cells = self.view(cells, [-1, b, taps, b])
+            cells = self.op.Transpose(cells, perm=[0, 2, 1, 3])
+        return self.view(cells, [rows, channels, *kernel])
+
+    def taps(self, weight: ir.Value) -> ir.Value:
+        """Return the weight (M, C, kernel) as (M, C / block, elements of the kernel, block)."""
+        rows, channels, *kernel = sizes(weight)
+        shape = (rows, channels, prod(kernel), 1)
+        cells = self._reordered(self.view(weight, list(shape)), shape)
+        return self.view(cells, [rows, channels // self.block, prod(kernel), self.block])
+
+    def _reordered(self, x: ir.Value, shape: Dims | None) -> ir.Value:
+        return self._written("ReorderInput", [x], {"channels_last": 0}, shape)
+
+    def _written(
+        self, op_type: str, inputs: list[Any], attributes: dict[str, Any], shape: Dims | None
+    ) -> ir.Value:
+        y = self.op.emit(op_type, inputs, attributes, domain=DOMAIN)
+        y.type = ir.TensorType(ir.DataType.FLOAT)
+        y.shape = None if shape is None else ir.Shape(shape)
+        return y
+
+
+def _is_length(d: Any) -> bool:
+    return isinstance(d, int) and d > 0

@@ -1,0 +1,84 @@
+"""Convolutions of images of a few pixels: all images of a batch side by side, as one wide image.
+
+onnxruntime multiplies matrices image by image, and prepares the weight for each. For 8 images
+(512, 2, 2) and 3 x 3, a convolution takes 3 ms instead of 8, a transposed one 5 instead of 25.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import static
+from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.native.blocked_layout import sizes
+
+FEW = 16  # pixels, from which one image is enough for a product of matrices
+
+
+def images_side_by_side(op: Emit, target: Any) -> None:
+    """Rewrite convolutions of few pixels into one of a wide image."""
+    for node in list(op.graph):
+        if node.op_type in ("Conv", "ConvTranspose") and not node.domain:
+            with op.at(node):
+                _rewrite(op, node)
+    drop_unused(op.graph)
+
+
+def _rewrite(op: Emit, node: ir.Node) -> None:
+    (y,), (x, w) = node.outputs, node.inputs[:2]
+    if x is None or w is None:
+        return
+    lengths, counts, kernel = (static(sizes(v)[2:]) for v in (x, y, w))
+    if not (lengths and counts and kernel and len(lengths) == 2) or y.is_graph_output():
+        return
+    get, auto = node.attributes.get_ints, node.attributes.get_string("auto_pad", "NOTSET")
+    if prod(lengths) >= FEW or node.attributes.get_int("group", 1) > 1 or auto != "NOTSET":
+        return
+    if "output_shape" in node.attributes or sizes(x)[0] == 1:
+        return
+    (_, s), (_, d) = get("strides", (1, 1)), get("dilations", (1, 1))
+    top, left, bottom, _ = get("pads", (0,) * 4)
+    extent = (kernel[1] - 1) * d + 1
+    right = extent - s - left  # as many windows as strides
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    if node.op_type == "Conv":
+        before, after = lengths[1], counts[1]
+        reach = (after - 1) * s + extent - left
+        pitch = -(-max(before + left, reach, after * s) // s) * s
+        result_pitch = pitch // s
+        if right < 0:
+            return
+    else:
+        before, after = counts[1], lengths[1]
+        reach = (after - 1) * s + extent - left
+        pitch = -(-max(before + left, reach) // s)
+        result_pitch = pitch * s
+        added = (*get("output_padding", (0, 0)),)
+        if -right >= max(s, d):
+            return
+        attributes["output_padding"] = [added[0], max(-right, 0)]
+    attributes["pads"] = [top, left, bottom, max(right, 0)]
+    wide = _joined(op, x, pitch)
+    result = op.emit(node.op_type, [wide, *node.inputs[1:]], attributes)
+    images = op.dim(x, 0)
+    rows = sizes(y)[1]
+    split = op.Reshape(result, op.vector(rows, counts[0], images, result_pitch))
+    if result_pitch > counts[1]:
+        split = op.Slice(split, [0], [counts[1]], [3])
+    new = op.set_type_like(op.Transpose(split, perm=[2, 0, 1, 3]), y)
+    new.meta.update(y.meta)
+    ir.convenience.replace_all_uses_with(y, new)
+
+
+def _joined(op: Emit, x: ir.Value, pitch: int) -> ir.Value:
+    """Return x (N, C, H, W) as (1, C, H, N pitch), with zeros after each image."""
+    _, channels, height, width = sizes(x)
+    if pitch > width:
+        x = op.Pad(x, [0] * 7 + [pitch - width])
+    wide = op.Reshape(op.Transpose(x, perm=[1, 2, 0, 3]), [1, channels, height, -1])
+    wide.shape = ir.Shape([1, channels, height, None])
+    return wide
