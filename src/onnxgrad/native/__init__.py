@@ -14,6 +14,8 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.native.cubic import cubic_by_products
+from onnxgrad.native.wide import narrow
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -32,7 +34,7 @@ class Target:
 
 
 # each rewrites the nodes of one graph in place, and leaves alone what it does not improve
-PASSES: tuple[Callable[[Emit, Target], None], ...] = ()
+PASSES: tuple[Callable[[Emit, Target], None], ...] = (cubic_by_products, narrow)
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:
