@@ -29,7 +29,9 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
         y: op.set_type_like(ir.Value(name=op.name("slice")), y) for y in back.stack_cotangents
     }
     rows, products = lookups.put_off(back), motion.put_off(back)
-    carried, gradients = back.differentiate(cotangents, [v.y for v in (*rows, *products)])
+    carried, gradients = back.differentiate(
+        cotangents, [*(row.y for row in rows), *(product.y for product in products)]
+    )
     lookups.show(rows)
     motion.show(products)
     factors: list[tuple[lookups.Lookup | motion.Product, ir.Value]] = []

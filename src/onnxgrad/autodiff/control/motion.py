@@ -26,7 +26,7 @@ _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
 @dataclass
 class Product:
-    """y = alpha a w, or alpha a wT; the gradient with respect to w is computed after the iterations."""
+    """y = alpha a w, or alpha a wT; the gradient with respect to w is computed after the loop."""
 
     y: ir.Value
     a: ir.Value
