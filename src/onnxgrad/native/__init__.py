@@ -15,10 +15,12 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.native.blocked import blocked_convolutions
+from onnxgrad.native.cubic import cubic_by_products
 from onnxgrad.native.factors import factor_out
 from onnxgrad.native.products import transposed_operands
 from onnxgrad.native.scatter import scatter_rows
 from onnxgrad.native.side_by_side import images_side_by_side
+from onnxgrad.native.wide import narrow
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -38,11 +40,14 @@ class Target:
 
 # each rewrites the nodes of one graph in place, and leaves alone what it does not improve
 PASSES: tuple[Callable[[Emit, Target], None], ...] = (
+    cubic_by_products,
+    blocked_convolutions,
+    images_side_by_side,
     scatter_rows,
     factor_out,
     transposed_operands,
+    narrow,
 )
-PASSES: tuple[Callable[[Emit, Target], None], ...] = (blocked_convolutions, images_side_by_side)
 
 
 def to_native(graph: ir.Graph, target: Target) -> None:

@@ -125,9 +125,11 @@ class Copy:
 
 def add_output(op: Emit, node: ir.Node, attribute: str, value: ir.Value) -> ir.Value:
     """Add `value` to the outputs of a subgraph of `node`; return the new output of `node`."""
-    graph = node.attributes[attribute].as_graph()
-    copy = Emit(graph, outer=op).copy_of(value)
-    graph.outputs.append(op.set_type_like(copy, value))
+    graph, producer = node.attributes[attribute].as_graph(), value.producer()
+    result = value
+    if producer is None or producer.graph is not graph or value.is_graph_output():
+        result = Emit(graph, outer=op).copy_of(value)
+    graph.outputs.append(op.set_type_like(result, value))
     node.resize_outputs(len(node.outputs) + 1)
     y = node.outputs[-1]
     y.name, y.type = op.name(str(value.name)), value.type

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.control import lookups, motion
 from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
 from onnxgrad.autodiff.control.iterations import Iterations
-from onnxgrad.autodiff.control.lookups import put_off, show
-from onnxgrad.autodiff.control.motion import move_out
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, is_stated
@@ -28,32 +28,43 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     cotangents = {
         y: op.set_type_like(ir.Value(name=op.name("slice")), y) for y in back.stack_cotangents
     }
-    lookups = put_off(back)
-    carried, gradients = back.differentiate(cotangents, [row.y for row in lookups])
-    show(lookups)
-    lookups = [row for row in lookups if row.y in gradients]
-    if not carried and not lookups:
+    rows, products = lookups.put_off(back), motion.put_off(back)
+    carried, gradients = back.differentiate(
+        cotangents, [*(row.y for row in rows), *(product.y for product in products)]
+    )
+    lookups.show(rows)
+    motion.show(products)
+    factors: list[tuple[lookups.Lookup | motion.Product, ir.Value]] = []
+    factors += [(row, row.i) for row in rows]
+    factors += [(product, product.a) for product in products]
+    late = [(of, factor) for of, factor in factors if of.y in gradients]
+    if not carried and not late:
         release([copy.graph])
         return []
     counter = ir.Value(name=op.name("i"), type=_COUNTER, shape=ir.Shape(()))
     condition = ir.Value(name=op.name("condition"), type=_CONDITION, shape=ir.Shape(()))
     copy.graph.inputs[:] = [counter, condition, *(c.before for c in carried)]
-    rows = [v for row in lookups for v in (gradients[row.y], row.i)]
-    copy.set_outputs([condition, *(c.after for c in carried), *rows])
+    stacked = list(dict.fromkeys(v for of, factor in late for v in (gradients[of.y], factor)))
+    copy.set_outputs([condition, *(c.after for c in carried), *stacked])
     iterations = op.Squeeze(op.Shape(add_output(op, node, "body", copy.original.inputs[0])), [0])
     _bind(
         back, counter, iterations - 1, {cotangents[y]: g for y, g in back.stack_cotangents.items()}
     )
-    move_out(copy.graph, op, may_not_run=True)
+    motion.move_out(copy.graph, op, may_not_run=True)
     start_condition = None if carried else np.bool_(True)  # the last operand cannot be omitted
     operands = [iterations, start_condition, *(c.start for c in carried)]
-    width = len(carried) + len(rows)
+    width = len(carried) + len(stacked)
     outputs = op.emit_many("Loop", operands, {"body": copy.graph}, width, fresh=True)
     pairs = [
         (c.of, op.set_type_like(d, c.of)) for c, d in zip(carried, outputs, strict=False) if c.of
     ]
-    stacks = iter(outputs[len(carried) :])
-    pairs += [(row.x, row.gradient(op, next(stacks), next(stacks))) for row in lookups]
+    stacks = dict(zip(stacked, outputs[len(carried) :], strict=True))
+    for of, factor in late:
+        g = stacks[gradients[of.y]]
+        if isinstance(of, lookups.Lookup):
+            pairs.append((of.x, of.gradient(op, g, stacks[factor])))
+        else:
+            pairs.append((of.w, of.gradient(op, stacks[factor], g)))
     return pairs
 
 
@@ -80,13 +91,13 @@ def _bind(
     saved = [*random, *steady.items()]
     stacks = {**stacks, **{v: add_output(op, back.node, "body", o) for v, o in saved}}
     sequences = _record(back, {v: o for v, o in others.items() if is_tensor(v)})
-    replace = ir.convenience.replace_all_uses_with
+    replace = partial(ir.convenience.replace_all_uses_with, replace_graph_outputs=True)
     with copy.op.at(next(iter(copy.graph), None)) as inner:
         t = inner.set_type_like(last - counter, counter)
         replace(copy.inputs[0], t)
         replace(copy.inputs[1], inner.const(np.bool_(True)))  # as in every iteration that ran
         for value, stack in stacks.items():
-            if value.uses():
+            if value.uses() or value.is_graph_output():
                 replace(value, inner.set_type_like(inner.Gather(stack, t, axis=0), value))
         for value, sequence in sequences.items():
             replace(value, inner.set_type_like(inner.SequenceAt(sequence, t), value))

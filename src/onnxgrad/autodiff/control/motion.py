@@ -1,4 +1,4 @@
-"""Work that is moved out of the iterations of a backward Scan.
+"""Work that is moved out of the iterations of a backward Scan or Loop.
 
 The gradient of a captured matrix by which the iterations multiply is computed once, by one product
 of the stacked factors of all iterations. Products and transcendental functions of the forward pass
@@ -26,7 +26,7 @@ _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
 @dataclass
 class Product:
-    """y = alpha a w, or alpha a wT; the gradient with respect to w is computed after the Scan."""
+    """y = alpha a w, or alpha a wT; the gradient with respect to w is computed after the loop."""
 
     y: ir.Value
     a: ir.Value

@@ -2,6 +2,8 @@
 
 A sample is a weighted sum of the elements around its position. The weights are polynomials of the
 position along each axis. Half precision is computed in float32.
+
+The last axis of all tensors is that of the samples: broadcasting along a short last axis is slow.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _WEIGHTS = {
 
 @dataclass(frozen=True)
 class Taps:
-    """The elements read by samples (B, P) along one axis: each field is (B, P, taps)."""
+    """The elements read by P samples of B images along one axis: each field is (B, taps, P)."""
 
     index: ir.Value  # int64, within the axis
     weight: ir.Value
@@ -45,16 +47,16 @@ class Taps:
 
 def taps(op, position, length, mode: str, padding: str = "zeros", aligned: bool = False) -> Taps:
     """Return the taps along an axis of this length at `position`, in units of elements."""
-    powers = [np.array(row, position.dtype.numpy()) for row in _WEIGHTS[mode]]
+    powers = [np.array(row, position.dtype.numpy()).reshape(-1, 1) for row in _WEIGHTS[mode]]
     count, derivative = len(powers[0]), [n * row for n, row in enumerate(powers)][1:]
     inner = None
     if mode == "linear" and padding != "zeros":
         real = as_real(op, length, position.dtype)
         position, inner = _moved_inside(op, position, real, padding, aligned)
     first = op.Round(position) if mode == "nearest" else op.Floor(position)
-    t = op.Unsqueeze(position - first, [-1])
-    neighbours = np.arange(count) - (1 if mode == "cubic" else 0)
-    index = op.Unsqueeze(op.Cast(first, to=ir.DataType.INT64), [-1]) + neighbours
+    t = op.Unsqueeze(position - first, [1])
+    neighbours = np.arange(count).reshape(-1, 1) - (1 if mode == "cubic" else 0)
+    index = op.Unsqueeze(op.Cast(first, to=ir.DataType.INT64), [1]) + neighbours
     weight, slope = _polynomial(op, t, powers), _polynomial(op, t, derivative)
     last = length - 1 if isinstance(length, ir.Value) else np.int64(length - 1)
     if padding == "reflection" and mode != "linear":
@@ -64,7 +66,7 @@ def taps(op, position, length, mode: str, padding: str = "zeros", aligned: bool 
         inside = op.Cast(op.Equal(index, clipped), to=position.dtype)
         weight, slope = weight * inside, None if slope is None else slope * inside
     if inner is not None:
-        slope = slope * op.Unsqueeze(inner, [-1])
+        slope = slope * op.Unsqueeze(inner, [1])
     return Taps(clipped, weight, slope, count)
 
 
@@ -130,50 +132,50 @@ class Samples:
     """P samples of each of `images` (B, C, elements), each of T elements."""
 
     images: ir.Value
-    index: ir.Value  # (B, C, P T)
-    weight: ir.Value  # (B, 1, P, T)
-    slopes: list[ir.Value]  # d weight / d position along each axis, each (B, 1, P, T)
-    unfolded: Any  # the shape (B, C, P, T) for a Reshape
-    folded: Any  # (B, C, P T)
+    index: ir.Value  # (B, C, T P)
+    weight: ir.Value  # (B, 1, T, P)
+    slopes: list[ir.Value]  # d weight / d position along each axis, each (B, 1, T, P)
+    unfolded: Any  # the shape (B, C, T, P) for a Reshape
+    folded: Any  # (B, C, T P)
 
     def read(self, op):
-        """Return the elements (B, C, P, T)."""
+        """Return the elements (B, C, T, P)."""
         return op.Reshape(op.GatherElements(self.images, self.index, axis=2), self.unfolded)
 
     def values(self, op, elements):
         """Return the samples (B, C, P)."""
-        return op.ReduceSum(elements * self.weight, [3], keepdims=0)
+        return op.ReduceSum(elements * self.weight, [2], keepdims=0)
 
     def images_gradient(self, op, g):
         """Return the gradient of the images from g (B, C, P), that of the samples."""
-        parts = op.Reshape(op.Unsqueeze(g, [-1]) * self.weight, self.folded)
+        parts = op.Reshape(op.Unsqueeze(g, [2]) * self.weight, self.folded)
         zeros = op.zeros_like(self.images)
         return op.ScatterElements(zeros, self.index, parts, axis=2, reduction="add")
 
     def positions_gradient(self, op, elements, g):
         """Return the gradient (B, P) of the positions along each axis."""
-        by_weight = op.ReduceSum(op.Unsqueeze(g, [-1]) * elements, [1], keepdims=1)
-        return [op.ReduceSum(by_weight * slope, [1, 3], keepdims=0) for slope in self.slopes]
+        by_weight = op.ReduceSum(op.Unsqueeze(g, [2]) * elements, [1], keepdims=1)
+        return [op.ReduceSum(by_weight * slope, [1, 2], keepdims=0) for slope in self.slopes]
 
 
 def samples_of(op, images, channels, count, axes: list[Taps], lengths: list) -> Samples:
     """Return `count` samples per image, from their taps along axes of these lengths."""
     n, size = len(axes), prod(tap.count for tap in axes)
 
-    def spread(i: int, v):  # (B, P, taps) -> (B, P, taps of axis 0, taps of axis 1, ...)
-        return op.Unsqueeze(v, [2 + k for k in range(n) if k != i]) if n > 1 else v
+    def spread(i: int, v):  # (B, taps, P) -> (B, taps of axis 0, taps of axis 1, ..., P)
+        return op.Unsqueeze(v, [1 + k for k in range(n) if k != i]) if n > 1 else v
 
     def product(parts: list):
         y = parts[0]
         for part in parts[1:]:
             y = y * part
-        return op.Unsqueeze(op.Reshape(y, [0, 0, size]), [1])
+        return op.Unsqueeze(op.Reshape(y, op.vector(0, size, count)), [1])
 
     index = spread(0, axes[0].index)
     for i in range(1, n):
         index = index * op.const(lengths[i], ir.DataType.INT64) + spread(i, axes[i].index)
     folded = op.vector(0, 0, count * size)
-    index = op.Reshape(op.Unsqueeze(op.Reshape(index, [0, 0, size]), [1]), folded)
+    index = op.Reshape(index, op.vector(0, 1, count * size))
     weights = [spread(i, tap.weight) for i, tap in enumerate(axes)]
     slopes = [
         product([spread(i, tap.slope) if k == i else w for k, w in enumerate(weights)])
@@ -181,7 +183,7 @@ def samples_of(op, images, channels, count, axes: list[Taps], lengths: list) -> 
         if tap.slope is not None
     ]
     index = op.Expand(index, op.vector(1, channels, 1))
-    return Samples(images, index, product(weights), slopes, op.vector(0, 0, count, size), folded)
+    return Samples(images, index, product(weights), slopes, op.vector(0, 0, size, count), folded)
 
 
 # -- operators ----------------------------------------------------------------------------------
