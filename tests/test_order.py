@@ -19,7 +19,8 @@ def graph() -> ir.Graph:
         onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
         g (float[64,64] x, float[64,64] w) => (float[1] a, float[1] b) <
             float[64,64] h, float[64,64] k, float[64,64] p, float[64,64] q,
-            float[64,64] mh, float[64,64] nh, float[64,64] mk, float[64,64] s, float[64,64] t, float[1] a, float[1] b > {
+            float[64,64] mh, float[64,64] nh, float[64,64] mk, float[64,64] s,
+            float[64,64] t, float[1] a, float[1] b > {
             h = MatMul(x, w)  mh = Neg(h)  nh = Abs(h)
             k = MatMul(h, w)  mk = Neg(k)
             p = Mul(k, mk)  s = MatMul(p, w)  t = Mul(s, mh)  q = Mul(t, nh)
