@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -40,12 +40,52 @@ def threads(work: float) -> int:
 
 
 def session(
-    model: ModelProto, device: Device, work: float, in_order: bool = False
+    model: ModelProto,
+    device: Device,
+    work: float,
+    in_order: bool = False,
+    lengths: Mapping[str, int] | None = None,
 ) -> ort.InferenceSession:
     """Return a session for `model`, with threads for `work` multiply-adds per step.
 
     With `in_order`, nodes run in the order of the model; otherwise depth first from the outputs.
+    `lengths` are those of symbolic dimensions of inputs, if they are always the same.
     """
+    options, more = _options(work, in_order)
+    for symbol, length in (lengths or {}).items():
+        options.add_free_dimension_override_by_name(symbol, length)
+    return loaded(model, options, providers=device.providers, **more)
+
+
+def ordered_session(
+    model: ModelProto,
+    device: Device,
+    work: float,
+    lengths: Mapping[str, int],
+    order: Callable[[ir.Graph], None],
+) -> ort.InferenceSession:
+    """Return a session as `session`, whose nodes run in the order of `order`.
+
+    It orders the graph that onnxruntime has optimized for these lengths, in which it knows what
+    every node reads and how large its results are; onnxruntime would put fused nodes last.
+    """
+    options, _ = _options(work)
+    options.intra_op_num_threads = 1
+    for symbol, length in lengths.items():
+        options.add_free_dimension_override_by_name(symbol, length)
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
+        loaded(model, options, providers=device.providers)
+        optimized = ir.load(options.optimized_model_filepath)
+        order(optimized.graph)
+    options, more = _options(work)
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    return loaded(ir.to_proto(optimized), options, providers=device.providers, **more)
+
+
+def _options(work: float, in_order: bool = False) -> tuple[ort.SessionOptions, dict[str, Any]]:
+    """Return the options of a session, and further arguments of it."""
     more: dict[str, Any] = {}
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads(work)
@@ -59,7 +99,7 @@ def session(
     if work >= WORK_PER_THREAD:  # a pattern is one block for a run, larger than what is alive
         options.enable_mem_pattern = False
     options.log_severity_level = 4  # errors are raised; the log does not escape names
-    return loaded(model, options, providers=device.providers, **more)
+    return options, more
 
 
 @escaping()

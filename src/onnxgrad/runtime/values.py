@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,10 @@ FLOATS = {  # by the names of onnxruntime
     "tensor(float)": ir.DataType.FLOAT,
     "tensor(double)": ir.DataType.DOUBLE,
 }
+
+
+_VIEWED = (ir.DataType.FLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE)
+_PART = 1 << 16  # elements that stay in the cache
 
 
 def wrapped(value: Any) -> Any:
@@ -48,6 +54,20 @@ def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
     value = device.empty(array.shape, array.dtype)
     value.update_inplace(np.asarray(array, order="C"))
     return value
+
+
+def is_finite(value: ort.OrtValue) -> bool:
+    """Return whether all numbers of an OrtValue are finite; on the CPU it is not copied."""
+    kind = FLOATS.get(value.data_type())
+    if value.device_name().lower() == "cpu" and kind in _VIEWED:
+        assert kind is not None
+        count = prod(value.shape())
+        memory = (ctypes.c_char * (count * kind.numpy().itemsize)).from_address(value.data_ptr())
+        array = np.frombuffer(memory, kind.numpy(), count) if count else np.empty(0)
+    else:
+        array = value.numpy().reshape(-1)
+    parts = range(0, array.size, _PART)
+    return all(np.isfinite(array[i : i + _PART]).all() for i in parts)
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

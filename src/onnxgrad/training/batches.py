@@ -86,6 +86,16 @@ class ArraySource(BatchSource):
         whole = sum(a.nbytes for n, a in arrays.items() if axes[n] is None)
         self._most = max(1, int(SLICE_BYTES / max(1, per_row * self.batch_size + whole)))
 
+    def batch_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a batch."""
+        shapes = {}
+        for name, array in self.arrays.items():
+            shape, axis = list(array.shape), self.axes[name]
+            if axis is not None:
+                shape[axis] = self.batch_size
+            shapes[name] = tuple(shape)
+        return shapes
+
     def take(self, indices: np.ndarray) -> ArraySource:
         """Return the source of some of the rows."""
         arrays = {
@@ -104,13 +114,14 @@ class ArraySource(BatchSource):
     ) -> Generator[Slice, None, None]:
         """Yield the slices of one epoch."""
         rows, size = self.rows, self.batch_size
-        order = np.arange(rows) if rng is None else rng.permutation(rows)
+        order = None if rng is None else rng.permutation(rows)
         start = skip * size
         while start < rows:
             length = min(size, rows - start)
             most = min(budget(start // size), self._most)
             batches = max(1, min(most, (rows - start) // length))
-            indices = order[start : start + batches * length]
+            taken = slice(start, start + batches * length)
+            indices = taken if order is None else order[taken]
             start += batches * length
             arrays = {
                 name: _cut(array, self.axes[name], indices, batches, length)
@@ -120,15 +131,19 @@ class ArraySource(BatchSource):
 
 
 def _cut(
-    array: np.ndarray, axis: int | None, indices: np.ndarray, batches: int, length: int
+    array: np.ndarray, axis: int | None, indices: np.ndarray | slice, batches: int, length: int
 ) -> np.ndarray:
-    """Return the rows of `indices` as [batches, ...], each batch with its rows on `axis`."""
+    """Return the rows of `indices` as [batches, ...], each batch with its rows on `axis`.
+
+    A slice of the first axis is not copied.
+    """
     if axis == 0:
-        return array[indices].reshape(batches, length, *array.shape[1:])
+        rows = array[indices].reshape(batches, length, *array.shape[1:])
+        return np.ascontiguousarray(rows)
     if axis is None:
         return np.ascontiguousarray(np.broadcast_to(array, (batches, *array.shape)))
     axis %= array.ndim
-    taken = array.take(indices, axis)
+    taken = np.moveaxis(np.moveaxis(array, axis, 0)[indices], 0, axis)
     cut = taken.reshape(*array.shape[:axis], batches, length, *array.shape[axis + 1 :])
     return np.ascontiguousarray(np.moveaxis(cut, axis, 0))
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from onnxgrad.native import Target
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads
+from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, fingerprint
@@ -40,9 +41,12 @@ class Compiled:
     running: Runner | None = None
     size: Any = None  # what the session of the runner depends on, beside the step
 
-    def runner(self, call: OneCall, batch_size: int, fields: Fields) -> Runner:
-        """Return the runner for batches of this size."""
-        work = self.step.work * batch_size
+    def runner(self, call: OneCall, source: BatchSource, fields: Fields, fixed: bool) -> Runner:
+        """Return the runner for the batches of `source`.
+
+        `fixed`: whether calls to come have batches of this size, too.
+        """
+        work = self.step.work * source.batch_size
         size = threads(work), work >= WORK_PER_THREAD
         if self.running is not None and self.size != size:  # an epoch takes its step's graph over
             self.step, self.objective = call.step(call.trainer.callbacks.gradient_norms)
@@ -53,6 +57,8 @@ class Compiled:
             self.running = Runner(epoch, self.step, "terms", device, work, fields, carried)
             self.size = size
         self.running.fields = fields
+        shapes = source.batch_shapes() if fixed and isinstance(source, ArraySource) else {}
+        self.running.sessions.expect(shapes)
         return self.running
 
 

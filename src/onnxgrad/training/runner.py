@@ -14,13 +14,16 @@ from onnx import ModelProto
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
+from onnxgrad.runtime.values import is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
+from onnxgrad.training.sessions import Sessions
 from onnxgrad.training.state import Values
 from onnxgrad.training.step import Step
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
+LARGE = 1 << 24  # bytes of states, whose update takes long enough for a call of its own
 ROWS = 1024  # rows per call of an evaluation
 
 
@@ -58,13 +61,14 @@ class Runner:
         fields: Fields | None = None,
         carried: Mapping[str, str] | None = None,
     ) -> None:
-        self.device = Device.of(device)
-        self.session = session(model, self.device, work, in_order=step.recomputes)
+        self.device = Device.of(device).check()
+        self.sessions = Sessions(model, step, self.device, work)
         self.step, self.reduction, self.fields = step, reduction, fields
         self.carried, self.counts = carried or {}, step.counts
-        self.names = [x.name for x in self.session.get_inputs()]
-        self.outputs = [y.name for y in self.session.get_outputs()]
+        self.names = [x.name for x in model.graph.input]
+        self.outputs = [y.name for y in model.graph.output]
         self.now = Now([], 0)
+        self._state_bytes = 0
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
         self.norms: dict[str, float] = {}  # of the gradients in the last step
@@ -75,11 +79,14 @@ class Runner:
         for group in self.step.groups:
             states += group.initial(values.weights, values.slots)
         states += [values.buffers.get(str(b.name)) for b in self.step.buffers]
+        self._state_bytes = sum(state.nbytes for state in states if state is not None)
         loaded = [None if state is None else self.device.ortvalue(state) for state in states]
         self.now = Now(loaded, values.steps)
 
     def budget(self) -> int:
         """Return how many batches the next call may run."""
+        if self._state_bytes > LARGE:  # a loop over batches holds two more copies of the states
+            return 1
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
     def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
@@ -89,8 +96,9 @@ class Runner:
 
         Return None, and leave the states unchanged, if the loss or a weight is not finite.
         """
+        running = self.sessions.of(piece.arrays)
         start = time.perf_counter()
-        binding, now = self.session.io_binding(), self.now
+        binding, now = running.io_binding(), self.now
         states = self.states(piece)
         for name, state in zip(self.names, states, strict=False):
             binding.bind_ortvalue_input(name, state)
@@ -99,12 +107,12 @@ class Runner:
             binding.bind_cpu_input(name, array)
         self.device.bind_outputs(binding, self.outputs)
         with escaping():
-            self.session.run_with_iobinding(binding)
+            running.run_with_iobinding(binding)
         results = binding.get_outputs()
         new, reported = results[: len(states)], results[len(states) :]
         losses = self._losses([y.numpy() for y in reported], piece)
         finite = np.isfinite(losses.sums).all()
-        if not finite or not all(np.isfinite(s.numpy()).all() for s in new):
+        if not finite or not all(map(is_finite, new)):
             return None
         # in one assignment, which cannot be interrupted
         self.now = Now(new, now.steps + piece.batches)

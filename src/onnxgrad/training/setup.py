@@ -185,7 +185,8 @@ class Setup:
             identity = self._identity(source.description, source.batch_size, shuffle)
             state = self._state(initial, identity, resume)
         first = state.epoch if further else 0
-        runner = compiled.runner(self, source.batch_size, fields)
+        fixed = not further or source.batch_size == (self.batch_size or self.default_size)
+        runner = compiled.runner(self, source, fields, fixed)
         rates = self._rates(state, None if further else source.batches, epochs)
         if step.unreached:
             warnings.warn(

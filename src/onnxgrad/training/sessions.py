@@ -1,0 +1,73 @@
+"""The sessions of a step: one for the shapes that most batches have, and one for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+import numpy as np
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.graph.shapes import dims
+from onnxgrad.model import external
+from onnxgrad.native.order import order_bodies
+from onnxgrad.runtime.device import CPU, Device
+from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session
+from onnxgrad.training.step import Step
+
+COPIED = 1 << 26  # bytes of constants up to which a session of its own for some lengths may be
+
+
+class Sessions:
+    """The sessions that run an epoch.
+
+    Batches of the lengths that `expect` announces get a session of their own, in which shapes are
+    constants: it has fewer nodes, and on a CPU these run in an order that saves memory. Others,
+    such as a shorter last batch, share one. Each is created when it is first used.
+    """
+
+    def __init__(self, model: ModelProto, step: Step, device: Device, work: float) -> None:
+        self.model, self.step, self.device, self.work = model, step, device, work
+        self.expected: dict[str, int] = {}
+        self._any: ort.InferenceSession | None = None
+        self._own: tuple[dict[str, int], ort.InferenceSession] | None = None
+        self._small = (
+            step.accumulate == 1
+            and not external.files_of(model)
+            and external.inline_nbytes(model) <= COPIED
+        )
+
+    def expect(self, arrays: Mapping[str, tuple[int, ...]]) -> None:
+        """Announce the shapes of most batches; an empty mapping announces none."""
+        self.expected = self._lengths(arrays) if self._small and arrays else {}
+
+    def of(self, arrays: Mapping[str, np.ndarray]) -> ort.InferenceSession:
+        """Return the session for these stacked batches."""
+        lengths = self.expected
+        if not lengths or self._lengths({n: a.shape[1:] for n, a in arrays.items()}) != lengths:
+            if self._any is None:
+                recomputes = self.step.recomputes
+                self._any = session(self.model, self.device, self.work, in_order=recomputes)
+            return self._any
+        if self._own is None or self._own[0] != lengths:
+            self._own = None  # before there are two of them
+            self._own = lengths, self._created(lengths)
+        return self._own[1]
+
+    def _created(self, lengths: dict[str, int]) -> ort.InferenceSession:
+        if self.device == CPU and self.work >= WORK_PER_THREAD:
+            with suppress(Exception):  # the order only saves memory; what is wrong, raises below
+                return ordered_session(self.model, self.device, self.work, lengths, order_bodies)
+        return session(self.model, self.device, self.work, self.step.recomputes, lengths)
+
+    def _lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Return the lengths of the symbolic dimensions of the data."""
+        lengths: dict[str, int] = {}
+        for value in self.step.data:
+            shape = dims(value)
+            own = arrays.get(str(value.name))
+            if shape is not None and own is not None and len(own) == len(shape):
+                pairs = zip(shape, own, strict=True)
+                lengths.update((d, n) for d, n in pairs if isinstance(d, str))
+        return lengths

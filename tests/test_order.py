@@ -1,0 +1,97 @@
+"""The order of the nodes of a step, and the sessions of batches of different lengths."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+import onnxgrad as og
+from onnxgrad.native.order import depth_first, eager, order, peak
+from onnxgrad.training import sessions
+
+
+def graph() -> ir.Graph:
+    """Masks of two layers that the file computes first, and weights whose gradients come last."""
+    return ir.from_proto(
+        onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[64,64] x, float[64,64] w) => (float[1] a, float[1] b) <
+            float[64,64] h, float[64,64] k, float[64,64] p, float[64,64] q,
+            float[64,64] mh, float[64,64] nh, float[64,64] mk, float[64,64] s,
+            float[64,64] t, float[1] a, float[1] b > {
+            h = MatMul(x, w)  mh = Neg(h)  nh = Abs(h)
+            k = MatMul(h, w)  mk = Neg(k)
+            p = Mul(k, mk)  s = MatMul(p, w)  t = Mul(s, mh)  q = Mul(t, nh)
+            axes = Constant <value_ints = [0, 1]> ()  shape = Constant <value_ints = [1]> ()
+            u = ReduceSum <keepdims = 0> (p, axes)  b = Reshape(u, shape)
+            v = ReduceSum <keepdims = 0> (q, axes)  a = Reshape(v, shape) }""")
+    ).graph
+
+
+@pytest.mark.parametrize("form", [depth_first, lambda g: eager(g, depth_first(g))])
+def test_an_order_has_every_node_behind_what_it_reads(form):
+    g = graph()
+    nodes = form(g)
+    assert len(nodes) == len(g) == len(set(nodes))
+    done = set(g.inputs)
+    for node in nodes:
+        assert {x for x in node.inputs if x is not None} <= done
+        done.update(node.outputs)
+
+
+def test_values_that_are_read_late_are_computed_late():
+    g = graph()
+    before = peak(g, list(g))
+    assert before >= 5 * 64 * 64 * 4  # mh, nh, k, mk, p
+    order(g)
+    assert peak(g, list(g)) < before
+
+
+def mlp() -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,40] x) => (float[N,3] y) {
+            h = MatMul(x, w1)  r = Relu(h)  s = MatMul(r, w2)  t = Tanh(s)  y = MatMul(t, w3) }""")
+    for name, shape in {"w1": (40, 50), "w2": (50, 50), "w3": (50, 3)}.items():
+        array = rng.normal(size=shape).astype(np.float32) / 7
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+def trained(rows: int, call: str, **options) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    X, y = rng.normal(size=(rows, 40)).astype(np.float32), rng.integers(0, 3, rows)
+    trainer = og.Trainer(mlp(), "cross_entropy", optimizer=og.adam(), learning_rate=1e-3, **options)
+    for _ in range(2):
+        if call == "fit":
+            trainer.fit(X, y, epochs=2, batch_size=400, shuffle=False)
+        else:
+            trainer.partial_fit(X, y, batch_size=400, shuffle=False)
+    return trainer.state.weights
+
+
+@pytest.mark.parametrize("call", ["fit", "partial_fit"])
+@pytest.mark.parametrize("rows", [800, 900, 250])  # a shorter last batch, one shorter batch
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_sessions_for_fixed_lengths_train_alike(rows, call, recompute, monkeypatch):
+    own = trained(rows, call, recompute=recompute)
+    monkeypatch.setattr(sessions, "COPIED", -1)  # one session for all lengths
+    plain = trained(rows, call, recompute=recompute)
+    for name, w in own.items():
+        np.testing.assert_allclose(w, plain[name], rtol=2e-5, atol=1e-6)
+
+
+def test_only_announced_lengths_get_a_session(monkeypatch):
+    created, loaded = [], ort.InferenceSession
+    monkeypatch.setattr(
+        ort, "InferenceSession", lambda *a, **k: created.append(a) or loaded(*a, **k)
+    )
+    trainer = og.Trainer(mlp(), "cross_entropy", learning_rate=1e-3)
+    rng = np.random.default_rng(1)
+    trainer.partial_fit(np.float32(rng.normal(size=(5, 40))), np.zeros(5, int))
+    first = len(created)
+    for rows in (6, 7, 8):
+        trainer.partial_fit(np.float32(rng.normal(size=(rows, 40))), np.zeros(rows, int))
+    assert len(created) == first
