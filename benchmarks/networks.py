@@ -24,7 +24,7 @@ from statistics import geometric_mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-BLOCK = 0.4  # seconds of a long run, at least
+BLOCK = 0.3  # seconds of a long run, at least
 SHORT, LONG = 1, 4  # steps of the runs, times a factor
 OLD_STEPS = 30
 PEERS = ("PyTorch", "torch.compile", "scikit-learn", "onnxruntime-training")

@@ -369,7 +369,7 @@ NETWORKS = {
         lambda: mlp(1024, 2048, 2048, 1000), 256, (1024,), labels=1000
     ),
     "lenet-5": Network(lenet, 32, (1, 28, 28)),
-    "resnet-20": Network(resnet20, 32, (3, 32, 32), train_norm=True),
+    "resnet-20": Network(resnet20, 32, (3, 32, 32), rate=1e-4, train_norm=True),
     "resnet-18 frozen": Network(resnet18, 8, (3, 64, 64)),
     "mobilenet-v2": Network(mobilenet, 16, (3, 64, 64)),
     "u-net": Network(UNet, 8, (3, 64, 64), 0, (1, 64, 64)),

@@ -17,6 +17,7 @@ from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.traversal import reads, subgraphs
 
+MANY = 4000  # nodes up to which those that can run next are all compared at every step
 JOINED = 4  # results of different depths that a node reads, at least
 
 
@@ -33,7 +34,10 @@ def order(graph: ir.Graph) -> None:
     """Put the nodes of `graph` in a better order; the shapes that matter are static."""
     nodes = list(graph)
     first = depth_first(graph)
-    best = min((nodes, first, eager(graph, first)), key=lambda some: peak(graph, some))
+    orders = [nodes, first]
+    if len(nodes) <= MANY:
+        orders.append(eager(graph, first))
+    best = min(orders, key=lambda some: peak(graph, some))
     graph.remove(nodes)
     graph.extend(best)
 

@@ -258,5 +258,6 @@ def _as_convolution(op, g, weight, windows: Windows, beyond: np.ndarray, group: 
         flipped = op.Reshape(split, [group * per_group, rows // group, *kernel])
     if max(windows.kernel) > 1:
         last = [-1] * len(windows.axes)
-        flipped = op.Slice(flipped, last, [-_LAST] * len(windows.axes), windows.axes, last)
+        turned = op.Slice(flipped, last, [-_LAST] * len(windows.axes), windows.axes, last)
+        flipped = op.set_type_like(turned, flipped)
     return weigh_windows(op, g, flipped, mirrored, group)
