@@ -328,6 +328,8 @@ def tables(results: dict[str, Any]) -> list[str]:
     lines, means = [results["machine"], "", *HEAD], []
     for threads in ("1", "2"):
         timed = {n: r[threads] for n, r in results["networks"].items() if threads in r}
+        if not timed:
+            continue
         lines += [
             f"| {n} | {threads} | {' | '.join(cells_of(times))} |" for n, times in timed.items()
         ]

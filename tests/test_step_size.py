@@ -1,0 +1,31 @@
+"""Steps stay as small as they are: nodes and bytes of the kernels that onnxruntime runs.
+
+The limits are a third above what was counted with onnxruntime 1.31: another version of it does not
+break them, and a form that copies more does.
+"""
+
+import pytest
+
+pytest.importorskip("torch")
+from survey import survey
+from zoo import NETWORKS
+
+LIMITS = {  # nodes, megabytes read and written
+    "linear": (24, 0.03),
+    "mlp 784-128-10": (80, 7.6),
+    "mlp 784-512-512-10": (195, 55),
+    "lenet-5": (175, 40),
+    "conv 1-d": (225, 76),
+    "gru": (2400, 165),
+    "encoder 2x128": (615, 435),
+    "mobilenet-v2": (1330, 1230),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LIMITS)
+def test_no_step_grows(name):
+    counted = survey(NETWORKS[name])
+    nodes, megabytes = LIMITS[name]
+    assert nodes / 3 < sum(counted.nodes.values()) < nodes
+    assert megabytes / 3 < sum(counted.nbytes.values()) / 1e6 < megabytes
