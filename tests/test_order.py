@@ -10,6 +10,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.native.order import depth_first, eager, order, peak
+from onnxgrad.runtime.session import ordered_session
 from onnxgrad.training import sessions
 
 
@@ -74,13 +75,25 @@ def trained(rows: int, call: str, **options) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("call", ["fit", "partial_fit"])
 @pytest.mark.parametrize("rows", [800, 900, 250])  # a shorter last batch, one shorter batch
-@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("all", marks=pytest.mark.newest)])
 def test_sessions_for_fixed_lengths_train_alike(rows, call, recompute, monkeypatch):
     own = trained(rows, call, recompute=recompute)
     monkeypatch.setattr(sessions, "COPIED", -1)  # one session for all lengths
     plain = trained(rows, call, recompute=recompute)
     for name, w in own.items():
         np.testing.assert_allclose(w, plain[name], rtol=2e-5, atol=1e-6)
+
+
+def test_sessions_for_fixed_lengths_run_in_the_order_that_saves_memory(monkeypatch):
+    ordered = []
+
+    def recorded(*arguments):
+        ordered.append(ordered_session(*arguments))
+        return ordered[-1]
+
+    monkeypatch.setattr(sessions, "ordered_session", recorded)
+    trained(800, "fit")
+    assert ordered
 
 
 def test_only_announced_lengths_get_a_session(monkeypatch):

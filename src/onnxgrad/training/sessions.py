@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 
 import numpy as np
 import onnxruntime as ort
@@ -12,6 +11,7 @@ from onnx import ModelProto
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model import external
 from onnxgrad.native.order import order_bodies
+from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session
 from onnxgrad.training.step import Step
@@ -57,8 +57,10 @@ class Sessions:
 
     def _created(self, lengths: dict[str, int]) -> ort.InferenceSession:
         if self.device == CPU and self.work >= WORK_PER_THREAD:
-            with suppress(Exception):  # the order only saves memory; what is wrong, raises below
+            try:
                 return ordered_session(self.model, self.device, self.work, lengths, order_bodies)
+            except Exception:  # the order only saves memory; what else is wrong, raises below
+                logger.debug("the nodes of the step keep their order", exc_info=True)
         return session(self.model, self.device, self.work, self.step.recomputes, lengths)
 
     def _lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
