@@ -19,6 +19,7 @@ import onnxruntime as ort
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.model.convert import to_proto
+from onnxgrad.runtime.device import CPU
 
 DOMAIN = "com.microsoft.nchwc"
 _WIDEST = 32  # channels, a multiple of all blocks
@@ -63,9 +64,7 @@ def _both(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = to_proto(ir.Model(graph, ir_version=10))
-    running = ort.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    running = ort.InferenceSession(proto.SerializeToString(), options, providers=CPU.providers)
     return running.run(None, {"x": x, "w": w})
 
 

@@ -25,6 +25,7 @@ def scatter_rows(op: Emit, target: Any) -> None:
             continue
         with op.at(node):
             x, _, u = node.inputs
+            rows = rows if rows.dtype == ir.DataType.INT64 else op.Cast(rows, to=ir.DataType.INT64)
             y = op.ScatterND(x, op.Reshape(rows, [-1, 1]), u, reduction="add")
         (old,) = node.outputs
         op.set_type_like(y, old)
