@@ -258,6 +258,10 @@ def test_labels_follow_what_trains(case):
         with pytest.raises(ValueError, match=r"SVMClassifier .* opposite to its labels.*OnnxCla"):
             trainer.evaluate(X, shifted)
         return
+    if isinstance(model, AdaBoostClassifier):  # it counts votes, whose weights do not train
+        with pytest.raises(ValueError, match="no differentiable path"):
+            trainer.fit(X, shifted)
+        return
     first = trainer.evaluate(X, shifted)["loss"]
     trainer.fit(X, shifted, epochs=10, batch_size=60)
     last = trainer.evaluate(X, shifted)["loss"]
