@@ -28,6 +28,7 @@ BLOCK = 0.3  # seconds of a long run, at least
 SHORT, LONG = 1, 4  # steps of the runs, times a factor
 OLD_STEPS = 30
 PEERS = ("PyTorch", "torch.compile", "scikit-learn", "onnxruntime-training")
+AGREED = 1e-4  # largest relative difference of the losses of 20 steps
 SAVED = 3e8  # bytes that PyTorch saves for the backward pass of the larger batch
 TOOLS = ("onnxgrad", "PyTorch")
 RESULTS = Path(__file__).with_name("networks.json")
@@ -99,8 +100,10 @@ def perceptron(network: Any, module: Any, rows: int) -> Callable[[int], None]:
     return run
 
 
-def slopes(jobs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, list[float]]:
-    """Return seconds a step, one number for each round, in which the jobs take turns."""
+def slopes(jobs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, float]:
+    """Return the seconds of a step: the slope between the medians of short and of long runs, which
+    take turns.
+    """
     factors = {}
     for name, job in jobs.items():
         job(LONG)
@@ -109,16 +112,20 @@ def slopes(jobs: dict[str, Callable[[int], object]], rounds: int) -> dict[str, l
         each = (time.perf_counter() - begin) / LONG
         factors[name] = max(1, int(BLOCK / LONG / each))
         job(LONG * factors[name])
-    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    runs = [(name, length) for name in jobs for length in (SHORT, LONG)]
+    seconds: dict[tuple[str, int], list[float]] = {run: [] for run in runs}
     for _ in range(rounds):
-        for name, job in jobs.items():
-            ends = []
-            for steps in (SHORT * factors[name], LONG * factors[name]):
-                begin = time.perf_counter()
-                job(steps)
-                ends.append(time.perf_counter() - begin)
-            seconds[name].append((ends[1] - ends[0]) / (factors[name] * (LONG - SHORT)))
-    return seconds
+        for name, length in runs:
+            begin = time.perf_counter()
+            jobs[name](length * factors[name])
+            seconds[name, length].append(time.perf_counter() - begin)
+    middle = {run: median(times) / factors[run[0]] for run, times in seconds.items()}
+    slope = {name: (middle[name, LONG] - middle[name, SHORT]) / (LONG - SHORT) for name in jobs}
+    if min(slope.values()) <= 0:
+        raise RuntimeError(
+            f"the machine is too busy: a step takes {slope} s; repeat with --rounds 9"
+        )
+    return slope
 
 
 def agreement(network: Any) -> float:
@@ -143,6 +150,8 @@ def timed(name: str, rounds: int, compiled: bool) -> dict[str, Any]:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     network = NETWORKS[name]
     error = agreement(network)
+    if error > AGREED:
+        raise AssertionError(f"{name}: losses differ by {error:.1e} from PyTorch's")
     module = network.module()
     proto = network.exported(module)
     begin = time.perf_counter()
@@ -282,10 +291,11 @@ def one(kind: str, *texts: str) -> Any:
 
 def time_of(name: str, threads: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return the median milliseconds of each tool, and what is compared with them."""
-    made = child(threads, "time", name, options.rounds, str(options.compile).lower())
-    ours = median(made["seconds"]["onnxgrad"])
-    ms = {tool: 1000 * median(seconds) for tool, seconds in made["seconds"].items()}
-    return {"ms": ms, "floor": ours / made["floor"], "start": made["start"], "error": made["error"]}
+    result = child(threads, "time", name, options.rounds, str(options.compile).lower())
+    ours = result["seconds"]["onnxgrad"]
+    ms = {tool: 1000 * seconds for tool, seconds in result["seconds"].items()}
+    kept = {key: result[key] for key in ("start", "error")}
+    return {"ms": ms, "floor": ours / result["floor"], **kept}
 
 
 def memory_of(name: str, recompute: str = "none") -> dict[str, Any]:

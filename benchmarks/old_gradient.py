@@ -30,10 +30,10 @@ def main(model: str, data: str, threads: str, steps: str) -> None:
     builder = GradientGraphBuilder(proto.SerializeToString(), {loss}, set(weights), loss, None)
     builder.build()
     gradient = onnx.load_from_string(builder.get_model())
-    made = {y for node in gradient.graph.node for y in node.output}
-    names = [f"{w}_grad" for w in weights if f"{w}_grad" in made]
-    known = {y.name for y in gradient.graph.output}
-    gradient.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names if n not in known)
+    computed = {y for node in gradient.graph.node for y in node.output}
+    names = [f"{w}_grad" for w in weights if f"{w}_grad" in computed]
+    outputs = {y.name for y in gradient.graph.output}
+    gradient.graph.output.extend(onnx.ValueInfoProto(name=n) for n in names if n not in outputs)
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = int(threads), 4
     session = ort.InferenceSession(gradient.SerializeToString(), options)

@@ -63,24 +63,24 @@ def survey(network: Any) -> Survey:
         for running in sessions[:-1]:
             running.end_profiling()
         events = json.loads(Path(sessions[-1].end_profiling()).read_text())
-    made = Survey()
+    counted = Survey()
     for event in events:
         if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
-            _count(made, event["args"], event["dur"] / 1000)
-    return made
+            _count(counted, event["args"], event["dur"] / 1000)
+    return counted
 
 
-def _count(made: Survey, node: dict[str, Any], ms: float) -> None:
+def _count(counted: Survey, node: dict[str, Any], ms: float) -> None:
     name = node["op_name"]
     if name in _AROUND:
         return
-    made.nodes[name] += 1 / _STEPS
-    made.ms[name] += ms / _STEPS
+    counted.nodes[name] += 1 / _STEPS
+    counted.ms[name] += ms / _STEPS
     if name not in _VIEWS:
         sizes = (int(node[key]) for key in ("activation_size", "parameter_size", "output_size"))
-        made.nbytes[name] += sum(sizes) / _STEPS
+        counted.nbytes[name] += sum(sizes) / _STEPS
     shapes = [next(iter(kind.values())) for kind in node.get("input_type_shape", ())]
-    made.shapes[f"{name} {str(shapes)[:100]}"] += ms / _STEPS
+    counted.shapes[f"{name} {str(shapes)[:100]}"] += ms / _STEPS
 
 
 def main() -> None:
@@ -93,18 +93,18 @@ def main() -> None:
     from zoo import NETWORKS
 
     for name in options.names:
-        made = survey(NETWORKS[name])
-        total = sum(made.ms.values())
+        counted = survey(NETWORKS[name])
+        total = sum(counted.ms.values())
         print(
-            f"{name}: {sum(made.nodes.values()):.0f} nodes, "
-            f"{sum(made.nbytes.values()) / 1e6:.1f} MB, {total:.2f} ms in kernels"
+            f"{name}: {sum(counted.nodes.values()):.0f} nodes, "
+            f"{sum(counted.nbytes.values()) / 1e6:.1f} MB, {total:.2f} ms in kernels"
         )
-        for operator, ms in made.ms.most_common(14):
+        for operator, ms in counted.ms.most_common(14):
             print(
-                f"  {operator:22} {made.nodes[operator]:6.1f} nodes {ms:8.3f} ms "
-                f"{100 * ms / total:4.1f} % {made.nbytes[operator] / 1e6:8.2f} MB"
+                f"  {operator:22} {counted.nodes[operator]:6.1f} nodes {ms:8.3f} ms "
+                f"{100 * ms / total:4.1f} % {counted.nbytes[operator] / 1e6:8.2f} MB"
             )
-        for shapes, ms in made.shapes.most_common(options.shapes):
+        for shapes, ms in counted.shapes.most_common(options.shapes):
             print(f"    {ms:8.3f} ms {shapes}")
 
 

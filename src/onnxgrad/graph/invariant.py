@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
 import onnx_ir as ir
@@ -28,7 +28,12 @@ def _few(value: ir.Value) -> bool:
     return len(shape) < 2 if lengths is None else prod(lengths) <= _SMALL
 
 
-def move_out(body: ir.Graph, op: Emit, worth: Callable[[ir.Node], bool] = lambda _: True) -> None:
+def move_out(
+    body: ir.Graph,
+    op: Emit,
+    worth: Callable[[ir.Node], bool] = lambda _: True,
+    varying: Iterable[ir.Value] = (),
+) -> None:
     """Move the nodes that compute the same in every iteration from a body to the graph of `op`.
 
     Constants that they read move with them. The outputs of the body must be set again, by `give`.
@@ -37,8 +42,9 @@ def move_out(body: ir.Graph, op: Emit, worth: Callable[[ir.Node], bool] = lambda
         body: the body of a Scan.
         op: emitter of the graph around it.
         worth: which of these nodes to move.
+        varying: values that differ between iterations beside the inputs of the body.
     """
-    inside = set(body.inputs)
+    inside = {*body.inputs, *varying}
     for node in list(body):
         varies = node.op_type in RANDOM or not inside.isdisjoint(reads(node))
         if varies or any(subgraphs(node)) or not worth(node):

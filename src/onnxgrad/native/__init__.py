@@ -16,7 +16,6 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.native.blocked import blocked_convolutions
 from onnxgrad.native.cubic import cubic_by_products
-from onnxgrad.native.factors import factor_out
 from onnxgrad.native.products import transposed_operands
 from onnxgrad.native.scatter import scatter_rows
 from onnxgrad.native.side_by_side import images_side_by_side
@@ -44,7 +43,6 @@ PASSES: tuple[Callable[[Emit, Target], None], ...] = (
     blocked_convolutions,
     images_side_by_side,
     scatter_rows,
-    factor_out,
     transposed_operands,
     narrow,
 )

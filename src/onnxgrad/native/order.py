@@ -56,9 +56,9 @@ def depth_first(graph: ir.Graph) -> list[ir.Node]:
         level[node] = 1 + max((level[p] for p in before), default=0)
         if len(before) >= JOINED and _spread(operands[node], level) > len(before):
             targets += before
-    found = dict.fromkeys(node for node in targets if node in level)
+    ends = dict.fromkeys(node for node in targets if node in level)
     done: dict[ir.Node, None] = {}
-    for target in sorted(found, key=level.__getitem__):
+    for target in sorted(ends, key=level.__getitem__):
         stack = [target]
         while stack:
             node = stack[-1]

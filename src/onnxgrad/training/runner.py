@@ -23,7 +23,6 @@ from onnxgrad.training.state import Values
 from onnxgrad.training.step import Step
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
-LARGE = 1 << 24  # bytes of states, whose update takes long enough for a call of its own
 ROWS = 1024  # rows per call of an evaluation
 
 
@@ -68,7 +67,6 @@ class Runner:
         self.names = [x.name for x in model.graph.input]
         self.outputs = [y.name for y in model.graph.output]
         self.now = Now([], 0)
-        self._state_bytes = 0
         self.seconds_per_batch = SECONDS_PER_CALL
         self.last = 1
         self.norms: dict[str, float] = {}  # of the gradients in the last step
@@ -79,14 +77,11 @@ class Runner:
         for group in self.step.groups:
             states += group.initial(values.weights, values.slots)
         states += [values.buffers.get(str(b.name)) for b in self.step.buffers]
-        self._state_bytes = sum(state.nbytes for state in states if state is not None)
         loaded = [None if state is None else self.device.ortvalue(state) for state in states]
         self.now = Now(loaded, values.steps)
 
     def budget(self) -> int:
         """Return how many batches the next call may run."""
-        if self._state_bytes > LARGE:  # a loop over batches holds two more copies of the states
-            return 1
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
 
     def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:

@@ -16,10 +16,11 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import new
 from onnxgrad.autodiff.control.iterations import Iterations
+from onnxgrad.graph import invariant
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import RANDOM, TRANSCENDENTAL
+from onnxgrad.graph.operators import TRANSCENDENTAL
 from onnxgrad.graph.shapes import dims, is_stated, rank
-from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.graph.traversal import reads
 
 _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
@@ -81,23 +82,13 @@ def move_out(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:
 
     With `may_not_run`, the body may run zero times, and only nodes that cannot fail are moved.
     """
-    for node in list(graph):
+
+    def worth(node: ir.Node) -> bool:
         is_output = any(y.is_graph_output() for y in node.outputs)
-        if is_output or node.op_type in RANDOM or any(subgraphs(node)):
-            continue
-        if may_not_run and node.op_type not in _NEVER_FAIL:
-            continue
-        if all(_is_outside(v, graph) for v in reads(node)):
-            graph.remove(node)
-            node.name = None  # names of nodes are unique in their graph only
-            op.graph.append(node)
+        return not is_output and (not may_not_run or node.op_type in _NEVER_FAIL)
 
-
-def _is_outside(v: ir.Value, graph: ir.Graph) -> bool:
-    node = v.producer()
-    if node is not None:
-        return node.graph is not graph
-    return v.is_initializer() or (v.is_graph_input() and v.graph is not graph)
+    free = (v for n in graph for v in reads(n) if v.producer() is None and not v.is_initializer())
+    invariant.move_out(graph, op, worth, {v for v in free if not v.is_graph_input()})
 
 
 class _Budget:

@@ -106,7 +106,7 @@ def _fold_target(op: Emit, node: ir.Node, elements: Mapping[ir.Value, Elements])
 
 
 def _evaluated(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> Elements | None:
-    """Return the elements of the result, of rank 0 or 1; None if nothing is known of them."""
+    """Return the elements of the result, of rank 0 or 1; None if none can be told."""
     if len(node.outputs) != 1 or (function := _EVALUATED.get(node.op_type)) is None:
         return None
     if node.op_type in ("Shape", "Size"):
