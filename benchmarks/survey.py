@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from unittest import mock
 import onnxruntime as ort
 
 from onnxgrad.runtime import session
+from onnxgrad.training import compiled
 
 _STEPS = 4
 _AROUND = ("Scan", "Loop", "If")  # the time of their bodies is counted node by node
@@ -50,7 +52,8 @@ def _profiled(folder: str) -> Iterator[list[ort.InferenceSession]]:
         sessions.append(plain(model, options, **more))
         return sessions[-1]
 
-    with mock.patch.object(session.ort, "InferenceSession", profiling):
+    whole = mock.patch.object(compiled, "SPLIT_WORK", math.inf)  # no parts for threads
+    with whole, mock.patch.object(session.ort, "InferenceSession", profiling):
         yield sessions
 
 

@@ -121,7 +121,8 @@ def test_recomputation_changes_no_result(name, accumulate):
 
 
 def step_of(fitted: og.Trainer, X: np.ndarray, y: np.ndarray) -> onnx.ModelProto:
-    return to_proto(Setup(fitted, Dataset(X, y), ROWS).step(norms=False)[0].model)
+    setup = Setup(fitted, Dataset(X, y), ROWS)
+    return to_proto(setup.step(setup.objective(), norms=False).model)
 
 
 def step(name: str, recompute: str, **more) -> onnx.ModelProto:

@@ -22,6 +22,7 @@ _IMAGES = frozenset(  # each row of the output depends on that row of the first 
     "AveragePool Conv ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool "
     "GridSample InstanceNormalization LRN LpPool MaxPool SpaceToDepth".split()
 )
+_RECURRENT = frozenset(("GRU", "LSTM", "RNN"))
 _ALONG = {  # the default of the attribute `axis`, the only axis along which they mix elements
     "Concat": 0, "CumProd": 0, "CumSum": 0, "GatherElements": 0, "LogSoftmax": -1,
     "LpNormalization": -1, "Softmax": -1, "Split": 0, "TopK": -1,
@@ -65,8 +66,7 @@ def _follow(graph: ir.Graph, axes: Axes, length: Dim, outputs: Sequence[ir.Value
     for node in graph:
         if node not in needed or axes.keys().isdisjoint(reads(node)):
             continue
-        axis = _axis(node, axes)
-        for y in node.outputs:
+        for y, axis in zip(node.outputs, axes_of_outputs(node, axes), strict=True):
             if y.dtype is not None and not y.dtype.is_floating_point():
                 continue
             shape = dims(y)
@@ -103,6 +103,13 @@ def _error(node: ir.Node, what: str) -> ValueError:
     )
 
 
+def axes_of_outputs(node: ir.Node, axes: Axes) -> list[int | None]:
+    """Return the batch axis of each output of `node`, None if it mixes rows or may do so."""
+    if node.op_type in _RECURRENT and not node.domain:
+        return _recurrent(node, axes)
+    return [_axis(node, axes)] * len(node.outputs)
+
+
 def _axis(node: ir.Node, axes: Axes) -> int | None:
     """Return the batch axis of the outputs of `node`, or None if it mixes rows or may do so."""
     if node.domain:
@@ -136,7 +143,7 @@ def _mixed_along_axis(node: Any, axes: Axes, operands: list[int]) -> int | None:
     """Return the batch axis of the operands, unless the operator mixes elements along it."""
     x, name = node.inputs[operands[0]], node.op_type
     n = rank(x)
-    if n is None or (name in ("GatherElements", "TopK") and operands != [0]):
+    if n is None or (operands[0] != 0 and name in ("GatherElements", "TopK")):
         return None
     along: int | None = node.attributes.get_int("axis", _ALONG[name])
     if name in ("CumProd", "CumSum"):
@@ -148,15 +155,21 @@ def _mixed_along_axis(node: Any, axes: Axes, operands: list[int]) -> int | None:
 
 def _reduced(node: Any, axes: Axes) -> int | None:
     x, keep = node.inputs[0], node.attributes.get_int("keepdims", 1)
-    operand = node.inputs[1] if len(node.inputs) > 1 else None
-    array, n = constant(operand), rank(x)
-    if n is None or array is None or not array.size:
-        noop = node.attributes.get_int("noop_with_empty_axes", 0)
-        return axes[x] if noop and (operand is None or array is not None) else None
-    reduced = {int(a) % n for a in array}
-    if axes[x] in reduced:
+    reduced = reduced_axes(node)
+    if reduced is None or axes[x] in reduced:
         return None
     return axes[x] - (0 if keep else sum(a < axes[x] for a in reduced))
+
+
+def reduced_axes(node: Any) -> set[int] | None:
+    """Return the axes over which a reduction goes; None if that is unknown."""
+    operand, n = node.inputs[1] if len(node.inputs) > 1 else None, rank(node.inputs[0])
+    array = constant(operand)
+    if n is None or (operand is not None and array is None):
+        return None
+    if array is None or not array.size:
+        return set() if node.attributes.get_int("noop_with_empty_axes", 0) else set(range(n))
+    return {int(a) % n for a in array}
 
 
 def _same_front(node: Any, axes: Axes) -> int | None:
@@ -166,6 +179,19 @@ def _same_front(node: Any, axes: Axes) -> int | None:
     if a is None or b is None or None in a[: axis + 1] or a[: axis + 1] != b[: axis + 1]:
         return None
     return axis
+
+
+def _recurrent(node: Any, axes: Axes) -> list[int | None]:
+    """Return the batch axes of an RNN, GRU or LSTM; `layout` says where its operands have it."""
+    first = node.attributes.get_int("layout", 0)
+    x, *weights = node.inputs[:4]
+    lengths, *states = (*node.inputs[4:7], None, None, None)[:3]
+    state = 0 if first else 1
+    wanted = {x: state, lengths: 0} | dict.fromkeys(states, state)
+    outside = [w for w in (*weights, *node.inputs[7:]) if w in axes]
+    if outside or x not in axes or any(axes.get(v, a) != a for v, a in wanted.items()):
+        return [None] * len(node.outputs)
+    return [0 if first else 2, *[state] * (len(node.outputs) - 1)]
 
 
 def _transposed(node: Any, axes: Axes) -> int | None:
@@ -227,9 +253,11 @@ def _named_axes(node: Any, default: range) -> list[int] | None:
 def _gathered(node: Any, axes: Axes) -> int | None:
     x, i = node.inputs
     n, m = rank(x), rank(i)
-    if x not in axes or n is None or m is None:
+    if n is None or m is None or (x in axes and i in axes):
         return None
     along = node.attributes.get_int("axis", 0) % n
+    if i in axes:
+        return along + axes[i]
     return None if along == axes[x] else axes[x] + (m - 1 if along < axes[x] else 0)
 
 

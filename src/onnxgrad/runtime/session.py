@@ -45,13 +45,15 @@ def session(
     work: float,
     in_order: bool = False,
     lengths: Mapping[str, int] | None = None,
+    single: bool = False,
 ) -> ort.InferenceSession:
     """Return a session for `model`, with threads for `work` multiply-adds per step.
 
     With `in_order`, nodes run in the order of the model; otherwise depth first from the outputs.
-    `lengths` are those of symbolic dimensions of inputs, if they are always the same.
+    `lengths` are those of symbolic dimensions of inputs, if they are always the same. With
+    `single`, a run uses the thread that calls it only.
     """
-    options, more = _options(work, in_order)
+    options, more = _options(work, in_order, single)
     for symbol, length in (lengths or {}).items():
         options.add_free_dimension_override_by_name(symbol, length)
     return loaded(model, options, providers=device.providers, **more)
@@ -63,6 +65,7 @@ def ordered_session(
     work: float,
     lengths: Mapping[str, int],
     order: Callable[[ir.Graph], None],
+    single: bool = False,
 ) -> ort.InferenceSession:
     """Return a session as `session`, whose nodes run in the order of `order`.
 
@@ -78,17 +81,19 @@ def ordered_session(
         loaded(model, options, providers=device.providers)
         optimized = ir.load(options.optimized_model_filepath)
         order(optimized.graph)
-    options, more = _options(work)
+    options, more = _options(work, single=single)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return loaded(ir.to_proto(optimized), options, providers=device.providers, **more)
 
 
-def _options(work: float, in_order: bool = False) -> tuple[ort.SessionOptions, dict[str, Any]]:
+def _options(
+    work: float, in_order: bool = False, single: bool = False
+) -> tuple[ort.SessionOptions, dict[str, Any]]:
     """Return the options of a session, and further arguments of it."""
     more: dict[str, Any] = {}
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads(work)
+    options.intra_op_num_threads = 1 if single else threads(work)
     options.inter_op_num_threads = 1
     # transposed and dequantized copies of frozen weights take memory, and save no time
     options.add_session_config_entry(_FOLDING, str(_FOLDED))
@@ -161,6 +166,10 @@ def work(graph: ir.Graph) -> float:
 
 
 def _node_work(node: ir.Node) -> int:
+    if node.op_type in ("GRU", "LSTM", "RNN"):
+        x, *weights = (shapes.dims(v) or () for v in node.inputs[:3])
+        steps = x[node.attributes.get_int("layout", 0)] if x else None
+        return sum(map(_static_size, weights)) * (steps if isinstance(steps, int) else 1)
     if node.op_type not in ("MatMul", "Gemm", "Conv", "ConvTranspose"):
         return 0
     a, b, y = (shapes.dims(v) for v in (*node.inputs[:2], node.outputs[0]))

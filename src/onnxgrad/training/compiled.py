@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from math import prod
 from typing import Any, Protocol
 
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.native import Target
-from onnxgrad.runtime.session import WORK_PER_THREAD, threads
+from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, fingerprint
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.runner import Runner
+from onnxgrad.training.split import SplitStep, splits
+from onnxgrad.training.split_runner import Rows, SplitRunner
 from onnxgrad.training.step import Step
 
+# Multiply-adds of a batch, and for each weight, from which threads compute parts of it: measured
+# on the networks of the benchmarks, with 2 threads.
+SPLIT_WORK, SPLIT_WORK_PER_WEIGHT = 2e7, 512
 Shapes = dict[str, tuple[int, ...]]
 _ARGUMENTS = (  # of a trainer, that decide what a step computes
     *("loss", "loss_options", "loss_weights", "optimizer", "clip_norm", "accumulate"),
@@ -28,38 +34,70 @@ class OneCall(Protocol):
     trainer: Any
     weighted: bool
 
-    def step(self, norms: bool) -> tuple[Step, Minimized]:
-        """Return a new step, and its objective."""
+    def objective(self) -> Minimized:
+        """Return a new objective."""
+
+    def step(self, objective: Minimized) -> Step:
+        """Return the step, written into the graph of the objective."""
+
+    def split_step(self, objective: Minimized, target: Target) -> SplitStep:
+        """Return the step in parts, written into the graph of the objective."""
 
 
-@dataclass
 class Compiled:
-    """A step with its objective, and the runner of its epochs once there is one."""
+    """An objective, its step, and the runner, once it is known for which batches."""
 
-    step: Step
-    objective: Minimized
-    running: Runner | None = None
-    size: Any = None  # what the session of the runner depends on, beside the step
+    def __init__(self, objective: Minimized) -> None:
+        self.objective = objective
+        self.work = multiply_adds(objective.model.graph)  # per row
+        self.step: Step | None = None
+        self.running: Runner | None = None
+        self._key: Any = None  # what the runner depends on, beside the objective
 
     def runner(self, call: OneCall, source: BatchSource, fields: Fields, fixed: bool) -> Runner:
         """Return the runner for the batches of `source`.
 
         `fixed`: whether calls to come have batches of this size, too.
         """
-        work = self.step.work * source.batch_size
-        size = threads(work), work >= WORK_PER_THREAD
-        if self.running is not None and self.size != size:  # an epoch takes its step's graph over
-            self.step, self.objective = call.step(call.trainer.callbacks.gradient_norms)
-            self.running = None
-        if self.running is None:
-            device, carried = call.trainer.device, self.objective.carried
-            epoch = build_epoch(self.step, Target.of(device, work))
-            self.running = Runner(epoch, self.step, "terms", device, work, fields, carried)
-            self.size = size
+        work = self.work * source.batch_size * call.trainer.accumulate
+        parts = self._parts(call.trainer, work, source)
+        key = threads(work), work >= WORK_PER_THREAD, parts
+        if self.running is None or (fixed and self._key != key):
+            if self.step is not None:  # it has taken the graph of the objective
+                self.objective = call.objective()
+            self.running = self._runner(call, source, fields, work, parts)
+            self._key = key
         self.running.fields = fields
-        shapes = source.batch_shapes() if fixed and isinstance(source, ArraySource) else {}
-        self.running.sessions.expect(shapes)
+        if isinstance(source, ArraySource):
+            self.running.expect(source.batch_shapes() if fixed else {}, source.axes)
+        else:
+            self.running.expect({}, {})
         return self.running
+
+    def _runner(
+        self, call: OneCall, source: BatchSource, fields: Fields, work: float, parts: int
+    ) -> Runner:
+        """Build the step and its runner."""
+        objective, device = self.objective, call.trainer.device
+        if isinstance(source, ArraySource) and parts > 1:
+            axes, shapes = source.axes, source.batch_shapes()
+            if splits(objective, axes, shapes):
+                split = call.split_step(objective, Target(device, 1))
+                self.step = split.step
+                return SplitRunner(split, device, work, fields, parts, Rows(axes, shapes))
+        self.step = call.step(objective)
+        epoch = build_epoch(self.step, Target.of(device, work))
+        return Runner(epoch, self.step, "terms", device, work, fields, objective.carried)
+
+    def _parts(self, trainer: Any, work: float, source: BatchSource) -> int:
+        """Return into how many parts to split a batch, if its rows allow it."""
+        weights = sum(prod(static(dims(w)) or ()) for w in self.objective.weights)
+        alone = trainer.accumulate > 1 or trainer.callbacks.gradient_norms
+        if trainer.device.kind != "cpu" or alone or not isinstance(source, ArraySource):
+            return 1
+        if work < max(SPLIT_WORK, SPLIT_WORK_PER_WEIGHT * weights):
+            return 1
+        return min(threads(work), source.batch_size)
 
 
 def compiled_step(call: OneCall, labels: Shapes, class_weight: Any) -> Compiled:
@@ -81,4 +119,4 @@ def compiled_step(call: OneCall, labels: Shapes, class_weight: Any) -> Compiled:
         values = [arguments, class_weight, shapes, norms, call.weighted]
         return id(trainer.proto), fingerprint(values)
 
-    return cache.get("step", key, lambda: Compiled(*call.step(norms)))
+    return cache.get("step", key, lambda: Compiled(call.objective()))

@@ -18,6 +18,7 @@ from onnxgrad.runtime.values import is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
+from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.sessions import Sessions
 from onnxgrad.training.state import Values
 from onnxgrad.training.step import Step
@@ -80,6 +81,10 @@ class Runner:
         loaded = [None if state is None else self.device.ortvalue(state) for state in states]
         self.now = Now(loaded, values.steps)
 
+    def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
+        """Announce the shapes of most batches, if they are known, and the axes of their rows."""
+        self.sessions.expect(shapes)
+
     def budget(self) -> int:
         """Return how many batches the next call may run."""
         return max(1, min(8 * self.last, int(SECONDS_PER_CALL / self.seconds_per_batch)))
@@ -93,7 +98,7 @@ class Runner:
         """
         running = self.sessions.of(piece.arrays)
         start = time.perf_counter()
-        binding, now = running.io_binding(), self.now
+        binding = running.io_binding()
         states = self.states(piece)
         for name, state in zip(self.names, states, strict=False):
             binding.bind_ortvalue_input(name, state)
@@ -106,11 +111,20 @@ class Runner:
         results = binding.get_outputs()
         new, reported = results[: len(states)], results[len(states) :]
         losses = self._losses([y.numpy() for y in reported], piece)
+        return self.finished(piece, new, losses, start)
+
+    def finished(
+        self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
+    ) -> Losses | None:
+        """Keep the new states, if they and the losses are finite; return the losses, or None.
+
+        `start` is the time when the call began.
+        """
         finite = np.isfinite(losses.sums).all()
         if not finite or not all(map(is_finite, new)):
             return None
         # in one assignment, which cannot be interrupted
-        self.now = Now(new, now.steps + piece.batches)
+        self.now = Now(new, self.now.steps + piece.batches)
         self.last = piece.batches
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return losses

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
@@ -27,9 +28,19 @@ class Sessions:
     such as a shorter last batch, share one. Each is created when it is first used.
     """
 
-    def __init__(self, model: ModelProto, step: Step, device: Device, work: float) -> None:
+    def __init__(
+        self,
+        model: ModelProto,
+        step: Step,
+        device: Device,
+        work: float,
+        order: Callable[[ir.Graph], None] = order_bodies,
+        single: bool = False,
+    ) -> None:
         self.model, self.step, self.device, self.work = model, step, device, work
+        self.order, self.single = order, single
         self.expected: dict[str, int] = {}
+        self._announced: dict[str, int] = {}
         self._any: ort.InferenceSession | None = None
         self._own: tuple[dict[str, int], ort.InferenceSession] | None = None
         self._small = (
@@ -39,8 +50,14 @@ class Sessions:
         )
 
     def expect(self, arrays: Mapping[str, tuple[int, ...]]) -> None:
-        """Announce the shapes of most batches; an empty mapping announces none."""
-        self.expected = self._lengths(arrays) if self._small and arrays else {}
+        """Announce the shapes of most batches; an empty mapping announces none.
+
+        Where calls announce other shapes each time, these get no session of their own.
+        """
+        lengths = self._lengths(arrays) if self._small and arrays else {}
+        again = self._own is None or lengths in (self._own[0], self._announced)
+        self.expected = lengths if again else {}
+        self._announced = lengths or self._announced
 
     def of(self, arrays: Mapping[str, np.ndarray]) -> ort.InferenceSession:
         """Return the session for these stacked batches."""
@@ -48,7 +65,9 @@ class Sessions:
         if not lengths or self._lengths({n: a.shape[1:] for n, a in arrays.items()}) != lengths:
             if self._any is None:
                 recomputes = self.step.recomputes
-                self._any = session(self.model, self.device, self.work, in_order=recomputes)
+                self._any = session(
+                    self.model, self.device, self.work, recomputes, single=self.single
+                )
             return self._any
         if self._own is None or self._own[0] != lengths:
             self._own = None  # before there are two of them
@@ -58,10 +77,14 @@ class Sessions:
     def _created(self, lengths: dict[str, int]) -> ort.InferenceSession:
         if self.device == CPU and self.work >= WORK_PER_THREAD:
             try:
-                return ordered_session(self.model, self.device, self.work, lengths, order_bodies)
+                return ordered_session(
+                    self.model, self.device, self.work, lengths, self.order, self.single
+                )
             except Exception:  # the order only saves memory; what else is wrong, raises below
                 logger.debug("the nodes of the step keep their order", exc_info=True)
-        return session(self.model, self.device, self.work, self.step.recomputes, lengths)
+        return session(
+            self.model, self.device, self.work, self.step.recomputes, lengths, self.single
+        )
 
     def _lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Return the lengths of the symbolic dimensions of the data."""

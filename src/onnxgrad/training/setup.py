@@ -17,6 +17,7 @@ from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_lo
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
+from onnxgrad.native import Target
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.runtime.session import session
 from onnxgrad.schedules.epochwise import BaseLearningRate
@@ -35,6 +36,7 @@ from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_outp
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.settings import Settings
+from onnxgrad.training.split import SplitStep, build_split_step
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step import Step, StepOptions, build_gradients, build_step
 from onnxgrad.training.update import build_update
@@ -132,17 +134,25 @@ class Setup:
         }
         return gradients, build_update(weights, self._optimizer())
 
-    def step(self, norms: bool) -> tuple[Step, Minimized]:
-        """Return the step, with the norms of gradients if asked for, and its objective."""
-        trainer, objective, optimizer = self.trainer, self.objective(), self._optimizer()
-        options = StepOptions(norms, trainer.device.kind == "cpu", trainer.recompute)
+    def step(self, objective: Minimized, norms: bool | None = None) -> Step:
+        """Return the step, written into the graph of the objective.
+
+        It returns the norms of gradients if `norms`; None: if a callback asks for them.
+        """
+        trainer, optimizer = self.trainer, self._optimizer()
+        options = self._options(trainer.callbacks.gradient_norms if norms is None else norms)
         if trainer.accumulate == 1:
-            return build_step(objective, optimizer, options), objective
+            return build_step(objective, optimizer, options)
         if trainer.carry:
             raise ValueError("carry and accumulate: micro-batches have no state to carry")
-        parts = trainer.accumulate
-        step = build_accumulating_step(self.objective, optimizer, parts, options)
-        return step, objective
+        return build_accumulating_step(self.objective, optimizer, trainer.accumulate, options)
+
+    def split_step(self, objective: Minimized, target: Target) -> SplitStep:
+        """Return the step in parts, written into the graph of the objective."""
+        return build_split_step(objective, self._optimizer(), self._options(False), target)
+
+    def _options(self, norms: bool) -> StepOptions:
+        return StepOptions(norms, self.trainer.device.kind == "cpu", self.trainer.recompute)
 
     def _compiled(self) -> Compiled:
         """Return the step and its objective; those of the call before, if they are the same."""
@@ -158,7 +168,7 @@ class Setup:
         """
         trainer = self.trainer
         compiled = self.compiled = self._compiled()
-        step, objective = compiled.step, compiled.objective
+        objective = compiled.objective
         fields = Fields(objective, trainer.batch_axes)
         self._check_weighted(objective, fields)
         source = self._source(self.data, fields)
@@ -176,7 +186,7 @@ class Setup:
             source, held_out = held_out_share(source, self.held_out, trainer.seed)
         initial = {
             str(b.name): np.array(b.const_value.numpy())
-            for b in step.buffers
+            for b in objective.buffers
             if b.const_value is not None
         }
         if further:
@@ -187,6 +197,7 @@ class Setup:
         first = state.epoch if further else 0
         fixed = not further or source.batch_size == (self.batch_size or self.default_size)
         runner = compiled.runner(self, source, fields, fixed)
+        step = runner.step
         rates = self._rates(state, None if further else source.batches, epochs)
         if step.unreached:
             warnings.warn(
@@ -333,7 +344,7 @@ class Setup:
         if loop.failed is None:
             return None
         piece, rates, position = loop.failed
-        step, _ = self.step(norms=False)
+        step = self.step(self.objective(), norms=False)
         model, runner = to_proto(step.model), loop.runner
         running = session(model, self.trainer.device, step.work, step.recomputes)
         names = [x.name for x in running.get_inputs()]

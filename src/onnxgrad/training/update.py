@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
@@ -18,110 +17,9 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.optimizers import Inputs, Optimizer
 from onnxgrad.training.blocks import block_shape, update_in_blocks
+from onnxgrad.training.groups import Arrays, Group, Shape, graph_input, numpy_dtype
 
 PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
-
-Arrays = dict[str, np.ndarray]
-Shape = tuple[int, ...]
-
-
-@dataclass
-class Group:
-    """Weights that are updated together: a large one, or small ones in one flat vector.
-
-    Attributes:
-        shapes: the shapes of the weights, by name.
-        state: the input that holds the weights: of the shape of the only one, or two axes if it is
-            updated in blocks, or flat.
-        slots: an input for each slot.
-        optimizer: that of each weight of the group, as `for_weight` returns it.
-        in_blocks: whether the state consists of blocks, which are updated one after the other.
-    """
-
-    shapes: dict[str, Shape]
-    state: ir.Value
-    slots: dict[str, ir.Value]
-    optimizer: Optimizer
-    in_blocks: bool
-
-    @property
-    def inputs(self) -> list[ir.Value]:
-        """The weights' state, then its slots."""
-        return [self.state, *self.slots.values()]
-
-    def initial(
-        self, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping[str, np.ndarray]]
-    ) -> list[np.ndarray]:
-        """Return the arrays of the inputs, in their order.
-
-        Args:
-            weights: the weights by name, also of other groups.
-            slots: `{weight: {slot: array}}`; a slot that is missing starts at its initial value.
-
-        Raises:
-            ValueError: a slot of another shape, or one that weights of the group must share and
-                that differs between them.
-        """
-        arrays = [self.pack(weights)]
-        for slot in self.slots:
-            values = {}
-            for name, shape in self.shapes.items():
-                value = slots.get(name, {}).get(slot)
-                if value is None:
-                    initial = self.optimizer.slot_initial(slot, np.asarray(weights[name]))
-                    value = np.broadcast_to(initial, self.optimizer.slot_shape(slot, shape))
-                values[name] = value
-            arrays.append(self.pack(values, slot))
-        return arrays
-
-    def split(self, arrays: Iterable[np.ndarray]) -> tuple[Arrays, dict[str, Arrays]]:
-        """Return the weights, and the slots by weight, from the arrays of the inputs."""
-        state, *rest = arrays
-        slots: dict[str, Arrays] = {name: {} for name in self.shapes}
-        for slot, array in zip(self.slots, rest, strict=True):
-            for name, value in self.unpack(array, slot).items():
-                slots[name][slot] = value
-        return self.unpack(state), slots
-
-    def pack(self, arrays: Mapping[str, np.ndarray], slot: str | None = None) -> np.ndarray:
-        """Return the weights, or one slot of each, as one array, a copy: that of an input."""
-        like = self.state if slot is None else self.slots[slot]
-        parts = []
-        for name, shape in self._shapes(slot).items():
-            part = np.asarray(arrays[name], numpy_dtype(like))
-            if part.shape != shape:
-                what = "" if slot is None else f"the slot {slot!r} of "
-                raise ValueError(f"{what}{printable(name)} has the shape {part.shape}, not {shape}")
-            parts.append(part.ravel())
-        if slot is not None and self._shared(slot):
-            if any(part != parts[0] for part in parts):
-                raise ValueError(
-                    f"the slot {slot!r} is shared by {', '.join(map(printable, self.shapes))}, "
-                    "and differs between them: set all of them, or none"
-                )
-            parts = parts[:1]
-        joined = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
-        return joined.reshape(shapes.static(shapes.dims(like)) or ())
-
-    def unpack(self, array: np.ndarray, slot: str | None = None) -> Arrays:
-        """Return the array of an input as one array per weight, copies."""
-        wanted = self._shapes(slot)
-        if slot is not None and self._shared(slot):
-            return {name: array.copy() for name in wanted}
-        parts = np.split(array.ravel(), np.cumsum([prod(s) for s in wanted.values()])[:-1])
-        return {
-            name: part.reshape(shape).copy()
-            for (name, shape), part in zip(wanted.items(), parts, strict=True)
-        }
-
-    def _shapes(self, slot: str | None) -> dict[str, Shape]:
-        if slot is None:
-            return self.shapes
-        return {name: self.optimizer.slot_shape(slot, s) for name, s in self.shapes.items()}
-
-    def _shared(self, slot: str) -> bool:
-        """Return whether the weights of the group, all elementwise, have one number in common."""
-        return len(self.shapes) > 1 and not shapes.dims(self.slots[slot])
 
 
 @dataclass
@@ -154,8 +52,7 @@ def write_update(
 
     Args:
         op: writes into the graph of the gradients.
-        gradients: small weights become parts of one flat input, and large ones have two axes, which
-            the graph turns into what it reads; these replace the weights.
+        gradients: as those of `grouped`.
         optimizer: of the step; `for_weight` chooses that of each weight.
         packed: elements up to which a weight is small; None is `PACKED`.
         blocks: whether large weights are updated in blocks that stay in the cache of the CPU.
@@ -164,19 +61,42 @@ def write_update(
         ValueError: a pattern of the optimizer that matches no weight, or a weight that none
             matches.
     """
+    groups = grouped(op, gradients, optimizer, packed, blocks)
+    return update_groups(op, [group for group, _ in groups], [g for _, g in groups], optimizer)
+
+
+def grouped(
+    op: Emit,
+    gradients: dict[ir.Value, ir.Value],
+    optimizer: Optimizer,
+    packed: int | None = None,
+    blocks: bool = True,
+) -> list[tuple[Group, ir.Value]]:
+    """Return the groups in which weights are updated, each with the gradient of its state.
+
+    Small weights become parts of one flat input, and large ones have two axes, which the graph
+    turns into what it reads; these replace the weights, the keys of `gradients`. The arguments are
+    those of `write_update`.
+    """
     optimizer.check_names([str(w.name) for w in gradients])
-    groups = [
+    return [
         _pack(op, members, gradients, own, blocks)
         for own, members in _partition(gradients, optimizer, PACKED if packed is None else packed)
     ]
-    cotangents = optimizer.across(op, [g for _, g in groups])
-    widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)
+
+
+def update_groups(
+    op: Emit, groups: list[Group], gradients: list[ir.Value], optimizer: Optimizer
+) -> Update:
+    """Write the nodes that update the states of `groups`, each by its gradient."""
+    cotangents = optimizer.across(op, gradients)
+    widest = max((g.state for g in groups), key=lambda v: numpy_dtype(v).itemsize)
     rate, number = (
         graph_input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
     )
     updated = []
     with op:
-        for (group, _), g in zip(groups, cotangents, strict=True):
+        for group, g in zip(groups, cotangents, strict=True):
             scalars = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
             inputs = Inputs(group.state, *scalars)
             if group.in_blocks:
@@ -184,7 +104,7 @@ def write_update(
             else:
                 u, new = group.optimizer.update(op, g, group.slots, inputs)
                 updated += [_sum(op, group.state, u), *(new[slot] for slot in group.slots)]
-    return Update([group for group, _ in groups], updated, rate, number)
+    return Update(groups, updated, rate, number)
 
 
 def build_update(
@@ -277,19 +197,6 @@ def _undo_blocks(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
     for slot, value in group.slots.items():
         if shapes.dims(value):
             group.slots[slot] = whole(value, str(value.name))
-
-
-def numpy_dtype(value: ir.Value) -> np.dtype:
-    """Return the numpy dtype of a value whose type is known."""
-    assert value.dtype is not None
-    return value.dtype.numpy()
-
-
-def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
-    """Return a new value of the type of `like`, which is not yet an input of the graph."""
-    return ir.Value(
-        name=op.name(name), type=like.type, shape=like.shape if shape is None else shape
-    )
 
 
 def _partition(

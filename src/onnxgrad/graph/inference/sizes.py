@@ -12,6 +12,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer_node
 from onnxgrad.graph.shapes import (
     Dim,
+    broadcast,
     coefficient,
     constant,
     dims,
@@ -45,8 +46,10 @@ def fold_sizes(graph: ir.Graph) -> None:
         if result is not None:
             elements[node.outputs[0]] = result
             _replace(op, node.outputs[0], result)
-        elif node.op_type == "Reshape":
-            _fold_target(op, node, elements)
+        elif node.op_type in ("Expand", "Reshape"):
+            _shaped(node, elements)
+            if node.op_type == "Reshape":
+                _fold_target(op, node, elements)
 
 
 def _complete(node: ir.Node, opset: int) -> None:
@@ -82,13 +85,23 @@ def _replace(op: Emit, y: ir.Value, elements: Elements) -> None:
     ir.convenience.replace_all_uses_with(y, op.const(elements.astype(y.dtype.numpy())))
 
 
+def _shaped(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> None:
+    """Complete the shape of what an Expand or Reshape returns, by the elements that ask for it."""
+    x, target = node.inputs[:2]
+    wanted = None if target is None else elements.get(target)
+    if wanted is None or any(d is None or (isinstance(d, int) and d < 1) for d in wanted):
+        return
+    shape = tuple(wanted) if node.op_type == "Reshape" else broadcast(dims(x), tuple(wanted))
+    node.outputs[0].shape = _merged(dims(node.outputs[0]), shape)
+
+
 def _fold_target(op: Emit, node: ir.Node, elements: Mapping[ir.Value, Elements]) -> None:
     """Write the shape of a Reshape as a constant, if its symbolic dimensions can be inferred."""
     x, target = node.inputs[:2]
     wanted, shape = None if target is None else elements.get(target), dims(x)
     if wanted is None or shape is None or None in wanted or static(tuple(wanted)) is not None:
         return
-    if node.attributes.get_int("allowzero", 0) or any(d in (0, -1) for d in wanted):
+    if node.attributes.get_int("allowzero", 0) or 0 in wanted:
         return
     numbers = [
         d if isinstance(d, int) else 0 if i < len(shape) and shape[i] == d else -1
@@ -97,7 +110,7 @@ def _fold_target(op: Emit, node: ir.Node, elements: Mapping[ir.Value, Elements])
     if numbers.count(-1) > 1:
         return
     result = output_shape("Reshape", [x, op.const(numbers)], {})
-    if result == tuple(wanted):
+    if result is not None and all(w in (-1, d) for w, d in zip(wanted, result, strict=True)):
         node.replace_input_with(1, op.const(numbers))
         node.outputs[0].shape = ir.Shape(result)
 

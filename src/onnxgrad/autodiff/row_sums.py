@@ -1,0 +1,244 @@
+"""A proof that a loss is a sum over rows: then parts of a batch give parts of its gradient.
+
+Unlike for derivatives by row, all values count here, also those without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.batch_axis import Axes, axes_of_outputs, reduced_axes
+from onnxgrad.errors import printable
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.inference.sizes import fold_sizes
+from onnxgrad.graph.operators import ARITHMETIC, RANDOM, VIEWS
+from onnxgrad.graph.shapes import coefficient, dims, is_real, static
+from onnxgrad.graph.traversal import reads, subgraphs
+
+_ROWS = "onnxgrad_batch"  # the symbol of the rows, in all inputs that have them
+_ADDS = frozenset(("ReduceL1", "ReduceSum", "ReduceSumSquare"))
+_SAME = frozenset(("Cast", "Identity", "Neg", "Reshape", "Squeeze", "Unsqueeze"))
+_SHAPE_OPERAND = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
+_OF_SIZES = ARITHMETIC | VIEWS | frozenset(("Cast", "Concat", "Equal", "Gather", "Slice", "Where"))
+
+
+class NotASum(ValueError):
+    """The outputs are not proven to be sums over rows."""
+
+
+def require_sums(
+    model: ir.Model,
+    axes: Mapping[str, int | None],
+    lengths: Mapping[str, tuple[int, ...]],
+    outputs: Sequence[ir.Value],
+) -> None:
+    """Raise unless `outputs` are sums over the rows of terms that depend on this row only.
+
+    The proof holds for any number of rows.
+
+    Args:
+        model: its shapes, and what follows from them, are replaced.
+        axes: the axis of the rows of each input of data, None for one that has no rows.
+        lengths: the shape of each input of data.
+        outputs: values of its graph.
+
+    Raises:
+        NotASum: it is not proven; the message says which node may mix rows.
+    """
+    follow = _Rows(_with_lengths(model, axes, lengths))
+    infer(model)
+    fold_sizes(model.graph)
+    needed = _leading_to(outputs)
+    for node in model.graph:
+        if node in needed:
+            follow.node(node)
+    for y in outputs:
+        if y not in follow.sums:
+            raise NotASum(f"{y.name!r} is no sum over rows")
+
+
+def _with_lengths(
+    model: ir.Model, axes: Mapping[str, int | None], lengths: Mapping[str, tuple[int, ...]]
+) -> Axes:
+    """Give the inputs of data their shapes, with a symbol for the rows; return their axes."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for y in node.outputs:
+            y.shape = None
+    rows = {}
+    for x in model.graph.inputs:
+        if (shape := lengths.get(str(x.name))) is None:
+            continue  # a weight
+        axis, named = axes[str(x.name)], list[int | str](shape)
+        if axis is not None:
+            rows[x] = axis % len(shape)
+            named[rows[x]] = _ROWS
+        x.shape = ir.Shape(named)
+    return rows
+
+
+def _leading_to(values: Sequence[ir.Value]) -> set[ir.Node]:
+    """Return the nodes that `values` depend on."""
+    nodes: set[ir.Node] = set()
+    waiting = list(values)
+    while waiting:
+        node = waiting.pop().producer()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += reads(node)
+    return nodes
+
+
+class _Rows:
+    """What values are to the rows.
+
+    - `axes`: the axis of the rows of values whose row i depends on row i only.
+    - `sums`: sums over rows of such values, times constants.
+    - `outer`: how many times the rows follow each other along that axis, if not once: a Reshape
+      turns [T, N, D] into [T N, D].
+    - `sizes`: integers that depend on the number of rows.
+
+    All others do not depend on the batch.
+    """
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self.outer: dict[ir.Value, int] = {}
+        self.sums: set[ir.Value] = set()
+        self.sizes: set[ir.Value] = set()
+
+    def node(self, node: ir.Node) -> None:
+        """Follow the rows through a node; raise `NotASum` if it mixes them, or may do so."""
+        read, name = reads(node), node.op_type
+        if _draws(node) or _counts_positions(node):
+            raise _mixes(node)
+        if not node.domain and name in ("Shape", "Size"):
+            self._sized(node)
+        elif not self.sizes.isdisjoint(read) and not self._has_shape_operand(node):
+            integers = all(not is_real(y) for y in node.outputs)
+            if name not in _OF_SIZES or not integers or not self._independent(read):
+                raise _mixes(node)
+            self.sizes.update(node.outputs)
+        elif not self.sums.isdisjoint(read):
+            self._linear(node)
+        elif self.axes.keys().isdisjoint(read):
+            self._made(node)
+        elif name in _ADDS and not node.domain and self._adds_rows(node):
+            self.sums.update(node.outputs)
+        else:
+            self._by_row(node)
+
+    def _independent(self, read: Sequence[ir.Value]) -> bool:
+        return self.sums.isdisjoint(read) and self.axes.keys().isdisjoint(read)
+
+    def _has_shape_operand(self, node: ir.Node) -> bool:
+        """Whether the sizes that `node` reads are only the shape of its result."""
+        operand = _SHAPE_OPERAND.get(node.op_type)
+        others = [x for i, x in enumerate(node.inputs) if i != operand]
+        return operand is not None and not node.domain and self.sizes.isdisjoint(others)
+
+    def _sized(self, node: ir.Node) -> None:
+        """A Shape or Size: the number of rows times a constant is a sum over rows."""
+        x, y = node.inputs[0], node.outputs[0]
+        shape = dims(x)
+        if node.op_type == "Shape" and shape is not None:
+            attributes = node.attributes
+            shape = shape[attributes.get_int("start", 0) : attributes.get_int("end", None)]
+        if shape is not None and all(isinstance(d, int) for d in shape):
+            return
+        symbols = [d for d in shape or (None,) if not isinstance(d, int)]
+        if node.op_type == "Size" and len(symbols) == 1 and _counts_rows(symbols[0]):
+            self.sums.add(y)
+        else:
+            self.sizes.add(y)
+
+    def _linear(self, node: ir.Node) -> None:
+        """A node that reads sums: it must be linear in them."""
+        name, operands = node.op_type, [x for x in node.inputs if x is not None]
+        summed = [x in self.sums for x in operands]
+        real = is_real(node.outputs[0])
+        linear = (
+            (name in _SAME and summed[0] and (real or not is_real(operands[0])))
+            or (name in ("Add", "Sub", "Sum") and all(summed))
+            or (name == "Mul" and sum(summed) == 1)
+            or (name == "Div" and summed == [True, False] and real)
+        )
+        if node.domain or not linear or not self.axes.keys().isdisjoint(operands):
+            raise _mixes(node)
+        self.sums.update(node.outputs)
+
+    def _made(self, node: ir.Node) -> None:
+        """A node that does not read the batch: if its result has rows, they must be equal."""
+        for y in node.outputs:
+            rows = [i for i, d in enumerate(dims(y) or ()) if not isinstance(d, int)]
+            if not rows and dims(y) is not None:
+                continue
+            if not self._has_shape_operand(node) or node.op_type == "Reshape" or len(rows) != 1:
+                raise _mixes(node)
+            self.axes[y] = rows[0]
+            self._check_rows(node, y)
+
+    def _adds_rows(self, node: ir.Node) -> bool:
+        x = node.inputs[0]
+        reduced = reduced_axes(node)
+        return x in self.axes and reduced is not None and self.axes[x] in reduced
+
+    def _by_row(self, node: ir.Node) -> None:
+        outer = {self.outer.get(x, 1) for x in reads(node) if x in self.axes}
+        if node.op_type == "Reshape" and not node.domain:
+            self._reshaped(node)
+            return
+        for y, axis in zip(node.outputs, axes_of_outputs(node, self.axes), strict=True):
+            if axis is None or len(outer) > 1:
+                raise _mixes(node)
+            self.axes[y] = axis
+            self._check_rows(node, y)
+            self.outer[y] = next(iter(outer))
+
+    def _reshaped(self, node: ir.Node) -> None:
+        """A Reshape: the lengths before the rows must be the same product as before."""
+        x, y = node.inputs[0], node.outputs[0]
+        if x not in self.axes:
+            raise _mixes(node)
+        shape = dims(y) or ()
+        rows = [i for i, d in enumerate(shape) if not isinstance(d, int)]
+        front = static((dims(x) or ())[: self.axes[x]])
+        if len(rows) != 1 or not _counts_rows(shape[rows[0]]) or front is None:
+            raise _mixes(node)
+        times, _ = coefficient(str(shape[rows[0]]))
+        before = prod(front) * self.outer.get(x, 1)
+        outer, rest = divmod(before, prod(static(shape[: rows[0]]) or ()))
+        if rest or times % outer:
+            raise _mixes(node)
+        self.axes[y], self.outer[y] = rows[0], outer
+
+    def _check_rows(self, node: ir.Node, y: ir.Value) -> None:
+        shape, axis = dims(y), self.axes[y]
+        if shape is None or not 0 <= axis < len(shape) or not _counts_rows(shape[axis]):
+            raise _mixes(node)
+
+
+def _draws(node: ir.Node) -> bool:
+    """Return whether random numbers are drawn, also in a subgraph: others for a part."""
+    inner = ir.traversal.RecursiveGraphIterator
+    nodes = [node, *(n for graph in subgraphs(node) for n in inner(graph))]
+    return any(n.op_type in RANDOM and not n.domain for n in nodes)
+
+
+def _counts_positions(node: ir.Node) -> bool:
+    """Return whether positions in the whole batch are read: the indices of a MaxPool."""
+    return node.op_type == "MaxPool" and any(y.uses() for y in node.outputs[1:])
+
+
+def _counts_rows(d: object) -> bool:
+    return isinstance(d, str) and coefficient(d)[1] == _ROWS
+
+
+def _mixes(node: ir.Node) -> NotASum:
+    y = node.outputs[0]
+    return NotASum(
+        f"{printable(node.op_type)} (output {y.name!r}, {printable(dims(y))}) mixes the rows of "
+        "the batch, or may do so"
+    )

@@ -1,0 +1,131 @@
+"""Proofs that outputs are sums over rows, against the numbers: parts must add up to the whole."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from onnxgrad.autodiff.row_sums import NotASum, require_sums
+
+RNG = np.random.default_rng(0)
+ARRAYS = {
+    "x": RNG.normal(size=(6, 4)).astype("f"),
+    "images": RNG.normal(size=(6, 2, 4, 4)).astype("f"),
+    "steps": RNG.normal(size=(3, 6, 4)).astype("f"),
+    "ids": RNG.integers(0, 5, (6, 3)),
+}
+AXES = {"x": 0, "images": 0, "steps": 1, "ids": 0}
+MODEL = """
+    <ir_version: 9, opset_import: ["": 20]>
+    f (float[N,4] x, float[N,2,4,4] images, float[3,N,4] steps, int64[N,3] ids) => ({dtype} s)
+    <float[5,4] table = {{{table}}}, float[4,4] w = {{{w}}}, float[1,12,4] r = {{{r}}},
+     float[1,12,3] h = {{{h}}}, float[4] v = {{0.5, -1.0, 2.0, 0.1}}, float two = {{2.0}},
+     float[2,2,3,3] k = {{{k}}},
+     int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] six = {{6}}, int64[1] last = {{-1}},
+     int64[1] least = {{-100}},
+     int64[3] heads = {{3, -1, 2}}, int64[2] flat = {{-1, 4}}, int64 first = {{0}}> {{
+        {nodes} }}"""
+
+SUMS = {
+    "products": "a = MatMul(x, w)  b = Relu(a)  s = ReduceSum(b)",
+    "gemm": "a = Gemm<transB = 1>(x, w, v)  b = Mul(a, a)  s = ReduceSum(b)",
+    "turned": "a = Transpose(x)  b = Gemm<transA = 1>(a, w)  s = ReduceSumSquare(b)",
+    "softmax": "a = LogSoftmax<axis = -1>(x)  b = ReduceSum(a, one)  s = ReduceSum(b)",
+    "scaled": "a = ReduceSum(x)  b = Div(a, two)  c = Mul(two, b)  s = Neg(c)",
+    "two": "a = ReduceSum(x)  b = ReduceSumSquare(x)  s = Sub(a, b)",
+    "images": "a = Conv<pads = [1,1,1,1]>(images, k)  b = MaxPool<kernel_shape = [2,2]>(a)"
+    "  c = Flatten(b)  s = ReduceSumSquare(c)",
+    "words": "a = Gather(table, ids)  b = LayerNormalization<axis = -1>(a, v, v)"
+    "  s = ReduceSumSquare(b)",
+    "masked": "m = Greater(x, two)  a = Where(m, x, v)  b = Cast<to = 11>(a)"
+    "  c = Cast<to = 1>(b)  s = ReduceSum(c)",
+    "time first": "a = MatMul(steps, w)  b = Reshape(a, heads)  c = Transpose<perm = [1,0,2]>(b)"
+    "  d = Softmax<axis = 1>(c)  s = ReduceSumSquare(d)",
+    "time and rows in one axis": "a = Reshape(steps, flat)  b = Gemm(a, w)  c = Shape(steps)"
+    "  d = Reshape(b, c)  e = Add(d, steps)  s = ReduceSumSquare(e)",
+    "recurrent": "y, a = LSTM<hidden_size = 3>(steps, r, h)  b = Squeeze(a, zero)"
+    "  s = ReduceSumSquare(b)",
+    "expanded": "n = Shape<start = 0, end = 1>(ids)  c = Concat<axis = 0>(n, one)"
+    "  a = Expand(two, c)  b = Mul(a, x)  s = ReduceSum(b)",
+    "length of an axis": "n = Shape<start = 1>(x)  f = Cast<to = 1>(n)  a = Div(x, f)"
+    "  b = ReduceSum(a)  s = Identity(b)",
+    "rows are counted": "n = Size(x)  s = Cast<to = 1>(n)",
+}  # fmt: skip
+MIXED = {
+    "mean": "a = ReduceMean(x)  s = Identity(a)",
+    "statistics": "m = ReduceMean(x, zero)  a = Sub(x, m)  s = ReduceSumSquare(a)",
+    "softmax of rows": "a = Softmax<axis = 0>(x)  b = Mul(a, a)  s = ReduceSum(b)",
+    "largest row": "a = ReduceMax(x, zero)  s = ReduceSum(a)",
+    "cumulated": "a = CumSum(x, first)  s = ReduceSum(a)",
+    "gram": "t = Transpose(x)  a = MatMul(x, t)  s = ReduceSumSquare(a)",
+    "square of a sum": "a = ReduceSum(x)  s = Mul(a, a)",
+    "exp of a sum": "a = ReduceSum(x)  s = Exp(a)",
+    "a constant term": "a = ReduceSum(x)  s = Add(a, two)",
+    "no rows": "s = ReduceSum(w)",
+    "divided by rows": "a = ReduceSum(x)  n = Shape<start = 0, end = 1>(x)  f = Cast<to = 1>(n)"
+    "  b = Div(a, f)  s = ReduceSum(b)",
+    "divided by the size": "a = ReduceSum(x)  n = Size(x)  f = Cast<to = 1>(n)  s = Div(a, f)",
+    "one row": "a = Gather(x, first)  s = ReduceSum(a)",
+    "other rows": "a = Slice(x, one, six, zero)  s = ReduceSum(a)",
+    "reversed": "a = Slice(x, last, least, zero, last)  b = Mul(a, x)  s = ReduceSum(b)",
+    "rows from the wrong axis": "a = Reshape(steps, flat)  b = Concat<axis = 1>(x, x, x)"
+    "  c = Reshape(b, flat)  d = Mul(a, c)  s = ReduceSum(d)",
+    "numbers of rows": "n = Shape<start = 0, end = 1>(x)  e = Squeeze(n)  o = Squeeze(one)"
+    "  p = Range(first, e, o)  f = Cast<to = 1>(p)  g = Unsqueeze(f, one)  a = Mul(x, g)"
+    "  s = ReduceSum(a)",
+    "positions in the batch": "y, i = MaxPool<kernel_shape = [2,2]>(images)  f = Cast<to = 1>(i)"
+    "  s = ReduceSum(f)",
+    "rounded": "a = ReduceSum(x)  b = Cast<to = 7>(a)  s = Cast<to = 1>(b)",
+    "random": "q = RandomNormalLike(x)  a = Mul(q, x)  s = ReduceSum(a)",
+    "random weights": "q = RandomNormal<shape = [4,4]>()  a = MatMul(x, q)  s = ReduceSum(a)",
+}  # fmt: skip
+ALSO_ADD_UP = ("random", "random weights")
+
+
+def numbers(n):
+    return ", ".join(f"{v:.3f}" for v in RNG.normal(size=n))
+
+
+def model(nodes):
+    parts = {"table": 20, "w": 16, "r": 48, "h": 36, "k": 36}
+    text = MODEL.format(
+        nodes=nodes, dtype="float", **{name: numbers(n) for name, n in parts.items()}
+    )
+    return onnx.parser.parse_model(text)
+
+
+def prove(proto):
+    copy = ir.from_proto(proto)
+    lengths = {name: array.shape for name, array in ARRAYS.items()}
+    require_sums(copy, AXES, lengths, list(copy.graph.outputs))
+
+
+def totals(proto):
+    """Return the output for all rows, and its sum for two uneven parts."""
+    running = ort.InferenceSession(proto.SerializeToString())
+    names = {x.name for x in running.get_inputs()}
+
+    def run(rows):
+        cut = {n: np.take(a, rows, AXES[n]) for n, a in ARRAYS.items() if n in names}
+        return float(running.run(None, cut)[0].squeeze())
+
+    return run(range(6)), run(range(2)) + run(range(2, 6))
+
+
+@pytest.mark.parametrize("nodes", SUMS.values(), ids=SUMS)
+def test_sums_are_proven(nodes):
+    proto = model(nodes)
+    prove(proto)
+    whole, parts = totals(proto)
+    assert parts == pytest.approx(whole, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_other_values_are_refused(name):
+    proto = model(MIXED[name])
+    with pytest.raises(NotASum):
+        prove(proto)
+    whole, parts = totals(proto)
+    if name not in ALSO_ADD_UP:
+        assert abs(parts - whole) > 1e-3, "the case does not show anything"
