@@ -351,7 +351,9 @@ class MiniLM(Network):
     """The job whose ONNX file is a published one."""
 
     def exported(self, module: nn.Module) -> onnx.ModelProto:
-        return sentence_encoder()
+        tensors = zip(module.named.values(), module.tensors, strict=True)
+        weights = {name: tensor.detach().numpy() for name, tensor in tensors}
+        return og.replace_initializers_into_onnx(sentence_encoder(), weights)
 
     def fed(self, X: np.ndarray) -> Any:
         return {"input_ids": X, "attention_mask": np.ones_like(X)}
