@@ -333,21 +333,24 @@ def cells_of(times: dict[str, Any]) -> list[str]:
     return [f"{times['ms']['onnxgrad']:.2f}", *shown, f"{times['floor']:.1f}"]
 
 
-def tables(results: dict[str, Any]) -> list[str]:
-    """Return the tables of the page."""
-    lines, means = [results["machine"], "", *HEAD], []
-    for threads in ("1", "2"):
-        timed = {n: r[threads] for n, r in results["networks"].items() if threads in r}
-        if not timed:
-            continue
-        lines += [
-            f"| {n} | {threads} | {' | '.join(cells_of(times))} |" for n, times in timed.items()
-        ]
-        mean = geometric_mean(ahead(times) or 1 for times in timed.values())
-        means.append(f"{mean:.2f} with {threads} thread{'s' * (threads != '1')}")
-    lines += ["", f"The geometric mean of PyTorch's ratios is {' and '.join(means)}.", ""]
+def tables(machines: dict[str, Any]) -> list[str]:
+    """Return the tables of the page: the times on each machine, the memory on the last one."""
+    lines: list[str] = []
+    for results in machines.values():
+        lines += [results["run"], "", *HEAD]
+        means = []
+        for threads in ("1", "2"):
+            timed = {n: r[threads] for n, r in results["networks"].items() if threads in r}
+            if not timed:
+                continue
+            lines += [
+                f"| {n} | {threads} | {' | '.join(cells_of(times))} |" for n, times in timed.items()
+            ]
+            mean = geometric_mean(ahead(times) or 1 for times in timed.values())
+            means.append(f"{mean:.2f} with {threads} thread{'s' * (threads != '1')}")
+        lines += ["", f"The geometric mean of PyTorch's ratios is {' and '.join(means)}.", ""]
     lines += MEMORY_HEAD
-    for name, result in results["networks"].items():
+    for name, result in list(machines.values())[-1]["networks"].items():
         if (used := result.get("memory")) is not None:
             ours, theirs = (used["kb"][tool] for tool in TOOLS)
             peaks = " | ".join(f"{used['peaks'][tool]:.0f}" for tool in TOOLS)
@@ -385,22 +388,26 @@ def old_gradient(name: str, threads: int, folder: Path) -> float | None:
     return 1000 * json.loads(done.stdout.splitlines()[-1])["seconds"]
 
 
+def processor() -> str:
+    """Return the name of the processor."""
+    info = Path("/proc/cpuinfo").read_text()
+    return next(row.split(":")[1].strip() for row in info.splitlines() if "model name" in row)
+
+
 def machine() -> str:
     """Return what the measurements depend on, as a sentence."""
     import onnxruntime
     import torch
 
-    info = Path("/proc/cpuinfo").read_text()
-    cpu = next(row.split(":")[1].strip() for row in info.splitlines() if "model name" in row)
     versions = f"onnxruntime {onnxruntime.__version__}, PyTorch {torch.__version__}"
-    return f"{date.today()}, {cpu}, {len(os.sched_getaffinity(0))} cores, {versions}."
+    return f"{date.today()}, {processor()}, {len(os.sched_getaffinity(0))} cores, {versions}."
 
 
-def write_page(results: dict[str, Any]) -> None:
+def write_page(machines: dict[str, Any]) -> None:
     """Replace the tables of the page."""
     before, mark, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
-    PAGE.write_text("\n".join([before + mark, *tables(results), end + after]))
+    PAGE.write_text("\n".join([before + mark, *tables(machines), end + after]))
 
 
 def main() -> None:
@@ -421,33 +428,50 @@ def main() -> None:
         return
     from zoo import NETWORKS
 
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"networks": {}}
     measured: dict[str, dict[str, Any]] = {}
+    failed = []
     for name in options.names or NETWORKS:
         result = measured.setdefault(name, {})
-        for threads in [] if options.memory else options.threads:
-            result[str(threads)] = times = time_of(name, threads, options)
-            if options.old and (ms := old_gradient(name, threads, options.old)):
-                times["ms"]["onnxruntime-training"] = ms
-            print(line(name, threads, times), flush=True)
-        if not options.time:
-            result["memory"] = used = memory_of(name)
-            ours, theirs = (used["kb"][tool] for tool in TOOLS)
-            print(
-                f"{name:24} MB a row: {ours / theirs:.2f} ({ours:.1f}, {theirs:.1f} kB), peaks at "
-                f"{used['rows']} rows {[round(used['peaks'][tool]) for tool in TOOLS]}",
-                flush=True,
-            )
-        if options.write:
-            merged = kept["networks"].get(name, {}) | result
-            kept["networks"] = {n: kept["networks"].get(n, {}) for n in NETWORKS} | {name: merged}
-            kept["networks"] = {n: r for n, r in kept["networks"].items() if r}
-            kept["machine"] = machine()
-            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-            write_page(kept)
+        try:
+            measure(name, options, result)
+        except RuntimeError as e:  # the others are measured, too
+            failed.append(name)
+            print(f"{name}: {e}", file=sys.stderr, flush=True)
+        if options.write and result:
+            keep(name, result, list(NETWORKS))
     for threads in map(str, options.threads):
         if ratios := [ahead(r[threads]) or 1 for r in measured.values() if threads in r]:
             print(f"geometric mean, {threads} threads: {geometric_mean(ratios):.2f}")
+    if failed:
+        sys.exit(f"not measured: {failed}")
+
+
+def measure(name: str, options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Measure a network, print the results and add them to `result`."""
+    for threads in [] if options.memory else options.threads:
+        result[str(threads)] = times = time_of(name, threads, options)
+        if options.old and (ms := old_gradient(name, threads, options.old)):
+            times["ms"]["onnxruntime-training"] = ms
+        print(line(name, threads, times), flush=True)
+    if not options.time:
+        result["memory"] = used = memory_of(name)
+        ours, theirs = (used["kb"][tool] for tool in TOOLS)
+        print(
+            f"{name:24} MB a row: {ours / theirs:.2f} ({ours:.1f}, {theirs:.1f} kB), peaks at "
+            f"{used['rows']} rows {[round(used['peaks'][tool]) for tool in TOOLS]}",
+            flush=True,
+        )
+
+
+def keep(name: str, result: dict[str, Any], order: list[str]) -> None:
+    """Keep the results of a network on this machine, and write the page."""
+    machines = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    own = machines.setdefault(processor(), {"networks": {}})
+    own["run"] = machine()
+    networks = own["networks"] | {name: own["networks"].get(name, {}) | result}
+    own["networks"] = {n: networks[n] for n in order if n in networks}
+    RESULTS.write_text(json.dumps(machines, indent=1) + "\n")
+    write_page(machines)
 
 
 if __name__ == "__main__":
