@@ -17,6 +17,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.native.blocked import blocked_convolutions
 from onnxgrad.native.cubic import cubic_by_products
 from onnxgrad.native.products import transposed_operands
+from onnxgrad.native.scanned import scanned_outside
 from onnxgrad.native.scatter import scatter_rows
 from onnxgrad.native.side_by_side import images_side_by_side
 from onnxgrad.native.wide import narrow
@@ -26,15 +27,16 @@ from onnxgrad.runtime.session import threads
 
 @dataclass(frozen=True)
 class Target:
-    """What a session runs on: a device, with a number of threads."""
+    """What a session runs on: a device, with a number of threads; and the rows of a batch."""
 
     device: Device
     threads: int
+    rows: int = 1
 
     @staticmethod
-    def of(device: Any, work: float) -> Target:
+    def of(device: Any, work: float, rows: int) -> Target:
         """Return the target for a step of `work` multiply-adds."""
-        return Target(Device.of(device), threads(work))
+        return Target(Device.of(device), threads(work), rows)
 
 
 # each rewrites the nodes of one graph in place, and leaves alone what it does not improve
@@ -44,6 +46,7 @@ PASSES: tuple[Callable[[Emit, Target], None], ...] = (
     images_side_by_side,
     scatter_rows,
     transposed_operands,
+    scanned_outside,
     narrow,
 )
 

@@ -82,11 +82,11 @@ class Compiled:
         if isinstance(source, ArraySource) and parts > 1:
             axes, shapes = source.axes, source.batch_shapes()
             if splits(objective, axes, shapes):
-                split = call.split_step(objective, Target(device, 1))
+                split = call.split_step(objective, Target(device, 1, source.batch_size // parts))
                 self.step = split.step
                 return SplitRunner(split, device, work, fields, parts, Rows(axes, shapes))
         self.step = call.step(objective)
-        epoch = build_epoch(self.step, Target.of(device, work))
+        epoch = build_epoch(self.step, Target.of(device, work, source.batch_size))
         return Runner(epoch, self.step, "terms", device, work, fields, objective.carried)
 
     def _parts(self, trainer: Any, work: float, source: BatchSource) -> int:

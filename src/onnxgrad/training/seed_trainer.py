@@ -156,7 +156,7 @@ class SeedTrainer(BaseEstimator):
         source = self._source(state, fields, data)
         validation = self._evaluation(proto, step, fields, weighted, held_out)
         work = step.work * self.batch_size
-        epoch = build_epoch(step, Target.of(self.device, work))
+        epoch = build_epoch(step, Target.of(self.device, work, self.batch_size))
         reduction = "mean" if fields.mean else "sum"
         runner = Runner(epoch, step, reduction, self.device, work)
         loop = self._loop(state, runner, rate, source, validation, callbacks)

@@ -1,0 +1,111 @@
+"""Nodes that move out of the bodies of Scans in the native form: the numbers stay the same."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from onnxgrad.model.convert import to_proto
+from onnxgrad.native import Target, to_native
+from onnxgrad.runtime.device import CPU
+
+MODEL = """
+    <ir_version: 8, opset_import: ["": 18]>
+    f (float[N,3] s, float[T,N,3] a, float[T,N,3] b, float[T,N,6] c, float[3] w)
+        => (float[N,3] last, float[T,N,{width}] all) {{
+        last, all = Scan<num_scan_inputs = 3{more}, body = g (
+            float[N,3] h, float[N,3] x, float[N,3] y, float[N,6] z)
+            => (float[N,3] new, float[N,{width}] out) {{ {nodes} }}>(s, a, b, c) }}"""
+BODIES = {
+    "slopes": (
+        "q = Mul(x, x)  r = Sub(w, q)  p = Mul(h, r)  new = Add(p, y)  out = Mul(h, y)",
+        {"Mul": 2, "Add": 1},
+    ),
+    "factors": (
+        "p = Mul(h, x)  q = Mul(y, p)  new = Tanh(q)  out = Neg(q)",
+        {"Mul": 1, "Tanh": 1, "Neg": 1},
+    ),
+    "products": (
+        "p = Mul(h, x)  q = Mul(y, h)  o = Concat<axis = 1>(p, q)  out = Mul(o, z)"
+        "  new = Mul(p, p)",
+        None,  # the product is read twice
+    ),
+    "joined": (
+        "t = Tanh(h)  p = Mul(h, x)  q = Mul(t, y)  o = Concat<axis = 1>(p, q)  r = Mul(o, z)"
+        "  out = Neg(r)  new = Exp(h)",
+        {"Mul": 1, "Concat": 1, "Tanh": 1, "Exp": 1, "Neg": 1},
+    ),
+    "split": (
+        "l, r = Split<axis = 1, num_outputs = 2>(z)  p = Mul(l, r)  q = Add(p, w)  new = Add(q, h)"
+        "  out = Neg(new)",
+        {"Add": 1, "Neg": 1},
+    ),
+    "from behind": (
+        "l, r = Split<axis = -1, num_outputs = 2>(z)  o = Concat<axis = -1>(r, l)"
+        "  k, m = Split<axis = -1, num_outputs = 2>(o)  new = Sub(k, h)  out = Mul(m, new)",
+        {"Sub": 1, "Mul": 1},
+    ),
+    "an output": ("out = Mul(x, y)  new = Add(h, out)", {"Mul": 1, "Add": 1}),
+    "other ranks": (
+        "v = ReduceSum<keepdims = 0>(x)  u = Mul(v, x)  new = Add(h, u)  out = Neg(u)",
+        None,
+    ),
+}
+WIDTHS = {"products": 6, "joined": 6}
+DIRECTIONS = {
+    "forward": "",
+    "backward": ", scan_input_directions = [1, 1, 1], scan_output_directions = [1]",
+    "both": ", scan_input_directions = [1, 0, 1]",
+    "second axis": ", scan_input_axes = [1, 1, 1]",
+}
+
+
+def scan_of(model):
+    return next(n for n in model.graph.node if n.op_type == "Scan")
+
+
+def counts(model):
+    body = next(a.g for a in scan_of(model).attribute if a.name == "body")
+    kinds = [n.op_type for n in body.node]
+    return {kind: kinds.count(kind) for kind in kinds if kind not in ("Constant", "Identity")}
+
+
+def run(model):
+    rng = np.random.default_rng(0)
+    shapes = {"s": (4, 3), "a": (5, 4, 3), "b": (5, 4, 3), "c": (5, 4, 6), "w": (3,)}
+    if any(a.name == "scan_input_axes" and any(a.ints) for a in scan_of(model).attribute):
+        shapes |= {name: (4, 5, *shapes[name][2:]) for name in "abc"}
+    fed = {name: rng.normal(size=shape).astype("f") for name, shape in shapes.items()}
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    return ort.InferenceSession(model.SerializeToString(), options).run(None, fed)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", BODIES)
+def test_the_numbers_stay_the_same(name, direction):
+    nodes, expected = BODIES[name]
+    text = MODEL.format(nodes=nodes, more=DIRECTIONS[direction], width=WIDTHS.get(name, 3))
+    if direction == "second axis":
+        text = text.replace("[T,N,3] a", "[N,T,3] a").replace("[T,N,3] b", "[N,T,3] b")
+        text = text.replace("[T,N,6] c", "[N,T,6] c")
+    before = onnx.parser.parse_model(text)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(before))
+    to_native(model.graph, Target(CPU, 1, 4))
+    after = to_proto(model)
+    for ours, original in zip(run(after), run(before), strict=True):
+        np.testing.assert_allclose(ours, original, 1e-5, 1e-6)
+    if direction in ("both", "second axis"):
+        assert counts(after) == counts(before)
+    elif expected is not None:
+        assert counts(after) == expected
+
+
+def test_large_values_stay_inside():
+    nodes, _ = BODIES["slopes"]
+    text = MODEL.format(nodes=nodes, more="", width=3)
+    before = onnx.parser.parse_model(text)
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(before))
+    to_native(model.graph, Target(CPU, 1, 100_000))
+    assert counts(to_proto(model)) == counts(before)
