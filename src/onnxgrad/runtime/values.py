@@ -56,16 +56,27 @@ def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
     return value
 
 
+def memory_of(value: ort.OrtValue) -> np.ndarray | None:
+    """Return the elements of an OrtValue as a flat array that shares its memory, which it does not
+    keep alive; None if that is not on the CPU, or numpy lacks the type.
+    """
+    kind = FLOATS.get(value.data_type())
+    if value.device_name().lower() != "cpu" or kind is None or kind not in _VIEWED:
+        return None
+    count = prod(value.shape())
+    memory = (ctypes.c_char * (count * kind.numpy().itemsize)).from_address(value.data_ptr())
+    return np.frombuffer(memory, kind.numpy(), count) if count else np.empty(0, kind.numpy())
+
+
+def array_of(value: ort.OrtValue) -> np.ndarray:
+    """Return an OrtValue as an array, which may share its memory, and does not keep that alive."""
+    memory = memory_of(value)
+    return value.numpy() if memory is None else memory.reshape(value.shape())
+
+
 def is_finite(value: ort.OrtValue) -> bool:
     """Return whether all numbers of an OrtValue are finite; on the CPU it is not copied."""
-    kind = FLOATS.get(value.data_type())
-    if value.device_name().lower() == "cpu" and kind in _VIEWED:
-        assert kind is not None
-        count = prod(value.shape())
-        memory = (ctypes.c_char * (count * kind.numpy().itemsize)).from_address(value.data_ptr())
-        array = np.frombuffer(memory, kind.numpy(), count) if count else np.empty(0)
-    else:
-        array = value.numpy().reshape(-1)
+    array = array_of(value).reshape(-1)
     parts = range(0, array.size, _PART)
     return all(np.isfinite(array[i : i + _PART]).all() for i in parts)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from onnxgrad.native import Target
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads
 from onnxgrad.training.batches import ArraySource, BatchSource
-from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, fingerprint
+from onnxgrad.training.in_place import new_runner
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.runner import Runner
 from onnxgrad.training.step import Step
@@ -53,8 +52,7 @@ class Compiled:
             self.running = None
         if self.running is None:
             device, carried = call.trainer.device, self.objective.carried
-            epoch = build_epoch(self.step, Target.of(device, work))
-            self.running = Runner(epoch, self.step, "terms", device, work, fields, carried)
+            self.running = new_runner(self.step, "terms", device, work, fields, carried)
             self.size = size
         self.running.fields = fields
         shapes = source.batch_shapes() if fixed and isinstance(source, ArraySource) else {}

@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model import external
-from onnxgrad.native.order import order_bodies
+from onnxgrad.native.order import order_all, order_bodies
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session
@@ -57,8 +57,9 @@ class Sessions:
 
     def _created(self, lengths: dict[str, int]) -> ort.InferenceSession:
         if self.device == CPU and self.work >= WORK_PER_THREAD:
+            order = order_bodies if self.step.updates is None else order_all
             try:
-                return ordered_session(self.model, self.device, self.work, lengths, order_bodies)
+                return ordered_session(self.model, self.device, self.work, lengths, order)
             except Exception:  # the order only saves memory; what else is wrong, raises below
                 logger.debug("the nodes of the step keep their order", exc_info=True)
         return session(self.model, self.device, self.work, self.step.recomputes, lengths)

@@ -17,6 +17,7 @@ from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_lo
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
+from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.runtime.session import session
 from onnxgrad.schedules.epochwise import BaseLearningRate
@@ -114,7 +115,10 @@ class Setup:
     def objective(self) -> Minimized:
         """Return the objective of a step."""
         trainer = self.trainer
-        return minimized(trainer.proto, trainer.trained, self.plan, self.weighted)
+        objective = minimized(trainer.proto, trainer.trained, self.plan, self.weighted)
+        if trainer.digest is not None:  # those that the loss does not reach stay constants
+            read_elsewhere(objective.weights, lambda name: trainer.state.weights[name])
+        return objective
 
     def _optimizer(self) -> Optimizer:
         """Return the optimizer, behind the clipping of the norm of all gradients."""
@@ -132,10 +136,14 @@ class Setup:
         }
         return gradients, build_update(weights, self._optimizer())
 
-    def step(self, norms: bool) -> tuple[Step, Minimized]:
-        """Return the step, with the norms of gradients if asked for, and its objective."""
+    def step(self, norms: bool, in_place: bool = True) -> tuple[Step, Minimized]:
+        """Return the step, with the norms of gradients if asked for, and its objective.
+
+        With `in_place`, it may be only its first half: see `Step.updates`.
+        """
         trainer, objective, optimizer = self.trainer, self.objective(), self._optimizer()
-        options = StepOptions(norms, trainer.device.kind == "cpu", trainer.recompute)
+        on_cpu = trainer.device.kind == "cpu"
+        options = StepOptions(norms, on_cpu, trainer.recompute, in_place and on_cpu)
         if trainer.accumulate == 1:
             return build_step(objective, optimizer, options), objective
         if trainer.carry:
@@ -285,7 +293,7 @@ class Setup:
         )
         return described(
             {
-                "model": trainer.proto,
+                "model": trainer.digest or trainer.proto,
                 "trained": trainer.trained,
                 "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
                 "class_weight": trainer.class_weight,
@@ -333,7 +341,7 @@ class Setup:
         if loop.failed is None:
             return None
         piece, rates, position = loop.failed
-        step, _ = self.step(norms=False)
+        step, _ = self.step(norms=False, in_place=False)
         model, runner = to_proto(step.model), loop.runner
         running = session(model, self.trainer.device, step.work, step.recomputes)
         names = [x.name for x in running.get_inputs()]

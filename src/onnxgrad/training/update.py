@@ -10,118 +10,20 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import printable
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.model import emptied
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.optimizers import Inputs, Optimizer
-from onnxgrad.training.blocks import block_shape, update_in_blocks
+from onnxgrad.training.blocks import update_in_blocks
+from onnxgrad.training.groups import Group, Shape, graph_input, numpy_dtype, write_groups
 
-PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
+RATE, STEP = "minus_learning_rate", "step"
+IN_PLACE = tuple(np.dtype(kind) for kind in ("float16", "float32", "float64"))
 
 Arrays = dict[str, np.ndarray]
-Shape = tuple[int, ...]
-
-
-@dataclass
-class Group:
-    """Weights that are updated together: a large one, or small ones in one flat vector.
-
-    Attributes:
-        shapes: the shapes of the weights, by name.
-        state: the input that holds the weights: of the shape of the only one, or two axes if it is
-            updated in blocks, or flat.
-        slots: an input for each slot.
-        optimizer: that of each weight of the group, as `for_weight` returns it.
-        in_blocks: whether the state consists of blocks, which are updated one after the other.
-    """
-
-    shapes: dict[str, Shape]
-    state: ir.Value
-    slots: dict[str, ir.Value]
-    optimizer: Optimizer
-    in_blocks: bool
-
-    @property
-    def inputs(self) -> list[ir.Value]:
-        """The weights' state, then its slots."""
-        return [self.state, *self.slots.values()]
-
-    def initial(
-        self, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping[str, np.ndarray]]
-    ) -> list[np.ndarray]:
-        """Return the arrays of the inputs, in their order.
-
-        Args:
-            weights: the weights by name, also of other groups.
-            slots: `{weight: {slot: array}}`; a slot that is missing starts at its initial value.
-
-        Raises:
-            ValueError: a slot of another shape, or one that weights of the group must share and
-                that differs between them.
-        """
-        arrays = [self.pack(weights)]
-        for slot in self.slots:
-            values = {}
-            for name, shape in self.shapes.items():
-                value = slots.get(name, {}).get(slot)
-                if value is None:
-                    initial = self.optimizer.slot_initial(slot, np.asarray(weights[name]))
-                    value = np.broadcast_to(initial, self.optimizer.slot_shape(slot, shape))
-                values[name] = value
-            arrays.append(self.pack(values, slot))
-        return arrays
-
-    def split(self, arrays: Iterable[np.ndarray]) -> tuple[Arrays, dict[str, Arrays]]:
-        """Return the weights, and the slots by weight, from the arrays of the inputs."""
-        state, *rest = arrays
-        slots: dict[str, Arrays] = {name: {} for name in self.shapes}
-        for slot, array in zip(self.slots, rest, strict=True):
-            for name, value in self.unpack(array, slot).items():
-                slots[name][slot] = value
-        return self.unpack(state), slots
-
-    def pack(self, arrays: Mapping[str, np.ndarray], slot: str | None = None) -> np.ndarray:
-        """Return the weights, or one slot of each, as one array, a copy: that of an input."""
-        like = self.state if slot is None else self.slots[slot]
-        parts = []
-        for name, shape in self._shapes(slot).items():
-            part = np.asarray(arrays[name], numpy_dtype(like))
-            if part.shape != shape:
-                what = "" if slot is None else f"the slot {slot!r} of "
-                raise ValueError(f"{what}{printable(name)} has the shape {part.shape}, not {shape}")
-            parts.append(part.ravel())
-        if slot is not None and self._shared(slot):
-            if any(part != parts[0] for part in parts):
-                raise ValueError(
-                    f"the slot {slot!r} is shared by {', '.join(map(printable, self.shapes))}, "
-                    "and differs between them: set all of them, or none"
-                )
-            parts = parts[:1]
-        joined = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
-        return joined.reshape(shapes.static(shapes.dims(like)) or ())
-
-    def unpack(self, array: np.ndarray, slot: str | None = None) -> Arrays:
-        """Return the array of an input as one array per weight, copies."""
-        wanted = self._shapes(slot)
-        if slot is not None and self._shared(slot):
-            return {name: array.copy() for name in wanted}
-        parts = np.split(array.ravel(), np.cumsum([prod(s) for s in wanted.values()])[:-1])
-        return {
-            name: part.reshape(shape).copy()
-            for (name, shape), part in zip(wanted.items(), parts, strict=True)
-        }
-
-    def _shapes(self, slot: str | None) -> dict[str, Shape]:
-        if slot is None:
-            return self.shapes
-        return {name: self.optimizer.slot_shape(slot, s) for name, s in self.shapes.items()}
-
-    def _shared(self, slot: str) -> bool:
-        """Return whether the weights of the group, all elementwise, have one number in common."""
-        return len(self.shapes) > 1 and not shapes.dims(self.slots[slot])
 
 
 @dataclass
@@ -130,17 +32,26 @@ class Update:
 
     `new` are the new values of the inputs of all groups, in their order. The step number is an
     input of the graph only if the optimizer reads it.
+
+    With `models`, one for each group, these update the weights, and `new` are the gradients of the
+    groups.
     """
 
     groups: list[Group]
     new: list[ir.Value]
     minus_learning_rate: ir.Value
     step: ir.Value
+    models: list[ModelProto] | None = None
 
     @property
     def states(self) -> list[ir.Value]:
         """The weights and slots before the step, as many as there are new ones."""
         return [v for group in self.groups for v in group.inputs]
+
+    @property
+    def read(self) -> list[ir.Value]:
+        """The states that the graph reads, as many as there are `new` values."""
+        return self.states if self.models is None else [group.state for group in self.groups]
 
 
 def write_update(
@@ -149,42 +60,83 @@ def write_update(
     optimizer: Optimizer,
     packed: int | None = None,
     blocks: bool = True,
+    in_place: bool = False,
 ) -> Update:
     """Write the nodes that update weights by their gradients, `{weight: gradient}`.
 
-    Args:
-        op: writes into the graph of the gradients.
-        gradients: small weights become parts of one flat input, and large ones have two axes, which
-            the graph turns into what it reads; these replace the weights.
-        optimizer: of the step; `for_weight` chooses that of each weight.
-        packed: elements up to which a weight is small; None is `PACKED`.
-        blocks: whether large weights are updated in blocks that stay in the cache of the CPU.
-
-    Raises:
-        ValueError: a pattern of the optimizer that matches no weight, or a weight that none
-            matches.
+    With `in_place`, they are models of their own. Other arguments and errors are those of
+    `write_groups`.
     """
-    optimizer.check_names([str(w.name) for w in gradients])
-    groups = [
-        _pack(op, members, gradients, own, blocks)
-        for own, members in _partition(gradients, optimizer, PACKED if packed is None else packed)
-    ]
-    cotangents = optimizer.across(op, [g for _, g in groups])
+    groups = write_groups(op, gradients, optimizer, packed, blocks and not in_place)
     widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)
-    rate, number = (
-        graph_input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
-    )
+    rate, number = (graph_input(op, name, widest, ir.Shape(())) for name in (RATE, STEP))
+    if in_place:
+        models = [update_of(group, widest, op.opset) for group, _ in groups]
+        return Update([group for group, _ in groups], [g for _, g in groups], rate, number, models)
     updated = []
     with op:
-        for (group, _), g in zip(groups, cotangents, strict=True):
-            scalars = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
-            inputs = Inputs(group.state, *scalars)
+        for group, g in groups:
+            own = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
+            inputs = Inputs(group.state, *own)
             if group.in_blocks:
                 updated += update_in_blocks(op, g, group.optimizer, group.slots, inputs)
             else:
                 u, new = group.optimizer.update(op, g, group.slots, inputs)
                 updated += [_sum(op, group.state, u), *(new[slot] for slot in group.slots)]
     return Update([group for group, _ in groups], updated, rate, number)
+
+
+def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
+    """Return whether weights with their slots are so large that they should be updated in place.
+
+    A CPU must be able to read and write parts of them.
+    """
+    nbytes = 0
+    for w in weights:
+        shape, dtype = static(dims(w)), numpy_dtype(w)
+        if shape is None or dtype not in IN_PLACE:
+            return False
+        own = optimizer.for_weight(str(w.name), shape)
+        sizes = [prod(s) for s in (shape, *(own.slot_shape(slot, shape) for slot in own.slots))]
+        nbytes += sum(sizes) * dtype.itemsize
+    return nbytes > emptied.LARGE
+
+
+def update_of(group: Group, number_like: ir.Value, opset: int) -> ModelProto:
+    """Return the update of a group as a model; of any number of its elements, if that can be.
+
+    Inputs: `weight`, the slots, `gradient`, `minus_learning_rate`, and `step` if it is read.
+    Outputs: the new weight and slots.
+    """
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="update")
+    op, like, optimizer = Emit(graph), group.state, group.optimizer
+    part = ir.Shape(["elements"]) if is_divided(group) else like.shape
+    weight, gradient = (graph_input(op, name, like, part) for name in ("weight", "gradient"))
+    slots = {
+        slot: graph_input(op, slot, like, part if dims(value) == dims(like) else value.shape)
+        for slot, value in group.slots.items()
+    }
+    rate, number = (graph_input(op, name, number_like, ir.Shape(())) for name in (RATE, STEP))
+    graph.inputs.extend([weight, *slots.values(), gradient, rate])
+    with op:
+        inputs = Inputs(weight, *(op.Cast(v, to=like.dtype) for v in (rate, number)))
+        u, new = optimizer.update(op, gradient, slots, inputs)
+        results = {weight: op.Add(weight, u), **{slots[slot]: new[slot] for slot in slots}}
+    if number.uses():
+        graph.inputs.append(number)
+    protected = set(graph.inputs)
+    graph.outputs.extend(
+        op.name_output(after, f"{before.name}.new", before, protected)
+        for before, after in results.items()
+    )
+    model = ir.Model(graph, ir_version=8, producer_name="onnxgrad")
+    tidy(model)
+    return to_proto(model)
+
+
+def is_divided(group: Group) -> bool:
+    """Return whether each element of a group can be updated without the others."""
+    return group.optimizer.elementwise and bool(dims(group.state))
 
 
 def build_update(
@@ -275,90 +227,8 @@ def _undo_blocks(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
 
     group.state = whole(group.state, name)
     for slot, value in group.slots.items():
-        if shapes.dims(value):
+        if dims(value):
             group.slots[slot] = whole(value, str(value.name))
-
-
-def numpy_dtype(value: ir.Value) -> np.dtype:
-    """Return the numpy dtype of a value whose type is known."""
-    assert value.dtype is not None
-    return value.dtype.numpy()
-
-
-def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
-    """Return a new value of the type of `like`, which is not yet an input of the graph."""
-    return ir.Value(
-        name=op.name(name), type=like.type, shape=like.shape if shape is None else shape
-    )
-
-
-def _partition(
-    weights: Iterable[ir.Value], optimizer: Optimizer, limit: int
-) -> list[tuple[Optimizer, list[ir.Value]]]:
-    """Return the weights in groups of one optimizer: small ones by dtype, others alone."""
-    groups: list[tuple[Optimizer, list[ir.Value]]] = []
-    packed: list[tuple[Optimizer, list[ir.Value]]] = []
-    for w in weights:
-        own = optimizer.for_weight(str(w.name), _static(w))
-        small = own.elementwise and 0 < prod(_static(w)) <= limit
-        same = (g for g in packed if small and g[1][0].dtype == w.dtype and g[0] == own)
-        if (group := next(same, None)) is not None:
-            group[1].append(w)
-            continue
-        groups.append((own, [w]))
-        if small:
-            packed.append(groups[-1])
-    return groups
-
-
-def _static(w: ir.Value) -> Shape:
-    return shapes.static(shapes.dims(w)) or ()
-
-
-def _pack(
-    op: Emit,
-    members: list[ir.Value],
-    gradients: dict[ir.Value, ir.Value],
-    optimizer: Optimizer,
-    blocks: bool,
-) -> tuple[Group, ir.Value]:
-    """Return the group of `members` and the gradient of its state.
-
-    Several weights become one input, which the graph splits, so that their update is written once.
-    A weight that is updated in blocks becomes an input whose first axis counts the blocks.
-    """
-    sizes = [prod(_static(w)) for w in members]
-    w = members[0]
-    alone = len(members) == 1 and optimizer.elementwise and blocks
-    shape = block_shape(w) if alone else None
-    if len(members) == 1 and shape is None:
-        state, g = w, gradients[w]
-    elif shape is not None:
-        state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
-        with op.at(next(iter(op.graph), None)):
-            _replace(w, op.reshape_like(state, w), gradients)
-        g = op.set_type_like(op.Reshape(gradients[w], list(shape)), state)
-    else:
-        state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
-        with op.at(next(iter(op.graph), None)):
-            parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(members))
-            for w, part, size in zip(members, parts, sizes, strict=True):
-                part.shape = ir.Shape([size])
-                piece = part if _only_broadcast(w) else op.reshape_like(part, w)
-                _replace(w, piece, gradients)
-        flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
-        g = op.set_type_like(op.Concat(*flat, axis=0), state)
-    inner = {slot: ir.Shape(optimizer.slot_shape(slot, _static(state))) for slot in optimizer.slots}
-    prefix = state.name if len(members) > 1 else w.name
-    slots = {slot: graph_input(op, f"{prefix}.{slot}", state, s) for slot, s in inner.items()}
-    names = {str(w.name): _static(w) for w in members}
-    return Group(names, state, slots, optimizer, shape is not None), g
-
-
-def _replace(w: ir.Value, piece: ir.Value, gradients: dict[ir.Value, ir.Value]) -> None:
-    """Replace a weight by what the graph makes of the state, also where it is a gradient."""
-    ir.convenience.replace_all_uses_with(w, piece)
-    gradients.update({x: piece for x, dx in gradients.items() if dx is w})
 
 
 def _sum(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
@@ -367,14 +237,3 @@ def _sum(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
     if node is not None and node.op_type == "Add":
         return op.Sum(state, *node.inputs)
     return op.Add(state, u)
-
-
-def _only_broadcast(w: ir.Value) -> bool:
-    """Return whether `w` only broadcasts, so that its axes of length one can be dropped."""
-    shape = shapes.dims(w) or ()
-    return all(d == 1 for d in shape[:-1]) and all(
-        node.op_type in ("Add", "Sub", "Mul", "Div")
-        and (shapes.rank(node.inputs[1 - i]) or 0) >= len(shape)
-        and node.inputs[1 - i] is not w
-        for node, i in w.uses()
-    )
