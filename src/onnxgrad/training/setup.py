@@ -136,14 +136,16 @@ class Setup:
         }
         return gradients, build_update(weights, self._optimizer())
 
-    def step(self, norms: bool, in_place: bool = True) -> tuple[Step, Minimized]:
+    def step(
+        self, norms: bool, in_place: bool = True, blocks: bool = True
+    ) -> tuple[Step, Minimized]:
         """Return the step, with the norms of gradients if asked for, and its objective.
 
         With `in_place`, it may be only its first half: see `Step.updates`.
         """
         trainer, objective, optimizer = self.trainer, self.objective(), self._optimizer()
         on_cpu = trainer.device.kind == "cpu"
-        options = StepOptions(norms, on_cpu, trainer.recompute, in_place and on_cpu)
+        options = StepOptions(norms, blocks and on_cpu, trainer.recompute, in_place and on_cpu)
         if trainer.accumulate == 1:
             return build_step(objective, optimizer, options), objective
         if trainer.carry:
@@ -341,8 +343,9 @@ class Setup:
         if loop.failed is None:
             return None
         piece, rates, position = loop.failed
-        step, _ = self.step(norms=False, in_place=False)
-        model, runner = to_proto(step.model), loop.runner
+        runner = loop.runner
+        step, _ = self.step(norms=False, in_place=False, blocks=not runner.in_place)
+        model = to_proto(step.model)
         running = session(model, self.trainer.device, step.work, step.recomputes)
         names = [x.name for x in running.get_inputs()]
         states = [state.numpy() for state in runner.states(piece)]
