@@ -230,7 +230,12 @@ def trainings(parent: Path | None, only: Sequence[str]) -> Table:
                     table.add_row(size, kind, tool, found)
                     continue
                 numbers = found["seconds"] * 1000, found["peak"] / nbytes, found["losses"][-1]
-                table.add_row(size, kind, tool, *(f"{n:.{d}f}" for n, d in zip(numbers, (0, 2, 6))))
+                table.add_row(
+                    size,
+                    kind,
+                    tool,
+                    *(f"{n:.{d}f}" for n, d in zip(numbers, (0, 2, 6), strict=True)),
+                )
     return table
 
 

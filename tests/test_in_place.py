@@ -132,7 +132,7 @@ def test_buffers_and_dropout(large):
 # -- what training must not change ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer, rate", [("sgd", 1e20), ("adam", 1e-3)])
+@pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 1e20), ("adam", 1e-3)])
 def test_a_step_that_is_not_finite_changes_nothing(optimizer, rate, large):
     """Loss and gradients are finite: the product with the rate is not, or the squares in a slot."""
     large()
@@ -291,7 +291,7 @@ def test_the_failed_step_is_whole(large):
     made = trainer(optimizer="adam", learning_rate=3e38)
     with pytest.raises(og.ConvergenceError):
         made.fit(X, y, epochs=5, batch_size=24)
-    proto, arrays = made.failed_step()
+    _, arrays = made.failed_step()
     assert {"w2", "w2.m", "w2.v"} <= arrays.keys()
 
 
@@ -326,7 +326,7 @@ MEMORY = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("optimizer, most", [("sgd", 2.9), ("adam", 4.9)])
+@pytest.mark.parametrize(("optimizer", "most"), [("sgd", 2.9), ("adam", 4.9)])
 def test_weights_are_in_memory_once(optimizer, most):
     """The states and their gradients: 2 times the weights with sgd, 4 times with Adam."""
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(MEMORY), optimizer]

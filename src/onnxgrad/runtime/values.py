@@ -56,22 +56,16 @@ def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
     return value
 
 
-def memory_of(value: ort.OrtValue) -> np.ndarray | None:
-    """Return the elements of an OrtValue as a flat array that shares its memory, which it does not
-    keep alive; None if that is not on the CPU, or numpy lacks the type.
-    """
+def array_of(value: ort.OrtValue) -> np.ndarray:
+    """Return an OrtValue as an array; on the CPU it shares the memory, but does not own it."""
     kind = FLOATS.get(value.data_type())
     if value.device_name().lower() != "cpu" or kind is None or kind not in _VIEWED:
-        return None
-    count = prod(value.shape())
-    memory = (ctypes.c_char * (count * kind.numpy().itemsize)).from_address(value.data_ptr())
-    return np.frombuffer(memory, kind.numpy(), count) if count else np.empty(0, kind.numpy())
-
-
-def array_of(value: ort.OrtValue) -> np.ndarray:
-    """Return an OrtValue as an array, which may share its memory, and does not keep that alive."""
-    memory = memory_of(value)
-    return value.numpy() if memory is None else memory.reshape(value.shape())
+        return value.numpy()
+    shape, dtype = tuple(value.shape()), kind.numpy()
+    if not (count := prod(shape)):
+        return np.empty(shape, dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(value.data_ptr())
+    return np.frombuffer(memory, dtype, count).reshape(shape)
 
 
 def is_finite(value: ort.OrtValue) -> bool:

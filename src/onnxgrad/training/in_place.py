@@ -22,7 +22,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
-from onnxgrad.runtime.values import is_finite, memory_of
+from onnxgrad.runtime.values import is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
@@ -78,6 +78,8 @@ class InPlace(Runner):
         self.updates = [
             _Update(g, model, work) for g, model in zip(step.groups, models, strict=True)
         ]
+        # of the groups; onnxruntime would let memory of its own grow to more than they take
+        self.gradients: list[np.ndarray] = []
 
     def load(self, values: Values) -> None:
         """Set the states, which are copies."""
@@ -102,10 +104,10 @@ class InPlace(Runner):
         assert piece.batches == 1
         start, now = time.perf_counter(), self.now
         states = self.states(piece)
-        gradients, buffers, losses, numbers = self._half(states, piece, rates, position)
+        buffers, losses, numbers = self._half(states, piece, rates, position)
         if not np.isfinite(losses.sums).all() or not all(map(is_finite, buffers)):
             return None
-        pairs = list(zip(self.updates, self._by_group(), gradients, strict=True))
+        pairs = list(zip(self.updates, self._by_group(), self.gradients, strict=True))
         if not all(update.run(own, g, numbers, write=False) for update, own, g in pairs):
             return None
         try:
@@ -122,8 +124,8 @@ class InPlace(Runner):
 
     def _half(
         self, states: Sequence[ort.OrtValue], piece: Slice, rates: np.ndarray, position: int
-    ) -> tuple[list[ort.OrtValue], list[ort.OrtValue], Losses, dict[str, np.ndarray]]:
-        """Return the gradients, the new buffers, the losses, and the numbers that updates read."""
+    ) -> tuple[list[ort.OrtValue], Losses, dict[str, np.ndarray]]:
+        """Compute the gradients; return the new buffers, the losses, and what updates read."""
         step, count, fed = self.step, len(self.step.data), self.fed(piece, rates, position)
         inverse_rows = [] if step.inverse_rows is None else [fed.pop()]
         data, scalars = ([np.asarray(a[0]) for a in some] for some in (fed[:count], fed[count:]))
@@ -139,13 +141,20 @@ class InPlace(Runner):
         others = [*data, *scalars, *inverse_rows]
         for name, array in zip(self.names[len(held) :], others, strict=True):
             binding.bind_cpu_input(name, np.ascontiguousarray(array).reshape(array.shape))
-        self.device.bind_outputs(binding, self.outputs)
+        if not self.gradients:
+            self.gradients = [np.empty_like(next(iter(own))) for own in self._by_group()]
+        for name, array in zip(self.outputs, self.gradients, strict=False):
+            _bind_output(binding, name, array)
+        self.device.bind_outputs(binding, self.outputs[len(self.gradients) :])
         with escaping():
             running.run_with_iobinding(binding)
         results = binding.get_outputs()
-        groups = len(step.groups)
         losses = self._losses([y.numpy()[None] for y in results[len(held) :]], piece)
-        return results[:groups], results[groups : len(held)], losses, numbers
+        return results[len(self.gradients) : len(held)], losses, numbers
+
+    def release(self) -> None:
+        """Free what only steps need."""
+        self.gradients = []
 
     def _by_group(self) -> Iterator[Sequence[np.ndarray]]:
         """Yield the arrays of each group: the weights, then the slots."""
@@ -166,15 +175,13 @@ class _Update:
     def run(
         self,
         states: Sequence[np.ndarray],
-        gradient: ort.OrtValue,
+        gradient: np.ndarray,
         numbers: Mapping[str, np.ndarray],
         write: bool,
     ) -> bool:
         """Compute the new weights and slots; return whether they are finite, or write them."""
-        memory, size = memory_of(gradient), states[0].size
-        assert memory is not None
-        whole = [*states, memory.reshape(states[0].shape)]
-        divided = [self.divided and array.shape == states[0].shape for array in whole]
+        whole, size = [*states, gradient], gradient.size
+        divided = [self.divided and array.shape == gradient.shape for array in whole]
         binding, length = self.session.io_binding(), PART if self.divided else size
         for name in self.names[len(whole) :]:
             binding.bind_cpu_input(name, numbers[name])
@@ -183,12 +190,13 @@ class _Update:
             pairs = zip(whole, divided, strict=True)
             parts = [a.reshape(-1)[i : i + length] if d else a for a, d in pairs]
             for name, array in zip(self.names, parts, strict=False):
-                binding.bind_input(name, CPU.kind, 0, array.dtype, array.shape, array.ctypes.data)
+                binding.bind_input(
+                    name, CPU.kind, CPU.index, array.dtype, array.shape, array.ctypes.data
+                )
             if not results or parts[0].shape != results[0].shape:
                 results = [np.empty_like(array) for array in parts[:-1]]
                 for name, array in zip(self.outputs, results, strict=True):
-                    place = array.ctypes.data
-                    binding.bind_output(name, CPU.kind, 0, array.dtype, array.shape, place)
+                    _bind_output(binding, name, array)
             with escaping():
                 self.session.run_with_iobinding(binding)
             if not write and not all(np.isfinite(array).all() for array in results):
@@ -198,3 +206,9 @@ class _Update:
                 if write and (d or last):  # a number is read again by the next part
                     np.copyto(array, new)
         return True
+
+
+def _bind_output(binding: ort.IOBinding, name: str, array: np.ndarray) -> None:
+    """Let an output be written into `array`."""
+    place = array.ctypes.data
+    binding.bind_output(name, CPU.kind, CPU.index, array.dtype, array.shape, place)

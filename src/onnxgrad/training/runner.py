@@ -199,6 +199,9 @@ class Runner:
             weights, slots, now.steps, {n: np.array(a) for n, a in pairs if a is not None}
         )
 
+    def release(self) -> None:
+        """Free what only steps need."""
+
     def arrays_of(self, now: Now) -> list[Any]:
         """Return the states and buffers of `now` as arrays, None for a buffer without a value."""
         return [None if state is None else array_of(state) for state in now.states]

@@ -39,6 +39,9 @@ class OnDevice(Protocol):
     def load(self, values: Values) -> None:
         """Put values on the device."""
 
+    def release(self) -> None:
+        """Free what only steps need."""
+
     def unpacked(self, now: Any, copies: bool = True) -> Values:
         """Return the values of `now`; those that are not on the device are missing.
 
@@ -213,6 +216,7 @@ class TrainState:
         if runner is None:
             return
         try:
+            runner.release()
             if runner.in_place:
                 self._values = self._with(runner.unpacked(runner.now, copies=False))
             else:
