@@ -71,7 +71,7 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
     Raises:
         ModelError: the data are missing, too short, or outside of the folder of the model.
     """
-    references = [_reference(t, name, path, where) for name, t in tensors(model) if _is_external(t)]
+    references = [_reference(t, name, path, where) for name, t in tensors(model) if is_external(t)]
     if path is None:
         return
     try:
@@ -85,7 +85,8 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
         raise ModelError(f"the external data of {where} cannot be read: {e}") from None
 
 
-def _is_external(tensor: TensorProto) -> bool:
+def is_external(tensor: TensorProto) -> bool:
+    """Return whether the elements of a tensor are in a file."""
     return tensor.data_location == TensorProto.EXTERNAL
 
 
@@ -152,14 +153,14 @@ def refer(tensor: TensorProto, file: os.PathLike | str, offset: int, size: int) 
 
 def array(tensor: TensorProto) -> np.ndarray:
     """Return the elements of `tensor`; external data as a read-only view."""
-    if _is_external(tensor):
+    if is_external(tensor):
         return ir.serde.deserialize_tensor(tensor).numpy()
     return numpy_helper.to_array(tensor)
 
 
 def files_of(model: ModelProto) -> set[Path]:
     """Return the files that `model` refers to."""
-    locations = (_location(t) for _, t in tensors(model) if _is_external(t))
+    locations = (_location(t) for _, t in tensors(model) if is_external(t))
     return {Path(location.value) for location in locations}
 
 
@@ -172,7 +173,7 @@ def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto
     copy = ModelProto()
     copy.CopyFrom(model)
     for _, tensor in tensors(copy):
-        if _is_external(tensor):
+        if is_external(tensor):
             location = _location(tensor)
             location.value = new_path(Path(location.value)).as_posix()
     return copy
@@ -184,7 +185,7 @@ def inline_nbytes(model: ModelProto) -> int:
 
 
 def _is_written(tensor: TensorProto) -> bool:
-    return not _is_external(tensor) and nbytes(tensor) > SMALL
+    return not is_external(tensor) and nbytes(tensor) > SMALL
 
 
 def written_out(model: ModelProto, file: Path, location: Path) -> ModelProto:
@@ -193,8 +194,8 @@ def written_out(model: ModelProto, file: Path, location: Path) -> ModelProto:
     It refers to the file `location`, to which the caller moves `file`.
     """
     result = ModelProto()
-    _copy(model, result, "graph")
-    _copy(model.graph, result.graph, "initializer")
+    copy_fields(model, result, "graph")
+    copy_fields(model.graph, result.graph, "initializer")
     with file.open("wb") as out:
         for tensor in model.graph.initializer:
             new = result.graph.initializer.add()
@@ -210,7 +211,7 @@ def written_out(model: ModelProto, file: Path, location: Path) -> ModelProto:
     return result
 
 
-def _copy(old: Any, new: Any, without: str) -> None:
+def copy_fields(old: Any, new: Any, without: str) -> None:
     """Copy all fields of a message except `without`, which may be too large to copy."""
     for field, value in old.ListFields():
         if field.name == without:

@@ -130,10 +130,10 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
     for name, value in values.items():
         if name not in refs:
             raise unknown("constant", name, refs)
-        old, new = refs[name].array(), np.asarray(value)
-        if new.shape != old.shape:
-            raise ValueError(f"{name!r} has shape {old.shape}, the new value {new.shape}")
-        refs[name].write(_converted(name, new, old.dtype))
+        old, new = refs[name].read(), np.asarray(value)
+        if new.shape != tuple(old.dims):
+            raise ValueError(f"{name!r} has shape {tuple(old.dims)}, the new value {new.shape}")
+        refs[name].write(_converted(name, new, ir.DataType(old.data_type).numpy()))
     return replaced
 
 

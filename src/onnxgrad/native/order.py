@@ -30,6 +30,12 @@ def order_bodies(graph: ir.Graph) -> None:
                 order(body)
 
 
+def order_all(graph: ir.Graph) -> None:
+    """Order the nodes of `graph` and of the bodies of its Scans."""
+    order_bodies(graph)
+    order(graph)
+
+
 def order(graph: ir.Graph) -> None:
     """Put the nodes of `graph` in a better order; the shapes that matter are static."""
     nodes = list(graph)

@@ -19,7 +19,7 @@ from onnxgrad.errors import ModelError, ProviderError, escaping, printable
 from onnxgrad.graph import shapes
 from onnxgrad.model import external
 from onnxgrad.model.rewrites import dense_inside
-from onnxgrad.model.traversal import nodes_of
+from onnxgrad.model.traversal import graphs_of, nodes_of
 from onnxgrad.runtime.device import Device, Provider
 
 # multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs
@@ -80,11 +80,34 @@ def ordered_session(
         options.optimized_model_filepath = os.path.join(folder, "optimized.onnx")
         loaded(model, options, providers=device.providers)
         optimized = ir.load(options.optimized_model_filepath)
-        order(optimized.graph)
+    _state_shapes(optimized.graph, model, lengths)
+    order(optimized.graph)
     options, more = _options(work, single=single)
     options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     return loaded(ir.to_proto(optimized), options, providers=device.providers, **more)
+
+
+def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]) -> None:
+    """Let values of `graph` have the shapes that `model` states where onnxruntime infers none.
+
+    It infers none behind a Reshape to a computed shape, as that in front of what is recomputed.
+    """
+    stated: dict[str, set[tuple[int | None, ...]]] = {}
+    for own in graphs_of(model, nodes_of(model)):
+        for value in own.value_info:
+            kind = value.type.tensor_type
+            if kind.HasField("shape"):
+                stated.setdefault(value.name, set()).add(
+                    tuple(lengths.get(d.dim_param, d.dim_value or None) for d in kind.shape.dim)
+                )
+    for node in graph.all_nodes():
+        for y in node.outputs:
+            shapes_of = stated.get(str(y.name), set())
+            if shapes.static(shapes.dims(y)) is None and len(shapes_of) == 1:
+                (shape,) = shapes_of
+                if None not in shape:
+                    y.shape = ir.Shape(shape)
 
 
 def _options(

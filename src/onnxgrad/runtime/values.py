@@ -56,16 +56,21 @@ def owned(array: np.ndarray, device: Device) -> ort.OrtValue:
     return value
 
 
+def array_of(value: ort.OrtValue) -> np.ndarray:
+    """Return an OrtValue as an array; on the CPU it shares the memory, but does not own it."""
+    kind = FLOATS.get(value.data_type())
+    if value.device_name().lower() != "cpu" or kind is None or kind not in _VIEWED:
+        return value.numpy()
+    shape, dtype = tuple(value.shape()), kind.numpy()
+    if not (count := prod(shape)):
+        return np.empty(shape, dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(value.data_ptr())
+    return np.frombuffer(memory, dtype, count).reshape(shape)
+
+
 def is_finite(value: ort.OrtValue) -> bool:
     """Return whether all numbers of an OrtValue are finite; on the CPU it is not copied."""
-    kind = FLOATS.get(value.data_type())
-    if value.device_name().lower() == "cpu" and kind in _VIEWED:
-        assert kind is not None
-        count = prod(value.shape())
-        memory = (ctypes.c_char * (count * kind.numpy().itemsize)).from_address(value.data_ptr())
-        array = np.frombuffer(memory, kind.numpy(), count) if count else np.empty(0)
-    else:
-        array = value.numpy().reshape(-1)
+    array = array_of(value).reshape(-1)
     parts = range(0, array.size, _PART)
     return all(np.isfinite(array[i : i + _PART]).all() for i in parts)
 

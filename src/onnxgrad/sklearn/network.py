@@ -13,6 +13,7 @@ from onnxgrad.data.fields import Field
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.emptied import filled
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
@@ -112,7 +113,7 @@ class Network:
             "_trainer": None,
             "_predictor": None,
             "_encoder": None,
-            "_model": trainer.proto.SerializeToString(),
+            "_model": filled(trainer.proto, trainer.state.weights).SerializeToString(),
             "_state": trainer.state.copy(),
         }
 

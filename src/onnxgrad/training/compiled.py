@@ -9,14 +9,15 @@ from onnxgrad.graph.shapes import dims, static
 from onnxgrad.native import Target
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
 from onnxgrad.training.batches import ArraySource, BatchSource
-from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, fingerprint
+from onnxgrad.training.in_place import new_runner
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.runner import Runner
 from onnxgrad.training.split import SplitStep, splits
 from onnxgrad.training.split_runner import Rows, SplitRunner
 from onnxgrad.training.step import Step
+from onnxgrad.training.update import may_be_in_place
 
 # Multiply-adds of a batch, and for each weight, from which threads compute parts of it: measured
 # on the networks of the benchmarks, with 2 threads.
@@ -86,14 +87,17 @@ class Compiled:
                 self.step = split.step
                 return SplitRunner(split, device, work, fields, parts, Rows(axes, shapes))
         self.step = call.step(objective)
-        epoch = build_epoch(self.step, Target.of(device, work, source.batch_size))
-        return Runner(epoch, self.step, "terms", device, work, fields, objective.carried)
+        target = Target.of(device, work, source.batch_size)
+        return new_runner(self.step, "terms", target, work, fields, objective.carried)
 
     def _parts(self, trainer: Any, work: float, source: BatchSource) -> int:
         """Return into how many parts to split a batch, if its rows allow it."""
-        weights = sum(prod(static(dims(w)) or ()) for w in self.objective.weights)
-        alone = trainer.accumulate > 1 or trainer.callbacks.gradient_norms
-        if trainer.device.kind != "cpu" or alone or not isinstance(source, ArraySource):
+        trained = self.objective.weights
+        weights = sum(prod(static(dims(w)) or ()) for w in trained)
+        whole = trainer.accumulate > 1 or trainer.callbacks.gradient_norms
+        if trainer.device.kind != "cpu" or whole or not isinstance(source, ArraySource):
+            return 1
+        if may_be_in_place(trained, trainer.optimizer):
             return 1
         if work < max(SPLIT_WORK, SPLIT_WORK_PER_WEIGHT * weights):
             return 1

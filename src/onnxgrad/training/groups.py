@@ -1,4 +1,4 @@
-"""Weights that are updated together, as one input of the step and one for each slot."""
+"""Groups of weights that a step updates together, and the inputs of a step that hold them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.optimizers import Optimizer
+from onnxgrad.training.blocks import block_shape
+
+PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
 
 Arrays = dict[str, np.ndarray]
 Shape = tuple[int, ...]
@@ -67,25 +70,27 @@ class Group:
             arrays.append(self.pack(values, slot))
         return arrays
 
-    def split(self, arrays: Iterable[np.ndarray]) -> tuple[Arrays, dict[str, Arrays]]:
+    def split(
+        self, arrays: Iterable[np.ndarray], copies: bool = True
+    ) -> tuple[Arrays, dict[str, Arrays]]:
         """Return the weights, and the slots by weight, from the arrays of the inputs."""
         state, *rest = arrays
         slots: dict[str, Arrays] = {name: {} for name in self.shapes}
         for slot, array in zip(self.slots, rest, strict=True):
-            for name, value in self.unpack(array, slot).items():
+            for name, value in self.unpack(array, slot, copies).items():
                 slots[name][slot] = value
-        return self.unpack(state), slots
+        return self.unpack(state, None, copies), slots
 
     def pack(self, arrays: Mapping[str, np.ndarray], slot: str | None = None) -> np.ndarray:
         """Return the weights, or one slot of each, as one array, a copy: that of an input."""
         like = self.state if slot is None else self.slots[slot]
         parts = []
         for name, shape in self._shapes(slot).items():
-            part = np.asarray(arrays[name], numpy_dtype(like))
+            part = np.array(arrays[name], numpy_dtype(like), order="C")
             if part.shape != shape:
                 what = "" if slot is None else f"the slot {slot!r} of "
                 raise ValueError(f"{what}{printable(name)} has the shape {part.shape}, not {shape}")
-            parts.append(part.ravel())
+            parts.append(part)
         if slot is not None and self._shared(slot):
             if any(part != parts[0] for part in parts):
                 raise ValueError(
@@ -93,17 +98,17 @@ class Group:
                     "and differs between them: set all of them, or none"
                 )
             parts = parts[:1]
-        joined = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
+        joined = np.concatenate([p.ravel() for p in parts]) if len(parts) > 1 else parts[0]
         return joined.reshape(shapes.static(shapes.dims(like)) or ())
 
-    def unpack(self, array: np.ndarray, slot: str | None = None) -> Arrays:
-        """Return the array of an input as one array per weight, copies."""
+    def unpack(self, array: np.ndarray, slot: str | None = None, copies: bool = True) -> Arrays:
+        """Return the array of an input as one array per weight, `copies` or views of it."""
         wanted = self._shapes(slot)
         if slot is not None and self._shared(slot):
             return {name: array.copy() for name in wanted}
         parts = np.split(array.ravel(), np.cumsum([prod(s) for s in wanted.values()])[:-1])
         return {
-            name: part.reshape(shape).copy()
+            name: part.reshape(shape).copy() if copies else part.reshape(shape)
             for (name, shape), part in zip(wanted.items(), parts, strict=True)
         }
 
@@ -117,6 +122,34 @@ class Group:
         return len(self.shapes) > 1 and not shapes.dims(self.slots[slot])
 
 
+def write_groups(
+    op: Emit,
+    gradients: dict[ir.Value, ir.Value],
+    optimizer: Optimizer,
+    packed: int | None = None,
+    blocks: bool = True,
+) -> list[tuple[Group, ir.Value]]:
+    """Group weights; return each group with the gradient of its state.
+
+    Args:
+        op: writes into the graph of the gradients.
+        gradients: `{weight: gradient}`. Small weights become parts of one flat input, and large
+            ones have two axes, which the graph turns into what it reads; these replace the weights.
+        optimizer: of the step; `for_weight` chooses that of each weight.
+        packed: elements up to which a weight is small; None is `PACKED`.
+        blocks: whether large weights are updated in blocks that stay in the cache of the CPU.
+
+    Raises:
+        ValueError: a pattern of the optimizer that matches no weight, or a weight that none
+            matches.
+    """
+    optimizer.check_names([str(w.name) for w in gradients])
+    return [
+        _pack(op, members, gradients, own, blocks)
+        for own, members in _partition(gradients, optimizer, PACKED if packed is None else packed)
+    ]
+
+
 def numpy_dtype(value: ir.Value) -> np.dtype:
     """Return the numpy dtype of a value whose type is known."""
     assert value.dtype is not None
@@ -127,4 +160,84 @@ def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = No
     """Return a new value of the type of `like`, which is not yet an input of the graph."""
     return ir.Value(
         name=op.name(name), type=like.type, shape=like.shape if shape is None else shape
+    )
+
+
+def _partition(
+    weights: Iterable[ir.Value], optimizer: Optimizer, limit: int
+) -> list[tuple[Optimizer, list[ir.Value]]]:
+    """Return the weights in groups of one optimizer: small ones by dtype, others alone."""
+    groups: list[tuple[Optimizer, list[ir.Value]]] = []
+    packed: list[tuple[Optimizer, list[ir.Value]]] = []
+    for w in weights:
+        own = optimizer.for_weight(str(w.name), _static(w))
+        small = own.elementwise and 0 < prod(_static(w)) <= limit
+        same = (g for g in packed if small and g[1][0].dtype == w.dtype and g[0] == own)
+        if (group := next(same, None)) is not None:
+            group[1].append(w)
+            continue
+        groups.append((own, [w]))
+        if small:
+            packed.append(groups[-1])
+    return groups
+
+
+def _static(w: ir.Value) -> Shape:
+    return shapes.static(shapes.dims(w)) or ()
+
+
+def _pack(
+    op: Emit,
+    members: list[ir.Value],
+    gradients: dict[ir.Value, ir.Value],
+    optimizer: Optimizer,
+    blocks: bool,
+) -> tuple[Group, ir.Value]:
+    """Return the group of `members` and the gradient of its state.
+
+    Several weights become one input, which the graph splits, so that their update is written once.
+    A weight that is updated in blocks becomes an input whose first axis counts the blocks.
+    """
+    sizes = [prod(_static(w)) for w in members]
+    w = members[0]
+    alone = len(members) == 1 and optimizer.elementwise and blocks
+    shape = block_shape(w) if alone else None
+    if len(members) == 1 and shape is None:
+        state, g = w, gradients[w]
+    elif shape is not None:
+        state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
+        with op.at(next(iter(op.graph), None)):
+            _replace(w, op.reshape_like(state, w), gradients)
+        g = op.set_type_like(op.Reshape(gradients[w], list(shape)), state)
+    else:
+        state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
+        with op.at(next(iter(op.graph), None)):
+            parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(members))
+            for w, part, size in zip(members, parts, sizes, strict=True):
+                part.shape = ir.Shape([size])
+                piece = part if _only_broadcast(w) else op.reshape_like(part, w)
+                _replace(w, piece, gradients)
+        flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
+        g = op.set_type_like(op.Concat(*flat, axis=0), state)
+    inner = {slot: ir.Shape(optimizer.slot_shape(slot, _static(state))) for slot in optimizer.slots}
+    prefix = state.name if len(members) > 1 else w.name
+    slots = {slot: graph_input(op, f"{prefix}.{slot}", state, s) for slot, s in inner.items()}
+    names = {str(w.name): _static(w) for w in members}
+    return Group(names, state, slots, optimizer, shape is not None), g
+
+
+def _replace(w: ir.Value, piece: ir.Value, gradients: dict[ir.Value, ir.Value]) -> None:
+    """Replace a weight by what the graph makes of the state, also where it is a gradient."""
+    ir.convenience.replace_all_uses_with(w, piece)
+    gradients.update({x: piece for x, dx in gradients.items() if dx is w})
+
+
+def _only_broadcast(w: ir.Value) -> bool:
+    """Return whether `w` only broadcasts, so that its axes of length one can be dropped."""
+    shape = shapes.dims(w) or ()
+    return all(d == 1 for d in shape[:-1]) and all(
+        node.op_type in ("Add", "Sub", "Mul", "Div")
+        and (shapes.rank(node.inputs[1 - i]) or 0) >= len(shape)
+        and node.inputs[1 - i] is not w
+        for node, i in w.uses()
     )

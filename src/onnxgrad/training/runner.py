@@ -14,7 +14,7 @@ from onnx import ModelProto
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
-from onnxgrad.runtime.values import is_finite
+from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective
@@ -33,6 +33,7 @@ class Now:
 
     states: Sequence[ort.OrtValue | None]  # None: a buffer that the first batch sets
     steps: int
+    arrays: Sequence[np.ndarray] = ()  # the first states, with the same memory, if it is theirs
 
 
 @dataclass(frozen=True)
@@ -46,10 +47,14 @@ class Losses:
 class Runner:
     """Runs slices of batches; keeps the states on the device between calls.
 
+    With `in_place`, there is no other copy of the states.
+
     `reduction` says what the losses of a step are: "sum" or "mean" of the rows of the batch, or
     "terms": sums, then counts. `fields` are the inputs of data, needed to split batches into
     micro-batches; `carried` the data inputs of buffers whose first value is in the data.
     """
+
+    in_place = False
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class Runner:
         carried: Mapping[str, str] | None = None,
     ) -> None:
         self.device = Device.of(device).check()
-        self.sessions = Sessions(model, step, self.device, work)
+        self.model, self.sessions = model, Sessions(model, step, self.device, work)
         self.step, self.reduction, self.fields = step, reduction, fields
         self.carried, self.counts = carried or {}, step.counts
         self.names = [x.name for x in model.graph.input]
@@ -191,14 +196,14 @@ class Runner:
         count = micro_batches(piece.rows, parts)
         return (np.arange(done, done + piece.batches)[:, None] << 20) + np.arange(count)
 
-    def unpacked(self, now: Now) -> Values:
-        """Return the values of `now`, by name."""
+    def unpacked(self, now: Now, copies: bool = True) -> Values:
+        """Return the values of `now`, by name; without `copies` they may share its memory."""
         weights: dict[str, np.ndarray] = {}
         slots: dict[str, dict[str, np.ndarray]] = {}
-        arrays: list[Any] = [None if state is None else state.numpy() for state in now.states]
+        arrays = self.arrays_of(now)
         for group in self.step.groups:
             size = len(group.inputs)
-            own, own_slots = group.split(arrays[:size])
+            own, own_slots = group.split(arrays[:size], copies)
             arrays = arrays[size:]
             weights |= own
             slots |= own_slots
@@ -207,6 +212,13 @@ class Runner:
         return Values(
             weights, slots, now.steps, {n: np.array(a) for n, a in pairs if a is not None}
         )
+
+    def release(self) -> None:
+        """Free what only steps need."""
+
+    def arrays_of(self, now: Now) -> list[Any]:
+        """Return the states and buffers of `now` as arrays, None for a buffer without a value."""
+        return [None if state is None else array_of(state) for state in now.states]
 
 
 class Evaluation:

@@ -26,9 +26,9 @@ from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.called import Called
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
+from onnxgrad.training.in_place import new_runner
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, warn_of_stale_statistics
 from onnxgrad.training.objective import Objective
@@ -156,15 +156,14 @@ class SeedTrainer(BaseEstimator):
         source = self._source(state, fields, data)
         validation = self._evaluation(proto, step, fields, weighted, held_out)
         work = step.work * self.batch_size
-        epoch = build_epoch(step, Target.of(self.device, work, self.batch_size))
-        reduction = "mean" if fields.mean else "sum"
-        runner = Runner(epoch, step, reduction, self.device, work)
+        target = Target.of(self.device, work, self.batch_size)
+        runner = new_runner(step, "mean" if fields.mean else "sum", target, work)
         loop = self._loop(state, runner, rate, source, validation, callbacks)
         if step.unreached:
             warnings.warn(
                 f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
             )
-        self._save_gradient(proto, step, epoch)
+        self._save_gradient(proto, step, runner.model)
         return loop
 
     def _build_step(
@@ -177,7 +176,8 @@ class SeedTrainer(BaseEstimator):
     ) -> tuple[Step, Fields]:
         """Return the step, and what checks its data against the columns of an earlier `fit`."""
         objective = self._objective(proto, names, weighted)
-        options = StepOptions(blocks=Device.of(self.device).kind == "cpu")
+        on_cpu = Device.of(self.device).kind == "cpu"
+        options = StepOptions(blocks=on_cpu, in_place=on_cpu and self.saved_gradient is None)
         step = build_step(objective, optimizer, options)
         fields = Fields(objective)
         if before is not None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
-import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model import external
-from onnxgrad.native.order import order_bodies
+from onnxgrad.native.order import order_all
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session
@@ -34,11 +33,10 @@ class Sessions:
         step: Step,
         device: Device,
         work: float,
-        order: Callable[[ir.Graph], None] = order_bodies,
         single: bool = False,
     ) -> None:
         self.model, self.step, self.device, self.work = model, step, device, work
-        self.order, self.single = order, single
+        self.single = single
         self.expected: dict[str, int] = {}
         self._announced: dict[str, int] = {}
         self._any: ort.InferenceSession | None = None
@@ -78,7 +76,7 @@ class Sessions:
         if self.device == CPU and self.work >= WORK_PER_THREAD:
             try:
                 return ordered_session(
-                    self.model, self.device, self.work, lengths, self.order, self.single
+                    self.model, self.device, self.work, lengths, order_all, self.single
                 )
             except Exception:  # the order only saves memory; what else is wrong, raises below
                 logger.debug("the nodes of the step keep their order", exc_info=True)

@@ -51,6 +51,7 @@ class Settings:
     names: Names = field(default_factory=Names)
     state: TrainState = field(default_factory=TrainState)
     built: BuildCache = field(default_factory=BuildCache)
+    digest: str | None = None  # of the whole model, if `proto` lacks large weights
 
     def evaluated(self) -> dict[str, np.ndarray]:
         """Return the weights and statistics that are evaluated."""

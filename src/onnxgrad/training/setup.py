@@ -17,6 +17,7 @@ from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_lo
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
+from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.native import Target
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.runtime.session import session
@@ -116,7 +117,10 @@ class Setup:
     def objective(self) -> Minimized:
         """Return the objective of a step."""
         trainer = self.trainer
-        return minimized(trainer.proto, trainer.trained, self.plan, self.weighted)
+        objective = minimized(trainer.proto, trainer.trained, self.plan, self.weighted)
+        if trainer.digest is not None:  # those that the loss does not reach stay constants
+            read_elsewhere(objective.weights, lambda name: trainer.state.weights[name])
+        return objective
 
     def _optimizer(self) -> Optimizer:
         """Return the optimizer, behind the clipping of the norm of all gradients."""
@@ -134,13 +138,21 @@ class Setup:
         }
         return gradients, build_update(weights, self._optimizer())
 
-    def step(self, objective: Minimized, norms: bool | None = None) -> Step:
+    def step(
+        self,
+        objective: Minimized,
+        norms: bool | None = None,
+        in_place: bool = True,
+        blocks: bool = True,
+    ) -> Step:
         """Return the step, written into the graph of the objective.
 
-        It returns the norms of gradients if `norms`; None: if a callback asks for them.
+        It returns the norms of gradients if `norms`; None: if a callback asks for them. With
+        `in_place`, it may be only its first half: see `Step.updates`.
         """
         trainer, optimizer = self.trainer, self._optimizer()
-        options = self._options(trainer.callbacks.gradient_norms if norms is None else norms)
+        norms = trainer.callbacks.gradient_norms if norms is None else norms
+        options = self._options(norms, in_place, blocks)
         if trainer.accumulate == 1:
             return build_step(objective, optimizer, options)
         if trainer.carry:
@@ -149,10 +161,13 @@ class Setup:
 
     def split_step(self, objective: Minimized, target: Target) -> SplitStep:
         """Return the step in parts, written into the graph of the objective."""
-        return build_split_step(objective, self._optimizer(), self._options(False), target)
+        return build_split_step(objective, self._optimizer(), self._options(), target)
 
-    def _options(self, norms: bool) -> StepOptions:
-        return StepOptions(norms, self.trainer.device.kind == "cpu", self.trainer.recompute)
+    def _options(
+        self, norms: bool = False, in_place: bool = False, blocks: bool = True
+    ) -> StepOptions:
+        on_cpu = self.trainer.device.kind == "cpu"
+        return StepOptions(norms, blocks and on_cpu, self.trainer.recompute, in_place and on_cpu)
 
     def _compiled(self) -> Compiled:
         """Return the step and its objective; those of the call before, if they are the same."""
@@ -296,7 +311,7 @@ class Setup:
         )
         return described(
             {
-                "model": trainer.proto,
+                "model": trainer.digest or trainer.proto,
                 "trained": trainer.trained,
                 "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
                 "class_weight": trainer.class_weight,
@@ -344,8 +359,10 @@ class Setup:
         if loop.failed is None:
             return None
         piece, rates, position = loop.failed
-        step = self.step(self.objective(), norms=False)
-        model, runner = to_proto(step.model), loop.runner
+        runner = loop.runner
+        blocks = not runner.in_place
+        step = self.step(self.objective(), norms=False, in_place=False, blocks=blocks)
+        model = to_proto(step.model)
         running = session(model, self.trainer.device, step.work, step.recomputes)
         names = [x.name for x in running.get_inputs()]
         states = [state.numpy() for state in runner.states(piece)]

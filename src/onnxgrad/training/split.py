@@ -21,10 +21,10 @@ from onnxgrad.native import Target, to_native
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.session import work
-from onnxgrad.training.groups import Group, graph_input
+from onnxgrad.training.groups import Group, graph_input, write_groups
 from onnxgrad.training.minimized import Minimized, inverse
 from onnxgrad.training.step import Step, StepOptions, write_gradients
-from onnxgrad.training.update import grouped, update_groups
+from onnxgrad.training.update import update_groups
 
 
 @dataclass
@@ -99,7 +99,7 @@ def build_split_step(
     parts, unreached = write_gradients(
         op, objective, objective.scaled(op, inverses), options.recompute
     )
-    written = grouped(op, parts.of, optimizer, blocks=options.blocks)
+    written = write_groups(op, parts.of, optimizer, blocks=options.blocks)
     groups = [group for group, _ in written]
     graph.inputs[:] = [*(group.state for group in groups), *objective.data, *inverses]
     op.give([*(g for _, g in written), *objective.written.sums])

@@ -11,7 +11,6 @@ from itertools import pairwise
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.native.order import order
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
@@ -61,7 +60,7 @@ class SplitRunner(Runner):
         self.split, self.parts, self.proven = split, parts, proven
         self.axes: Axes = dict(proven.axes)
         self._sessions = [
-            Sessions(split.gradients, split.step, device, work / parts, order, single=True)
+            Sessions(split.gradients, split.step, device, work / parts, single=True)
             for _ in range(parts)
         ]
         self._bindings: dict[tuple[int, ort.InferenceSession], Binding] = {}

@@ -33,13 +33,20 @@ class Values:
 class OnDevice(Protocol):
     """Values on a device, and the number of steps done there: a `Runner`."""
 
+    in_place: bool  # whether there is no memory for other copies of the values
     now: Any  # another object after every call of the runtime
 
     def load(self, values: Values) -> None:
         """Put values on the device."""
 
-    def unpacked(self, now: Any) -> Values:
-        """Return the values of `now`; those that are not on the device are missing."""
+    def release(self) -> None:
+        """Free what only steps need."""
+
+    def unpacked(self, now: Any, copies: bool = True) -> Values:
+        """Return the values of `now`; those that are not on the device are missing.
+
+        Without `copies`, these may be the device's own, and no further step may run.
+        """
 
 
 @dataclass(eq=False)
@@ -98,39 +105,28 @@ class TrainState:
         self._values = Values()
         self._runner: OnDevice | None = None
         self._read: tuple[object, Values] | None = None  # runner.now, and its values
+        self._names: tuple[str, ...] = ()  # the order of the weights, where `_values` lacks some
 
     # -- values, on the device or not ---------------------------------------------------------
 
     @property
     def values(self) -> Values:
         """The current weights, slots, buffers and steps."""
-        runner, old = self._runner, self._values
+        runner = self._runner
         if runner is None:
-            return old
+            return self._values
         now, read = runner.now, self._read
-        if (
-            read is None or read[0] is not now
-        ):  # compared by identity, assigned at once: other threads read it, too
-            new = runner.unpacked(now)
-            self._read = (
-                read := (
-                    now,
-                    Values(
-                        old.weights | new.weights,
-                        old.slots | new.slots,
-                        new.steps,
-                        old.buffers | new.buffers,
-                    ),
-                )
-            )
+        if read is None or read[0] is not now:
+            # compared by identity, assigned at once: other threads read it, too
+            self._read = read = now, self._with(runner.unpacked(now))
         return read[1]
 
     @values.setter
     def values(self, new: Values) -> None:
-        if self._runner is not None:
-            self._runner.load(new)
-            self._read = self._runner.now, new
-        self._values = new
+        if self._runner is None:
+            self._values = new
+        else:
+            self._load(self._runner, new)
 
     @property
     def weights(self) -> Arrays:
@@ -181,6 +177,21 @@ class TrainState:
         """The loss of the validation data, of every evaluation."""
         return [e["validation_loss"] for e in self.history if "validation_loss" in e]
 
+    def _load(self, runner: OnDevice, values: Values) -> None:
+        """Copy values to the device, and forget them if they are to be in memory once."""
+        runner.load(values)
+        self._runner, self._read, self._values = runner, (runner.now, values), values
+        if runner.in_place:
+            self._read, self._names = None, tuple(values.weights)
+            self._values = _without(values, runner.unpacked(runner.now, copies=False))
+
+    def _with(self, new: Values) -> Values:
+        """Return the values of `new`, and those that it lacks."""
+        old = self._values
+        weights, buffers = old.weights | new.weights, old.buffers | new.buffers
+        weights = {name: weights[name] for name in self._names if name in weights} | weights
+        return Values(weights, old.slots | new.slots, new.steps, buffers)
+
     # -- training -----------------------------------------------------------------------------
 
     @property
@@ -197,18 +208,22 @@ class TrainState:
 
     def begin(self, runner: OnDevice) -> None:
         """Copy the values to the device of `runner`, where training changes them until `end`."""
-        runner.load(self._values)
-        self._runner, self._read = runner, (runner.now, self._values)
+        self._load(runner, self._values)
 
     def end(self) -> None:
         """Copy the values back from the device; if that fails, keep those that were read last."""
-        if self._runner is None:
+        runner = self._runner
+        if runner is None:
             return
         try:
-            self._values = self.values
+            runner.release()
+            if runner.in_place:
+                self._values = self._with(runner.unpacked(runner.now, copies=False))
+            else:
+                self._values = self.values
         except BaseException:
-            assert self._read is not None
-            self._values = self._read[1]
+            if self._read is not None:
+                self._values = self._read[1]
             raise
         finally:
             self._runner = self._read = None
@@ -299,6 +314,14 @@ _NUMBERS = (  # of `state.json`
     *("epoch", "position", "pending", "running", "history", "learning_rate", "stop_reason"),
     *("seed", "schedule", "callbacks", "identity"),
 )
+
+
+def _without(values: Values, others: Values) -> Values:
+    """Return the values that are not among `others`."""
+    weights = {n: a for n, a in values.weights.items() if n not in others.weights}
+    slots = {n: own for n, own in values.slots.items() if n not in others.slots}
+    buffers = {n: a for n, a in values.buffers.items() if n not in others.buffers}
+    return Values(weights, slots, values.steps, buffers)
 
 
 def _fitting(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:

@@ -26,12 +26,16 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
 from onnxgrad.training.groups import Group, graph_input, numpy_dtype
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.update import write_update
+from onnxgrad.training.update import STEP, may_be_in_place, write_update
 
 
 @dataclass
 class Step:
     """The step's graph: states, buffers, data, scalars in; new states, new buffers, loss out.
+
+    With `updates`, the graph is the first half of a step: weights, buffers, data, and scalars that
+    it reads, in; the gradient of each group, new buffers, loss out. They are the second half, a
+    model for each group.
 
     The scalars are the negative learning rate, the step number if the optimizer reads it, `draw` if
     there is dropout, and `first` if states are carried. `inverse_rows`, by which the gradient is
@@ -55,6 +59,7 @@ class Step:
     norms: list[str] = field(default_factory=list)  # weights whose gradient's norm is returned
     rounding: list[str] = field(default_factory=list)  # operators that gradients pass through
     recomputes: bool = False  # whether the order of its nodes saves memory
+    updates: list[ModelProto] | None = None  # of the groups, if they are not part of the graph
 
     @property
     def weights(self) -> list[str]:
@@ -73,7 +78,9 @@ class Step:
 
     @property
     def counts(self) -> bool:
-        """Return whether the step number is an input."""
+        """Return whether the step number is read."""
+        if self.updates is not None:
+            return any(x.name == STEP for update in self.updates for x in update.graph.input)
         return self.step in self.model.graph.inputs
 
     def like_loss(self, number: float) -> np.ndarray:
@@ -90,11 +97,13 @@ class StepOptions:
     - `norms`: it also returns the 2-norm of the gradient of every weight.
     - `blocks`: large weights are updated in parts that stay in the cache of a CPU.
     - `recompute`: as that of `Trainer`.
+    - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
     """
 
     norms: bool = False
     blocks: bool = True
     recompute: str = "none"
+    in_place: bool = False
 
 
 @dataclass
@@ -224,12 +233,13 @@ def write_step(
     graph = parts.graph
     named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
     returned = [_norms(op, list(named.values()))] if named else []
-    update = write_update(op, parts.of, optimizer, blocks=options.blocks)
+    in_place = options.in_place and may_be_in_place(parts.of, optimizer)
+    update = write_update(op, parts.of, optimizer, blocks=options.blocks, in_place=in_place)
     buffers = list(parts.buffers)
-    scalars = [update.minus_learning_rate]
+    scalars = [] if in_place else [update.minus_learning_rate]
     number, draw, first = (_if_used(v) for v in (update.step, parts.draw, parts.first))
     scalars += [v for v in (number, draw, first) if v is not None]
-    carried = [*update.states, *buffers]
+    carried = [*update.read, *buffers]
     graph.inputs[:] = [*carried, *parts.data, *scalars]
     reported = _separate(op, [*parts.reported, *returned])
     protected = {*graph.inputs, *reported}
@@ -253,6 +263,7 @@ def write_step(
         accumulate=accumulate,
         norms=list(named),
         rounding=parts.rounding,
+        updates=update.models,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -23,6 +24,7 @@ from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fitted import BuildCache
+from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, inference_form, separate_statistics, train_merged
@@ -159,6 +161,7 @@ class Trainer(Settings):
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
         self._constants = set(refs)
         self.state.values = Values({name: refs[name].array() for name in self.trained})
+        self.proto, self.digest = without_weights(self.proto, self.trained)
         self.setup: Setup | None = None  # of the last `fit`
         self.built = BuildCache()
         self._fitted: Loop | None = None
@@ -253,6 +256,8 @@ class Trainer(Settings):
     def _run(self, setup: Setup, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
         before, self.state, self.setup, self._fitted = self.state, loop.state, setup, loop
+        if loop.runner.in_place and before is not loop.state:  # in memory once: those are equal
+            before.values = replace(before.values, weights={})
         try:
             loop.run()
         finally:
@@ -260,6 +265,7 @@ class Trainer(Settings):
             self.names = setup.names if loop.moved else self.names
             if not loop.moved and not loop.state.step:
                 self.state = before
+                before.values = replace(before.values, weights=loop.state.weights)
         return self
 
     @property

@@ -10,16 +10,20 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.model import emptied
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.optimizers import Inputs, Optimizer
-from onnxgrad.training.blocks import block_shape, update_in_blocks
-from onnxgrad.training.groups import Arrays, Group, Shape, graph_input, numpy_dtype
+from onnxgrad.training.blocks import update_in_blocks
+from onnxgrad.training.groups import Group, Shape, graph_input, numpy_dtype, write_groups
 
-PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
+RATE, STEP = "minus_learning_rate", "step"
+IN_PLACE = tuple(np.dtype(kind) for kind in ("float16", "float32", "float64"))
+
+Arrays = dict[str, np.ndarray]
 
 
 @dataclass
@@ -28,17 +32,26 @@ class Update:
 
     `new` are the new values of the inputs of all groups, in their order. The step number is an
     input of the graph only if the optimizer reads it.
+
+    With `models`, one for each group, these update the weights, and `new` are the gradients of the
+    groups.
     """
 
     groups: list[Group]
     new: list[ir.Value]
     minus_learning_rate: ir.Value
     step: ir.Value
+    models: list[ModelProto] | None = None
 
     @property
     def states(self) -> list[ir.Value]:
         """The weights and slots before the step, as many as there are new ones."""
         return [v for group in self.groups for v in group.inputs]
+
+    @property
+    def read(self) -> list[ir.Value]:
+        """The states that the graph reads, as many as there are `new` values."""
+        return self.states if self.models is None else [group.state for group in self.groups]
 
 
 def write_update(
@@ -47,64 +60,97 @@ def write_update(
     optimizer: Optimizer,
     packed: int | None = None,
     blocks: bool = True,
+    in_place: bool = False,
 ) -> Update:
     """Write the nodes that update weights by their gradients, `{weight: gradient}`.
 
-    Args:
-        op: writes into the graph of the gradients.
-        gradients: as those of `grouped`.
-        optimizer: of the step; `for_weight` chooses that of each weight.
-        packed: elements up to which a weight is small; None is `PACKED`.
-        blocks: whether large weights are updated in blocks that stay in the cache of the CPU.
-
-    Raises:
-        ValueError: a pattern of the optimizer that matches no weight, or a weight that none
-            matches.
+    With `in_place`, they are models of their own. Other arguments and errors are those of
+    `write_groups`.
     """
-    groups = grouped(op, gradients, optimizer, packed, blocks)
-    return update_groups(op, [group for group, _ in groups], [g for _, g in groups], optimizer)
-
-
-def grouped(
-    op: Emit,
-    gradients: dict[ir.Value, ir.Value],
-    optimizer: Optimizer,
-    packed: int | None = None,
-    blocks: bool = True,
-) -> list[tuple[Group, ir.Value]]:
-    """Return the groups in which weights are updated, each with the gradient of its state.
-
-    Small weights become parts of one flat input, and large ones have two axes, which the graph
-    turns into what it reads; these replace the weights, the keys of `gradients`. The arguments are
-    those of `write_update`.
-    """
-    optimizer.check_names([str(w.name) for w in gradients])
-    return [
-        _pack(op, members, gradients, own, blocks)
-        for own, members in _partition(gradients, optimizer, PACKED if packed is None else packed)
-    ]
+    groups = write_groups(op, gradients, optimizer, packed, blocks and not in_place)
+    return update_groups(
+        op, [group for group, _ in groups], [g for _, g in groups], optimizer, in_place
+    )
 
 
 def update_groups(
-    op: Emit, groups: list[Group], gradients: list[ir.Value], optimizer: Optimizer
+    op: Emit,
+    groups: list[Group],
+    gradients: list[ir.Value],
+    optimizer: Optimizer,
+    in_place: bool = False,
 ) -> Update:
     """Write the nodes that update the states of `groups`, each by its gradient."""
     cotangents = optimizer.across(op, gradients)
-    widest = max((g.state for g in groups), key=lambda v: numpy_dtype(v).itemsize)
-    rate, number = (
-        graph_input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
-    )
+    widest = max((group.state for group in groups), key=lambda v: numpy_dtype(v).itemsize)
+    rate, number = (graph_input(op, name, widest, ir.Shape(())) for name in (RATE, STEP))
+    if in_place:
+        models = [update_of(group, widest, op.opset) for group in groups]
+        return Update(groups, cotangents, rate, number, models)
     updated = []
     with op:
         for group, g in zip(groups, cotangents, strict=True):
-            scalars = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
-            inputs = Inputs(group.state, *scalars)
+            own = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
+            inputs = Inputs(group.state, *own)
             if group.in_blocks:
                 updated += update_in_blocks(op, g, group.optimizer, group.slots, inputs)
             else:
                 u, new = group.optimizer.update(op, g, group.slots, inputs)
                 updated += [_sum(op, group.state, u), *(new[slot] for slot in group.slots)]
     return Update(groups, updated, rate, number)
+
+
+def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
+    """Return whether weights with their slots are so large that they should be updated in place.
+
+    A CPU must be able to read and write parts of them.
+    """
+    nbytes = 0
+    for w in weights:
+        shape, dtype = static(dims(w)), numpy_dtype(w)
+        if shape is None or dtype not in IN_PLACE:
+            return False
+        own = optimizer.for_weight(str(w.name), shape)
+        sizes = [prod(s) for s in (shape, *(own.slot_shape(slot, shape) for slot in own.slots))]
+        nbytes += sum(sizes) * dtype.itemsize
+    return nbytes > emptied.LARGE
+
+
+def update_of(group: Group, number_like: ir.Value, opset: int) -> ModelProto:
+    """Return the update of a group as a model; of any number of its elements, if that can be.
+
+    Inputs: `weight`, the slots, `gradient`, `minus_learning_rate`, and `step` if it is read.
+    Outputs: the new weight and slots.
+    """
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": opset}, name="update")
+    op, like, optimizer = Emit(graph), group.state, group.optimizer
+    part = ir.Shape(["elements"]) if is_divided(group) else like.shape
+    weight, gradient = (graph_input(op, name, like, part) for name in ("weight", "gradient"))
+    slots = {
+        slot: graph_input(op, slot, like, part if dims(value) == dims(like) else value.shape)
+        for slot, value in group.slots.items()
+    }
+    rate, number = (graph_input(op, name, number_like, ir.Shape(())) for name in (RATE, STEP))
+    graph.inputs.extend([weight, *slots.values(), gradient, rate])
+    with op:
+        inputs = Inputs(weight, *(op.Cast(v, to=like.dtype) for v in (rate, number)))
+        u, new = optimizer.update(op, gradient, slots, inputs)
+        results = {weight: op.Add(weight, u), **{slots[slot]: new[slot] for slot in slots}}
+    if number.uses():
+        graph.inputs.append(number)
+    protected = set(graph.inputs)
+    graph.outputs.extend(
+        op.name_output(after, f"{before.name}.new", before, protected)
+        for before, after in results.items()
+    )
+    model = ir.Model(graph, ir_version=8, producer_name="onnxgrad")
+    tidy(model)
+    return to_proto(model)
+
+
+def is_divided(group: Group) -> bool:
+    """Return whether each element of a group can be updated without the others."""
+    return group.optimizer.elementwise and bool(dims(group.state))
 
 
 def build_update(
@@ -195,77 +241,8 @@ def _undo_blocks(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
 
     group.state = whole(group.state, name)
     for slot, value in group.slots.items():
-        if shapes.dims(value):
+        if dims(value):
             group.slots[slot] = whole(value, str(value.name))
-
-
-def _partition(
-    weights: Iterable[ir.Value], optimizer: Optimizer, limit: int
-) -> list[tuple[Optimizer, list[ir.Value]]]:
-    """Return the weights in groups of one optimizer: small ones by dtype, others alone."""
-    groups: list[tuple[Optimizer, list[ir.Value]]] = []
-    packed: list[tuple[Optimizer, list[ir.Value]]] = []
-    for w in weights:
-        own = optimizer.for_weight(str(w.name), _static(w))
-        small = own.elementwise and 0 < prod(_static(w)) <= limit
-        same = (g for g in packed if small and g[1][0].dtype == w.dtype and g[0] == own)
-        if (group := next(same, None)) is not None:
-            group[1].append(w)
-            continue
-        groups.append((own, [w]))
-        if small:
-            packed.append(groups[-1])
-    return groups
-
-
-def _static(w: ir.Value) -> Shape:
-    return shapes.static(shapes.dims(w)) or ()
-
-
-def _pack(
-    op: Emit,
-    members: list[ir.Value],
-    gradients: dict[ir.Value, ir.Value],
-    optimizer: Optimizer,
-    blocks: bool,
-) -> tuple[Group, ir.Value]:
-    """Return the group of `members` and the gradient of its state.
-
-    Several weights become one input, which the graph splits, so that their update is written once.
-    A weight that is updated in blocks becomes an input whose first axis counts the blocks.
-    """
-    sizes = [prod(_static(w)) for w in members]
-    w = members[0]
-    alone = len(members) == 1 and optimizer.elementwise and blocks
-    shape = block_shape(w) if alone else None
-    if len(members) == 1 and shape is None:
-        state, g = w, gradients[w]
-    elif shape is not None:
-        state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
-        with op.at(next(iter(op.graph), None)):
-            _replace(w, op.reshape_like(state, w), gradients)
-        g = op.set_type_like(op.Reshape(gradients[w], list(shape)), state)
-    else:
-        state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
-        with op.at(next(iter(op.graph), None)):
-            parts = op.emit_many("Split", [state, sizes], {"axis": 0}, outputs=len(members))
-            for w, part, size in zip(members, parts, sizes, strict=True):
-                part.shape = ir.Shape([size])
-                piece = part if _only_broadcast(w) else op.reshape_like(part, w)
-                _replace(w, piece, gradients)
-        flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
-        g = op.set_type_like(op.Concat(*flat, axis=0), state)
-    inner = {slot: ir.Shape(optimizer.slot_shape(slot, _static(state))) for slot in optimizer.slots}
-    prefix = state.name if len(members) > 1 else w.name
-    slots = {slot: graph_input(op, f"{prefix}.{slot}", state, s) for slot, s in inner.items()}
-    names = {str(w.name): _static(w) for w in members}
-    return Group(names, state, slots, optimizer, shape is not None), g
-
-
-def _replace(w: ir.Value, piece: ir.Value, gradients: dict[ir.Value, ir.Value]) -> None:
-    """Replace a weight by what the graph makes of the state, also where it is a gradient."""
-    ir.convenience.replace_all_uses_with(w, piece)
-    gradients.update({x: piece for x, dx in gradients.items() if dx is w})
 
 
 def _sum(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
@@ -274,14 +251,3 @@ def _sum(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
     if node is not None and node.op_type == "Add":
         return op.Sum(state, *node.inputs)
     return op.Add(state, u)
-
-
-def _only_broadcast(w: ir.Value) -> bool:
-    """Return whether `w` only broadcasts, so that its axes of length one can be dropped."""
-    shape = shapes.dims(w) or ()
-    return all(d == 1 for d in shape[:-1]) and all(
-        node.op_type in ("Add", "Sub", "Mul", "Div")
-        and (shapes.rank(node.inputs[1 - i]) or 0) >= len(shape)
-        and node.inputs[1 - i] is not w
-        for node, i in w.uses()
-    )

@@ -1,0 +1,71 @@
+"""Models without the elements of large weights, which a trainer keeps elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto, TensorProto
+
+from onnxgrad.model.external import copy_fields, is_external, nbytes
+from onnxgrad.model.weights import replace
+
+LARGE = 1 << 28  # bytes of weights where another copy of them matters
+_EACH = 1 << 16  # bytes of one of them, at least: smaller ones stay
+
+
+def emptied(model: ModelProto, names: Collection[str] | None = None) -> ModelProto:
+    """Return `model`, or a copy without the elements of initializers if these are large.
+
+    They are those of `names`, or all. Elements in external files stay there. In the copy, shapes
+    and types are as before.
+    """
+    chosen = {
+        t.name
+        for t in model.graph.initializer
+        if (names is None or t.name in names) and not is_external(t) and nbytes(t) > _EACH
+    }
+    if sum(nbytes(t) for t in model.graph.initializer if t.name in chosen) <= LARGE:
+        return model
+    copy = ModelProto()
+    copy_fields(model, copy, "graph")
+    copy_fields(model.graph, copy.graph, "initializer")
+    for tensor in model.graph.initializer:
+        new = copy.graph.initializer.add()
+        if tensor.name in chosen:
+            new.name, new.data_type = tensor.name, tensor.data_type
+            new.doc_string = tensor.doc_string
+            new.dims.extend(tensor.dims)
+        else:
+            new.CopyFrom(tensor)
+    return copy
+
+
+def filled(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> ModelProto:
+    """Return `model` with the elements that `emptied` left out."""
+    names = [t.name for t in model.graph.initializer if is_empty(t)]
+    return replace(model, {name: arrays[name] for name in names}) if names else model
+
+
+def read_elsewhere(values: Iterable[ir.Value], read: Callable[[str], np.ndarray]) -> None:
+    """Let initializers whose elements `emptied` left out get them by `read`, when needed."""
+    for value in values:
+        name, dtype, shape = str(value.name), value.dtype, value.shape
+        if dtype is not None and shape is not None:
+            value.const_value = ir.LazyTensor(partial(_read, read, name), dtype, shape, name=name)
+
+
+def _read(read: Callable[[str], np.ndarray], name: str) -> ir.TensorProtocol:
+    return ir.tensor(read(name))
+
+
+def is_empty(tensor: TensorProto) -> bool:
+    """Return whether a tensor lacks its elements."""
+    held = ("raw_data", "float_data", "double_data", "int32_data")
+    return nbytes(tensor) > 0 and not is_external(tensor) and not any(_has(tensor, f) for f in held)
+
+
+def _has(tensor: TensorProto, field: str) -> bool:
+    return tensor.HasField(field) if field == "raw_data" else bool(getattr(tensor, field))

@@ -1,0 +1,213 @@
+"""Training of large weights, of which there is one copy in memory, with their slots.
+
+A step is two models: the first computes all gradients, and the second updates one group of weights
+by its gradient. The update runs twice: the first time, its results are only checked to be finite,
+so that a step which is not finite leaves the states as they are; the second time, they replace
+the states, part by part. Beside the states, there is nothing but the gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.errors import escaping
+from onnxgrad.model.convert import to_proto
+from onnxgrad.native import Target, to_native
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import session
+from onnxgrad.runtime.values import is_finite
+from onnxgrad.training.batches import Slice
+from onnxgrad.training.epoch import build_epoch
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.groups import Group
+from onnxgrad.training.runner import Losses, Now, Runner
+from onnxgrad.training.state import Values
+from onnxgrad.training.step import Step
+from onnxgrad.training.update import RATE, STEP, is_divided
+
+PART = 1 << 17  # elements that are updated at once: the results stay in the cache
+
+
+def new_runner(
+    step: Step,
+    reduction: str,
+    target: Target,
+    work: float,
+    fields: Fields | None = None,
+    carried: Mapping[str, str] | None = None,
+) -> Runner:
+    """Return the runner of a step, which it takes over; arguments are those of `Runner`."""
+    kind, build = (Runner, build_epoch) if step.updates is None else (InPlace, build_half)
+    return kind(build(step, target), step, reduction, target.device, work, fields, carried)
+
+
+def build_half(step: Step, target: Target) -> ModelProto:
+    """Return the first half of a step, in the native form of sessions on `target`."""
+    graph = step.model.graph
+    to_native(graph, target)
+    if step.inverse_rows is not None:
+        graph.inputs.append(step.inverse_rows)
+    return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
+
+
+class InPlace(Runner):
+    """A `Runner` of one batch a call, which updates the states where they are."""
+
+    in_place = True
+
+    def __init__(
+        self,
+        model: ModelProto,
+        step: Step,
+        reduction: str,
+        device: Any,
+        work: float,
+        fields: Fields | None = None,
+        carried: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(model, step, reduction, device, work, fields, carried)
+        models = step.updates or ()
+        self.updates = [
+            _Update(g, model, work) for g, model in zip(step.groups, models, strict=True)
+        ]
+        # of the groups; onnxruntime would let memory of its own grow to more than they take
+        self.gradients: list[np.ndarray] = []
+
+    def load(self, values: Values) -> None:
+        """Set the states, which are copies."""
+        self.now = Now([], values.steps)  # before there are others
+        arrays: list[np.ndarray] = []
+        for group in self.step.groups:
+            arrays += group.initial(values.weights, values.slots)
+        buffers = [values.buffers.get(str(b.name)) for b in self.step.buffers]
+        states = [None if a is None else self.device.ortvalue(a) for a in (*arrays, *buffers)]
+        self.now = Now(states, values.steps, arrays)
+
+    def arrays_of(self, now: Now) -> list[Any]:
+        """Return the states and buffers as arrays; those of the groups keep the memory alive."""
+        return [*now.arrays, *super().arrays_of(now)[len(now.arrays) :]]
+
+    def budget(self) -> int:
+        """Return how many batches the next call may run."""
+        return 1
+
+    def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
+        """Train on the batch of `piece`, as `Runner.run`."""
+        assert piece.batches == 1
+        start, now = time.perf_counter(), self.now
+        states = self.states(piece)
+        buffers, losses, numbers = self._half(states, piece, rates, position)
+        if not np.isfinite(losses.sums).all() or not all(map(is_finite, buffers)):
+            return None
+        pairs = list(zip(self.updates, self._by_group(), self.gradients, strict=True))
+        if not all(update.run(own, g, numbers, write=False) for update, own, g in pairs):
+            return None
+        try:
+            for update, own, g in pairs:
+                update.run(own, g, numbers, write=True)
+        except BaseException:
+            for array in now.arrays:  # half of them are those of the next step
+                array.fill(np.nan)
+            raise
+        states = [*states[: len(now.arrays)], *buffers]
+        self.now = Now(states, now.steps + piece.batches, now.arrays)
+        self.seconds_per_batch = time.perf_counter() - start
+        return losses
+
+    def _half(
+        self, states: Sequence[ort.OrtValue], piece: Slice, rates: np.ndarray, position: int
+    ) -> tuple[list[ort.OrtValue], Losses, dict[str, np.ndarray]]:
+        """Compute the gradients; return the new buffers, the losses, and what updates read."""
+        step, count, fed = self.step, len(self.step.data), self.fed(piece, rates, position)
+        inverse_rows = [] if step.inverse_rows is None else [fed.pop()]
+        data, scalars = ([np.asarray(a[0]) for a in some] for some in (fed[:count], fed[count:]))
+        numbers = {RATE: scalars.pop(0)}
+        if self.counts:
+            numbers[STEP] = scalars.pop(0)
+        values = dict(zip(step.carried, states, strict=True))
+        held = [values[v] for v in (*(g.state for g in step.groups), *step.buffers)]
+        running = self.sessions.of(piece.arrays)
+        binding = running.io_binding()
+        for name, state in zip(self.names, held, strict=False):
+            binding.bind_ortvalue_input(name, state)
+        others = [*data, *scalars, *inverse_rows]
+        for name, array in zip(self.names[len(held) :], others, strict=True):
+            binding.bind_cpu_input(name, np.ascontiguousarray(array).reshape(array.shape))
+        if not self.gradients:
+            self.gradients = [np.empty_like(next(iter(own))) for own in self._by_group()]
+        for name, array in zip(self.outputs, self.gradients, strict=False):
+            _bind_output(binding, name, array)
+        self.device.bind_outputs(binding, self.outputs[len(self.gradients) :])
+        with escaping():
+            running.run_with_iobinding(binding)
+        results = binding.get_outputs()
+        losses = self._losses([y.numpy()[None] for y in results[len(held) :]], piece)
+        return results[len(self.gradients) : len(held)], losses, numbers
+
+    def release(self) -> None:
+        """Free what only steps need."""
+        self.gradients = []
+
+    def _by_group(self) -> Iterator[Sequence[np.ndarray]]:
+        """Yield the arrays of each group: the weights, then the slots."""
+        first = 0
+        for group in self.step.groups:
+            yield self.now.arrays[first : first + len(group.inputs)]
+            first += len(group.inputs)
+
+
+class _Update:
+    """The update of one group, by a session."""
+
+    def __init__(self, group: Group, model: ModelProto, work: float) -> None:
+        self.session, self.divided = session(model, CPU, work), is_divided(group)
+        self.names = [x.name for x in model.graph.input]
+        self.outputs = [y.name for y in model.graph.output]
+
+    def run(
+        self,
+        states: Sequence[np.ndarray],
+        gradient: np.ndarray,
+        numbers: Mapping[str, np.ndarray],
+        write: bool,
+    ) -> bool:
+        """Compute the new weights and slots; return whether they are finite, or write them."""
+        whole, size = [*states, gradient], gradient.size
+        divided = [self.divided and array.shape == gradient.shape for array in whole]
+        binding, length = self.session.io_binding(), PART if self.divided else size
+        for name in self.names[len(whole) :]:
+            binding.bind_cpu_input(name, numbers[name])
+        results: list[np.ndarray] = []
+        for i in range(0, size, length):
+            pairs = zip(whole, divided, strict=True)
+            parts = [a.reshape(-1)[i : i + length] if d else a for a, d in pairs]
+            for name, array in zip(self.names, parts, strict=False):
+                binding.bind_input(
+                    name, CPU.kind, CPU.index, array.dtype, array.shape, array.ctypes.data
+                )
+            if not results or parts[0].shape != results[0].shape:
+                results = [np.empty_like(array) for array in parts[:-1]]
+                for name, array in zip(self.outputs, results, strict=True):
+                    _bind_output(binding, name, array)
+            with escaping():
+                self.session.run_with_iobinding(binding)
+            if not write and not all(np.isfinite(array).all() for array in results):
+                return False
+            last = i + length >= size
+            for array, new, d in zip(parts, results, divided, strict=False):
+                if write and (d or last):  # a number is read again by the next part
+                    np.copyto(array, new)
+        return True
+
+
+def _bind_output(binding: ort.IOBinding, name: str, array: np.ndarray) -> None:
+    """Let an output be written into `array`."""
+    place = array.ctypes.data
+    binding.bind_output(name, CPU.kind, CPU.index, array.dtype, array.shape, place)
