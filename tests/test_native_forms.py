@@ -100,3 +100,52 @@ def test_cubic_resize_by_products(attributes, scales, size, by_size, monkeypatch
     before, after = compare(model, x, label, monkeypatch)
     resizes = [Counter(node.op_type for node in nodes)["Resize"] for nodes in (before, after)]
     assert resizes[0] > resizes[1]
+
+
+MASKS = {
+    "Relu": "h = Relu(c)",
+    "Clip": "h = Clip(c, low, high)",
+    "Clip from below": "h = Clip(c, low)",
+    "LeakyRelu": "h = LeakyRelu<alpha=0.2>(c)",
+    "residual": "a = Conv<pads=[1,1,1,1]>(c, v)  b = Add(a, c)  h = Clip(b, low, high)",
+    "per channel": "b = Mul(c, s)  h = Clip(b, low, high)",
+}
+
+
+def small_convolutions(nodes, rng, **more):
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,2,7,6] x) => (float[N,3,3,2] y) {{ c = Conv(x, w)  {nodes} }}""")
+    weights = {"w": (5, 2, 3, 3), "u": (3, 5, 3, 3), "v": (5, 5, 3, 3), "s": (5, 1, 1)}
+    arrays = {n: rng.normal(0, 0.3, s) for n, s in weights.items() if f" {n})" in nodes + " w)"}
+    for name, array in (arrays | more).items():
+        tensor = numpy_helper.from_array(np.asarray(array, np.float32), name)
+        model.graph.initializer.append(tensor)
+    return model
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_as_factors(name, monkeypatch):
+    rng = np.random.default_rng(0)
+    bounds = {"low": -0.1, "high": 0.5} if "Clip" in MASKS[name] else {}
+    model = small_convolutions(f"{MASKS[name]}  y = Conv(h, u)", rng, **bounds)
+    x = np.round(rng.normal(size=(4, 2, 7, 6)), 1).astype(np.float32)
+    x[1] = 0  # so that c is 0
+    label = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
+    before, after = compare(model, x, label, monkeypatch)
+    wheres = [Counter(node.op_type for node in nodes)["Where"] for nodes in (before, after)]
+    assert wheres[1] < wheres[0] or "Clip" not in name
+    assert ("HardSigmoid" in {node.op_type for node in after}) == (name == "Relu")
+
+
+def test_a_mask_of_an_infinite_gradient_stays(monkeypatch):
+    rng = np.random.default_rng(0)
+    nodes = "h = Clip(c, low)  r = Sqrt(h)  s = Mul(r, r)  y = Conv(s, u)"
+    model = small_convolutions(nodes, rng, low=0.0)
+    x = rng.normal(size=(4, 2, 7, 6)).astype(np.float32)
+    passes = native.PASSES
+    label = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
+    plain, _ = trained(model, x, label, monkeypatch, ())
+    other, _ = trained(model, x, label, monkeypatch, passes)
+    for weight, same in zip(plain.values(), other.values(), strict=True):
+        assert np.isfinite(weight).all()
+        np.testing.assert_allclose(weight, same, rtol=1e-4, atol=1e-6)
