@@ -17,6 +17,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.native.blocked import blocked_convolutions
 from onnxgrad.native.cubic import cubic_by_products
 from onnxgrad.native.masks import masks_as_factors
+from onnxgrad.native.max_pools import max_pools
 from onnxgrad.native.products import transposed_operands
 from onnxgrad.native.scatter import scatter_rows
 from onnxgrad.native.side_by_side import images_side_by_side
@@ -43,6 +44,7 @@ PASSES: tuple[Callable[[Emit, Target], None], ...] = (
     cubic_by_products,
     masks_as_factors,
     blocked_convolutions,
+    max_pools,
     images_side_by_side,
     scatter_rows,
     transposed_operands,

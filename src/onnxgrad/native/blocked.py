@@ -14,6 +14,7 @@ from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
 from onnxgrad.native.blocked_layout import Layout, block_size, sizes
 from onnxgrad.native.blocked_pointwise import between_convolutions
+from onnxgrad.native.max_pools import in_blocks
 from onnxgrad.native.side_by_side import FEW
 
 _SEARCHED = 400  # nodes that a weight gradient consists of, at most
@@ -28,9 +29,13 @@ def blocked_convolutions(op: Emit, target: Any) -> None:
         return
     layout = Layout(op, block)
     for node in list(op.graph):
-        if len(node.outputs) == 1 and not node.outputs[0].is_graph_output():
-            with op.at(node):
+        if any(y.is_graph_output() for y in node.outputs):
+            continue
+        with op.at(node):
+            if len(node.outputs) == 1:
                 _rewrite(layout, node)
+            else:
+                in_blocks(layout, node)
     if op.wrote:
         drop_unused(op.graph)
 
