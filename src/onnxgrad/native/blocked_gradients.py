@@ -177,7 +177,8 @@ def correlated(
         kernels = layout.view(kernels, [rows, 1, -1, counts[1]])
         attributes |= {"dilations": [s, across], "group": channels}
         y = layout.plain(layout.convolve(images, kernels, [down, reach[1]], attributes))
-        return _elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
+        y = _elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
+        return layout.view(y, [rows, 1, *kernel])
     cell = b if layout.fits(channels) else channels
     at_once = _images_at_once(layout, x)
     images = layout.view(images, [channels // cell, at_once, -1, width * cell])
