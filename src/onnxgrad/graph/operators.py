@@ -87,3 +87,7 @@ WEIGHT_GRADIENT = "onnxgrad.weight_gradient"
 
 # metadata key of the result of a MaxPool: the gradient of its input
 POOL_GRADIENT = "onnxgrad.pool_gradient"
+
+# metadata key of the result of a BatchNormalization in training mode: its cotangent, and the
+# gradients of its input, scale and bias
+NORM_GRADIENT = "onnxgrad.norm_gradient"

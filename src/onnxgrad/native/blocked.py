@@ -13,6 +13,7 @@ from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
 from onnxgrad.native.blocked_layout import Layout, block_size, sizes
+from onnxgrad.native.blocked_norms import Normalizations
 from onnxgrad.native.blocked_pointwise import between_convolutions
 from onnxgrad.native.max_pools import in_blocks
 from onnxgrad.native.side_by_side import FEW
@@ -28,10 +29,13 @@ def blocked_convolutions(op: Emit, target: Any) -> None:
     if not block:
         return
     layout = Layout(op, block)
+    normalizations = Normalizations(layout, _reads)
     for node in list(op.graph):
         if any(y.is_graph_output() for y in node.outputs):
             continue
         with op.at(node):
+            if normalizations.rewrite(node):
+                continue
             if len(node.outputs) == 1:
                 _rewrite(layout, node)
             else:
