@@ -235,5 +235,8 @@ def _elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
         y = op.Slice(y, [0, 0], [k, columns], [2, 3], [1, d])
     if blocks > 1:  # onnxruntime joins two Transposes into a slow one
         y = op.Transpose(layout.view(y, [blocks, rows, k * m * cell]), perm=[1, 0, 2])
-    y = op.Transpose(layout.view(y, [rows * blocks, k * m, cell]), perm=[0, 2, 1])
+    if cell == layout.block:  # onnxruntime transposes small matrices slowly on several threads
+        y = layout.plain(layout.view(y, [rows * blocks, cell, k * m, 1]))
+    else:
+        y = op.Transpose(layout.view(y, [rows * blocks, k * m, cell]), perm=[0, 2, 1])
     return layout.view(y, [rows, blocks * cell, k, m])
