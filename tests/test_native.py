@@ -105,6 +105,19 @@ CASES = [
         SQUARE,
     ),
     Case(
+        "transposed, bias",
+        "y = ConvTranspose<strides=[2,3], pads=[1,0,0,1], output_padding=[1,0]>(x, w, b)",
+        (32, 5, 4),
+        SQUARE | {"b": (32,)},
+    ),
+    Case(
+        "transposed by channel, bias",
+        "y = ConvTranspose<group=32, strides=[2,2]>(x, w, b)",
+        (32, 5, 4),
+        {"w": (32, 1, 3, 3), "b": (32,)},
+        3,
+    ),
+    Case(
         "transposed, disjoint",
         "y = ConvTranspose<strides=[2,2]>(x, w)",
         (32, 5, 4),

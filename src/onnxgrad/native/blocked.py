@@ -99,7 +99,7 @@ def _transposed_convolution(
     rows, per_group, *kernel = sizes(w)
     get, group = node.attributes.get_ints, node.attributes.get_int("group", 1)
     pixels, counts = static(sizes(node.outputs[0])[2:]), static(sizes(x)[2:])
-    if bias is not None or "output_shape" in node.attributes or not pixels or not counts:
+    if "output_shape" in node.attributes or not pixels or not counts:
         return None
     if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return None
@@ -110,7 +110,7 @@ def _transposed_convolution(
         return None
     strides, dilations = get("strides", (1, 1)), get("dilations", (1, 1))
     windows = Windows(kernel, strides, dilations, get("pads", (0,) * 4)[:2])
-    return transposed(layout, x, w, windows, pixels, group)
+    return transposed(layout, x, w, windows, pixels, group, bias)
 
 
 def _weight_gradient(layout: Layout, dw: ir.Value) -> None:

@@ -25,14 +25,20 @@ class Windows:
 
 
 def transposed(
-    layout: Layout, g: ir.Value, weight: ir.Value, windows: Windows, pixels: Pixels, group: int
+    layout: Layout,
+    g: ir.Value,
+    weight: ir.Value,
+    windows: Windows,
+    pixels: Pixels,
+    group: int,
+    bias: ir.Value | None = None,
 ) -> ir.Value | None:
     """Return the transposed convolution of g (N, M, ...) by a weight (M, C / group, kernel).
 
     It has these `pixels`, and is in blocks. None if there is no form for it.
     """
     if group > 1:
-        return _transposed_by_channel(layout, g, weight, windows, pixels)
+        return _transposed_by_channel(layout, g, weight, windows, pixels, bias)
     strided = max(windows.strides) > 1
     if strided and max(windows.dilations) > 1:
         return None
@@ -45,7 +51,9 @@ def transposed(
         "pads": [a.pads[0] for a in axes] + [a.pads[1] for a in axes],
         "dilations": list(windows.dilations),
     }
-    y = layout.convolve(x, w, [a.count for a in axes], attributes)
+    if bias is not None and strided:
+        bias = layout.op.Concat(*[bias] * prod(windows.strides), axis=0)
+    y = layout.convolve(x, w, [a.count for a in axes], attributes, bias)
     return _interleaved(layout, y, windows.strides, pixels) if strided else y
 
 
@@ -118,7 +126,12 @@ def _interleaved(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pixels) -
 
 
 def _transposed_by_channel(
-    layout: Layout, g: ir.Value, weight: ir.Value, windows: Windows, pixels: Pixels
+    layout: Layout,
+    g: ir.Value,
+    weight: ir.Value,
+    windows: Windows,
+    pixels: Pixels,
+    bias: ir.Value | None,
 ) -> ir.Value | None:
     """Return `transposed` for a convolution of each channel by itself.
 
@@ -143,7 +156,7 @@ def _transposed_by_channel(
     cells = op.Gather(cells, list(range(taps))[::-1], axis=1)
     w = layout.view(cells, [channels, 1, *windows.kernel])
     attributes = {"pads": begin + end, "dilations": list(windows.dilations), "group": channels}
-    return layout.convolve(x, w, pixels, attributes)
+    return layout.convolve(x, w, pixels, attributes, bias)
 
 
 def correlated(
