@@ -23,7 +23,7 @@ _NEAR = 8  # nodes between a convolution and a mask
 
 
 def masks_as_factors(op: Emit, target: Any) -> None:
-    """Rewrite slopes of Relu, and each Where that masks a gradient from a convolution, in place.
+    """Rewrite slopes of Relu, and gradients of Clip that come from convolutions, in place.
 
     The results stay the same values, so that what is known of them stays valid.
     """
@@ -58,16 +58,23 @@ def _sign_of_relu(node: ir.Node) -> ir.Value | None:
 
 
 def _as_product(op: Emit, node: ir.Node) -> None:
-    """Rewrite a Where between a finite gradient and zero; of others, 0 times them may be NaN."""
-    mask, a, b = node.inputs
-    shape = dims(node.outputs[0])
-    if mask is None or not equal(dims(mask), shape):
+    """Rewrite the gradient of a Clip; a Where of the file may hide NaN, and 0 times it is NaN."""
+    mask, g, other = node.inputs
+    if mask is None or g is None or not _is_zero(other) or not _is_inside(mask):
         return
-    for g, other, inside in ((a, b, mask), (b, a, None)):
-        if g is not None and _is_zero(other) and equal(dims(g), shape) and _is_from_convolution(g):
-            kept = op.Not(mask) if inside is None else inside
-            _become(node, "Mul", [g, op.set_type_like(op.Cast(kept, to=_FLOAT), g)])
-            return
+    shape = dims(node.outputs[0])
+    if equal(dims(mask), shape) and equal(dims(g), shape) and _is_from_convolution(g):
+        _become(node, "Mul", [g, op.set_type_like(op.Cast(mask, to=_FLOAT), g)])
+
+
+def _is_inside(mask: ir.Value) -> bool:
+    """Return whether `mask` tells where a Clip does not change its input."""
+    node = mask.producer()
+    if node is None or node.op_type != "Equal" or node.domain:
+        return False
+    x, y = node.inputs
+    clip = None if y is None else y.producer()
+    return clip is not None and clip.op_type == "Clip" and clip.inputs[0] is x
 
 
 def _is_zero(x: ir.Value | None) -> bool:

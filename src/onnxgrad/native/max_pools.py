@@ -85,13 +85,14 @@ def pool_of(node: ir.Node) -> _Pool | None:
 
 
 def _read_only_by(indices: ir.Value, gradient: ir.Value) -> bool:
-    """Return whether no node reads the indices but those that compute the gradient."""
+    """Return whether the nodes that compute the gradient read the indices, and no others."""
     own, node = {gradient.producer()}, gradient.producer()
     if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
         scatter = node.inputs[0].producer()
         flat = None if scatter is None else scatter.inputs[1]
         own |= {None if flat is None else flat.producer()}
-    return not indices.is_graph_output() and {user for user, _ in indices.uses()} <= own
+    users = {user for user, _ in indices.uses()}
+    return bool(users) and not indices.is_graph_output() and users <= own
 
 
 def max_pools(op: Emit, target: Any) -> None:
