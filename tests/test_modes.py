@@ -681,3 +681,82 @@ def test_dropout_needs_a_draw_and_an_unknown_mode_is_refused():
         form(dropout={"a": 0.5})
     with pytest.raises(ValueError, match=r"Unknown batch_norm 'trian'.*Did you mean 'train'"):
         form(dropout={}, batch_norm="trian")
+
+
+FOLDED = {
+    "plain": "h = Conv<pads=[1,1,1,1]>(x, w)  y = BatchNormalization(h, s, b, m, v)",
+    "bias": "h = Conv(x, w, c)  y = BatchNormalization<epsilon=0.01>(h, s, b, m, v)",
+    "groups": "h = Conv<group=2>(x, u)  y = BatchNormalization(h, s, b, m, v)",
+    "in training": "h = Conv(x, w)  y = BatchNormalization<training_mode=0>(h, s, b, m, v)",
+}
+SEPARATE = {
+    "read twice": "h = Conv(x, w)  k = BatchNormalization(h, s, b, m, v)  y = Add(h, k)",
+    "a large weight": "h = Conv(x, l)  y = BatchNormalization(h, s, b, m, v)",
+    "before": "h = BatchNormalization(x, s0, b0, m0, v0)  y = Conv(h, w)",
+}
+
+
+def of_convolutions(nodes: str) -> onnx.ModelProto:
+    model = parse(f"""g (float[N,2,12,12] x) => (float[N,1] o) {{
+        {nodes}  q = Mul(y, y)  f = Flatten(q)  o = ReduceMean<keepdims=1>(f, axes) }}""")
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axes"))
+    shapes = {"w": (4, 2, 3, 3), "u": (4, 1, 3, 3), "l": (4, 2, 12, 12), "c": 4, "s": 4, "b": 4}
+    shapes |= {"m": 4, "v": 4, "s0": 2, "b0": 2, "m0": 2, "v0": 2}
+    rng = np.random.default_rng(0)
+    for name, shape in shapes.items():
+        sign = 1 if name[0] in "vl" else rng.choice([-1, 1], shape)
+        array = rng.uniform(0.2, 1.5, shape) * sign
+        if any(name in node.input for node in model.graph.node):
+            model.graph.initializer.append(numpy_helper.from_array(array.astype("f4"), name))
+    return model
+
+
+def steps(model, **options) -> tuple[dict[str, np.ndarray], list[str]]:
+    """Return the weights after two steps, and the operators of the step."""
+    trainer = Trainer(model, "squared_error", optimizer="sgd", learning_rate=0.01, **options)
+    x = np.random.default_rng(1).normal(size=(6, 2, 12, 12)).astype("f4")
+    trainer.fit(x, np.ones((6, 1), "f4"), batch_size=3, epochs=1, shuffle=False)
+    gradients, _ = trainer.step_models(x, np.ones((6, 1), "f4"))
+    weights = {t.name: numpy_helper.to_array(t) for t in trainer.model.graph.initializer}
+    return weights, [node.op_type for node in gradients.graph.node]
+
+
+@pytest.mark.parametrize("name", [*FOLDED, *SEPARATE])
+def test_frozen_statistics_are_part_of_the_convolution(name, monkeypatch):
+    model = of_convolutions((FOLDED | SEPARATE)[name])
+    weights, operators = steps(model)
+    assert ("BatchNormalization" in operators) == (name in SEPARATE)
+    monkeypatch.setattr("onnxgrad.training.minimized.fold_normalizations", lambda *_: None)
+    wanted, operators = steps(model)
+    assert "BatchNormalization" in operators
+    start = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    for weight, array in wanted.items():
+        np.testing.assert_allclose(weights[weight], array, rtol=1e-4, atol=1e-5)
+        fixed = weight == "axes" or weight[0] in "mv"
+        assert (np.abs(array - start[weight]).max() == 0) == fixed
+
+
+@pytest.mark.parametrize("options", [{"freeze": ["w"]}, {"batch_norm": "train"}])
+def test_normalizations_that_are_not_folded(options):
+    _, operators = steps(of_convolutions(FOLDED["plain"]), **options)
+    assert "BatchNormalization" in operators
+
+
+def test_a_folded_normalization_as_torch():
+    torch = pytest.importorskip("torch")
+    model = of_convolutions(FOLDED["bias"])
+    start = {t.name: torch.tensor(numpy_helper.to_array(t)) for t in model.graph.initializer}
+    trained = {n: start[n].double().requires_grad_() for n in "wcsb"}
+    optimizer = torch.optim.SGD(trained.values(), 0.01)
+    x = np.random.default_rng(1).normal(size=(6, 2, 12, 12)).astype(np.float32)
+    for part in (x[:3], x[3:]):
+        h = torch.nn.functional.conv2d(torch.tensor(part).double(), trained["w"], trained["c"])
+        mean, variance = start["m"].double(), start["v"].double()
+        parts = (mean, variance, trained["s"], trained["b"], False, 0.1, 0.01)
+        loss = ((torch.nn.functional.batch_norm(h, *parts) ** 2).mean((1, 2, 3)) - 1) ** 2
+        optimizer.zero_grad()
+        loss.mean().backward()
+        optimizer.step()
+    weights, _ = steps(model)
+    for name, tensor in trained.items():
+        np.testing.assert_allclose(weights[name], tensor.detach().numpy(), rtol=1e-4, atol=1e-5)

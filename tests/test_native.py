@@ -105,6 +105,19 @@ CASES = [
         SQUARE,
     ),
     Case(
+        "transposed, bias",
+        "y = ConvTranspose<strides=[2,3], pads=[1,0,0,1], output_padding=[1,0]>(x, w, b)",
+        (32, 5, 4),
+        SQUARE | {"b": (32,)},
+    ),
+    Case(
+        "transposed by channel, bias",
+        "y = ConvTranspose<group=32, strides=[2,2]>(x, w, b)",
+        (32, 5, 4),
+        {"w": (32, 1, 3, 3), "b": (32,)},
+        3,
+    ),
+    Case(
         "transposed, disjoint",
         "y = ConvTranspose<strides=[2,2]>(x, w)",
         (32, 5, 4),
@@ -299,3 +312,56 @@ def test_a_failing_session_means_no_blocks(monkeypatch):
 def test_wrong_numbers_mean_no_blocks(monkeypatch):
     monkeypatch.setattr(blocked_layout, "_both", lambda x, w, block: [x, x + 1])
     assert blocked_layout.block_size.__wrapped__() == 0
+
+
+NORMALIZED = {
+    "conv": "h = Conv(x, w)  k = BatchNormalization(h, s0, b0, m0, v0)  y = Mul(k, k)",
+    "activation": """h = Conv(x, w)  k = BatchNormalization(h, s0, b0, m0, v0)  l = Relu(k)
+        y = Conv(l, v)""",
+    "residual": """h = Conv<pads=[1,1,1,1]>(x, w)  a = Relu(h)  i = Conv<pads=[1,1,1,1]>(a, v)
+        k = BatchNormalization<epsilon=0.1, momentum=0.7>(i, s0, b0, m0, v0)  l = Add(k, a)
+        y = Relu(l)""",
+    "added convolutions": """h = Conv(x, w)  k = BatchNormalization(h, s0, b0, m0, v0)
+        i = Conv(x, v)  l = BatchNormalization(i, s1, b1, m1, v1)  n = Add(k, l)  y = Relu(n)""",
+    "far from zero": """h = Conv(x, w, far)  k = BatchNormalization(h, s0, b0, m0, v0)
+        y = Conv(k, v)""",
+    "read twice": """h = Conv(x, w)  k = BatchNormalization(h, s0, b0, m0, v0)  l = Relu(k)
+        n = Add(k, l)  y = Conv(n, v)""",
+}
+
+
+@needs_blocks
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_statistics_of_the_batch_in_blocks(name, monkeypatch, operators):
+    words = set(re.findall(r"\w+", NORMALIZED[name]))
+    shapes = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "far": (32,)}
+    shapes |= {f"{k}{i}": (32,) for k in "sbmv" for i in (0, 1)}
+    rng = np.random.default_rng(0)
+    weights = {k: rng.standard_normal(s).astype("f4") / 8 for k, s in shapes.items() if k in words}
+    weights |= {k: np.ones(32, "f4") for k in weights if k in ("v0", "v1")}
+    weights |= {k: w + 50 for k, w in weights.items() if k == "far"}
+    text = f"""g (float[N,32,10,10] x) => (float[N,1] o) {{
+        {NORMALIZED[name]}  s = Mul(y, y)  f = Flatten(s)  o = ReduceMean<keepdims=1>(f, axes) }}"""
+    x = rng.standard_normal((6, 32, 10, 10)).astype("f4")
+
+    def trained() -> dict[str, np.ndarray]:
+        trainer = og.Trainer(
+            parse(text, axes=np.int64([1]), **weights),
+            "squared_error",
+            optimizer="sgd",
+            learning_rate=0.1,
+            batch_norm="train",
+        )
+        trainer.fit(x, np.ones((6, 1), "f4"), batch_size=4, epochs=1, shuffle=False)
+        return {t.name: numpy_helper.to_array(t) for t in trainer.model.graph.initializer}
+
+    mine = trained()
+    assert operators["", "BatchNormalization"] == 0
+    with monkeypatch.context() as plain:
+        plain.setattr(native, "PASSES", ())
+        wanted = trained()
+    for key, start in weights.items():
+        scale = np.abs(wanted[key] - start).max()
+        assert scale > 1e-6 or key == "far", key  # a bias before a mean has no gradient
+        np.testing.assert_allclose(mine[key], wanted[key], rtol=2e-5, atol=1e-3 * scale + 1e-6)

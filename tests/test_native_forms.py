@@ -38,7 +38,7 @@ def trained(model, x, label, monkeypatch, passes):
     return weights, [node for body in bodies for node in body.node]
 
 
-def compare(model, x, label, monkeypatch):
+def compare(model, x, label, monkeypatch, atol=1e-6):
     """Return the operators of the step without and with the native passes; weights must agree."""
     passes = native.PASSES
     plain, before = trained(model, x, label, monkeypatch, ())
@@ -46,7 +46,7 @@ def compare(model, x, label, monkeypatch):
     start = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     assert plain.keys() == other.keys()
     for name, w in plain.items():
-        np.testing.assert_allclose(other[name], w, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(other[name], w, rtol=1e-4, atol=atol)
     assert any(np.abs(w - start[name]).max() > 1e-5 for name, w in other.items())
     return before, after
 
@@ -100,3 +100,105 @@ def test_cubic_resize_by_products(attributes, scales, size, by_size, monkeypatch
     before, after = compare(model, x, label, monkeypatch)
     resizes = [Counter(node.op_type for node in nodes)["Resize"] for nodes in (before, after)]
     assert resizes[0] > resizes[1]
+
+
+MASKS = {
+    "Relu": "h = Relu(c)",
+    "Clip": "h = Clip(c, low, high)",
+    "Clip from below": "h = Clip(c, low)",
+    "LeakyRelu": "h = LeakyRelu<alpha=0.2>(c)",
+    "residual": "a = Conv<pads=[1,1,1,1]>(c, v)  b = Add(a, c)  h = Clip(b, low, high)",
+    "per channel": "b = Mul(c, s)  h = Clip(b, low, high)",
+}
+
+
+def small_convolutions(nodes, rng, **more):
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,2,7,6] x) => (float[N,3,3,2] y) {{ c = Conv(x, w)  {nodes} }}""")
+    weights = {"w": (5, 2, 3, 3), "u": (3, 5, 3, 3), "v": (5, 5, 3, 3), "s": (5, 1, 1)}
+    arrays = {n: rng.normal(0, 0.3, s) for n, s in weights.items() if f" {n})" in nodes + " w)"}
+    for name, array in (arrays | more).items():
+        tensor = numpy_helper.from_array(np.asarray(array, np.float32), name)
+        model.graph.initializer.append(tensor)
+    return model
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_as_factors(name, monkeypatch):
+    rng = np.random.default_rng(0)
+    bounds = {"low": -0.1, "high": 0.5} if "Clip" in MASKS[name] else {}
+    model = small_convolutions(f"{MASKS[name]}  y = Conv(h, u)", rng, **bounds)
+    x = np.round(rng.normal(size=(4, 2, 7, 6)), 1).astype(np.float32)
+    x[1] = 0  # so that c is 0
+    label = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
+    before, after = compare(model, x, label, monkeypatch)
+    wheres = [Counter(node.op_type for node in nodes)["Where"] for nodes in (before, after)]
+    assert wheres[1] < wheres[0] or "Clip" not in name
+    assert ("HardSigmoid" in {node.op_type for node in after}) == (name == "Relu")
+
+
+def test_a_mask_of_an_infinite_gradient_stays(monkeypatch):
+    rng = np.random.default_rng(0)
+    nodes = "h = Clip(c, low)  r = Sqrt(h)  s = Mul(r, r)  y = Conv(s, u)"
+    model = small_convolutions(nodes, rng, low=0.0)
+    x = rng.normal(size=(4, 2, 7, 6)).astype(np.float32)
+    passes = native.PASSES
+    label = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
+    plain, _ = trained(model, x, label, monkeypatch, ())
+    other, _ = trained(model, x, label, monkeypatch, passes)
+    for weight, same in zip(plain.values(), other.values(), strict=True):
+        assert np.isfinite(weight).all()
+        np.testing.assert_allclose(weight, same, rtol=1e-4, atol=1e-6)
+
+
+POOLS = {
+    "2 x 2": ("kernel_shape=[2,2], strides=[2,2]", (8, 6)),
+    "2 x 2, odd": ("kernel_shape=[2,2], strides=[2,2]", (9, 7)),
+    "2 x 2, rounded up": ("kernel_shape=[2,2], strides=[2,2], ceil_mode=1", (9, 7)),
+    "3 x 2": ("kernel_shape=[3,2], strides=[3,2]", (9, 8)),
+    "apart": ("kernel_shape=[2,1], strides=[3,2]", (8, 9)),
+    "padding": ("kernel_shape=[3,3], strides=[3,3], pads=[1,0,2,1]", (8, 8)),
+    "padding at the beginning": ("kernel_shape=[2,2], strides=[2,2], pads=[1,1,0,0]", (9, 9)),
+    "column major": ("kernel_shape=[2,2], strides=[2,2], storage_order=1", (8, 6)),
+    "overlapping": ("kernel_shape=[3,3], strides=[2,2], pads=[1,1,1,1]", (8, 8)),
+    "dilated": ("kernel_shape=[2,2], strides=[3,3], dilations=[2,2]", (9, 9)),
+    "same": ('kernel_shape=[2,2], strides=[2,2], auto_pad="SAME_UPPER"', (9, 9)),
+    "line": ("kernel_shape=[4], strides=[4]", (40,)),
+    "line, rest": ("kernel_shape=[4], strides=[4]", (43,)),
+    "line, rounded up": ("kernel_shape=[4], strides=[4], ceil_mode=1", (43,)),
+    "line, padding": ("kernel_shape=[3], strides=[5], pads=[1,1]", (41,)),
+    "line, every": ("kernel_shape=[1], strides=[1]", (40,)),
+}
+KEPT = ("overlapping", "dilated", "same", "column major")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("channels", [20, 32])
+@pytest.mark.parametrize("name", POOLS)
+def test_max_pools_without_indices(name, channels, monkeypatch):
+    rng = np.random.default_rng(0)
+    attributes, lengths = POOLS[name]
+    spatial = ",".join(map(str, lengths))
+    ends = ",".join(["2"] * len(lengths))
+    kernel = ",".join(["3"] * len(lengths))
+    pads = ",".join(["1"] * 2 * len(lengths))
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,2,{spatial}] x) => (float[N,4] y) {{
+            c = Conv<kernel_shape=[{kernel}], pads=[{pads}]>(x, w)  h = Relu(c)
+            p = MaxPool<{attributes}>(h)  t = Mul(p, p)
+            q = Conv<kernel_shape=[{ends}], pads=[{pads}]>(t, u)
+            e = GlobalAveragePool(q)  y = Flatten(e) }}""")
+    ones = [1] * len(lengths)
+    shapes = {
+        "w": (channels, 2, *[3 * n for n in ones]),
+        "u": (4, channels, *[2 * n for n in ones]),
+    }
+    for weight, shape in shapes.items():  # numbers with many equal sums
+        array = rng.integers(-1, 2, shape).astype(np.float32) / 8
+        model.graph.initializer.append(numpy_helper.from_array(array, weight))
+    x = rng.integers(-1, 2, (5, 2, *lengths)).astype(np.float32)
+    label = rng.normal(size=(5, 4)).astype(np.float32)
+    before, after = compare(model, x, label, monkeypatch, atol=1e-5)
+    indices = [sum(len(n.output) > 1 for n in k if n.op_type == "MaxPool") for k in (before, after)]
+    assert (indices[1] > 0) == (name in KEPT)
+    assert indices[0] > 0

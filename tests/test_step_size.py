@@ -14,11 +14,11 @@ LIMITS = {  # nodes, megabytes read and written
     "linear": (24, 0.03),
     "mlp 784-128-10": (80, 7.6),
     "mlp 784-512-512-10": (195, 55),
-    "lenet-5": (175, 40),
-    "conv 1-d": (225, 76),
+    "lenet-5": (215, 55),
+    "conv 1-d": (275, 123),
     "gru": (2400, 165),
     "encoder 2x128": (615, 435),
-    "mobilenet-v2": (1330, 1230),
+    "mobilenet-v2": (1260, 760),
 }
 
 

@@ -84,3 +84,10 @@ OPPOSITE, NOT_CLASSES = "onnxgrad.opposite", "onnxgrad.not_classes"
 # metadata key of the gradient of a convolution's weight: its input, the cotangent of its output,
 # its windows and groups
 WEIGHT_GRADIENT = "onnxgrad.weight_gradient"
+
+# metadata key of the result of a MaxPool: the gradient of its input
+POOL_GRADIENT = "onnxgrad.pool_gradient"
+
+# metadata key of the result of a BatchNormalization in training mode: its cotangent, and the
+# gradients of its input, scale and bias
+NORM_GRADIENT = "onnxgrad.norm_gradient"

@@ -16,6 +16,8 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.native.blocked import blocked_convolutions
 from onnxgrad.native.cubic import cubic_by_products
+from onnxgrad.native.masks import masks_as_factors
+from onnxgrad.native.max_pools import max_pools
 from onnxgrad.native.products import transposed_operands
 from onnxgrad.native.scanned import scanned_outside
 from onnxgrad.native.scatter import scatter_rows
@@ -42,7 +44,9 @@ class Target:
 # each rewrites the nodes of one graph in place, and leaves alone what it does not improve
 PASSES: tuple[Callable[[Emit, Target], None], ...] = (
     cubic_by_products,
+    masks_as_factors,
     blocked_convolutions,
+    max_pools,
     images_side_by_side,
     scatter_rows,
     transposed_operands,

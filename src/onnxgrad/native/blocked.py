@@ -13,7 +13,9 @@ from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
 from onnxgrad.native.blocked_layout import Layout, block_size, sizes
+from onnxgrad.native.blocked_norms import Normalizations
 from onnxgrad.native.blocked_pointwise import between_convolutions
+from onnxgrad.native.max_pools import in_blocks
 from onnxgrad.native.side_by_side import FEW
 
 _SEARCHED = 400  # nodes that a weight gradient consists of, at most
@@ -27,10 +29,17 @@ def blocked_convolutions(op: Emit, target: Any) -> None:
     if not block:
         return
     layout = Layout(op, block)
+    normalizations = Normalizations(layout, _reads)
     for node in list(op.graph):
-        if len(node.outputs) == 1 and not node.outputs[0].is_graph_output():
-            with op.at(node):
+        if any(y.is_graph_output() for y in node.outputs):
+            continue
+        with op.at(node):
+            if normalizations.rewrite(node):
+                continue
+            if len(node.outputs) == 1:
                 _rewrite(layout, node)
+            else:
+                in_blocks(layout, node)
     if op.wrote:
         drop_unused(op.graph)
 
@@ -90,7 +99,7 @@ def _transposed_convolution(
     rows, per_group, *kernel = sizes(w)
     get, group = node.attributes.get_ints, node.attributes.get_int("group", 1)
     pixels, counts = static(sizes(node.outputs[0])[2:]), static(sizes(x)[2:])
-    if bias is not None or "output_shape" in node.attributes or not pixels or not counts:
+    if "output_shape" in node.attributes or not pixels or not counts:
         return None
     if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return None
@@ -101,7 +110,7 @@ def _transposed_convolution(
         return None
     strides, dilations = get("strides", (1, 1)), get("dilations", (1, 1))
     windows = Windows(kernel, strides, dilations, get("pads", (0,) * 4)[:2])
-    return transposed(layout, x, w, windows, pixels, group)
+    return transposed(layout, x, w, windows, pixels, group, bias)
 
 
 def _weight_gradient(layout: Layout, dw: ir.Value) -> None:

@@ -25,14 +25,20 @@ class Windows:
 
 
 def transposed(
-    layout: Layout, g: ir.Value, weight: ir.Value, windows: Windows, pixels: Pixels, group: int
+    layout: Layout,
+    g: ir.Value,
+    weight: ir.Value,
+    windows: Windows,
+    pixels: Pixels,
+    group: int,
+    bias: ir.Value | None = None,
 ) -> ir.Value | None:
     """Return the transposed convolution of g (N, M, ...) by a weight (M, C / group, kernel).
 
     It has these `pixels`, and is in blocks. None if there is no form for it.
     """
     if group > 1:
-        return _transposed_by_channel(layout, g, weight, windows, pixels)
+        return _transposed_by_channel(layout, g, weight, windows, pixels, bias)
     strided = max(windows.strides) > 1
     if strided and max(windows.dilations) > 1:
         return None
@@ -45,7 +51,9 @@ def transposed(
         "pads": [a.pads[0] for a in axes] + [a.pads[1] for a in axes],
         "dilations": list(windows.dilations),
     }
-    y = layout.convolve(x, w, [a.count for a in axes], attributes)
+    if bias is not None and strided:
+        bias = layout.op.Concat(*[bias] * prod(windows.strides), axis=0)
+    y = layout.convolve(x, w, [a.count for a in axes], attributes, bias)
     return _interleaved(layout, y, windows.strides, pixels) if strided else y
 
 
@@ -118,7 +126,12 @@ def _interleaved(layout: Layout, y: ir.Value, strides: Pixels, pixels: Pixels) -
 
 
 def _transposed_by_channel(
-    layout: Layout, g: ir.Value, weight: ir.Value, windows: Windows, pixels: Pixels
+    layout: Layout,
+    g: ir.Value,
+    weight: ir.Value,
+    windows: Windows,
+    pixels: Pixels,
+    bias: ir.Value | None,
 ) -> ir.Value | None:
     """Return `transposed` for a convolution of each channel by itself.
 
@@ -143,7 +156,7 @@ def _transposed_by_channel(
     cells = op.Gather(cells, list(range(taps))[::-1], axis=1)
     w = layout.view(cells, [channels, 1, *windows.kernel])
     attributes = {"pads": begin + end, "dilations": list(windows.dilations), "group": channels}
-    return layout.convolve(x, w, pixels, attributes)
+    return layout.convolve(x, w, pixels, attributes, bias)
 
 
 def correlated(
@@ -177,7 +190,8 @@ def correlated(
         kernels = layout.view(kernels, [rows, 1, -1, counts[1]])
         attributes |= {"dilations": [s, across], "group": channels}
         y = layout.plain(layout.convolve(images, kernels, [down, reach[1]], attributes))
-        return _elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
+        y = _elements(layout, layout.view(y, [rows, 1, down, reach[1], 1]), windows)
+        return layout.view(y, [rows, 1, *kernel])
     cell = b if layout.fits(channels) else channels
     at_once = _images_at_once(layout, x)
     images = layout.view(images, [channels // cell, at_once, -1, width * cell])
@@ -234,5 +248,8 @@ def _elements(layout: Layout, y: ir.Value, windows: Windows) -> ir.Value:
         y = op.Slice(y, [0, 0], [k, columns], [2, 3], [1, d])
     if blocks > 1:  # onnxruntime joins two Transposes into a slow one
         y = op.Transpose(layout.view(y, [blocks, rows, k * m * cell]), perm=[1, 0, 2])
-    y = op.Transpose(layout.view(y, [rows * blocks, k * m, cell]), perm=[0, 2, 1])
+    if cell == layout.block:  # onnxruntime transposes small matrices slowly on several threads
+        y = layout.plain(layout.view(y, [rows * blocks, cell, k * m, 1]))
+    else:
+        y = op.Transpose(layout.view(y, [rows * blocks, k * m, cell]), perm=[0, 2, 1])
     return layout.view(y, [rows, blocks * cell, k, m])

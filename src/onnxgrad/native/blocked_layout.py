@@ -155,14 +155,52 @@ class Layout:
         pixels: Sequence[Any],
         attributes: dict[str, Any],
         bias: ir.Value | None = None,
+        plus: ir.Value | None = None,
     ) -> ir.Value:
         """Return a convolution, in blocks; `weight` is the result of `filter` or the like.
 
-        `x` is in blocks too, or has fewer channels than a block. The result has these `pixels`.
+        `x` is in blocks too, or has fewer channels than a block. The result has these `pixels`; it
+        is added to `plus`, which is in blocks.
         """
-        inputs = [x, weight] if bias is None else [x, weight, bias]
+        inputs = [x, weight, bias, plus]
+        while inputs[-1] is None:
+            inputs.pop()
         shape = (sizes(x)[0], sizes(weight)[0], *pixels)
         return self._written("Conv", inputs, attributes, shape)
+
+    def affine(
+        self,
+        x: ir.Value,
+        factor: ir.Value | None,
+        bias: ir.Value | None = None,
+        plus: ir.Value | None = None,
+    ) -> ir.Value:
+        """Return x * factor + bias + plus, numbers per channel: a convolution of 1 x 1."""
+        channels, *pixels = sizes(x)[1:]
+        if factor is None:
+            factor = self.op.const(np.ones(channels, np.float32))
+        weight = self.view(factor, [channels, 1, 1, 1])
+        attributes = {"group": channels, "kernel_shape": [1, 1]}
+        return self.convolve(x, weight, pixels, attributes, bias, plus)
+
+    def joined(
+        self, x: ir.Value, activation: str | None = None, plus: ir.Value | None = None
+    ) -> ir.Value | None:
+        """Return an activation of `x` + `plus`, which are in blocks, as part of a convolution.
+
+        None if `x` is no convolution that leaves room for it. The one before it is no longer used.
+        """
+        conv = x.producer()
+        if conv is None or conv.op_type != "Conv" or conv.domain != DOMAIN:
+            return None
+        inputs, attributes = list(conv.inputs), {a.name: a.value for a in conv.attributes.values()}
+        if "activation" in attributes or (plus is not None and len(inputs) > 3):
+            return None
+        if plus is not None:
+            inputs = [*[*inputs, None, None][:3], plus]
+        if activation is not None:
+            attributes["activation"] = activation
+        return self._written("Conv", inputs, attributes, dims(x))
 
     def mean_of_pixels(self, x: ir.Value) -> ir.Value:
         """Return the means (N, C) of the pixels of `x`, which is in blocks."""

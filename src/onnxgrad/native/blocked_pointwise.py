@@ -61,6 +61,10 @@ def _is_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
 
 def _on_blocks(layout: Layout, node: ir.Node, y: ir.Value) -> None:
     """Apply the operator of `node` to its operands in blocks."""
+    joined = _joined(layout, node) if node.op_type in ("Add", "Relu") else None
+    if joined is not None:
+        layout.replace(y, joined)
+        return
     inputs = [layout.blocked(v) if v is not None and layout.has(v) else v for v in node.inputs]
     attributes = {a.name: a.value for a in node.attributes.values()}
     result = layout.op.emit(node.op_type, inputs, attributes)
@@ -69,6 +73,24 @@ def _on_blocks(layout: Layout, node: ir.Node, y: ir.Value) -> None:
         layout.replace(y, result)
     else:  # a mask cannot be reordered; the plain one is removed if nothing reads it
         layout.note(y, result)
+
+
+def _joined(layout: Layout, node: ir.Node) -> ir.Value | None:
+    """Return an Add or Relu as part of a convolution that only it reads, or None."""
+    for v in node.inputs[::-1]:
+        if v is None or len(v.uses()) > 1 or not layout.has(v):
+            continue
+        x = layout.blocked(v)
+        if {user.op_type for user, _ in x.uses()} - {"ReorderOutput"}:
+            continue
+        if node.op_type == "Relu":
+            return layout.joined(x, activation="Relu")
+        other = node.inputs[0] if v is node.inputs[1] else node.inputs[1]
+        if other is not None and layout.has(other) and equal(dims(other), dims(v)):
+            joined = layout.joined(x, plus=layout.blocked(other))
+            if joined is not None:
+                return joined
+    return None
 
 
 def _per_channel(layout: Layout, node: ir.Node) -> None:
@@ -104,11 +126,7 @@ def _affine(
     layout: Layout, y: ir.Value, x: ir.Value, factor: ir.Value | None, bias: ir.Value | None
 ) -> None:
     """Replace `y` by x * factor + bias, which are numbers per channel."""
-    channels, *pixels = sizes(x)[1:]
-    factor = _filled(layout, x, 1) if factor is None else factor
-    weight = layout.view(factor, [channels, 1, 1, 1])
-    attributes = {"group": channels, "kernel_shape": [1, 1]}
-    layout.replace(y, layout.convolve(layout.blocked(x), weight, pixels, attributes, bias))
+    layout.replace(y, layout.affine(layout.blocked(x), factor, bias))
 
 
 def _filled(layout: Layout, x: ir.Value, number: float) -> ir.Value:

@@ -16,9 +16,9 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.invariant import move_out
 from onnxgrad.optimizers import Inputs, Optimizer
 
-# measured with momentum and AdamW in float32 on a CPU with 1 MB of L2 per core
+# measured with momentum and AdamW in float32 on CPUs with 1 MB of L2 per core
 LARGE = 1 << 16  # elements
-BLOCK_BYTES = 1 << 17
+BLOCK_BYTES = 1 << 19  # from here on, onnxruntime divides elementwise operators among two threads
 _LEAST = 1 << 12  # elements of a block: in smaller ones, the nodes cost more than the memory
 
 

@@ -22,7 +22,7 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
-from onnxgrad.training.modes import training_form
+from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.nodes import walk
 from onnxgrad.training.objective import BATCH, Objective
 
@@ -133,6 +133,10 @@ def minimized(
     states = {name: results[output] for name, output in plan.carry.items()}
     results = {name: results[name] for name in (predicted if plan.loss else results)}
     trained = as_inputs(proto, graph, weights)
+    fixed = detached(proto)
+    stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
+    if training:
+        fold_normalizations(op, trained, stopped | {*results.values(), *states.values()})
     with op:
         if plan.loss is None:
             written = _loss_output(op, proto, results[plan.loss_output], data)
@@ -141,7 +145,6 @@ def minimized(
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
     graph.inputs.extend(added)
     data += added
-    fixed = detached(proto)
     return Minimized(
         model,
         data,
@@ -159,7 +162,7 @@ def minimized(
         buffers=form.buffers,
         draw=form.draw,
         first=form.first,
-        stop_gradient={y for node, _ in walk(graph) for y in node.outputs if y.name in fixed},
+        stop_gradient=stopped,
         carried=form.carried,
         straight_through=plan.straight_through,
     )

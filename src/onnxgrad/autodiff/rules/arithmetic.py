@@ -133,21 +133,28 @@ def where(op, node, g):
 
 @rule("Clip")
 def clip(op, node, g):
-    """y = min(max(x, low), high):  dx = g where low <= x <= high,  dlow = g where x < low,
-    dhigh = g where max(x, low) > high.
+    """y = min(max(x, low), high):  dx = g where y = x,  dlow = g where x < low,  dhigh = g where
+    max(x, low) > high; for low > high, dx = 0.
     """
     x, low, high = (*node.inputs, None, None)[:3]
+    if low is None and high is None:
+        return (g,)
+    inside = op.Equal(x, node.outputs[0])
     above = None if high is None else op.Greater(x if low is None else op.Max(x, low), high)
     below = None if low is None else op.Less(x, low)
-    if below is not None and high is not None:
+    if low is not None and high is not None:
         below = op.And(below, op.Not(above))
-    outside = [m for m in (below, above) if m is not None]
-    if not outside:
-        return (g,)
-    masked = op.Where(outside[0] if len(outside) == 1 else op.Or(*outside), 0.0, g)
+        if not _in_order(op, low, high):
+            inside = op.And(inside, op.Not(above))
     dlow = None if low is None else op.sum_to(op.Where(below, g, 0.0), low)
     dhigh = None if high is None else op.sum_to(op.Where(above, g, 0.0), high)
-    return masked, dlow, dhigh
+    return op.Where(inside, g, 0.0), dlow, dhigh
+
+
+def _in_order(op, low, high) -> bool:
+    """Return whether two constants are a lower and an upper bound."""
+    least, most = op.known_value(low), op.known_value(high)
+    return least is not None and most is not None and bool(np.all(least <= most))
 
 
 @rule("Cast")

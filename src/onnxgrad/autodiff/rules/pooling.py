@@ -21,6 +21,7 @@ from onnxgrad.autodiff.rules.windows import (
     windows_of,
     with_padding,
 )
+from onnxgrad.graph.operators import POOL_GRADIENT
 from onnxgrad.graph.shapes import dims, rank, static
 
 
@@ -33,7 +34,7 @@ def max_pool(op, node, g, g_indices=None):
         windows = windows_of(op, node)
         if _tiles(x, windows):
             sizes = {"kernel_shape": list(windows.kernel), "strides": list(windows.strides)}
-            return (op.set_type_like(op.MaxUnpool(g, indices, **sizes), x),)
+            return (_noted(node, op.set_type_like(op.MaxUnpool(g, indices, **sizes), x)),)
     if max(node.attributes.get_ints("dilations", (1,))) > 1:
         g, indices = _without_empty(op, node, g, indices)
     shape = dims(x)
@@ -44,7 +45,13 @@ def max_pool(op, node, g, g_indices=None):
     zeros = op.Pad(op.Slice(op.Reshape(g, [0, -1]), [0], [0], [1]), [0, 0, 0, prod(row)])
     flat = [op.Reshape(v, [-1]) for v in (zeros, indices, g)]
     sums = op.ScatterElements(*flat, axis=0, reduction="add")
-    return (op.set_type_like(op.Reshape(sums, [-1, *row]), x),)
+    return (_noted(node, op.set_type_like(op.Reshape(sums, [-1, *row]), x)),)
+
+
+def _noted(node, dx):
+    """Return the gradient `dx`, which a session of training may compute without indices."""
+    node.outputs[0].meta[POOL_GRADIENT] = dx
+    return dx
 
 
 def _indices(op, node):

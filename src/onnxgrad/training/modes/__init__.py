@@ -1,5 +1,6 @@
 """The form of a model that trains, and the form that predicts: BatchNormalization and Dropout."""
 
+from onnxgrad.training.modes.folded import fold_normalizations
 from onnxgrad.training.modes.inference_form import (
     forget_head,
     has_training_nodes,
@@ -10,6 +11,7 @@ from onnxgrad.training.modes.merged import separate_statistics, train_merged
 from onnxgrad.training.modes.training_form import training_form
 
 __all__ = [
+    "fold_normalizations",
     "forget_head",
     "has_training_nodes",
     "inference_form",

@@ -1,0 +1,252 @@
+"""Gradients of MaxPool over windows that do not overlap, without indices.
+
+onnxruntime's MaxPool takes 15 to 30 times as long with its output of indices as without. Here, the
+positions of maxima are compared: an element is a maximum if it equals that of its window, repeated
+over the window; of several, the first one has the largest code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import POOL_GRADIENT
+from onnxgrad.graph.shapes import static
+from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.native.blocked_layout import DOMAIN, Layout, sizes
+
+_FLOAT = ir.DataType.FLOAT
+_LEAST = 1 << 9  # elements of a row of the batch, from which the nodes cost less than the indices
+Pixels = Sequence[int]
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """A MaxPool node of disjoint windows: numbers of each spatial axis, and its gradient."""
+
+    node: ir.Node
+    kernel: Pixels
+    strides: Pixels
+    begin: Pixels  # padding
+    counts: Pixels  # windows
+    lengths: Pixels  # of x
+    gradient: ir.Value
+
+    @property
+    def x(self) -> Any:
+        """The input."""
+        return self.node.inputs[0]
+
+    @property
+    def padding(self) -> list[list[int]]:
+        """What to add before and after each axis of x, so that it consists of windows."""
+        rows = zip(self.counts, self.strides, self.lengths, self.begin, strict=True)
+        return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
+
+    @property
+    def cotangent(self) -> Any:
+        """The cotangent of its output."""
+        node = self.gradient.producer()
+        assert node is not None
+        if node.op_type == "MaxUnpool":
+            return node.inputs[0]
+        scatter = node.inputs[0].producer()  # type: ignore[union-attr]
+        return scatter.inputs[2].producer().inputs[0]  # type: ignore[union-attr]
+
+
+def pool_of(node: ir.Node) -> _Pool | None:
+    """Return the pool if `node` is a MaxPool whose indices only its gradient reads, as above."""
+    if node.op_type != "MaxPool" or node.domain or len(node.outputs) < 2:
+        return None
+    x, (y, indices) = node.inputs[0], node.outputs
+    get, lengths, counts = node.attributes.get_ints, static(sizes(x)[2:]), static(sizes(y)[2:])
+    gradient = y.meta.get(POOL_GRADIENT)
+    if gradient is None or x is None or x.dtype != _FLOAT or not lengths or not counts:
+        return None
+    if gradient.producer() is None or gradient.producer().graph is not node.graph:
+        return None
+    n, channels = len(lengths), sizes(x)[1]
+    kernel, ones = get("kernel_shape", ()), (1,) * n
+    strides, dilations = get("strides", ones), get("dilations", ones)
+    disjoint = all(k <= s for k, s in zip(kernel, strides, strict=True)) and max(dilations) == 1
+    explicit = node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
+    if not disjoint or not explicit or n > 2 or not isinstance(channels, int):
+        return None
+    if prod(lengths) * channels < _LEAST or 0 in counts or not _read_only_by(indices, gradient):
+        return None
+    pads = get("pads", (0,) * 2 * n)
+    return _Pool(node, kernel, strides, pads[:n], counts, lengths, gradient)
+
+
+def _read_only_by(indices: ir.Value, gradient: ir.Value) -> bool:
+    """Return whether the nodes that compute the gradient read the indices, and no others."""
+    own, node = {gradient.producer()}, gradient.producer()
+    if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
+        scatter = node.inputs[0].producer()
+        flat = None if scatter is None else scatter.inputs[1]
+        own |= {None if flat is None else flat.producer()}
+    users = {user for user, _ in indices.uses()}
+    return bool(users) and not indices.is_graph_output() and users <= own
+
+
+def max_pools(op: Emit, target: Any) -> None:
+    """Rewrite the pools that are not in blocks of channels."""
+    for pool in [p for p in map(pool_of, list(op.graph)) if p is not None]:
+        _plain(op, pool)
+    drop_unused(op.graph)
+
+
+def _plain(op: Emit, pool: _Pool) -> None:
+    """Rewrite a pool in the plain layout, and its gradient."""
+    old = pool.node.outputs[0]
+    with op.at(pool.node):
+        attributes = {a.name: a.value for a in pool.node.attributes.values()}
+        y = op.set_type_like(op.MaxPool(pool.x, **attributes), old)
+    ir.convenience.replace_all_uses_with(old, y)
+    with op.at(pool.gradient.producer()):
+        form = _on_line if len(pool.lengths) == 1 else _on_plane
+        dx = form(op, pool, _padded(op, pool.x, pool.padding), y)
+        dx = _cropped(op, dx, pool.x, pool.padding)
+    ir.convenience.replace_all_uses_with(pool.gradient, dx)
+
+
+def _padded(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels = ()) -> ir.Value:
+    if not any(map(any, padding)):
+        return x
+    return op.Pad(x, [n for side in padding for n in (0, 0, *side, *inner)])
+
+
+def _cropped(
+    op: Emit, dx: ir.Value, x: ir.Value, padding: list[list[int]], inner: Pixels = ()
+) -> ir.Value:
+    if not any(map(any, padding)):
+        return op.reshape_like(dx, x)
+    counts = [p + m + q for p, m, q in zip(padding[0], sizes(x)[2:], padding[1], strict=False)]
+    dx = op.Reshape(dx, [-1, sizes(x)[1], *counts, *sizes(x)[2 + len(counts) :]])
+    back = [[-n for n in side] for side in padding]
+    return op.set_type_like(_padded(op, dx, back, inner), x)
+
+
+def _on_plane(op: Emit, pool: _Pool, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Return the gradient of x of two axes."""
+    channels = sizes(pool.x)[1]
+    whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
+    scales = op.const(np.array([1, 1, *pool.strides], np.float32))
+    floor = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+
+    def pooled(v: ir.Value) -> ir.Value:
+        image = op.Reshape(v, [-1, channels, *whole])
+        return op.MaxPool(image, kernel_shape=pool.kernel, strides=pool.strides)
+
+    def repeated(v: ir.Value) -> ir.Value:
+        return op.Resize(v, None, scales, mode="nearest", **floor)
+
+    codes = _codes(pool, 1)
+    return _gradient(op, (x, y, pool.cotangent), (pooled, repeated), codes, [-1, codes.size])
+
+
+def _on_line(op: Emit, pool: _Pool, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Return the gradient of x of one axis: the elements of all windows are rows of a matrix."""
+    (stride,), (count,) = pool.strides, pool.counts
+    rows = op.Transpose(op.Reshape(x, [-1, stride]), perm=[1, 0])
+
+    def pooled(v: ir.Value) -> ir.Value:
+        whole = op.Reshape(v, [stride, -1])
+        parts = op.emit_many("Split", [whole, [1] * stride], {"axis": 0}, outputs=stride)
+        return op.Max(*parts) if stride > 1 else whole
+
+    codes = _codes(pool, 1).reshape(-1, 1, stride).T
+    shape = [stride, -1, count]
+    dx = _gradient(op, (rows, y, pool.cotangent), (pooled, lambda v: v), codes, shape)
+    return op.Transpose(op.Reshape(dx, [stride, -1]), perm=[1, 0])
+
+
+def in_blocks(layout: Layout, node: ir.Node) -> None:
+    """Rewrite a MaxPool whose input is in blocks, with its gradient."""
+    pool = pool_of(node)
+    if pool is None or len(pool.lengths) != 2 or not layout.has(pool.x):
+        return
+    op, old, (_, channels, *_) = layout.op, node.outputs[0], sizes(pool.x)
+    whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
+
+    def pooled(v: ir.Value, pads: Pixels = (0, 0, 0, 0)) -> ir.Value:
+        windows = {"kernel_shape": pool.kernel, "strides": pool.strides, "pads": pads}
+        y = op.emit("MaxPool", [v], windows, domain=DOMAIN)
+        y.type, y.shape = old.type, old.shape
+        return y
+
+    def codes(v: ir.Value) -> ir.Value:
+        return pooled(op.Reshape(v, [-1, channels, *whole]))
+
+    def repeated(v: ir.Value) -> ir.Value:
+        image = op.Reshape(v, [-1, channels, *pool.counts])
+        y = op.emit("Upsample", [image], {"scales": [1, 1, *pool.strides]}, domain=DOMAIN)
+        y.type = old.type
+        return y
+
+    rows = zip(pool.counts, pool.strides, pool.kernel, pool.begin, pool.lengths, strict=True)
+    end = [max(0, (n - 1) * s + k - p - m) for n, s, k, p, m in rows]
+    y = pooled(layout.blocked(pool.x), [*pool.begin, *end])
+    layout.replace(old, y)
+    with op.at(pool.gradient.producer()):
+        x, numbers = layout.cells(layout.blocked(pool.x)), _codes(pool, layout.block)
+        values = (_padded(op, x, pool.padding, [0]), y, layout.blocked(pool.cotangent))
+        dx = _gradient(op, values, (codes, repeated), numbers, [-1, numbers.size])
+        dx = _cropped(op, dx, x, pool.padding, [0])
+        layout.replace(pool.gradient, layout.view(dx, [0, channels, *pool.lengths]))
+
+
+def _gradient(
+    op: Emit,
+    values: tuple[ir.Value, ir.Value, ir.Value],
+    forms: tuple[Callable[[ir.Value], ir.Value], Callable[[ir.Value], ir.Value]],
+    codes: np.ndarray,
+    shape: Pixels,
+) -> ir.Value:
+    """Return the gradient of x in `shape`.
+
+    Args:
+        values: x with its padding, y and the cotangent of y.
+        forms: return the maxima of windows of `shape`, and numbers of windows repeated over them.
+        codes: see `_codes`; they broadcast to `shape`.
+        shape: of all elements.
+    """
+    x, y, g = values
+    pooled, repeated = forms
+
+    def spread(v: ir.Value) -> ir.Value:
+        every = repeated(v)
+        return op.Reshape(every, [1, *shape[1:]] if every is v else list(shape))
+
+    maximal = op.Equal(op.Reshape(x, list(shape)), spread(y))
+    maximal = op.Mul(op.Cast(maximal, to=_FLOAT), codes)
+    # at least 1, so that a window without maximum, as of NaN, has none
+    highest = op.Max(pooled(maximal), np.float32(1))
+    return op.Mul(op.Cast(op.Equal(maximal, spread(highest)), to=_FLOAT), spread(g))
+
+
+def _codes(pool: _Pool, block: int) -> np.ndarray:
+    """Return numbers of a row of windows: the larger, the earlier in the window; 0 outside of it.
+
+    It has one more than the elements of a window at its beginning, and 2 at its end. With padding,
+    all rows of windows are there, as elements beyond x are in none.
+    """
+    grid = np.zeros(list(pool.strides), np.float32)
+    inside = tuple(slice(k) for k in pool.kernel)
+    grid[inside] = np.arange(prod(pool.kernel) + 1, 1, -1).reshape(pool.kernel)
+    padded = max(map(max, pool.padding)) > 0
+    first = [*[1] * (len(pool.counts) - 1), pool.counts[-1] if len(pool.counts) > 1 else 1]
+    rows = list(pool.counts) if padded else first
+    codes = np.tile(grid, rows)
+    if padded:
+        inner = [slice(p, p + m) for p, m in zip(pool.begin, pool.lengths, strict=True)]
+        kept = np.zeros(codes.shape, np.float32)
+        kept[tuple(inner)] = 1
+        codes *= kept
+    return np.repeat(codes.ravel(), block)
