@@ -16,9 +16,9 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.forward_backward import OrtGradientForwardBackward
+from onnxgrad.training.group import numpy_dtype
 from onnxgrad.training.objective import LossOutside
 from onnxgrad.training.step import build_step
-from onnxgrad.training.update import numpy_dtype
 
 Graphs: TypeAlias = dict[str, Any]  # nested; the leaves are models
 

@@ -29,7 +29,7 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
-from onnxgrad.training.identity import described, require_equal
+from onnxgrad.training.identity import Identity, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
 from onnxgrad.training.modes import inference_form
@@ -245,7 +245,7 @@ class Setup:
         return ByStep(rate, state)
 
     def _state(
-        self, buffers: Arrays, identity: dict[str, Any], resume: str | os.PathLike | None
+        self, buffers: Arrays, identity: Identity, resume: str | os.PathLike | None
     ) -> TrainState:
         """Return a new state with the current weights, or that of a checkpoint.
 
@@ -277,15 +277,15 @@ class Setup:
         state.values = Values(old.weights, buffers=now)
         return state
 
-    def _identity(self, data: dict[str, Any], batch_size: int, shuffle: bool) -> dict[str, Any]:
+    def _identity(self, data: dict[str, Any], batch_size: int, shuffle: bool) -> Identity:
         """Return what two trainings must have in common for one to go on with the other."""
         trainer = self.trainer
         arguments = (
             "optimizer learning_rate clip_norm accumulate batch_norm dropout carry recompute seed"
         )
-        return described(
+        return Identity(
+            trainer.proto,
             {
-                "model": trainer.proto,
                 "trained": trainer.trained,
                 "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
                 "class_weight": trainer.class_weight,
@@ -293,7 +293,7 @@ class Setup:
                 "shuffle": shuffle,
                 "data": data,
                 **{name: getattr(trainer, name) for name in arguments.split()},
-            }
+            },
         )
 
     # -- evaluation ---------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
+from onnxgrad.training.group import Group, numpy_dtype
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.update import Group, graph_input, numpy_dtype, write_update
+from onnxgrad.training.update import graph_input, write_update
 
 
 @dataclass

@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
@@ -18,110 +17,9 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.optimizers import Inputs, Optimizer
 from onnxgrad.training.blocks import block_shape, update_in_blocks
+from onnxgrad.training.group import Arrays, Group, Shape, numpy_dtype
 
 PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
-
-Arrays = dict[str, np.ndarray]
-Shape = tuple[int, ...]
-
-
-@dataclass
-class Group:
-    """Weights that are updated together: a large one, or small ones in one flat vector.
-
-    Attributes:
-        shapes: the shapes of the weights, by name.
-        state: the input that holds the weights: of the shape of the only one, or two axes if it is
-            updated in blocks, or flat.
-        slots: an input for each slot.
-        optimizer: that of each weight of the group, as `for_weight` returns it.
-        in_blocks: whether the state consists of blocks, which are updated one after the other.
-    """
-
-    shapes: dict[str, Shape]
-    state: ir.Value
-    slots: dict[str, ir.Value]
-    optimizer: Optimizer
-    in_blocks: bool
-
-    @property
-    def inputs(self) -> list[ir.Value]:
-        """The weights' state, then its slots."""
-        return [self.state, *self.slots.values()]
-
-    def initial(
-        self, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping[str, np.ndarray]]
-    ) -> list[np.ndarray]:
-        """Return the arrays of the inputs, in their order.
-
-        Args:
-            weights: the weights by name, also of other groups.
-            slots: `{weight: {slot: array}}`; a slot that is missing starts at its initial value.
-
-        Raises:
-            ValueError: a slot of another shape, or one that weights of the group must share and
-                that differs between them.
-        """
-        arrays = [self.pack(weights)]
-        for slot in self.slots:
-            values = {}
-            for name, shape in self.shapes.items():
-                value = slots.get(name, {}).get(slot)
-                if value is None:
-                    initial = self.optimizer.slot_initial(slot, np.asarray(weights[name]))
-                    value = np.broadcast_to(initial, self.optimizer.slot_shape(slot, shape))
-                values[name] = value
-            arrays.append(self.pack(values, slot))
-        return arrays
-
-    def split(self, arrays: Iterable[np.ndarray]) -> tuple[Arrays, dict[str, Arrays]]:
-        """Return the weights, and the slots by weight, from the arrays of the inputs."""
-        state, *rest = arrays
-        slots: dict[str, Arrays] = {name: {} for name in self.shapes}
-        for slot, array in zip(self.slots, rest, strict=True):
-            for name, value in self.unpack(array, slot).items():
-                slots[name][slot] = value
-        return self.unpack(state), slots
-
-    def pack(self, arrays: Mapping[str, np.ndarray], slot: str | None = None) -> np.ndarray:
-        """Return the weights, or one slot of each, as one array, a copy: that of an input."""
-        like = self.state if slot is None else self.slots[slot]
-        parts = []
-        for name, shape in self._shapes(slot).items():
-            part = np.asarray(arrays[name], numpy_dtype(like))
-            if part.shape != shape:
-                what = "" if slot is None else f"the slot {slot!r} of "
-                raise ValueError(f"{what}{printable(name)} has the shape {part.shape}, not {shape}")
-            parts.append(part.ravel())
-        if slot is not None and self._shared(slot):
-            if any(part != parts[0] for part in parts):
-                raise ValueError(
-                    f"the slot {slot!r} is shared by {', '.join(map(printable, self.shapes))}, "
-                    "and differs between them: set all of them, or none"
-                )
-            parts = parts[:1]
-        joined = np.concatenate(parts) if len(parts) > 1 else parts[0].copy()
-        return joined.reshape(shapes.static(shapes.dims(like)) or ())
-
-    def unpack(self, array: np.ndarray, slot: str | None = None) -> Arrays:
-        """Return the array of an input as one array per weight, copies."""
-        wanted = self._shapes(slot)
-        if slot is not None and self._shared(slot):
-            return {name: array.copy() for name in wanted}
-        parts = np.split(array.ravel(), np.cumsum([prod(s) for s in wanted.values()])[:-1])
-        return {
-            name: part.reshape(shape).copy()
-            for (name, shape), part in zip(wanted.items(), parts, strict=True)
-        }
-
-    def _shapes(self, slot: str | None) -> dict[str, Shape]:
-        if slot is None:
-            return self.shapes
-        return {name: self.optimizer.slot_shape(slot, s) for name, s in self.shapes.items()}
-
-    def _shared(self, slot: str) -> bool:
-        """Return whether the weights of the group, all elementwise, have one number in common."""
-        return len(self.shapes) > 1 and not shapes.dims(self.slots[slot])
 
 
 @dataclass
@@ -165,11 +63,12 @@ def write_update(
             matches.
     """
     optimizer.check_names([str(w.name) for w in gradients])
+    pieces: dict[ir.Value, ir.Value] = {}
     groups = [
-        _pack(op, members, gradients, own, blocks)
+        _pack(op, members, gradients, own, blocks, pieces)
         for own, members in _partition(gradients, optimizer, PACKED if packed is None else packed)
     ]
-    cotangents = optimizer.across(op, [g for _, g in groups])
+    cotangents = optimizer.across(op, [pieces.get(g, g) for _, g in groups])
     widest = max((g.state for g, _ in groups), key=lambda v: numpy_dtype(v).itemsize)
     rate, number = (
         graph_input(op, name, widest, ir.Shape(())) for name in ("minus_learning_rate", "step")
@@ -279,12 +178,6 @@ def _undo_blocks(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
             group.slots[slot] = whole(value, str(value.name))
 
 
-def numpy_dtype(value: ir.Value) -> np.dtype:
-    """Return the numpy dtype of a value whose type is known."""
-    assert value.dtype is not None
-    return value.dtype.numpy()
-
-
 def graph_input(op: Emit, name: str, like: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
     """Return a new value of the type of `like`, which is not yet an input of the graph."""
     return ir.Value(
@@ -318,26 +211,32 @@ def _static(w: ir.Value) -> Shape:
 def _pack(
     op: Emit,
     members: list[ir.Value],
-    gradients: dict[ir.Value, ir.Value],
+    gradients: Mapping[ir.Value, ir.Value],
     optimizer: Optimizer,
     blocks: bool,
+    pieces: dict[ir.Value, ir.Value],
 ) -> tuple[Group, ir.Value]:
     """Return the group of `members` and the gradient of its state.
 
     Several weights become one input, which the graph splits, so that their update is written once.
-    A weight that is updated in blocks becomes an input whose first axis counts the blocks.
+    A weight that is updated in blocks becomes an input whose first axis counts the blocks. `pieces`
+    gets what the graph reads instead of each weight.
     """
     sizes = [prod(_static(w)) for w in members]
     w = members[0]
+
+    def gradient(w: ir.Value) -> ir.Value:
+        return pieces.get(gradients[w], gradients[w])
+
     alone = len(members) == 1 and optimizer.elementwise and blocks
     shape = block_shape(w) if alone else None
     if len(members) == 1 and shape is None:
-        state, g = w, gradients[w]
+        state, g = w, gradient(w)
     elif shape is not None:
         state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
         with op.at(next(iter(op.graph), None)):
-            _replace(w, op.reshape_like(state, w), gradients)
-        g = op.set_type_like(op.Reshape(gradients[w], list(shape)), state)
+            _replace(w, op.reshape_like(state, w), pieces)
+        g = op.set_type_like(op.Reshape(gradient(w), list(shape)), state)
     else:
         state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
         with op.at(next(iter(op.graph), None)):
@@ -345,8 +244,8 @@ def _pack(
             for w, part, size in zip(members, parts, sizes, strict=True):
                 part.shape = ir.Shape([size])
                 piece = part if _only_broadcast(w) else op.reshape_like(part, w)
-                _replace(w, piece, gradients)
-        flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
+                _replace(w, piece, pieces)
+        flat = [op.Reshape(gradient(w), [size]) for w, size in zip(members, sizes, strict=True)]
         g = op.set_type_like(op.Concat(*flat, axis=0), state)
     inner = {slot: ir.Shape(optimizer.slot_shape(slot, _static(state))) for slot in optimizer.slots}
     prefix = state.name if len(members) > 1 else w.name
@@ -355,10 +254,10 @@ def _pack(
     return Group(names, state, slots, optimizer, shape is not None), g
 
 
-def _replace(w: ir.Value, piece: ir.Value, gradients: dict[ir.Value, ir.Value]) -> None:
+def _replace(w: ir.Value, piece: ir.Value, pieces: dict[ir.Value, ir.Value]) -> None:
     """Replace a weight by what the graph makes of the state, also where it is a gradient."""
     ir.convenience.replace_all_uses_with(w, piece)
-    gradients.update({x: piece for x, dx in gradients.items() if dx is w})
+    pieces[w] = piece
 
 
 def _sum(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:

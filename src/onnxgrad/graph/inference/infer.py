@@ -24,7 +24,7 @@ from onnxgrad.graph.inference.size_limits import check_constants, check_ranks
 from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
 from onnxgrad.graph.sequences import OPERATORS
 from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
-from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.reporting import hush, quiet
 
 hush("onnx_ir.passes.common.shape_inference")  # while `_run_inference` runs
@@ -54,7 +54,7 @@ def infer(model: ir.Model, trust_branches: bool = True) -> None:
     declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
     for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
         y.shape = None
-    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    nodes = list(all_nodes(model.graph))
     check_ranks(nodes)
     forget_declared(nodes)
     spell_out(nodes)
@@ -183,7 +183,7 @@ def _infer_with_onnx(model: ir.Model) -> None:
     for _ in range(_ROUNDS):
         if not correct_types(model.graph):
             break
-        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for node in all_nodes(model.graph):
             if node.op_type not in OPERATORS and not any(subgraphs(node)):
                 for y in node.outputs:
                     y.shape = None
@@ -197,7 +197,7 @@ def _infer_with_onnx(model: ir.Model) -> None:
 
 def _run_inference(model: ir.Model) -> None:
     """Infer shapes with onnx, and the elements of short vectors, from which shapes follow."""
-    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    nodes = list(all_nodes(model.graph))
     shapes = _without_elements(model, nodes) if lacks_shapes(nodes) else {}
     if shapes is None:
         return

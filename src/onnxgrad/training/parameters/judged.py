@@ -10,7 +10,7 @@ from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.primal.local_functions import inlined
-from onnxgrad.model import weights as constants
+from onnxgrad.model import external, weights as constants
 from onnxgrad.model.convert import to_ir
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.roles import Roles, Verdict
@@ -30,7 +30,8 @@ class Judged:
 
 def judge(proto: ModelProto) -> tuple[ir.Graph, list[Judged]]:
     """Return the graph of `proto`, functions inlined, and its float constants in their order."""
-    inner = to_ir(inlined(proto, lifted=True))
+    inner = to_ir(inlined(external.without_data(proto), lifted=True))
+    external.with_data(inner, proto)
     RemoveInitializersFromInputsPass()(inner)
     values = inner.graph.initializers
     stated = evidence.stated_kinds(proto.graph)
