@@ -13,6 +13,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError, Selected
+from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
@@ -143,6 +144,7 @@ class SeedTrainer(BaseEstimator):
             self._state.stop_reason = loop.state.stop_reason
             loop.state.end()
 
+    @garbage_kept()
     def _prepare(self, data: Dataset, held_out: Dataset | None, callbacks: Callbacks) -> Loop:
         """Check everything, and return the loop of the epochs; nothing of `self` is changed."""
         rate, optimizer = self._rate_and_optimizer()
@@ -157,8 +159,7 @@ class SeedTrainer(BaseEstimator):
         validation = self._evaluation(proto, step, fields, weighted, held_out)
         work = step.work * self.batch_size
         epoch = build_epoch(step, Target.of(self.device, work))
-        reduction = "mean" if fields.mean else "sum"
-        runner = Runner(epoch, step, reduction, self.device, work)
+        runner = Runner(epoch, step, "mean" if fields.mean else "sum", self.device, work)
         loop = self._loop(state, runner, rate, source, validation, callbacks)
         if step.unreached:
             warnings.warn(
