@@ -8,8 +8,8 @@ from itertools import chain, count
 import onnx_ir as ir
 from onnx import defs
 from onnx.shape_inference import infer_node_outputs
-from onnx_ir.passes.common import ShapeInferencePass
 
+from onnxgrad.graph.inference.by_onnx import infer_by_onnx
 from onnxgrad.graph.inference.loop_states import (
     assume_states,
     constants_in_bodies,
@@ -25,9 +25,6 @@ from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
 from onnxgrad.graph.sequences import OPERATORS
 from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-from onnxgrad.reporting import hush, quiet
-
-hush("onnx_ir.passes.common.shape_inference")  # while `_run_inference` runs
 
 _SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
 
@@ -233,16 +230,8 @@ def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Valu
 
 
 def _run_pass(model: ir.Model, elements: bool = True) -> None:
-    initializers = model.graph.initializers
-    ordered = dict(initializers)
-    try:
-        # the pass does not raise: without shapes, rules compute them at run time
-        with quiet(), constants_in_bodies(model.graph), starts_as_states(model.graph):
-            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=elements)(model)
-    finally:
-        if list(initializers) != list(ordered):  # the pass moves large initializers to the end
-            initializers.clear()
-            initializers.update(ordered)
+    with constants_in_bodies(model.graph), starts_as_states(model.graph):
+        infer_by_onnx(model, elements)
 
 
 def _complement(model: ir.Model, nodes: list[ir.Node]) -> None:
