@@ -355,8 +355,9 @@ def test_partial_fit_goes_on(monkeypatch):
     options = {"random_state": 0, "batch_size": 120, "hidden_layer_sizes": (4,), "shuffle": False}
     once = OnnxClassifier(**options, max_iter=10, tol=None).fit(X, TWO)
     parts = OnnxClassifier(**options)
-    with pytest.raises(NotFittedError):
-        parts.predict(X)
+    for error in (NotFittedError, og.NotFittedError):
+        with pytest.raises(error, match="call fit first"):
+            parts.predict(X)
     parts.partial_fit(X, TWO, classes=["no", "yes"])
     built.clear()
     for _ in range(4):

@@ -46,6 +46,34 @@ def test_import_is_light():
     assert python("-c", code).strip() == "[]"
 
 
+FIT = """
+import sys
+import numpy as np, onnx, onnxgrad as og
+model = onnx.parser.parse_model(\"\"\"
+    <ir_version: 9, opset_import: ["": 20]>
+    f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {1.0, 2.0}> { y = MatMul(x, w) }\"\"\")
+X, y = np.ones((10, 2), np.float32), np.ones((10, 1), np.float32)
+trainer = og.Trainer(model, "squared_error").fit(X, y, validation=(X, y))
+trainer.predict(X)
+og.OrtGradientOptimizer(og.add_loss_output(model), max_iter=1).fit(X, y)
+og.OrtGradientForwardBackwardOptimizer(model, max_iter=1).fit(X, y)
+og.onnx_derivative(model)
+"""
+
+
+def test_a_training_imports_little():
+    """Each of these takes longer to import than all that a training needs, or about as long."""
+    heavy = "matplotlib pandas pyarrow rich scipy sklearn sympy torch typer".split()
+    code = f"{FIT}\nprint([m for m in {heavy} if m in sys.modules])"
+    assert python("-c", code).strip() == "[]"
+
+
+def test_symbols_of_onnx_ir_have_their_arithmetic():
+    code = f"{FIT}\nimport onnx_ir as ir; print((ir.SymbolicDim('N') + 1).simplify().value)\n"
+    code += "import sympy; print(sympy.simplify('n + n'), ir._core.sympy.Expr is sympy.Expr)"
+    assert python("-c", code).split("\n")[:2] == ["N + 1", "2*n True"]
+
+
 def test_help_is_light():
     slow = [m for m in HEAVY if m not in ("rich", "typer")]
     code = f"import sys, onnxgrad.cli; print([m for m in {slow} if m in sys.modules])"

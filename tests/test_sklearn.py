@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 
 import numpy as np
@@ -13,19 +14,22 @@ pytest.importorskip("sklearn")
 pytest.importorskip("skl2onnx")
 
 from skl2onnx import to_onnx
-from sklearn.base import clone
+from sklearn import config_context, exceptions
+from sklearn.base import clone, is_classifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LinearRegression, SGDClassifier
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils import get_tags
 
 from onnxgrad import (
     ElasticLearningPenalty,
     LearningRateSGD,
     LearningRateSGDNesterov,
     NegLogLearningLoss,
+    NotFittedError,
     OrtGradientForwardBackwardOptimizer,
     OrtGradientOptimizer,
     SquareLearningLoss,
@@ -214,6 +218,59 @@ def test_learning_rates_of_both_trainers_are_objects():
     assert made.set_params(learning_rate__eta0=0.5).learning_rate.eta0 == 0.5
     assert made.set_params(learning_rate="Nesterov").learning_rate.momentum == 0.9
     assert clone(made).learning_rate.momentum == 0.9
+
+
+def test_tags_and_html():
+    made = trainer()
+    assert not is_classifier(made)
+    assert get_tags(made).estimator_type is None
+    assert "OrtGradientForwardBackwardOptimizer" in made._repr_mimebundle_()["text/html"]
+    with config_context(display="text"):
+        assert made._repr_mimebundle_() == {"text/plain": repr(made)}
+    assert make_pipeline(StandardScaler(), made)._repr_html_()
+
+
+def test_sample_weights_are_routed():
+    """To `fit` and to `score`, as the pipeline without routing passes them; also after cloning."""
+    with pytest.raises(RuntimeError, match="enable_metadata_routing"):
+        trainer().set_fit_request(sample_weight=True)
+    with config_context(enable_metadata_routing=True):
+        made = trainer()
+        with pytest.raises(TypeError, match="fit has no metadata 'weight'"):
+            made.set_fit_request(weight=True)
+        assert made.set_fit_request(sample_weight=True) is made
+        made = clone(made.set_score_request(sample_weight=True))
+        scaler = StandardScaler().set_fit_request(sample_weight=False)
+        pipeline = make_pipeline(scaler, made).fit(X, Y, sample_weight=WEIGHT)
+        score = pipeline.score(X, Y, sample_weight=WEIGHT)
+        search = GridSearchCV(made, {"batch_size": [5]}, cv=2).fit(X, Y, sample_weight=WEIGHT)
+        unweighted = GridSearchCV(trainer(), {"batch_size": [5]}, cv=2).fit(X, Y)
+    scaled = StandardScaler().fit_transform(X)
+    alone = trainer().fit(scaled, Y, WEIGHT)
+    assert pipeline[-1].train_losses_ == alone.train_losses_
+    assert score == alone.score(scaled, Y, WEIGHT)
+    assert search.best_score_ != unweighted.best_score_
+
+
+def test_the_error_before_fit_is_also_that_of_scikit_learn():
+    with pytest.raises(NotFittedError) as raised:
+        trainer().get_trained_onnx()
+    assert isinstance(raised.value, exceptions.NotFittedError)
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert type(again) is type(raised.value)
+    assert str(again) == str(raised.value) == "nothing was trained yet: call fit first"
+    assert issubclass(NotFittedError, (ValueError, AttributeError))
+
+
+def test_parameters_of_a_new_nested_object():
+    """Those of the object that the same call sets, in any order."""
+    made = trainer().set_params(learning_rate__eta0=0.25, learning_rate="Nesterov")
+    assert made.learning_rate.eta0 == 0.25
+    assert made.learning_rate.momentum == 0.9
+    with pytest.raises(ValueError, match=r"invalid parameter 'rate'; valid: \['model_onnx', "):
+        made.set_params(rate=1)
+    with pytest.raises(ValueError, match="invalid parameter 'eta'"):
+        made.set_params(learning_rate__eta=1)
 
 
 def test_tables():

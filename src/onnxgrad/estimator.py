@@ -1,68 +1,136 @@
-"""The base class of estimators: scikit-learn's if it is installed."""
+"""The base class of estimators, which imports scikit-learn when scikit-learn asks for it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from inspect import signature
 from reprlib import Repr
-from typing import Any
-
-try:
-    from sklearn.base import BaseEstimator as Parameters
-    from sklearn.exceptions import NotFittedError
-except ImportError:
-
-    class NotFittedError(ValueError, AttributeError):  # type: ignore[no-redef]
-        """A trained weight, loss or state was requested before `fit`.
-
-        If scikit-learn is installed, its `sklearn.exceptions.NotFittedError` is used instead. Like
-        that, it is both a `ValueError` and an `AttributeError`.
-
-        Examples:
-            >>> import onnx, onnxgrad as og
-            >>> model = onnx.parser.parse_model('''
-            ...     <ir_version: 9, opset_import: ["": 20]>
-            ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
-            >>> try:
-            ...     og.OrtGradientForwardBackwardOptimizer(model, ["w"]).get_trained_onnx()
-            ... except og.NotFittedError as error:
-            ...     print(error)
-            nothing was trained yet: call fit first
-        """
-
-    class Parameters:  # type: ignore[no-redef]
-        """Reads and sets the arguments of `__init__`, as scikit-learn's `BaseEstimator` does."""
-
-        def get_params(self, deep: bool = True) -> dict[str, Any]:
-            """Return the arguments of `__init__`; `deep` adds those of nested estimators."""
-            params: dict[str, Any] = {}
-            for name in signature(type(self)).parameters:
-                params[name] = value = getattr(self, name)
-                if deep and isinstance(value, Parameters):
-                    params |= {f"{name}__{k}": v for k, v in value.get_params().items()}
-            return params
-
-        def set_params(self, **params: Any) -> Any:
-            """Set arguments of `__init__`; `name__argument` sets that of a nested estimator."""
-            valid = self.get_params(deep=False)
-            for name, value in params.items():
-                head, _, tail = name.partition("__")
-                if head not in valid:
-                    raise ValueError(f"invalid parameter {head!r}; valid: {list(valid)}")
-                if tail:
-                    getattr(self, head).set_params(**{tail: value})
-                else:
-                    setattr(self, head, value)
-            return self
+from typing import Any, Self
 
 
-class BaseEstimator(Parameters):
-    """An estimator whose `repr` shows all of its arguments in order; models by their size."""
+class NotFittedError(ValueError, AttributeError):
+    """A trained weight, loss or state was requested before `fit`.
+
+    Where scikit-learn is imported, it is also a `sklearn.exceptions.NotFittedError`. Like that, it
+    is both a `ValueError` and an `AttributeError`.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,1] x) => (float[N,1] y) <float[1] w = {2.0}> { y = Mul(x, w) }''')
+        >>> try:
+        ...     og.OrtGradientForwardBackwardOptimizer(model, ["w"]).get_trained_onnx()
+        ... except og.NotFittedError as error:
+        ...     print(error)
+        nothing was trained yet: call fit first
+    """
+
+    def __new__(cls, *args: Any) -> Self:  # noqa: D102
+        # only who has imported scikit-learn's error can catch it
+        if cls is NotFittedError and "sklearn.exceptions" in sys.modules:
+            return super().__new__(_with_theirs(), *args)
+        return super().__new__(cls, *args)
+
+    def __reduce__(self) -> Any:
+        return NotFittedError, self.args
+
+
+@cache
+def _with_theirs() -> Any:
+    """Return the class of errors that are ours and scikit-learn's."""
+    from sklearn.exceptions import NotFittedError as Theirs
+
+    return type("NotFittedError", (NotFittedError, Theirs), {"__module__": __name__})
+
+
+class BaseEstimator:
+    """An estimator in the manner of scikit-learn, whose parameters are the arguments of `__init__`.
+
+    It does not derive from scikit-learn's base class, whose import takes longer than to begin a
+    training. Its `repr` shows all arguments in order; models by their size.
+    """
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the arguments of `__init__`; `deep` adds those of nested estimators."""
+        params: dict[str, Any] = {}
+        for name in signature(type(self)).parameters:
+            params[name] = value = getattr(self, name)
+            if deep and hasattr(value, "get_params") and not isinstance(value, type):
+                params |= {f"{name}__{k}": v for k, v in value.get_params().items()}
+        return params
+
+    def set_params(self, **params: Any) -> Self:
+        """Set arguments of `__init__`; `name__argument` sets that of a nested estimator."""
+        valid, nested = signature(type(self)).parameters, dict[str, dict[str, Any]]()
+        for name, value in params.items():
+            head, _, tail = name.partition("__")
+            if head not in valid:
+                raise ValueError(f"invalid parameter {head!r}; valid: {list(valid)}")
+            if tail:
+                nested.setdefault(head, {})[tail] = value
+            else:
+                setattr(self, head, value)
+        for head, own in nested.items():
+            getattr(self, head).set_params(**own)
+        return self
 
     def __repr__(self) -> str:
         shown = (f"{k}={_SHORT.repr(getattr(self, k))}" for k in signature(type(self)).parameters)
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    # -- what scikit-learn asks for ---------------------------------------------------------------
+
+    def _theirs(self) -> Any:
+        """Return an object with the same attributes that derives from scikit-learn's base, too."""
+        theirs: Any = object.__new__(_derived(type(self)))  # type: ignore[arg-type]
+        theirs.__dict__ = self.__dict__
+        return theirs
+
+    def __sklearn_tags__(self) -> Any:
+        return super(BaseEstimator, self._theirs()).__sklearn_tags__()  # type: ignore[misc]
+
+    def get_metadata_routing(self) -> Any:
+        """Return the metadata that its methods request of scikit-learn."""
+        return super(BaseEstimator, self._theirs()).get_metadata_routing()  # type: ignore[misc]
+
+    def set_fit_request(self, **requests: Any) -> Self:
+        """Say which metadata scikit-learn shall pass to `fit`, such as `sample_weight=True`."""
+        return self._request("fit", requests)
+
+    def set_score_request(self, **requests: Any) -> Self:
+        """Say which metadata scikit-learn shall pass to `score`, such as `sample_weight=True`."""
+        return self._request("score", requests)
+
+    def _request(self, method: str, requests: dict[str, Any]) -> Self:
+        from sklearn import get_config
+
+        if not get_config()["enable_metadata_routing"]:
+            raise RuntimeError("first call sklearn.set_config(enable_metadata_routing=True)")
+        routing = self.get_metadata_routing()
+        of_method = getattr(routing, method)
+        for name, alias in requests.items():
+            if name not in of_method.requests:
+                raise TypeError(f"{method} has no metadata {name!r}: {sorted(of_method.requests)}")
+            of_method.add_request(param=name, alias=alias)
+        self._metadata_request = routing
+        return self
+
+    def _repr_mimebundle_(self, **options: Any) -> dict[str, Any]:
+        if "sklearn.base" not in sys.modules:
+            return {"text/plain": repr(self)}
+        return super(BaseEstimator, self._theirs())._repr_mimebundle_(**options)  # type: ignore[misc]
+
+
+@cache
+def _derived(cls: Any) -> type:
+    """Return `cls` with scikit-learn's base class as another base."""
+    from sklearn.base import BaseEstimator as Theirs
+
+    return cls if issubclass(cls, Theirs) else type(cls.__name__, (cls, Theirs), {})
 
 
 class _Short(Repr):

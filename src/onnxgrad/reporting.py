@@ -34,7 +34,6 @@ def escape_loggers(package: str) -> None:
 _SILENT = logging.CRITICAL + 1
 # Level of the running call; calls in other threads do not report at it.
 _call_level: ContextVar[int] = ContextVar("onnxgrad_level", default=_SILENT)
-_quiet: ContextVar[bool] = ContextVar("onnxgrad_quiet", default=False)
 
 
 def level_of(verbose: int) -> int | None:
@@ -125,18 +124,3 @@ class _Active(logging.Filter):
 
 
 _active = _Active()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence the loggers passed to `hush` in the block, in this thread."""
-    token = _quiet.set(True)
-    try:
-        yield
-    finally:
-        _quiet.reset(token)
-
-
-def hush(name: str) -> None:
-    """Make `quiet` silence the logger `name` of another package."""
-    logging.getLogger(name).addFilter(lambda record: not _quiet.get())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
 
@@ -17,6 +15,7 @@ from onnxgrad.autodiff.primal.prepare import listed_as, prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims, has_reals, is_real, static
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
@@ -110,18 +109,6 @@ def onnx_derivative(
     if path_name is not None:
         save(gradient_model, path_name)
     return gradient_model
-
-
-@contextmanager
-def garbage_kept() -> Iterator[None]:
-    """Pause the garbage collector: while a graph grows, it finds nothing and takes time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _check(

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from onnx import ModelProto
 
 from onnxgrad.autodiff.batch_axis import require_rows
-from onnxgrad.autodiff.derivative import garbage_kept
 from onnxgrad.autodiff.matrices import (
     Forward,
     all_blocks,
@@ -27,6 +26,7 @@ from onnxgrad.autodiff.matrices import (
 )
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
+from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.read import ModelLike
 

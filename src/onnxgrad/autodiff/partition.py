@@ -13,11 +13,11 @@ from onnxgrad.autodiff.derivative import (
     DerivativeOptions,
     DerivativeRequest,
     derivative,
-    garbage_kept,
 )
 from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
+from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import reads

@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.operators import CHEAP, RANDOM, VIEWS
 from onnxgrad.graph.shapes import Dims, dims
-from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.model.convert import to_ir
 
 _SAME_SIZE = (VIEWS - {"Shape", "Size"}) | {"Cast", "Transpose"}
@@ -28,7 +28,7 @@ RECOMPUTE: dict[str, Callable[[ir.Node], bool]] = {
 
 def is_repeatable(node: ir.Node) -> bool:
     """Return whether `node` computes the same when it runs again: it draws no random numbers."""
-    inner = (n for g in subgraphs(node) for n in g.all_nodes())
+    inner = (n for g in subgraphs(node) for n in all_nodes(g))
     return all(not n.domain and n.op_type not in RANDOM for n in (node, *inner))
 
 

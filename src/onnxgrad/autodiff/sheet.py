@@ -17,7 +17,7 @@ from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, is_real, rank
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.graph.traversal import all_nodes, reads, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, to_proto
 from onnxgrad.model.read import ModelLike, once, read
@@ -316,7 +316,7 @@ def _needed(nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> list[ir.No
     needed: set[ir.Value | None] = set(outputs)
     needed_nodes = []
     for node in reversed(nodes):
-        inner = [n for subgraph in subgraphs(node) for n in subgraph.all_nodes()]
+        inner = [n for subgraph in subgraphs(node) for n in all_nodes(subgraph)]
         if needed.isdisjoint(node.outputs):
             for n in (node, *inner):
                 n.resize_inputs(0)

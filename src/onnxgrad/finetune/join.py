@@ -13,7 +13,7 @@ from onnxgrad.errors import ModelError, unknown
 from onnxgrad.finetune.stated import Stated, restore, stated
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
-from onnxgrad.graph.traversal import all_names
+from onnxgrad.graph.traversal import all_names, all_nodes
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
 from onnxgrad.model.notes import HEAD, read_note, write_note
 from onnxgrad.model.opsets import convert
@@ -200,7 +200,7 @@ def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -
     taken, replaced = all_names(below), set(replaced)
     final = {x.name for x in (*above.inputs, *above.outputs)}
     mine = all_names(above)
-    results = [y for node in above.all_nodes() for y in node.outputs]
+    results = [y for node in all_nodes(above) for y in node.outputs]
     inner = [v for g in above.subgraphs() for v in (*g.inputs, *g.initializers.values())]
     values = dict.fromkeys([*above.inputs, *above.initializers.values(), *results, *inner])
     renamed = 0
@@ -213,8 +213,8 @@ def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -
         value.name = _unused(f"{prefix}{value.name}", taken | mine)
         mine.add(value.name)
         renamed += 1
-    nodes = {str(node.name) for node in below.all_nodes()}
-    for node in above.all_nodes():
+    nodes = {str(node.name) for node in all_nodes(below)}
+    for node in all_nodes(above):
         if node.name and node.name in nodes:
             node.name = _unused(f"{prefix}{node.name}", nodes)
             nodes.add(node.name)

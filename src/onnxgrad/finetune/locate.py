@@ -9,7 +9,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.finetune.layers import Layer, data_values, layer_of, shown
-from onnxgrad.graph.traversal import captured, subgraphs
+from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
 from onnxgrad.model.constants import standard
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.operands import value_operands
@@ -78,7 +78,7 @@ class Search:
                 reasons[node] = layer
             elif node.op_type.startswith("TreeEnsemble"):
                 reasons[node] = _TREES
-            elif any(n.op_type in _LINEAR for g in subgraphs(node) for n in g.all_nodes()):
+            elif any(n.op_type in _LINEAR for g in subgraphs(node) for n in all_nodes(g)):
                 reasons[node] = "it is in a subgraph, which may be computed several times or never"
             else:
                 stack += [*value_operands(node), *captured(node)]

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from onnxgrad.graph.traversal import all_nodes
+
 
 @dataclass
 class Stated:
@@ -20,7 +22,7 @@ class Stated:
 def stated(graph: ir.Graph) -> dict[ir.Value, Stated]:
     """Return what the file states of the values of `graph` and its subgraphs."""
     inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.outputs)]
-    results = [y for node in graph.all_nodes() for y in node.outputs]
+    results = [y for node in all_nodes(graph) for y in node.outputs]
     values = [*graph.inputs, *graph.initializers.values(), *results, *inner]
     return {v: Stated(v.name, None if v.shape is None else v.shape.copy(), v.type) for v in values}
 

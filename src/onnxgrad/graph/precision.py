@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.graph.traversal import all_nodes
+
 _FLOATS = (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _DTYPES = ("to", "dtype", "output_dtype")  # attributes whose value is a dtype
 _FLOAT32_OPERANDS = {"Resize": 2, "Upsample": 1}  # index of an operand that stays float32
@@ -18,7 +20,7 @@ def set_precision(model: ir.Model, dtype: ir.DataType) -> None:
     unchanged = set()
     has_stash_type = dtype == ir.DataType.DOUBLE and model.opset_imports.get("", 0) >= 21
     graphs = (model.graph, *(function.graph for function in model.functions.values()))
-    for node in (n for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)):
+    for node in (n for graph in graphs for n in all_nodes(graph)):
         index = _FLOAT32_OPERANDS.get(node.op_type)
         if index is not None and index < len(node.inputs):
             unchanged.add(node.inputs[index])

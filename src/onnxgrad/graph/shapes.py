@@ -38,9 +38,10 @@ def has_reals(value: ir.Value) -> bool:
 
 def dims(value: ir.Value | None) -> Dims | None:
     """Return the dimensions of `value`, or None if its rank is unknown."""
-    if value is None or value.shape is None:
+    shape = None if value is None else value.shape
+    if shape is None:
         return None
-    return tuple(d if isinstance(d, int) else d.value for d in value.shape)
+    return tuple([d if isinstance(d, int) else d.value for d in shape])
 
 
 def rank(value: ir.Value | None) -> int | None:

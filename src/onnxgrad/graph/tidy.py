@@ -8,7 +8,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 _MANY = 64  # inputs of a node
 
@@ -38,7 +38,7 @@ def drop_unused(graph: ir.Graph) -> None:
             needed.update(node.inputs)
             for subgraph in subgraphs(node):
                 drop_unused(subgraph)
-                needed.update(subgraph.outputs, *(n.inputs for n in subgraph.all_nodes()))
+                needed.update(subgraph.outputs, *(n.inputs for n in all_nodes(subgraph)))
     for node in unused:
         detach(node)
     graph.remove(unused, safe=True)
@@ -46,7 +46,7 @@ def drop_unused(graph: ir.Graph) -> None:
 
 def release(graphs: Iterable[ir.Graph]) -> None:
     """Detach the inputs of all nodes in `graphs`, which are subgraphs that will be discarded."""
-    for node in (node for graph in graphs for node in graph.all_nodes()):
+    for node in (node for graph in graphs for node in all_nodes(graph)):
         detach(node)
 
 

@@ -24,7 +24,7 @@ def captured(node: ir.Node) -> list[ir.Value]:
     inputs: dict[ir.Value, None] = {}
     for subgraph in subgraphs(node):
         own.update(subgraph.inputs, subgraph.initializers.values())
-        for n in subgraph.all_nodes():
+        for n in all_nodes(subgraph):
             own.update(n.outputs)
             for nested in subgraphs(n):
                 own.update(nested.inputs, nested.initializers.values())
@@ -32,9 +32,17 @@ def captured(node: ir.Node) -> list[ir.Value]:
     return [v for v in inputs if v not in own]
 
 
+def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
+    """Yield the nodes of `graph`, each before those of its subgraphs."""
+    for node in graph:
+        yield node
+        for subgraph in subgraphs(node):
+            yield from all_nodes(subgraph)
+
+
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
     """Yield the graphs among the attributes of `node`, not those nested in their nodes."""
-    for attribute in node.attributes.values():
+    for attribute in node.attributes.data.values():  # without the slow views of a UserDict
         if attribute.type == ir.AttributeType.GRAPH:
             yield attribute.as_graph()
         elif attribute.type == ir.AttributeType.GRAPHS:
@@ -43,9 +51,12 @@ def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
 
 def all_names(graph: ir.Graph) -> set[str]:
     """Return the names of all values of `graph` and of its subgraphs at any depth."""
-    names = {v.name for node in graph.all_nodes() for v in node.outputs if v.name}
-    for g in (graph, *graph.subgraphs()):
+    names, graphs = set[str](), [graph]
+    for g in graphs:  # the loop appends to it
         names.update(v.name for v in (*g.inputs, *g.initializers.values()) if v.name)
+        for node in g:
+            names.update(y.name for y in node.outputs if y.name)
+            graphs += subgraphs(node)
     return names
 
 

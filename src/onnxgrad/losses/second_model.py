@@ -12,6 +12,7 @@ from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dim, Dims, dims
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.opsets import convert, exists
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import get_onnx_opset, select_model_inputs_outputs
@@ -135,7 +136,7 @@ def _at_opset(proto: ModelProto, opset: int, what: str) -> ModelProto:
 
 
 def _check_opset(model: ir.Model, opset: int, what: str) -> None:
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if not exists(node, opset):
             reason = f"{node.op_type} is newer"
             raise ModelError(_other_opset(what, model.opset_imports[""], opset, reason))
@@ -167,7 +168,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
     """Yield the inputs and the results of a graph and of its subgraphs."""
     for inner in (graph, *graph.subgraphs()):
         yield from inner.inputs
-    for node in graph.all_nodes():
+    for node in all_nodes(graph):
         yield from node.outputs
 
 

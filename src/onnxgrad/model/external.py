@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from onnxgrad.errors import ModelError
 IN_MODEL = 1 << 30
 SMALL = 1000  # bytes; shape inference of onnx_ir reads no larger constants
 _ALIGNMENT = 4096  # bytes
+_LARGE = 1 << 16  # bytes of an initializer that is not worth a copy
+_IN_ORIGIN = "onnxgrad.in-origin"  # location of a stand-in; its offset is an index of the tensors
 
 
 @dataclass
@@ -209,6 +212,42 @@ def written_out(model: ModelProto, file: Path, location: Path) -> ModelProto:
             refer(new, location, out.tell(), nbytes(tensor))
             out.write(ir.serde.deserialize_tensor(tensor).tobytes())
     return result
+
+
+def without_data(model: ModelProto) -> ModelProto:
+    """Return a copy of `model` whose large initializers lack their data: see `with_data`.
+
+    They count as external data, so that a rewrite that copies the model does not copy them.
+    """
+    result = ModelProto()
+    copy_fields(model, result, "graph")
+    copy_fields(model.graph, result.graph, "initializer")
+    for i, tensor in enumerate(model.graph.initializer):
+        new = result.graph.initializer.add()
+        if is_external(tensor) or nbytes(tensor) < _LARGE:
+            new.CopyFrom(tensor)
+            continue
+        new.name, new.data_type = tensor.name, tensor.data_type
+        new.doc_string = tensor.doc_string
+        new.dims.extend(tensor.dims)
+        refer(new, _IN_ORIGIN, i, nbytes(tensor))
+    return result
+
+
+def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
+    """Give `model`, rewritten from `without_data(origin)`, the data; they are copied when read."""
+    for value in model.graph.initializers.values():
+        stand_in = value.const_value
+        if isinstance(stand_in, ir.ExternalTensor) and stand_in.location == _IN_ORIGIN:
+            tensor = origin.graph.initializer[stand_in.offset or 0]
+            value.const_value = ir.LazyTensor(
+                partial(ir.serde.deserialize_tensor, tensor),
+                dtype=stand_in.dtype,
+                shape=stand_in.shape,
+                name=stand_in.name,
+                doc_string=stand_in.doc_string,
+            )
+    return model
 
 
 def copy_fields(old: Any, new: Any, without: str) -> None:

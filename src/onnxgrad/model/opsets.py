@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import onnx
@@ -37,9 +38,16 @@ def exists(node: ir.Node, opset: int) -> bool:
     """Return whether `opset` has the operator of `node`, with its attributes."""
     if node.domain:
         return True
-    if not defs.has(node.op_type, opset):
-        return False
-    return node.attributes.keys() <= defs.get_schema(node.op_type, opset).attributes.keys()
+    known = _attributes(node.op_type, opset)
+    return known is not None and all(name in known for name in node.attributes.data)
+
+
+@cache
+def _attributes(op_type: str, opset: int) -> frozenset[str] | None:
+    """Return the names of the attributes of an operator; None if `opset` does not have it."""
+    return (
+        frozenset(defs.get_schema(op_type, opset).attributes) if defs.has(op_type, opset) else None
+    )
 
 
 def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:

@@ -244,6 +244,8 @@ def _add_settings(
     scopes = [*outer, (id(graph), own)]
 
     def keys(names: Iterable[str]) -> list[_Key]:
+        if not outer:
+            return [(id(graph) if n in own else 0, n) for n in names]
         return [(next((g for g, values in scopes[::-1] if n in values), 0), n) for n in names]
 
     others.update(keys(outputs))

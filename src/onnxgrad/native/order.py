@@ -9,6 +9,7 @@ than its share of what it reads runs at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from heapq import heappop, heappush
 from math import prod
 
 import onnx_ir as ir
@@ -17,7 +18,6 @@ from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.graph.traversal import reads, subgraphs
 
-MANY = 4000  # nodes up to which those that can run next are all compared at every step
 JOINED = 4  # results of different depths that a node reads, at least
 
 
@@ -38,12 +38,9 @@ def order_all(graph: ir.Graph) -> None:
 
 def order(graph: ir.Graph) -> None:
     """Put the nodes of `graph` in a better order; the shapes that matter are static."""
-    nodes = list(graph)
+    nodes, memory = list(graph), Memory(graph)
     first = depth_first(graph)
-    orders = [nodes, first]
-    if len(nodes) <= MANY:
-        orders.append(eager(graph, first))
-    best = min(orders, key=lambda some: peak(graph, some))
+    best = min((nodes, first, eager(memory, first)), key=lambda some: peak(memory, some))
     graph.remove(nodes)
     graph.extend(best)
 
@@ -80,99 +77,128 @@ def _spread(nodes: Sequence[ir.Node], level: Mapping[ir.Node, int]) -> int:
     return level[nodes[-1]] - level[nodes[0]]
 
 
-def eager(graph: ir.Graph, nodes: Sequence[ir.Node]) -> list[ir.Node]:
+def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
     """Return the nodes in the order of `nodes`, but those first that free memory at once."""
-    lives = _Lives(graph)
-    position, waiting, ready = {node: i for i, node in enumerate(nodes)}, {}, set()
-    for node in graph:
-        waiting[node] = len({x.producer() for x in lives.read[node]} & lives.read.keys())
-        if not waiting[node]:
-            ready.add(node)
-            lives.ready(node)
+    lives = Lives(memory)
+    position = {node: i for i, node in enumerate(nodes)}
+    waiting = {node: len(memory.before[node]) for node in nodes}
+    ranks: dict[ir.Node, tuple[float, int]] = {}  # of the nodes that can run now
+    heap: list[tuple[float, int]] = []  # these, and some that are no longer true
     result: list[ir.Node] = []
 
-    def rank(node: ir.Node) -> tuple[float, int]:
-        return -max(0, lives.gain(node) + 1), position[node]
+    def rank(node: ir.Node) -> None:
+        ranks[node] = -max(0, lives.gain(node) + 1), position[node]
+        heappush(heap, ranks[node])
 
-    while ready:
-        node = min(ready, key=rank)
-        ready.remove(node)
+    def rank_again(values: Sequence[ir.Value]) -> None:
+        for reader in dict.fromkeys(n for x in values for n in memory.readers[x] if n in ranks):
+            rank(reader)
+
+    for node in memory.read:
+        if not waiting[node]:
+            lives.ready(node)
+            ranks[node] = 0.0, position[node]
+    for node in ranks:
+        rank(node)
+    while heap:
+        entry = heappop(heap)
+        node = nodes[entry[1]]
+        if ranks.get(node) != entry:
+            continue
+        del ranks[node]
         result.append(node)
         lives.run(node)
-        for follower in dict.fromkeys(n for y in node.outputs for n in lives.readers.get(y, ())):
+        changed = list(memory.read[node])
+        for follower in memory.behind[node]:
             waiting[follower] -= 1
             if not waiting[follower]:
-                ready.add(follower)
-                lives.ready(follower)
+                changed += lives.ready(follower)
+                rank(follower)
+        rank_again(changed)
     return result
 
 
-def peak(graph: ir.Graph, nodes: Sequence[ir.Node]) -> int:
+def peak(memory: Memory, nodes: Sequence[ir.Node]) -> int:
     """Return the bytes that are alive at most when the nodes run in this order."""
-    lives, most = _Lives(graph), 0
+    lives, most = Lives(memory), 0
     for node in nodes:
         most = max(most, lives.run(node))
     return most
 
 
-class _Lives:
-    """What is alive while nodes run: `read` has the values that a node reads, views as their base.
+class Memory:
+    """What the nodes of a graph read and write of memory: `bytes` are those of values that get any.
 
-    Results of the graph have memory from the beginning on, and inputs never lose theirs.
+    `read` has the values that a node reads, views as their base, and `readers` their nodes; of
+    values without bytes, neither. `before` and `behind` are nodes whose results a node reads, and
+    that read its results. Results of the graph have memory from the beginning on, and inputs never
+    lose theirs.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
-        self.base: dict[ir.Value, ir.Value] = {}
+        self.bytes: dict[ir.Value, int] = {}
         self.read: dict[ir.Node, list[ir.Value]] = {}
         self.readers: dict[ir.Value, list[ir.Node]] = {}
-        self.bytes: dict[ir.Value, int] = {}
+        self.before: dict[ir.Node, set[ir.Node]] = {}
+        self.behind: dict[ir.Node, list[ir.Node]] = {node: [] for node in graph}
+        base: dict[ir.Value, ir.Value] = {}
         outputs = set(graph.outputs)
         for node in graph:
-            read = self.read[node] = reads(node)
-            for x in read:
+            values = reads(node)
+            producers = {x.producer() for x in values}
+            self.before[node] = {p for p in producers if p is not None and p in self.behind}
+            for producer in self.before[node]:
+                self.behind[producer].append(node)
+            own = dict.fromkeys(base.get(x, x) for x in values)
+            self.read[node] = [x for x in own if self.bytes.get(x)]
+            for x in self.read[node]:
                 self.readers.setdefault(x, []).append(node)
             if node.op_type in VIEWS and not node.domain and node.inputs[0] is not None:
-                self.base[node.outputs[0]] = self._base(node.inputs[0])
+                base[node.outputs[0]] = base.get(node.inputs[0], node.inputs[0])
             else:
                 self.bytes.update((y, nbytes(y)) for y in node.outputs if y not in outputs)
-        self.left: dict[ir.Value, int] = {}
-        for read in self.read.values():
-            for x in self._bases(read):
-                self.left[x] = self.left.get(x, 0) + 1
+        self.written = {n: sum(self.bytes.get(y, 0) for y in n.outputs) for n in graph}
+        self.unread = {
+            n: sum(self.bytes.get(y, 0) for y in n.outputs if y not in self.readers) for n in graph
+        }
+
+
+class Lives:
+    """What is alive while nodes run."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.left = {x: len(nodes) for x, nodes in memory.readers.items()}
         self.blocked = dict(self.left)
         self.alive = 0
 
-    def _base(self, value: ir.Value) -> ir.Value:
-        return self.base.get(value, value)
-
-    def _bases(self, values: Sequence[ir.Value]) -> set[ir.Value]:
-        return {self._base(x) for x in values}
-
-    def ready(self, node: ir.Node) -> None:
-        """Note that what `node` reads is there."""
-        for x in self._bases(self.read[node]):
+    def ready(self, node: ir.Node) -> list[ir.Value]:
+        """Note that what `node` reads is there; return what all readers can read now."""
+        read = self.memory.read[node]
+        for x in read:
             self.blocked[x] -= 1
+        return [x for x in read if not self.blocked[x]]
 
     def gain(self, node: ir.Node) -> float:
         """Return the bytes that `node` frees, with its share of what others can read now, too, less
         those of its results.
         """
+        memory = self.memory
         freed = sum(
-            self.bytes.get(x, 0) / self.left[x]
-            for x in self._bases(self.read[node])
-            if not self.blocked[x]
+            memory.bytes[x] / self.left[x] for x in memory.read[node] if not self.blocked[x]
         )
-        return freed - sum(self.bytes.get(y, 0) for y in node.outputs)
+        return freed - memory.written[node]
 
     def run(self, node: ir.Node) -> int:
         """Run the node; return the bytes alive meanwhile."""
-        self.alive += sum(self.bytes.get(y, 0) for y in node.outputs)
+        memory = self.memory
+        self.alive += memory.written[node]
         meanwhile = self.alive
-        for x in self._bases(self.read[node]):
+        for x in memory.read[node]:
             self.left[x] -= 1
             if not self.left[x]:
-                self.alive -= self.bytes.get(x, 0)
-        self.alive -= sum(self.bytes.get(y, 0) for y in node.outputs if not self.left.get(y))
+                self.alive -= memory.bytes[x]
+        self.alive -= memory.unread[node]
         return meanwhile
 
 

@@ -13,9 +13,10 @@ from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_array, check_consistent_length, check_random_state
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from onnxgrad.data.columns import is_table
+from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.read import read
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.sklearn.arguments import by_name, check_arguments, initialized, same
@@ -270,7 +271,7 @@ class OnnxEstimator(BaseEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        check_is_fitted(self)
+        self._require_fitted()
         return self._network.model
 
     # -- arguments and data -------------------------------------------------------------------
@@ -321,12 +322,16 @@ class OnnxEstimator(BaseEstimator):
 
     def _computed(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target of the loss for X, and the labels if the file has them."""
-        check_is_fitted(self)
+        self._require_fitted()
         if is_table(X) and self._tables:
             validate_data(self, X, skip_check_array=True, reset=False)
         elif not by_name(X):
             X = validate_data(self, X, reset=False, **self._x_checks(X))
         return self._network.run(X)
+
+    def _require_fitted(self) -> None:
+        if not self.__sklearn_is_fitted__():
+            raise NotFittedError("nothing was trained yet: call fit first")
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "n_iter_")

@@ -27,6 +27,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded, work
 
@@ -261,7 +262,7 @@ def _has_zero_gradient(proto: ModelProto, names: list[str]) -> bool:
 
 def _random(proto: ModelProto) -> ir.Node | None:
     """Return a node whose results differ from run to run, if there is one."""
-    for node in ir.from_proto(proto).graph.all_nodes():
+    for node in all_nodes(ir.from_proto(proto).graph):
         if node.op_type == "Dropout":
             mode = node.inputs[2] if len(node.inputs) > 2 else None
             training = None if mode is None else constant(mode)

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
 from onnxgrad.training.epoch import stacked_input, stacked_shape
@@ -60,7 +61,7 @@ def build_accumulating_step(
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
     """Return all values of a graph that have a name."""
-    results = [y for node in graph.all_nodes() for y in node.outputs]
+    results = [y for node in all_nodes(graph) for y in node.outputs]
     return [*graph.inputs, *graph.initializers.values(), *results]
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
-from rich.console import Console
-from rich.progress import Progress
 
 from onnxgrad.errors import escaping
 from onnxgrad.graph.shapes import dims
@@ -135,8 +133,14 @@ class Evaluator:
     def _watched(self, source: BatchSource) -> Iterator[Slice]:
         """Yield the batches one by one, with a progress bar on a terminal if one is asked for."""
         slices = source.epoch(None, 0, lambda batch: 1)
+        if self.shown is None:
+            yield from slices
+            return
+        from rich.console import Console
+        from rich.progress import Progress
+
         console = Console(stderr=True)
-        if self.shown is None or not console.is_terminal:
+        if not console.is_terminal:
             yield from slices
             return
         with Progress(console=console, transient=True) as bar:

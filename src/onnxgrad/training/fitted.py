@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import ModelProto
 
-from onnxgrad.estimator import Parameters
+from onnxgrad.estimator import BaseEstimator
 from onnxgrad.model import external
 from onnxgrad.optimizers import Optimizer
 
@@ -84,7 +84,7 @@ def fingerprint(value: Any) -> Any:
         return type(value), tuple((fingerprint(k), fingerprint(v)) for k, v in value.items())
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(fingerprint, value))
-    if isinstance(value, Parameters):
+    if isinstance(value, BaseEstimator):
         own = {k: v for k, v in vars(value).items() if k != "_sessions"}
         return type(value), fingerprint(own)
     return object()

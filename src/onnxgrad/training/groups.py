@@ -60,6 +60,9 @@ class Group:
         """
         arrays = [self.pack(weights)]
         for slot in self.slots:
+            if (constant := self._constant(slot, weights, slots)) is not None:
+                arrays.append(constant)
+                continue
             values = {}
             for name, shape in self.shapes.items():
                 value = slots.get(name, {}).get(slot)
@@ -69,6 +72,22 @@ class Group:
                 values[name] = value
             arrays.append(self.pack(values, slot))
         return arrays
+
+    def _constant(
+        self, slot: str, weights: Mapping[str, np.ndarray], slots: Mapping[str, Mapping]
+    ) -> np.ndarray | None:
+        """Return the array of a slot that starts at one number; None if there is another value.
+
+        Zeros take memory only when they are written.
+        """
+        if any(slot in slots.get(name, {}) for name in self.shapes):
+            return None
+        initial = [self.optimizer.slot_initial(slot, np.asarray(weights[n])) for n in self.shapes]
+        if any(np.ndim(value) or value != initial[0] for value in initial):
+            return None
+        like = self.slots[slot]
+        shape, dtype = shapes.static(shapes.dims(like)) or (), numpy_dtype(like)
+        return np.full(shape, initial[0], dtype) if initial[0] else np.zeros(shape, dtype)
 
     def split(
         self, arrays: Iterable[np.ndarray], copies: bool = True
@@ -144,10 +163,12 @@ def write_groups(
             matches.
     """
     optimizer.check_names([str(w.name) for w in gradients])
-    return [
-        _pack(op, members, gradients, own, blocks)
+    pieces: dict[ir.Value, ir.Value] = {}
+    groups = [
+        _pack(op, members, gradients, own, blocks, pieces)
         for own, members in _partition(gradients, optimizer, PACKED if packed is None else packed)
     ]
+    return [(group, pieces.get(g, g)) for group, g in groups]
 
 
 def numpy_dtype(value: ir.Value) -> np.dtype:
@@ -189,26 +210,32 @@ def _static(w: ir.Value) -> Shape:
 def _pack(
     op: Emit,
     members: list[ir.Value],
-    gradients: dict[ir.Value, ir.Value],
+    gradients: Mapping[ir.Value, ir.Value],
     optimizer: Optimizer,
     blocks: bool,
+    pieces: dict[ir.Value, ir.Value],
 ) -> tuple[Group, ir.Value]:
     """Return the group of `members` and the gradient of its state.
 
     Several weights become one input, which the graph splits, so that their update is written once.
-    A weight that is updated in blocks becomes an input whose first axis counts the blocks.
+    A weight that is updated in blocks becomes an input whose first axis counts the blocks. `pieces`
+    gets what the graph reads instead of each weight.
     """
     sizes = [prod(_static(w)) for w in members]
     w = members[0]
+
+    def gradient(w: ir.Value) -> ir.Value:
+        return pieces.get(gradients[w], gradients[w])
+
     alone = len(members) == 1 and optimizer.elementwise and blocks
     shape = block_shape(w) if alone else None
     if len(members) == 1 and shape is None:
-        state, g = w, gradients[w]
+        state, g = w, gradient(w)
     elif shape is not None:
         state = graph_input(op, f"{w.name}.blocks", w, ir.Shape(shape))
         with op.at(next(iter(op.graph), None)):
-            _replace(w, op.reshape_like(state, w), gradients)
-        g = op.set_type_like(op.Reshape(gradients[w], list(shape)), state)
+            _replace(w, op.reshape_like(state, w), pieces)
+        g = op.set_type_like(op.Reshape(gradient(w), list(shape)), state)
     else:
         state = ir.Value(name=op.name("packed"), type=members[0].type, shape=ir.Shape([sum(sizes)]))
         with op.at(next(iter(op.graph), None)):
@@ -216,8 +243,8 @@ def _pack(
             for w, part, size in zip(members, parts, sizes, strict=True):
                 part.shape = ir.Shape([size])
                 piece = part if _only_broadcast(w) else op.reshape_like(part, w)
-                _replace(w, piece, gradients)
-        flat = [op.Reshape(gradients[w], [size]) for w, size in zip(members, sizes, strict=True)]
+                _replace(w, piece, pieces)
+        flat = [op.Reshape(gradient(w), [size]) for w, size in zip(members, sizes, strict=True)]
         g = op.set_type_like(op.Concat(*flat, axis=0), state)
     inner = {slot: ir.Shape(optimizer.slot_shape(slot, _static(state))) for slot in optimizer.slots}
     prefix = state.name if len(members) > 1 else w.name
@@ -226,10 +253,10 @@ def _pack(
     return Group(names, state, slots, optimizer, shape is not None), g
 
 
-def _replace(w: ir.Value, piece: ir.Value, gradients: dict[ir.Value, ir.Value]) -> None:
+def _replace(w: ir.Value, piece: ir.Value, pieces: dict[ir.Value, ir.Value]) -> None:
     """Replace a weight by what the graph makes of the state, also where it is a gradient."""
     ir.convenience.replace_all_uses_with(w, piece)
-    gradients.update({x: piece for x, dx in gradients.items() if dx is w})
+    pieces[w] = piece
 
 
 def _only_broadcast(w: ir.Value) -> bool:

@@ -6,8 +6,8 @@ import gc
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,36 @@ def without_weights(proto: ModelProto, names: Collection[str]) -> tuple[ModelPro
         return proto, None
     gc.collect()  # graphs, which are cyclic, refer to the whole model
     return new, described(proto)
+
+
+class Identity(Mapping[str, Any]):
+    """The description of some values and of a model, whose digest is computed when it is read.
+
+    Most trainings write no checkpoint, and the digest takes longer than to load the model. A model
+    whose digest is known is that digest.
+    """
+
+    def __init__(self, model: ModelProto | str, values: Mapping[str, Any]) -> None:
+        self.model, self.values_but_model = model, described(values)
+
+    @cached_property
+    def _all(self) -> dict[str, Any]:
+        return {"model": described(self.model), **self.values_but_model}
+
+    def __getitem__(self, key: str) -> Any:
+        return self._all[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __deepcopy__(self, memo: Any) -> Identity:
+        return self  # never modified
+
+    def __reduce__(self) -> Any:
+        return dict, (self._all,)
 
 
 def described(value: Any) -> Any:
@@ -89,7 +119,7 @@ def _digest_of_model(model: ModelProto) -> str:
 
 def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:
     """Raise `ValueError` for a checkpoint of another training, with what differs."""
-    differing = _differences(saved, json.loads(json.dumps(now)))  # as a checkpoint holds it
+    differing = _differences(saved, json.loads(json.dumps(dict(now))))  # as a checkpoint holds it
     if differing:
         lines = [
             f"{key}: {_shown(old)} in the checkpoint, {_shown(new)} now"

@@ -13,6 +13,7 @@ from onnx import ModelProto
 
 from onnxgrad.errors import ConvergenceError, ConvergenceWarning, unknown
 from onnxgrad.estimator import BaseEstimator, NotFittedError, Selected
+from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
@@ -143,6 +144,7 @@ class SeedTrainer(BaseEstimator):
             self._state.stop_reason = loop.state.stop_reason
             loop.state.end()
 
+    @garbage_kept()
     def _prepare(self, data: Dataset, held_out: Dataset | None, callbacks: Callbacks) -> Loop:
         """Check everything, and return the loop of the epochs; nothing of `self` is changed."""
         rate, optimizer = self._rate_and_optimizer()
@@ -155,13 +157,12 @@ class SeedTrainer(BaseEstimator):
         state = self._first_state(proto, names, step, optimizer, before)
         source = self._source(state, fields, data)
         validation = self._evaluation(proto, step, fields, weighted, held_out)
-        work = step.work * self.batch_size
-        target = Target.of(self.device, work, self.batch_size)
+        target = Target.of(self.device, work := step.work * self.batch_size, self.batch_size)
         runner = new_runner(step, "mean" if fields.mean else "sum", target, work)
         loop = self._loop(state, runner, rate, source, validation, callbacks)
         if step.unreached:
             warnings.warn(
-                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
+                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=4
             )
         self._save_gradient(proto, step, runner.model)
         return loop

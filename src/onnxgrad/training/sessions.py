@@ -8,6 +8,7 @@ import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model import external
 from onnxgrad.native.order import order_all
@@ -72,6 +73,7 @@ class Sessions:
             self._own = lengths, self._created(lengths)
         return self._own[1]
 
+    @garbage_kept()
     def _created(self, lengths: dict[str, int]) -> ort.InferenceSession:
         if self.device == CPU and self.work >= WORK_PER_THREAD:
             try:

@@ -12,6 +12,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.data.torch_data import draws_its_order
+from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_loss
 from onnxgrad.losses.other_models import LossModel
@@ -31,7 +32,7 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
-from onnxgrad.training.identity import described, require_equal
+from onnxgrad.training.identity import Identity, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
 from onnxgrad.training.modes import inference_form
@@ -174,6 +175,7 @@ class Setup:
         own = isinstance(self.plan.loss, OutputLosses)
         return compiled_step(self, label_shapes(self.data.y), self._class_weight() if own else None)
 
+    @garbage_kept()
     def loop(
         self, epochs: int, shuffle: bool, resume: str | os.PathLike | None, further: bool = False
     ) -> Loop:
@@ -216,10 +218,10 @@ class Setup:
         rates = self._rates(state, None if further else source.batches, epochs)
         if step.unreached:
             warnings.warn(
-                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
+                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=4
             )
         if step.rounding:
-            warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
+            warnings.warn(straight_through_warning(step.rounding), stacklevel=4)
         state.begin(runner)
         return Loop(
             trainer,
@@ -271,7 +273,7 @@ class Setup:
         return ByStep(rate, state)
 
     def _state(
-        self, buffers: Arrays, identity: dict[str, Any], resume: str | os.PathLike | None
+        self, buffers: Arrays, identity: Identity, resume: str | os.PathLike | None
     ) -> TrainState:
         """Return a new state with the current weights, or that of a checkpoint.
 
@@ -289,7 +291,7 @@ class Setup:
                     "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "
                     "dataset, or shuffle=False",
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             state.stop_reason = None
             return state
@@ -303,15 +305,15 @@ class Setup:
         state.values = Values(old.weights, buffers=now)
         return state
 
-    def _identity(self, data: dict[str, Any], batch_size: int, shuffle: bool) -> dict[str, Any]:
+    def _identity(self, data: dict[str, Any], batch_size: int, shuffle: bool) -> Identity:
         """Return what two trainings must have in common for one to go on with the other."""
         trainer = self.trainer
         arguments = (
             "optimizer learning_rate clip_norm accumulate batch_norm dropout carry recompute seed"
         )
-        return described(
+        return Identity(
+            trainer.digest or trainer.proto,
             {
-                "model": trainer.digest or trainer.proto,
                 "trained": trainer.trained,
                 "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
                 "class_weight": trainer.class_weight,
@@ -319,7 +321,7 @@ class Setup:
                 "shuffle": shuffle,
                 "data": data,
                 **{name: getattr(trainer, name) for name in arguments.split()},
-            }
+            },
         )
 
     # -- evaluation ---------------------------------------------------------------------------

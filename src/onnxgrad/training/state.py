@@ -92,7 +92,7 @@ class TrainState:
     schedule: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     kept: dict[str, Arrays] = field(default_factory=dict)
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
     # of the two estimators; a `Trainer` does not use them
     rng: np.random.Generator | None = None  # orders the rows of all epochs
     optimizer: Optimizer | None = None  # to which the slots belong
@@ -286,7 +286,8 @@ class TrainState:
             "buffers": values.buffers,
             "kept": {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()},
         }
-        numbers = {name: getattr(self, name) for name in _NUMBERS} | {"step": values.steps}
+        numbers = {name: getattr(self, name) for name in _NUMBERS}
+        numbers |= {"step": values.steps, "identity": dict(self.identity)}
         saving.write(Path(folder), arrays, numbers)
 
     @classmethod

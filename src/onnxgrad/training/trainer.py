@@ -13,6 +13,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.recomputable import RECOMPUTE
 from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
+from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model import weights as constants
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
@@ -151,7 +152,8 @@ class Trainer(Settings):
         self.dropout = adapter_dropout(proto) | dict(dropout or {})
         self.names = read_names(self.proto)  # of the columns of tables
         require_floats(self.proto, () if train is None else train)
-        self.trained = choose_weights(self.proto, train, freeze)
+        with garbage_kept():
+            self.trained = choose_weights(self.proto, train, freeze)
         # a user who asks for weights of a quantized model knows that the others stay
         tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
         self.straight_through = train is not None or bool(tuned)

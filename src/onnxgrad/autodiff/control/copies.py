@@ -11,7 +11,7 @@ from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.tidy import drop_unused
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.traversal import all_nodes, reads
 
 Pairs = list[tuple[ir.Value, ir.Value]]
 
@@ -29,7 +29,7 @@ class Copy:
         self.inputs, self.outputs = list(self.graph.inputs), list(self.graph.outputs)
         self._originals = dict(zip(self.graph, self.original, strict=True))  # copied node -> node
         self.graph.inputs.clear()
-        results = (y for n in self.graph.all_nodes() for y in n.outputs if y.name)
+        results = (y for n in all_nodes(self.graph) for y in n.outputs if y.name)
         for value in (*self.inputs, *results):
             value.name = op.name(str(value.name))
 
@@ -63,7 +63,7 @@ class Copy:
     def random_placeholders(self) -> Pairs:
         """Replace random numbers by placeholders, as `placeholders` does."""
         pairs = []
-        for node in [n for n in self.graph.all_nodes() if n.op_type in RANDOM and not n.domain]:
+        for node in [n for n in all_nodes(self.graph) if n.op_type in RANDOM and not n.domain]:
             if node.graph is not self.graph:
                 raise NoGradientRule(
                     f"{node.op_type} {node.name!r} is in a graph inside of a graph of "

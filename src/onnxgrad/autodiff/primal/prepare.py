@@ -25,6 +25,8 @@ from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import complete_stated, forget_stated
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import detach, tidy
+from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.opsets import NEWEST_OPSET, exists
 from onnxgrad.reporting import escape_loggers
@@ -63,7 +65,8 @@ def prepare(
     table = dict(LOWERINGS | ON_DEMAND if on_demand else LOWERINGS)
     if keep_dropout:
         del table["", "Dropout"]
-    model = to_ir(raise_opset(inlined(proto, lifted=True)))
+    model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
+    external.with_data(model, proto)
     RemoveInitializersFromInputsPass()(model)
     _separate_repeated_outputs(model.graph)
     _free_names(model.graph)
@@ -76,7 +79,7 @@ def prepare(
         tidy(model)
     if batch is not None:
         name_rows(model.graph, batch, exempt)
-    note_ranks(model.graph.all_nodes())
+    note_ranks(all_nodes(model.graph))
     stated = {} if own else forget_stated(model.graph)
     trust_branches = outputs is not None  # for a loss: trainers check the shapes that they feed
     infer(model, trust_branches)
@@ -84,14 +87,14 @@ def prepare(
         infer(model, trust_branches)
     _lower(model, table, keep)
     while function_bodies.expand(
-        model, [n for n in model.graph.all_nodes() if _needs_body(model, n)]
+        model, [n for n in all_nodes(model.graph) if _needs_body(model, n)]
     ):
         infer(model, trust_branches)
         _lower(model, table, keep)
     fold_sizes(model.graph)
     _drop_imports(model)
     _free_outputs(model)
-    if all(exists(n, NEWEST_OPSET) for n in model.graph.all_nodes()):
+    if all(exists(n, NEWEST_OPSET) for n in all_nodes(model.graph)):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
 
@@ -138,7 +141,7 @@ def _needs_body(model: ir.Model, node: ir.Node) -> bool:
 
 def _free_outputs(model: ir.Model) -> None:
     """Copy graph outputs of operators that may be lowered later, which replaces their results."""
-    on_demand = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in ON_DEMAND]
+    on_demand = [n for n in all_nodes(model.graph) if (n.domain, n.op_type) in ON_DEMAND]
     outputs = [(n.graph, y) for n in on_demand for y in n.outputs if y.is_graph_output()]
     main = Emit(model.graph) if outputs else None
     for graph, y in outputs:
@@ -155,7 +158,7 @@ def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:
     onnx's inference stops at operators of other domains; so shapes are inferred up to each of them
     before it is lowered.
     """
-    waiting = [n for n in model.graph.all_nodes() if (n.domain, n.op_type) in table]
+    waiting = [n for n in all_nodes(model.graph) if (n.domain, n.op_type) in table]
     stuck = False  # whether the inputs of all waiting nodes remain without a rank
     opset = model.opset_imports[""]
     while waiting:
@@ -185,7 +188,7 @@ def _drop_imports(model: ir.Model) -> None:
     """Remove the opset imports of domains that no node uses."""
     functions = model.functions.values()
     graphs = (model.graph, *(function.graph for function in functions))
-    used = {n.domain for graph in graphs for n in ir.traversal.RecursiveGraphIterator(graph)}
+    used = {n.domain for graph in graphs for n in all_nodes(graph)}
     for domain in model.opset_imports.keys() - used - {f.domain for f in functions} - {""}:
         del model.opset_imports[domain]
 

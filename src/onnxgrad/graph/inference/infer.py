@@ -8,8 +8,8 @@ from itertools import chain, count
 import onnx_ir as ir
 from onnx import defs
 from onnx.shape_inference import infer_node_outputs
-from onnx_ir.passes.common import ShapeInferencePass
 
+from onnxgrad.graph.inference.by_onnx import infer_by_onnx
 from onnxgrad.graph.inference.loop_states import (
     assume_states,
     constants_in_bodies,
@@ -24,10 +24,7 @@ from onnxgrad.graph.inference.size_limits import check_constants, check_ranks
 from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
 from onnxgrad.graph.sequences import OPERATORS
 from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
-from onnxgrad.graph.traversal import subgraphs
-from onnxgrad.reporting import hush, quiet
-
-hush("onnx_ir.passes.common.shape_inference")  # while `_run_inference` runs
+from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 _SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
 
@@ -54,7 +51,7 @@ def infer(model: ir.Model, trust_branches: bool = True) -> None:
     declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
     for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
         y.shape = None
-    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    nodes = list(all_nodes(model.graph))
     check_ranks(nodes)
     forget_declared(nodes)
     spell_out(nodes)
@@ -183,7 +180,7 @@ def _infer_with_onnx(model: ir.Model) -> None:
     for _ in range(_ROUNDS):
         if not correct_types(model.graph):
             break
-        for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        for node in all_nodes(model.graph):
             if node.op_type not in OPERATORS and not any(subgraphs(node)):
                 for y in node.outputs:
                     y.shape = None
@@ -197,7 +194,7 @@ def _infer_with_onnx(model: ir.Model) -> None:
 
 def _run_inference(model: ir.Model) -> None:
     """Infer shapes with onnx, and the elements of short vectors, from which shapes follow."""
-    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    nodes = list(all_nodes(model.graph))
     shapes = _without_elements(model, nodes) if lacks_shapes(nodes) else {}
     if shapes is None:
         return
@@ -233,16 +230,8 @@ def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Valu
 
 
 def _run_pass(model: ir.Model, elements: bool = True) -> None:
-    initializers = model.graph.initializers
-    ordered = dict(initializers)
-    try:
-        # the pass does not raise: without shapes, rules compute them at run time
-        with quiet(), constants_in_bodies(model.graph), starts_as_states(model.graph):
-            ShapeInferencePass(check_type=False, strict_mode=False, data_prop=elements)(model)
-    finally:
-        if list(initializers) != list(ordered):  # the pass moves large initializers to the end
-            initializers.clear()
-            initializers.update(ordered)
+    with constants_in_bodies(model.graph), starts_as_states(model.graph):
+        infer_by_onnx(model, elements)
 
 
 def _complement(model: ir.Model, nodes: list[ir.Node]) -> None:

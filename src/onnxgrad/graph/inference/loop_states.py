@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.sequences import is_empty
 from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
-from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 _SMALL = 64  # elements: only constants up to this size are copied
 _CHANGES = "onnxgrad.changes"  # `meta` key of a state whose rank changes between iterations
@@ -80,7 +80,7 @@ def starts_as_states(graph: ir.Graph) -> Iterator[None]:
     """
     before: list[tuple[ir.Node, int, ir.Value]] = []
     inputs = len(graph.inputs)
-    for node in ir.traversal.RecursiveGraphIterator(graph):
+    for node in all_nodes(graph):
         for i, (start, state, _, _) in enumerate(states(node), 2):
             if start is not None and not isinstance(start.type, ir.TensorType | None):
                 name = f"onnxgrad.start_{len(before)}"

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.shapes import Dims, constant, dims, einsum_shape, static
+from onnxgrad.graph.traversal import all_nodes
 
 _HIDDEN = "onnxgrad.hidden"  # a domain without operators, so that onnx infers nothing
 
@@ -81,7 +82,7 @@ def wrongly_inferred(graph: ir.Graph, corrected: Collection[ir.Node]) -> ir.Node
     The shapes of all later nodes, and of nodes with a subgraph, are removed, as they may follow
     from it. Nodes in `corrected` are skipped.
     """
-    nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+    nodes = list(all_nodes(graph))
     for i, node in enumerate(nodes):
         if node.domain or node.op_type not in _RIGHT or node in corrected:
             continue

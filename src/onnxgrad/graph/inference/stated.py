@@ -15,6 +15,7 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
+from onnxgrad.graph.traversal import all_nodes
 
 
 def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
@@ -25,7 +26,7 @@ def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
     """
     stated = {}
     batched = any(not isinstance(d, int) for x in graph.inputs for d in (dims(x) or ())[:1])
-    for node in graph.all_nodes():
+    for node in all_nodes(graph):
         for y in node.outputs:
             shape = dims(y)
             if shape is not None and node.graph is graph:

@@ -6,21 +6,14 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 from numbers import Real
-from typing import Any
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress as RichProgress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column
-from rich.text import Text
+from typing import TYPE_CHECKING, Any
 
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Control
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress, TaskID
 
 _VALIDATION = "validation_"
 _TIME, _BAR = 8, 4  # columns of a terminal: of the time left, and of the bar at least
@@ -49,21 +42,14 @@ class Progress(Callback):
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Choose between the bar and lines; the bar is shown from the first step on."""
+        from rich.console import Console
+
         console = self._console = self.console or Console(stderr=True)
         self._bar, self._shown = None, time.monotonic()
         self._started: tuple[float, float] | None = None  # time, and share that was done
         self._evaluation, self._evaluated = "", 0  # text until a line shows it, and its step
         if _can_draw(console, chosen=self.console is not None):
-            whole = Column(no_wrap=True)  # the bar is the first to be shortened
-            report = Column(no_wrap=True, overflow="ellipsis")
-            self._bar = RichProgress(
-                TextColumn("{task.fields[epoch]}", markup=False, table_column=whole),
-                BarColumn(bar_width=None),
-                TimeRemainingColumn(table_column=Column(min_width=_TIME, no_wrap=True)),
-                TextColumn("{task.fields[report]}", markup=False, table_column=report),
-                console=console,
-                refresh_per_second=4,
-            )
+            self._bar = _bar(console)
             self._task: TaskID | None = None
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
@@ -129,6 +115,8 @@ class Progress(Callback):
         self._print(f"{head}: {', '.join(results + conditions)}")
 
     def _print(self, line: str) -> None:
+        from rich.text import Text
+
         with _ignoring_closed_output():
             self._console.print(Text(printable(line)), soft_wrap=True)
 
@@ -143,6 +131,22 @@ class Progress(Callback):
             left = (time.monotonic() - start) * (1 - share) / (share - before)
             text += f", {timedelta(seconds=round(left))} left"
         return text
+
+
+def _bar(console: Console) -> RichProgress:
+    from rich import progress
+    from rich.table import Column
+
+    whole = Column(no_wrap=True)  # the bar is the first to be shortened
+    report = Column(no_wrap=True, overflow="ellipsis")
+    return progress.Progress(
+        progress.TextColumn("{task.fields[epoch]}", markup=False, table_column=whole),
+        progress.BarColumn(bar_width=None),
+        progress.TimeRemainingColumn(table_column=Column(min_width=_TIME, no_wrap=True)),
+        progress.TextColumn("{task.fields[report]}", markup=False, table_column=report),
+        console=console,
+        refresh_per_second=4,
+    )
 
 
 def _can_draw(console: Console, chosen: bool) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.judged import Judged, judge
 from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
@@ -76,7 +77,7 @@ class _Reader:
         self.modules = ModuleNames(graph, self.sizes)
         self.own = {row.value: row.name for row in rows if row.name in self.sizes}
         self.layers: dict[tuple[str, str], list[ir.Node]] = {}  # recurrent nodes of a module
-        for node in ir.traversal.RecursiveGraphIterator(graph):
+        for node in all_nodes(graph):
             if _is_recurrent(node):
                 self.layers.setdefault((self.modules.module(node), node.op_type), []).append(node)
 

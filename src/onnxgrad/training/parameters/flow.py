@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from onnxgrad.graph.operators import OF_SHAPES, RANDOM
-from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.training.parameters.operands import domain, leading_operands, letter, value_operands
 
 
@@ -27,7 +27,7 @@ class Flow:
     """
 
     def __init__(self, graph: ir.Graph) -> None:
-        self.nodes = list(ir.traversal.RecursiveGraphIterator(graph))
+        self.nodes = list(all_nodes(graph))
         self.bindings: dict[ir.Value, list[ir.Value]] = {}
         for node in self.nodes:
             for source, target in _bindings(node):

@@ -10,9 +10,8 @@ from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.primal.local_functions import inlined
-from onnxgrad.model import weights as constants
+from onnxgrad.model import external, weights as constants
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.emptied import emptied, is_empty, read_elsewhere
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.roles import Roles, Verdict
 
@@ -31,22 +30,16 @@ class Judged:
 
 def judge(proto: ModelProto) -> tuple[ir.Graph, list[Judged]]:
     """Return the graph of `proto`, functions inlined, and its float constants in their order."""
-    small = emptied(proto)
-    inner = to_ir(inlined(small, lifted=True))
+    inner = to_ir(inlined(external.without_data(proto), lifted=True))
+    external.with_data(inner, proto)
     RemoveInitializersFromInputsPass()(inner)
-    values, refs = inner.graph.initializers, list(constants.constant_refs(proto))
-    if small is not proto:
-        own = {ref.name: ref for ref in refs}
-        empty = [
-            values[t.name] for t in small.graph.initializer if is_empty(t) and t.name in values
-        ]
-        read_elsewhere(empty, lambda name: own[name].array())
+    values = inner.graph.initializers
     stated = evidence.stated_kinds(proto.graph)
     buffers = [values[n] for n, parameter in stated.items() if not parameter and n in values]
     roles = Roles(inner.graph, proto.producer_name, buffers)
     noted = constants.noted(proto)
     rows = []
-    for ref in refs:
+    for ref in constants.constant_refs(proto):
         if ref.read().data_type in constants.FLOATS:
             array, value = ref.array(), values.get(ref.name)
             if ref.name in noted:

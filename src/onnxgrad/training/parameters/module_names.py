@@ -13,6 +13,8 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
+from onnxgrad.graph.traversal import all_nodes
+
 _SCOPES = "pkg.torch.onnx.name_scopes"  # "['', 'encoder', 'encoder.query', 'linear_3']"
 _NAMESPACE = "namespace"  # ": Net/encoder: Encoder/linear_3: aten.linear.default"
 _FX_NODE = "pkg.torch.onnx.fx_node"  # "... args = (%x, %p_encoder_query_weight, ...)"
@@ -40,7 +42,7 @@ class ModuleNames:
     def __init__(self, graph: ir.Graph, names: Iterable[str]) -> None:
         self._mangled = {_mangle(name): name for name in names}
         modules = {name.rpartition(".")[0] for name in self._mangled.values()}
-        for node in ir.traversal.RecursiveGraphIterator(graph):
+        for node in all_nodes(graph):
             modules.update(_scopes(node)[:-1])
         self._modules = {_mangle(m): m for m in sorted(modules, key=len) if m}
 

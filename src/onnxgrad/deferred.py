@@ -1,0 +1,66 @@
+"""Imports onnx_ir without sympy, which takes longer to import than all else that a training needs.
+
+onnx_ir imports it for the arithmetic of symbolic lengths, which this package does not use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+_DEFERRED = ("sympy", "onnx_ir._symbolic_shapes")
+
+
+class _Deferred(ModuleType):
+    """Stands in for a module, which is imported when an attribute of it is first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if sys.modules.get(self.__name__) is self:  # onnx_ir itself uses it
+            del sys.modules[self.__name__]
+        module = import_module(self.__name__)
+        vars(self).update(vars(module))
+        return getattr(module, name)
+
+
+@contextmanager
+def _deferring(names: Sequence[str]) -> Iterator[None]:
+    """Let imports of modules that are not there yet return stand-ins, in the block only."""
+    added = {name: _Deferred(name) for name in names if name not in sys.modules}
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        for name, module in added.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+
+
+class _Finder:
+    """Finds onnx_ir, and nothing else; once."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "onnx_ir":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def deferring(module: ModuleType) -> None:
+                with _deferring(_DEFERRED):
+                    execute(module)
+
+            spec.loader.exec_module = deferring  # type: ignore[method-assign]
+        return spec
+
+
+def defer() -> None:
+    """Let the first import of onnx_ir defer that of sympy."""
+    if "onnx_ir" not in sys.modules:
+        sys.meta_path.insert(0, _Finder())
