@@ -12,7 +12,11 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.autodiff.segments import Lifetime, cuts
+from onnxgrad.graph.shapes import dims, static
 from onnxgrad.model.convert import to_proto
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import WORK_PER_THREAD, session
+from onnxgrad.training import sessions
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.setup import Setup
 
@@ -248,3 +252,24 @@ def test_a_value_that_all_segments_read_is_kept_once():
     chain = [Lifetime(i, min(i + 1, n - 1), 8, True) for i in range(1, n)]
     mask = Lifetime(0, n - 1, 4000, True)
     assert len(cuts([mask, *chain], n)) >= 4
+
+
+def test_the_order_of_the_nodes_knows_the_sizes_of_what_is_recomputed(monkeypatch):
+    """onnxruntime infers no shape behind the Reshape in front of it."""
+    graphs = []
+    monkeypatch.setattr(sessions, "WORK_PER_THREAD", 0)
+    monkeypatch.setattr(sessions, "order_bodies", graphs.append)
+    fitted, X, y = trainer("encoder", "all", deeper=True)
+    fitted.fit(X, y, batch_size=ROWS)
+    (scan,) = (node for node in graphs[-1] if node.op_type == "Scan")
+    results = [y for node in scan.attributes["body"].value for y in node.outputs]
+    copies = [y for y in results if y.producer().op_type == "Softmax"]
+    assert len(copies) > 5  # of 5 layers
+    for value in copies:
+        assert static(dims(value)) == (ROWS, 5, 5)
+
+
+def test_values_are_freed_after_their_last_use():
+    """With memory for several values of one shape, what is recomputed would keep that of all."""
+    proto = mlp()
+    assert not session(proto, CPU, WORK_PER_THREAD).get_session_options().enable_mem_reuse

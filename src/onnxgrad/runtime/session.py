@@ -126,6 +126,8 @@ def _options(
         more["disabled_optimizers"] = ["MatmulTransposeFusion"]
     if work >= WORK_PER_THREAD:  # a pattern is one block for a run, larger than what is alive
         options.enable_mem_pattern = False
+        # it would keep memory from the last use of a value until another one has its shape
+        options.enable_mem_reuse = False
     options.log_severity_level = 4  # errors are raised; the log does not escape names
     return options, more
 
