@@ -284,7 +284,7 @@ class Writer:
         text = v.dtype == object
         key = (v.dtype, v.shape, tuple(v.ravel()) if text else v.tobytes())
         if key not in self._constants:
-            tensor: Any = ir.StringTensor(np.char.encode(v.astype(str))) if text else ir.tensor(v)
+            tensor: Any = ir.StringTensor(np.char.encode(v.astype(str))) if text else ir.Tensor(v)
             tensor.name = self.name("const")
             value = ir.Value(
                 name=tensor.name,
