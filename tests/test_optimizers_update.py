@@ -103,7 +103,7 @@ def test_large_weights_are_scanned_in_blocks_and_small_ones_are_not():
         (["prime"], False),
         (["small", "b"], False),
     ]
-    assert tuple(groups[0].state.shape) == (32, 1 << 15)
+    assert tuple(groups[0].state.shape) == (8, 1 << 17)
     [scan] = [node for node in model.graph.node if node.op_type == "Scan"]
     ops = [node.op_type for node in scan.attribute[0].g.node]
     assert "Pow" not in ops  # what depends on numbers alone is computed once
