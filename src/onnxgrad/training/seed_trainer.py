@@ -126,7 +126,9 @@ class SeedTrainer(BaseEstimator):
         if X_val is None and y_val is not None:
             raise ValueError("y_val is given without X_val")
         validation = None if X_val is None else Dataset(X_val, y_val)
-        self._run(self._prepare(Dataset(X, y, sample_weight), validation, callbacks), before)
+        with garbage_kept():
+            loop = self._prepare(Dataset(X, y, sample_weight), validation, callbacks)
+        self._run(loop, before)
         return self
 
     def _run(self, loop: Loop, before: TrainState | None) -> None:
@@ -144,7 +146,6 @@ class SeedTrainer(BaseEstimator):
             self._state.stop_reason = loop.state.stop_reason
             loop.state.end()
 
-    @garbage_kept()
     def _prepare(self, data: Dataset, held_out: Dataset | None, callbacks: Callbacks) -> Loop:
         """Check everything, and return the loop of the epochs; nothing of `self` is changed."""
         rate, optimizer = self._rate_and_optimizer()
@@ -202,9 +203,8 @@ class SeedTrainer(BaseEstimator):
         """Return what computes the validation loss, None without validation data."""
         if data is None:
             return None
-        arrays = data.arrays(fields)
         objective = self._objective(proto, step.weights, weighted)
-        return Evaluation(objective, fields, arrays, self.device, step.work)
+        return Evaluation(objective, fields, data.arrays(fields), self.device, step.work)
 
     def _save_gradient(self, proto: ModelProto, step: Step, epoch: ModelProto) -> None:
         if self.saved_gradient is not None:

@@ -12,7 +12,6 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.data.torch_data import draws_its_order
-from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_loss
 from onnxgrad.losses.other_models import LossModel
@@ -175,7 +174,6 @@ class Setup:
         own = isinstance(self.plan.loss, OutputLosses)
         return compiled_step(self, label_shapes(self.data.y), self._class_weight() if own else None)
 
-    @garbage_kept()
     def loop(
         self, epochs: int, shuffle: bool, resume: str | os.PathLike | None, further: bool = False
     ) -> Loop:

@@ -220,7 +220,9 @@ class Trainer(Settings):
         if batch_size is not None:
             check_count("batch_size", batch_size)
         setup = Setup(self, data, batch_size, validation)
-        return self._run(setup, setup.loop(check_count("epochs", epochs), shuffle, resume))
+        with garbage_kept():
+            loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
+        return self._run(setup, loop)
 
     def partial_fit(
         self,
@@ -253,7 +255,9 @@ class Trainer(Settings):
         if batch_size is not None:
             check_count("batch_size", batch_size)
         setup = Setup(self, _dataset(X, y, sample_weight), batch_size)
-        return self._run(setup, setup.loop(1, shuffle, None, further=True))
+        with garbage_kept():
+            loop = setup.loop(1, shuffle, None, further=True)
+        return self._run(setup, loop)
 
     def _run(self, setup: Setup, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
