@@ -163,7 +163,7 @@ class SeedTrainer(BaseEstimator):
         loop = self._loop(state, runner, rate, source, validation, callbacks)
         if step.unreached:
             warnings.warn(
-                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=4
+                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
             )
         self._save_gradient(proto, step, runner.model)
         return loop

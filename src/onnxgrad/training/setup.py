@@ -216,10 +216,10 @@ class Setup:
         rates = self._rates(state, None if further else source.batches, epochs)
         if step.unreached:
             warnings.warn(
-                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=4
+                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
             )
         if step.rounding:
-            warnings.warn(straight_through_warning(step.rounding), stacklevel=4)
+            warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
         state.begin(runner)
         return Loop(
             trainer,
@@ -289,7 +289,7 @@ class Setup:
                     "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "
                     "dataset, or shuffle=False",
-                    stacklevel=5,
+                    stacklevel=4,
                 )
             state.stop_reason = None
             return state
