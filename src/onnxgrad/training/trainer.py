@@ -162,8 +162,8 @@ class Trainer(Settings):
         self.state = TrainState(seed=seed)
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
         self._constants = set(refs)
-        self.state.values = Values({name: refs[name].array() for name in self.trained})
         self.proto, self.digest = without_weights(self.proto, self.trained)
+        self.state.values = Values({name: refs[name].array() for name in self.trained})
         self.setup: Setup | None = None  # of the last `fit`
         self.built = BuildCache()
         self._fitted: Loop | None = None
