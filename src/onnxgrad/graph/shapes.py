@@ -70,7 +70,7 @@ def equal(a: Dims | None, b: Dims | None) -> bool:
 
 def is_stated(d: Dim) -> bool:
     """Return whether a dimension is a length, or a symbol other than those that onnx generates."""
-    return isinstance(d, int) or (d is not None and not coefficient(d)[1].startswith("unk__"))
+    return isinstance(d, int) or (d is not None and not d.startswith("unk__"))
 
 
 def broadcast(*shapes: Dims | None) -> Dims | None:

@@ -54,7 +54,7 @@ def fold_sizes(graph: ir.Graph) -> None:
 
 def _complete(node: ir.Node, opset: int) -> None:
     """Set the dimensions of outputs that are unknown, or symbols that onnx generated."""
-    if all((shape := dims(y)) is not None and all(map(is_stated, shape)) for y in node.outputs):
+    if all((shape := dims(y)) is not None and all(map(_is_known, shape)) for y in node.outputs):
         return
     if node.op_type in _BY_ONNX:
         before = [dims(y) for y in node.outputs]
@@ -69,11 +69,16 @@ def _complete(node: ir.Node, opset: int) -> None:
     y.shape = _merged(output_shape(node.op_type, node.inputs, attributes), dims(y))
 
 
+def _is_known(d: Dim) -> bool:
+    """Return whether `d` is a length, or a multiple of a symbol that onnx did not generate."""
+    return is_stated(coefficient(d)[1] if isinstance(d, str) else d)
+
+
 def _merged(new: Any, old: Any) -> ir.Shape | None:
     if new is None or old is None or len(new) != len(old):
         chosen = old if new is None else new
         return None if chosen is None else ir.Shape(chosen)
-    return ir.Shape([o if n is None or is_stated(o) else n for n, o in zip(new, old, strict=True)])
+    return ir.Shape([o if n is None or _is_known(o) else n for n, o in zip(new, old, strict=True)])
 
 
 def _replace(op: Emit, y: ir.Value, elements: Elements) -> None:
@@ -154,7 +159,7 @@ def _shape(node: ir.Node) -> Elements | None:
     if shape is None:
         return None
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-    return _vector(d if is_stated(d) else None for d in shape[start:end])
+    return _vector(d if _is_known(d) else None for d in shape[start:end])
 
 
 def _size(node: ir.Node) -> Elements | None:
