@@ -80,6 +80,10 @@ parts = og.Trainer(MODEL, "cross_entropy", accumulate=4, clip_norm=1.0).fit(X, y
 whole = og.Trainer(MODEL, "cross_entropy", clip_norm=1.0).fit(X, y, batch_size=64)
 np.testing.assert_allclose(parts.history[0]["loss"], whole.history[0]["loss"], rtol=1e-4)
 
+# On several cores of a CPU, each thread computes the gradient of some rows of a batch, where that
+# pays: the loss must be proven to be a sum over rows, without dropout or statistics of the batch.
+# Otherwise, threads share the work of each node. The numbers differ by rounding only.
+
 # For a loop of your own, or for several machines, a step is two models: one computes the gradients
 # of a batch, the other updates the weights. Between them, add up or average gradients as you like.
 
@@ -258,8 +262,8 @@ assert stopped.history[-1]["loss"] < 1.0
 # ## 8. Checkpoints
 #
 # `Checkpoint` writes the whole state, or nothing: a crash leaves no half of it. `resume` continues
-# from the newest checkpoint, also within an epoch, with the same result bit for bit. If the folder
-# has none yet, training begins anew, so that the same program starts and continues.
+# from the newest checkpoint, also within an epoch, with the same result bit for bit on as many cores.
+# If the folder has none yet, training begins anew, so that the same program starts and continues.
 
 
 def trained(folder, epochs):
