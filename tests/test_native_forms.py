@@ -164,12 +164,8 @@ POOLS = {
     "dilated": ("kernel_shape=[2,2], strides=[3,3], dilations=[2,2]", (9, 9)),
     "same": ('kernel_shape=[2,2], strides=[2,2], auto_pad="SAME_UPPER"', (9, 9)),
     "line": ("kernel_shape=[4], strides=[4]", (40,)),
-    "line, rest": ("kernel_shape=[4], strides=[4]", (43,)),
-    "line, rounded up": ("kernel_shape=[4], strides=[4], ceil_mode=1", (43,)),
-    "line, padding": ("kernel_shape=[3], strides=[5], pads=[1,1]", (41,)),
-    "line, every": ("kernel_shape=[1], strides=[1]", (40,)),
 }
-KEPT = ("overlapping", "dilated", "same", "column major")
+KEPT = ("overlapping", "dilated", "same", "column major", "line")
 
 
 @pytest.mark.usefixtures("one_thread")

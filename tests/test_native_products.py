@@ -11,7 +11,9 @@ from onnx import numpy_helper
 import onnxgrad as og
 from onnxgrad import native
 from onnxgrad.graph.emit import Emit
+from onnxgrad.native import Target
 from onnxgrad.native.products import transposed_operands
+from onnxgrad.runtime.device import CPU
 
 
 def linear_layers(*sizes):
@@ -59,6 +61,7 @@ def test_transposed_operands_change_no_weight(monkeypatch, sizes):
         ("float[N, 600]", "float[N, 512]", "Gemm<transA=1, alpha=2.0>(a, b)", False),
         ("float[600, N]", "float[N, 512]", "Gemm(a, b)", False),
         ("double[N, 600]", "double[N, 512]", "Gemm<transA=1>(a, b)", False),
+        ("float[16384, 600]", "float[16384, 512]", "Gemm<transA=1>(a, b)", False),  # large copies
     ],
 )
 def test_wide_products_of_float32_read_a_transposed_copy(a, b, node, is_transposed):
@@ -67,5 +70,5 @@ def test_wide_products_of_float32_read_a_transposed_copy(a, b, node, is_transpos
         f'<ir_version: 9, opset_import: ["": 20]> g ({a} a, {b} b) => ({kind}[p, q] y) '
         f"{{ y = {node} }}"
     )
-    transposed_operands(Emit(model.graph), None)
+    transposed_operands(Emit(model.graph), Target(CPU, 1, rows=32))
     assert ("Transpose" in [n.op_type for n in model.graph]) == is_transposed

@@ -15,7 +15,7 @@ LIMITS = {  # nodes, megabytes read and written
     "mlp 784-128-10": (80, 7.6),
     "mlp 784-512-512-10": (195, 55),
     "lenet-5": (215, 55),
-    "conv 1-d": (275, 123),
+    "conv 1-d": (225, 76),
     "gru": (2400, 165),
     "encoder 2x128": (615, 435),
     "mobilenet-v2": (1260, 760),

@@ -7,12 +7,13 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.shapes import coefficient, dims
 
 # Rows and columns of aT b from which a transposed copy of a pays: the kernel transposes a anew for
 # every 128 columns. Measured with 1 thread: 0.73-0.88 of the time of these products, 0.93-0.96 of a
 # step of an MLP; no difference for encoders, whose products have fewer rows or columns.
 _MANY = 512
+_COPIED = 1 << 25  # bytes of a copy, at most
 _PLAIN = {"transB": 0, "alpha": 1.0, "beta": 1.0}
 
 
@@ -22,7 +23,7 @@ def transposed_operands(op: Emit, target: Any) -> None:
     onnxruntime would fuse a Transpose of two axes back into the Gemm.
     """
     for node in list(op.graph):
-        if not _is_wide(node):
+        if not _is_wide(node) or _bytes(node.inputs[0], target.rows) > _COPIED:
             continue
         a, b = node.inputs
         assert a is not None
@@ -33,6 +34,14 @@ def transposed_operands(op: Emit, target: Any) -> None:
         op.set_type_like(y, node.outputs[0])
         ir.convenience.replace_all_uses_with(node.outputs[0], y, replace_graph_outputs=True)
         op.graph.remove(node, safe=True)
+
+
+def _bytes(a: ir.Value | None, rows: int) -> int:
+    """Return the bytes of a matrix of float32 whose first axis is, or multiplies, the rows."""
+    first, columns = dims(a) or (1, 1)
+    if not isinstance(first, int):
+        first = rows * (1 if first is None else coefficient(first)[0])
+    return 4 * first * (columns if isinstance(columns, int) else 1)
 
 
 def _is_wide(node: ir.Node) -> bool:
