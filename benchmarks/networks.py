@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import date
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -74,14 +74,19 @@ def trained(network: Any, trainer: Any, rows: int) -> Callable[[int], list[float
     X, y = network.data(rows)
 
     def run(steps: int) -> list[float]:
-        part = slice(0, min(rows, steps * network.batch))
-        for _ in range(-(-steps * network.batch // rows)):
+        for part in passes(steps * network.batch, rows):
             trainer.partial_fit(
                 network.fed(X[part]), y[part], batch_size=network.batch, shuffle=False
             )
         return [trainer.history[-1]["loss"]]
 
     return run
+
+
+def passes(wanted: int, rows: int) -> Iterator[slice]:
+    """Yield parts of `rows` rows that have as many rows together as are `wanted`."""
+    for done in range(0, wanted, rows):
+        yield slice(0, min(rows, wanted - done))
 
 
 def perceptron(network: Any, module: Any, rows: int) -> Callable[[int], None]:
@@ -93,8 +98,7 @@ def perceptron(network: Any, module: Any, rows: int) -> Callable[[int], None]:
     model = MLPClassifier(hidden, solver="sgd", batch_size=network.batch, alpha=0, shuffle=False)
 
     def run(steps: int) -> None:
-        part = slice(0, min(rows, steps * network.batch))
-        for _ in range(-(-steps * network.batch // rows)):
+        for part in passes(steps * network.batch, rows):
             model.partial_fit(X[part], y[part], classes=range(network.labels))
 
     return run
