@@ -193,11 +193,27 @@ def floor(network: Any, module: Any) -> float:
     weights = sum(p.nbytes for p in module.parameters())
     moved = 2 * saved_bytes(network, module, network.batch)
     moved += weights * (4 + 2 * (2 if network.adam else 1))
-    a = torch.randn(1024, 1024)
+    a, multiply = torch.randn(1024, 1024), product_of_onnxruntime()
+    fed = {"a": a.numpy()}
     big = torch.randn(1 << 24)
-    product = fastest(lambda: torch.mm(a, a)) / (2 * 1024**3)
+    seconds = min(fastest(lambda: torch.mm(a, a)), fastest(lambda: multiply.run(None, fed)))
+    product = seconds / (2 * 1024**3)
     copy = fastest(lambda: big.clone()) / (2 * big.nbytes)
     return counter.get_total_flops() * product + moved * copy
+
+
+def product_of_onnxruntime() -> Any:
+    """Return a session for the product of a matrix with itself, on as many threads as cores."""
+    import onnx
+    import onnxruntime
+
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> f (float[N,N] a) => (float[N,N] y) '
+        "{ y = MatMul(a, a) }"
+    )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = len(os.sched_getaffinity(0))
+    return onnxruntime.InferenceSession(model.SerializeToString(), options)
 
 
 def fastest(job: Callable[[], object], times: int = 10) -> float:
