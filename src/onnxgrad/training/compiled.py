@@ -51,6 +51,7 @@ class Compiled:
     def __init__(self, objective: Minimized) -> None:
         self.objective = objective
         self.work = multiply_adds(objective.model.graph)  # per row
+        self.weights = sum(prod(static(dims(w)) or ()) for w in objective.weights)
         self.step: Step | None = None
         self.running: Runner | None = None
         self._key: Any = None  # what the runner depends on, beside the objective
@@ -92,14 +93,12 @@ class Compiled:
 
     def _parts(self, trainer: Any, work: float, source: BatchSource) -> int:
         """Return into how many parts to split a batch, if its rows allow it."""
-        trained = self.objective.weights
-        weights = sum(prod(static(dims(w)) or ()) for w in trained)
         whole = trainer.accumulate > 1 or trainer.callbacks.gradient_norms
         if trainer.device.kind != "cpu" or whole or not isinstance(source, ArraySource):
             return 1
-        if may_be_in_place(trained, trainer.optimizer):
+        if work < max(SPLIT_WORK, SPLIT_WORK_PER_WEIGHT * self.weights):
             return 1
-        if work < max(SPLIT_WORK, SPLIT_WORK_PER_WEIGHT * weights):
+        if may_be_in_place(self.objective.weights, trainer.optimizer):
             return 1
         return min(threads(work), source.batch_size)
 
