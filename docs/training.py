@@ -262,8 +262,9 @@ assert stopped.history[-1]["loss"] < 1.0
 # ## 8. Checkpoints
 #
 # `Checkpoint` writes the whole state, or nothing: a crash leaves no half of it. `resume` continues
-# from the newest checkpoint, also within an epoch, with the same result bit for bit on as many cores.
-# If the folder has none yet, training begins anew, so that the same program starts and continues.
+# from the newest checkpoint, also within an epoch, with the same result bit for bit on as many
+# cores. If the folder has none yet, training begins anew, so that the same program starts and
+# continues.
 
 
 def trained(folder, epochs):
