@@ -63,16 +63,9 @@ class InPlace(Runner):
     in_place = True
 
     def __init__(
-        self,
-        model: ModelProto,
-        step: Step,
-        reduction: str,
-        device: Any,
-        work: float,
-        fields: Fields | None = None,
-        carried: Mapping[str, str] | None = None,
+        self, model: ModelProto, step: Step, reduction: str, device: Any, work: float, *more: Any
     ) -> None:
-        super().__init__(model, step, reduction, device, work, fields, carried)
+        super().__init__(model, step, reduction, device, work, *more)
         models = step.updates or ()
         self.updates = [
             _Update(g, model, work) for g, model in zip(step.groups, models, strict=True)
