@@ -10,8 +10,10 @@ PACKAGE = Path(__file__).parent.parent / "src" / "onnxgrad"
 # from the ground up: a room imports those before it, and the public names import all but `cli`
 FLOORS = [
     *("deferred", "errors", "limits", "reporting", "estimator"),
-    *("graph", "model", "runtime", "native", "data", "autodiff", "losses", "metrics"),
+    *("graph", "model", "runtime", "native", "data", "autodiff", "parallel"),
     *(
+        "losses",
+        "metrics",
         "optimizers",
         "schedules",
         "training",

@@ -55,6 +55,7 @@ from .errors import (
     EvaluationError as EvaluationError,
     ModelError as ModelError,
     NoGradientRule as NoGradientRule,
+    ProcessLostError as ProcessLostError,
     ProviderError as ProviderError,
 )
 from .estimator import (
@@ -198,6 +199,9 @@ from .optimizers.scaling import (
     AddDecayedWeights as AddDecayedWeights,
     ScaleByLearningRate as ScaleByLearningRate,
     Trace as Trace,
+)
+from .parallel.groups import (
+    DataParallel as DataParallel,
 )
 from .plot.dot import (
     to_dot as to_dot,

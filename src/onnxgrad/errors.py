@@ -175,6 +175,18 @@ class ProviderError(PrintableError, ValueError):
     """
 
 
+class ProcessLostError(PrintableError, RuntimeError):
+    """A process of the group that trains a model ended, or does not answer.
+
+    The state before the step is kept, and a `Checkpoint` writes it. It is a `RuntimeError`.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> issubclass(og.ProcessLostError, RuntimeError)
+        True
+    """
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of the message of `error`, without the source location in C++."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -8,10 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onnxgrad.cli.schedule_names import SCHEDULES
-from onnxgrad.cli.train_options import LossOptions, OptimizerOptions, TrainOptions
+from onnxgrad.cli.train_options import (
+    LossOptions,
+    OptimizerOptions,
+    RunOptions,
+    TrainOptions,
+)
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
+from onnxgrad.parallel import DataParallel, group_of
 from onnxgrad.schedules import compose
 from onnxgrad.schedules.base import Schedule
 
@@ -44,8 +50,28 @@ def trainer_arguments(options: TrainOptions) -> dict[str, Any]:
         "class_weight": "balanced" if "balanced" in options.class_weight else dict(weights) or None,
         "recompute": options.recompute,
         "device": options.device,
+        "parallel": _parallel(options),
         "seed": options.seed,
     }
+
+
+def _parallel(options: RunOptions) -> DataParallel | None:
+    """Return how several processes train together; None: by default, if there are several.
+
+    Raises:
+        ValueError: options for several processes, and there is one.
+    """
+    names = ("sync_batch_norm", "shard_optimizer", "local_steps")
+    chosen = {name: getattr(options, name) for name in names}
+    if chosen == {name: getattr(DataParallel(), name) for name in names}:
+        return None
+    if group_of(None) is None:
+        given = next(name for name in names if chosen[name] != getattr(DataParallel(), name))
+        raise ValueError(
+            f"--{given.replace('_', '-')} is for several processes, and there is one: start them "
+            "by torchrun --nproc-per-node 4 -m onnxgrad train, or mpirun -n 4 onnxgrad train"
+        )
+    return DataParallel(**chosen)
 
 
 def loss_arguments(options: LossOptions) -> dict[str, Any]:

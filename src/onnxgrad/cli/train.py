@@ -29,6 +29,7 @@ from onnxgrad.cli.watch import Watch
 from onnxgrad.cli.words import in_options
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line, replacing
+from onnxgrad.parallel import join
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.callbacks.checkpoint import Checkpoint, newest
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
@@ -62,14 +63,22 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
 
         dry_run(options, read_model(options.model, options.data))
         return
-    _check_files(options)
+    first = join()  # of the processes that train one model: it writes files, and reports
+    if first:
+        _check_files(options)
     proto = read_model(options.model, options.data)
-    if options.overwrite:
+    if options.overwrite and first:
         for file in _files(options):
             check_not_data(str(file), options.model)
     watch = Watch(stop)
     job = prepare(options, proto, [watch, *_callbacks(options)])
+    for text in job.task.notes if first else ():
+        note(text)
     outcome = _fit(job, options, watch, stop)
+    if not first:
+        if outcome.code:
+            raise typer.Exit(outcome.code)
+        return
     trained = job.trained()
     files = _write(job.trainer, trained, options, stop)
     stopped = stop.request is not None
@@ -156,8 +165,6 @@ def _fit(job: Job, options: TrainOptions, watch: Watch, stop: StopRequests) -> O
         return Outcome(time.perf_counter() - began, str(reason), kept, code)
 
     data, validation = job.training, job.validation
-    for text in job.task.notes:
-        note(text)
     held_out = None
     if validation is not None:
         held_out = (validation.X, validation.y, validation.sample_weight)

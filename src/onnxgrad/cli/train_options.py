@@ -232,6 +232,24 @@ class RunOptions:
         panel=TRAINING,
     )
     device: str = option("cpu, cuda or cuda:1.", "cpu", panel=TRAINING)
+    sync_batch_norm: bool = option(
+        "Of several processes: normalize by the statistics of the rows of all.",
+        False,
+        panel=TRAINING,
+        show_default=False,
+    )
+    shard_optimizer: bool = option(
+        "Of several processes: each keeps the state of the optimizer of some weights only.",
+        False,
+        panel=TRAINING,
+        show_default=False,
+    )
+    local_steps: int = option(
+        "Of several processes: steps that each trains alone before the weights are averaged.",
+        1,
+        panel=TRAINING,
+        min=1,
+    )
     seed: int = option(
         "Of the split, of the order of rows, of dropout and of new weights.",
         0,

@@ -32,14 +32,19 @@ class Binding:
         inputs: Mapping[str, np.ndarray | ort.OrtValue],
         outputs: Sequence[str],
         options: ort.RunOptions | None = None,
+        into: Mapping[str, np.ndarray] | None = None,
     ) -> list[ort.OrtValue]:
-        """Return the outputs of these names, on the device."""
+        """Return the outputs of these names, on the device; those of `into` in that memory."""
         if not _OUTPUTS_STAY:
             self._binding, self._bound = self._session.io_binding(), {}
         for name, value in inputs.items():
             self._bind(name, value)
         self._binding.clear_binding_outputs()  # outputs returned before keep their memory
-        self._device.bind_outputs(self._binding, outputs)
+        for name in outputs:
+            if into is not None and name in into:
+                bind_output(self._binding, name, into[name])
+            else:
+                self._device.bind_outputs(self._binding, [name])
         with escaping():
             self._session.run_with_iobinding(self._binding, options)
         return self._binding.get_outputs()
@@ -59,3 +64,9 @@ class Binding:
                     name, CPU.kind, CPU.index, value.dtype, value.shape, key[0]
                 )
         self._bound[name] = key
+
+
+def bind_output(binding: ort.IOBinding, name: str, array: np.ndarray) -> None:
+    """Let an output be written into `array`, in the memory of the CPU."""
+    place = array.ctypes.data
+    binding.bind_output(name, CPU.kind, CPU.index, array.dtype, array.shape, place)

@@ -24,6 +24,8 @@ from onnxgrad.runtime.device import Device, Provider
 
 # multiply-adds of a forward pass for which another thread pays: measured on MLPs and CNNs
 WORK_PER_THREAD = 1e6
+# how many processes of this machine share its cores: torchrun, Open MPI, MPICH
+_SHARED = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _HAS_FOLDER_OPTION = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 21)
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING = "optimization.constant_folding_max_output_size_in_bytes"
@@ -36,7 +38,8 @@ def threads(work: float) -> int:
     It is a fixed rule, not a measurement, so that runs are reproducible bit by bit.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min(cores or 1, int(work / WORK_PER_THREAD)))
+    shared = max(int(os.environ.get(name, 1)) for name in _SHARED)
+    return max(1, min((cores or 1) // shared, int(work / WORK_PER_THREAD)))
 
 
 def session(

@@ -10,6 +10,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.optimizers import Optimizer
+from onnxgrad.parallel import all_reduce
 from onnxgrad.runtime.session import work
 from onnxgrad.training.epoch import stacked_input, stacked_shape
 from onnxgrad.training.minimized import Minimized, inverse
@@ -46,6 +47,8 @@ def build_accumulating_step(
     op = Emit(graph, [str(v.name) for v in _values(body)])
     stacks = {x: stacked_input(x, "micro_batches") for x in _scanned(parts)}
     totals = _counted(op, objective(), stacks)
+    if options.across is not None:
+        totals = [all_reduce(op, total) for total in totals]
     with op:
         for placeholder, total in zip(inverses, totals, strict=True):
             ir.convenience.replace_all_uses_with(placeholder, inverse(op, total))

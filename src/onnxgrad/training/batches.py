@@ -11,6 +11,7 @@ import numpy as np
 
 from onnxgrad.data.prefetch import prefetched
 from onnxgrad.data.readers import Reader, described
+from onnxgrad.parallel import Part
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
 
@@ -18,18 +19,29 @@ SLICE_BYTES = 1 << 26  # of the arrays of one slice, if it has several batches
 PREFETCHED = 2  # slices that wait for the session
 
 Budget = Callable[[int], int]
+WHOLE = Part(0, 1)
 
 
 @dataclass
 class Slice:
     """Batches of one shape for one call of the runtime: each array is [batches, ...].
 
-    `rows` counts those of one batch.
+    `rows` counts those of one batch. The arrays may have only a `part` of them: `own` rows, of
+    which the first `counted` count; if none does, they have another one, as a model needs a row.
     """
 
     arrays: dict[str, np.ndarray]
     batches: int
     rows: int
+    part: Part = WHOLE
+    own: int = -1
+    counted: int = -1
+
+    def __post_init__(self) -> None:
+        if self.own < 0:
+            self.own = len(range(self.rows)[self.part.fed(self.rows)])
+        if self.counted < 0:
+            self.counted = len(range(self.rows)[self.part.rows(self.rows)])
 
 
 class BatchSource:
@@ -39,8 +51,10 @@ class BatchSource:
         rows: rows of an epoch, None if they are unknown before the first has ended.
         batches: batches of an epoch, None if they are unknown.
         batch_size: rows of a batch, where the source cuts them.
+        part: the rows of each batch that are read.
     """
 
+    part: Part = WHOLE
     rows: int | None
     batches: int | None
     shuffles = True  # whether an epoch can have its rows in another order
@@ -121,13 +135,15 @@ class ArraySource(BatchSource):
             most = min(budget(start // size), self._most)
             batches = max(1, min(most, (rows - start) // length))
             taken = slice(start, start + batches * length)
-            indices = taken if order is None else order[taken]
+            indices: slice | np.ndarray = taken if order is None else order[taken]
             start += batches * length
-            arrays = {
-                name: _cut(array, self.axes[name], indices, batches, length)
-                for name, array in self.arrays.items()
-            }
-            yield Slice(arrays, batches, length)
+            piece = Slice({}, batches, length, self.part)
+            if self.part != WHOLE:
+                every = np.arange(rows) if order is None else order
+                indices = every[taken].reshape(batches, length)[:, self.part.fed(length)].ravel()
+            for name, array in self.arrays.items():
+                piece.arrays[name] = _cut(array, self.axes[name], indices, batches, piece.own)
+            yield piece
 
 
 def _cut(
@@ -230,3 +246,8 @@ def _stacked(batches: list[dict[str, np.ndarray]], rows: int) -> Slice:
         return Slice({name: a[None] for name, a in batches[0].items()}, 1, rows)
     arrays = {name: np.stack([batch[name] for batch in batches]) for name in batches[0]}
     return Slice(arrays, len(batches), rows)
+
+
+def rows_of(array: np.ndarray, axis: int | None, rows: slice) -> np.ndarray:
+    """Return some rows of an array, whose rows are on `axis`; None: it has none."""
+    return array if axis is None else array[(slice(None),) * (axis % array.ndim) + (rows,)]

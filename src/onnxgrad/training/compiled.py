@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
 
@@ -13,7 +14,9 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, fingerprint
 from onnxgrad.training.in_place import new_runner
 from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.parallel_runner import shared_runner
 from onnxgrad.training.runner import Runner
+from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.split import SplitStep, splits
 from onnxgrad.training.split_runner import Rows, SplitRunner
 from onnxgrad.training.step import Step
@@ -34,6 +37,7 @@ class OneCall(Protocol):
 
     trainer: Any
     weighted: bool
+    sharing: Sharing | None
 
     def objective(self) -> Minimized:
         """Return a new objective."""
@@ -62,7 +66,9 @@ class Compiled:
         `fixed`: whether calls to come have batches of this size, too.
         """
         work = self.work * source.batch_size * call.trainer.accumulate
-        parts = self._parts(call.trainer, work, source)
+        size = 1 if call.sharing is None else call.sharing.part.size
+        work /= size
+        parts = self._parts(call.trainer, work, source) if call.sharing is None else 1
         key = threads(work), work >= WORK_PER_THREAD, parts
         if self.running is None or (fixed and self._key != key):
             if self.step is not None:  # it has taken the graph of the objective
@@ -87,9 +93,12 @@ class Compiled:
                 split = call.split_step(objective, Target(device, 1, source.batch_size // parts))
                 self.step = split.step
                 return SplitRunner(split, device, work, fields, parts, Rows(axes, shapes))
-        self.step = call.step(objective)
+        self.step = step = call.step(objective)
         target = Target.of(device, work, source.batch_size)
-        return new_runner(self.step, "terms", target, work, fields, objective.carried)
+        if (shared := call.sharing) is None:
+            return new_runner(step, "terms", target, work, fields, objective.carried)
+        target = replace(target, rows=source.batch_size // shared.part.size)
+        return shared_runner(step, target, work, fields, shared.group, shared.options)
 
     def _parts(self, trainer: Any, work: float, source: BatchSource) -> int:
         """Return into how many parts to split a batch, if its rows allow it."""
@@ -119,7 +128,8 @@ def compiled_step(call: OneCall, labels: Shapes, class_weight: Any) -> Compiled:
     def key() -> Any:
         arguments = {name: getattr(trainer, name) for name in _ARGUMENTS}
         arguments["device"] = repr(trainer.device)
-        values = [arguments, class_weight, shapes, norms, call.weighted]
+        shared = None if call.sharing is None else call.sharing.key
+        values = [arguments, class_weight, shapes, norms, call.weighted, shared]
         return id(trainer.proto), fingerprint(values)
 
     return cache.get("step", key, lambda: Compiled(call.objective()))

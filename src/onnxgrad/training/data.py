@@ -193,6 +193,19 @@ class Dataset:
         return Batches(self.X)
 
 
+def dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
+    """Return the data; a tuple (X, y) or (X, y, sample_weight) of arrays is taken apart."""
+    alone = y is None and sample_weight is None
+    if alone and isinstance(X, tuple) and len(X) in (2, 3) and not _is_batch(X[0]):
+        return Dataset(*X)
+    return Dataset(X, y, sample_weight)
+
+
+def _is_batch(item: Any) -> bool:
+    """Return whether the first item of a tuple is a batch rather than features."""
+    return isinstance(item, (tuple, list)) and any(hasattr(part, "shape") for part in item)
+
+
 def _is_path(X: Any) -> bool:
     return isinstance(X, (str, os.PathLike))
 

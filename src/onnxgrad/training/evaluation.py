@@ -14,6 +14,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
+from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
 from onnxgrad.training.batches import BatchSource, Slice
@@ -23,6 +24,7 @@ from onnxgrad.training.minimized import Minimized, Plan, minimized
 from onnxgrad.training.progress import Totals
 
 Arrays = Mapping[str, np.ndarray]
+Batch = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
 
 
 class Evaluator:
@@ -84,13 +86,24 @@ class Evaluator:
         return session(to_proto(one.model), self.device, multiply_adds * 32)
 
     @escaping()
-    def evaluate(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> dict[str, Any]:
-        """Return `loss`, and the metrics by name, for the data of a source."""
+    def evaluate(
+        self,
+        values: Arrays,
+        source: BatchSource,
+        metrics: ByOutput,
+        group: Group | None = None,
+    ) -> dict[str, Any]:
+        """Return `loss`, and the metrics by name, for the data of a source.
+
+        The processes of a `group` compute the predictions of a part of the rows each, and send them
+        to all others.
+        """
         one = self.described
         parts = len(one.written.sums)
         totals = Totals.of(tuple(one.written.factors), {})
         judging = judges(one.labels, metrics)
-        for arrays, results in self._results(self._losses, values, source):
+        batches = self._results(self._losses, values, source)
+        for arrays, results in batches if group is None else self._of_all(batches, group):
             numbers = [np.asarray(y, np.float64).reshape(1, 1) for y in results[: 2 * parts]]
             totals.add(np.hstack(numbers[:parts]), np.hstack(numbers[parts:]), 0)
             predictions = dict(zip(one.predictions, results[2 * parts :], strict=False))
@@ -103,6 +116,13 @@ class Evaluator:
         for judge in judging:
             everything |= judge.results()
         return everything
+
+    def _of_all(self, batches: Iterator[Batch], group: Group) -> Iterator[Batch]:
+        """Yield the batches of all processes: the labels and weights, and the outputs."""
+        one = self.described
+        for arrays, results in batches:
+            named = {n: a for n, a in arrays.items() if n in one.labels or n == one.row_weight}
+            yield from (b for b in group.gather((named, results) if arrays else None) if b)
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
@@ -118,8 +138,11 @@ class Evaluator:
 
     def _results(
         self, running: ort.InferenceSession, values: Arrays, source: BatchSource
-    ) -> Iterator[tuple[dict[str, np.ndarray], list[np.ndarray]]]:
-        """Yield every batch and the outputs for it; states go from batch to batch."""
+    ) -> Iterator[Batch]:
+        """Yield every batch and the outputs for it; states go from batch to batch.
+
+        A batch whose rows do not count is empty.
+        """
         names = [x.name for x in running.get_inputs()]
         carried: dict[str, np.ndarray] = {}
         states = list(self.described.states)
@@ -128,7 +151,7 @@ class Evaluator:
             fed = {**values, **arrays, **carried}
             results = running.run(None, {name: fed[name] for name in names})
             carried = dict(zip(states, results[len(results) - len(states) :], strict=True))
-            yield arrays, results
+            yield arrays if piece.counted else {}, results
 
     def _watched(self, source: BatchSource) -> Iterator[Slice]:
         """Yield the batches one by one, with a progress bar on a terminal if one is asked for."""

@@ -20,9 +20,10 @@ from onnx import ModelProto
 from onnxgrad.errors import escaping
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
+from onnxgrad.runtime.binding import Binding, bind_output
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
-from onnxgrad.runtime.values import is_finite
+from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
@@ -67,8 +68,9 @@ class InPlace(Runner):
     ) -> None:
         super().__init__(model, step, reduction, device, work, *more)
         models = step.updates or ()
-        self.updates = [
-            _Update(g, model, work) for g, model in zip(step.groups, models, strict=True)
+        self.updates = [  # of the groups that this process updates
+            None if model is None else _Update(g, model, work)
+            for g, model in zip(step.groups, models, strict=True)
         ]
         # of the groups; onnxruntime would let memory of its own grow to more than they take
         self.gradients: list[np.ndarray] = []
@@ -99,12 +101,15 @@ class InPlace(Runner):
         buffers, losses, numbers = self._half(states, piece, rates, position)
         if not np.isfinite(losses.sums).all() or not all(map(is_finite, buffers)):
             return None
-        pairs = list(zip(self.updates, self._by_group(), self.gradients, strict=True))
-        if not all(update.run(own, g, numbers, write=False) for update, own, g in pairs):
+        jobs = zip(self.updates, self.by_group(), self.gradients, strict=True)
+        pairs = [(update, own, g) for update, own, g in jobs if update is not None]
+        finite = all(update.run(own, g, numbers, write=False) for update, own, g in pairs)
+        if any(self.agree([not finite])):
             return None
         try:
             for update, own, g in pairs:
                 update.run(own, g, numbers, write=True)
+            self.exchange()
         except BaseException:
             for array in now.arrays:  # half of them are those of the next step
                 array.fill(np.nan)
@@ -126,29 +131,30 @@ class InPlace(Runner):
             numbers[STEP] = scalars.pop(0)
         values = dict(zip(step.carried, states, strict=True))
         held = [values[v] for v in (*(g.state for g in step.groups), *step.buffers)]
+        others = [np.asarray(a, order="C") for a in (*data, *scalars, *inverse_rows)]
+        inputs = dict(zip(self.names, [*held, *others], strict=True))
+        results = self.half(inputs, piece)
+        losses = self._losses([array_of(y)[None] for y in results[len(held) :]], piece)
+        return results[len(step.groups) : len(held)], losses, numbers
+
+    def half(
+        self, inputs: Mapping[str, ort.OrtValue | np.ndarray], piece: Slice
+    ) -> list[ort.OrtValue]:
+        """Return the outputs of the first half; the gradients come into `self.gradients`."""
         running = self.sessions.of(piece.arrays)
-        binding = running.io_binding()
-        for name, state in zip(self.names, held, strict=False):
-            binding.bind_ortvalue_input(name, state)
-        others = [*data, *scalars, *inverse_rows]
-        for name, array in zip(self.names[len(held) :], others, strict=True):
-            binding.bind_cpu_input(name, np.ascontiguousarray(array).reshape(array.shape))
         if not self.gradients:
-            self.gradients = [np.empty_like(next(iter(own))) for own in self._by_group()]
-        for name, array in zip(self.outputs, self.gradients, strict=False):
-            _bind_output(binding, name, array)
-        self.device.bind_outputs(binding, self.outputs[len(self.gradients) :])
-        with escaping():
-            running.run_with_iobinding(binding)
-        results = binding.get_outputs()
-        losses = self._losses([y.numpy()[None] for y in results[len(held) :]], piece)
-        return results[len(self.gradients) : len(held)], losses, numbers
+            self.gradients = [np.empty_like(next(iter(own))) for own in self.by_group()]
+        into = dict(zip(self.outputs, self.gradients, strict=False))
+        return Binding(running, self.device).run(inputs, self.outputs, into=into)
 
     def release(self) -> None:
         """Free what only steps need."""
         self.gradients = []
 
-    def _by_group(self) -> Iterator[Sequence[np.ndarray]]:
+    def exchange(self) -> None:
+        """Give weights that this process has updated to those that have not."""
+
+    def by_group(self) -> Iterator[Sequence[np.ndarray]]:
         """Yield the arrays of each group: the weights, then the slots."""
         first = 0
         for group in self.step.groups:
@@ -188,7 +194,7 @@ class _Update:
             if not results or parts[0].shape != results[0].shape:
                 results = [np.empty_like(array) for array in parts[:-1]]
                 for name, array in zip(self.outputs, results, strict=True):
-                    _bind_output(binding, name, array)
+                    bind_output(binding, name, array)
             with escaping():
                 self.session.run_with_iobinding(binding)
             if not write and not all(np.isfinite(array).all() for array in results):
@@ -198,9 +204,3 @@ class _Update:
                 if write and (d or last):  # a number is read again by the next part
                     np.copyto(array, new)
         return True
-
-
-def _bind_output(binding: ort.IOBinding, name: str, array: np.ndarray) -> None:
-    """Let an output be written into `array`."""
-    place = array.ctypes.data
-    binding.bind_output(name, CPU.kind, CPU.index, array.dtype, array.shape, place)

@@ -92,9 +92,11 @@ class Loop:
         state = self.state
         try:
             with self._whole():
+                self._agree()
                 self._obey()
             while state.epoch < self.last_epoch and not self.control.stop:
                 self._epoch()
+            self.runner.collect()
             state.stop_reason = CALLBACK if self.control.stop else MAX_ITER
         except (KeyboardInterrupt, SystemExit):
             state.stop_reason = INTERRUPTED
@@ -197,6 +199,7 @@ class Loop:
 
     def _finish(self) -> None:
         """Record a finished epoch, and evaluate."""
+        self.runner.collect()
         self._record()
         entry = self.state.history[-1]
         due = self._number % self.evaluate_every == 0 and not self.control.stop
@@ -233,6 +236,13 @@ class Loop:
 
     def _call(self, event: str) -> None:
         self.callbacks.call(event, self.trainer, self.state, self.control)
+        self._agree()
+
+    def _agree(self) -> None:
+        """Let all processes that share the training have the requests of each."""
+        control = self.control
+        requests = self.runner.agree([control.stop, control.save, control.evaluate])
+        control.stop, control.save, control.evaluate = requests
 
     def _obey(self) -> None:
         """Evaluate and save, if a callback asked for it."""
@@ -243,6 +253,7 @@ class Loop:
         if control.save:
             control.save = False
             with self.interrupts.held():
+                self.runner.collect()
                 self.callbacks.save(self.trainer, self.state)
             self._call("on_save")
 

@@ -22,6 +22,7 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.parallel import Part
 from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.nodes import walk
 from onnxgrad.training.objective import BATCH, Objective
@@ -49,6 +50,7 @@ class Plan:
     - `exempt`: inputs whose first axis is not that of the rows.
     - `carry`: `{input: output}`, the input gets the value of the output of the batch before.
     - `straight_through`: whether gradients pass through the rounding of quantized layers.
+    - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
     """
 
     loss: TrainingLoss | None
@@ -59,6 +61,7 @@ class Plan:
     seed: int = 0
     exempt: frozenset[str] = frozenset()
     straight_through: bool = False
+    across: Part | None = None
 
 
 @dataclass
@@ -203,7 +206,12 @@ class _Form:
         """Bring a graph into that form; `results` are updated where outputs are replaced."""
         draw, first = _scalar(op, "draw", ir.DataType.INT64), _scalar(op, "first", ir.DataType.BOOL)
         buffers = training_form(
-            op, batch_norm=plan.batch_norm, dropout=plan.dropout, draw=draw, seed=plan.seed
+            op,
+            batch_norm=plan.batch_norm,
+            dropout=plan.dropout,
+            draw=draw,
+            seed=plan.seed,
+            across=plan.across,
         )
         results.update(zip(list(results), op.graph.outputs, strict=True))
         carried = _carry(op, data, results, plan.carry, first)

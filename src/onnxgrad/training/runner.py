@@ -17,6 +17,7 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.groups import numpy_dtype
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.sessions import Sessions
@@ -101,8 +102,15 @@ class Runner:
 
         Return None, and leave the states unchanged, if the loss or a weight is not finite.
         """
-        running = self.sessions.of(piece.arrays)
         start = time.perf_counter()
+        new, losses = self.computed(piece, rates, position)
+        return self.finished(piece, new, losses, start)
+
+    def computed(
+        self, piece: Slice, rates: np.ndarray, position: int
+    ) -> tuple[list[ort.OrtValue], Losses]:
+        """Return the states after the batches of `piece`, and their losses."""
+        running = self.sessions.of(piece.arrays)
         binding = running.io_binding()
         states = self.states(piece)
         for name, state in zip(self.names, states, strict=False):
@@ -115,8 +123,7 @@ class Runner:
             running.run_with_iobinding(binding)
         results = binding.get_outputs()
         new, reported = results[: len(states)], results[len(states) :]
-        losses = self._losses([y.numpy() for y in reported], piece)
-        return self.finished(piece, new, losses, start)
+        return list(new), self._losses([y.numpy() for y in reported], piece)
 
     def finished(
         self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
@@ -140,7 +147,7 @@ class Runner:
         if parts > 1:
             assert self.fields is not None
             axes = self.fields.axes({name: array[0] for name, array in arrays.items()})
-            count = micro_batches(piece.rows, parts)
+            count = micro_batches(piece.own, parts)
             arrays = {n: split_batches(array, count, axes[n]) for n, array in arrays.items()}
         return [*arrays.values(), *self._scalars(piece, rates, position)]
 
@@ -184,17 +191,23 @@ class Runner:
             fed.append(self._draws(piece, done))
         if step.first is not None:
             fed.append(np.arange(position, position + count) == 0)
+        if step.share is not None:
+            fed.append(np.full(count, piece.counted / piece.rows, numpy_dtype(step.share)))
         if step.inverse_rows is not None:
             fed.append(step.like_loss(inverse))
         return fed
 
     def _draws(self, piece: Slice, done: int) -> np.ndarray:
-        """Return the numbers of the micro-batches, [batches] or [batches, micro-batches]."""
-        parts = self.step.accumulate
+        """Return the numbers of the micro-batches, [batches] or [batches, micro-batches].
+
+        Processes that share a batch draw different numbers.
+        """
+        parts, part = self.step.accumulate, piece.part
+        numbers = np.arange(done, done + piece.batches) * part.size + part.rank
         if parts == 1:
-            return np.arange(done, done + piece.batches)
-        count = micro_batches(piece.rows, parts)
-        return (np.arange(done, done + piece.batches)[:, None] << 20) + np.arange(count)
+            return numbers
+        count = micro_batches(piece.own, parts)
+        return (numbers[:, None] << 20) + np.arange(count)
 
     def unpacked(self, now: Now, copies: bool = True) -> Values:
         """Return the values of `now`, by name; without `copies` they may share its memory."""
@@ -215,6 +228,18 @@ class Runner:
 
     def release(self) -> None:
         """Free what only steps need."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the states of this process are all that there are."""
+        return True
+
+    def agree(self, requests: Sequence[bool]) -> list[bool]:
+        """Return which requests any of the processes has that share the training."""
+        return list(requests)
+
+    def collect(self) -> None:
+        """Let every process that shares the training have all of its state."""
 
     def arrays_of(self, now: Now) -> list[Any]:
         """Return the states and buffers of `now` as arrays, None for a buffer without a value."""

@@ -11,6 +11,7 @@ from onnx import ModelProto
 
 from onnxgrad.data.columns import Names
 from onnxgrad.optimizers import Optimizer, sgd
+from onnxgrad.parallel import DataParallel
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import Schedule, constant
 from onnxgrad.schedules.epochwise import BaseLearningRate
@@ -47,6 +48,7 @@ class Settings:
     recompute: str = "none"
     device: Device = field(default_factory=lambda: Device.of("cpu"))
     seed: int = 0
+    parallel: DataParallel | bool | None = False
     straight_through: bool = False
     names: Names = field(default_factory=Names)
     state: TrainState = field(default_factory=TrainState)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,11 +17,9 @@ from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import to_proto
 from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.native import Target
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
-from onnxgrad.runtime.session import session
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.accumulate import build_accumulating_step
 from onnxgrad.training.arguments import check_choice, start_learning_rate
@@ -37,6 +36,7 @@ from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_outp
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.settings import Settings
+from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.split import SplitStep, build_split_step
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step import Step, StepOptions, build_gradients, build_step
@@ -56,6 +56,7 @@ class Setup:
         held_out: validation data, or the share of the rows that are held out; None for none.
         default_size: see `batch_size`.
         shown: the title of a progress bar of evaluations and predictions; None for none.
+        sharing: the group of processes that train together; None: this process alone.
     """
 
     def __init__(
@@ -66,8 +67,9 @@ class Setup:
         held_out: Dataset | float | None = None,
         default_size: int = 32,
         shown: str | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
-        self.trainer, self.data, self.held_out = trainer, data, held_out
+        self.trainer, self.data, self.held_out, self.sharing = trainer, data, held_out, sharing
         self.batch_size, self.default_size, self.shown = batch_size, default_size, shown
         self.names = trainer.names.copy()
         self.compiled: Compiled | None = None  # of the loop
@@ -83,6 +85,7 @@ class Setup:
             trainer.seed,
             frozenset(moved),
             trainer.straight_through,
+            None if sharing is None else sharing.normalized,
         )
 
     def _loss(self) -> TrainingLoss | None:
@@ -144,15 +147,19 @@ class Setup:
         norms: bool | None = None,
         in_place: bool = True,
         blocks: bool = True,
+        alone: bool = False,
     ) -> Step:
         """Return the step, written into the graph of the objective.
 
         It returns the norms of gradients if `norms`; None: if a callback asks for them. With
-        `in_place`, it may be only its first half: see `Step.updates`.
+        `in_place`, it may be only its first half: see `Step.updates`. With `alone`, it is that of
+        this process, whoever shares the training.
         """
         trainer, optimizer = self.trainer, self._optimizer()
         norms = trainer.callbacks.gradient_norms if norms is None else norms
         options = self._options(norms, in_place, blocks)
+        if alone:
+            options = replace(options, across=None)
         if trainer.accumulate == 1:
             return build_step(objective, optimizer, options)
         if trainer.carry:
@@ -166,8 +173,10 @@ class Setup:
     def _options(
         self, norms: bool = False, in_place: bool = False, blocks: bool = True
     ) -> StepOptions:
-        on_cpu = self.trainer.device.kind == "cpu"
-        return StepOptions(norms, blocks and on_cpu, self.trainer.recompute, in_place and on_cpu)
+        on_cpu, shared = self.trainer.device.kind == "cpu", self.sharing
+        across = None if shared is None else shared.across
+        in_place = in_place and on_cpu and (shared is None or across is not None)
+        return StepOptions(norms, blocks and on_cpu, self.trainer.recompute, in_place, across)
 
     def _compiled(self) -> Compiled:
         """Return the step and its objective; those of the call before, if they are the same."""
@@ -181,24 +190,12 @@ class Setup:
 
         With `further`, it is the trainer's own state, and the epochs follow those before.
         """
-        trainer = self.trainer
+        trainer, shared = self.trainer, self.sharing
         compiled = self.compiled = self._compiled()
         objective = compiled.objective
         fields = Fields(objective, trainer.batch_axes)
         self._check_weighted(objective, fields)
-        source = self._source(self.data, fields)
-        if trainer.carry and shuffle and source.shuffles:
-            raise ValueError(
-                "carry passes a state from batch to batch, and shuffle=True reorders the rows: "
-                "pass shuffle=False, or an iterable of batches"
-            )
-        held_out = None
-        if isinstance(self.held_out, Dataset):
-            held_out = self._source(self.held_out, self._evaluator.fields)
-        elif self.held_out is not None and trainer.carry:
-            raise ValueError("carry needs the order of the rows: pass validation data, not a share")
-        elif self.held_out is not None:
-            source, held_out = held_out_share(source, self.held_out, trainer.seed)
+        source, held_out = self._sources(fields, shuffle)
         initial = {
             str(b.name): np.array(b.const_value.numpy())
             for b in objective.buffers
@@ -208,8 +205,19 @@ class Setup:
             state = trainer.state.begin_epoch(initial)
         else:
             identity = self._identity(source.description, source.batch_size, shuffle)
-            state = self._state(initial, identity, resume)
-        first = state.epoch if further else 0
+
+            def begun() -> TrainState:
+                return self._state(initial, identity, resume)
+
+            state = begun() if shared is None or resume is None else shared.from_first(begun)
+        first, callbacks = state.epoch if further else 0, trainer.callbacks
+        if shared is not None:
+            source = shared.source(source, fields.axes)
+            shared.warn(objective, source)
+            shared.check(trainer, state)
+            callbacks = shared.callbacks(callbacks)
+            if held_out is not None:
+                held_out = shared.source(held_out, self._evaluator.fields.axes)
         fixed = not further or source.batch_size == (self.batch_size or self.default_size)
         runner = compiled.runner(self, source, fields, fixed)
         step = runner.step
@@ -227,13 +235,29 @@ class Setup:
             runner,
             rates,
             source,
-            trainer.callbacks,
+            callbacks,
             order=_order if shuffle else lambda state: None,
             last_epoch=first + epochs,
             resumable=True,
             evaluate=None if held_out is None else lambda: self._validate(held_out),
             factors=tuple(objective.written.factors),
         )
+
+    def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
+        """Return the batches to train on, and those that are held out."""
+        source, trainer = self._source(self.data, fields), self.trainer
+        if trainer.carry and shuffle and source.shuffles:
+            raise ValueError(
+                "carry passes a state from batch to batch, and shuffle=True reorders the rows: "
+                "pass shuffle=False, or an iterable of batches"
+            )
+        if isinstance(self.held_out, Dataset):
+            return source, self._source(self.held_out, self._evaluator.fields)
+        if self.held_out is None:
+            return source, None
+        if trainer.carry:
+            raise ValueError("carry needs the order of the rows: pass validation data, not a share")
+        return held_out_share(source, self.held_out, trainer.seed)
 
     def _check_weighted(self, objective: Minimized, fields: Fields) -> None:
         """Raise `ValueError` for sample weights of a prediction whose rows are not first."""
@@ -255,7 +279,10 @@ class Setup:
     def _validate(self, held_out: BatchSource) -> dict[str, Any]:
         """Return the entries of the history for validation data."""
         trainer = self.trainer
-        results = self._evaluator.evaluate(trainer.evaluated(), held_out, trainer.metrics_by_output)
+        shared = None if self.sharing is None else self.sharing.group
+        results = self._evaluator.evaluate(
+            trainer.evaluated(), held_out, trainer.metrics_by_output, shared
+        )
         return {f"validation_{name}": value for name, value in results.items()}
 
     def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
@@ -351,30 +378,6 @@ class Setup:
         """Return the predictions for the data."""
         source = self._source(self.data, self._evaluator.fields.without_labels())
         return self._evaluator.predict(self.trainer.evaluated(), source)
-
-    # -- what went wrong ----------------------------------------------------------------------
-
-    def failed_step(self, loop: Loop) -> tuple[ModelProto, Arrays] | None:
-        """Return the model of the step that gave NaN or infinity, and its inputs."""
-        if loop.failed is None:
-            return None
-        piece, rates, position = loop.failed
-        runner = loop.runner
-        blocks = not runner.in_place
-        step = self.step(self.objective(), norms=False, in_place=False, blocks=blocks)
-        model = to_proto(step.model)
-        running = session(model, self.trainer.device, step.work, step.recomputes)
-        names = [x.name for x in running.get_inputs()]
-        states = [state.numpy() for state in runner.states(piece)]
-        fed = runner.fed(piece, rates, position)
-        for batch in range(piece.batches):
-            values = [*states, *(np.asarray(stack[batch]) for stack in fed)]
-            arrays = dict(zip(names, values, strict=True))
-            results = running.run(None, arrays)
-            if not all(np.isfinite(y).all() for y in results):
-                return model, arrays
-            states = results[: len(states)]
-        return None
 
 
 def _is_model(loss: Any) -> bool:

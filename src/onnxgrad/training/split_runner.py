@@ -14,7 +14,7 @@ import onnxruntime as ort
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
-from onnxgrad.training.batches import Slice
+from onnxgrad.training.batches import Slice, rows_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.runner import Losses, Runner
@@ -128,7 +128,7 @@ class SplitRunner(Runner):
         bounds = [-(-rows * i // self.parts) for i in range(self.parts + 1)]
         return [
             {
-                name: np.ascontiguousarray(_rows(array, self.axes[name], slice(start, end)))
+                name: np.ascontiguousarray(rows_of(array, self.axes[name], slice(start, end)))
                 for name, array in batch.items()
             }
             for start, end in pairwise(bounds)
@@ -162,7 +162,3 @@ class _Update:
     binding: Binding
     inputs: list[str]
     outputs: list[str]
-
-
-def _rows(array: np.ndarray, axis: int | None, rows: slice) -> np.ndarray:
-    return array if axis is None else array[(slice(None),) * (axis % array.ndim) + (rows,)]

@@ -36,6 +36,10 @@ class OnDevice(Protocol):
     in_place: bool  # whether there is no memory for other copies of the values
     now: Any  # another object after every call of the runtime
 
+    @property
+    def whole(self) -> bool:
+        """Whether no other process has values that this one lacks."""
+
     def load(self, values: Values) -> None:
         """Put values on the device."""
 
@@ -278,7 +282,13 @@ class TrainState:
         Raises:
             FileExistsError: `folder` holds something else.
             OSError: it cannot be written.
+            RuntimeError: some slots are in other processes.
         """
+        if self._runner is not None and not self._runner.whole:
+            raise RuntimeError(
+                "each process has the slots of some weights only (shard_optimizer), and training "
+                "broke off before they were sent: the checkpoint before this step is the last one"
+            )
         values = self.values
         arrays = {
             "weights": values.weights,

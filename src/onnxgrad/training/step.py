@@ -6,7 +6,7 @@ transforms that see all gradients. `accumulate` repeats the first half for sever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,16 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
+from onnxgrad.training.across import (
+    Across,
+    averaged_across,
+    counted_across,
+    owners_of,
+    sharded,
+    summed_across,
+)
 from onnxgrad.training.groups import Group, graph_input, numpy_dtype
+from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.update import STEP, may_be_in_place, write_update
 
@@ -59,7 +68,10 @@ class Step:
     norms: list[str] = field(default_factory=list)  # weights whose gradient's norm is returned
     rounding: list[str] = field(default_factory=list)  # operators that gradients pass through
     recomputes: bool = False  # whether the order of its nodes saves memory
-    updates: list[ModelProto] | None = None  # of the groups, if they are not part of the graph
+    # of the groups, if they are not part of the graph; None for one that another process updates
+    updates: Sequence[ModelProto | None] | None = None
+    share: ir.Value | None = None  # of the rows of the batch, those of this process
+    owners: list[int] = field(default_factory=list)  # the processes that update the groups
 
     @property
     def weights(self) -> list[str]:
@@ -80,7 +92,8 @@ class Step:
     def counts(self) -> bool:
         """Return whether the step number is read."""
         if self.updates is not None:
-            return any(x.name == STEP for update in self.updates for x in update.graph.input)
+            own = [update for update in self.updates if update is not None]
+            return any(x.name == STEP for update in own for x in update.graph.input)
         return self.step in self.model.graph.inputs
 
     def like_loss(self, number: float) -> np.ndarray:
@@ -98,12 +111,14 @@ class StepOptions:
     - `blocks`: large weights are updated in parts that stay in the cache of a CPU.
     - `recompute`: as that of `Trainer`.
     - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
+    - `across`: several processes share the step; its graph has nodes that exchange values.
     """
 
     norms: bool = False
     blocks: bool = True
     recompute: str = "none"
     in_place: bool = False
+    across: Across | None = None
 
 
 @dataclass
@@ -134,13 +149,15 @@ def build_step(
         ValueError: the loss depends on none of the weights.
         NoGradientRule: an operator on the way has no rule.
     """
+    options = options or StepOptions()
     multiply_adds, op = work(objective.model.graph), Emit(objective.model.graph)
+    if options.across is not None and isinstance(objective, Minimized):
+        objective = counted_across(op, objective)
     by_rows = objective.per_row and not optimizer.rate_first
     inverse_rows = graph_input(op, "inverse_rows", objective.loss) if by_rows else None
     seeds = (
         objective.cotangents(op) if inverse_rows is None else _scaled(op, objective, inverse_rows)
     )
-    options = options or StepOptions()
     gradients, unreached = write_gradients(op, objective, seeds, options.recompute)
     step = write_step(op, gradients, optimizer, options)
     tidy(objective.model)
@@ -230,15 +247,24 @@ def write_step(
     accumulate: int = 1,
 ) -> Step:
     """Write the update behind the gradients, and set the inputs and outputs of the graph."""
-    graph = parts.graph
+    graph, across, share = parts.graph, options.across, None
+    if across is not None:
+        parts.of, parts.reported = summed_across(op, parts.of, parts.reported)
+        if parts.buffers and not across.same_buffers:
+            share = graph_input(op, "share", parts.reported[0], ir.Shape(()))
+            parts.buffers = averaged_across(op, parts.buffers, share)
     named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
     returned = [_norms(op, list(named.values()))] if named else []
     in_place = options.in_place and may_be_in_place(parts.of, optimizer)
     update = write_update(op, parts.of, optimizer, blocks=options.blocks, in_place=in_place)
+    owners: list[int] = []
+    if across is not None and across.shards:
+        owners = owners_of(update.groups, across.part.size)
+        update = sharded(op, update, across.part.rank, owners)
     buffers = list(parts.buffers)
     scalars = [] if in_place else [update.minus_learning_rate]
     number, draw, first = (_if_used(v) for v in (update.step, parts.draw, parts.first))
-    scalars += [v for v in (number, draw, first) if v is not None]
+    scalars += [v for v in (number, draw, first, share) if v is not None]
     carried = [*update.read, *buffers]
     graph.inputs[:] = [*carried, *parts.data, *scalars]
     reported = _separate(op, [*parts.reported, *returned])
@@ -264,6 +290,8 @@ def write_step(
         norms=list(named),
         rounding=parts.rounding,
         updates=update.models,
+        share=share,
+        owners=owners,
     )
 
 

@@ -19,11 +19,13 @@ from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
+from onnxgrad.parallel import DataParallel
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.arguments import check_choice, check_count, check_recompute, select_rate
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.callbacks.run import Callbacks
-from onnxgrad.training.data import Dataset
+from onnxgrad.training.data import Dataset, dataset
+from onnxgrad.training.failed import failed_step
 from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
@@ -34,6 +36,7 @@ from onnxgrad.training.parameters.integers import require_floats
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
+from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.update import evaluated
 
@@ -87,6 +90,9 @@ class Trainer(Settings):
             Needs onnxruntime 1.31 or later.
         device: "cpu", "cuda" or "cuda:1".
         seed: of the order of the rows, dropout and the split of validation data.
+        parallel: how several processes train this model together, each of which calls `fit`: see
+            `DataParallel`. None: as it does by default, in an initialised group of
+            `torch.distributed` or MPI. False: each trains a model of its own.
 
     Attributes:
         state: the `TrainState`: weights, slots, buffers, step, epoch and history.
@@ -136,6 +142,7 @@ class Trainer(Settings):
         recompute: str = "none",
         device: str = "cpu",
         seed: int = 0,
+        parallel: DataParallel | bool | None = None,
     ) -> None:
         self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
         self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
@@ -147,6 +154,7 @@ class Trainer(Settings):
         self.metrics_by_output = select_metrics(metrics)
         self.metrics = [m for listed in self.metrics_by_output.values() for m in listed]
         self.callbacks = Callbacks(callbacks)
+        self.parallel = parallel
         self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
         self.proto = separate_statistics(proto := read(model))
         self.dropout = adapter_dropout(proto) | dict(dropout or {})
@@ -215,11 +223,11 @@ class Trainer(Settings):
         if self.state.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if validation is not None and not isinstance(validation, float):
-            validation = _dataset(validation)
-        data = _dataset(X, y, sample_weight)
+            validation = dataset(validation)
+        data = dataset(X, y, sample_weight)
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        setup = Setup(self, data, batch_size, validation)
+        setup = Setup(self, data, batch_size, validation, sharing=Sharing.of(self.parallel))
         with garbage_kept():
             loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
         return self._run(setup, loop)
@@ -254,7 +262,8 @@ class Trainer(Settings):
             raise RuntimeError("fit is running: partial_fit cannot be called before it ends")
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        setup = Setup(self, _dataset(X, y, sample_weight), batch_size)
+        data = dataset(X, y, sample_weight)
+        setup = Setup(self, data, batch_size, sharing=Sharing.of(self.parallel))
         with garbage_kept():
             loop = setup.loop(1, shuffle, None, further=True)
         return self._run(setup, loop)
@@ -300,7 +309,7 @@ class Trainer(Settings):
 
         The model returns the losses and the new weights and slots.
         """
-        return None if self.setup is None else self.setup.failed_step(self._loop)
+        return None if self.setup is None else failed_step(self.setup, self._loop)
 
     def step_models(self, X: Any, y: Any = None) -> tuple[ModelProto, ModelProto]:
         """Return a step of training as two models, for a loop of your own.
@@ -319,7 +328,7 @@ class Trainer(Settings):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        return Setup(self, _dataset(X, y), None).step_models()
+        return Setup(self, dataset(X, y), None).step_models()
 
     # -- results ------------------------------------------------------------------------------
 
@@ -339,7 +348,7 @@ class Trainer(Settings):
         Raises:
             ValueError: data that the model or the loss does not accept.
         """
-        data = _dataset(X, y, sample_weight)
+        data = dataset(X, y, sample_weight)
         return self._once(data, batch_size, "evaluating").evaluate()
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
@@ -385,16 +394,3 @@ class Trainer(Settings):
             OSError: the file cannot be written; one that exists stays as it is.
         """
         save(self.model, path)
-
-
-def _dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
-    """Return the data; a tuple (X, y) or (X, y, sample_weight) of arrays is taken apart."""
-    alone = y is None and sample_weight is None
-    if alone and isinstance(X, tuple) and len(X) in (2, 3) and not _is_batch(X[0]):
-        return Dataset(*X)
-    return Dataset(X, y, sample_weight)
-
-
-def _is_batch(item: Any) -> bool:
-    """Return whether the first item of a tuple is a batch rather than features."""
-    return isinstance(item, (tuple, list)) and any(hasattr(part, "shape") for part in item)

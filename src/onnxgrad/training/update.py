@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -30,18 +30,20 @@ Arrays = dict[str, np.ndarray]
 class Update:
     """Nodes that update weights: what they read and write.
 
-    `new` are the new values of the inputs of all groups, in their order. The step number is an
+    `new` are the new values of the inputs of all groups, in their order, and `gradients` what the
+    update of each group reads. The step number is an
     input of the graph only if the optimizer reads it.
 
     With `models`, one for each group, these update the weights, and `new` are the gradients of the
-    groups.
+    groups; a group that another process updates has None.
     """
 
     groups: list[Group]
     new: list[ir.Value]
     minus_learning_rate: ir.Value
     step: ir.Value
-    models: list[ModelProto] | None = None
+    gradients: list[ir.Value]
+    models: Sequence[ModelProto | None] | None = None
 
     @property
     def states(self) -> list[ir.Value]:
@@ -86,7 +88,7 @@ def update_groups(
     rate, number = (graph_input(op, name, widest, ir.Shape(())) for name in (RATE, STEP))
     if in_place:
         models = [update_of(group, widest, op.opset) for group in groups]
-        return Update(groups, cotangents, rate, number, models)
+        return Update(groups, cotangents, rate, number, cotangents, models)
     updated = []
     with op:
         for group, g in zip(groups, cotangents, strict=True):
@@ -97,7 +99,7 @@ def update_groups(
             else:
                 u, new = group.optimizer.update(op, g, group.slots, inputs)
                 updated += [_sum(op, group.state, u), *(new[slot] for slot in group.slots)]
-    return Update(groups, updated, rate, number)
+    return Update(groups, updated, rate, number, cotangents)
 
 
 def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:

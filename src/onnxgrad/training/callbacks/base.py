@@ -54,6 +54,8 @@ class Callback:
         every_steps: the loop ends a call of the runtime at every multiple of it, so that
             `on_step_end` is called then. With None, `on_step_end` is called after every call of the
             runtime, which runs one or more steps.
+        writes: whether it writes files or to the terminal: of several processes that train one
+            model, only the first calls its events.
         gradient_norms: whether the step also computes the 2-norm of the gradient of every weight;
             `trainer.gradient_norms` has those of the last step, by name.
 
@@ -73,6 +75,7 @@ class Callback:
 
     every_steps: int | None = None
     gradient_norms: bool = False
+    writes: bool = False
     _key: str | None = None
 
     @property

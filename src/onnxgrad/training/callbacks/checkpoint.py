@@ -48,6 +48,8 @@ class Checkpoint(Callback):
         100
     """
 
+    writes = True
+
     def __init__(
         self,
         folder: str | os.PathLike,

@@ -38,6 +38,8 @@ class History(Callback):
         'History'
     """
 
+    writes = True
+
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
         if self.path.suffix not in _WRITERS:

@@ -36,6 +36,8 @@ class Progress(Callback):
         60
     """
 
+    writes = True
+
     def __init__(self, seconds: float = 10.0, console: Console | None = None) -> None:
         self.seconds, self.console = seconds, console
         self._bar: RichProgress | None = None

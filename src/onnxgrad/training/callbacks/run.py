@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,7 +28,8 @@ class Callbacks:
     def __init__(self, callbacks: Iterable[Any] = ()) -> None:
         if isinstance(callbacks, Callback):
             raise ValueError(f"callbacks is a list: pass [{type(callbacks).__name__}(...)]")
-        self.callbacks: list[Callback] = list(callbacks)
+        self.all = self.callbacks = list(callbacks)  # those that are called may be fewer
+        self.silent = False
         keys: set[str] = set()
         for i, callback in enumerate(self.callbacks):
             _check(callback)
@@ -45,6 +47,13 @@ class Callbacks:
                     "would remove each other's checkpoints; pass another folder"
                 )
 
+    def without_writers(self) -> Callbacks:
+        """Return the callbacks that a process calls which is not the first of several."""
+        new = copy.copy(self)
+        new.callbacks = [c for c in self.callbacks if not c.writes]
+        new.silent = True
+        return new
+
     @property
     def gradient_norms(self) -> bool:
         """Whether any callback needs the norms of gradients."""
@@ -52,7 +61,7 @@ class Callbacks:
 
     def steps_until_stop(self, step: int) -> int | None:
         """Return the steps from `step` to the next multiple of an `every_steps`; None: no limit."""
-        every = [c.every_steps for c in self.callbacks if c.every_steps is not None]
+        every = [c.every_steps for c in self.all if c.every_steps is not None]
         return min((n - step % n for n in every), default=None)
 
     def call(self, event: str, trainer: Any, state: Any, control: Control) -> None:
@@ -72,7 +81,7 @@ class Callbacks:
             ValueError: there is none, though one was asked for.
         """
         writers = [c for c in self.callbacks if hasattr(c, "save")]
-        if not writers:
+        if not writers and not self.silent:
             raise ValueError("control.save asks for a checkpoint: add Checkpoint(folder)")
         for callback in writers:
             callback.save(state)

@@ -31,6 +31,8 @@ class Tracker(Callback):
             the runtime, at most once a second.
     """
 
+    writes = True
+
     def __init__(self, every_steps: int | None = None) -> None:
         self.every_steps = every_steps
 

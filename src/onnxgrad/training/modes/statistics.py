@@ -10,7 +10,9 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
+from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
+from onnxgrad.training.modes.across import normalized_across
 from onnxgrad.training.modes.nodes import described, emitter, replace, walk
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -33,11 +35,11 @@ def freeze(op: Emit) -> dict[ir.Value, ir.Value]:
     return {}
 
 
-def train(op: Emit) -> dict[ir.Value, ir.Value]:
+def train(op: Emit, across: Part | None = None) -> dict[ir.Value, ir.Value]:
     """Make every BatchNormalization use the statistics of the batch; return the running ones.
 
     A node may use statistics that another has updated: then it updates the new ones, as a module
-    does in PyTorch that is called twice.
+    does in PyTorch that is called twice. `across`: as that of `training_form`.
     """
     nodes = [(node, around) for node, around in walk(op.graph) if _is_batch_norm(node)]
     if not nodes:
@@ -57,7 +59,7 @@ def train(op: Emit) -> dict[ir.Value, ir.Value]:
     latest = {value: value for pair in pairs for value in pair}
     for (node, _), (mean, variance) in zip(nodes, pairs, strict=True):
         with op.at(node):
-            y, *new = _batch_norm(op, node, latest[mean], latest[variance])
+            y, *new = _batch_norm(op, node, latest[mean], latest[variance], across)
             replace(op, node, [y, *new])
         latest[mean], latest[variance] = new
     for value in latest:
@@ -127,7 +129,7 @@ def _uses(value: ir.Value) -> list[tuple[ir.Node, int]]:
 
 
 def _batch_norm(
-    op: Emit, node: ir.Node, mean: ir.Value, variance: ir.Value
+    op: Emit, node: ir.Node, mean: ir.Value, variance: ir.Value, across: Part | None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return y, and the new running mean and variance.
 
@@ -141,17 +143,21 @@ def _batch_norm(
     momentum = float(str(np.float32(node.attributes.get_float("momentum", 0.9))))
     if momentum == 1.0:
         logger.warning("momentum is 1: %s does not change its statistics", described(node))
-    unbiased = _unbiased(op, node, wide)
     old = [op.Cast(v, to=wide) for v in (mean, variance)]
-    # onnxruntime writes the statistics of the batch over the operands, whoever else reads these
-    operands = [*(op.Cast(v, to=wide) for v in (x, scale, bias)), *(op.Sum(v) for v in old)]
-    attributes = {"epsilon": node.attributes.get_float("epsilon", 1e-5), "momentum": 0.0}
-    attributes["training_mode"] = 1
-    y, *batch = op.emit_many("BatchNormalization", operands, attributes, 3, fresh=True)
+    operands = [op.Cast(v, to=wide) for v in (x, scale, bias)]
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    if across is not None:
+        y, *batch = normalized_across(op, operands, epsilon, across)
+    else:
+        unbiased = _unbiased(op, node, wide)
+        # onnxruntime writes the statistics of the batch over the operands, whoever reads these
+        operands += [op.Sum(v) for v in old]
+        attributes = {"epsilon": epsilon, "momentum": 0.0, "training_mode": 1}
+        y, *batch = op.emit_many("BatchNormalization", operands, attributes, 3, fresh=True)
+        for value in batch:
+            value.shape = mean.shape
+        batch[1] = batch[1] / unbiased
     _name_like(y, node)
-    for value in batch:
-        value.shape = mean.shape
-    batch[1] = batch[1] / unbiased
     new = (
         op.set_type_like(op.Cast(momentum * before + (1.0 - momentum) * now, to=v.dtype), v)
         for before, now, v in zip(old, batch, (mean, variance), strict=True)

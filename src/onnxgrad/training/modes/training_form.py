@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
+from onnxgrad.parallel import Part
 from onnxgrad.training.modes import dropouts, statistics
 
 BATCH_NORM = ("frozen", "train")
@@ -20,6 +21,7 @@ def training_form(
     dropout: Mapping[str, float],
     draw: ir.Value | None,
     seed: int,
+    across: Part | None = None,
 ) -> dict[ir.Value, ir.Value]:
     """Rewrite a prepared graph, in place, into the form that trains.
 
@@ -43,6 +45,7 @@ def training_form(
         draw: number of the draw, such as that of the micro-batch: one integer, or one float that
             holds an integer. May be None if no dropout is active.
         seed: any integer.
+        across: the part of this process, if the statistics are those of the rows of all processes.
 
     Returns:
         `{statistic: its new value}`: the running means and variances, which became inputs of the
@@ -70,4 +73,4 @@ def training_form(
     if batch_norm not in BATCH_NORM:
         raise unknown("batch_norm", batch_norm, BATCH_NORM)
     dropouts.write(op, dropouts.sites(op.graph, dropout), draw, seed)
-    return statistics.train(op) if batch_norm == "train" else statistics.freeze(op)
+    return statistics.train(op, across) if batch_norm == "train" else statistics.freeze(op)

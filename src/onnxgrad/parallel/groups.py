@@ -1,0 +1,250 @@
+"""Groups of processes: `torch.distributed` or MPI, which the user's launcher has started."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from onnxgrad.errors import ProcessLostError, first_line
+
+Wait = Callable[[], None]
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of torchrun, Open MPI, MPICH
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """How the processes of a group train one model: each computes the gradient of its rows.
+
+    Without it, a `Trainer` inside of an initialised group of `torch.distributed`, or of MPI, uses
+    the defaults. The batch size is that of all processes together, and the weights are those of one
+    process up to rounding, except where masks of dropout are drawn, with `local_steps`, and with
+    statistics of batches that are not synchronised.
+
+    Args:
+        engine: "torch": the default group of `torch.distributed`, with gloo, mpi or nccl; "mpi":
+            `mpi4py.MPI.COMM_WORLD`; "auto": the one that is there.
+        sync_batch_norm: `batch_norm="train"` normalizes by the statistics of the rows of all
+            processes, as one process would; otherwise by those of its own rows, and the running
+            statistics are averaged.
+        shard_optimizer: each process keeps the slots of some of the weights only, updates these,
+            and sends them to the others (ZeRO, stage 1).
+        local_steps: 1: gradients are added up in every step. k > 1: each process trains alone for k
+            steps, then weights, slots and buffers are averaged (local SGD).
+        shards: whether the data that a process passes are its own rows, of which its batches
+            consist, such as those of a DataLoader with a DistributedSampler. Otherwise all pass the
+            same data, and each takes its part of every batch.
+        buckets: into how many parts gradients are divided, so that one is sent while the next one
+            is computed.
+
+    Raises:
+        ValueError: an unknown engine, or a number below 1.
+
+    Examples:
+        >>> import onnxgrad as og
+        >>> og.DataParallel(shard_optimizer=True).local_steps
+        1
+    """
+
+    engine: str = "auto"
+    sync_batch_norm: bool = False
+    shard_optimizer: bool = False
+    local_steps: int = 1
+    shards: bool = False
+    buckets: int = 1
+
+    def __post_init__(self) -> None:
+        if self.engine not in ("auto", "torch", "mpi"):
+            raise ValueError(f"engine is {self.engine!r}: pass 'auto', 'torch' or 'mpi'")
+        for name in ("local_steps", "buckets"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: pass 1 or more")
+        if self.local_steps > 1 and (self.shard_optimizer or self.sync_batch_norm):
+            raise ValueError(
+                "local_steps: a process that trains alone needs all slots, and has statistics of "
+                "its own rows only: leave out shard_optimizer and sync_batch_norm"
+            )
+
+
+class Group(Protocol):
+    """Processes that exchange arrays; all must call the same methods in the same order.
+
+    Each method raises `ProcessLostError` if a process does not answer.
+    """
+
+    rank: int
+    size: int
+
+    def sum(self, array: np.ndarray) -> Wait:
+        """Begin to replace a contiguous array by its sum over the processes; return what waits."""
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Replace a contiguous array by that of the process `root`."""
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the item of every process, by rank; any object that can be pickled."""
+
+
+class TorchGroup:
+    """The default group of `torch.distributed`."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as distributed
+
+        self._torch, self._engine = torch, distributed
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self._on_gpu = distributed.get_backend() == "nccl"
+
+    def sum(self, array: np.ndarray) -> Wait:
+        """Begin to replace an array by its sum."""
+        tensor = self._tensor(array)
+        with _answered(self):
+            work = self._engine.all_reduce(tensor, async_op=True)
+
+        def wait() -> None:
+            with _answered(self):
+                work.wait()
+            self._back(tensor, array)
+
+        return wait
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Replace an array by that of another process."""
+        tensor = self._tensor(array)
+        with _answered(self):
+            self._engine.broadcast(tensor, root)
+        self._back(tensor, array)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the items of all processes."""
+        items: list[Any] = [None] * self.size
+        with _answered(self):
+            self._engine.all_gather_object(items, item)
+        return items
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        tensor = self._torch.from_numpy(array)
+        return tensor.cuda() if self._on_gpu else tensor
+
+    def _back(self, tensor: Any, array: np.ndarray) -> None:
+        if self._on_gpu:
+            np.copyto(array, tensor.cpu().numpy())
+
+
+class MpiGroup:
+    """The processes that `mpirun` has started."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._in_place, self._all = MPI.IN_PLACE, MPI.COMM_WORLD
+        self.rank, self.size = self._all.Get_rank(), self._all.Get_size()
+
+    def sum(self, array: np.ndarray) -> Wait:
+        """Begin to replace an array by its sum."""
+        with _answered(self):
+            request = self._all.Iallreduce(self._in_place, array)
+
+        def wait() -> None:
+            with _answered(self):
+                request.Wait()
+
+        return wait
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Replace an array by that of another process."""
+        with _answered(self):
+            self._all.Bcast(array, root)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the items of all processes."""
+        with _answered(self):
+            return self._all.allgather(item)
+
+
+@contextmanager
+def _answered(group: Group) -> Iterator[None]:
+    """Raise `ProcessLostError` for an error of the engine."""
+    try:
+        yield
+    except Exception as e:
+        raise ProcessLostError(
+            f"process {group.rank} of {group.size}: another process does not answer any more "
+            f"({first_line(e)[:200]}). The state before this step is kept: start again with "
+            "resume= the folder of the checkpoints, with any number of processes"
+        ) from e
+
+
+def group_of(parallel: DataParallel | bool | None) -> Group | None:
+    """Return the group that this process is in; None: it trains alone.
+
+    Args:
+        parallel: False: alone. None or True: in the group that is there, if it has several
+            processes. A `DataParallel`: in that of its engine, also if there is only one process.
+
+    Raises:
+        ValueError: the group is not there.
+    """
+    if parallel is False:
+        return None
+    engine = parallel.engine if isinstance(parallel, DataParallel) else "auto"
+    distributed = sys.modules.get("torch.distributed")
+    started = distributed is not None and distributed.is_available()
+    group: Group | None = None
+    if engine != "mpi" and started and distributed is not None and distributed.is_initialized():
+        group = TorchGroup()
+    elif engine == "mpi" or (engine == "auto" and _in_mpi(parallel)):
+        group = MpiGroup()
+    if isinstance(parallel, DataParallel):
+        if group is None:
+            raise ValueError(
+                "parallel: this process is in no group: call "
+                "torch.distributed.init_process_group('gloo') first, in a program that torchrun "
+                "starts; or start it by mpirun, with mpi4py installed"
+            )
+        return group
+    if group is None and (size := _launched()) > 1:
+        warnings.warn(
+            f"the launcher has started {size} processes, and each trains a model of its own: call "
+            "torch.distributed.init_process_group() or import mpi4py.MPI before fit, so that they "
+            "train one together; parallel=False if this is meant",
+            stacklevel=4,
+        )
+    return group if group is not None and group.size > 1 else None
+
+
+def _in_mpi(parallel: DataParallel | bool | None) -> bool:
+    """Return whether MPI has started several processes, which know it or are told to."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        return bool(module.COMM_WORLD.Get_size() > 1)
+    asked = isinstance(parallel, DataParallel) or parallel is True
+    return asked and any(int(os.environ.get(name, 1)) > 1 for name in _SIZES[1:])
+
+
+def _launched() -> int:
+    """Return how many processes a launcher has started, of which this is one."""
+    return max(int(os.environ.get(name, 1)) for name in _SIZES)
+
+
+def join() -> bool:
+    """Enter the group of the launcher that has started this process, if one has.
+
+    Return whether this process is the first one, or the only one.
+    """
+    if any(int(os.environ.get(name, 1)) > 1 for name in _SIZES[1:]):
+        import mpi4py.MPI  # noqa: F401  # which enters it
+    elif int(os.environ.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" in os.environ:
+        import torch.distributed as distributed
+
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo")
+    group = group_of(None)
+    return group is None or group.rank == 0

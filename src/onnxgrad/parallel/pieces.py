@@ -1,0 +1,164 @@
+"""A graph with nodes that exchange values, cut into models that run between the exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import onnx_ir as ir
+from onnx import ModelProto, NodeProto
+
+from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.traversal import reads
+from onnxgrad.model.convert import to_proto
+from onnxgrad.parallel.collectives import exchanges
+
+Numbers = dict[ir.Node, int]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A value that processes exchange: `sent` becomes `received`.
+
+    `root` is the process whose value it is; None: it is the sum. `shape` is None if it is not
+    static.
+    """
+
+    sent: str
+    received: str
+    root: int | None
+    shape: tuple[int, ...] | None
+    dtype: ir.DataType
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A model, and the exchanges that follow its run; `last` are values that nothing reads later.
+
+    The model may be without nodes.
+    """
+
+    model: ModelProto
+    exchanges: list[Exchange]
+    last: list[str]
+
+
+def cut(model: ir.Model, buckets: int = 1) -> list[Piece]:
+    """Return the pieces of a model, in the order of their runs.
+
+    Each node is in the last piece that it can be in, so that few values go from piece to piece: the
+    forward pass is in that of the gradients, though what it reads is there before.
+
+    Args:
+        model: nodes that exchange values are not in its subgraphs.
+        buckets: into how many pieces to divide the one that sends most, so that some of it is sent
+            while the rest is computed.
+    """
+    graph = model.graph
+    number = _divided(_numbers(graph), buckets)
+    last_read: dict[ir.Value, int] = {}
+    for node, i in number.items():
+        for v in reads(node):
+            last_read[v] = max(i, last_read.get(v, 0))
+    count = max(number.values(), default=-1) + 1
+    for v in graph.outputs:
+        last_read[v] = count
+    proto = to_proto(model)
+    written = dict(zip(graph, proto.graph.node, strict=True))
+    pieces = []
+    for i in range(count):
+        own = [node for node, n in number.items() if n == i]
+        nodes = [node for node in own if not exchanges(node)]
+        results = {y: None for node in nodes for y in node.outputs}
+        sent = {x for node, n in number.items() if n >= i and exchanges(node) for x in node.inputs}
+        taken = {v: None for node in nodes for v in reads(node) if v not in results}
+        given = [y for y in results if last_read.get(y, 0) > i or y in sent]
+        part = _model(proto, [written[n] for n in nodes], list(taken), given)
+        unread = [str(v.name) for v, n in last_read.items() if n == i]
+        pieces.append(Piece(part, [_exchange(n) for n in own if exchanges(n)], unread))
+    return pieces
+
+
+def _numbers(graph: ir.Graph) -> Numbers:
+    """Return the piece of each node: the last one, of as few pieces as there can be."""
+    first: Numbers = {}
+    for node in graph:
+        before = [p for v in reads(node) if (p := v.producer()) is not None and p in first]
+        first[node] = max((first[p] + exchanges(p) for p in before), default=0)
+    end = max((n + exchanges(node) for node, n in first.items()), default=0)
+    number = {node: end - exchanges(node) for node in first}
+    for node in reversed(list(graph)):
+        for v in reads(node):
+            before_it = v.producer()
+            if before_it in number:
+                latest = number[node] - exchanges(before_it)
+                number[before_it] = min(number[before_it], latest)
+    return number
+
+
+def _divided(number: Numbers, buckets: int) -> Numbers:
+    """Divide the piece that sends most into `buckets` pieces, which send about as much each."""
+    sizes: dict[int, int] = {}
+    for node, i in number.items():
+        if exchanges(node):
+            sizes[i] = sizes.get(i, 0) + _elements(node)
+    most = max(sizes, key=sizes.__getitem__, default=None)
+    if buckets == 1 or most is None:
+        return number
+    sending = {_sent(n).producer(): n for n, i in number.items() if i == most and exchanges(n)}
+    divided: Numbers = {}
+    done, bucket = 0, 0
+    for node, i in number.items():
+        if i != most or exchanges(node):
+            divided[node] = i if i < most else i + buckets - 1
+            continue
+        divided[node] = most + bucket
+        if node in sending:
+            done += _elements(sending[node])
+            bucket = min(buckets - 1, done * buckets // sizes[most])
+    for before, node in sending.items():
+        divided[node] = most if before not in number else max(most, divided[before])
+    return divided
+
+
+def _elements(node: ir.Node) -> int:
+    return prod(static(dims(node.outputs[0])) or (1,))
+
+
+def _sent(node: ir.Node) -> ir.Value:
+    (x,) = node.inputs
+    assert x is not None
+    return x
+
+
+def _exchange(node: ir.Node) -> Exchange:
+    x, y = _sent(node), node.outputs[0]
+    assert x.dtype is not None
+    root = node.attributes.get_int("root") if "root" in node.attributes else None
+    return Exchange(str(x.name), str(y.name), root, static(dims(x)), x.dtype)
+
+
+def _model(
+    whole: ModelProto,
+    nodes: Sequence[NodeProto],
+    inputs: Sequence[ir.Value],
+    outputs: Sequence[ir.Value],
+) -> ModelProto:
+    """Return the model of some nodes of `whole`; initializers among its inputs stay such."""
+    model = ModelProto(ir_version=whole.ir_version, producer_name="onnxgrad")
+    model.opset_import.extend(whole.opset_import)
+    graph = model.graph
+    graph.name = whole.graph.name
+    graph.node.extend(nodes)
+    names = {str(v.name) for v in inputs}
+    constants = [t for t in whole.graph.initializer if t.name in names]
+    graph.initializer.extend(constants)
+    sparse = [t for t in whole.graph.sparse_initializer if t.values.name in names]
+    graph.sparse_initializer.extend(sparse)
+    fixed = {t.name for t in constants} | {t.values.name for t in sparse}
+    graph.input.extend(ir.to_proto(v) for v in inputs if v.name not in fixed)
+    graph.output.extend(map(ir.to_proto, outputs))
+    computed = {name for node in graph.node for name in node.output}
+    graph.value_info.extend(v for v in whole.graph.value_info if v.name in computed)
+    return model

@@ -1,0 +1,207 @@
+"""Running a step that several processes share, each with its rows of the batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+
+from onnxgrad.model.convert import to_proto
+from onnxgrad.native import Target, to_native
+from onnxgrad.parallel import DataParallel, Group, Part, cut
+from onnxgrad.runtime.values import array_of
+from onnxgrad.training.batches import Slice
+from onnxgrad.training.epoch import build_epoch
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.in_place import InPlace
+from onnxgrad.training.row_axes import Axes
+from onnxgrad.training.runner import Losses, Now, Runner
+from onnxgrad.training.stages import Stages, Value, as_array
+from onnxgrad.training.state import Arrays, Slots, Values
+from onnxgrad.training.step import Step
+
+
+class Together(Runner):
+    """A `Runner` of one batch a call, whose processes exchange what a step is made of."""
+
+    def __init__(
+        self,
+        step: Step,
+        target: Target,
+        work: float,
+        fields: Fields,
+        group: Group,
+        buckets: int = 1,
+    ) -> None:
+        graph = step.model.graph
+        to_native(graph, target)
+        super().__init__(to_proto(step.model), step, "terms", target.device, work, fields)
+        self.group, self.part = group, Part(group.rank, group.size)
+        self.stages = Stages(cut(step.model, buckets), step, self.device, work, group)
+        self._collected: tuple[Now, dict[str, Arrays]] | None = None
+
+    def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
+        """Announce the shapes of most batches, if they are known, and the axes of their rows."""
+        self.stages.expect(own_shapes(shapes, axes, self.part))
+
+    def budget(self) -> int:
+        """Return how many batches the next call may run: as many as in the other processes."""
+        return 1
+
+    def computed(
+        self, piece: Slice, rates: np.ndarray, position: int
+    ) -> tuple[list[ort.OrtValue], Losses]:
+        """Return the states after the batch of `piece`, and its losses."""
+        states = self.states(piece)
+        fed = [np.asarray(a[0], order="C") for a in self.fed(piece, rates, position)]
+        inputs = dict(zip(self.names, [*states, *fed], strict=True))
+        results = self.results(inputs, piece)
+        new, reported = results[: len(states)], results[len(states) :]
+        losses = self._losses([as_array(y)[None] for y in reported], piece)
+        return [self._kept(y) for y in new], losses
+
+    def results(self, inputs: Mapping[str, Value], piece: Slice) -> list[Value]:
+        """Return the outputs of the step."""
+        values = self.stages.run(dict(inputs), piece.arrays, counts=piece.counted > 0)
+        return [values[name] for name in self.outputs]
+
+    def _kept(self, value: Value) -> ort.OrtValue:
+        """Return a state; what is in the buffer of an exchange is copied."""
+        return self.device.ortvalue(value.copy()) if isinstance(value, np.ndarray) else value
+
+    # -- what processes have in common --------------------------------------------------------
+
+    def agree(self, requests: Sequence[bool]) -> list[bool]:
+        """Return which requests any of the processes has."""
+        return agreed(self.group, requests)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the states of this process are all that there are."""
+        return not self.step.owners or self._known() is not None
+
+    def collect(self) -> None:
+        """Let every process have the slots of all weights."""
+        if self.whole:
+            return
+        own: dict[str, Arrays] = {n: s for n, s in super().unpacked(self.now).slots.items() if s}
+        every = self.group.gather(own)
+        self._collected = self.now, {n: s for slots in every for n, s in slots.items()}
+
+    def _known(self) -> Slots | None:
+        now, slots = self._collected or (None, None)
+        return slots if now is self.now else None
+
+    def unpacked(self, now: Now, copies: bool = True) -> Values:
+        """Return the values of `now`, with all slots if they are collected."""
+        values = super().unpacked(now, copies)
+        if self.step.owners and (slots := self._known()) is not None and now is self.now:
+            values.slots.update({name: dict(own) for name, own in slots.items()})
+        return values
+
+
+class TogetherInPlace(Together, InPlace):
+    """A `Together` whose states are in memory once."""
+
+    def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
+        """Train on the batch of `piece`."""
+        return InPlace.run(self, piece, rates, position)
+
+    def half(self, inputs: Mapping[str, Value], piece: Slice) -> list[Any]:
+        """Return the outputs of the first half; the gradients are also in `self.gradients`."""
+        results = self.results(inputs, piece)
+        count = len(self.step.groups)
+        self.gradients = [as_array(y) for y in results[:count]]
+        return [*results[:count], *(self._kept(y) for y in results[count:])]
+
+    def exchange(self) -> None:
+        """Give each process the weights that others have updated."""
+        for owner, (weights, *_) in zip(self.step.owners, self.by_group(), strict=False):
+            self.group.broadcast(weights.reshape(-1), owner)
+
+
+class Local(Runner):
+    """A `Runner` that trains on its rows alone, and averages the states every `steps` steps."""
+
+    def __init__(self, *arguments: Any, group: Group, steps: int) -> None:
+        super().__init__(*arguments)
+        self.group, self.steps, self.part = group, steps, Part(group.rank, group.size)
+        self._averaged: Now | None = None
+
+    def agree(self, requests: Sequence[bool]) -> list[bool]:
+        """Return which requests any of the processes has."""
+        return agreed(self.group, requests)
+
+    def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
+        """Announce the shapes of most batches, if they are known, and the axes of their rows."""
+        super().expect(own_shapes(shapes, axes, self.part), axes)
+
+    def budget(self) -> int:
+        """Return how many batches the next call may run: as many as in the other processes."""
+        return 1
+
+    def run(self, piece: Slice, rates: np.ndarray, position: int = 0) -> Losses | None:
+        """Train on the batch of `piece`; the losses are those of all processes."""
+        start = time.perf_counter()
+        new, losses = self.now.states, None
+        if piece.counted:
+            new, losses = self.computed(piece, rates, position)
+        reported = len(self.outputs) - len(self.step.carried) - bool(self.step.norms)
+        terms = np.zeros((2, 1, reported // 2))
+        if losses is not None:
+            terms[0], terms[1] = losses.sums, losses.counts
+        self.group.sum(terms)()
+        done = self.finished(piece, list(new), Losses(terms[0], terms[1]), start)
+        if any(self.agree([done is None])):
+            return None
+        if self.now.steps % self.steps == 0:
+            self.collect()
+        return done
+
+    def collect(self) -> None:
+        """Average the states of all processes."""
+        if self._averaged is self.now:
+            return
+        states = [None if s is None else np.array(array_of(s)) for s in self.now.states]
+        for state in states:
+            if state is not None:
+                self.group.sum(state)()
+                np.divide(state, self.group.size, out=state, casting="unsafe")
+        kept = [None if s is None else self.device.ortvalue(s) for s in states]
+        self.now = self._averaged = Now(kept, self.now.steps)
+
+
+def shared_runner(
+    step: Step, target: Target, work: float, fields: Fields, group: Group, options: DataParallel
+) -> Runner:
+    """Return the runner of a step for one process of a group; it takes the step over."""
+    if options.local_steps > 1:
+        model = build_epoch(step, target)
+        arguments = model, step, "terms", target.device, work, fields
+        return Local(*arguments, group=group, steps=options.local_steps)
+    kind = Together if step.updates is None else TogetherInPlace
+    return kind(step, target, work, fields, group, options.buckets)
+
+
+def agreed(group: Group, requests: Sequence[bool]) -> list[bool]:
+    """Return which requests any process of the group has."""
+    counts = np.array(requests, np.float32)
+    group.sum(counts)()
+    return [bool(count > 0) for count in counts]
+
+
+def own_shapes(
+    shapes: Mapping[str, tuple[int, ...]], axes: Axes, part: Part
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the part of a batch of these shapes."""
+    own = {}
+    for name, shape in shapes.items():
+        axis = axes[name]
+        rows = None if axis is None else axis % len(shape)
+        own[name] = tuple(
+            len(range(n)[part.fed(n)]) if i == rows else n for i, n in enumerate(shape)
+        )
+    return own

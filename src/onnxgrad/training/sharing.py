@@ -1,0 +1,236 @@
+"""What the processes of a group do in one call of `fit`, so that they train one model."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.errors import ModelError
+from onnxgrad.parallel import DataParallel, Group, Part, group_of
+from onnxgrad.training.across import Across
+from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
+from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.row_axes import Axes
+from onnxgrad.training.split import splits
+from onnxgrad.training.state import TrainState
+
+AxesOf = Callable[[Mapping[str, np.ndarray]], Axes]  # of the arrays of a batch
+
+
+class Sharing:
+    """The group of this process, and how it shares training."""
+
+    def __init__(self, group: Group, options: DataParallel) -> None:
+        self.group, self.options = group, options
+        self.part = Part(group.rank, group.size)
+
+    @classmethod
+    def of(cls, parallel: DataParallel | bool | None) -> Sharing | None:
+        """Return that of a `Trainer` with this argument; None: it trains alone."""
+        group = group_of(parallel)
+        options = parallel if isinstance(parallel, DataParallel) else DataParallel()
+        return None if group is None else cls(group, options)
+
+    @property
+    def key(self) -> Any:
+        """What a step depends on, for a cache."""
+        return self.part.rank, self.part.size, vars(self.options)
+
+    @property
+    def normalized(self) -> Part | None:
+        """The part, if BatchNormalization uses the statistics of all rows."""
+        return self.part if self.options.sync_batch_norm else None
+
+    @property
+    def across(self) -> Across | None:
+        """How a step is shared; None: each process does steps of its own."""
+        if self.options.local_steps > 1:
+            return None
+        shards = self.options.shard_optimizer and self.part.size > 1
+        return Across(self.part, self.options.sync_batch_norm, shards)
+
+    def callbacks(self, callbacks: Callbacks) -> Callbacks:
+        """Return those that this process calls."""
+        return callbacks if self.part.rank == 0 else callbacks.without_writers()
+
+    def from_first(self, load: Callable[[], TrainState]) -> TrainState:
+        """Return what the first process loads; the others may not have its files.
+
+        Raises:
+            Exception: what loading raises there, in all processes.
+        """
+        result: Any = None
+        if self.part.rank == 0:
+            try:
+                result = load()
+            except (OSError, ValueError) as e:
+                result = e
+        result = self.group.gather(result)[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def source(self, source: BatchSource, axes: AxesOf) -> BatchSource:
+        """Return the batches of this process; `axes` tells where the rows of arrays are."""
+        if self.options.shards:
+            return Shards(source, self.group, axes)
+        if not isinstance(source, ArraySource):
+            return Same(source, self.group, axes)
+        source.part = self.part
+        return source
+
+    def check(self, trainer: Any, state: TrainState) -> None:
+        """Raise in all processes if they do not begin alike, with what differs.
+
+        Raises:
+            ValueError: other weights, data or arguments in some of the processes; or an argument
+                for which a process must have all rows.
+        """
+        if trainer.carry:
+            raise ValueError(
+                "carry keeps a state of every row, and processes share the rows: pass "
+                "parallel=False, or train in one process"
+            )
+        if self.options.sync_batch_norm and (trainer.accumulate > 1 or trainer.recompute != "none"):
+            raise ValueError(
+                "sync_batch_norm exchanges statistics within a forward pass, which accumulate and "
+                "recompute repeat: leave these out, or sync_batch_norm"
+            )
+        own = {"step": state.step, **_flat(dict(state.identity))}
+        if self.options.shards:
+            own = {k: v for k, v in own.items() if not k.startswith(("data", "batch_size"))}
+        values = state.values
+        own |= {f"weight {n}": _digest(w) for n, w in values.weights.items()}
+        own |= {f"buffer {n}": _digest(b) for n, b in values.buffers.items()}
+        every = self.group.gather(own)
+        keys = dict.fromkeys(k for each in every for k in each)
+        if different := [k for k in keys if any(e.get(k) != every[0].get(k) for e in every)]:
+            shown = ", ".join(f"{k} ({[e.get(k) for e in every]})" for k in different[:3])
+            raise ValueError(
+                f"the {self.part.size} processes do not begin alike: {len(different)} of "
+                f"{len(keys)} values differ, {shown}. Give each the same model, data and arguments;"
+                " parallel=DataParallel(shards=True) if each has data of its own"
+            )
+
+    def warn(self, objective: Minimized, source: BatchSource) -> None:
+        """Warn if the loss is not proven to be a sum over rows."""
+        if self.part.rank or not isinstance(source, ArraySource) or self.options.local_steps > 1:
+            return
+        try:
+            proven = splits(objective, source.axes, source.batch_shapes())
+        except ModelError:
+            proven = False
+        if not proven and not self.options.sync_batch_norm:
+            warnings.warn(
+                "the gradient of a batch is not proven to be the sum of those of its rows: each "
+                "process computes it of its own rows, so that the result depends on the number of "
+                "processes, as with DistributedDataParallel. The reasons can be statistics of a "
+                "batch (see sync_batch_norm), dropout, or a loss that compares rows",
+                stacklevel=5,
+            )
+
+
+class Shards(BatchSource):
+    """Batches that consist of the batches of all processes, each of its own data.
+
+    A process whose data are at their end repeats a row, which does not count, until all are.
+    """
+
+    def __init__(self, source: BatchSource, group: Group, axes: AxesOf) -> None:
+        self._source, self._group, self._axes = source, group, axes
+        self.batch_size, self.shuffles = source.batch_size, source.shuffles
+        self.rows = self.batches = None
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What identifies the data of this process."""
+        return self._source.description
+
+    def epoch(
+        self, rng: np.random.Generator | None, skip: int, budget: Budget
+    ) -> Generator[Slice, None, None]:
+        """Yield the slices of one epoch, of one batch each."""
+        part = Part(self._group.rank, self._group.size)
+        last: Slice | None = None
+        with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
+            while True:
+                piece = next(slices, None)
+                rows = self._group.gather(0 if piece is None else piece.rows)
+                if not any(rows):
+                    return
+                if piece is not None:
+                    last = piece
+                elif last is not None:
+                    first = _cut(last, self._axes, slice(0, 1))
+                    last = replace(last, arrays=first, own=1, counted=0)
+                else:
+                    raise ValueError("the data of this process have no batch: give each some")
+                yield replace(last, rows=sum(rows), part=part)
+
+
+class Same(BatchSource):
+    """Batches that every process reads, to compute its part of each; the first must be equal."""
+
+    def __init__(self, source: BatchSource, group: Group, axes: AxesOf) -> None:
+        self._source, self._group, self._axes = source, group, axes
+        self.batch_size, self.shuffles = source.batch_size, source.shuffles
+
+    def __getattr__(self, name: str) -> Any:  # rows and batches, known after the first epoch
+        return getattr(self._source, name)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What identifies the data."""
+        return self._source.description
+
+    def epoch(
+        self, rng: np.random.Generator | None, skip: int, budget: Budget
+    ) -> Generator[Slice, None, None]:
+        """Yield the slices of one epoch, of one batch each."""
+        part = Part(self._group.rank, self._group.size)
+        with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
+            for number, piece in enumerate(slices):
+                if not number:
+                    self._compare(piece)
+                yield Slice(_cut(piece, self._axes, part.fed(piece.rows)), 1, piece.rows, part)
+
+    def _compare(self, piece: Slice) -> None:
+        """Raise `ValueError` in all processes if the batch is not that of each."""
+        digests = self._group.gather([_digest(a) for a in piece.arrays.values()])
+        if any(each != digests[0] for each in digests):
+            raise ValueError(
+                "the first batches of the processes differ, and each would leave out rows of its "
+                "batches: pass parallel=DataParallel(shards=True) if the data of a process are its "
+                "own, or data in the same order"
+            )
+
+
+def _cut(piece: Slice, axes_of: AxesOf, rows: slice) -> dict[str, np.ndarray]:
+    """Return some rows of the only batch of a slice."""
+    axes = axes_of({name: array[0] for name, array in piece.arrays.items()})
+    return {
+        name: np.ascontiguousarray(rows_of(array[0], axes[name], rows))[None]
+        for name, array in piece.arrays.items()
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return the leaves of nested mappings as text, by the path of their keys."""
+    leaves: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = str(value)[:200]
+    return leaves
+
+
+def _digest(array: np.ndarray) -> str:
+    return hashlib.blake2b(np.ascontiguousarray(array).tobytes(), digest_size=8).hexdigest()
