@@ -8,7 +8,6 @@ from onnxgrad.errors import unknown
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.optimizers import Optimizer, adamw, select, sgd
-from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 
 # the loss, and its options
 FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {

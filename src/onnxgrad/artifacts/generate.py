@@ -17,10 +17,9 @@ from onnxgrad.artifacts.former import select_loss, select_optimizer
 from onnxgrad.artifacts.manifest import FILES, MANIFEST, Manifest, manifest_of
 from onnxgrad.artifacts.models import Models, build_models
 from onnxgrad.artifacts.ort_format import write_ort
-from onnxgrad.artifacts.versions import with_ir_version
+from onnxgrad.artifacts.versions import at_opset, with_ir_version
 from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.model.opsets import lowered
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer
@@ -120,7 +119,7 @@ def generate_artifacts(
     if isinstance(class_weight, str):
         raise ValueError("class_weight='balanced' needs labels: pass the weights of the classes")
     trainer = Trainer(
-        read(model) if opset is None else lowered(read(model), opset),
+        at_opset(read(model), opset),
         chosen,
         optimizer="sgd" if optimizer is None else select_optimizer(optimizer),
         learning_rate=_rate(learning_rate),
