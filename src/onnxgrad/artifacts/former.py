@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from onnxgrad.errors import unknown
@@ -23,7 +24,9 @@ FORMER_OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
-def select_loss(loss: Any, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any] | None]:
+def select_loss(
+    loss: Any, options: Mapping[str, Any] | None
+) -> tuple[Any, Mapping[str, Any] | None]:
     """Return a loss and its options for `Trainer`; a name may be a former one.
 
     Raises:
@@ -33,7 +36,7 @@ def select_loss(loss: Any, options: dict[str, Any] | None) -> tuple[Any, dict[st
         return loss, options
     if loss in FORMER_LOSSES:
         name, own = FORMER_LOSSES[loss]
-        return name, own | (options or {})
+        return name, {**own, **(options or {})}
     if loss not in LOSSES and loss not in ALIASES:
         raise unknown("loss", loss, [*FORMER_LOSSES, *LOSSES])
     return loss, options
