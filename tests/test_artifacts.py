@@ -277,7 +277,7 @@ def test_former_optimizers_have_their_former_defaults(tmp_path):
 
 
 def test_requires_grad_and_frozen_params(tmp_path):
-    client = generated("mlp", tmp_path, requires_grad=["w1", "w2"], frozen_params=["w1"])
+    client = generated("mlp", tmp_path, requires_grad=["w*"], frozen_params=["w1"])
     assert client.names("weights") == ["w2"]
     assert client.state.keys() == {"w2"}
 
@@ -294,7 +294,14 @@ def test_without_an_optimizer_there_is_no_step(tmp_path):
 def test_additional_outputs_and_prefix(tmp_path):
     names = ["hb", "y"]
     og.generate_artifacts(
-        model_of("mlp"), None, None, "CrossEntropyLoss", "SGD", tmp_path, "a_", names
+        model_of("mlp"),
+        None,
+        None,
+        "CrossEntropyLoss",
+        "SGD",
+        tmp_path,
+        "a_",
+        additional_output_names=names,
     )
     assert {path.name for path in tmp_path.iterdir()} == {
         *("a_training.json", "a_checkpoint.safetensors", "a_model.onnx", "a_step.onnx"),
@@ -478,6 +485,10 @@ def test_damaged_files_are_refused(tmp_path):
     [
         ({"requires_grad": ["w11"]}, "'w11'.*Did you mean 'w1'"),
         ({"frozen_params": ["b3"]}, "'b3'.*Did you mean"),
+        (
+            {"requires_grad": ["w1", "w2"], "frozen_params": ["w1"]},
+            r"\['w1'\] are in requires_grad",
+        ),
         ({"loss": "MSELos"}, "'MSELos'.*Did you mean 'MSELoss'"),
         ({"optimizer": "AdanW"}, "'AdanW'.*Did you mean"),
         ({"optimizer": og.ema(og.sgd())}, "averages of weights"),
@@ -578,9 +589,9 @@ def test_weights_that_the_loss_does_not_reach(tmp_path):
     model.graph.node.extend(extra.node)
     model.graph.output.extend(extra.output)
     model.graph.initializer.append(numpy_helper.from_array(np.ones((4, 8), np.float32), "w3"))
-    arguments = (None, {"y": "cross_entropy"}, "SGD", tmp_path, "", ["other"])
+    arguments = (None, {"y": "cross_entropy"}, "SGD", tmp_path)
     with pytest.warns(UserWarning, match=r"does not depend on \['w3'\]: they do not train"):
-        og.generate_artifacts(model, ["w1", "w3"], *arguments)
+        og.generate_artifacts(model, ["w1", "w3"], *arguments, additional_output_names=["other"])
     client, (x, y) = Client(tmp_path), data_of("mlp")
     assert client.names("weights") == ["w1"]
     out = client.run("eval", {**client.state, "x": x, "label": y})
