@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-STEPS, RATE, AGREED = 20, 1e-3, 1e-4
+STEPS, RATE, AGREED = 20, 1e-4, 1e-4
 NETWORKS = ("mobilenet-v2", "encoder 2x128")
 
 

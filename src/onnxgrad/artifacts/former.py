@@ -8,7 +8,14 @@ from typing import Any
 from onnxgrad.errors import unknown
 from onnxgrad.losses.formulas import LOSSES
 from onnxgrad.losses.objectives import ALIASES
-from onnxgrad.optimizers import Optimizer, adamw, select, sgd
+from onnxgrad.optimizers import (
+    Chain,
+    Optimizer,
+    ScaleByAdamEpsHat,
+    ScaleByLearningRate,
+    select,
+    sgd,
+)
 
 # the loss, and its options
 FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -19,7 +26,7 @@ FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # with the defaults that they had there, which are not those of ours
 FORMER_OPTIMIZERS: dict[str, Optimizer] = {
-    "AdamW": adamw(eps=1e-6, weight_decay=0.0),
+    "AdamW": Chain((ScaleByAdamEpsHat(eps=1e-6), ScaleByLearningRate())),
     "SGD": sgd(),
 }
 

@@ -70,9 +70,10 @@ def generate_artifacts(
         frozen_params: names and patterns of tensors that do not train; none of `requires_grad`.
         loss: as that of `Trainer`; or "MSELoss", "CrossEntropyLoss", "BCEWithLogitsLoss" or
             "L1Loss". None: the model has an output that is the loss.
-        optimizer: as that of `Trainer`; or "AdamW" or "SGD" with their former defaults: the weight
-            decay of "AdamW" is 0 and its eps 1e-6, that of "adamw" 0.01 and 1e-8. None: no
-            `optimizer_model.onnx` and no `step.onnx` are written.
+        optimizer: as that of `Trainer`; or "AdamW" or "SGD", which compute what they did there:
+            "AdamW" has no weight decay and an eps of 1e-6, added before v is corrected, "adamw" a
+            weight decay of 0.01 and an eps of 1e-8, added behind. None: no `optimizer_model.onnx`
+            and no `step.onnx` are written.
         artifact_directory: the folder, which is created if it is missing; None: the current one.
             A call that fails leaves it as it was.
         prefix: of the names of all files.
