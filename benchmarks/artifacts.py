@@ -1,8 +1,8 @@
 """Artifacts of two networks, by onnxgrad on the ordinary wheel and by onnxruntime-training 1.19.2.
 
 Both train the same tensors by AdamW for 20 steps, from the same weights with the same batches, on
-one thread: the losses of all steps must agree. `--runtime` also runs our files for opset 19 and IR 9
-by another Python, whose onnxruntime may be as old as 1.16.
+one thread: the losses of all steps must agree. `--runtime` also runs our files for opset 19 and IR
+9 by another Python, whose onnxruntime may be as old as 1.16. docs/devices.md has the numbers.
 
     python benchmarks/artifacts.py --old /tmp/oldenv [--runtime /tmp/env116/bin/python]
 """
@@ -45,15 +45,11 @@ def train(folder: str, data: str) -> dict[str, Any]:
         scalars = {"minus_learning_rate": np.float32(-RATE), "step": np.float32(number)}
         fed = {name: value(np.array(number)) for name, number in scalars.items()}
         fed |= {"x": value(x), "label": value(y)}
-        new = session.run_with_ort_values(outputs, state | fed)
-        losses.append(float(new[0].numpy()))
-        state = dict(zip(state, map(dict(zip(outputs, new, strict=True)).get, _new(state))))
+        new = dict(zip(outputs, session.run_with_ort_values(outputs, state | fed), strict=True))
+        losses.append(float(new["loss"].numpy()))
+        state = {name: new[f"{name}.new"] for name in state}
         seconds.append(time.perf_counter() - begin)
     return {"losses": losses, "seconds": median(seconds), "runtime": ort.__version__}
-
-
-def _new(names: Any) -> list[str]:
-    return [f"{name}.new" for name in names]
 
 
 def measure(name: str, old: Path, runtime: str | None) -> None:

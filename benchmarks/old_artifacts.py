@@ -42,7 +42,7 @@ def main(model: str, data: str, weights: str, rate: str, folder: str) -> None:
     optimizer.set_learning_rate(float(rate))
     module.train()
     arrays, losses, seconds = np.load(data), [], []
-    for x, y in zip(arrays["x"], arrays["y"]):
+    for x, y in zip(arrays["x"], arrays["y"], strict=True):
         begin = time.perf_counter()
         losses.append(float(module(x, y)))
         optimizer.step()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -13,9 +15,11 @@ from safetensors.numpy import load_file, save_file
 
 import onnxgrad as og
 from commands import refused, succeed
+from onnxgrad.artifacts.former import FORMER_OPTIMIZERS
 from onnxgrad.model import external
 from running import run
 
+ROOT = Path(__file__).parent.parent
 STEPS, ROWS, RATE = 24, 8, 0.02
 HEADER = '<ir_version: 10, opset_import: ["": {}]>\n'
 MLP = """
@@ -269,11 +273,34 @@ def test_former_losses(former, ours, tmp_path):
     np.testing.assert_allclose(out["loss"], losses[former].mean(), 1e-5)
 
 
-def test_former_optimizers_have_their_former_defaults(tmp_path):
-    client, (x, y) = generated("mlp", tmp_path, "AdamW"), data_of("mlp")
-    client.train(batches_of(x, y))
-    trainer = trainer_of("mlp", og.adam(eps=1e-6))
-    assert_state(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
+def test_former_losses_of_several_outputs(tmp_path):
+    model, (x, y) = model_of("mlp"), data_of("mlp")
+    model.graph.output.add().CopyFrom(
+        onnx.parser.parse_graph("g () => (float[N,8] r) {}").output[0]
+    )
+    losses = {"y": "CrossEntropyLoss", "r": "MSELoss"}
+    og.generate_artifacts(model, None, None, losses, "SGD", tmp_path)
+    client, z = Client(tmp_path), np.ones((len(x), 8), np.float32)
+    out = client.run("eval", {**client.state, "x": x, "label_y": y, "label_r": z})
+    f, r = (out[name].astype(np.float64) for name in ("y", "r"))
+    entropy = np.log(np.exp(f).sum(1)) - f[np.arange(len(y)), y]
+    np.testing.assert_allclose(out["loss"], entropy.mean() + ((r - z) ** 2).mean(), 1e-5)
+    assert client.manifest["predictions"] == ["y", "r"]
+
+
+def test_the_former_adamw_adds_eps_before_the_correction(tmp_path):
+    og.generate_artifacts(model_of("mlp"), ["b2"], None, "MSELoss", "AdamW", tmp_path)
+    client, m, v = Client(tmp_path), 0.0, 0.0
+    w = client.state["b2"].astype(np.float64)
+    for number in range(5):
+        g = np.array([1e-7, 1e-6, 1e-3]) * (number + 1)
+        fed = {"b2_grad": g.astype(np.float32), **client.state, **client.scalars(number)}
+        new = client.run("optimizer", fed)
+        client.state = {name: new[f"{name}.new"] for name in client.state}
+        m, v, t = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g, number + 1
+        rate = RATE * np.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+        w = w - rate * m / (np.sqrt(v) + 1e-6)
+        np.testing.assert_allclose(client.state["b2"], w, 1e-6)
 
 
 def test_requires_grad_and_frozen_params(tmp_path):
@@ -477,6 +504,28 @@ def test_damaged_files_are_refused(tmp_path):
         og.merge_artifacts(tmp_path)
 
 
+# -- the page -----------------------------------------------------------------------------------
+
+
+def test_the_code_of_the_page(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "devices.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    exec("\n".join(blocks), names)
+    losses, images, labels = (names[name] for name in ("losses", "images", "labels"))
+    assert np.mean(losses[:10]) > 1.5
+    assert np.mean(losses[-10:]) < 0.4
+    scores = ort.InferenceSession("trained.onnx").run(None, {"image": images})[0]
+    assert (scores.argmax(1) == labels).mean() > 0.85
+    for file in json.loads((tmp_path / "artifacts" / "training.json").read_text())[
+        "files"
+    ].values():
+        assert f"| `{file}` |" in page
+
+
 # -- errors --------------------------------------------------------------------------------------
 
 
@@ -570,7 +619,7 @@ def test_results_give_way_to_the_names_of_slots(tmp_path):
     og.generate_artifacts(model, None, None, "CrossEntropyLoss", "AdamW", tmp_path)
     client, (x, y) = Client(tmp_path), data_of("mlp")
     client.train(batches_of(x, y))
-    trainer = trainer_of("mlp", og.adam(eps=1e-6))
+    trainer = trainer_of("mlp", FORMER_OPTIMIZERS["AdamW"])
     assert_state(client, trainer.fit(x, y, batch_size=ROWS, shuffle=False))
 
 

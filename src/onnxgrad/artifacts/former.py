@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from onnxgrad.errors import unknown
-from onnxgrad.losses.formulas import LOSSES
+from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.objectives import ALIASES
 from onnxgrad.optimizers import (
     Chain,
@@ -39,6 +39,8 @@ def select_loss(
     Raises:
         ValueError: an unknown name.
     """
+    if isinstance(loss, Mapping):
+        return {output: _spec(own) for output, own in loss.items()}, options
     if not isinstance(loss, str) or loss.endswith(".onnx"):
         return loss, options
     if loss in FORMER_LOSSES:
@@ -47,6 +49,14 @@ def select_loss(
     if loss not in LOSSES and loss not in ALIASES:
         raise unknown("loss", loss, [*FORMER_LOSSES, *LOSSES])
     return loss, options
+
+
+def _spec(loss: Any) -> Any:
+    """Return the loss of one output of several."""
+    if not isinstance(loss, str) or loss not in FORMER_LOSSES:
+        return loss
+    name, options = FORMER_LOSSES[loss]
+    return loss_spec(name, None, options)
 
 
 def select_optimizer(optimizer: str | Optimizer) -> Optimizer:

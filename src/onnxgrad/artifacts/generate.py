@@ -69,7 +69,8 @@ def generate_artifacts(
             those that train by default.
         frozen_params: names and patterns of tensors that do not train; none of `requires_grad`.
         loss: as that of `Trainer`; or "MSELoss", "CrossEntropyLoss", "BCEWithLogitsLoss" or
-            "L1Loss". None: the model has an output that is the loss.
+            "L1Loss", also of one of several outputs. None: the model has an output that is the
+            loss.
         optimizer: as that of `Trainer`; or "AdamW" or "SGD", which compute what they did there:
             "AdamW" has no weight decay and an eps of 1e-6, added before v is corrected, "adamw" a
             weight decay of 0.01 and an eps of 1e-8, added behind. None: no `optimizer_model.onnx`
