@@ -198,6 +198,26 @@ def test_evaluation_and_merged_model_equal_the_trainer(name, tmp_path):
     np.testing.assert_array_equal(run(first, {"x": x})[0], run(model_of(name), {"x": x})[0])
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_other_dtypes(dtype, tmp_path):
+    model = model_of("mlp", 18)
+    kind = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}[dtype]
+    model.graph.node[2].op_type = "Tanh"
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = kind
+    for tensor in model.graph.initializer:
+        array = numpy_helper.to_array(tensor).astype(dtype)
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    og.generate_artifacts(model, None, None, "CrossEntropyLoss", "sgd", tmp_path)
+    client, (x, y) = Client(tmp_path), data_of("mlp")
+    x = x.astype(dtype)
+    assert client.manifest["scalars"][0]["dtype"] == dtype
+    client.train(batches_of(x, y))
+    trainer = og.Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=RATE)
+    trainer.fit(x, y, batch_size=ROWS, shuffle=False)
+    assert_state(client, trainer, 1e-12 if dtype == "float64" else 1e-3)
+
+
 def test_dropout_draws_the_masks_of_the_trainer(tmp_path):
     client, (x, y) = generated("mlp", tmp_path, dropout={"r": 0.5}, seed=5), data_of("mlp")
     assert client.names("scalars") == ["minus_learning_rate", "draw"]
@@ -549,6 +569,8 @@ def test_the_code_of_the_page(tmp_path, monkeypatch):
         ({"opset": 17}, "opset 18 or newer"),
         ({"ir_version": 8}, "ir_version=8: the opsets .* need 9"),
         ({"batch_norm": "on"}, "batch_norm"),
+        ({"acumulate": 2}, "Unknown option of generate_artifacts 'acumulate'"),
+        ({"learning_rates": 2}, "Did you mean 'learning_rate'"),
     ],
 )
 def test_errors_leave_the_folder_as_it_was(options, message, tmp_path):
