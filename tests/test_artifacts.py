@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import onnxgrad as og
 from commands import refused, succeed
+from onnxgrad.artifacts import models
 from onnxgrad.artifacts.former import FORMER_OPTIMIZERS
 from onnxgrad.model import external
 from running import run
@@ -522,6 +523,13 @@ def test_damaged_files_are_refused(tmp_path):
     (tmp_path / "training.json").write_text("{")
     with pytest.raises(ValueError, match="damaged"):
         og.merge_artifacts(tmp_path)
+
+
+def test_a_weight_larger_than_a_file_can_hold_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "LARGEST", 128)
+    with pytest.raises(ValueError, match=r"the weight 'w1' has 128 bytes.*frozen_params"):
+        generated("mlp", tmp_path)
+    generated("mlp", tmp_path, frozen_params=["w1"])
 
 
 # -- the page -----------------------------------------------------------------------------------
