@@ -17,6 +17,7 @@ FLOORS = [
         "optimizers",
         "schedules",
         "training",
+        "artifacts",
         "finetune",
         "plot",
         "torch",

@@ -86,6 +86,30 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
     return model
 
 
+def lowered(model: ModelProto, target: int) -> ModelProto:
+    """Return a copy of `model` at an older opset; it must have no functions.
+
+    Raises:
+        ModelError: an operator, or what it does, is newer.
+    """
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    external = {t.name: t for t in model.graph.initializer if t.external_data}
+    try:
+        converted = _converted(copy, target)
+    except Exception as e:  # the converter raises several undeclared types
+        raise ModelError(
+            f"the model cannot be converted to opset {target}: {first_line(e)}. Export it at that "
+            "opset, or choose a newer one"
+        ) from e
+    for tensor in converted.graph.initializer:
+        if tensor.name in external:
+            tensor.CopyFrom(external[tensor.name])
+    del converted.metadata_props[:]
+    converted.metadata_props.extend(model.metadata_props)
+    return converted
+
+
 def _converted(proto: ModelProto, target: int) -> ModelProto:
     """Return `proto`, which is modified, at another opset.
 

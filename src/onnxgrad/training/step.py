@@ -112,6 +112,7 @@ class StepOptions:
     - `recompute`: as that of `Trainer`.
     - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
     - `across`: several processes share the step; its graph has nodes that exchange values.
+    - `packed`: elements up to which weights are small, and parts of one input; None is the default.
     """
 
     norms: bool = False
@@ -119,6 +120,7 @@ class StepOptions:
     recompute: str = "none"
     in_place: bool = False
     across: Across | None = None
+    packed: int | None = None
 
 
 @dataclass
@@ -256,7 +258,9 @@ def write_step(
     named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
     returned = [_norms(op, list(named.values()))] if named else []
     in_place = options.in_place and may_be_in_place(parts.of, optimizer)
-    update = write_update(op, parts.of, optimizer, blocks=options.blocks, in_place=in_place)
+    update = write_update(
+        op, parts.of, optimizer, options.packed, blocks=options.blocks, in_place=in_place
+    )
     owners: list[int] = []
     if across is not None and across.shards:
         owners = owners_of(update.groups, across.part.size)

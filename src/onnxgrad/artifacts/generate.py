@@ -1,0 +1,199 @@
+"""`generate_artifacts`: the files with which a device trains a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.artifacts.folder import added_to
+from onnxgrad.artifacts.former import select_loss, select_optimizer
+from onnxgrad.artifacts.manifest import FILES, MANIFEST, Manifest, manifest_of
+from onnxgrad.artifacts.models import Models, build_models
+from onnxgrad.artifacts.ort_format import write_ort
+from onnxgrad.artifacts.versions import at_opset, with_ir_version
+from onnxgrad.autodiff.quantized import straight_through_warning
+from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.write import save
+from onnxgrad.optimizers import Optimizer
+from onnxgrad.schedules.base import Schedule
+from onnxgrad.training.arguments import check_choice
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.identity import described
+from onnxgrad.training.parameters.patterns import as_list
+from onnxgrad.training.saving import serialized
+from onnxgrad.training.setup import Setup
+from onnxgrad.training.trainer import Trainer
+
+CHECKPOINT = "onnxgrad.artifacts.1"  # the format, in the metadata of a checkpoint
+TRAINER = (  # its arguments that are options
+    *("batch_norm", "class_weight", "clip_norm", "dropout", "learning_rate", "loss_options"),
+    *("loss_weights", "seed"),
+)
+
+
+def generate_artifacts(
+    model: ModelLike,
+    requires_grad: Iterable[str] | None = None,
+    frozen_params: Iterable[str] | None = None,
+    loss: Any = None,
+    optimizer: str | Optimizer | None = None,
+    artifact_directory: str | os.PathLike | None = None,
+    prefix: str = "",
+    *,
+    additional_output_names: Iterable[str] = (),
+    sample_weight: bool = False,
+    opset: int | None = None,
+    ir_version: int | None = None,
+    ort_format: bool = False,
+    **options: Any,
+) -> Manifest:
+    """Write the files with which any onnxruntime trains a model as `Trainer`; return the manifest.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        requires_grad: names and patterns of tensors that train; None: weights by their role.
+        frozen_params: names and patterns of tensors that do not train.
+        loss: of a `Trainer`; or "MSELoss", "CrossEntropyLoss", "BCEWithLogitsLoss", "L1Loss".
+        optimizer: of a `Trainer`; or "AdamW" or "SGD" of onnxruntime-training: "AdamW" has no
+            weight decay and an eps of 1e-6. None: neither step.onnx nor optimizer_model.onnx.
+        artifact_directory: the folder, which is created; None: the current one.
+        prefix: of the names of all files.
+        additional_output_names: tensors that eval_model.onnx returns beside the predictions.
+        sample_weight: whether a batch has an input of sample weights.
+        opset: the newest opset in all files, such as 19 for onnxruntime 1.16; None: the model's.
+        ir_version: of all files, such as 9; None: the lowest that fits.
+        ort_format: also write the models as `.ort`.
+        options: learning_rate (a number, the default of clients), batch_norm, class_weight,
+            clip_norm, dropout, loss_options, loss_weights and seed, as those of `Trainer`.
+
+    Raises:
+        ValueError: invalid arguments, or names that the files need for something else.
+        ModelError: the model cannot be read, or not be converted to that opset.
+        NoGradientRule: an operator between the weights and the loss has no rule.
+        OSError: the folder cannot be written; it stays as it was, as after any error.
+
+    Examples:
+        >>> import tempfile, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''<ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) <float[2] w = {2.0, 3.0}> { y = Mul(x, w) }''')
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manifest = og.generate_artifacts(model, ["w"], None, "MSELoss", "AdamW", folder)
+        >>> [slot["name"] for slot in manifest["slots"]]
+        ['w.m', 'w.v']
+    """
+    _check_prefix(prefix)
+    proto, train, freeze = at_opset(read(model), opset), _names(requires_grad), frozen_params
+    trainer = _trainer(proto, train, _names(freeze) or [], loss, optimizer, options)
+    files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
+    models = files.models(trainer, as_list(additional_output_names))
+    return files.write(artifact_directory, trainer, models)
+
+
+def _trainer(
+    proto: ModelProto,
+    train: list[str] | None,
+    freeze: list[str],
+    loss: Any,
+    optimizer: str | Optimizer | None,
+    options: dict[str, Any],
+) -> Trainer:
+    """Return the trainer whose step the files compute.
+
+    Raises:
+        ValueError: as `generate_artifacts`.
+    """
+    for name in options:
+        check_choice("option of generate_artifacts", name, TRAINER)
+    if both := sorted(set(train or ()) & set(freeze)):
+        raise ValueError(f"{both} are in requires_grad and in frozen_params: leave one out")
+    if isinstance(options.get("class_weight"), str):
+        raise ValueError("class_weight='balanced' needs labels: pass the weights of the classes")
+    chosen, own = select_loss(loss, options.pop("loss_options", None))
+    rate = _rate(options.pop("learning_rate", 1e-3))
+    updated = "sgd" if optimizer is None else select_optimizer(optimizer)
+    return Trainer(
+        proto,
+        chosen,
+        loss_options=own,
+        optimizer=updated,
+        learning_rate=rate,
+        train=train,
+        freeze=freeze,
+        **options,
+    )
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Which files are written: see the arguments of `generate_artifacts`."""
+
+    prefix: str
+    updates: bool
+    sample_weight: bool
+    ir_version: int | None
+    ort_format: bool
+
+    def models(self, trainer: Trainer, additional: list[str]) -> Models:
+        """Return the models of a trainer; warn of weights that do not train."""
+        weight = np.ones(1) if self.sample_weight else None
+        setup = Setup(trainer, Dataset(None, None, weight), None)
+        with garbage_kept():
+            models = build_models(setup, additional, self.updates)
+        if models.unreached:
+            warnings.warn(
+                f"the loss does not depend on {models.unreached}: they do not train", stacklevel=4
+            )
+        if models.rounding:
+            warnings.warn(straight_through_warning(models.rounding), stacklevel=4)
+        return models
+
+    def write(self, folder: str | os.PathLike | None, trainer: Trainer, models: Models) -> Manifest:
+        """Write all files, or none; return the manifest."""
+        digest, rate = trainer.digest or described(trainer.proto), trainer.learning_rate
+        assert isinstance(rate, Schedule)
+        default = rate.rate(0, {})
+        manifest = manifest_of(models, default, digest, self.prefix, self.ort_format)
+        protos = {**models.by_key, "model": trainer.model}
+        protos = {key: with_ir_version(p, self.ir_version) for key, p in protos.items()}
+        stems = (Path(name).stem for name in (*FILES.values(), MANIFEST))
+        own = tuple(f"{self.prefix}{stem}." for stem in stems)
+        with added_to(os.curdir if folder is None else folder, own) as new:
+            files = {key: new / name for key, name in manifest["files"].items()}
+            for key, proto in protos.items():
+                save(proto, files[key])
+            for key, name in manifest.get("ort_files", {}).items():
+                write_ort(files[key], new / name)
+            arrays = models.weights | models.slots | models.buffers
+            metadata = {"format": CHECKPOINT, "model": digest}
+            files["checkpoint"].write_bytes(serialized(arrays, metadata))
+            text = json.dumps(manifest, indent=1)
+            (new / f"{self.prefix}{MANIFEST}").write_text(text, encoding="utf-8")
+        return manifest
+
+
+def _names(names: str | Iterable[str] | None) -> list[str] | None:
+    return None if names is None else as_list(names)
+
+
+def _rate(rate: Any) -> float:
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
+        raise ValueError(
+            f"learning_rate must be a number above 0, not {rate!r}: a client passes the rate of "
+            "every step, and so computes schedules"
+        )
+    return float(rate)
+
+
+def _check_prefix(prefix: str) -> None:
+    """Raise `ValueError` for a prefix with which a name is no plain name of a file."""
+    if not prefix.isprintable() or set(prefix) & set("/\\"):
+        raise ValueError(f"prefix={prefix!r} begins names of files: use no '/' and no '\\'")
