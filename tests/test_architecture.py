@@ -15,6 +15,7 @@ FLOORS = [
         "optimizers",
         "schedules",
         "training",
+        "artifacts",
         "finetune",
         "plot",
         "torch",

@@ -1,5 +1,9 @@
 """The public names: `__init__.py` imports the module of each when it is first used."""
 
+from .artifacts import (
+    generate_artifacts as generate_artifacts,
+    merge_artifacts as merge_artifacts,
+)
 from .autodiff.check.gradients import (
     check_gradient as check_gradient,
 )

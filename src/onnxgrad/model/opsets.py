@@ -25,6 +25,7 @@ from onnxgrad.model.traversal import all_nodes, names, subgraphs
 
 # onnxruntime has these in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
+_STANDARD = ("", "ai.onnx")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
 _CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
 
@@ -84,6 +85,18 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
     if version < 11:
         _state_resize(model.graph, upsampled, {})
     return model
+
+
+def lowered(model: ModelProto, target: int) -> ModelProto:
+    """Return `model`, or a copy at the opset `target` if its own is newer.
+
+    Raises:
+        ModelError: it has local functions, or operators or attributes that are newer.
+    """
+    version = max((o.version for o in model.opset_import if o.domain in _STANDARD), default=0)
+    if version <= target:
+        return model
+    raise ModelError("to do")
 
 
 def _converted(proto: ModelProto, target: int) -> ModelProto:

@@ -49,6 +49,7 @@ class Plan:
     - `exempt`: inputs whose first axis is not that of the rows.
     - `carry`: `{input: output}`, the input gets the value of the output of the batch before.
     - `straight_through`: whether gradients pass through the rounding of quantized layers.
+    - `beside`: names of tensors that the graph computes beside the loss.
     """
 
     loss: TrainingLoss | None
@@ -59,6 +60,7 @@ class Plan:
     seed: int = 0
     exempt: frozenset[str] = frozenset()
     straight_through: bool = False
+    beside: tuple[str, ...] = ()
 
 
 @dataclass
@@ -66,13 +68,14 @@ class Minimized(Objective):
     """The loss that `written` describes: the sum over k of factors_k sums_k / counts_k.
 
     `predictions` are the values that the loss reads, by the name of the output; `states` those that
-    inputs get in the next batch, by the input.
+    inputs get in the next batch, by the input; `beside` those of the plan, by name.
     """
 
     written: Written = field(kw_only=True)
     predictions: dict[str, ir.Value] = field(kw_only=True)
     states: dict[str, ir.Value] = field(kw_only=True)
     carried: dict[str, str] = field(kw_only=True)  # the data input of a buffer, by its name
+    beside: dict[str, ir.Value] = field(kw_only=True)
 
     per_row: ClassVar[bool] = False
 
@@ -100,6 +103,19 @@ class Minimized(Objective):
         """What a step returns for every batch: the sums, then the counts."""
         return [*self.written.sums, *self.written.counts]
 
+    def mean(self, op: Emit, reported: Sequence[ir.Value]) -> ir.Value:
+        """Write the loss of a batch, a scalar, from the values of `reported`; 0 without a term."""
+        half = len(reported) // 2
+        terms = []
+        with op:
+            for total, count, factor in zip(
+                reported[:half], reported[half:], self.written.factors, strict=True
+            ):
+                mean = total * inverse(op, count)
+                mean = mean if factor == 1 else factor * mean
+                terms.append(op.Cast(op.Reshape(mean, []), to=reported[0].dtype))
+            return op.total(terms)
+
 
 def inverse(op: Emit, count: ir.Value) -> ir.Value:
     """Return 1 / count; for a batch without any term, a number whose product with 0 is 0."""
@@ -125,18 +141,21 @@ def minimized(
         ValueError: unknown names, or a prediction that the loss does not accept.
     """
     predicted = plan.loss.outputs(proto) if plan.loss else _beside(proto, plan.loss_output)
-    model, results = _prepared(proto, plan, predicted)
+    own = [] if plan.loss else [plan.loss_output]
+    model, results = _prepared(proto, plan, [*own, *predicted])
     graph, data = model.graph, list(model.graph.inputs)
     op, form = Emit(graph), _Form()
     if training:
         form = _Form.of(op, plan, data, results)
     states = {name: results[output] for name, output in plan.carry.items()}
-    results = {name: results[name] for name in (predicted if plan.loss else results)}
+    beside = {name: results[name] for name in plan.beside}
+    results = {name: results[name] for name in (*own, *predicted)}
     trained = as_inputs(proto, graph, weights)
     fixed = detached(proto)
     stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
     if training:
-        fold_normalizations(op, trained, stopped | {*results.values(), *states.values()})
+        read = {*results.values(), *states.values(), *beside.values()}
+        fold_normalizations(op, trained, stopped | read)
     with op:
         if plan.loss is None:
             written = _loss_output(op, proto, results[plan.loss_output], data)
@@ -164,16 +183,16 @@ def minimized(
         first=form.first,
         stop_gradient=stopped,
         carried=form.carried,
+        beside=beside,
         straight_through=plan.straight_through,
     )
 
 
 def _prepared(
-    proto: ModelProto, plan: Plan, predicted: Sequence[str]
+    proto: ModelProto, plan: Plan, outputs: Sequence[str]
 ) -> tuple[ir.Model, dict[str, ir.Value]]:
     """Return the prepared model with the outputs that are read, and these by name."""
-    own = [] if plan.loss else [plan.loss_output]
-    read = list(dict.fromkeys([*own, *predicted, *plan.carry.values()]))
+    read = list(dict.fromkeys([*outputs, *plan.carry.values(), *plan.beside]))
     if not {y.name for y in proto.graph.output}.issuperset(read):
         proto = select_model_inputs_outputs(proto, read)
     model = prepare(

@@ -56,7 +56,7 @@ def write(folder: Path, arrays: Mapping[str, Arrays], numbers: Mapping[str, Any]
     try:
         partial.mkdir()
         for name, group in arrays.items():
-            _write_synced(partial / f"{name}.safetensors", _serialized(group))
+            _write_synced(partial / f"{name}.safetensors", serialized(group))
         text = json.dumps({"format": FORMAT, **numbers}, indent=1, default=_plain)
         _write_synced(partial / _STATE, text.encode())
         _sync(partial)
@@ -79,7 +79,7 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
     try:
         numbers = json.loads((folder / _STATE).read_bytes())
         arrays = {
-            file.stem: _deserialized(file.read_bytes()) for file in folder.glob("*.safetensors")
+            file.stem: deserialized(file.read_bytes()) for file in folder.glob("*.safetensors")
         }
     except FileNotFoundError:
         raise FileNotFoundError(f"{folder} holds no state of a training") from None
@@ -157,7 +157,8 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _serialized(arrays: Arrays) -> bytes:
+def serialized(arrays: Arrays, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return arrays as the content of a file of safetensors."""
     held, short = {}, []
     for name, array in arrays.items():
         array = np.ascontiguousarray(array).reshape(np.shape(array))  # which adds an axis to ()
@@ -165,15 +166,24 @@ def _serialized(arrays: Arrays) -> bytes:
             short.append(name)
             array = array.view(np.uint16)
         held[name] = array
-    return save_arrays(held, metadata={_BFLOAT16: json.dumps(short)})
+    return save_arrays(held, metadata={_BFLOAT16: json.dumps(short), **(metadata or {})})
 
 
-def _deserialized(data: bytes) -> Arrays:
-    size = int.from_bytes(data[:8], "little")
-    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    short = set(json.loads(metadata.get(_BFLOAT16, "[]")))
+def deserialized(data: bytes) -> Arrays:
+    """Return the arrays that `serialized` wrote.
+
+    Raises:
+        ValueError: the data are damaged.
+    """
+    short = set(json.loads(metadata_of(data).get(_BFLOAT16, "[]")))
     arrays = load_arrays(data)
     return {n: a.view(ml_dtypes.bfloat16) if n in short else a for n, a in arrays.items()}
+
+
+def metadata_of(data: bytes) -> dict[str, str]:
+    """Return the metadata of the content of a file of safetensors."""
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]).get("__metadata__", {})
 
 
 def _plain(value: Any) -> Any:

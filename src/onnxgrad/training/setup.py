@@ -159,6 +159,10 @@ class Setup:
             raise ValueError("carry and accumulate: micro-batches have no state to carry")
         return build_accumulating_step(self.objective, optimizer, trainer.accumulate, options)
 
+    def named_step(self, objective: Minimized) -> Step:
+        """Return the step whose inputs are the weights and slots themselves, none joined."""
+        return build_step(objective, self._optimizer(), StepOptions(blocks=False, packed=0))
+
     def split_step(self, objective: Minimized, target: Target) -> SplitStep:
         """Return the step in parts, written into the graph of the objective."""
         return build_split_step(objective, self._optimizer(), self._options(), target)

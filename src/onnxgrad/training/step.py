@@ -98,12 +98,14 @@ class StepOptions:
     - `blocks`: large weights are updated in parts that stay in the cache of a CPU.
     - `recompute`: as that of `Trainer`.
     - `in_place`: the update of large states is no part of the graph: see `Step.updates`.
+    - `packed`: elements up to which weights are small, and parts of one input; None is the default.
     """
 
     norms: bool = False
     blocks: bool = True
     recompute: str = "none"
     in_place: bool = False
+    packed: int | None = None
 
 
 @dataclass
@@ -234,7 +236,9 @@ def write_step(
     named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
     returned = [_norms(op, list(named.values()))] if named else []
     in_place = options.in_place and may_be_in_place(parts.of, optimizer)
-    update = write_update(op, parts.of, optimizer, blocks=options.blocks, in_place=in_place)
+    update = write_update(
+        op, parts.of, optimizer, options.packed, blocks=options.blocks, in_place=in_place
+    )
     buffers = list(parts.buffers)
     scalars = [] if in_place else [update.minus_learning_rate]
     number, draw, first = (_if_used(v) for v in (update.step, parts.draw, parts.first))

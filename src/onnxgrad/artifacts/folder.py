@@ -1,0 +1,77 @@
+"""A folder into which several files are put, all of them or none."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+
+
+@contextmanager
+def added_to(folder: str | os.PathLike, own: tuple[str, ...]) -> Iterator[Path]:
+    """Yield a new folder whose files are moved into `folder` if the block raises no error.
+
+    Files whose names begin with one of `own` replace those of the same names. If a file cannot be
+    moved, the others are put back, so that `folder` stays as it was. It is created if it is
+    missing.
+
+    Raises:
+        FileExistsError: another file, external data of a model, has the name of one in `folder`,
+            and another content.
+        OSError: `folder` is no folder, or cannot be written.
+    """
+    home = Path(os.path.realpath(folder))
+    existed = home.exists()
+    if existed and not home.is_dir():
+        raise NotADirectoryError(f"{home} is a file: name a folder")
+    home.parent.mkdir(parents=True, exist_ok=True)
+    # on the same disk, and not inside of it: a crash leaves no strange file among the others
+    work = Path(mkdtemp(prefix=f".{home.name}.", suffix=".partial", dir=home.parent))
+    new, old = work / "new", work / "old"
+    try:
+        new.mkdir()
+        yield new
+        for file in new.iterdir():
+            _sync(file)
+        if not existed:
+            new.rename(home)
+        else:
+            old.mkdir()
+            _move(new, old, home, own)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _move(new: Path, old: Path, home: Path, own: tuple[str, ...]) -> None:
+    """Move the files of `new` to `home`, and those that they replace to `old`."""
+    moved: list[Path] = []
+    try:
+        for file in sorted(new.iterdir()):
+            target = home / file.name
+            if target.is_dir():
+                raise IsADirectoryError(f"{target} is a folder, and a file goes there: remove it")
+            foreign = target.exists() and not file.name.startswith(own)
+            if foreign and not filecmp.cmp(file, target, shallow=False):
+                raise FileExistsError(
+                    f"{target} exists and is no file of these artifacts: choose another folder"
+                )
+            if os.path.lexists(target):
+                target.rename(old / file.name)
+            moved.append(target)
+            file.rename(target)
+    except BaseException:
+        for target in moved:
+            target.unlink(missing_ok=True)
+        for file in old.iterdir():
+            file.rename(home / file.name)
+        raise
+
+
+def _sync(file: Path) -> None:
+    """Flush a file to the disk, in case of a power cut."""
+    with open(file, "rb+") as opened:
+        os.fsync(opened.fileno())

@@ -1,0 +1,112 @@
+"""The manifest, `training.json`: what the files of a folder take and return."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.artifacts.models import LOSS, Models
+from onnxgrad.training.fields import Fields
+
+MANIFEST, FORMAT = "training.json", 1
+FILES = {
+    "step": "step.onnx",
+    "training": "training_model.onnx",
+    "optimizer": "optimizer_model.onnx",
+    "eval": "eval_model.onnx",
+    "checkpoint": "checkpoint.safetensors",
+    "model": "model.onnx",
+}
+
+Manifest = dict[str, Any]
+
+
+def manifest_of(
+    models: Models, rate: float, digest: str, prefix: str, ort_format: bool
+) -> Manifest:
+    """Return the manifest, for JSON.
+
+    Args:
+        models: what is written.
+        rate: the default learning rate.
+        digest: of the model.
+        prefix: of the names of all files.
+        ort_format: whether the models are also written as `.ort`.
+    """
+    keys = [key for key in FILES if key in (*models.by_key, "checkpoint", "model")]
+    manifest: Manifest = {
+        "format": FORMAT,
+        "inputs": _inputs(models.fields),
+        "weights": _listed(models.weights),
+        "slots": [
+            {"name": entry["name"], "weight": models.slot_weights[entry["name"]], **entry}
+            for entry in _listed(models.slots)
+        ],
+        "buffers": _listed(models.buffers),
+        "scalars": [
+            {"name": name, "dtype": _dtype(dtype), "shape": []}
+            for name, dtype in models.scalars.items()
+        ],
+        "learning_rate": rate,
+        "loss": LOSS,
+        "predictions": models.predictions,
+        "files": {key: f"{prefix}{FILES[key]}" for key in keys},
+        "digest": digest,
+    }
+    if ort_format:
+        onnx = {key: name for key, name in manifest["files"].items() if key in models.by_key}
+        manifest["ort_files"] = {k: str(Path(name).with_suffix(".ort")) for k, name in onnx.items()}
+    return manifest
+
+
+def read_manifest(folder: Path, prefix: str = "") -> Manifest:
+    """Return the manifest of a folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is damaged, or of another format.
+    """
+    path = folder / f"{prefix}{MANIFEST}"
+    if not path.is_file():
+        others = sorted(file.name for file in folder.glob(f"*{MANIFEST}"))
+        hint = f": pass the prefix of one of {others}" if others else ""
+        raise FileNotFoundError(f"{path} is missing: {folder} holds no artifacts{hint}")
+    try:
+        manifest = json.loads(path.read_bytes())
+        found = manifest["format"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"{path} is damaged: {e}") from None
+    if found != FORMAT:
+        raise ValueError(f"{path} has the format {found!r}: this version reads {FORMAT}")
+    return manifest
+
+
+def _inputs(fields: Fields) -> list[dict[str, Any]]:
+    roles = dict.fromkeys(fields.labels, "label")
+    if fields.weight is not None:
+        roles[fields.weight] = "weight_of_rows"
+    return [
+        {
+            "name": name,
+            "dtype": _dtype(own.dtype),
+            "shape": None if own.shape is None else list(own.shape),
+            "role": roles.get(name, "data"),
+        }
+        for name, own in fields.fields.items()
+    ]
+
+
+def _listed(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "dtype": _dtype(array.dtype), "shape": list(array.shape)}
+        for name, array in arrays.items()
+    ]
+
+
+def _dtype(dtype: np.dtype) -> str:
+    """Return the name of a dtype, such as "float32"."""
+    return str(np.dtype(dtype)) if dtype != object else "string"

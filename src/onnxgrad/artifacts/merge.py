@@ -1,0 +1,104 @@
+"""`merge_artifacts`: the model for inference, with the weights of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+from safetensors import SafetensorError
+
+from onnxgrad.artifacts.manifest import Manifest, read_manifest
+from onnxgrad.model.read import read
+from onnxgrad.model.weights import replace
+from onnxgrad.training.saving import deserialized, metadata_of
+
+_LISTED = 5
+
+
+def merge_artifacts(
+    folder: str | os.PathLike, checkpoint: str | os.PathLike | None = None, prefix: str = ""
+) -> ModelProto:
+    """Return the model of artifacts with the weights and running statistics of a checkpoint.
+
+    Args:
+        folder: the folder that `generate_artifacts` wrote.
+        checkpoint: a file in the form of `checkpoint.safetensors`; slots in it are not read, and
+            may be missing. None: the one in `folder`.
+        prefix: as that of `generate_artifacts`.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a damaged file, or a checkpoint of another model: the message names the
+            tensors.
+        ModelError: the model cannot be read.
+
+    Examples:
+        >>> import tempfile, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {1.0, 2.0}> { y = MatMul(x, w) }
+        ... ''')
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     manifest = og.generate_artifacts(model, None, None, "MSELoss", "SGD", folder)
+        ...     merged = og.merge_artifacts(folder)
+        >>> onnx.numpy_helper.to_array(merged.graph.initializer[0]).ravel().tolist()
+        [1.0, 2.0]
+    """
+    home = Path(folder)
+    manifest = read_manifest(home, prefix)
+    path = home / manifest["files"]["checkpoint"] if checkpoint is None else Path(checkpoint)
+    arrays = read_checkpoint(path, manifest)
+    return replace(read(home / manifest["files"]["model"]), arrays)
+
+
+def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
+    """Return the weights and buffers of a checkpoint.
+
+    Raises:
+        FileNotFoundError: it is missing.
+        ValueError: it is damaged, or of another model.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing: name a checkpoint of these artifacts")
+    content = path.read_bytes()
+    try:
+        arrays, metadata = deserialized(content), metadata_of(content)
+    except (ValueError, SafetensorError) as e:
+        raise ValueError(f"{path} is no file of safetensors, or damaged: {e}") from None
+    expected = [*manifest["weights"], *manifest["buffers"]]
+    _require_names(path, arrays, {entry["name"] for entry in (*expected, *manifest["slots"])})
+    for entry in expected:
+        _require(path, entry, arrays)
+    if metadata.get("model", manifest["digest"]) != manifest["digest"]:
+        raise ValueError(
+            f"{path} is a checkpoint of another model: its tensors have the same names and shapes, "
+            "and the model that it was written for has other weights that do not train, or nodes"
+        )
+    return {entry["name"]: arrays[entry["name"]] for entry in expected}
+
+
+def _require_names(path: Path, arrays: Mapping[str, np.ndarray], known: set[str]) -> None:
+    if others := sorted(arrays.keys() - known):
+        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        raise ValueError(
+            f"{path} is a checkpoint of another model: this one has no {others[:_LISTED]}{more}"
+        )
+
+
+def _require(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise `ValueError` unless the checkpoint has a tensor as the manifest describes it."""
+    name, dtype, shape = entry["name"], entry["dtype"], tuple(entry["shape"])
+    if name not in arrays:
+        raise ValueError(f"{path} is a checkpoint of another model: it has no {name!r}")
+    own = arrays[name]
+    if own.shape != shape or str(own.dtype) != dtype:
+        raise ValueError(
+            f"{path} is a checkpoint of another model: its {name!r} is {own.dtype} {own.shape}, "
+            f"not {dtype} {shape}"
+        )
+    if not np.isfinite(own.astype(np.float32)).all():
+        raise ValueError(f"{path}: {name!r} holds NaN or infinity: the training diverged")

@@ -1,0 +1,213 @@
+"""The models of the artifacts: the step, its two halves, and the evaluation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.derivative import as_constants
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
+from onnxgrad.model.emptied import read_elsewhere
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.minimized import Minimized, minimized
+from onnxgrad.training.modes import inference_form
+from onnxgrad.training.setup import Setup
+from onnxgrad.training.step import Step
+
+LOSS = "loss"
+SCALARS = ("minus_learning_rate", "step", "draw")
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass
+class Models:
+    """The models by their keys in the manifest, and what they take and return.
+
+    Attributes:
+        by_key: "training", "eval", and with an optimizer "optimizer" and "step".
+        weights: those that train, by name.
+        slots: their initial values by `<weight>.<slot>`; none without an optimizer.
+        slot_weights: the weight of each slot.
+        buffers: running statistics by name.
+        scalars: the names and dtypes of those that the step reads.
+        fields: the inputs of a batch, and which of them are labels and sample weights.
+        predictions: outputs of the evaluation.
+        unreached: weights that the loss does not depend on, which stay as they are.
+        rounding: operators whose rounding the gradient passes straight through.
+    """
+
+    by_key: dict[str, ModelProto]
+    weights: Arrays
+    slots: Arrays
+    slot_weights: dict[str, str]
+    buffers: Arrays
+    scalars: dict[str, np.dtype]
+    fields: Fields
+    predictions: list[str]
+    unreached: list[str]
+    rounding: list[str]
+
+
+def build_models(setup: Setup, additional: Sequence[str], updates: bool) -> Models:
+    """Return the models of what a `Trainer` would train.
+
+    Args:
+        setup: that of the trainer; it needs no data.
+        additional: names of tensors that the evaluation returns, too.
+        updates: whether there is an optimizer: its update, and the step.
+
+    Raises:
+        ValueError: the model has a name that the artifacts need for something else.
+        NoGradientRule: an operator between the weights and the loss has no rule.
+    """
+    gradients, update = setup.step_models()
+    objective = setup.objective()
+    fields = Fields(objective, setup.trainer.batch_axes)
+    initial = ((str(b.name), b.const_value) for b in objective.buffers)
+    buffers = {name: np.array(value.numpy()) for name, value in initial if value is not None}
+    step = setup.named_step(objective)
+    names = _Names(step)
+    weights = {name: setup.trainer.state.weights[name] for name in step.weights}
+    whole = _whole(objective, step, names)
+    evaluation, predictions = _evaluation(setup, step, list(buffers), additional)
+    models = {"training": gradients, "eval": evaluation}
+    if updates:
+        models |= {"optimizer": update, "step": whole}
+    _require_names(models, names, [*fields.fields], predictions)
+    return Models(
+        models,
+        weights,
+        _initial_slots(step, weights) if updates else {},
+        names.slot_weights if updates else {},
+        buffers,
+        {name: v.dtype.numpy() for name, v in names.scalars.items()} if updates else {},
+        fields,
+        predictions,
+        step.unreached,
+        step.rounding,
+    )
+
+
+class _Names:
+    """The values that a step reads beside its batch, by the names that they get in all files."""
+
+    def __init__(self, step: Step) -> None:
+        self.weights = {name: group.state for group in step.groups for name in group.shapes}
+        self.slots: dict[str, ir.Value] = {}
+        self.slot_weights: dict[str, str] = {}
+        for group in step.groups:
+            for slot, value in group.slots.items():
+                (weight,) = group.shapes
+                self.slots[f"{weight}.{slot}"] = value
+                self.slot_weights[f"{weight}.{slot}"] = weight
+        self.buffers = {str(b.name): b for b in step.buffers}
+        values = (step.minus_learning_rate, step.step if step.counts else None, step.draw)
+        pairs = zip(SCALARS, values, strict=True)
+        self.scalars = {name: value for name, value in pairs if value is not None}
+
+    @property
+    def states(self) -> dict[str, ir.Value]:
+        """What a step replaces."""
+        return self.weights | self.slots | self.buffers
+
+
+def _whole(objective: Minimized, step: Step, names: _Names) -> ModelProto:
+    """Return the step as a model, whose outputs are the mean loss and the new states."""
+    graph = step.model.graph
+    op, count = Emit(graph), len(step.carried)
+    loss = op.copy_of(objective.mean(op, list(graph.outputs)[count:]))
+    new = dict(zip(step.carried, graph.outputs, strict=False))
+    states = names.states
+    graph.inputs[:] = [*states.values(), *step.data, *names.scalars.values()]
+    graph.outputs[:] = [loss, *(new[value] for value in states.values())]
+    wanted = {**states, **names.scalars, LOSS: loss}
+    wanted |= {f"{name}.new": new[value] for name, value in states.items()}
+    _rename(op, wanted)
+    tidy(step.model)
+    return _proto(graph)
+
+
+def _rename(op: Emit, wanted: dict[str, ir.Value]) -> None:
+    """Give values their names; others that have them are renamed, except inputs."""
+    existing = ir.convenience.create_value_mapping(op.graph)
+    for name, value in wanted.items():
+        other = existing.get(name)
+        if other is not None and other is not value and other not in op.graph.inputs:
+            other.name = op.name(name)
+    for name, value in wanted.items():
+        value.name = name
+
+
+def _evaluation(
+    setup: Setup, step: Step, buffers: Sequence[str], additional: Sequence[str]
+) -> tuple[ModelProto, list[str]]:
+    """Return the model of the loss and of predictions in inference form, and their names."""
+    trainer = setup.trainer
+    plan = replace(setup.plan, beside=tuple(additional))
+    names = [*trainer.trained, *buffers]
+    one = minimized(inference_form(trainer.proto), names, plan, setup.weighted, training=False)
+    read_elsewhere(
+        [w for w in one.weights if w.name in step.unreached],
+        lambda name: trainer.state.weights[name],
+    )
+    graph, op = one.model.graph, Emit(one.model.graph)
+    as_constants(graph, [w for w in one.weights if w.name in step.unreached])
+    returned = one.predictions | one.beside
+    if LOSS in returned:
+        raise ValueError(f"the output {LOSS!r} of the model is not the loss: rename that output")
+    outputs = {LOSS: op.copy_of(one.mean(op, one.reported))}
+    outputs |= {name: op.copy_of(v) for name, v in returned.items()}
+    read = [w for w in one.weights if w.name not in step.unreached]
+    graph.inputs[:] = [*read, *one.data]
+    graph.outputs[:] = list(outputs.values())
+    _rename(op, outputs)
+    tidy(one.model)
+    return _proto(graph), list(returned)
+
+
+def _proto(graph: ir.Graph) -> ModelProto:
+    return to_proto(ir.Model(graph, ir_version=8, producer_name="onnxgrad"))
+
+
+def _initial_slots(step: Step, weights: Arrays) -> Arrays:
+    """Return the values at which slots start."""
+    slots: Arrays = {}
+    for group in step.groups:
+        (weight,) = group.shapes
+        _, *arrays = group.initial(weights, {})
+        slots |= {f"{weight}.{slot}": a for slot, a in zip(group.slots, arrays, strict=True)}
+    return slots
+
+
+def _require_names(
+    models: dict[str, ModelProto], names: _Names, data: list[str], predictions: list[str]
+) -> None:
+    """Raise `ValueError` if a name means two things, or an input or output got another one."""
+    states, draw = list(names.states), [name for name in names.scalars if name == "draw"]
+    before, statistics = [*names.weights, *names.buffers], list(names.buffers)
+    gradients = [f"{name}_grad" for name in names.weights]
+    updated = [*names.weights, *names.slots]
+    expected: dict[str, tuple[list[str], list[str]]] = {
+        "training": ([*before, *data, *draw], [*gradients, *(f"{b}.new" for b in statistics)]),
+        "eval": ([*before, *data], [LOSS, *predictions]),
+        "optimizer": ([*updated, *gradients, *SCALARS[:2]], [f"{name}.new" for name in updated]),
+        "step": ([*states, *data, *names.scalars], [LOSS, *(f"{name}.new" for name in states)]),
+    }
+    for key, model in models.items():
+        inputs, outputs = expected[key]
+        own = [x.name for x in model.graph.input], [y.name for y in model.graph.output]
+        twice = {name for name, count in Counter([*inputs, *outputs]).items() if count > 1}
+        missing = {*inputs}.difference(own[0]) | {*outputs}.difference(own[1])
+        if clash := sorted(twice | missing):
+            raise ValueError(
+                f"the {key} model needs the name {clash[0]!r}, which an input, an output or a "
+                "weight of the model has: rename that"
+            )
