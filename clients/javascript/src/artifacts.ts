@@ -1,11 +1,11 @@
 /** The files that `onnxgrad.generate_artifacts` writes. */
 import { OnnxgradError } from "./errors.js";
 import { readSafetensors, type TensorFile } from "./safetensors.js";
-import { isDtype, type TensorSpec } from "./tensors.js";
+import { isDtype, type InputSpec, type TensorSpec } from "./tensors.js";
 
 export interface Manifest {
   readonly format: 1;
-  readonly inputs: readonly (TensorSpec & { readonly role: "data" | "label" | "weight_of_rows" })[];
+  readonly inputs: readonly (InputSpec & { readonly role: "data" | "label" | "weight_of_rows" })[];
   readonly weights: readonly TensorSpec[];
   readonly slots: readonly (TensorSpec & { readonly weight: string })[];
   readonly buffers: readonly TensorSpec[];
@@ -13,7 +13,9 @@ export interface Manifest {
   readonly learning_rate: number;
   readonly loss: string;
   readonly predictions: readonly string[];
-  readonly files: Readonly<Record<FileKind, string>>;
+  readonly files: Readonly<Partial<Record<FileKind, string>>>;
+  /** Identifies the model that is trained. */
+  readonly digest: string;
 }
 
 export type FileKind = "step" | "eval" | "training" | "optimizer" | "checkpoint" | "model";
@@ -43,7 +45,7 @@ export async function loadArtifacts(source: string | URL | Files, { prefix = "" 
   const kept = new Map<FileKind, Promise<Uint8Array>>();
   const file = (kind: FileKind): Promise<Uint8Array> => {
     const name = manifest.files[kind];
-    if (!name) return Promise.reject(new OnnxgradError(`the manifest names no file "${kind}": write the artifacts again`));
+    if (!name) return Promise.reject(new OnnxgradError(`the manifest names no file "${kind}": write the artifacts again${kind === "step" ? ", with an optimizer" : ""}`));
     if (!kept.has(kind)) kept.set(kind, read(name));
     kept.get(kind)!.catch(() => kept.delete(kind)); // so that another try reads again
     return kept.get(kind)!;

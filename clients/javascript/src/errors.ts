@@ -8,7 +8,8 @@ export class NotFiniteError extends OnnxgradError {
   override name = "NotFiniteError";
 }
 
-/** Return `[2, 3]`, with `?` for a length that is not known. */
-export function printedShape(shape: readonly (number | string | null)[]): string {
+/** Return `[2, 3]`, with `?` for a length that is not known; null is any shape. */
+export function printedShape(shape: readonly (number | string | null)[] | null): string {
+  if (!shape) return "of any shape";
   return `[${shape.map((length) => length ?? "?").join(", ")}]`;
 }

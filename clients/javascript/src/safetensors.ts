@@ -55,11 +55,11 @@ export function readSafetensors(bytes: Uint8Array): TensorFile {
 /** Return the bytes of a file; the wider elements come first, so that all are aligned. */
 export function writeSafetensors({ tensors, metadata }: TensorFile): Uint8Array {
   const ordered = [...tensors].sort(([, a], [, b]) => bytesPerElement(b.dtype) - bytesPerElement(a.dtype));
-  const header: Record<string, unknown> = { __metadata__: metadata };
   let end = 0;
-  for (const [name, { dtype, shape, data }] of ordered) {
-    header[name] = { dtype: LETTERS[dtype], shape, data_offsets: [end, (end += data.byteLength)] };
-  }
+  const entries = ordered.map(([name, { dtype, shape, data }]) => {
+    return [name, { dtype: LETTERS[dtype], shape, data_offsets: [end, (end += data.byteLength)] }];
+  });
+  const header = Object.fromEntries([["__metadata__", metadata], ...entries]);
   const json = new TextEncoder().encode(JSON.stringify(header));
   const begin = 8 + Math.ceil(json.length / 8) * 8;
   const bytes = new Uint8Array(begin + end);

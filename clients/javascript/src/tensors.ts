@@ -32,6 +32,9 @@ export interface TensorSpec {
   readonly shape: readonly (number | string | null)[];
 }
 
+/** That of an input, whose shape is null if it may have any number of axes. */
+export type InputSpec = Omit<TensorSpec, "shape"> & { readonly shape: TensorSpec["shape"] | null };
+
 type Elements = TypedArray | readonly (number | bigint | boolean)[];
 
 /** What a batch may hold for an input: elements alone, or with their shape (a tensor of `ort` too). */
@@ -77,9 +80,11 @@ export function isFiniteEverywhere(data: TypedArray): boolean {
 }
 
 /** Return what was passed for an input as a tensor of its dtype and shape, or throw. */
-export function accepted(spec: TensorSpec, value: Value, symbols: Symbols): HostTensor {
+export function accepted(input: InputSpec, value: Value, symbols: Symbols): HostTensor {
+  const { elements, shape: stated, type } = taken(input, value);
+  if (!input.shape && !stated) throw new OnnxgradError(`input "${input.name}" takes any shape: pass {data, shape}`);
+  const spec = { ...input, shape: input.shape ?? stated!.map(() => null) };
   const wanted = `${spec.dtype} ${printedShape(spec.shape)}`;
-  const { elements, shape: stated, type } = taken(spec, value);
   if (type !== undefined && type !== spec.dtype)
     throw new OnnxgradError(`input "${spec.name}" takes ${wanted}, not a tensor of ${type}: convert it`);
   const data = converted(elements, spec.dtype, `input "${spec.name}", which takes ${wanted},`);
@@ -97,7 +102,7 @@ export function accepted(spec: TensorSpec, value: Value, symbols: Symbols): Host
   return { dtype: spec.dtype, shape, data };
 }
 
-function taken(spec: TensorSpec, value: Value): { elements: Elements; shape?: readonly number[]; type?: string } {
+function taken(spec: InputSpec, value: Value): { elements: Elements; shape?: readonly number[]; type?: string } {
   if (Array.isArray(value) || ArrayBuffer.isView(value)) return { elements: value as Elements };
   const held = value as Exclude<Value, Elements> | null | undefined;
   const elements = held?.data;
@@ -133,16 +138,17 @@ function bigIntegers(plain: readonly (number | bigint | boolean)[], type: BigInt
   return result;
 }
 
-/** Return the shape of elements that came without one: the one unknown length follows from theirs. */
+/** Return the shape of elements that came without one: a length that is free follows from theirs. */
 function inferred(spec: TensorSpec, count: number, symbols: Symbols): number[] {
-  const lengths = spec.shape.map((length) => (typeof length === "string" ? (symbols.get(length)?.length ?? length) : length));
-  const free = lengths.flatMap((length, i) => (typeof length === "number" ? [] : [i]));
-  if (free.length > 1)
-    throw new OnnxgradError(`input "${spec.name}" takes the shape ${printedShape(spec.shape)}, in which ${free.length} lengths are free: pass {data, shape}`);
+  let lengths = spec.shape;
+  const free = () => lengths.filter((length) => typeof length !== "number").length;
+  if (free() > 1) lengths = lengths.map((length) => symbols.get(String(length))?.length ?? length);
+  if (free() > 1)
+    throw new OnnxgradError(`input "${spec.name}" takes the shape ${printedShape(spec.shape)}, in which ${free()} lengths are free: pass {data, shape}`);
   const rest = numel(lengths.filter((length) => typeof length === "number"));
-  if (free.length === 0 || rest === 0 || count % rest === 0)
-    return lengths.map((length) => (typeof length === "number" ? length : count / rest));
-  throw new OnnxgradError(`input "${spec.name}" takes the shape ${printedShape(spec.shape)}, and ${count} elements are no multiple of ${rest}: pass whole rows`);
+  if (free() === 1 && rest !== 0 && count % rest !== 0)
+    throw new OnnxgradError(`input "${spec.name}" takes the shape ${printedShape(spec.shape)}, and ${count} elements are no multiple of ${rest}: pass whole rows`);
+  return lengths.map((length) => (typeof length === "number" ? length : count / rest));
 }
 
 function noteSymbols(spec: TensorSpec, shape: readonly number[], symbols: Symbols): void {

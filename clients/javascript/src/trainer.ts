@@ -4,7 +4,7 @@ import type { Artifacts, FileKind } from "./artifacts.js";
 import { NotFiniteError, OnnxgradError, printedShape } from "./errors.js";
 import { withInputs, withTensors } from "./onnx.js";
 import { readSafetensors, writeSafetensors } from "./safetensors.js";
-import { accepted, isFiniteEverywhere, scalar, type HostTensor, type Symbols, type TensorSpec, type TypedArray, type Value } from "./tensors.js";
+import { accepted, isFiniteEverywhere, scalar, type HostTensor, type InputSpec, type Symbols, type TensorSpec, type TypedArray, type Value } from "./tensors.js";
 
 /** The module `onnxruntime-web` or `onnxruntime-node`. */
 export type OrtModule = Pick<typeof Ort, "InferenceSession" | "Tensor">;
@@ -137,7 +137,7 @@ export class Trainer {
     });
   }
 
-  /** Return the state as a safetensors file, such as `onnxgrad merge` reads. */
+  /** Return the state as a safetensors file, such as `onnxgrad.merge_artifacts` reads in Python. */
   checkpoint(): Promise<Uint8Array> {
     return this.#next(async () => writeSafetensors({ tensors: this.#state, metadata: { ...this.#artifacts.checkpoint.metadata, step: String(this.#steps) } }));
   }
@@ -231,6 +231,8 @@ export class Trainer {
   /** Return the tensors of a checkpoint in the order of the manifest, and its number of steps. */
   #fitting({ tensors, metadata }: Artifacts["checkpoint"]): { tensors: Map<string, HostTensor>; steps: number } {
     const { weights, slots, buffers } = this.manifest;
+    if ((metadata.model ?? this.manifest.digest) !== this.manifest.digest)
+      throw new OnnxgradError("the checkpoint is of another model: pass one of these artifacts");
     const specs = [...weights, ...slots, ...buffers];
     const fitting = new Map<string, HostTensor>();
     for (const { name, dtype, shape } of specs) {
@@ -255,7 +257,7 @@ export class Trainer {
 }
 
 /** Return the tensors of a batch by the names of inputs, or throw. */
-function checkedBatch(specs: readonly TensorSpec[], batch: Batch): Map<string, HostTensor> {
+function checkedBatch(specs: readonly InputSpec[], batch: Batch): Map<string, HostTensor> {
   const names = specs.map(({ name }) => `"${name}"`).join(", ");
   for (const name of Object.keys(batch))
     if (!specs.some((spec) => spec.name === name)) throw new OnnxgradError(`there is no input "${name}": the inputs are ${names}`);
