@@ -27,7 +27,7 @@ const create = async (name) => onnxgrad.Trainer.create(ort, await load(name));
 for (const name of ["mlp", "cnn", "normalized"]) {
   test(`${name}: 200 steps of Adam have the losses of Python`, async (t) => {
     const result = await train(onnxgrad, ort, readFolder(join(data, name)), await expectedOf(name));
-    assert.ok(result.losses[199] < result.losses[0] / 2);
+    assert.ok(result.losses[199] < 0.8 * result.losses[0]);
     // masks of dropout are those of the same step.onnx; a Trainer draws its own
     const reference = name === "normalized" ? "step" : "trainer";
     const difference = largestDifference(result.losses, result.expected[reference]);

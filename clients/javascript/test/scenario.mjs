@@ -8,12 +8,11 @@ export async function train(onnxgrad, ort, source, expectedBytes) {
   const trainer = await onnxgrad.Trainer.create(ort, artifacts, { session: { intraOpNumThreads: 1 } });
   const losses = [];
   for (const batch of batches) losses.push(await trainer.step(batch));
-  const begin = performance.now();
   const again = await onnxgrad.Trainer.create(ort, artifacts, { session: { intraOpNumThreads: 1 } });
   await again.step(batches[0]);
   const first = performance.now();
-  for (const batch of batches) await again.step(batch);
-  const milliseconds = (performance.now() - first) / batches.length;
+  for (const batch of batches.slice(0, 100)) await again.step(batch);
+  const milliseconds = (performance.now() - first) / 100;
   await again.release();
   const { logits } = await trainer.predict({ image: batches[0].image });
   const evaluated = await trainer.evaluate(batches[0]);
@@ -28,7 +27,6 @@ export async function train(onnxgrad, ort, source, expectedBytes) {
     losses,
     expected: Object.fromEntries(["trainer", "step"].map((name) => [name, [...tensors.get(name).data]])),
     milliseconds,
-    begin: first - begin,
     predicted: [...logits.data],
     exported: [...exported.data],
     evaluated: [...evaluated.outputs.logits.data],
