@@ -7,7 +7,7 @@ import { build } from "esbuild";
 
 const here = dirname(fileURLToPath(import.meta.url));
 const dist = join(here, "dist");
-const artifacts = process.argv[2] ?? join(here, "artifacts");
+const artifacts = process.env.ONNXGRAD_ARTIFACTS ?? join(here, "artifacts");
 await rm(dist, { recursive: true, force: true });
 await mkdir(dist, { recursive: true });
 await build({

@@ -129,6 +129,7 @@ for (const [name, viewport] of Object.entries({ desktop: { width: 1280, height: 
     assert.equal(await opened.evaluate(() => document.documentElement.scrollWidth <= innerWidth), true);
     await opened.mouse.move(0, 0);
     await opened.evaluate(() => (document.activeElement.blur(), scrollTo(0, 0)));
+    await opened.evaluate(() => Promise.all(document.getAnimations().map((one) => one.finished))); // of the bars
     await opened.screenshot({ path: join(out, `${name}.png`) });
     await opened.screenshot({ path: join(out, `${name}-full.png`), fullPage: true });
 
@@ -175,7 +176,7 @@ test("the page can be used by the keyboard alone", { skip }, async () => {
   for (let i = 0; i < 18; i++) await opened.keyboard.press("ArrowDown");
   await opened.waitForFunction(() => document.querySelector("#best").textContent === "1");
   await opened.keyboard.press("1");
-  assert.equal(await opened.locator("#examples button").getAttribute("aria-label"), "Remove this example of a 1");
+  assert.equal(await opened.locator("#examples button").getAttribute("aria-label"), "Remove this example of the digit 1");
   await opened.keyboard.press("1");
   await said(opened, /Draw a digit first/); // the sheet is empty again
   const unnamed = await opened.evaluate(() =>

@@ -30,7 +30,7 @@ export function buildBars(list: HTMLElement): (scores: Float32Array | undefined)
       item.querySelector(".share")!.textContent = scores ? `${(100 * share).toFixed(0)} %` : "–";
     });
     byId("best").textContent = scores ? `${scores.indexOf(top)}` : "";
-    byId("looks").textContent = scores ? `The network sees a ${scores.indexOf(top)}` : "What the network sees";
+    byId("looks").textContent = scores ? `The network sees: ${scores.indexOf(top)}` : "What the network sees";
   };
 }
 
@@ -53,7 +53,7 @@ export function exampleItem({ pixels, label }: Example, remove: () => void): HTM
   showPixels(picture, pixels);
   button.type = "button";
   button.title = "Remove";
-  button.setAttribute("aria-label", `Remove this example of a ${label}`);
+  button.setAttribute("aria-label", `Remove this example of the digit ${label}`);
   button.append(picture, String(label));
   button.addEventListener("click", remove);
   item.append(button);

@@ -54,7 +54,7 @@ function add(label: number): void {
   byId("examples").prepend(item);
   sheet.clear();
   showCounts();
-  say(`Added a ${label}. ${own.length === 1 ? "Add some more, or train." : `You have ${own.length} examples.`}`);
+  say(`Added the drawing as ${label}. ${own.length === 1 ? "Add some more, or train." : `You have ${own.length} examples.`}`);
 }
 
 function showCounts(): void {
