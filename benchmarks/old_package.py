@@ -22,7 +22,7 @@ import numpy as np
 PACKAGES = (
     "onnxcustom==0.4.293 onnxruntime-training-cpu==1.19.2 onnx==1.16.2 protobuf==7.36.2 "
     "numpy==1.26.4 skl2onnx==1.19.1 scikit-learn==1.5.2 scipy==1.17.1 joblib==1.4.2 "
-    "threadpoolctl==3.8.0 packaging==24.2"
+    "threadpoolctl==3.8.0 packaging==24.2 flatbuffers==25.12.19"
 ).split()
 # The last wheel for Linux is for Python 3.9. What is used of it has no compiled part.
 FOR_PYTHON_39 = (

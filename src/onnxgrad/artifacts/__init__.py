@@ -1,4 +1,4 @@
-"""Artifacts: the files with which any onnxruntime trains a model, also on a device without Python."""
+"""Artifacts: files with which any onnxruntime trains a model, also where there is no Python."""
 
 from onnxgrad.artifacts.generate import generate_artifacts
 from onnxgrad.artifacts.merge import merge_artifacts

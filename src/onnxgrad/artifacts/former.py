@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from onnxgrad.errors import unknown
-from onnxgrad.losses.formulas import LOSSES
+from onnxgrad.losses.formulas import LOSSES, loss_spec
 from onnxgrad.losses.objectives import ALIASES
-from onnxgrad.optimizers import Optimizer, adamw, select, sgd
-from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
+from onnxgrad.optimizers import (
+    Chain,
+    Optimizer,
+    ScaleByAdamEpsHat,
+    ScaleByLearningRate,
+    select,
+    sgd,
+)
 
 # the loss, and its options
 FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -19,25 +26,37 @@ FORMER_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # with the defaults that they had there, which are not those of ours
 FORMER_OPTIMIZERS: dict[str, Optimizer] = {
-    "AdamW": adamw(eps=1e-6, weight_decay=0.0),
+    "AdamW": Chain((ScaleByAdamEpsHat(eps=1e-6), ScaleByLearningRate())),
     "SGD": sgd(),
 }
 
 
-def select_loss(loss: Any, options: dict[str, Any] | None) -> tuple[Any, dict[str, Any] | None]:
+def select_loss(
+    loss: Any, options: Mapping[str, Any] | None
+) -> tuple[Any, Mapping[str, Any] | None]:
     """Return a loss and its options for `Trainer`; a name may be a former one.
 
     Raises:
         ValueError: an unknown name.
     """
+    if isinstance(loss, Mapping):
+        return {output: _spec(own) for output, own in loss.items()}, options
     if not isinstance(loss, str) or loss.endswith(".onnx"):
         return loss, options
     if loss in FORMER_LOSSES:
         name, own = FORMER_LOSSES[loss]
-        return name, own | (options or {})
+        return name, {**own, **(options or {})}
     if loss not in LOSSES and loss not in ALIASES:
         raise unknown("loss", loss, [*FORMER_LOSSES, *LOSSES])
     return loss, options
+
+
+def _spec(loss: Any) -> Any:
+    """Return the loss of one output of several."""
+    if not isinstance(loss, str) or loss not in FORMER_LOSSES:
+        return loss
+    name, options = FORMER_LOSSES[loss]
+    return loss_spec(name, None, options)
 
 
 def select_optimizer(optimizer: str | Optimizer) -> Optimizer:

@@ -17,15 +17,15 @@ from onnxgrad.artifacts.former import select_loss, select_optimizer
 from onnxgrad.artifacts.manifest import FILES, MANIFEST, Manifest, manifest_of
 from onnxgrad.artifacts.models import Models, build_models
 from onnxgrad.artifacts.ort_format import write_ort
-from onnxgrad.artifacts.versions import with_ir_version
+from onnxgrad.artifacts.versions import at_opset, with_ir_version
 from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.model.opsets import lowered
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.identity import described
+from onnxgrad.training.parameters.patterns import as_list
 from onnxgrad.training.saving import serialized
 from onnxgrad.training.setup import Setup
 from onnxgrad.training.trainer import Trainer
@@ -41,8 +41,8 @@ def generate_artifacts(
     optimizer: str | Optimizer | None = None,
     artifact_directory: str | os.PathLike | None = None,
     prefix: str = "",
-    additional_output_names: Iterable[str] | None = None,
     *,
+    additional_output_names: Iterable[str] | None = None,
     opset: int | None = None,
     ir_version: int | None = None,
     ort_format: bool = False,
@@ -60,19 +60,21 @@ def generate_artifacts(
 
     They are models in standard operators, the initial state, and a manifest; docs/devices.md says
     what each file takes and returns. A step computes what one of a `Trainer` with the same
-    arguments computes. Arguments before `*` are those of
-    `onnxruntime.training.artifacts.generate_artifacts` of onnxruntime 1.19.
+    arguments computes. The first arguments, and `additional_output_names` and `ort_format`, are
+    those of `onnxruntime.training.artifacts.generate_artifacts` of onnxruntime 1.19.
 
     Args:
         model: model, serialized model or path; never modified.
         requires_grad: names of the tensors that train, and patterns as `train` of `Trainer`; None:
             those that train by default.
-        frozen_params: names and patterns of tensors that do not train.
+        frozen_params: names and patterns of tensors that do not train; none of `requires_grad`.
         loss: as that of `Trainer`; or "MSELoss", "CrossEntropyLoss", "BCEWithLogitsLoss" or
-            "L1Loss". None: the model has an output that is the loss.
-        optimizer: as that of `Trainer`; or "AdamW" or "SGD" with their former defaults: the weight
-            decay of "AdamW" is 0 and its eps 1e-6, that of "adamw" 0.01 and 1e-8. None: no
-            `optimizer_model.onnx` and no `step.onnx` are written.
+            "L1Loss", also of one of several outputs. None: the model has an output that is the
+            loss.
+        optimizer: as that of `Trainer`; or "AdamW" or "SGD", which compute what they did there:
+            "AdamW" has no weight decay and an eps of 1e-6, added before v is corrected, "adamw" a
+            weight decay of 0.01 and an eps of 1e-8, added behind. None: no `optimizer_model.onnx`
+            and no `step.onnx` are written.
         artifact_directory: the folder, which is created if it is missing; None: the current one.
             A call that fails leaves it as it was.
         prefix: of the names of all files.
@@ -117,15 +119,18 @@ def generate_artifacts(
     """
     chosen, options = select_loss(loss, loss_options)
     _check_prefix(prefix)
+    train, freeze = _names(requires_grad), _names(frozen_params) or []
+    if both := sorted(set(train or ()) & set(freeze)):
+        raise ValueError(f"{both} are in requires_grad and in frozen_params: leave one out")
     if isinstance(class_weight, str):
         raise ValueError("class_weight='balanced' needs labels: pass the weights of the classes")
     trainer = Trainer(
-        read(model) if opset is None else lowered(read(model), opset),
+        at_opset(read(model), opset),
         chosen,
         optimizer="sgd" if optimizer is None else select_optimizer(optimizer),
         learning_rate=_rate(learning_rate),
-        train=requires_grad,
-        freeze=() if frozen_params is None else frozen_params,
+        train=train,
+        freeze=freeze,
         clip_norm=clip_norm,
         batch_norm=batch_norm,
         dropout=dropout,
@@ -135,8 +140,9 @@ def generate_artifacts(
         seed=seed,
     )
     setup = Setup(trainer, Dataset(None, None, np.ones(1) if sample_weight else None), None)
+    additional = _names(additional_output_names) or []
     with garbage_kept():
-        models = build_models(setup, list(additional_output_names or ()), optimizer is not None)
+        models = build_models(setup, additional, optimizer is not None)
     _warn(models)
     digest = trainer.digest or described(trainer.proto)
     manifest = manifest_of(models, float(learning_rate), digest, prefix, ort_format)
@@ -166,6 +172,10 @@ def _write(
     (folder / manifest["files"]["checkpoint"]).write_bytes(content)
     text = json.dumps(manifest, indent=1)
     (folder / f"{prefix}{MANIFEST}").write_text(text, encoding="utf-8")
+
+
+def _names(names: str | Iterable[str] | None) -> list[str] | None:
+    return None if names is None else as_list(names)
 
 
 def _rate(rate: Any) -> float:

@@ -109,4 +109,4 @@ def _listed(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
 
 def _dtype(dtype: np.dtype) -> str:
     """Return the name of a dtype, such as "float32"."""
-    return str(np.dtype(dtype)) if dtype != object else "string"
+    return "string" if dtype.kind == "O" else str(dtype)

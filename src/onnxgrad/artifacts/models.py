@@ -16,6 +16,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.groups import numpy_dtype
 from onnxgrad.training.minimized import Minimized, minimized
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.setup import Setup
@@ -88,7 +89,7 @@ def build_models(setup: Setup, additional: Sequence[str], updates: bool) -> Mode
         _initial_slots(step, weights) if updates else {},
         names.slot_weights if updates else {},
         buffers,
-        {name: v.dtype.numpy() for name, v in names.scalars.items()} if updates else {},
+        {name: numpy_dtype(v) for name, v in names.scalars.items()} if updates else {},
         fields,
         predictions,
         step.unreached,

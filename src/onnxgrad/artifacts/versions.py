@@ -2,9 +2,85 @@
 
 from __future__ import annotations
 
-from onnx import ModelProto
+import onnx_ir as ir
+from onnx import ModelProto, defs
 
-from onnxgrad.model.opsets import min_ir_version
+from onnxgrad.autodiff.primal import function_bodies
+from onnxgrad.autodiff.primal.local_functions import inlined
+from onnxgrad.errors import ModelError, escaping
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.model.constants import standard
+from onnxgrad.model.convert import non_tensor, to_ir, to_proto
+from onnxgrad.model.opsets import WORKING_OPSET, exists, lowered, min_ir_version
+from onnxgrad.model.surgery import get_onnx_opset
+from onnxgrad.model.traversal import nodes_of
+from onnxgrad.model.weights import note_constants
+
+_CHANGED = {"GroupNormalization": 21}  # operators with other operands since that opset
+
+
+@escaping()
+def at_opset(model: ModelProto, target: int | None) -> ModelProto:
+    """Return `model`, or a copy at the opset `target` if its own is newer.
+
+    Operators that are newer are replaced by the function bodies that ONNX has for them.
+
+    Raises:
+        ValueError: an opset before 18, in which no gradients are written.
+        ModelError: the model cannot be converted.
+    """
+    if target is None:
+        return model
+    if isinstance(target, bool) or not isinstance(target, int) or target < WORKING_OPSET:
+        raise ValueError(
+            f"opset={target!r}: gradients are written in opset {WORKING_OPSET} or newer"
+        )
+    if get_onnx_opset(model) <= target:
+        return model
+    if model.functions:
+        model = inlined(model)
+    return lowered(_without_newer(model, target), target)
+
+
+def _without_newer(model: ModelProto, target: int) -> ModelProto:
+    """Return `model` with function bodies in place of operators that `target` does not have.
+
+    Raises:
+        ModelError: such an operator has none.
+    """
+    # other models keep what onnx_ir would not
+    standard_nodes = [n for n in nodes_of(model) if not standard(n.domain)]
+    if all(n.op_type not in _CHANGED and defs.has(n.op_type, target) for n in standard_nodes):
+        return model
+    if lost := [y.name for y in model.graph.output if non_tensor(y)]:
+        raise ModelError(f"opset={target}: the outputs {lost} are no tensors: leave them out")
+    new = to_ir(model)
+    while True:
+        infer(new)
+        newer = [n for n in all_nodes(new.graph) if _is_newer(n, target)]
+        if not newer:
+            note_constants(new, model)  # those of the bodies are no weights
+            return to_proto(new)
+        if not _expand(new, newer):
+            node = newer[0]
+            raise ModelError(
+                f"{node.op_type} (node {node.name!r}, output {node.outputs[0].name!r}) does not "
+                f"exist in opset {target}: choose a newer opset, or export the model without it"
+            )
+
+
+def _expand(model: ir.Model, nodes: list[ir.Node]) -> bool:
+    """Inline the function bodies of nodes; return whether any has one that can be inlined."""
+    try:
+        return function_bodies.expand(model, nodes)
+    except ir.serde.SerdeError:  # that of an Attention lacks outputs
+        return False
+
+
+def _is_newer(node: ir.Node, target: int) -> bool:
+    """Return whether `target` does not have the operator, or has another one of its name."""
+    return not exists(node, target) or (not node.domain and target < _CHANGED.get(node.op_type, 0))
 
 
 def with_ir_version(model: ModelProto, version: int | None) -> ModelProto:
@@ -16,11 +92,11 @@ def with_ir_version(model: ModelProto, version: int | None) -> ModelProto:
     if version is None:
         return model
     least = min_ir_version(list(model.opset_import))
-    if not isinstance(version, int) or version < least:
+    if isinstance(version, bool) or not isinstance(version, int) or version < least:
         opsets = {o.domain or "ai.onnx": o.version for o in model.opset_import}
         raise ValueError(
-            f"ir_version={version!r} is too old for the opsets {opsets}, which need {least}: pass "
-            "that, or an older opset="
+            f"ir_version={version!r}: the opsets {opsets} need {least} or newer: pass that, or an "
+            "older opset="
         )
     model.ir_version = version
     return model

@@ -121,9 +121,17 @@ def check(options: CheckOptions) -> None:
     run(options)
 
 
-@register(app, "onnxgrad merge adapted.onnx -o plain.onnx")
+@register(
+    app,
+    "onnxgrad merge adapted.onnx -o plain.onnx",
+    "onnxgrad merge artifacts/ --checkpoint from_device.safetensors -o trained.onnx",
+)
 def merge(options: MergeOptions) -> None:
-    """Write MODEL with its LoRA adapters merged into the weights: a plain model, as fast."""
+    """Write MODEL with what was trained beside it put into its weights: a plain model, as fast.
+
+    Of a file, these are its LoRA adapters. Of a folder that generate_artifacts wrote, they are the
+    weights and running statistics of a checkpoint, which a device may have written.
+    """
     from onnxgrad.cli.transform import merge as run
 
     run(options)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from onnxgrad.cli.command import Common, ModelArgument
 from onnxgrad.cli.data_options import InputOptions, LabelOptions
-from onnxgrad.cli.options import option
+from onnxgrad.cli.options import argument, option
 from onnxgrad.cli.train_options import LossOptions
 
 RESULT = "Result"
@@ -107,8 +107,19 @@ class CheckOptions(Common, Differentiated, ModelArgument):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergeOptions(Common, Written, ModelArgument):
+class MergeOptions(Common, Written):
     """Of `onnxgrad merge`."""
+
+    model: str | None = argument(
+        'The .onnx file with adapters, "-" for standard input; or a folder of generate_artifacts.',
+    )
+    checkpoint: str | None = option(
+        "Of a folder: the .safetensors file with the trained weights.",
+        None,
+        metavar="PATH",
+        show_default="that of the folder",
+    )
+    prefix: str = option("Of a folder: what the names of its files begin with.", "")
 
 
 @dataclass(frozen=True, kw_only=True)

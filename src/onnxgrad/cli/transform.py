@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from onnx import ModelProto
@@ -42,7 +44,15 @@ def grad(options: GradOptions) -> None:
 
 
 def merge(options: MergeOptions) -> None:
-    """Write the model with its adapters merged."""
+    """Write the model with its adapters merged, or with the weights of a checkpoint."""
+    if options.model is not None and Path(options.model).is_dir():
+        _merge_folder(options, options.model)
+        return
+    if options.checkpoint is not None or options.prefix:
+        raise ValueError(
+            f"--checkpoint and --prefix are of a folder of generate_artifacts, and {options.model} "
+            "is none: the adapters of a file are in it"
+        )
     output = _checked(options, options.model)
     from onnxgrad.finetune.lora import merge_lora
 
@@ -52,8 +62,23 @@ def merge(options: MergeOptions) -> None:
     _report(options, proto, merged, output)
 
 
-def _checked(options: Any, model: str | None) -> str:
-    """Return where the model goes, if it can be written there."""
+def _merge_folder(options: MergeOptions, folder: str) -> None:
+    from onnxgrad.artifacts.manifest import read_manifest
+    from onnxgrad.artifacts.merge import merge_artifacts
+
+    files = read_manifest(Path(folder), options.prefix)["files"]
+    model = str(Path(folder, files["model"]))
+    inputs = [Path(folder, name) for name in files.values()]
+    inputs += [Path(options.checkpoint)] if options.checkpoint else []
+    output = _checked(options, model, inputs)
+    proto = _read(options, model, output)
+    merged = merge_artifacts(folder, options.checkpoint, options.prefix)
+    write_model(merged, output)
+    _report(options, proto, merged, output)
+
+
+def _checked(options: Any, model: str | None, inputs: Sequence[Path] = ()) -> str:
+    """Return where the model goes, if it can be written there and is none of the inputs."""
     assert model is not None
     if options.output is None:
         raise ValueError(
@@ -61,7 +86,7 @@ def _checked(options: Any, model: str | None) -> str:
         )
     if options.output == STDOUT and options.json:
         raise ValueError("--output - and --json both go to standard output: name a file")
-    check_output(options.output, options.overwrite, inputs_of(model), binary=True)
+    check_output(options.output, options.overwrite, [*inputs_of(model), *inputs], binary=True)
     return options.output
 
 

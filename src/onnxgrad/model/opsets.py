@@ -25,7 +25,6 @@ from onnxgrad.model.traversal import all_nodes, names, subgraphs
 
 # onnxruntime has these in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
-_STANDARD = ("", "ai.onnx")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
 _CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
 
@@ -88,15 +87,27 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
 
 
 def lowered(model: ModelProto, target: int) -> ModelProto:
-    """Return `model`, or a copy at the opset `target` if its own is newer.
+    """Return a copy of `model` at an older opset; it must have no functions.
 
     Raises:
-        ModelError: it has local functions, or operators or attributes that are newer.
+        ModelError: an operator, or what it does, is newer.
     """
-    version = max((o.version for o in model.opset_import if o.domain in _STANDARD), default=0)
-    if version <= target:
-        return model
-    raise ModelError("to do")
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    external = {t.name: t for t in model.graph.initializer if t.external_data}
+    try:
+        converted = _converted(copy, target)
+    except Exception as e:  # the converter raises several undeclared types
+        raise ModelError(
+            f"the model cannot be converted to opset {target}: {first_line(e)}. Export it at that "
+            "opset, or choose a newer one"
+        ) from e
+    for tensor in converted.graph.initializer:
+        if tensor.name in external:
+            tensor.CopyFrom(external[tensor.name])
+    del converted.metadata_props[:]
+    converted.metadata_props.extend(model.metadata_props)
+    return converted
 
 
 def _converted(proto: ModelProto, target: int) -> ModelProto:

@@ -11,6 +11,7 @@ from onnxgrad.optimizers.adaptive import (
     ScaleByAdagrad,
     ScaleByAdam,
     ScaleByAdamax,
+    ScaleByAdamEpsHat,
     ScaleByLion,
     ScaleByNadam,
     ScaleByRadam,

@@ -72,8 +72,30 @@ class ScaleByAdam(_Moments):
         v = new["v"]
         if self.amsgrad:
             v = new["largest"] = op.Max(slots["largest"], v)
-        quotient = new.get("m", u) / (op.Sqrt(v) + _like(op, root * (self.eps / unit), u))
+        eps = _like(op, self._correction(root) * (self.eps / unit), u)
+        quotient = new.get("m", u) / (op.Sqrt(v) + eps)
         return op.times(quotient, _like(op, scale, u)), new
+
+    def _correction(self, root: Any) -> Any:
+        """Return the factor of eps, for sqrt(1 - b2^t)."""
+        return root
+
+
+@dataclass(frozen=True)
+class ScaleByAdamEpsHat(ScaleByAdam):
+    """As `ScaleByAdam`, with eps added before the correction of v:
+    u -> m' sqrt(1 - b2^t) / (sqrt(v) + eps).  Kingma & Ba 2015, arXiv:1412.6980, end of section 2.
+
+    TensorFlow, the first AdamW of Hugging Face and onnxruntime-training compute this.
+
+    Examples:
+        >>> from onnxgrad.optimizers import ScaleByAdamEpsHat
+        >>> ScaleByAdamEpsHat(eps=1e-6).slots
+        ('m', 'v')
+    """
+
+    def _correction(self, root: Any) -> Any:
+        return 1.0
 
 
 @dataclass(frozen=True)
