@@ -2,7 +2,7 @@
 import * as ort from "onnxruntime-web/wasm";
 
 import * as onnxgrad from "../dist/index.js";
-import { train } from "./scenario.mjs";
+import { measure, train } from "./scenario.mjs";
 
 ort.env.wasm.numThreads = 1;
 ort.env.wasm.wasmPaths = { wasm: "/ort-wasm-simd-threaded.wasm" };
@@ -13,4 +13,11 @@ window.trainCase = async (address) => {
   const expected = new Uint8Array(await response.arrayBuffer());
   const { checkpoint, model, ...numbers } = await train(onnxgrad, ort, address, expected);
   return { ...numbers, checkpoint: checkpoint.length, model: model.length };
+};
+
+/** Measure a case; `runtime` is the address of the files of onnxruntime-web. */
+window.measureCase = async (address, runtime) => {
+  ort.env.wasm.wasmPaths = { wasm: `${runtime}ort-wasm-simd-threaded.wasm` };
+  const response = await fetch(`${address}/expected.safetensors`);
+  return measure(onnxgrad, ort, address, new Uint8Array(await response.arrayBuffer()));
 };
