@@ -1,9 +1,11 @@
 /** The client in Node, with onnxruntime-node, against the losses that Python computed. */
 import assert from "node:assert/strict";
+import { execFile } from "node:child_process";
 import { mkdir, readFile, rm, writeFile } from "node:fs/promises";
 import { join } from "node:path";
 import test from "node:test";
 import { fileURLToPath } from "node:url";
+import { promisify } from "node:util";
 
 import * as ort from "onnxruntime-node";
 
@@ -173,4 +175,22 @@ test("artifacts and checkpoints of other trainings are refused", async () => {
   await assert.rejects(trainer.restore(checkpoint.subarray(0, checkpoint.length - 4)), /no complete safetensors file/);
   assert.equal(await changed(() => {}, { step: "7" }), true);
   assert.equal(trainer.steps, 7);
+});
+
+test("the example trains, and goes on from its state", async () => {
+  const folder = join(here, "..", "example", "dist", "artifacts");
+  const cwd = join(out, "example");
+  await rm(cwd, { recursive: true, force: true });
+  await mkdir(cwd);
+  const run = async () => {
+    const { stdout } = await promisify(execFile)(process.execPath, [join(here, "..", "example", "node.mjs"), folder], { cwd });
+    return stdout.trim().split("\n");
+  };
+  const losses = (await run()).map((line) => Number(line.split(" ")[1]));
+  assert.ok(losses.length === 5 && losses[4] < losses[0] / 2, `${losses}`);
+  const lines = await run();
+  assert.equal(lines[0], "goes on after 100 steps");
+  assert.ok(Number(lines[5].split(" ")[1]) < losses[4]);
+  const session = await ort.InferenceSession.create(join(cwd, "trained.onnx"));
+  assert.deepEqual(session.outputNames, ["logits"]);
 });
