@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import onnxgrad as og
 from commands import refused, succeed
+from onnxgrad.artifacts import models
 from onnxgrad.artifacts.former import FORMER_OPTIMIZERS
 from onnxgrad.model import external
 from running import run
@@ -196,6 +197,26 @@ def test_evaluation_and_merged_model_equal_the_trainer(name, tmp_path):
     assert [n.op_type for n in merged.graph.node] == [n.op_type for n in model_of(name).graph.node]
     first = og.merge_artifacts(tmp_path)  # the weights at the beginning
     np.testing.assert_array_equal(run(first, {"x": x})[0], run(model_of(name), {"x": x})[0])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+def test_other_dtypes(dtype, tmp_path):
+    model = model_of("mlp", 18)
+    kind = {"float64": onnx.TensorProto.DOUBLE, "float16": onnx.TensorProto.FLOAT16}[dtype]
+    model.graph.node[2].op_type = "Tanh"
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.elem_type = kind
+    for tensor in model.graph.initializer:
+        array = numpy_helper.to_array(tensor).astype(dtype)
+        tensor.CopyFrom(numpy_helper.from_array(array, tensor.name))
+    og.generate_artifacts(model, None, None, "CrossEntropyLoss", "sgd", tmp_path)
+    client, (x, y) = Client(tmp_path), data_of("mlp")
+    x = x.astype(dtype)
+    assert client.manifest["scalars"][0]["dtype"] == dtype
+    client.train(batches_of(x, y))
+    trainer = og.Trainer(model, "cross_entropy", optimizer="sgd", learning_rate=RATE)
+    trainer.fit(x, y, batch_size=ROWS, shuffle=False)
+    assert_state(client, trainer, 1e-12 if dtype == "float64" else 1e-3)
 
 
 def test_dropout_draws_the_masks_of_the_trainer(tmp_path):
@@ -504,6 +525,13 @@ def test_damaged_files_are_refused(tmp_path):
         og.merge_artifacts(tmp_path)
 
 
+def test_a_weight_larger_than_a_file_can_hold_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "LARGEST", 128)
+    with pytest.raises(ValueError, match=r"the weight 'w1' has 128 bytes.*frozen_params"):
+        generated("mlp", tmp_path)
+    generated("mlp", tmp_path, frozen_params=["w1"])
+
+
 # -- the page -----------------------------------------------------------------------------------
 
 
@@ -549,6 +577,8 @@ def test_the_code_of_the_page(tmp_path, monkeypatch):
         ({"opset": 17}, "opset 18 or newer"),
         ({"ir_version": 8}, "ir_version=8: the opsets .* need 9"),
         ({"batch_norm": "on"}, "batch_norm"),
+        ({"acumulate": 2}, "Unknown option of generate_artifacts 'acumulate'"),
+        ({"learning_rates": 2}, "Did you mean 'learning_rate'"),
     ],
 )
 def test_errors_leave_the_folder_as_it_was(options, message, tmp_path):

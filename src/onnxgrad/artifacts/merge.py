@@ -75,8 +75,9 @@ def read_checkpoint(path: Path, manifest: Manifest) -> dict[str, np.ndarray]:
         _require(path, entry, arrays)
     if metadata.get("model", manifest["digest"]) != manifest["digest"]:
         raise ValueError(
-            f"{path} is a checkpoint of another model: its tensors have the same names and shapes, "
-            "and the model that it was written for has other weights that do not train, or nodes"
+            f"{path} is a checkpoint of another model, with tensors of the same names and shapes, "
+            "but other nodes or other weights that do not train: merge it with the folder that it "
+            "was generated with"
         )
     return {entry["name"]: arrays[entry["name"]] for entry in expected}
 
@@ -100,5 +101,5 @@ def _require(path: Path, entry: Mapping[str, Any], arrays: Mapping[str, np.ndarr
             f"{path} is a checkpoint of another model: its {name!r} is {own.dtype} {own.shape}, "
             f"not {dtype} {shape}"
         )
-    if not np.isfinite(own.astype(np.float32)).all():
+    if not np.isfinite(own).all():
         raise ValueError(f"{path}: {name!r} holds NaN or infinity: the training diverged")

@@ -22,7 +22,7 @@ from onnxgrad.training.modes import inference_form
 from onnxgrad.training.setup import Setup
 from onnxgrad.training.step import Step
 
-LOSS = "loss"
+LOSS, LARGEST = "loss", 1 << 31  # bytes of a message of protobuf
 SCALARS = ("minus_learning_rate", "step", "draw")
 
 Arrays = dict[str, np.ndarray]
@@ -75,6 +75,7 @@ def build_models(setup: Setup, additional: Sequence[str], updates: bool) -> Mode
     initial = ((str(b.name), b.const_value) for b in objective.buffers)
     buffers = {name: np.array(value.numpy()) for name, value in initial if value is not None}
     step = setup.named_step(objective)
+    _require_size(setup.trainer.state.weights, step)
     names = _Names(step)
     weights = {name: setup.trainer.state.weights[name] for name in step.weights}
     whole = _whole(objective, step, names)
@@ -95,6 +96,16 @@ def build_models(setup: Setup, additional: Sequence[str], updates: bool) -> Mode
         step.unreached,
         step.rounding,
     )
+
+
+def _require_size(weights: Arrays, step: Step) -> None:
+    """Raise `ValueError` for a weight that no file of protobuf holds: it could not be merged."""
+    for name in step.weights:
+        if weights[name].nbytes >= LARGEST:
+            raise ValueError(
+                f"the weight {name!r} has {weights[name].nbytes} bytes, and one tensor of a model "
+                f"that is written holds fewer than {LARGEST}: freeze it, by frozen_params"
+            )
 
 
 class _Names:

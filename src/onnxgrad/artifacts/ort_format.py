@@ -7,6 +7,8 @@ from pathlib import Path
 
 import onnxruntime as ort
 
+from onnxgrad.model.write import data_files
+
 LARGEST = 1 << 31  # bytes: of the offsets in such a file
 
 
@@ -18,8 +20,7 @@ def write_ort(model: Path, path: Path) -> None:
     Raises:
         ValueError: the model is too large for the format.
     """
-    folder = model.parent
-    size = sum(file.stat().st_size for file in folder.glob(f"{model.name}*"))
+    size = sum(file.stat().st_size for file in {model, *data_files(model)})
     if size >= LARGEST:
         raise ValueError(f"{model.name} has {size} bytes, too many for .ort: pass ort_format=False")
     options = ort.SessionOptions()

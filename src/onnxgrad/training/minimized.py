@@ -141,15 +141,14 @@ def minimized(
         ValueError: unknown names, or a prediction that the loss does not accept.
     """
     predicted = plan.loss.outputs(proto) if plan.loss else _beside(proto, plan.loss_output)
-    own = [] if plan.loss else [plan.loss_output]
-    model, results = _prepared(proto, plan, [*own, *predicted])
+    model, results = _prepared(proto, plan, predicted)
     graph, data = model.graph, list(model.graph.inputs)
     op, form = Emit(graph), _Form()
     if training:
         form = _Form.of(op, plan, data, results)
     states = {name: results[output] for name, output in plan.carry.items()}
     beside = {name: results[name] for name in plan.beside}
-    results = {name: results[name] for name in (*own, *predicted)}
+    results = {name: results[name] for name in (predicted if plan.loss else results)}
     trained = as_inputs(proto, graph, weights)
     fixed = detached(proto)
     stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
@@ -189,10 +188,11 @@ def minimized(
 
 
 def _prepared(
-    proto: ModelProto, plan: Plan, outputs: Sequence[str]
+    proto: ModelProto, plan: Plan, predicted: Sequence[str]
 ) -> tuple[ir.Model, dict[str, ir.Value]]:
     """Return the prepared model with the outputs that are read, and these by name."""
-    read = list(dict.fromkeys([*outputs, *plan.carry.values(), *plan.beside]))
+    own = [] if plan.loss else [plan.loss_output]
+    read = list(dict.fromkeys([*own, *predicted, *plan.carry.values(), *plan.beside]))
     if not {y.name for y in proto.graph.output}.issuperset(read):
         proto = select_model_inputs_outputs(proto, read)
     model = prepare(
