@@ -42,8 +42,8 @@ def test_javascript(tmp_path: Path) -> None:
     tests of the browser skip themselves.
     """
     pytest.importorskip("pyarrow")
-    if int(_run("node", "--version").lstrip("v").split(".")[0]) < 18:
-        pytest.skip("needs Node 18")
+    if int(_run("node", "--version").lstrip("v").split(".")[0]) < 20:
+        pytest.skip("needs Node 20")
     data, out, page = (str(tmp_path / name) for name in ("data", "out", "page"))
     _run(sys.executable, "test/make_data.py", data)
     _run(sys.executable, "example/make_artifacts.py", page)

@@ -1,6 +1,6 @@
 """Write what the tests of the client compare with: artifacts, batches, and the losses of Python.
 
-Usage: python make_data.py [FOLDER]
+Usage: python make_data.py [FOLDER] [--measure]
 """
 
 from __future__ import annotations
@@ -91,32 +91,35 @@ def write_case(folder: Path, model: onnx.ModelProto, options: dict, batches: lis
     """Write artifacts, the batches, and the losses of a `Trainer` for these."""
     options = {"learning_rate": RATES[folder.name], **options}
     og.generate_artifacts(model, None, None, "cross_entropy", "adam", folder, **options)
-    losses, milliseconds = trained(model, options, batches)
     expected = {
         "images": np.stack([images for images, _ in batches]),
         "labels": np.stack([labels for _, labels in batches]),
-        "trainer": losses,
+        "trainer": trained(model, options, batches),
         "step": np.array(stepped(folder, batches), np.float64),
     }
     save_file(expected, folder / "expected.safetensors")
-    print(f"{folder.name}: Trainer {milliseconds:.3f} ms a step, last losses {losses[-1]:.6f}")
+    if "--measure" in sys.argv:
+        print(f"{folder.name}: Trainer {milliseconds(model, options, batches):.3f} ms a step")
 
 
-def trained(model: onnx.ModelProto, options: dict, batches: list) -> tuple[np.ndarray, float]:
-    """Return the losses of a `Trainer`, one a batch, and the milliseconds of a step."""
-    arguments = {"loss": "cross_entropy", "optimizer": "adam", **options}
-    trainer = og.Trainer(model, **arguments)
+def trained(model: onnx.ModelProto, options: dict, batches: list) -> np.ndarray:
+    """Return the losses of a `Trainer`, one a batch."""
+    trainer = og.Trainer(model, loss="cross_entropy", optimizer="adam", **options)
     for images, labels in batches:
         trainer.partial_fit(images, labels, batch_size=ROWS, shuffle=False)
-    losses = np.array([entry["loss"] for entry in trainer.history], np.float64)
+    return np.array([entry["loss"] for entry in trainer.history], np.float64)
+
+
+def milliseconds(model: onnx.ModelProto, options: dict, batches: list) -> float:
+    """Return the time of a step of a `Trainer`; on one thread if the process has one processor."""
     X, y = (np.concatenate(arrays) for arrays in zip(*batches, strict=True))
-    trainer = og.Trainer(model, **arguments)
+    trainer = og.Trainer(model, loss="cross_entropy", optimizer="adam", **options)
     seconds = []
     for _ in range(6):  # the first one builds the session
         begin = time.perf_counter()
         trainer.partial_fit(X, y, batch_size=ROWS, shuffle=False)
         seconds.append(time.perf_counter() - begin)
-    return losses, min(seconds) / len(batches) * 1e3
+    return min(seconds) / len(batches) * 1e3
 
 
 def stepped(folder: Path, batches: list) -> list[float]:
@@ -148,4 +151,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else HERE / "data")
+    folders = [argument for argument in sys.argv[1:] if argument != "--measure"]
+    main(Path(*folders) if folders else HERE / "data")

@@ -153,7 +153,7 @@ on("settings", "submit", train);
 on("start", "change", start);
 on("save", "click", async () => {
   await trainer.save(store);
-  say("Saved in this browser. Restore brings this state back, also after the page was closed.");
+  say("The weights are saved in this browser, the examples are not. Restore brings them back, also after the page was closed.");
 });
 on("restore", "click", async () => {
   if (!(await trainer.restore(store))) return say("Nothing is saved in this browser yet.");
