@@ -24,7 +24,7 @@ OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", 
 def _run(*command: str, **variables: str) -> str:
     """Run a command in the folder of the client; return what it prints."""
     done = subprocess.run(
-        command, cwd=CLIENT, env=os.environ | variables, capture_output=True, text=True, timeout=240
+        command, cwd=CLIENT, env=os.environ | variables, capture_output=True, text=True, timeout=500
     )
     printed = done.stdout + done.stderr
     if done.returncode and command[:2] == ("npm", "ci") and any(e in printed for e in OFFLINE):

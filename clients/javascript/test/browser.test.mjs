@@ -70,7 +70,7 @@ for (const name of ["mlp", "cnn", "normalized"]) {
 }
 
 const text = (opened, id) => opened.locator(`#${id}`).textContent();
-const said = (opened, pattern) => opened.waitForFunction((source) => new RegExp(source).test(document.querySelector("#status").textContent), pattern.source, { timeout: 30_000 });
+const said = (opened, pattern) => opened.waitForFunction((source) => new RegExp(source).test(document.querySelector("#status").textContent), pattern.source, { timeout: 90_000 });
 
 /** Draw lines, given in hundredths of the drawing area, as a hand or a finger would. */
 async function draw(opened, ...lines) {
