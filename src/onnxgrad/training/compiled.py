@@ -93,6 +93,8 @@ class Compiled:
                 split = call.split_step(objective, Target(device, 1, source.batch_size // parts))
                 self.step = split.step
                 return SplitRunner(split, device, work, fields, parts, Rows(axes, shapes))
+        if call.sharing is not None:
+            call.sharing.warn(objective, source)
         self.step = step = call.step(objective)
         target = Target.of(device, work, source.batch_size)
         if (shared := call.sharing) is None:

@@ -217,7 +217,6 @@ class Setup:
         first, callbacks = state.epoch if further else 0, trainer.callbacks
         if shared is not None:
             source = shared.source(source, fields.axes)
-            shared.warn(objective, source)
             shared.check(trainer, state)
             callbacks = shared.callbacks(callbacks)
             if held_out is not None:
