@@ -215,8 +215,8 @@ class Trainer(Settings):
         if self.state.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if validation is not None and not isinstance(validation, float):
-            validation = _dataset(validation)
-        data = _dataset(X, y, sample_weight)
+            validation = as_dataset(validation)
+        data = as_dataset(X, y, sample_weight)
         if batch_size is not None:
             check_count("batch_size", batch_size)
         setup = Setup(self, data, batch_size, validation)
@@ -254,7 +254,7 @@ class Trainer(Settings):
             raise RuntimeError("fit is running: partial_fit cannot be called before it ends")
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        setup = Setup(self, _dataset(X, y, sample_weight), batch_size)
+        setup = Setup(self, as_dataset(X, y, sample_weight), batch_size)
         with garbage_kept():
             loop = setup.loop(1, shuffle, None, further=True)
         return self._run(setup, loop)
@@ -319,7 +319,7 @@ class Trainer(Settings):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        return Setup(self, _dataset(X, y), None).step_models()
+        return Setup(self, as_dataset(X, y), None).step_models()
 
     # -- results ------------------------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class Trainer(Settings):
         Raises:
             ValueError: data that the model or the loss does not accept.
         """
-        data = _dataset(X, y, sample_weight)
+        data = as_dataset(X, y, sample_weight)
         return self._once(data, batch_size, "evaluating").evaluate()
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
@@ -387,7 +387,7 @@ class Trainer(Settings):
         save(self.model, path)
 
 
-def _dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
+def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
     """Return the data; a tuple (X, y) or (X, y, sample_weight) of arrays is taken apart."""
     alone = y is None and sample_weight is None
     if alone and isinstance(X, tuple) and len(X) in (2, 3) and not _is_batch(X[0]):
