@@ -1,8 +1,8 @@
 """A leading axis of members, pushed through a graph: K copies of a model in one.
 
 Each value that depends on the stacked weights gets a leading axis of length K; what depends on data
-alone stays as it is, and is computed once. A node whose operator has a rule in `member_rules` becomes
-one node for all members; any other is written K times, each on the slices of one member.
+alone stays as it is, and is computed once. A node whose operator has a rule in `member_rules`
+becomes one node for all members; any other is written K times, each on the slices of one member.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.shapes import dims, rank, static
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import reads, subgraphs
 
@@ -52,7 +52,8 @@ class MemberAxis:
         """Set the type of `y` to that of `like`, and its shape to that with the leading axis."""
         shape = dims(like)
         y.type = like.type
-        y.shape = None if shape is None else ir.Shape([self.count, *shape])
+        if shape is not None and static(dims(y)) is None:  # else it is known already
+            y.shape = ir.Shape([self.count, *shape])
         return y
 
     def expanded(self, x: ir.Value) -> ir.Value:
@@ -142,5 +143,3 @@ class MemberAxis:
 
 def _used(y: ir.Value) -> bool:
     return bool(y.uses()) or y.is_graph_output()
-
-

@@ -1,7 +1,7 @@
 """How operators take a leading axis of members: one node for K copies of it.
 
-A rule takes the `MemberAxis` and a node, and returns the new outputs, or None to write the node once
-for each member.
+A rule takes the `MemberAxis` and a node, and returns the new outputs, or None to write the node
+once for each member.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _elementwise(m: MemberAxis, node: Any) -> Outputs:
     if node.op_type not in UNARY:
         return _write(m, node, [m.aligned(x, n) for x in node.inputs])
     first, *rest = node.inputs
-    if node.op_type != "PRelu" and any(x in m for x in rest):
-        return None if node.op_type != "CastLike" else _write(m, node, [m.of(first), m.of(rest[0])])
+    if node.op_type not in ("CastLike", "PRelu") and any(x in m for x in rest):
+        return None
     others = [None if x is None else m.aligned(x, n) for x in rest]
     return _write(m, node, [m.expanded(first), *others])
 

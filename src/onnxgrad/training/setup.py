@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -58,7 +59,7 @@ class Setup:
         shown: the title of a progress bar of evaluations and predictions; None for none.
     """
 
-    evaluates: type[Evaluator] = Evaluator
+    evaluates: Callable[..., Evaluator] = Evaluator
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +12,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.graph.shapes import dims
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.evaluation import Arrays, Evaluator
-from onnxgrad.training.judges import ByOutput, judges
+from onnxgrad.training.judges import ByOutput, Judge, judges
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.stack.objective import stacked_objective
 
@@ -19,10 +20,14 @@ from onnxgrad.training.stack.objective import stacked_objective
 class StackedEvaluator(Evaluator):
     """Evaluates all members in one graph; their weights are inputs, (members, ...).
 
-    `members` is set by who creates it; other arguments are those of `Evaluator`.
+    Args:
+        members: their number.
+        args, options: those of `Evaluator`.
     """
 
-    members = 1
+    def __init__(self, members: int, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.members = members
 
     def objective(self) -> Minimized:
         """Return the objective of all members."""
@@ -39,31 +44,28 @@ class StackedEvaluator(Evaluator):
     ) -> dict[str, np.ndarray]:
         """Return `loss`, and the metrics by name, each as an array of (members, ...)."""
         one = self.described
-        parts, batches = len(one.written.sums), []
+        parts = len(one.written.sums)
+        judging = [judges(one.labels, copy.deepcopy(metrics)) for _ in range(self.members)]
         sums, counts = np.zeros((parts, self.members)), np.zeros(parts)
         for arrays, results in self._results(self._losses, values, source):
             sums += np.stack([np.asarray(y, np.float64) for y in results[:parts]])
             counts += np.array([float(np.sum(y)) for y in results[parts : 2 * parts]])
-            if any(metrics.values()):
-                batches.append((arrays, results[2 * parts :]))
+            self._judge(judging, arrays, results[2 * parts :])
         with np.errstate(invalid="ignore", divide="ignore"):
             losses = np.array(one.written.factors) @ (sums / counts[:, None])
-        scores = [self._scores(k, batches, metrics) for k in range(self.members) if batches]
-        names = list(scores[0]) if scores else []
-        return {"loss": losses} | {name: np.array([s[name] for s in scores]) for name in names}
+        scores = [{n: v for judge in own for n, v in judge.results().items()} for own in judging]
+        return {"loss": losses} | {n: np.array([s[n] for s in scores]) for n in scores[0]}
 
-    def _scores(self, k: int, batches: list[tuple[Any, Any]], metrics: ByOutput) -> dict[str, Any]:
-        """Return the metrics of member `k`."""
+    def _judge(self, judging: list[list[Judge]], arrays: Arrays, predictions: list) -> None:
+        """Let the metrics of every member take a batch."""
         one = self.described
-        judging = judges(one.labels, metrics)
-        for arrays, results in batches:
-            predictions = {n: y[k] for n, y in zip(one.predictions, results, strict=False)}
-            weight = None if one.row_weight is None else arrays.get(one.row_weight)
-            if weight is not None and (weight == 1).all():
-                weight = None  # as of batches that have none, for metrics that take none
-            for judge in judging:
-                judge.update(predictions, arrays, weight)
-        return {name: value for judge in judging for name, value in judge.results().items()}
+        weight = None if one.row_weight is None else arrays.get(one.row_weight)
+        if weight is not None and (weight == 1).all():
+            weight = None  # as of batches that have none, for metrics that take none
+        for k, own in enumerate(judging):
+            of_member = {n: y[k] for n, y in zip(one.predictions, predictions, strict=False)}
+            for judge in own:
+                judge.update(of_member, arrays, weight)
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:

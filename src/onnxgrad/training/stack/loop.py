@@ -91,9 +91,9 @@ class StackLoop:
         losses = runner.train(piece, rates, position)
         if not runner.members.alive.any():
             raise ConvergenceError(
-                f"the losses or weights of all members became NaN or infinite, the last one at step "
-                f"{done + piece.batches}; their states before it are kept. Lower the learning "
-                "rates, or scale the data"
+                f"the losses or weights of all members became NaN or infinite, the last one before "
+                f"step {done + piece.batches}; their states before that are kept. Lower the "
+                "learning rates, or scale the data"
             )
         return rates[-1], losses
 
@@ -101,7 +101,7 @@ class StackLoop:
         """Record a finished epoch, and evaluate."""
         state = self.state
         state.epoch += 1
-        entry = {
+        entry: dict[str, Any] = {
             "step": self.runner.now.steps,
             "epoch": state.epoch,
             "loss": loss,
@@ -111,7 +111,8 @@ class StackLoop:
         if self.evaluate is not None:
             weights = evaluated_members(self._values(), self.optimizers)
             entry.update(self.evaluate(stacked(weights)))
-            self.runner.freeze(np.flatnonzero(~np.isfinite(entry["validation_loss"])))
+            bad = np.flatnonzero(~np.isfinite(entry["validation_loss"]))
+            self.runner.freeze(bad.tolist())
         for k, rate in enumerate(self.rates):
             if k not in state.frozen:
                 rate.observe({n: v if np.ndim(v) == 0 else v[k] for n, v in entry.items()})

@@ -67,9 +67,7 @@ def stacked_objective(objective: Minimized, weights: Arrays, members: int) -> St
         for pair in written.gradients
     ]
     predictions = {name: axis.expanded(v) for name, v in objective.predictions.items()}
-    new = replace(
-        written, sums=vectors, counts=_counts(axis, written), gradients=gradients
-    )
+    new = replace(written, sums=vectors, counts=_counts(axis, written), gradients=gradients)
     fields = vars(objective) | {
         "weights": list(stacked.values()),
         "loss": vectors[0],
@@ -83,8 +81,8 @@ def stacked_objective(objective: Minimized, weights: Arrays, members: int) -> St
 def _counts(axis: MemberAxis, written: Written) -> list[ir.Value]:
     if any(v in axis for v in written.counts):
         raise ValueError(
-            "the number of terms of the loss depends on the weights, which cannot be stacked: train "
-            "the members one after the other, each by a Trainer"
+            "the number of terms of the loss depends on the weights, which cannot be stacked: "
+            "train the members one after the other, each by a Trainer"
         )
     return axis.all_of(written.counts)
 

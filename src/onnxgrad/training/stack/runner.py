@@ -20,8 +20,9 @@ from onnxgrad.training.batches import Slice
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.runner import Losses, Now, Runner
+from onnxgrad.training.stack.groups import StackGroup
 from onnxgrad.training.stack.objective import StackedObjective
-from onnxgrad.training.stack.update import StackGroup, write_stacked_update
+from onnxgrad.training.stack.update import write_stacked_update
 from onnxgrad.training.state import Values
 from onnxgrad.training.step import Step, write_gradients
 
@@ -34,9 +35,7 @@ class StackedStep:
     groups: list[StackGroup]
 
 
-def build_stacked_step(
-    objective: StackedObjective, optimizers: Sequence[Optimizer]
-) -> StackedStep:
+def build_stacked_step(objective: StackedObjective, optimizers: Sequence[Optimizer]) -> StackedStep:
     """Return the step of all members, written into the graph of the objective.
 
     Raises:
@@ -100,6 +99,7 @@ class StackRunner(Runner):
         model = build_epoch(step, Target.of(device, work, rows))
         super().__init__(model, step, "terms", device, work, fields)
         self.groups, self.members = stacked.groups, Members(np.zeros(members, np.int64))
+        self._bad = np.zeros(0, np.int64)  # members for which the last run gave NaN
 
     def load_members(self, values: Sequence[Values]) -> None:
         """Set the states of all members; a slot that is missing gets its initial value."""
@@ -131,16 +131,18 @@ class StackRunner(Runner):
             one = Slice({n: a[i : i + 1] for n, a in piece.arrays.items()}, 1, piece.rows)
             losses = self.run(one, rates[i : i + 1], position + i)
             if losses is None:
-                self._freeze(self._bad)
+                self.freeze(self._bad.tolist())
                 losses = self.run(one, rates[i : i + 1], position + i)
                 assert losses is not None
             results.append(losses)
-        return Losses(*(np.concatenate([getattr(r, n) for r in results]) for n in ("sums", "counts")))
+        sums = np.concatenate([losses.sums for losses in results])
+        return Losses(sums, np.concatenate([losses.counts for losses in results]))
 
     def freeze(self, members: Sequence[int]) -> None:
         """Let members keep their state from now on."""
-        for k in members:
-            self.members.frozen.setdefault(int(k), self.now.steps)
+        for k in map(int, members):
+            if k not in self.members.frozen:
+                self.members.frozen[k] = self.members.steps[k] = self.now.steps
 
     def finished(
         self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
@@ -158,9 +160,6 @@ class StackRunner(Runner):
         self.last = piece.batches
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return losses
-
-    def _freeze(self, members: np.ndarray) -> None:
-        self.freeze(members.tolist())
 
     def _finite(self, states: Sequence[ort.OrtValue]) -> np.ndarray:
         """Return which members have only finite values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,6 @@ from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import start_learning_rate
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import held_out_share
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
@@ -38,17 +37,9 @@ class StackSetup(Setup):
         trainer: what they have in common, and others: see `Setup`.
     """
 
-    evaluates = StackedEvaluator
-
     def __init__(self, members: int, *args: Any, **options: Any) -> None:
+        self.members, self.evaluates = members, partial(StackedEvaluator, members)
         super().__init__(*args, **options)
-        self.members = members
-
-    @cached_property
-    def _evaluator(self) -> Evaluator:
-        evaluator = Setup._evaluator.func(self)
-        evaluator.members = self.members
-        return evaluator
 
     def stack_loop(
         self,

@@ -42,9 +42,7 @@ class StackState:
         return evaluated_members(self.values, optimizers)
 
 
-def evaluated_members(
-    values: Sequence[Values], optimizers: Sequence[Optimizer]
-) -> list[Arrays]:
+def evaluated_members(values: Sequence[Values], optimizers: Sequence[Optimizer]) -> list[Arrays]:
     """Return the weights to evaluate of each member."""
     pairs = zip(values, optimizers, strict=True)
     return [evaluated(optimizer, v.weights, v.slots, v.steps) for v, optimizer in pairs]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
@@ -19,7 +20,7 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.stack.setup import StackSetup
 from onnxgrad.training.stack.starts import checked_weights, count_members, per_member, starts
 from onnxgrad.training.stack.state import StackState, stacked
-from onnxgrad.training.state import Values
+from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.trainer import Trainer, as_dataset
 
 
@@ -44,8 +45,8 @@ class TrainerStack:
             "redrawn": weights with two or more axes are drawn from the normal distribution with the
             mean and standard deviation that they have in the model. "glorot": they are drawn by
             Glorot's rule. Others, such as biases, are the model's. Member k draws by `seed` and k.
-        optimizer: one for all, by name or as an object, or a list of one for each member. Those that
-            differ in weight decay only cost no more than one.
+        optimizer: one for all, by name or as an object, or a list of one for each member. Those
+            that differ in weight decay only cost no more than one.
         learning_rate: a number or a schedule for all, or a list of one for each member.
         train: as for `Trainer`.
         freeze: as for `Trainer`.
@@ -132,8 +133,8 @@ class TrainerStack:
         )
         if self._shared.dropout:
             raise ValueError(
-                f"the adapters of the model have dropout, {self._shared.dropout}, which a stack does "
-                "not train: train each member by a Trainer"
+                f"the adapters of the model have dropout, {self._shared.dropout}, which a stack "
+                "does not train: train each member by a Trainer"
             )
         own = self._shared.state.weights
         if weights is None:
@@ -144,7 +145,6 @@ class TrainerStack:
             begun = checked_weights(own, per_member("weights", list(weights), self.members))
         self.state = StackState([Values(w) for w in begun])
         self._refuse_equal(rates)
-        self._fitted = self._running = False
 
     def _refuse_equal(self, rates: list[Any]) -> None:
         """Raise `ValueError` if all members begin with the same weights, rates and optimizers."""
@@ -207,14 +207,14 @@ class TrainerStack:
             loop = setup.stack_loop(
                 self.state, self.optimizers, self.learning_rates, count, shuffle
             )
-        self._fitted = True
         loop.run()
         self._shared.names = setup.names
         if self.state.frozen:
-            named = ", ".join(f"{k} at step {step}" for k, step in sorted(self.state.frozen.items()))
+            frozen = sorted(self.state.frozen.items())
+            named = ", ".join(f"member {k} after step {step}" for k, step in frozen)
             warnings.warn(
-                f"the loss or weights of some members became NaN or infinite, and they were frozen: "
-                f"{named}. Lower their learning rates",
+                "the loss or weights of some members became NaN or infinite, and these were "
+                f"frozen: {named}. Lower their learning rates",
                 ConvergenceWarning,
                 stacklevel=2,
             )
@@ -274,9 +274,9 @@ class TrainerStack:
         Raises:
             IndexError: there is no such member.
         """
-        values, optimizer = self.state.values[member], self.optimizers[member]
-        one = self._shared
-        one.state.values, one.optimizer = values, optimizer
+        one = copy.copy(self._shared)
+        one.state, one.optimizer = TrainState(), self.optimizers[member]
+        one.state.values = self.state.values[member]
         return one.model
 
     @property
