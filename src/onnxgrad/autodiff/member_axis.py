@@ -30,6 +30,7 @@ class MemberAxis:
     def __init__(self, op: Emit, count: int, stacked: Mapping[ir.Value, ir.Value]) -> None:
         self.op, self.count, self._of = op, count, dict(stacked)
         self._same: dict[ir.Value, ir.Value] = {}  # what replaces values that all members share
+        self._checked = 0  # nodes that were written and checked
 
     def __contains__(self, x: ir.Value | None) -> bool:
         return x in self._of
@@ -60,8 +61,15 @@ class MemberAxis:
         """Return `x` with the leading axis, repeated if all members have the same value."""
         if x in self._of:
             return self._of[x]
-        target = self.op.Concat([self.count], self.op.shape_of(x), axis=0)
-        return self.typed(self.op.Expand(x, target), x)
+        target = self.op.Concat([self.count], self.shape(x), axis=0)
+        return self.typed(self.op.Expand(self.of(x), target), x)
+
+    def shape(self, x: ir.Value) -> ir.Value:
+        """Return the shape of `x` for one member, int64 of shape [rank]."""
+        lengths = static(dims(x))
+        if lengths is not None:
+            return self.op.const(list(lengths))
+        return self.op.Shape(self.of(x), start=int(x in self._of))
 
     def aligned(self, x: ir.Value, n: int) -> ir.Value:
         """Return what replaces `x`, so that it broadcasts with values of `n` axes of a member."""
@@ -101,23 +109,38 @@ class MemberAxis:
         Raises:
             ValueError: a node with subgraphs, or a sequence, depends on them.
         """
+        self._checked = len(self.op.written)
         for node in list(graph):
             if self._of.keys().isdisjoint(reads(node)):
                 continue
             self._refuse(node)
             with self.op.at(node):
                 outputs = self._written(node, rules)
+            self._check()
             for old, new in zip(node.outputs, outputs, strict=True):
                 if old not in self._same:
                     self._of[old] = new
         graph.outputs[:] = self.all_of(graph.outputs)
         drop_unused(graph)
 
+    def _check(self) -> None:
+        """Raise if a new node reads a value that is replaced, and whose name stands for another."""
+        written = self.op.written
+        for node in written[self._checked :]:
+            if not self._of.keys().isdisjoint(node.inputs):
+                raise RuntimeError(f"{node.op_type} reads a value of one member: {node}")
+        self._checked = len(written)
+
     def _refuse(self, node: ir.Node) -> None:
-        sequences = (v for v in (*node.inputs, *node.outputs) if v is not None)
-        inner = any(subgraphs(node))
-        if inner or any(not isinstance(v.type, ir.TensorType | None) for v in sequences):
-            what = "subgraphs" if inner else "sequences"
+        values = [v for v in (*node.inputs, *node.outputs) if v is not None]
+        what = ""
+        if any(subgraphs(node)):
+            what = "subgraphs"
+        elif any(v.type is not None and not isinstance(v.type, ir.TensorType) for v in values):
+            what = "sequences"
+        elif node.attributes.get_int("training_mode", 0) and len(node.outputs) > 1:
+            what = "running statistics"  # which onnxruntime overwrites in place
+        if what:
             raise ValueError(
                 f"{printable(node.op_type)} (node {printable(node.name)}) has {what} that depend "
                 "on the weights, which cannot be stacked: train the members one after the other, "

@@ -295,7 +295,8 @@ def _layer_norm(m: MemberAxis, node: Any) -> Outputs:
     if scale not in m and bias not in m:
         inputs = [v for v in (m.of(x), scale, bias) if v is not None]
     else:
-        inputs = [m.of(x), op.ones_like(scale)]
+        one = op.const(1.0, scale.dtype)
+        inputs = [m.of(x), op.set_type_like(op.Expand(one, m.shape(scale)), scale)]
     new = m.typed(op.emit(node.op_type, inputs, attributes), y)
     if len(inputs) == 2 and inputs[1] is not scale:
         new = m.typed(op.Mul(new, m.aligned(scale, n)), y)
