@@ -1,9 +1,9 @@
 """Many models at once.
 
-A small network spends a step on its nodes, not on its numbers: a dozen copies in one graph take little
-longer than one. `TrainerStack` trains copies of a model, its members, that differ in their learning
-rates, optimizers or initial weights: for a search, or for an ensemble. Every weight has a leading axis
-of members, and one run of onnxruntime trains all.
+A small network spends a step on its nodes, not on its numbers: a dozen copies in one graph take
+little longer than one. `TrainerStack` trains copies of a model, its members, that differ in their
+learning rates, optimizers or initial weights: for a search, or for an ensemble. Every weight has a
+leading axis of members, and one run of onnxruntime trains all.
 
 The page is one Python file, which the tests run: `python docs/ensembles.py`.
 """
@@ -41,7 +41,8 @@ for name, shape in {"w1": (64, 32), "b1": 32, "w2": (32, 10), "b2": 10}.items():
 # ## A search
 #
 # An argument that is a list has an element for each member. Here, four learning rates times two
-# weight decays are eight members. They begin with the weights of the file, and see the same batches.
+# weight decays are eight members. They begin with the weights of the file, and see the same
+# batches.
 
 rates = [rate for rate in (1e-4, 1e-3, 1e-2, 1e-1) for _ in range(2)]
 decays = [og.adamw(weight_decay=decay) for _ in range(4) for decay in (0.0, 0.1)]
@@ -63,9 +64,9 @@ onnx.save(search.model(best), "best.onnx")
 # ## An ensemble
 #
 # Members that are to differ by chance need other initial weights: `init="redrawn"` draws matrices
-# and kernels from the normal distribution with the mean and the standard deviation that they have in
-# the file, and `init="glorot"` by Glorot's rule. `weights` takes a dict for each member instead. The
-# mean of their probabilities is a better prediction than that of a single member.
+# and kernels from the normal distribution with the mean and the standard deviation that they have
+# in the file, and `init="glorot"` by Glorot's rule. `weights` takes a dict for each member instead.
+# The mean of their probabilities is usually better than the prediction of a single member.
 
 ensemble = og.TrainerStack(model, "cross_entropy", members=8, init="redrawn", learning_rate=0.01)
 ensemble.fit(X, y, epochs=20)
@@ -78,12 +79,12 @@ print(single, together)
 
 # ## What a member is
 #
-# A member is what a `Trainer` with its weights, learning rate and optimizer would be, up to rounding:
-# clipping by `clip_norm`, norms of LAMB and matrices of Muon are those of the member. Schedules by
-# epoch or by a monitored loss go by the member's own losses.
+# A member is what a `Trainer` with its weights, learning rate and optimizer would be, up to
+# rounding: clipping by `clip_norm`, norms of LAMB and matrices of Muon are those of the member.
+# Schedules by epoch or by a monitored loss go by the member's own losses.
 #
-# A member whose loss or weights become NaN or infinite keeps its last finite state, and the others go
-# on as if it were not there. `fit` warns, and `state.frozen` has its number and its last step.
+# A member whose loss or weights become NaN or infinite keeps its last finite state, and the others
+# go on as if it were not there. `fit` warns, and `state.frozen` has its number and its last step.
 
 with_one_too_many = og.TrainerStack(
     model, "cross_entropy", optimizer="sgd", learning_rate=[0.1, 1e38]
@@ -96,11 +97,11 @@ finally:
 # ## When it is faster, and when not
 #
 # The nodes of most operators become one node for all members. Convolutions whose weights train,
-# recurrent layers, and operators that are rare in networks become a node for each; then a stack saves
-# what the others cost, and building takes longer with every member. With large layers the products
-# take the time, and a stack is as fast as trainers one after the other: see
-# [Benchmarks](benchmarks.md#many-networks). It needs the memory of all members at once, and updates no
-# weights in place.
+# recurrent layers, and operators that are rare in networks become a node for each; then a stack
+# saves what the others cost, and building takes longer with every member. With large layers the
+# products take the time, and a stack is as fast as trainers one after the other: see
+# [Benchmarks](benchmarks.md#many-networks). It needs the memory of all members at once, and updates
+# no weights in place.
 #
 # A stack has no callbacks, checkpoints, dropout, `batch_norm="train"`, `accumulate`, `carry` or
 # `recompute`, and refuses subgraphs (`If`, `Loop`, `Scan`) and sequences that depend on trained
