@@ -95,6 +95,7 @@ def main() -> None:
             seconds: dict[str, list[float]] = {name: [] for name in functions}
             for turn in range(repeats + 1):
                 for name, function in functions.items():
+                    time.sleep(0.5)  # until the threads of the one before have gone to sleep
                     start = time.perf_counter()
                     function()
                     if turn:  # the first one imports, and starts processes
