@@ -1,4 +1,4 @@
-"""A hook of mkdocs that shows `explained.py` and `training.py` on their pages, without a copy."""
+"""A hook of mkdocs that shows the scripts of pages on these pages, without a copy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-PAGES = {f"{name}.md": f"[{name}.py]({name}.py)\n" for name in ("explained", "training")}
+PAGES = {
+    f"{name}.md": f"[{name}.py]({name}.py)\n" for name in ("ensembles", "explained", "training")
+}
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

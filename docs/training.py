@@ -358,5 +358,8 @@ carried = og.Trainer(
 start = np.zeros((1, 3), np.float32)
 carried.fit({"x": rows, "before": start}, price, shuffle=False, batch_size=50)
 
+# Many small networks train at once, for a search or an ensemble: [Many models at
+# once](ensembles.md).
+#
 # The examples go further: [a CNN with early stopping and a checkpoint](examples.md), a language
 # model, distillation, Parquet files, callbacks and PyTorch's `DataLoader`.

@@ -1,4 +1,4 @@
-"""`docs/training.py`, the guide to training: it runs, on its own and without optional packages."""
+"""The guides to training: they run, on their own and without optional packages."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ import onnx
 
 from script_page import DOCS, assert_page
 
-SCRIPT = DOCS / "training.py"
+SCRIPT, ENSEMBLES = DOCS / "training.py", DOCS / "ensembles.py"
 
 
 def test_it_runs_without_optional_packages(tmp_path):
-    code = (
-        "import runpy, sys; sys.modules.update(torch=None, sklearn=None)\n"
-        "import matplotlib; matplotlib.use('Agg')\n"
-        f"runpy.run_path({str(SCRIPT)!r})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning:onnxgrad", "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    run_alone(SCRIPT, tmp_path)
     onnx.checker.check_model(tmp_path / "digits.onnx", full_check=True)
     with (tmp_path / "history.csv").open() as file:
         last = list(csv.DictReader(file))[-1]
@@ -34,5 +23,33 @@ def test_it_runs_without_optional_packages(tmp_path):
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["a", "b"]
 
 
+def test_the_page_of_ensembles_runs_without_optional_packages(tmp_path):
+    printed = run_alone(ENSEMBLES, tmp_path).splitlines()
+    onnx.checker.check_model(tmp_path / "best.onnx", full_check=True)
+    assert float(printed[8]) > 0.8
+    assert printed[-1] == "{1: 1}"
+
+
+def run_alone(script, folder):
+    """Run a script in a folder, without PyTorch and scikit-learn; return what it prints."""
+    code = (
+        "import runpy, sys; sys.modules.update(torch=None, sklearn=None)\n"
+        "import matplotlib; matplotlib.use('Agg')\n"
+        f"runpy.run_path({str(script)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning:onnxgrad", "-c", code],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_its_page():
     assert_page(SCRIPT, "from pathlib import Path")
+
+
+def test_the_page_of_ensembles():
+    assert_page(ENSEMBLES, "from pathlib import Path")

@@ -299,6 +299,9 @@ from .training.parameters.defaults import (
 from .training.progress import (
     FitProgress as FitProgress,
 )
+from .training.stack.trainer import (
+    TrainerStack as TrainerStack,
+)
 from .training.state import (
     TrainState as TrainState,
 )

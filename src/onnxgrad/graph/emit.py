@@ -44,11 +44,15 @@ class Emit(Writer):
         return [self.set_type_like(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
 
     def times(self, u: ir.Value, scalar: ir.Value) -> ir.Value:
-        """Return u * scalar; where u is a product by a scalar, the scalars are multiplied first."""
-        node = u.producer()
-        if node is not None and node.op_type == "Mul" and not node.domain:
+        """Return u * scalar; where u is a product by a scalar, the scalars are multiplied first.
+
+        `scalar` may also hold one number for each element of the first axis, as (K, 1, 1).
+        """
+        node, shape = u.producer(), dims(scalar)
+        single = shape is not None and all(d == 1 for d in shape[1:])
+        if single and node is not None and node.op_type == "Mul" and not node.domain:
             for x, factor in (node.inputs, node.inputs[::-1]):
-                if dims(factor) == dims(scalar) == () != dims(x):
+                if dims(factor) == () != dims(x):
                     return self.Mul(x, self.Mul(factor, scalar))
         return self.Mul(u, scalar)
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.optimizers.base import Inputs, Optimizer, Slots, norm
 
-_EPS = 1e-6  # added to norms, as `torch.nn.utils.clip_grad_norm_` does
+EPS = 1e-6  # added to norms, as `torch.nn.utils.clip_grad_norm_` does
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class ClipByNorm(Optimizer):
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the norm and the product."""
-        return u * op.Min(self.norm / (norm(op, u) + _EPS), 1.0), {}
+        return u * op.Min(self.norm / (norm(op, u) + EPS), 1.0), {}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class ClipByGlobalNorm(Optimizer):
         widest = max((g.dtype for g in gradients if g.dtype), key=lambda dtype: dtype.bitwidth)
         squares = [op.Cast(op.ReduceSumSquare(g, keepdims=0), to=widest) for g in gradients]
         with op:
-            factor = op.Min(self.norm / (op.Sqrt(op.total(squares)) + _EPS), 1.0)
+            factor = op.Min(self.norm / (op.Sqrt(op.total(squares)) + EPS), 1.0)
             return [op.Mul(g, op.Cast(factor, to=g.dtype)) for g in gradients]
 
 

@@ -193,7 +193,7 @@ class Dataset:
         return Batches(self.X)
 
 
-def dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
+def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
     """Return the data; a tuple (X, y) or (X, y, sample_weight) of arrays is taken apart."""
     alone = y is None and sample_weight is None
     if alone and isinstance(X, tuple) and len(X) in (2, 3) and not _is_batch(X[0]):

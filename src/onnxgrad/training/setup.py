@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -58,6 +59,8 @@ class Setup:
         shown: the title of a progress bar of evaluations and predictions; None for none.
         sharing: the group of processes that train together; None: this process alone.
     """
+
+    evaluates: Callable[..., Evaluator] = Evaluator
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class Setup:
             rates,
             source,
             callbacks,
-            order=_order if shuffle else lambda state: None,
+            order=order_of if shuffle else lambda state: None,
             last_epoch=first + epochs,
             resumable=True,
             evaluate=None if held_out is None else lambda: self._validate(held_out),
@@ -359,7 +362,7 @@ class Setup:
         trainer = self.trainer
         proto = inference_form(trainer.proto)
         names = {ref.name for ref in constants.constant_refs(proto)} & set(trainer.evaluated())
-        return Evaluator(
+        return self.evaluates(
             proto,
             sorted(names),
             self.plan,
@@ -390,6 +393,6 @@ def _is_model(loss: Any) -> bool:
     return isinstance(loss, (ModelProto, bytes, os.PathLike))
 
 
-def _order(state: TrainState) -> np.random.Generator:
+def order_of(state: TrainState) -> np.random.Generator:
     """Return the generator of an epoch, so that the order of its rows needs no state."""
     return np.random.default_rng([state.seed, state.epoch])

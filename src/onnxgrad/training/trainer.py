@@ -24,7 +24,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.training.arguments import check_choice, check_count, check_recompute, select_rate
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.callbacks.run import Callbacks
-from onnxgrad.training.data import Dataset, dataset
+from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.failed import failed_step
 from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.identity import without_weights
@@ -223,8 +223,8 @@ class Trainer(Settings):
         if self.state.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if validation is not None and not isinstance(validation, float):
-            validation = dataset(validation)
-        data = dataset(X, y, sample_weight)
+            validation = as_dataset(validation)
+        data = as_dataset(X, y, sample_weight)
         if batch_size is not None:
             check_count("batch_size", batch_size)
         setup = Setup(self, data, batch_size, validation, sharing=Sharing.of(self.parallel))
@@ -262,7 +262,7 @@ class Trainer(Settings):
             raise RuntimeError("fit is running: partial_fit cannot be called before it ends")
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        data = dataset(X, y, sample_weight)
+        data = as_dataset(X, y, sample_weight)
         setup = Setup(self, data, batch_size, sharing=Sharing.of(self.parallel))
         with garbage_kept():
             loop = setup.loop(1, shuffle, None, further=True)
@@ -328,7 +328,7 @@ class Trainer(Settings):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        return Setup(self, dataset(X, y), None).step_models()
+        return Setup(self, as_dataset(X, y), None).step_models()
 
     # -- results ------------------------------------------------------------------------------
 
@@ -348,7 +348,7 @@ class Trainer(Settings):
         Raises:
             ValueError: data that the model or the loss does not accept.
         """
-        data = dataset(X, y, sample_weight)
+        data = as_dataset(X, y, sample_weight)
         return self._once(data, batch_size, "evaluating").evaluate()
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:

@@ -1,0 +1,343 @@
+"""How operators take a leading axis of members: one node for K copies of it.
+
+A rule takes the `MemberAxis` and a node, and returns the new outputs, or None to write the node
+once for each member.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.batch_axis import reduced_axes
+from onnxgrad.autodiff.member_axis import MemberAxis
+from onnxgrad.graph.operators import ELEMENTWISE, UNARY
+from onnxgrad.graph.shapes import constant, dims, einsum_terms, rank
+
+Outputs = list[ir.Value] | None
+Rule = Callable[[MemberAxis, Any], Outputs]
+
+
+def _write(m: MemberAxis, node: Any, inputs: list, **changed: Any) -> list[ir.Value]:
+    """Write the node with other inputs and attributes; its outputs get the leading axis."""
+    attributes = {a.name: a.value for a in node.attributes.values()} | changed
+    outputs = m.op.emit_many(node.op_type, inputs, attributes, outputs=len(node.outputs))
+    return [m.typed(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
+
+
+def _only_first(m: MemberAxis, node: Any) -> bool:
+    """Return whether all members have the same operands behind the first."""
+    return not any(x in m for x in node.inputs[1:])
+
+
+def _elementwise(m: MemberAxis, node: Any) -> Outputs:
+    n = rank(node.outputs[0])
+    if n is None or any(x is not None and rank(x) is None for x in node.inputs):
+        return None
+    if node.op_type not in UNARY:
+        return _write(m, node, [m.aligned(x, n) for x in node.inputs])
+    first, *rest = node.inputs
+    if node.op_type not in ("CastLike", "PRelu") and any(x in m for x in rest):
+        return None
+    others = [None if x is None else m.aligned(x, n) for x in rest]
+    return _write(m, node, [m.expanded(first), *others])
+
+
+def _reduced(m: MemberAxis, node: Any) -> Outputs:
+    axes = reduced_axes(node)
+    if not axes or not _only_first(m, node):
+        return None
+    shifted = sorted(a + 1 for a in axes)
+    return _write(m, node, [m.of(node.inputs[0]), shifted], noop_with_empty_axes=0)
+
+
+def _along(default: int) -> Rule:
+    """Return the rule of an operator whose attribute `axis` names an axis of the first operand."""
+
+    def rule(m: MemberAxis, node: Any) -> Outputs:
+        n = rank(node.inputs[0])
+        if not n or not _only_first(m, node):
+            return None
+        axis = node.attributes.get_int("axis", default) % n
+        return _write(m, node, [m.of(node.inputs[0]), *node.inputs[1:]], axis=axis + 1)
+
+    return rule
+
+
+def _concat(m: MemberAxis, node: Any) -> Outputs:
+    n = rank(node.inputs[0])
+    if not n:
+        return None
+    axis = node.attributes.get_int("axis", 0) % n
+    return _write(m, node, [m.expanded(x) for x in node.inputs], axis=axis + 1)
+
+
+def _gather_elements(m: MemberAxis, node: Any) -> Outputs:
+    n = rank(node.inputs[0])
+    if not n:
+        return None
+    axis = node.attributes.get_int("axis", 0) % n
+    return _write(m, node, [m.expanded(x) for x in node.inputs], axis=axis + 1)
+
+
+def _gather(m: MemberAxis, node: Any) -> Outputs:
+    data, indices = node.inputs
+    n = rank(data)
+    if not n:
+        return None
+    axis = node.attributes.get_int("axis", 0) % n
+    if indices not in m:
+        return _write(m, node, [m.of(data), indices], axis=axis + 1)
+    return None if data in m or axis else _write(m, node, [data, m.of(indices)], axis=0)
+
+
+def _cumulative(m: MemberAxis, node: Any) -> Outputs:
+    n, axis = rank(node.inputs[0]), constant(node.inputs[1])
+    if not n or axis is None:
+        return None
+    return _write(m, node, [m.of(node.inputs[0]), m.op.const(np.int64(int(axis) % n + 1))])
+
+
+# -- products -----------------------------------------------------------------------------------
+
+
+def _matmul(m: MemberAxis, node: Any) -> Outputs:
+    a, b = node.inputs
+    if (rank(a) or 0) < 2 or (rank(b) or 0) < 2:
+        return None
+    return [m.typed(_product(m, a, b, m.of(a), m.of(b)), node.outputs[0])]
+
+
+def _product(m: MemberAxis, a: ir.Value, b: ir.Value, x: ir.Value, y: ir.Value) -> ir.Value:
+    """Return the products of `x` and `y`, which replace `a` and `b`.
+
+    A matrix on the right becomes K products of as many rows as possible.
+    """
+    op, n, width = m.op, rank(a) or 0, rank(b) or 0
+    if b not in m and width == 2:
+        return op.MatMul(x, y)
+    if width == 2 and n > 2:
+        inner = op.dim(y, 2) if b in m else op.dim(y, 1)
+        start = int(a in m)
+        rows = [op.dim(x, i + start) for i in range(n - 1)]
+        flat = [m.count, -1] if a in m else [-1]
+        flat_x = op.Reshape(x, op.vector(*flat, op.dim(y, 1)))
+        shape: list[Any] = [None, (dims(a) or ())[-1]]
+        flat_x.type, flat_x.shape = a.type, ir.Shape([m.count, *shape] if a in m else shape)
+        return op.Reshape(op.MatMul(flat_x, y), op.vector(m.count, *rows, inner))
+    both = max(n, width)
+    return op.MatMul(m.aligned(a, both), m.aligned(b, both))
+
+
+def _gemm(m: MemberAxis, node: Any) -> Outputs:
+    op, (a, b, c) = m.op, (*node.inputs, None)[:3]
+    alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+    x, y = (
+        op.mT(m.of(v)) if node.attributes.get_int(name, 0) else m.of(v)
+        for v, name in ((a, "transA"), (b, "transB"))
+    )
+    product = m.typed(op.MatMul(x, y), node.outputs[0])
+    dtype = node.outputs[0].dtype
+    if alpha != 1:
+        product = m.typed(op.Mul(product, op.const(alpha, dtype)), node.outputs[0])
+    if c is None or beta == 0:
+        return [product]
+    added = m.aligned(c, 2)
+    if beta != 1:
+        added = op.Mul(added, op.const(beta, dtype))
+    return [m.typed(op.Add(product, added), node.outputs[0])]
+
+
+def _einsum(m: MemberAxis, node: Any) -> Outputs:
+    terms, output = einsum_terms(node.attributes.get_string("equation", ""))
+    used = "".join((*terms, output))
+    letter = next((c for c in "zyxwvutsrqponmlkjihgfedcba" if c not in used), None)
+    if "." in used or letter is None:
+        return None
+    pairs = zip(terms, node.inputs, strict=True)
+    new = [f"{letter}{t}" if x in m else t for t, x in pairs]
+    equation = f"{','.join(new)}->{letter}{output}"
+    return _write(m, node, m.all_of(node.inputs), equation=equation)
+
+
+# -- shapes -------------------------------------------------------------------------------------
+
+
+def _shape(m: MemberAxis, node: Any) -> Outputs:
+    """Write the shape of a member; no member has another."""
+    n = rank(node.inputs[0])
+    if n is None:
+        return None
+    start, end = (node.attributes.get_int(name, d) for name, d in (("start", 0), ("end", n)))
+    start, end = (min(n, max(0, i + n if i < 0 else i)) for i in (start, end))
+    new = m.op.Shape(m.of(node.inputs[0]), start=start + 1, end=end + 1)
+    return [m.share(node.outputs[0], new)]
+
+
+def _size(m: MemberAxis, node: Any) -> Outputs:
+    new = m.op.ReduceProd(m.op.Shape(m.of(node.inputs[0]), start=1), keepdims=0)
+    return [m.share(node.outputs[0], new)]
+
+
+def _reshape(m: MemberAxis, node: Any) -> Outputs:
+    x, shape = node.inputs
+    if shape in m:
+        return None
+    target = constant(shape)
+    new: Any = m.op.Concat([m.count], shape, axis=0)
+    if target is not None:
+        # a 0 stands for the length of the same axis, which has moved as far as the 0
+        new = [m.count, *map(int, target)]
+    return _write(m, node, [m.of(x), new])
+
+
+def _flatten(m: MemberAxis, node: Any) -> Outputs:
+    x, n = node.inputs[0], rank(node.inputs[0])
+    if not n or node.attributes.get_int("axis", 1) % n != 1:
+        return None
+    rest = m.op.numel(m.of(x), 2)
+    y = m.op.Reshape(m.of(x), m.op.vector(m.count, -1, rest))
+    return [m.typed(y, node.outputs[0])]
+
+
+def _expand(m: MemberAxis, node: Any) -> Outputs:
+    x, shape = node.inputs
+    n, length = rank(node.outputs[0]), (dims(shape) or (None,))[0]
+    if n is None or shape in m or not isinstance(length, int):
+        return None
+    target = m.op.Concat([m.count] + [1] * (n - length), shape, axis=0)
+    return _write(m, node, [m.aligned(x, n), target])
+
+
+def _transpose(m: MemberAxis, node: Any) -> Outputs:
+    n = rank(node.inputs[0])
+    if n is None:
+        return None
+    perm = list(node.attributes.get_ints("perm", None) or range(n)[::-1])
+    return _write(m, node, [m.of(node.inputs[0])], perm=[0, *(p + 1 for p in perm)])
+
+
+def _with_axes(m: MemberAxis, node: Any) -> Outputs:
+    """Write a Squeeze or Unsqueeze."""
+    n = rank(node.outputs[0] if node.op_type == "Unsqueeze" else node.inputs[0])
+    axes = constant(node.inputs[1] if len(node.inputs) > 1 else None)
+    if n is None or axes is None:
+        return None
+    return _write(m, node, [m.of(node.inputs[0]), [int(a) % n + 1 for a in axes.ravel()]])
+
+
+def _slice(m: MemberAxis, node: Any) -> Outputs:
+    x, starts, ends, axes, steps = (*node.inputs, None, None)[:5]
+    n, count = rank(x), (dims(starts) or (None,))[0]
+    named = constant(axes) if axes is not None else None
+    if named is None and axes is None and isinstance(count, int):
+        named = np.arange(count)
+    if n is None or named is None or not _only_first(m, node):
+        return None
+    shifted = m.op.const([int(a) % n + 1 for a in named])
+    inputs = [m.of(x), starts, ends, shifted, *([] if steps is None else [steps])]
+    return _write(m, node, inputs)
+
+
+def _pad(m: MemberAxis, node: Any) -> Outputs:
+    x, pads, value, axes = (*node.inputs, None, None)[:4]
+    n, named = rank(x), constant(axes)
+    if n is None or not _only_first(m, node) or (axes is not None and named is None):
+        return None
+    shifted = [int(a) % n + 1 for a in (range(n) if named is None else named)]
+    return _write(m, node, [m.of(x), pads, value, shifted])
+
+
+def _tile(m: MemberAxis, node: Any) -> Outputs:
+    x, repeats = node.inputs
+    if repeats in m:
+        return None
+    return _write(m, node, [m.of(x), m.op.Concat([1], repeats, axis=0)])
+
+
+def _last_axes(m: MemberAxis, node: Any) -> Outputs:
+    """Write an operator on the last axes."""
+    if not _only_first(m, node):
+        return None
+    return _write(m, node, [m.of(node.inputs[0]), *node.inputs[1:]])
+
+
+# -- layers -------------------------------------------------------------------------------------
+
+
+def _by_rows(m: MemberAxis, node: Any) -> Outputs:
+    """Write an operator on images of all members as one on more images."""
+    x, y = node.inputs[0], node.outputs[0]
+    if not _only_first(m, node) or len(node.outputs) != 1 or rank(x) is None or rank(y) is None:
+        return None
+    op, new = m.op, m.of(x)
+    lengths = [op.dim(new, i) for i in range(2, 1 + (rank(x) or 0))]
+    merged = op.Reshape(new, op.vector(-1, *lengths))
+    merged.type, merged.shape = x.type, ir.Shape([None, *(dims(x) or ())[1:]])
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    result = op.emit(node.op_type, [merged, *node.inputs[1:]], attributes)
+    result.type, result.shape = y.type, ir.Shape([None, *(dims(y) or ())[1:]])
+    lengths = [op.dim(result, i) for i in range(1, rank(y) or 0)]
+    return [m.typed(op.Reshape(result, op.vector(m.count, -1, *lengths)), y)]
+
+
+def _layer_norm(m: MemberAxis, node: Any) -> Outputs:
+    """Write a normalization over the last axes: the scale and bias of a member come behind it."""
+    x, scale, bias = (*node.inputs, None)[:3]
+    y, n = node.outputs[0], rank(node.inputs[0])
+    if not n or x not in m or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
+        return None
+    op, axis = m.op, node.attributes.get_int("axis", -1) % n
+    attributes = {a.name: a.value for a in node.attributes.values()} | {"axis": axis + 1}
+    if scale not in m and bias not in m:
+        inputs = [v for v in (m.of(x), scale, bias) if v is not None]
+    else:
+        one = op.const(1.0, scale.dtype)
+        inputs = [m.of(x), op.set_type_like(op.Expand(one, m.shape(scale)), scale)]
+    new = m.typed(op.emit(node.op_type, inputs, attributes), y)
+    if len(inputs) == 2 and inputs[1] is not scale:
+        new = m.typed(op.Mul(new, m.aligned(scale, n)), y)
+        new = new if bias is None else m.typed(op.Add(new, m.aligned(bias, n)), y)
+    return [new, *node.outputs[1:]]
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
+    **dict.fromkeys(
+        "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd "
+        "ReduceSum ReduceSumSquare".split(),
+        _reduced,
+    ),
+    **dict.fromkeys(
+        "AveragePool Conv ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool "
+        "InstanceNormalization LRN LpPool MaxPool SpaceToDepth".split(),
+        _by_rows,
+    ),
+    **dict.fromkeys(("LogSoftmax", "Softmax", "Hardmax", "TopK", "LpNormalization"), _along(-1)),
+    **dict.fromkeys(("ArgMax", "ArgMin", "Split"), _along(0)),
+    "Concat": _concat,
+    "CumProd": _cumulative,
+    "CumSum": _cumulative,
+    "Einsum": _einsum,
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Gather": _gather,
+    "GatherElements": _gather_elements,
+    "Gemm": _gemm,
+    "LayerNormalization": _layer_norm,
+    "MatMul": _matmul,
+    "Pad": _pad,
+    "RMSNormalization": _layer_norm,
+    "Reshape": _reshape,
+    "Shape": _shape,
+    "Size": _size,
+    "Slice": _slice,
+    "Squeeze": _with_axes,
+    "Tile": _tile,
+    "Transpose": _transpose,
+    "Trilu": _last_axes,
+    "Unsqueeze": _with_axes,
+}

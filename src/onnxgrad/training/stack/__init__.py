@@ -1,0 +1,1 @@
+"""Many copies of one model, trained in one graph."""

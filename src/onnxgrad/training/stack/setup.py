@@ -1,0 +1,131 @@
+"""What one call of a `TrainerStack` sets up: its data, its loss, the step and the loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.autodiff.quantized import straight_through_warning
+from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
+from onnxgrad.schedules.epochwise import BaseLearningRate
+from onnxgrad.training.arguments import start_learning_rate
+from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.holdout import held_out_share
+from onnxgrad.training.rates import ByEpoch, ByStep, Rates
+from onnxgrad.training.setup import Setup
+from onnxgrad.training.stack.evaluator import StackedEvaluator
+from onnxgrad.training.stack.loop import StackLoop
+from onnxgrad.training.stack.objective import stacked_objective
+from onnxgrad.training.stack.runner import StackRunner, build_stacked_step
+from onnxgrad.training.stack.state import StackState
+from onnxgrad.training.state import TrainState, Values
+
+Arrays = dict[str, np.ndarray]
+
+
+class StackSetup(Setup):
+    """The data of one call of a stack, and what is built for them.
+
+    Args:
+        members: their number.
+        trainer: what they have in common, and others: see `Setup`.
+    """
+
+    def __init__(self, members: int, *args: Any, **options: Any) -> None:
+        self.members, self.evaluates = members, partial(StackedEvaluator, members)
+        super().__init__(*args, **options)
+
+    def stack_loop(
+        self,
+        state: StackState,
+        optimizers: Sequence[Optimizer],
+        rates: Sequence[Any],
+        epochs: int,
+        shuffle: bool,
+    ) -> StackLoop:
+        """Return the loop of a training that begins with the weights of `state`."""
+        trainer = self.trainer
+        if trainer.clip_norm is not None:
+            clip = clip_by_global_norm(trainer.clip_norm)
+            optimizers = [Chain((clip, optimizer)) for optimizer in optimizers]
+        objective = self.objective()
+        fields = Fields(objective, trainer.batch_axes)
+        self._check_weighted(objective, fields)
+        source = self._source(self.data, fields)
+        held_out = None
+        if isinstance(self.held_out, Dataset):
+            held_out = self._source(self.held_out, self._evaluator.fields)
+        elif self.held_out is not None:
+            source, held_out = held_out_share(source, self.held_out, trainer.seed)
+        schedules = [self._schedule(rate, source, epochs) for rate in rates]
+        if objective.buffers:
+            names = [str(b.name) for b in objective.buffers]
+            raise ValueError(f"a stack does not carry {names}: train each member by a Trainer")
+        stacked = stacked_objective(objective, state.weights, self.members)
+        step = build_stacked_step(stacked, optimizers)
+        self._warn(step.step.unreached, step.step.rounding)
+        runner = StackRunner(step, trainer.device, source.batch_size, fields, self.members)
+        fixed = isinstance(source, ArraySource)
+        runner.expect(source.batch_shapes() if fixed else {}, {})  # type: ignore[attr-defined]
+        runner.load_members([Values(v.weights) for v in state.values])
+        return StackLoop(
+            state,
+            runner,
+            schedules,
+            source,
+            optimizers=list(optimizers),
+            factors=np.array(objective.written.factors),
+            epochs=epochs,
+            shuffle=shuffle,
+            seed=trainer.seed,
+            evaluate=None if held_out is None else lambda now: self._validated(now, held_out),
+        )
+
+    def _warn(self, unreached: list[str], rounding: list[str]) -> None:
+        if unreached:
+            text = f"the loss does not depend on {unreached}: they stay as they are"
+            warnings.warn(text, stacklevel=4)
+        if rounding:
+            warnings.warn(straight_through_warning(rounding), stacklevel=4)
+
+    def _schedule(self, rate: Any, source: BatchSource, epochs: int) -> Rates:
+        """Return the learning rates of one member."""
+        if isinstance(rate, BaseLearningRate):
+            return ByEpoch(start_learning_rate(rate), [])
+        unseen = [m for m in rate.monitors if m.startswith("validation_")]
+        if unseen and self.held_out is None:
+            raise ValueError(f"the learning rate depends on {unseen}: pass validation= data")
+        if source.batches is not None:
+            rate = rate.over(source.batches * epochs)
+        own = TrainState()
+        rate.rate(0, own.schedule)  # raises if it needs the number of steps
+        return ByStep(rate, own)
+
+    def _validated(self, weights: Arrays, held_out: BatchSource) -> dict[str, np.ndarray]:
+        """Return the entries of the history for validation data."""
+        results = self._stacked.evaluate_members(weights, held_out, self.trainer.metrics_by_output)
+        return {f"validation_{name}": value for name, value in results.items()}
+
+    @property
+    def _stacked(self) -> StackedEvaluator:
+        evaluator = self._evaluator
+        assert isinstance(evaluator, StackedEvaluator)
+        return evaluator
+
+    def evaluate_members(self, weights: Arrays) -> dict[str, np.ndarray]:
+        """Return the loss and the metrics of the data, (members, ...)."""
+        evaluator = self._stacked
+        self._check_weighted(evaluator.described, evaluator.fields)
+        source = self._source(self.data, evaluator.fields)
+        return evaluator.evaluate_members(weights, source, self.trainer.metrics_by_output)
+
+    def predict_members(self, weights: Arrays) -> Arrays:
+        """Return the predictions for the data by output, (members, ...)."""
+        source = self._source(self.data, self._evaluator.fields.without_labels())
+        return self._evaluator.predict(weights, source)

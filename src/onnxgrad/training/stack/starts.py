@@ -1,0 +1,101 @@
+"""Where the members of a stack start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.errors import printable, unknown
+from onnxgrad.training.arguments import check_choice
+from onnxgrad.training.state import INITS
+
+Arrays = dict[str, np.ndarray]
+
+
+def _redrawn(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
+    if w.ndim < 2:
+        return w
+    values = np.asarray(w, np.float64)
+    return rng.normal(values.mean(), values.std(), w.shape).astype(w.dtype)
+
+
+STARTS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
+    "model": INITS["model"],
+    "redrawn": _redrawn,
+    "glorot": INITS["glorot"],
+}
+
+
+def starts(own: Arrays, members: int, init: str, seed: int) -> list[Arrays]:
+    """Return the weights with which each member starts.
+
+    Args:
+        own: the weights of the model.
+        members: their number.
+        init: "model": those of the model. "redrawn": a weight with two or more axes is drawn from
+            the normal distribution with the mean and standard deviation of its elements. "glorot":
+            it is drawn by Glorot's rule. Others, such as biases, stay.
+        seed: of the draws: member k draws by the seed (`seed`, k), whatever the number of members.
+    """
+    check_choice("init", init, tuple(STARTS))
+    if init == "model":
+        return [dict(own) for _ in range(members)]
+    generators = [np.random.default_rng([seed, 2, k]) for k in range(members)]
+    return [{name: STARTS[init](rng, w) for name, w in own.items()} for rng in generators]
+
+
+def checked_weights(own: Arrays, weights: Sequence[Mapping[str, Any]]) -> list[Arrays]:
+    """Return the weights of each member; those that it lacks are the model's.
+
+    Raises:
+        ValueError: a weight that does not train, or of another shape.
+    """
+    members = []
+    for k, given in enumerate(weights):
+        new = dict(own)
+        for name, value in given.items():
+            if name not in own:
+                raise unknown(f"weight of member {k}", name, own)
+            array = np.asarray(value)
+            if array.shape != own[name].shape:
+                raise ValueError(
+                    f"weights[{k}][{printable(name)!r}] has the shape {array.shape}, "
+                    f"not {own[name].shape}"
+                )
+            new[name] = array.astype(own[name].dtype)
+        members.append(new)
+    return members
+
+
+def per_member(name: str, value: Any, members: int) -> list[Any]:
+    """Return an argument for each member: the elements of a list, or one value for all.
+
+    Raises:
+        ValueError: a list of another length.
+    """
+    if not is_list(value):
+        return [value] * members
+    if len(value) != members:
+        raise ValueError(f"{name} has {len(value)} elements for {members} members")
+    return list(value)
+
+
+def is_list(value: Any) -> bool:
+    """Return whether an argument has a value for each member."""
+    return isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
+def count_members(members: int | None, **lists: Any) -> int:
+    """Return the number of members: as given, or that of the first argument that is a list.
+
+    Raises:
+        ValueError: neither.
+    """
+    if members is not None:
+        return members
+    for value in lists.values():
+        if is_list(value):
+            return len(value)
+    raise ValueError(f"pass members=, their number, or a list for one of {', '.join(lists)}")
