@@ -2,10 +2,10 @@
 
     python benchmarks/scaling.py [--rounds 5] [--write]
 
-It measures a step of MiniLM and of ResNet-18 in one process, shared with itself only (the cost of
-cutting the step), and in 2 and 4 processes on the cores of this machine with the same batch in all;
-and all-reduces of several sizes. From these follow the latency of a message, and the efficiency
-that n machines reach over networks of 10 and 100 Gbit/s, each with the batch measured here.
+It measures a step of MiniLM and of ResNet-18 on one core, whole and cut into pieces; on two, by two
+threads, and by 2 and 4 processes that share the batch; and all-reduces of several sizes. From these
+follow the latency of a message, and the efficiency that n machines reach over networks of 10 and
+100 Gbit/s, each with the batch measured here.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ NETWORKS = {"10 Gbit/s": 1.25e9, "100 Gbit/s": 12.5e9}  # bytes a second
 # beside the gradients: the counts of terms, and the requests of callbacks
 MESSAGES = 3
 LARGE = ("a transformer of 1e9 weights", 1e9, 6 * 1e9 * 512)  # weights, operations of a sequence
+CASES: dict[str, tuple[int, str, int | None]] = {  # processes, how, cores
+    "1 core, whole": (1, "alone", 1),
+    "1 core, cut": (1, "shared", 1),
+    "2 threads": (1, "alone", None),
+    "2 processes": (2, "shared", None),
+    "4 processes": (4, "shared", None),
+}
 PAGE = Path(__file__).parent.parent / "docs" / "scaling.md"
 BEGIN, END = "<!-- tables -->", "<!-- end of the tables -->"
 
@@ -91,14 +98,16 @@ def one(kind: str, rounds: int) -> None:
 # -- all of them ---------------------------------------------------------------------------------
 
 
-def measured(kind: str, processes: int, rounds: int) -> list[float]:
-    """Return what the first of some processes measures."""
+def measured(kind: str, processes: int, rounds: int, cores: int | None = None) -> list[float]:
+    """Return what the first of some processes measures, on so many cores; None: on all."""
+    own_cores = sorted(os.sched_getaffinity(0))[:cores]
     own = ["--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *own, __file__]
     done = subprocess.run(
         [*command, "--one", kind, "--rounds", str(rounds)],
         capture_output=True,
         text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, own_cores),
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     )
     if done.returncode:
@@ -111,10 +120,8 @@ def steps(rounds: int) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
         for name in MODELS:
-            cases = {"alone": (1, "alone"), "shared with itself": (1, "shared")}
-            cases |= {f"{n} processes": (n, "shared") for n in (2, 4)}
-            for case, (processes, how) in cases.items():
-                seconds = measured(f"{name}:{how}", processes, 3)
+            for case, (processes, how, cores) in CASES.items():
+                seconds = measured(f"{name}:{how}", processes, 3, cores)
                 results.setdefault(name, {}).setdefault(case, []).append(median(seconds))
     return {name: {c: median(s) for c, s in cases.items()} for name, cases in results.items()}
 
@@ -161,17 +168,16 @@ def tables(rounds: int) -> list[str]:
     latency = reduced[2][0] / 2  # two messages, of one number
     cores = len(os.sched_getaffinity(0))
     lines = [f"{date.today()}, {cores} cores, gloo over the loopback device.", ""]
-    cases = list(next(iter(taken.values())))
-    lines += [f"| Step of the same batch, ms | {' | '.join(cases)} |", "|---" * 5 + "|"]
+    heads = " | ".join(CASES)
+    lines += [f"| Step of the same batch, ms | {heads} |", "|---" * (1 + len(CASES)) + "|"]
     for name, seconds in taken.items():
-        shown = " | ".join(f"{1000 * s:.1f} ({s / seconds['alone']:.2f})" for s in seconds.values())
-        lines.append(f"| {name} | {shown} |")
+        lines.append(f"| {name} | {' | '.join(f'{1000 * s:.0f}' for s in seconds.values())} |")
     sizes = " | ".join(f"{4 * size / 1e6:.3g} MB" for size in SIZES)
     lines += ["", f"| All-reduce, ms | {sizes} |", "|---" * (1 + len(SIZES)) + "|"]
     for n, each in reduced.items():
         lines.append(f"| {n} processes | {' | '.join(f'{1000 * s:.2f}' for s in each)} |")
     large, weights, operations = LARGE
-    computing = {name: (seconds["alone"], weights_of(name)) for name, seconds in taken.items()}
+    computing = {name: (seconds["2 threads"], weights_of(name)) for name, seconds in taken.items()}
     computing[large] = operations / rate(), weights
     heads = " | ".join(map(str, PROCESSES))
     lines += [

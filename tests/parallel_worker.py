@@ -6,6 +6,7 @@ Usage: parallel_worker.py torch|mpi|none FOLDER JOB [JOB ...]
 from __future__ import annotations
 
 import io
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -162,6 +163,11 @@ def rank_and_size() -> tuple[int, int]:
         world = sys.modules["mpi4py.MPI"].COMM_WORLD
         return world.Get_rank(), world.Get_size()
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def tell(text: str) -> None:
+    """Print a line at once: other processes print, too."""
+    os.write(1, f"{text}\n".encode())
 
 
 def main() -> None:

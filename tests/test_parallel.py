@@ -127,7 +127,7 @@ def test_local_steps_are_those_of_pytorch_averaged(together):
 # -- what a process tells of others --------------------------------------------------------------
 
 SCRIPT = """
-import sys, warnings
+import sys
 sys.path.insert(0, {tests!r})
 import numpy as np, torch
 import onnxgrad as og, parallel_worker as worker
@@ -138,7 +138,7 @@ X, y = worker.data(shape)
 try:
 {body}
 except Exception as e:
-    print("RAISED", rank, type(e).__name__, e, flush=True)
+    worker.tell(f"RAISED {{rank}} {{type(e).__name__}} {{e}}")
 """
 
 
@@ -186,6 +186,35 @@ og.Trainer(model, "cross_entropy").fit([(X[rank * 8:][:8], y[:8])] * 3)
     assert "shards=True" in text
 
 
+def test_class_weights_of_some_of_the_labels_are_refused():
+    text = said("""
+how = og.DataParallel(shards=True)
+og.Trainer(model, "cross_entropy", class_weight="balanced", parallel=how).fit(X, y)
+""")
+    assert text.count("pass the weights of the classes") == 2
+
+
+def test_norms_recompute_and_dropout_work_in_several_processes():
+    text = said("""
+norms = og.Norms(every_steps=1)
+options = {"dropout": {"*Tanh*": 0.2}, "callbacks": [norms], "recompute": "all"}
+trainer = og.Trainer(model, "cross_entropy", **options).fit(X, y, batch_size=10)
+worker.tell(f"NORMS {sorted(trainer.gradient_norms)}")
+""")
+    assert text.count("NORMS ['0.bias', '0.weight', '2.bias', '2.weight']") == 2
+
+
+def test_infinite_states_of_one_process_are_those_of_all():
+    text = said("""
+how = og.DataParallel(shard_optimizer=True)
+model, shape = worker.exported("wide")
+X, y = worker.data(shape)
+options = {"optimizer": "adam", "learning_rate": 1e38, "parallel": how}
+og.Trainer(model, "cross_entropy", **options).fit(X, y, batch_size=10)
+""")
+    assert text.count("ConvergenceError") == 2
+
+
 def test_a_loss_that_compares_rows_is_told():
     text = said("""
 model, shape = worker.exported("norm")
@@ -201,7 +230,7 @@ class Stop(og.Callback):
         control.stop = rank == 1 and state.step >= 5
 trainer = og.Trainer(model, "cross_entropy", callbacks=[Stop()])
 trainer.fit(X, y, batch_size=4, epochs=3)
-print("STEPS", trainer.state.step, flush=True)
+worker.tell(f"STEPS {trainer.state.step}")
 """)
     assert text.count("STEPS 5") == 2
 
@@ -212,7 +241,7 @@ history = og.History({str(tmp_path / "history.csv")!r})
 checkpoint = og.Checkpoint({str(tmp_path / "run")!r}, every_steps=2)
 trainer = og.Trainer(model, "cross_entropy", callbacks=[history, checkpoint])
 trainer.fit(X, y, batch_size=20)
-print("WROTE", hasattr(checkpoint, "_began"), flush=True)
+worker.tell("WROTE " + str(hasattr(checkpoint, "_began")))
 """)
     assert "WROTE True" in text
     assert "WROTE False" in text

@@ -12,7 +12,7 @@ import onnxruntime as ort
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.parallel import DataParallel, Group, Part, cut
-from onnxgrad.runtime.values import array_of
+from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
@@ -62,6 +62,15 @@ class Together(Runner):
         new, reported = results[: len(states)], results[len(states) :]
         losses = self._losses([as_array(y)[None] for y in reported], piece)
         return [self._kept(y) for y in new], losses
+
+    def finished(
+        self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
+    ) -> Losses | None:
+        """Keep the new states, if they are finite in all processes; return the losses, or None."""
+        # without owners, all processes have the same states
+        if self.step.owners and any(self.agree([not all(map(is_finite, new))])):
+            return None
+        return super().finished(piece, new, losses, start)
 
     def results(self, inputs: Mapping[str, Value], piece: Slice) -> list[Value]:
         """Return the outputs of the step."""
@@ -154,8 +163,10 @@ class Local(Runner):
         if losses is not None:
             terms[0], terms[1] = losses.sums, losses.counts
         self.group.sum(terms)()
+        before = self.now
         done = self.finished(piece, list(new), Losses(terms[0], terms[1]), start)
         if any(self.agree([done is None])):
+            self.now = before
             return None
         if self.now.steps % self.steps == 0:
             self.collect()

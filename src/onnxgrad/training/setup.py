@@ -220,7 +220,7 @@ class Setup:
         first, callbacks = state.epoch if further else 0, trainer.callbacks
         if shared is not None:
             source = shared.source(source, fields.axes)
-            shared.check(trainer, state)
+            shared.check(trainer, state, self.weighted)
             callbacks = shared.callbacks(callbacks)
             if held_out is not None:
                 held_out = shared.source(held_out, self._evaluator.fields.axes)

@@ -86,8 +86,13 @@ class Sharing:
         source.part = self.part
         return source
 
-    def check(self, trainer: Any, state: TrainState) -> None:
+    def check(self, trainer: Any, state: TrainState, weighted: bool) -> None:
         """Raise in all processes if they do not begin alike, with what differs.
+
+        Args:
+            trainer: of this process.
+            state: with which training begins.
+            weighted: whether the data may have sample weights.
 
         Raises:
             ValueError: other weights, data or arguments in some of the processes; or an argument
@@ -103,7 +108,12 @@ class Sharing:
                 "sync_batch_norm exchanges statistics within a forward pass, which accumulate and "
                 "recompute repeat: leave these out, or sync_batch_norm"
             )
-        own = {"step": state.step, **_flat(dict(state.identity))}
+        if self.options.shards and isinstance(trainer.class_weight, str):
+            raise ValueError(
+                "class_weight='balanced' is computed from labels, and with shards=True a process "
+                "has some of them: pass the weights of the classes"
+            )
+        own = {"step": state.step, "weighted": weighted, **_flat(dict(state.identity))}
         if self.options.shards:
             own = {k: v for k, v in own.items() if not k.startswith(("data", "batch_size"))}
         values = state.values
