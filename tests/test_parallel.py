@@ -139,6 +139,7 @@ try:
 {body}
 except Exception as e:
     worker.tell(f"RAISED {{rank}} {{type(e).__name__}} {{e}}")
+torch.distributed.destroy_process_group()
 """
 
 
@@ -251,9 +252,14 @@ worker.tell("WROTE " + str(hasattr(checkpoint, "_began")))
 @pytest.mark.parametrize("job", ["adam", "double_shards"])
 def test_a_checkpoint_goes_on_with_another_number_of_processes(tmp_path, job):
     said(f"""
-checkpoint = og.Checkpoint({str(tmp_path / "run")!r})
-worker.trained({job!r}, True, callbacks=[checkpoint], epochs=2)
+class Reads(og.Callback):  # which must not make a checkpoint of what it has read
+    def on_step_end(self, trainer, state, control):
+        assert state.slots is not None
+checkpoint = og.Checkpoint({str(tmp_path / "run")!r}, every_steps=9)
+worker.trained({job!r}, True, callbacks=[Reads(), checkpoint], epochs=2)
 """)
+    saved = og.TrainState.load(tmp_path / "run" / "step-0000000009")
+    assert all(slots for slots in saved.slots.values())
     resumed = worker.trained(job, False, epochs=4, resume=tmp_path / "run")
     whole = worker.trained(job, False, epochs=4)
     assert resumed.state.step == whole.state.step == 36

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import warnings
@@ -246,5 +247,6 @@ def join() -> bool:
 
         if not distributed.is_initialized():
             distributed.init_process_group("gloo")
+            atexit.register(distributed.destroy_process_group)  # its threads must not outlive it
     group = group_of(None)
     return group is None or group.rank == 0

@@ -223,6 +223,7 @@ class Loop:
     def _evaluate(self, entry: dict[str, Any]) -> None:
         """Evaluate, and add the results to an entry, which becomes the last one of the history."""
         assert self.evaluate is not None
+        self.runner.collect()  # an average of weights may be among the slots
         results, history = self.evaluate(), self.state.history
         if not np.isfinite(results["validation_loss"]):
             kept = "the state after that epoch, whose training loss is finite, is kept"

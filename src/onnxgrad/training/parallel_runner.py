@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class Together(Runner):
         self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
     ) -> Losses | None:
         """Keep the new states, if they are finite in all processes; return the losses, or None."""
+        self._collected = None  # which is as large as the slots of all weights
         # without owners, all processes have the same states
         if self.step.owners and any(self.agree([not all(map(is_finite, new))])):
             return None
@@ -98,6 +100,7 @@ class Together(Runner):
             return
         own: dict[str, Arrays] = {n: s for n, s in super().unpacked(self.now).slots.items() if s}
         every = self.group.gather(own)
+        self.now = replace(self.now)  # who has read the values of this one lacks these slots
         self._collected = self.now, {n: s for slots in every for n, s in slots.items()}
 
     def _known(self) -> Slots | None:
@@ -128,6 +131,7 @@ class TogetherInPlace(Together, InPlace):
 
     def exchange(self) -> None:
         """Give each process the weights that others have updated."""
+        self._collected = None
         for owner, (weights, *_) in zip(self.step.owners, self.by_group(), strict=False):
             self.group.broadcast(weights.reshape(-1), owner)
 

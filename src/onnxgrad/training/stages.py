@@ -48,7 +48,6 @@ class Stages:
         values: dict[str, Value],
         shapes: Mapping[str, np.ndarray],
         counts: bool,
-        into: Mapping[str, np.ndarray] | None = None,
     ) -> dict[str, Value]:
         """Run the step; return all values that pieces gave each other, and the results.
 
@@ -56,14 +55,13 @@ class Stages:
             values: the inputs, by name.
             shapes: the stacked data, which choose the sessions.
             counts: whether the rows of this process count; if not, it sends zeros.
-            into: where to write some of the results, by name.
         """
         waiting: dict[str, Callable[[], None]] = {}
         for piece in self._pieces:
             for name in piece.reads:
                 if name in waiting:
                     waiting.pop(name)()
-            piece.run(values, shapes, into or {})
+            piece.run(values, shapes)
             for sent in piece.sums:
                 received, wait = sent.start(values, self.group, counts)
                 values.update(received)
@@ -99,7 +97,6 @@ class _Running:
         self,
         values: dict[str, Value],
         shapes: Mapping[str, np.ndarray],
-        into: Mapping[str, np.ndarray],
     ) -> None:
         """Add the results of the model to `values`."""
         if not self.outputs:
@@ -107,7 +104,7 @@ class _Running:
         running = self.sessions.of(shapes)
         if running not in self._bindings:
             self._bindings = {running: Binding(running, self.device)}
-        direct = dict(into)
+        direct: dict[str, np.ndarray] = {}
         if self.device == CPU:
             for sent in self.sums:
                 direct |= sent.places
