@@ -49,10 +49,10 @@ class Emit(Writer):
         `scalar` may also hold one number for each element of the first axis, as (K, 1, 1).
         """
         node, shape = u.producer(), dims(scalar)
-        single = shape is not None and all(d == 1 for d in shape[1:])
+        single = shape == () or (shape is not None and shape[0] != 1 and {*shape[1:]} <= {1})
         if single and node is not None and node.op_type == "Mul" and not node.domain:
             for x, factor in (node.inputs, node.inputs[::-1]):
-                if dims(factor) == () != dims(x):
+                if dims(factor) == () and len(shape or ()) <= len(dims(x) or ()) != 0:
                     return self.Mul(x, self.Mul(factor, scalar))
         return self.Mul(u, scalar)
 
