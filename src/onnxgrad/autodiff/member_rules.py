@@ -67,15 +67,7 @@ def _along(default: int) -> Rule:
     return rule
 
 
-def _concat(m: MemberAxis, node: Any) -> Outputs:
-    n = rank(node.inputs[0])
-    if not n:
-        return None
-    axis = node.attributes.get_int("axis", 0) % n
-    return _write(m, node, [m.expanded(x) for x in node.inputs], axis=axis + 1)
-
-
-def _gather_elements(m: MemberAxis, node: Any) -> Outputs:
+def _expanded_along(m: MemberAxis, node: Any) -> Outputs:
     n = rank(node.inputs[0])
     if not n:
         return None
@@ -318,14 +310,14 @@ RULES: dict[str, Rule] = {
     ),
     **dict.fromkeys(("LogSoftmax", "Softmax", "Hardmax", "TopK", "LpNormalization"), _along(-1)),
     **dict.fromkeys(("ArgMax", "ArgMin", "Split"), _along(0)),
-    "Concat": _concat,
+    "Concat": _expanded_along,
     "CumProd": _cumulative,
     "CumSum": _cumulative,
     "Einsum": _einsum,
     "Expand": _expand,
     "Flatten": _flatten,
     "Gather": _gather,
-    "GatherElements": _gather_elements,
+    "GatherElements": _expanded_along,
     "Gemm": _gemm,
     "LayerNormalization": _layer_norm,
     "MatMul": _matmul,

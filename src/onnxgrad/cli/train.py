@@ -76,6 +76,8 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
         note(text)
     outcome = _fit(job, options, watch, stop)
     if not first:
+        if outcome.reason:
+            complain(in_options(outcome.reason, vars(options)))
         if outcome.code:
             raise typer.Exit(outcome.code)
         return

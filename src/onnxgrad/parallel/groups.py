@@ -14,9 +14,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from onnxgrad.errors import ProcessLostError, first_line
+from onnxgrad.runtime.session import launched
 
 Wait = Callable[[], None]
-_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of torchrun, Open MPI, MPICH
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of Open MPI and MPICH
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def _answered(group: Group) -> Iterator[None]:
     """Raise `ProcessLostError` for an error of the engine."""
     try:
         yield
-    except Exception as e:
+    except RuntimeError as e:  # of torch.distributed, and the base of MPI.Exception
         raise ProcessLostError(
             f"process {group.rank} of {group.size}: another process does not answer any more "
             f"({first_line(e)[:200]}). The state before this step is kept: start again with "
@@ -187,14 +188,17 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
     """Return the group that this process is in; None: it trains alone.
 
     Args:
-        parallel: False: alone. None or True: in the group that is there, if it has several
-            processes. A `DataParallel`: in that of its engine, also if there is only one process.
+        parallel: False: alone. None: in the group that is there, if it has several processes. A
+            `DataParallel`, True for the defaults: in that of its engine, also if there is only one
+            process.
 
     Raises:
         ValueError: the group is not there.
     """
     if parallel is False:
         return None
+    if parallel is True:
+        parallel = DataParallel()
     engine = parallel.engine if isinstance(parallel, DataParallel) else "auto"
     distributed = sys.modules.get("torch.distributed")
     started = distributed is not None and distributed.is_available()
@@ -211,7 +215,7 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
                 "starts; or start it by mpirun, with mpi4py installed"
             )
         return group
-    if group is None and (size := _launched()) > 1:
+    if group is None and (size := launched("WORLD_SIZE", *_MPI_SIZES)) > 1:
         warnings.warn(
             f"the launcher has started {size} processes, and each trains a model of its own: call "
             "torch.distributed.init_process_group() or import mpi4py.MPI before fit, so that they "
@@ -226,13 +230,7 @@ def _in_mpi(parallel: DataParallel | bool | None) -> bool:
     module = sys.modules.get("mpi4py.MPI")
     if module is not None:
         return bool(module.COMM_WORLD.Get_size() > 1)
-    asked = isinstance(parallel, DataParallel) or parallel is True
-    return asked and any(int(os.environ.get(name, 1)) > 1 for name in _SIZES[1:])
-
-
-def _launched() -> int:
-    """Return how many processes a launcher has started, of which this is one."""
-    return max(int(os.environ.get(name, 1)) for name in _SIZES)
+    return isinstance(parallel, DataParallel) and launched(*_MPI_SIZES) > 1
 
 
 def join() -> bool:
@@ -240,9 +238,9 @@ def join() -> bool:
 
     Return whether this process is the first one, or the only one.
     """
-    if any(int(os.environ.get(name, 1)) > 1 for name in _SIZES[1:]):
+    if launched(*_MPI_SIZES) > 1:
         import mpi4py.MPI  # noqa: F401  # which enters it
-    elif int(os.environ.get("WORLD_SIZE", 1)) > 1 and "MASTER_ADDR" in os.environ:
+    elif launched("WORLD_SIZE") > 1 and "MASTER_ADDR" in os.environ:
         import torch.distributed as distributed
 
         if not distributed.is_initialized():

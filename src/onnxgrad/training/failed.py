@@ -18,9 +18,9 @@ def failed_step(setup: Setup, loop: Loop) -> tuple[ModelProto, Arrays] | None:
     """Return the model of the step that failed, and its inputs; None if none did.
 
     Of several processes that share the step, each returns that of its own rows; None if it does not
-    have all slots, or if its own step is finite.
+    have all slots, if its statistics are those of all rows, or if its own step is finite.
     """
-    if loop.failed is None or loop.runner.step.owners:
+    if loop.failed is None or loop.runner.step.owners or setup.plan.across is not None:
         return None
     piece, rates, position = loop.failed
     runner = loop.runner

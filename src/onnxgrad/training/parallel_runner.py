@@ -180,13 +180,14 @@ class Local(Runner):
         """Average the states of all processes."""
         if self._averaged is self.now:
             return
-        states = [None if s is None else np.array(array_of(s)) for s in self.now.states]
-        for state in states:
-            if state is not None:
-                self.group.sum(state)()
-                np.divide(state, self.group.size, out=state, casting="unsafe")
-        kept = [None if s is None else self.device.ortvalue(s) for s in states]
+        kept = [None if s is None else self._average(array_of(s)) for s in self.now.states]
         self.now = self._averaged = Now(kept, self.now.steps)
+
+    def _average(self, state: np.ndarray) -> ort.OrtValue:
+        """Return the mean of the processes, computed in float32 for 16 bits."""
+        total = np.array(state, np.float32 if state.dtype.itemsize < 4 else state.dtype)
+        self.group.sum(total)()
+        return self.device.ortvalue((total / self.group.size).astype(state.dtype))
 
 
 def shared_runner(

@@ -21,6 +21,7 @@ from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.split import splits
 from onnxgrad.training.state import TrainState
 
+_SHOWN = 80  # characters of a value in a message
 AxesOf = Callable[[Mapping[str, np.ndarray]], Axes]  # of the arrays of a batch
 
 
@@ -122,7 +123,9 @@ class Sharing:
         every = self.group.gather(own)
         keys = dict.fromkeys(k for each in every for k in each)
         if different := [k for k in keys if any(e.get(k) != every[0].get(k) for e in every)]:
-            shown = ", ".join(f"{k} ({[e.get(k) for e in every]})" for k in different[:3])
+            shown = ", ".join(
+                f"{k} ({' / '.join(str(e.get(k))[:_SHOWN] for e in every)})" for k in different[:3]
+            )
             raise ValueError(
                 f"the {self.part.size} processes do not begin alike: {len(different)} of "
                 f"{len(keys)} values differ, {shown}. Give each the same model, data and arguments;"
@@ -130,13 +133,20 @@ class Sharing:
             )
 
     def warn(self, objective: Minimized, source: BatchSource) -> None:
-        """Warn if the loss is not proven to be a sum over rows."""
-        if self.part.rank or not isinstance(source, ArraySource) or self.options.local_steps > 1:
+        """Warn if the loss is not proven to be a sum over rows.
+
+        Shapes of batches from files and iterables are unknown here: of these, it tells only
+        statistics of batches, and dropout.
+        """
+        if self.part.rank or self.options.local_steps > 1:
             return
-        try:
-            proven = splits(objective, source.axes, source.batch_shapes())
-        except ModelError:
-            proven = False
+        random = objective.draw is not None and objective.draw.uses()
+        proven = not objective.buffers and not random
+        if proven and isinstance(source, ArraySource):
+            try:
+                proven = splits(objective, source.axes, source.batch_shapes())
+            except ModelError:
+                proven = False
         if not proven and not self.options.sync_batch_norm:
             warnings.warn(
                 "the gradient of a batch is not proven to be the sum of those of its rows: each "
@@ -147,27 +157,32 @@ class Sharing:
             )
 
 
-class Shards(BatchSource):
+class _OfGroup(BatchSource):
+    """Batches of a source, one a slice, that the processes of a group share."""
+
+    def __init__(self, source: BatchSource, group: Group, axes: AxesOf) -> None:
+        self._source, self._group, self._axes = source, group, axes
+        self._rank = Part(group.rank, group.size)
+        self.batch_size, self.shuffles = source.batch_size, source.shuffles
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What identifies the data."""
+        return self._source.description
+
+
+class Shards(_OfGroup):
     """Batches that consist of the batches of all processes, each of its own data.
 
     A process whose data are at their end repeats a row, which does not count, until all are.
     """
 
-    def __init__(self, source: BatchSource, group: Group, axes: AxesOf) -> None:
-        self._source, self._group, self._axes = source, group, axes
-        self.batch_size, self.shuffles = source.batch_size, source.shuffles
-        self.rows = self.batches = None
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """What identifies the data of this process."""
-        return self._source.description
+    rows = batches = None
 
     def epoch(
         self, rng: np.random.Generator | None, skip: int, budget: Budget
     ) -> Generator[Slice, None, None]:
-        """Yield the slices of one epoch, of one batch each."""
-        part = Part(self._group.rank, self._group.size)
+        """Yield the slices of one epoch."""
         last: Slice | None = None
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             while True:
@@ -181,35 +196,29 @@ class Shards(BatchSource):
                     first = _cut(last, self._axes, slice(0, 1))
                     last = replace(last, arrays=first, own=1, counted=0)
                 else:
-                    raise ValueError("the data of this process have no batch: give each some")
-                yield replace(last, rows=sum(rows), part=part)
+                    raise ValueError(
+                        f"the data of process {self._rank.rank} have no batch behind the first "
+                        f"{skip}, and those of others have: give each process as many batches"
+                    )
+                yield replace(last, rows=sum(rows), part=self._rank)
 
 
-class Same(BatchSource):
+class Same(_OfGroup):
     """Batches that every process reads, to compute its part of each; the first must be equal."""
-
-    def __init__(self, source: BatchSource, group: Group, axes: AxesOf) -> None:
-        self._source, self._group, self._axes = source, group, axes
-        self.batch_size, self.shuffles = source.batch_size, source.shuffles
 
     def __getattr__(self, name: str) -> Any:  # rows and batches, known after the first epoch
         return getattr(self._source, name)
 
-    @property
-    def description(self) -> dict[str, Any]:
-        """What identifies the data."""
-        return self._source.description
-
     def epoch(
         self, rng: np.random.Generator | None, skip: int, budget: Budget
     ) -> Generator[Slice, None, None]:
-        """Yield the slices of one epoch, of one batch each."""
-        part = Part(self._group.rank, self._group.size)
+        """Yield the slices of one epoch."""
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             for number, piece in enumerate(slices):
                 if not number:
                     self._compare(piece)
-                yield Slice(_cut(piece, self._axes, part.fed(piece.rows)), 1, piece.rows, part)
+                own = _cut(piece, self._axes, self._rank.fed(piece.rows))
+                yield Slice(own, 1, piece.rows, self._rank)
 
     def _compare(self, piece: Slice) -> None:
         """Raise `ValueError` in all processes if the batch is not that of each."""
@@ -238,17 +247,11 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping):
             leaves |= _flat(value, f"{prefix}{key}.")
         else:
-            leaves[f"{prefix}{key}"] = str(value)[:200]
+            leaves[f"{prefix}{key}"] = str(value)
     return leaves
 
 
 def _digest(array: np.ndarray) -> str:
-    """Return a digest that takes as long as reading the array: `partial_fit` computes it, too."""
+    """Return a digest, in which the order of elements counts."""
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    whole = data[: data.size // 8 * 8].view(np.uint64)
-    words = (
-        int(np.add.reduce(whole)),
-        int(np.bitwise_xor.reduce(whole)),
-        data[whole.nbytes :].tobytes(),
-    )
-    return f"{array.dtype} {array.shape} {zlib.crc32(repr(words).encode()):08x}"
+    return f"{array.dtype} {array.shape} {zlib.crc32(data.data):08x}"

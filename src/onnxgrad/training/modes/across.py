@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.errors import printable
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.parallel import Part, all_reduce
 
@@ -29,7 +30,7 @@ def normalized_across(
         part: that of this process.
     """
     x, scale, bias = operands
-    axes = [axis for axis in range(rank(x) or 0) if axis != 1]
+    axes = [axis for axis in range(axes_of(x)) if axis != 1]
     assert x.dtype is not None
     with op:
         mean = op.ReduceMean(x, axes)
@@ -55,3 +56,18 @@ def normalized_across(
         variance = summed / (total - 1.0)
     y = op.copy_of(op.set_type_like(y, x))
     return y, op.set_type_like(middle, scale), op.set_type_like(variance, scale)
+
+
+def axes_of(x: ir.Value) -> int:
+    """Return the rank of `x`.
+
+    Raises:
+        ValueError: it is unknown.
+    """
+    axes = rank(x)
+    if axes is None:
+        raise ValueError(
+            f"sync_batch_norm: the rank of {printable(x.name)}, which a BatchNormalization reads, "
+            "is unknown: declare the shapes of the model's inputs, or leave out sync_batch_norm"
+        )
+    return axes
