@@ -36,6 +36,7 @@ CASES: dict[str, tuple[int, str, int | None]] = {  # processes, how, cores
     "1 core, whole": (1, "alone", 1),
     "1 core, cut": (1, "shared", 1),
     "2 threads": (1, "alone", None),
+    "2 threads, cut": (1, "shared", None),
     "2 processes": (2, "shared", None),
     "4 processes": (4, "shared", None),
 }

@@ -8,8 +8,8 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.training import compiled
+from onnxgrad.training.parallel_runner import Together
 from onnxgrad.training.runner import Runner
-from onnxgrad.training.split_runner import SplitRunner
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(31, 4))
@@ -79,7 +79,7 @@ def both(splitting, parts, fit, **arguments):
         trained.append(one)
     whole, split = trained
     assert runner(whole) is Runner
-    assert runner(split) is SplitRunner
+    assert runner(split) is Together
     return whole, split
 
 
@@ -199,9 +199,13 @@ def test_others_run_as_a_whole(splitting, text, arguments):
 
 
 def test_norms_of_gradients_are_those_of_the_whole(splitting):
-    one = trainer(callbacks=[og.Norms()])
-    one.fit(X, LABEL, batch_size=8)
-    assert runner(one) is Runner
+    def fit(one):
+        one.fit(X, LABEL, batch_size=8)
+
+    whole, split = both(splitting, 2, fit, callbacks=[og.Norms()])
+    assert_equal(whole, split, rtol=1e-11)
+    for key in ("gradient_norm", "weight_norm"):
+        assert split.history[-1][key] == pytest.approx(whole.history[-1][key], rel=1e-11)
 
 
 def test_calls_with_other_sizes_keep_the_sessions(splitting):
@@ -211,7 +215,7 @@ def test_calls_with_other_sizes_keep_the_sessions(splitting):
     for rows in (5, 8, 2, 8):
         one.partial_fit(X[:rows], LABEL[:rows], batch_size=8)
         assert one._loop.runner is running
-    assert isinstance(running, SplitRunner)
+    assert isinstance(running, Together)
 
 
 def test_other_lengths_run_in_one_part(splitting):
@@ -234,7 +238,7 @@ def test_a_step_that_is_not_finite_changes_nothing(splitting):
     label[9] = 1e300
     with pytest.raises(og.ConvergenceError):
         one.partial_fit(X, label, batch_size=31)
-    assert runner(one) is SplitRunner
+    assert runner(one) is Together
     for name, w in before.items():
         np.testing.assert_array_equal(one.state.weights[name], w)
 
@@ -244,7 +248,7 @@ def test_a_resumed_training_is_the_same(splitting, tmp_path):
         callbacks = [og.Checkpoint(tmp_path / folder)]
         one = trainer(optimizer=og.optimizers.adam(), learning_rate=0.01, callbacks=callbacks)
         one.fit(X, LABEL, epochs=epochs, batch_size=7, **resume)
-        assert runner(one) is SplitRunner
+        assert runner(one) is Together
         return one.state.weights
 
     whole = weights("whole", 4)

@@ -1,11 +1,12 @@
 """Several processes that train one model: how they exchange numbers, and graphs that ask for it."""
 
 from onnxgrad.parallel.collectives import all_reduce, broadcast, exchanges
-from onnxgrad.parallel.groups import DataParallel, Group, group_of, join
+from onnxgrad.parallel.groups import Alone, DataParallel, Group, group_of, join
 from onnxgrad.parallel.part import Part
 from onnxgrad.parallel.pieces import Exchange, Piece, cut
 
 __all__ = [
+    "Alone",
     "DataParallel",
     "Exchange",
     "Group",

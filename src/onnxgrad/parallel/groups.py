@@ -93,6 +93,23 @@ class Group(Protocol):
         """Return the item of every process, by rank; any object that can be pickled."""
 
 
+class Alone:
+    """One process, which is the whole group."""
+
+    rank, size = 0, 1
+
+    def sum(self, array: np.ndarray) -> Wait:
+        """Leave the array as it is."""
+        return lambda: None
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Leave the array as it is."""
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the item."""
+        return [item]
+
+
 class TorchGroup:
     """The default group of `torch.distributed`."""
 
@@ -214,7 +231,7 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
                 "torch.distributed.init_process_group('gloo') first, in a program that torchrun "
                 "starts; or start it by mpirun, with mpi4py installed"
             )
-        return group
+        return group if group.size > 1 else Alone()
     if group is None and (size := launched("WORLD_SIZE", *_MPI_SIZES)) > 1:
         warnings.warn(
             f"the launcher has started {size} processes, and each trains a model of its own: call "

@@ -30,6 +30,7 @@ _HAS_FOLDER_OPTION = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 21)
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING = "optimization.constant_folding_max_output_size_in_bytes"
 _FOLDED = 1 << 18  # bytes
+_SPINNING = "session.force_spinning_stop"
 
 
 def threads(work: float) -> int:
@@ -126,6 +127,8 @@ def _options(
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1 if single else threads(work)
     options.inter_op_num_threads = 1
+    # threads that wait for the next node must not take the cores of another session
+    options.add_session_config_entry(_SPINNING, "1")
     # transposed and dequantized copies of frozen weights take memory, and save no time
     options.add_session_config_entry(_FOLDING, str(_FOLDED))
     if in_order:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any, Protocol
 
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.native import Target
+from onnxgrad.parallel import Alone
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
-from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.training.across import Across
+from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, fingerprint
 from onnxgrad.training.in_place import new_runner
 from onnxgrad.training.minimized import Minimized
-from onnxgrad.training.parallel_runner import shared_runner
+from onnxgrad.training.parallel_runner import Together, shared_runner
 from onnxgrad.training.runner import Runner
 from onnxgrad.training.sharing import Sharing
-from onnxgrad.training.split import SplitStep, splits
-from onnxgrad.training.split_runner import Rows, SplitRunner
+from onnxgrad.training.split import Splitting, splits
 from onnxgrad.training.step import Step
 from onnxgrad.training.update import may_be_in_place
 
@@ -42,11 +42,8 @@ class OneCall(Protocol):
     def objective(self) -> Minimized:
         """Return a new objective."""
 
-    def step(self, objective: Minimized) -> Step:
-        """Return the step, written into the graph of the objective."""
-
-    def split_step(self, objective: Minimized, target: Target) -> SplitStep:
-        """Return the step in parts, written into the graph of the objective."""
+    def step(self, objective: Minimized, *, across: Across | None) -> Step:
+        """Return the step, written into the graph of the objective; `across`: who shares it."""
 
 
 class Compiled:
@@ -68,7 +65,7 @@ class Compiled:
         work = self.work * source.batch_size * call.trainer.accumulate
         size = 1 if call.sharing is None else call.sharing.part.size
         work /= size
-        parts = self._parts(call.trainer, work, source) if call.sharing is None else 1
+        parts = self._parts(call, work, source)
         key = threads(work), work >= WORK_PER_THREAD, parts
         if self.running is None or (fixed and self._key != key):
             if self.step is not None:  # it has taken the graph of the objective
@@ -86,32 +83,40 @@ class Compiled:
         self, call: OneCall, source: BatchSource, fields: Fields, work: float, parts: int
     ) -> Runner:
         """Build the step and its runner."""
-        objective, device = self.objective, call.trainer.device
+        objective, shared, rows = self.objective, call.sharing, source.batch_size
+        splitting: Splitting | None = None
         if isinstance(source, ArraySource) and parts > 1:
             axes, shapes = source.axes, source.batch_shapes()
             if splits(objective, axes, shapes):
-                split = call.split_step(objective, Target(device, 1, source.batch_size // parts))
-                self.step = split.step
-                return SplitRunner(split, device, work, fields, parts, Rows(axes, shapes))
-        if call.sharing is not None:
-            call.sharing.warn(objective, source)
-        self.step = step = call.step(objective)
-        target = Target.of(device, work, source.batch_size)
-        if (shared := call.sharing) is None:
-            return new_runner(step, "terms", target, work, fields, objective.carried)
-        target = replace(target, rows=source.batch_size // shared.part.size)
-        return shared_runner(step, target, work, fields, shared.group, shared.options)
+                splitting = Splitting(parts, axes, shapes)
+        across = None if splitting is None else Across(WHOLE)
+        if shared is not None:
+            shared.warn(objective, source)
+            across, rows = shared.across, rows // shared.part.size
+        self.step = step = call.step(objective, across=across)
+        target = Target.of(call.trainer.device, work, rows)
+        if splitting is not None:
+            target = Target(target.device, 1, rows // parts)
+        if shared is not None:
+            arguments = step, target, work, fields, shared.group, shared.options
+            return shared_runner(*arguments, splitting)
+        if splitting is not None:
+            return Together(step, target, work, fields, Alone(), splitting=splitting)
+        return new_runner(step, "terms", target, work, fields, objective.carried)
 
-    def _parts(self, trainer: Any, work: float, source: BatchSource) -> int:
-        """Return into how many parts to split a batch, if its rows allow it."""
-        whole = trainer.accumulate > 1 or trainer.callbacks.gradient_norms
+    def _parts(self, call: OneCall, work: float, source: BatchSource) -> int:
+        """Return into how many parts threads divide a batch, if its rows allow it."""
+        trainer, shared = call.trainer, call.sharing
+        size = 1 if shared is None else shared.part.size
+        alone = shared is not None and shared.across is None
+        whole = alone or trainer.accumulate > 1
         if trainer.device.kind != "cpu" or whole or not isinstance(source, ArraySource):
             return 1
         if work < max(SPLIT_WORK, SPLIT_WORK_PER_WEIGHT * self.weights):
             return 1
         if may_be_in_place(self.objective.weights, trainer.optimizer):
             return 1
-        return min(threads(work), source.batch_size)
+        return min(threads(work), source.batch_size // size)
 
 
 def compiled_step(call: OneCall, labels: Shapes, class_weight: Any) -> Compiled:

@@ -24,9 +24,7 @@ def failed_step(setup: Setup, loop: Loop) -> tuple[ModelProto, Arrays] | None:
         return None
     piece, rates, position = loop.failed
     runner = loop.runner
-    step = setup.step(
-        setup.objective(), norms=False, in_place=False, blocks=not runner.in_place, alone=True
-    )
+    step = setup.step(setup.objective(), norms=False, in_place=False, blocks=not runner.in_place)
     model = to_proto(step.model)
     running = session(model, setup.trainer.device, step.work, step.recomputes)
     names = [x.name for x in running.get_inputs()]

@@ -1,4 +1,4 @@
-"""Running a step that several processes share, each with its rows of the batch."""
+"""Running a step that threads and processes share, each with its rows of the batch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,24 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.in_place import InPlace
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.runner import Losses, Now, Runner
+from onnxgrad.training.split import Splitting, part_shapes
 from onnxgrad.training.stages import Stages, Value, as_array
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step import Step
 
 
 class Together(Runner):
-    """A `Runner` of one batch a call, whose processes exchange what a step is made of."""
+    """A `Runner` whose threads and processes each compute the gradient of some rows.
+
+    Args:
+        step: it has nodes that exchange values.
+        target: where the sessions run.
+        work: multiply-adds of the rows of this process.
+        fields: the inputs of data.
+        group: the processes.
+        buckets: as those of `DataParallel`.
+        splitting: how threads share the rows of this process; None: they are one part.
+    """
 
     def __init__(
         self,
@@ -36,33 +47,43 @@ class Together(Runner):
         fields: Fields,
         group: Group,
         buckets: int = 1,
+        splitting: Splitting | None = None,
     ) -> None:
         graph = step.model.graph
         to_native(graph, target)
         super().__init__(to_proto(step.model), step, "terms", target.device, work, fields)
-        self.group, self.part = group, Part(group.rank, group.size)
-        self.stages = Stages(cut(step.model, buckets), step, self.device, work, group)
+        self.group, self.part, self.splitting = group, Part(group.rank, group.size), splitting
+        self.parts = 1 if splitting is None else splitting.parts
+        pieces = cut(step.model, buckets)
+        self.stages = Stages(pieces, step, self.device, work, group, self.parts)
+        self._axes: Axes = {}
         self._collected: tuple[Now, dict[str, Arrays]] | None = None
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
         """Announce the shapes of most batches, if they are known, and the axes of their rows."""
-        self.stages.expect(own_shapes(shapes, axes, self.part))
+        self._axes = axes
+        own = part_shapes(shapes, axes, self.part)
+        each = [Part(i, self.parts) for i in range(self.parts)]
+        self.stages.expect([part_shapes(own, axes, part) for part in each] if shapes else [])
 
     def budget(self) -> int:
         """Return how many batches the next call may run: as many as in the other processes."""
-        return 1
+        return super().budget() if self.group.size == 1 else 1
 
     def computed(
         self, piece: Slice, rates: np.ndarray, position: int
     ) -> tuple[list[ort.OrtValue], Losses]:
-        """Return the states after the batch of `piece`, and its losses."""
-        states = self.states(piece)
-        fed = [np.asarray(a[0], order="C") for a in self.fed(piece, rates, position)]
-        inputs = dict(zip(self.names, [*states, *fed], strict=True))
-        results = self.results(inputs, piece)
-        new, reported = results[: len(states)], results[len(states) :]
-        losses = self._losses([as_array(y)[None] for y in reported], piece)
-        return [self._kept(y) for y in new], losses
+        """Return the states after the batches of `piece`, and their losses."""
+        states, fed = self.states(piece), self.fed(piece, rates, position)
+        every = []
+        for i in range(piece.batches):
+            arrays = [np.asarray(stack[i], order="C") for stack in fed]
+            inputs = dict(zip(self.names, [*states, *arrays], strict=True))
+            results = self.results(inputs, piece.counted > 0)
+            states = [self._kept(y) for y in results[: len(states)]]
+            every.append([np.array(as_array(y)) for y in results[len(states) :]])
+        reported = [np.stack(column) for column in zip(*every, strict=True)]
+        return states, self._losses(reported, piece)
 
     def finished(
         self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
@@ -74,9 +95,13 @@ class Together(Runner):
             return None
         return super().finished(piece, new, losses, start)
 
-    def results(self, inputs: Mapping[str, Value], piece: Slice) -> list[Value]:
-        """Return the outputs of the step."""
-        values = self.stages.run(dict(inputs), piece.arrays, counts=piece.counted > 0)
+    def results(self, inputs: dict[str, Value], counts: bool) -> list[Value]:
+        """Return the outputs of the step; `counts`: whether the rows of this process count."""
+        data = {str(v.name): as_array(inputs.pop(str(v.name))) for v in self.step.data}
+        parts = [data]
+        if self.splitting is not None and counts:
+            parts = self.splitting.of(data, self._axes)
+        values = self.stages.run(inputs, parts, counts)
         return [values[name] for name in self.outputs]
 
     def _kept(self, value: Value) -> ort.OrtValue:
@@ -124,7 +149,7 @@ class TogetherInPlace(Together, InPlace):
 
     def half(self, inputs: Mapping[str, Value], piece: Slice) -> list[Any]:
         """Return the outputs of the first half; the gradients are also in `self.gradients`."""
-        results = self.results(inputs, piece)
+        results = self.results(dict(inputs), piece.counted > 0)
         count = len(self.step.groups)
         self.gradients = [as_array(y) for y in results[:count]]
         return [*results[:count], *(self._kept(y) for y in results[count:])]
@@ -150,7 +175,7 @@ class Local(Runner):
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
         """Announce the shapes of most batches, if they are known, and the axes of their rows."""
-        super().expect(own_shapes(shapes, axes, self.part), axes)
+        super().expect(part_shapes(shapes, axes, self.part), axes)
 
     def budget(self) -> int:
         """Return how many batches the next call may run: as many as in the other processes."""
@@ -191,7 +216,13 @@ class Local(Runner):
 
 
 def shared_runner(
-    step: Step, target: Target, work: float, fields: Fields, group: Group, options: DataParallel
+    step: Step,
+    target: Target,
+    work: float,
+    fields: Fields,
+    group: Group,
+    options: DataParallel,
+    splitting: Splitting | None = None,
 ) -> Runner:
     """Return the runner of a step for one process of a group; it takes the step over."""
     if options.local_steps > 1:
@@ -199,7 +230,7 @@ def shared_runner(
         arguments = model, step, "terms", target.device, work, fields
         return Local(*arguments, group=group, steps=options.local_steps)
     kind = Together if step.updates is None else TogetherInPlace
-    return kind(step, target, work, fields, group, options.buckets)
+    return kind(step, target, work, fields, group, options.buckets, splitting)
 
 
 def agreed(group: Group, requests: Sequence[bool]) -> list[bool]:
@@ -207,17 +238,3 @@ def agreed(group: Group, requests: Sequence[bool]) -> list[bool]:
     counts = np.array(requests, np.float32)
     group.sum(counts)()
     return [bool(count > 0) for count in counts]
-
-
-def own_shapes(
-    shapes: Mapping[str, tuple[int, ...]], axes: Axes, part: Part
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the part of a batch of these shapes."""
-    own = {}
-    for name, shape in shapes.items():
-        axis = axes[name]
-        rows = None if axis is None else axis % len(shape)
-        own[name] = tuple(
-            len(range(n)[part.fed(n)]) if i == rows else n for i, n in enumerate(shape)
-        )
-    return own

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -19,10 +18,10 @@ from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_lo
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model import weights as constants
 from onnxgrad.model.emptied import read_elsewhere
-from onnxgrad.native import Target
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.accumulate import build_accumulating_step
+from onnxgrad.training.across import Across
 from onnxgrad.training.arguments import check_choice, start_learning_rate
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.callbacks.checkpoint import newest
@@ -38,7 +37,6 @@ from onnxgrad.training.modes import inference_form
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
-from onnxgrad.training.split import SplitStep, build_split_step
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.step import Step, StepOptions, build_gradients, build_step
 from onnxgrad.training.update import build_update
@@ -150,19 +148,19 @@ class Setup:
         norms: bool | None = None,
         in_place: bool = True,
         blocks: bool = True,
-        alone: bool = False,
+        across: Across | None = None,
     ) -> Step:
         """Return the step, written into the graph of the objective.
 
         It returns the norms of gradients if `norms`; None: if a callback asks for them. With
-        `in_place`, it may be only its first half: see `Step.updates`. With `alone`, it is that of
-        this process, whoever shares the training.
+        `in_place`, it may be only its first half: see `Step.updates`. `across` is how others share
+        it; None: it is that of the rows of this process.
         """
         trainer, optimizer = self.trainer, self._optimizer()
         norms = trainer.callbacks.gradient_norms if norms is None else norms
-        options = self._options(norms, in_place, blocks)
-        if alone:
-            options = replace(options, across=None)
+        on_cpu = trainer.device.kind == "cpu"
+        in_place = in_place and on_cpu and (self.sharing is None or across is not None)
+        options = StepOptions(norms, blocks and on_cpu, trainer.recompute, in_place, across)
         if trainer.accumulate == 1:
             return build_step(objective, optimizer, options)
         if trainer.carry:
@@ -172,18 +170,6 @@ class Setup:
     def named_step(self, objective: Minimized) -> Step:
         """Return the step whose inputs are the weights and slots themselves, none joined."""
         return build_step(objective, self._optimizer(), StepOptions(blocks=False, packed=0))
-
-    def split_step(self, objective: Minimized, target: Target) -> SplitStep:
-        """Return the step in parts, written into the graph of the objective."""
-        return build_split_step(objective, self._optimizer(), self._options(), target)
-
-    def _options(
-        self, norms: bool = False, in_place: bool = False, blocks: bool = True
-    ) -> StepOptions:
-        on_cpu, shared = self.trainer.device.kind == "cpu", self.sharing
-        across = None if shared is None else shared.across
-        in_place = in_place and on_cpu and (shared is None or across is not None)
-        return StepOptions(norms, blocks and on_cpu, self.trainer.recompute, in_place, across)
 
     def _compiled(self) -> Compiled:
         """Return the step and its objective; those of the call before, if they are the same."""

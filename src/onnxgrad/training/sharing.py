@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import ModelError
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.across import Across
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.row_axes import Axes
-from onnxgrad.training.split import splits
+from onnxgrad.training.split import mixes_no_rows, splits
 from onnxgrad.training.state import TrainState
 
 _SHOWN = 80  # characters of a value in a message
@@ -138,16 +137,13 @@ class Sharing:
         Shapes of batches from files and iterables are unknown here: of these, it tells only
         statistics of batches, and dropout.
         """
-        if self.part.rank or self.options.local_steps > 1:
+        if self.part.rank or self.options.local_steps > 1 or self.options.sync_batch_norm:
             return
-        random = objective.draw is not None and objective.draw.uses()
-        proven = not objective.buffers and not random
-        if proven and isinstance(source, ArraySource):
-            try:
-                proven = splits(objective, source.axes, source.batch_shapes())
-            except ModelError:
-                proven = False
-        if not proven and not self.options.sync_batch_norm:
+        if isinstance(source, ArraySource):
+            proven = splits(objective, source.axes, source.batch_shapes())
+        else:
+            proven = mixes_no_rows(objective)
+        if not proven:
             warnings.warn(
                 "the gradient of a batch is not proven to be the sum of those of its rows: each "
                 "process computes it of its own rows, so that the result depends on the number of "

@@ -1,59 +1,30 @@
-"""A step whose batch is split: each thread computes the gradient of some of the rows.
+"""Batches whose rows are divided: the gradients of the parts add up to that of the batch.
 
 Kernels of onnxruntime use several threads one node at a time, and many of them only one. Where the
-loss is a sum over rows, parts of a batch need nothing of each other: the gradients of the parts,
-which all know the number of terms of the whole batch, add up to that of the batch.
+loss is a sum over rows, parts of a batch need nothing of each other but the number of terms of the
+whole batch: each thread computes the gradient of one, as each process of a group does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
+import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto
 
 from onnxgrad.autodiff.row_sums import NotASum, require_sums
-from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import tidy
-from onnxgrad.model.convert import to_proto
-from onnxgrad.native import Target, to_native
-from onnxgrad.optimizers import Optimizer
+from onnxgrad.errors import ModelError
+from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
-from onnxgrad.runtime.session import work
-from onnxgrad.training.groups import Group, graph_input, write_groups
-from onnxgrad.training.minimized import Minimized, inverse
-from onnxgrad.training.step import Step, StepOptions, write_gradients
-from onnxgrad.training.update import update_groups
+from onnxgrad.training.batches import rows_of
+from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.row_axes import Axes
+
+Arrays = dict[str, np.ndarray]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclass
-class SplitStep:
-    """A step as three models.
-
-    - `counts`: from labels and sample weights to the counts of terms, then to their inverses.
-    - `gradients`: from the states of weights, the data of some rows and the inverses to the
-      gradients of the states, then to the sums of terms.
-    - `step`: from states and gradients to new states.
-    """
-
-    counts: ModelProto
-    gradients: ModelProto
-    optimizer: Optimizer
-    step: Step
-
-    def update(self, parts: int) -> ModelProto:
-        """Return the model from states, the gradients of `parts` parts for each state, and scalars
-        to new states.
-        """
-        return to_proto(_update(self.step.groups, self.optimizer, parts, self.step.model).model)
-
-
-def splits(
-    objective: Minimized,
-    axes: Mapping[str, int | None],
-    lengths: Mapping[str, tuple[int, ...]],
-) -> bool:
+def splits(objective: Minimized, axes: Mapping[str, int | None], lengths: Shapes) -> bool:
     """Return whether the gradient of a batch is proven to be the sum of those of its parts.
 
     Args:
@@ -61,16 +32,21 @@ def splits(
         axes: the axis of the rows of each input of data, None for one without.
         lengths: the shapes of these inputs.
     """
-    random = objective.draw is not None and objective.draw.uses()
-    if objective.buffers or random:
+    if not mixes_no_rows(objective):
         return False
     again = _with_outputs(objective, objective.reported)
     try:
         require_sums(again, axes, lengths, list(again.graph.outputs))
-    except NotASum as e:
-        logger.debug("batches are not split between threads: %s", e)
+    except (NotASum, ModelError) as e:
+        logger.debug("the rows of batches are not independent: %s", e)
         return False
     return True
+
+
+def mixes_no_rows(objective: Minimized) -> bool:
+    """Return whether there are neither statistics of a batch nor random numbers."""
+    random = objective.draw is not None and objective.draw.uses()
+    return not objective.buffers and not random
 
 
 def _with_outputs(objective: Minimized, outputs: Sequence[ir.Value]) -> ir.Model:
@@ -83,87 +59,58 @@ def _with_outputs(objective: Minimized, outputs: Sequence[ir.Value]) -> ir.Model
     return copy
 
 
-def build_split_step(
-    objective: Minimized, optimizer: Optimizer, options: StepOptions, target: Target
-) -> SplitStep:
-    """Return the step in parts, written into the graph of the objective.
+class Splitting:
+    """How batches are divided into `parts` parts, for which `axes` and `shapes` are proven.
 
-    Raises:
-        ValueError: the loss depends on none of the weights.
-        NoGradientRule: an operator on the way has no rule.
+    The proof holds for any number of rows, and for these lengths of all other axes: other batches
+    are one part.
     """
-    model, graph = objective.model, objective.model.graph
-    multiply_adds, counts = work(graph), _counts(objective)
-    op = Emit(graph)
-    inverses = [graph_input(op, "inverse_count", n, ir.Shape(())) for n in objective.written.counts]
-    parts, unreached = write_gradients(
-        op, objective, objective.scaled(op, inverses), options.recompute
-    )
-    written = write_groups(op, parts.of, optimizer, blocks=options.blocks)
-    groups = [group for group, _ in written]
-    graph.inputs[:] = [*(group.state for group in groups), *objective.data, *inverses]
-    op.give([*(g for _, g in written), *objective.written.sums])
-    tidy(model)
-    to_native(graph, target)
-    step = replace(
-        _update(groups, optimizer, 1, model),
-        data=objective.data,
-        work=multiply_adds,
-        unreached=unreached,
-        rounding=parts.rounding,
-        recomputes=options.recompute != "none",
-    )
-    return SplitStep(counts, to_proto(model), optimizer, step)
+
+    def __init__(self, parts: int, axes: Axes, shapes: Shapes) -> None:
+        self.parts = parts
+        self._proven = _lengths(axes, shapes)
+
+    def of(self, batch: Arrays, axes: Axes) -> list[Arrays]:
+        """Return the parts of a batch, whose numbers of rows differ by one at most."""
+        shapes = {name: array.shape for name, array in batch.items()}
+        if not axes or _lengths(axes, shapes) != self._proven:
+            return [batch]
+        rows = min(n for name, shape in shapes.items() if (n := _rows(shape, axes[name])))
+        if rows < self.parts:
+            return [batch]
+        return [
+            {
+                name: np.ascontiguousarray(rows_of(array, axes[name], part.rows(rows)))
+                for name, array in batch.items()
+            }
+            for part in self.each()
+        ]
+
+    def each(self) -> list[Part]:
+        """Return the parts."""
+        return [Part(i, self.parts) for i in range(self.parts)]
 
 
-def _counts(objective: Minimized) -> ModelProto:
-    """Return the model from the data that they depend on to the counts, and to their inverses."""
-    model = _with_outputs(objective, objective.written.counts)
-    graph, op = model.graph, Emit(model.graph)
-    counts = list(graph.outputs)
-    op.give([*counts, *(inverse(op, n) for n in counts)])
-    tidy(model)
-    graph.inputs[:] = [x for x in graph.inputs if x.uses()]
-    return to_proto(model)
+def _rows(shape: tuple[int, ...], axis: int | None) -> int:
+    return 0 if axis is None else shape[axis]
 
 
-def _update(like: Sequence[Group], optimizer: Optimizer, parts: int, model: ir.Model) -> Step:
-    """Return the step from states, gradients of parts and scalars to new states.
-
-    Args:
-        like: the groups of weights, whose values are of another graph.
-        optimizer: of the step.
-        parts: how many gradients of each group there are.
-        model: of the gradients.
-    """
-    imports = {"": model.opset_imports[""]}
-    op = Emit(graph := ir.Graph([], [], nodes=[], opset_imports=imports, name="update"))
-    groups = [_again(op, group) for group in like]
-    gradients = [
-        [graph_input(op, f"{group.state.name}_grad", group.state) for _ in range(parts)]
-        for group in groups
-    ]
-    with op:
-        totals = [op.total(terms) for terms in gradients]
-    update = update_groups(op, groups, totals, optimizer)
-    scalars = [update.minus_learning_rate, *([update.step] if update.step.uses() else [])]
-    graph.inputs[:] = [*update.states, *(g for terms in gradients for g in terms), *scalars]
-    op.give(update.new)
-    written = ir.Model(graph, ir_version=model.ir_version)
-    tidy(written)
-    return Step(
-        model=written,
-        groups=groups,
-        data=[],
-        minus_learning_rate=update.minus_learning_rate,
-        step=update.step,
-        inverse_rows=None,
-        unreached=[],
-        work=0.0,
-    )
+def _lengths(axes: Axes, shapes: Shapes) -> dict[str, tuple[int | None, ...]]:
+    """Return the lengths of all axes but that of the rows, which is None."""
+    rows = {name: None if a is None else a % len(shapes[name]) for name, a in axes.items()}
+    return {
+        name: tuple(None if i == rows[name] else n for i, n in enumerate(shape))
+        for name, shape in shapes.items()
+    }
 
 
-def _again(op: Emit, group: Group) -> Group:
-    """Return a group with values of another graph."""
-    slots = {slot: graph_input(op, str(v.name), v) for slot, v in group.slots.items()}
-    return replace(group, state=graph_input(op, str(group.state.name), group.state), slots=slots)
+def part_shapes(shapes: Shapes, axes: Axes, part: Part) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a part of a batch of these shapes."""
+    own = {}
+    for name, shape in shapes.items():
+        axis = axes[name]
+        rows = None if axis is None else axis % len(shape)
+        own[name] = tuple(
+            len(range(n)[part.fed(n)]) if i == rows else n for i, n in enumerate(shape)
+        )
+    return own
