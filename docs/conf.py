@@ -33,10 +33,7 @@ exclude_patterns = ["_ext", "tutorials", "recipes", "auto_*/**.ipynb"]
 nitpicky = True  # a link to a name that is on no page is a warning, hence an error
 nitpick_ignore_regex = [("py:(?!obj).*", ".*")]  # types, which may be of other packages
 default_role = "backticks"
-suppress_warnings = [
-    "config.cache",  # functions in the configuration, such as `begin`
-    "toc.empty_glob",
-]
+suppress_warnings = ["config.cache"]  # functions in the configuration, such as `begin`
 
 # -- theme -------------------------------------------------------------------------------------
 
@@ -48,6 +45,7 @@ html_theme_options = {
     "logo": {"text": "onnxgrad"},
     "show_prev_next": False,
     "navbar_align": "left",
+    "navbar_persistent": ["search-button"],
     "header_links_before_dropdown": 7,
     "footer_start": ["copyright"],
     "footer_end": [],
