@@ -56,6 +56,7 @@ html_show_sourcelink = False
 
 autosummary_generate = False
 autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
 autodoc_member_order = "bysource"
 # scikit-learn writes these into estimators, with links into its own pages
 autodoc_default_options = {

@@ -19,7 +19,7 @@ DOCS = Path(__file__).parent
 MODEL = DOCS.parent / "data" / "digits_cnn.onnx"
 FORWARD, BACKWARD, UPDATE = "#3b82c4", "#d9822b", "#3a9a5f"
 GREY = "#808080"  # readable on white and on black
-BOX, SIDE, GAP = (230, 280), 11, 60  # width and height of a box, a square, the space for an arrow
+WIDTH, SIDE, GAP, COLUMNS = 230, 11, 60, 14  # of a box, a square, an arrow; squares in a row
 Stage = tuple[str, str, dict[str, int]]
 
 
@@ -38,7 +38,11 @@ def stages() -> list[Stage]:
     trained = og.Trainer(model, "cross_entropy").fit(X, y).model
     return [
         ("model.onnx", "your file", {FORWARD: forward}),
-        ("gradient model", "with a backward pass", {FORWARD: forward, BACKWARD: gradient - forward}),
+        (
+            "gradient model",
+            "with a backward pass",
+            {FORWARD: forward, BACKWARD: gradient - forward},
+        ),
         (
             "training step",
             "with loss and optimizer",
@@ -48,16 +52,20 @@ def stages() -> list[Stage]:
     ]
 
 
-def box(x: int, y: int, stage: Stage) -> Iterator[str]:
+def height_of(stage: Stage) -> int:
+    """Return the height of the box of a model."""
+    return 110 + -(-sum(stage[2].values()) // COLUMNS) * (SIDE + 3)
+
+
+def box(x: int, y: int, stage: Stage, height: int) -> Iterator[str]:
     """Yield the elements of one model, whose upper left corner is (x, y)."""
     title, line, nodes = stage
-    width, height = BOX
-    yield f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="10" class="box"/>'
-    centre = x + width // 2
+    yield f'<rect x="{x}" y="{y}" width="{WIDTH}" height="{height}" rx="10" class="box"/>'
+    centre = x + WIDTH // 2
     yield f'<text x="{centre}" y="{y + 30}" class="title">{title}</text>'
     yield f'<text x="{centre}" y="{y + 52}">{line}</text>'
     colors = [color for color, count in nodes.items() for _ in range(count)]
-    columns = min(14, len(colors))
+    columns = min(COLUMNS, len(colors))
     left = centre - columns * (SIDE + 3) // 2
     for i, color in enumerate(colors):
         row, column = divmod(i, columns)
@@ -74,21 +82,26 @@ def arrow(x: int, y: int, down: bool) -> str:
 
 def picture(models: list[Stage], down: bool) -> str:
     """Return the picture as SVG: one model beside the other, or below it."""
-    width, height = BOX
-    long = [(length + GAP) * len(models) - GAP + 4 for length in BOX]
-    size = (width + 4, long[1]) if down else (long[0], height + 4)
+    heights = [height_of(stage) for stage in models]
+    if not down:
+        heights = [max(heights)] * len(models)
+    gaps = GAP * (len(models) - 1) + 4
+    size = (
+        (WIDTH + 4, sum(heights) + gaps) if down else (WIDTH * len(models) + gaps, heights[0] + 4)
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" role="img">',
         f"<style>text {{ font: 15px sans-serif; fill: {GREY}; text-anchor: middle }}"
         f" .title {{ font-weight: bold; font-size: 18px }}"
         f" .box, .arrow {{ fill: none; stroke: {GREY}; stroke-width: 2 }}</style>",
     ]
-    for i, stage in enumerate(models):
-        x, y = (2, 2 + i * (height + GAP)) if down else (2 + i * (width + GAP), 2)
-        parts += box(x, y, stage)
-        if i + 1 < len(models):
-            end = (x + width // 2, y + height) if down else (x + width, y + height // 2)
-            parts.append(arrow(*end, down))
+    x = y = 2
+    for i, (stage, height) in enumerate(zip(models, heights, strict=True)):
+        if i:
+            start = (x + WIDTH // 2, y - GAP) if down else (x - GAP, y + height // 2)
+            parts.append(arrow(*start, down))
+        parts += box(x, y, stage, height)
+        x, y = (x, y + height + GAP) if down else (x + WIDTH + GAP, y)
     return "\n".join([*parts, "</svg>", ""])
 
 

@@ -40,7 +40,7 @@ class Api(SphinxDirective):
             ".. autosummary::",
             "   :nosignatures:",
         ]
-        lines += ["", *(f"   {name}" for name in names)]
+        lines += ["", *(f"   {name}" for name in names if callable(getattr(module, name)))]
         for name in names:
             lines += ["", *_documented(name, getattr(module, name))]
         lines += ["", ".. currentmodule:: onnxgrad"]
