@@ -89,7 +89,8 @@ FOLDERS = [
 ]
 shutil.rmtree(SCRIPTS, ignore_errors=True)
 for folder in FOLDERS:
-    shutil.copytree(ROOT / folder, SCRIPTS / folder)
+    # README.md is for readers of the repository, README.rst for those of the gallery
+    shutil.copytree(ROOT / folder, SCRIPTS / folder, ignore=shutil.ignore_patterns("*.md"))
 for folder in ("benchmarks", "data"):
     (SCRIPTS / folder).symlink_to(ROOT / folder)
 
