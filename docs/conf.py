@@ -101,11 +101,13 @@ def begin(_: Any, script: dict[str, Any]) -> list[str]:
     return []  # the arguments of the script
 
 
+SECTIONS = "first_steps networks finetuning derivatives sklearn_torch data processes".split()
 sphinx_gallery_conf = {
     "examples_dirs": [str(SCRIPTS / folder) for folder in FOLDERS],
     "gallery_dirs": [f"auto_{Path(folder).name}" for folder in FOLDERS],
     "filename_pattern": r"\.py$",  # all are run
     "abort_on_example_error": True,
+    "subsection_order": [*(f"../build/scripts/examples/{name}" for name in SECTIONS), "*"],
     "within_subsection_order": "FileNameSortKey",
     "reset_modules": ("matplotlib",),
     "reset_argv": begin,

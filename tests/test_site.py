@@ -48,3 +48,26 @@ def test_picture_of_the_idea_is_that_of_today(monkeypatch):
         assert (DOCS / "images" / name).read_text() == idea.picture(models, down)
     alt = re.findall(r":alt: .*", (DOCS / "index.md").read_text())
     assert all(f"of {sum(models[0][2].values())} nodes" in text for text in alt)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the mean of |f - y|, as *that*", r"the mean of \|f - y\|, as \*that\*"),
+        ("a function `(op, **options)`", "a function `(op, **options)`"),
+        (
+            "all `OrtValue`s that begin with validation_",
+            r"all `OrtValue`\ s that begin with validation\_",
+        ),
+        ("    **options: others of |w|", r"    **options: others of \|w\|"),
+        ("Examples:\n    >>> f(*x) | 1\n    2", "Examples:\n    >>> f(*x) | 1\n    2"),
+        ("|a|\n\n>>> 2 * 2\n4\n\n|b|", "\\|a\\|\n\n>>> 2 * 2\n4\n\n\\|b\\|"),
+    ],
+)
+def test_docstrings_are_shown_as_they_are(text, expected, monkeypatch):
+    """What is plain text in a docstring is no markup on the page of the API."""
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    lines = text.split("\n")
+    importlib.import_module("api_pages").as_rest(None, "class", "", None, None, lines)
+    assert lines == expected.split("\n")
