@@ -71,8 +71,7 @@ python_maximum_signature_line_length = 88
 
 myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist"]
 myst_heading_anchors = 3
-nb_execution_mode = "cache"
-nb_execution_cache_path = str(ROOT / "build" / "cells")
+nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 300  # seconds a cell
 nb_merge_streams = True

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, onnx_derivative
-from script_page import TUTORIALS, load
+from pages import TUTORIALS, load
 
 SCRIPT = TUTORIALS / "explained.py"
 

@@ -8,7 +8,7 @@ import sys
 
 import onnx
 
-from script_page import TUTORIALS
+from pages import TUTORIALS
 
 SCRIPT, ENSEMBLES = TUTORIALS / "training.py", TUTORIALS / "ensembles.py"
 
