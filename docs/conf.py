@@ -100,6 +100,10 @@ def begin(_: Any, script: dict[str, Any]) -> list[str]:
     return []  # the arguments of the script
 
 
+NOTEBOOK = """# Put this beside the script, in a copy of the repository, whose data it reads.
+from pathlib import Path
+
+__file__ = str(Path("notebook.ipynb").absolute())"""
 SECTIONS = "first_steps networks finetuning derivatives sklearn_torch data processes".split()
 sphinx_gallery_conf = {
     "examples_dirs": [str(SCRIPTS / folder) for folder in FOLDERS],
@@ -111,6 +115,7 @@ sphinx_gallery_conf = {
     "reset_modules": ("matplotlib",),
     "reset_argv": begin,
     "parallel": 2,
+    "first_notebook_cell": NOTEBOOK,
     "show_signature": False,
     "write_computation_times": False,
     "log_level": {"backreference_missing": "debug"},
