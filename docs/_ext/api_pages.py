@@ -88,10 +88,18 @@ def _escaped(paragraph: str) -> str:
     return re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", "".join(parts)) + prompt + doctest
 
 
+def readable(_app, _kind, _name, _thing, _options, signature: str | None, result: str | None):
+    """Return a signature with `...` for defaults that are no code, as <factory>."""
+    if signature is None:
+        return None
+    return re.sub(r"= <[^,=]*>(?=[,)])", "= ...", signature), result
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Add all to a site."""
     app.setup_extension("sphinx.ext.autodoc")
     app.add_directive("api", Api)
     app.add_role("backticks", Backticks())
     app.connect("autodoc-process-docstring", as_rest, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", readable)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -75,8 +75,8 @@ def model(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
     arrays = {name: rng.normal(0, 0.3, shape).astype("f4") for name, shape in names.items()}
     arrays |= {"axes": np.array([2, 3]), "axis": np.array([1]), "last": np.array([2])}
     read = {name for node in proto.graph.node for name in node.input}
-    for name in arrays.keys() & read:
-        proto.graph.initializer.append(onnx.numpy_helper.from_array(arrays[name], name))
+    kept = [onnx.numpy_helper.from_array(arrays[name], name) for name in arrays if name in read]
+    proto.graph.initializer.extend(kept)
     return proto
 
 
