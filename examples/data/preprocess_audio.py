@@ -7,6 +7,7 @@ own Fourier transform.
 """
 
 import io
+import warnings
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -47,7 +48,8 @@ layers = [torch.nn.Conv2d(1, 8, 5, stride=2), torch.nn.ReLU(), torch.nn.Conv2d(8
 layers += [torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
 net = torch.nn.Sequential(*layers, torch.nn.Linear(16, 3))
 file = io.BytesIO()
-named = {"input_names": ["mel"], "dynamic_axes": {"mel": [0]}, "dynamo": False}
+warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*legacy.*")
+named = {"input_names": ["mel"], "dynamic_axes": {"mel": {0: "N"}}, "dynamo": False}
 torch.onnx.export(net, (torch.tensor(spectrograms[:2]),), file, **named)
 trainer = og.Trainer(file.getvalue(), "cross_entropy", learning_rate=0.01)
 trainer.fit(spectrograms, labels, epochs=20)

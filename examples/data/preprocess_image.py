@@ -8,6 +8,7 @@ resized, up to the rounding of pixels.
 
 import io
 import tempfile
+import warnings
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -49,7 +50,8 @@ convolution, linear = torch.nn.Conv2d(3, 8, 5, stride=2), torch.nn.Linear(8, 3)
 pool = [torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()]
 net = torch.nn.Sequential(convolution, *pool, linear)
 file = io.BytesIO()
-named = {"input_names": ["pixels"], "dynamic_axes": {"pixels": [0]}, "dynamo": False}
+warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*legacy.*")
+named = {"input_names": ["pixels"], "dynamic_axes": {"pixels": {0: "N"}}, "dynamo": False}
 torch.onnx.export(net, (torch.zeros(2, 3, 32, 32),), file, **named)
 trainer = og.Trainer(file.getvalue(), "cross_entropy", learning_rate=0.03).fit(images, epochs=12)
 og.save(og.preprocess(trainer.model, images), folder / "stripes.onnx")

@@ -8,6 +8,7 @@ parts, resumed from a checkpoint, with the same result bit for bit.
 
 import io
 import tempfile
+import warnings
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -27,7 +28,8 @@ layers = [torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU()]
 layers += [torch.nn.Conv2d(16, 32, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
 net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(512, 10))
 file = io.BytesIO()
-names = {"input_names": ["image"], "output_names": ["logits"], "dynamic_axes": {"image": [0]}}
+warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*legacy.*")
+names = {"input_names": ["image"], "output_names": ["logits"], "dynamic_axes": {"image": {0: "N"}}}
 torch.onnx.export(net, (torch.tensor(X[:2]),), file, **names, dynamo=False)
 model = file.getvalue()
 

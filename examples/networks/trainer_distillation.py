@@ -6,6 +6,7 @@ teacher, which is a second ONNX file. The loss is compared with the one that PyT
 """
 
 import io
+import warnings
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -29,7 +30,8 @@ torch.manual_seed(0)
 layers = [torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
 net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256, 10))
 file = io.BytesIO()
-names = {"input_names": ["image"], "output_names": ["logits"], "dynamic_axes": {"image": [0]}}
+warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*legacy.*")
+names = {"input_names": ["image"], "output_names": ["logits"], "dynamic_axes": {"image": {0: "N"}}}
 torch.onnx.export(net, (torch.tensor(X[:2]),), file, **names, dynamo=False)
 cnn = og.Trainer(file.getvalue(), "cross_entropy", learning_rate=0.005, metrics=["accuracy"])
 cnn.fit(X, y, epochs=5)

@@ -7,11 +7,13 @@ losses have to be those of PyTorch alone, and the score about that of scikit-lea
 
 import copy
 import io
+import warnings
 
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from sklearn.datasets import make_friedman1
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics import r2_score
 from sklearn.neural_network import MLPRegressor
 from torch import nn
@@ -29,6 +31,7 @@ torch.manual_seed(0)
 middle = nn.Sequential(nn.Linear(30, 10), nn.Tanh())
 net = nn.Sequential(nn.Linear(10, 30), nn.Tanh(), middle, nn.Linear(10, 1))
 file = io.BytesIO()
+warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*legacy.*")
 torch.onnx.export(
     middle, (torch.zeros(2, 30),), file, input_names=["h"], output_names=["z"],
     dynamic_axes={"h": {0: "N"}, "z": {0: "N"}}, dynamo=False,
@@ -68,6 +71,7 @@ plt.show()
 # %%
 # A network of scikit-learn of the same size, on rows that none has seen.
 
+warnings.simplefilter("ignore", ConvergenceWarning)
 mlp = MLPRegressor(
     hidden_layer_sizes=(30, 10), activation="tanh", alpha=0, batch_size=50,
     learning_rate_init=0.01, max_iter=60, n_iter_no_change=60, random_state=0,
