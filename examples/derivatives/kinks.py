@@ -52,7 +52,7 @@ for ax, (call, function) in zip(axes.flat, FUNCTIONS.items()):
     table.add_row(call, f"{slope[40]:g}", f"{theirs.grad[40]:g}")
     ax.plot(x, y, label="f")
     ax.plot(x, slope, ".", markersize=3, label="gradient")
-    ax.set_title(call.partition(" ")[0])
+    ax.set_title(call)
     ax.set_ylim(-2.2, 3)
 axes[0, 0].legend()
 plt.show()

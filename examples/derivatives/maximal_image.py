@@ -63,11 +63,12 @@ print(f"largest difference to the gradient by hand: {np.abs(found - expected).ma
 
 images, classes = np.full((10, 64), 0.5), np.arange(10)
 history = []
-for _ in range(200):
+for _ in range(150):
     log_p, direction = slope(images, classes)
     history.append(log_p)
-    images = np.clip(images + 0.1 * (direction - 0.02 * images), 0, 1)
+    images = np.clip(images + 0.1 * (direction - 0.05 * images), 0, 1)
 plt.plot(np.exp(history), label=list(map(str, classes)))
+plt.xscale("symlog")
 plt.xlabel("step")
 plt.ylabel("probability of the class")
 plt.legend()
@@ -84,3 +85,4 @@ for digit, column in enumerate(axes.T):
         ax.axis("off")
     column[0].set_title(digit)
 plt.show()
+# sphinx_gallery_thumbnail_number = 2

@@ -54,3 +54,4 @@ table.add_row("learned", *(f"{weights[name][0].item():.4f}" for name in ("w", "b
 Console().print(table)
 np.testing.assert_allclose([weights["w"][0].item(), weights["b"][0].item()], [slope, intercept],
                            atol=1e-2)  # fmt: skip
+# sphinx_gallery_thumbnail_number = 2

@@ -88,3 +88,4 @@ plt.xticks(range(PAIRS))
 plt.yticks(range(16), [f"{q[0]}?" for q in X_test["question"][:16]])
 plt.colorbar(label="attention")
 plt.show()
+# sphinx_gallery_thumbnail_number = 2

@@ -92,3 +92,4 @@ plt.show()
 error = np.sqrt(np.mean((history[40:50] - new[40:50]) ** 2))
 print(f"root mean square error of ten steps: {error:.3f}")
 assert error < 0.2
+# sphinx_gallery_thumbnail_number = 2

@@ -91,3 +91,4 @@ for ax, image, label, guess in zip(axes.flat, X_test, y_test, predicted):
     ax.set_title(guess, color="black" if guess == label else "red")
     ax.axis("off")
 plt.show()
+# sphinx_gallery_thumbnail_number = 2

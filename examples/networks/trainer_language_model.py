@@ -77,3 +77,4 @@ for ax, title, matrix in zip(axes, ("counted", "learned"), (p, learned * seen[:,
     ax.set_yticks(range(27), LETTERS)
 plt.show()
 np.testing.assert_allclose(learned[seen], p[seen], atol=0.06)
+# sphinx_gallery_thumbnail_number = 2

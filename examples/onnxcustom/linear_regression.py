@@ -39,10 +39,12 @@ plt.show()
 
 # %%
 # What trains are the coefficients and the intercept. The trainer shuffles the rows and updates the
-# weights after every batch.
+# weights after every batch. The loss of the test rows is computed after every epoch.
 
 weights = list(get_train_initializer(onx))
-trainer = OrtGradientOptimizer(onx_loss, weights, learning_rate=1e-2, random_state=0)
+trainer = OrtGradientOptimizer(
+    onx_loss, weights, learning_rate=1e-2, validation_every=1, random_state=0
+)
 trainer.fit(X_train, y_train, X_val=X_test, y_val=y_test)
 plt.figure(layout="constrained")
 plt.semilogy(trainer.train_losses_, label="training rows")
