@@ -117,6 +117,7 @@ sphinx_gallery_conf = {
     "parallel": 2,
     "first_notebook_cell": NOTEBOOK,
     "show_signature": False,
+    "remove_config_comments": True,
     "write_computation_times": False,
     "log_level": {"backreference_missing": "debug"},
     "download_all_examples": False,
