@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -23,6 +20,7 @@ from onnxgrad import (
     vjp,
 )
 from onnxgrad.autodiff.rules import RULES
+from pages import code_of
 from running import run_named
 from table import ROWS
 
@@ -772,7 +770,6 @@ def test_dropout_draws_once():
 
 
 def test_document(capsys):
-    text = (Path(__file__).parents[1] / "docs" / "higher.md").read_text()
-    [code] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    [code] = code_of("higher.md")
     exec(code, {})
     assert capsys.readouterr().out.split("\n") == ["(2, 3, 2)", "True", ""]

@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 import onnxgrad
 from onnxgrad import DerivativeOptions, onnx_derivative
+from pages import code_of
 
 ROOT = Path(__file__).parent.parent
 HEAVY = "numpy onnx onnx_ir onnxruntime matplotlib pyarrow rich typer sklearn torch".split()
@@ -188,7 +189,7 @@ def test_readme_commands_of_the_command_line():
 
 
 def test_docs_example():
-    [code] = code_blocks((ROOT / "docs" / "index.md").read_text(), "python")
+    [code] = code_of("gradients.md")
     lines = python("-c", code).splitlines()
     assert lines == ["['X', 'W', 'Y_grad']", "['X_grad', 'W_grad']", "['X_grad', 'W_grad', 'Y']"]
 

@@ -1,11 +1,12 @@
-"""Many models at once.
+"""Many models at once
+===================
 
 A small network spends a step on its nodes, not on its numbers: a dozen copies in one graph take
 little longer than one. `TrainerStack` trains copies of a model, its members, that differ in their
 learning rates, optimizers or initial weights: for a search, or for an ensemble. Every weight has a
 leading axis of members, and one run of onnxruntime trains all.
 
-The page is one Python file, which the tests run: `python docs/ensembles.py`.
+The page is one Python file, which the tests run: `python docs/tutorials/ensembles.py`.
 """
 
 from pathlib import Path
@@ -16,9 +17,10 @@ from pyarrow import parquet
 
 import onnxgrad as og
 
+# %%
 # The data are handwritten digits, and the model is a multilayer perceptron.
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parents[2] / "data"
 table = parquet.read_table(DATA / "digits.parquet")
 X = np.stack([table[f"pixel_{i}"] for i in range(64)], axis=1)
 y = table["label"].to_numpy()
@@ -38,7 +40,9 @@ for name, shape in {"w1": (64, 32), "b1": 32, "w2": (32, 10), "b2": 10}.items():
     weight = rng.normal(0, 0.1, shape).astype(np.float32)
     model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
 
-# ## A search
+# %%
+# A search
+# --------
 #
 # An argument that is a list has an element for each member. Here, four learning rates times two
 # weight decays are eight members. They begin with the weights of the file, and see the same
@@ -53,6 +57,7 @@ search.fit(X, y, validation=0.2, epochs=20)
 for rate, entry in zip(rates, search.history[-1]["validation_accuracy"], strict=True):
     print(rate, entry)
 
+# %%
 # The history has arrays with a number for each member, and so do the results of `evaluate`.
 # `predict` returns (members, rows, ...). `best` is the member with the lowest validation loss, and
 # `model` returns a member as a `ModelProto`.
@@ -61,7 +66,9 @@ best = search.best()
 print(search.evaluate(X_test, y_test)["accuracy"][best])
 onnx.save(search.model(best), "best.onnx")
 
-# ## An ensemble
+# %%
+# An ensemble
+# -----------
 #
 # Members that are to differ by chance need other initial weights: `init="redrawn"` draws matrices
 # and kernels from the normal distribution with the mean and the standard deviation that they have
@@ -77,7 +84,9 @@ single = (scores.argmax(axis=2) == y_test).mean(axis=1)
 together = (p.mean(axis=0).argmax(axis=1) == y_test).mean()
 print(single, together)
 
-# ## What a member is
+# %%
+# What a member is
+# ----------------
 #
 # A member is what a `Trainer` with its weights, learning rate and optimizer would be, up to
 # rounding: clipping by `clip_norm`, norms of LAMB and matrices of Muon are those of the member.
@@ -94,13 +103,15 @@ try:
 finally:
     print(with_one_too_many.state.frozen)
 
-# ## When it is faster, and when not
+# %%
+# When it is faster, and when not
+# -------------------------------
 #
 # The nodes of most operators become one node for all members. Convolutions whose weights train,
 # recurrent layers, and operators that are rare in networks become a node for each; then a stack
 # saves what the others cost, and building takes longer with every member. With large layers the
 # products take the time, and a stack is as fast as trainers one after the other: see
-# [Benchmarks](benchmarks.md#many-networks). It needs the memory of all members at once, and updates
+# :doc:`Benchmarks </benchmarks>`. It needs the memory of all members at once, and updates
 # no weights in place.
 #
 # A stack has no callbacks, checkpoints, dropout, `batch_norm="train"`, `accumulate`, `carry` or

@@ -1,11 +1,12 @@
-"""Gradients of ONNX models, from nothing.
+"""Reverse mode explained
+======================
 
 This page computes gradients of ONNX models in reverse mode, the method behind `loss.backward()` in
 PyTorch and `jax.grad`, with no more than `onnx`, `numpy` and `onnxruntime`. It begins with a single
 `Add` and ends with the training of a small network. Then it compares its gradients with those of
 onnxgrad, and says what onnxgrad does beyond this.
 
-The page is one Python file, which runs in this order: `python docs/explained.py`.
+The page is one Python file, which runs in this order: `python docs/tutorials/explained.py`.
 """
 
 import numpy as np
@@ -13,7 +14,9 @@ import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-# ## A graph is a list of nodes
+# %%
+# A graph is a list of nodes
+# --------------------------
 #
 # An ONNX model is a list of nodes. A node has an operator, such as `Add`, the names of the values
 # that it reads, and the name of the value that it computes. (Some operators compute several; those
@@ -65,7 +68,9 @@ def run(model, feeds):
     return dict(zip(names, session.run(names, feeds), strict=True))
 
 
-# ## One node
+# %%
+# One node
+# --------
 #
 # Let `y = a + b`, and let a number L, the loss, depend on `y` in some way. The gradient of L with
 # respect to `y` is an array of the shape of `y`: each element says how fast L grows when that
@@ -81,6 +86,7 @@ graph.add("Add", "a", "b", output="y")
 graph.add("Identity", "y_grad", output="a_grad")
 graph.add("Identity", "y_grad", output="b_grad")
 
+# %%
 # Let L be the sum of 5 times the first element of `y` and 7 times the second. Then `y_grad` is [5,
 # 7], and so are the other two gradients. The values of `a` and `b` do not matter here.
 
@@ -89,7 +95,9 @@ one_node = run(graph.model("y", "a_grad", "b_grad"), feeds)
 assert one_node["y"].tolist() == [4, 6]
 assert one_node["a_grad"].tolist() == one_node["b_grad"].tolist() == [5, 7]
 
-# ## Rules
+# %%
+# Rules
+# -----
 #
 # A *rule* does this for one operator. It takes the graph, a node, and the name `g` of the gradient
 # of the node's output. It appends nodes that compute the gradients of the node's inputs, and
@@ -106,6 +114,7 @@ def sub_rule(graph, node, g):
     return [g, graph.add("Neg", g)]
 
 
+# %%
 # In a product `a * b`, when an element of `a` grows by a small d, the product grows by d times the
 # element of `b`. The slope with respect to `a` is `b`, and with respect to `b` it is `a`. A rule
 # may read the inputs and outputs of its node, as they are values of the same graph.
@@ -117,11 +126,14 @@ def mul_rule(graph, node, g):
     return [graph.add("Mul", g, b), graph.add("Mul", g, a)]
 
 
+# %%
 # `RULES` lists the rules by operator. A `Constant` has no inputs, so its rule returns no gradients.
 
 RULES = {"Add": add_rule, "Sub": sub_rule, "Mul": mul_rule, "Constant": lambda graph, node, g: []}
 
-# ## Broadcasting
+# %%
+# Broadcasting
+# ------------
 #
 # `Add` and `Mul` also accept operands of different shapes. With `a` of shape (4, 3) and `b` of
 # shape (3,), each element of `b` is added to four elements of `a`. When it grows, four elements of
@@ -144,7 +156,9 @@ def sum_to(graph, g, x):
     return graph.add("Reshape", summed, graph.constant(np.array(shapes[x], np.int64)))
 
 
-# ## Many nodes: the walk in reverse
+# %%
+# Many nodes: the walk in reverse
+# -------------------------------
 #
 # In a graph of many nodes, start with the gradient of the output `y`, and visit the nodes from last
 # to first. At each node, the rule turns the gradient of the node's output into gradients of its
@@ -173,6 +187,7 @@ def differentiate(graph, y, y_grad):
     return gradients
 
 
+# %%
 # This is all of reverse mode. An operator without a rule raises a `KeyError`; to skip it would give
 # a wrong gradient. The cost is small: a rule appends a few nodes, so that the gradients with
 # respect to *all* inputs together cost a small multiple of computing `y`, however many inputs there
@@ -188,6 +203,7 @@ def add_gradients(graph, loss, wrt):
     return [graph.add("Identity", gradients[x], output=f"{x}_grad") for x in wrt]
 
 
+# %%
 # As an example, take y = x x x (x cubed), in which `x` is used three times. The slope is 3 x²,
 # which is 12 at x = 2: the three uses contribute 4 each.
 
@@ -197,6 +213,7 @@ y = graph.add("Mul", graph.add("Mul", "x", "x"), "x")
 cubic = run(graph.model(slope), {"x": np.array(2.0)})
 assert cubic[slope] == 12
 
+# %%
 # The gradient consists of nodes in the same graph, so that it can be differentiated like anything
 # else. The second derivative is 6 x. Its nodes are `Mul`, `Add` and `Identity`, of which the last
 # one still needs a rule:
@@ -205,7 +222,9 @@ RULES["Identity"] = lambda graph, node, g: [g]
 second = differentiate(graph, slope, graph.constant(1.0))["x"]
 assert run(graph.model(second), {"x": np.array(2.0)})[second] == 12
 
-# ## More rules
+# %%
+# More rules
+# ----------
 #
 # For a product of matrices, y_ij is the sum of a_ik b_kj over k. The element a_ik enters all y_ij
 # of row i, with the slope b_kj, so its gradient is the sum of g_ij b_kj over j: the product of `g`
@@ -218,6 +237,7 @@ def matmul_rule(graph, node, g):
     return [graph.add("MatMul", g, b), graph.add("MatMul", a, g)]
 
 
+# %%
 # A function of each element multiplies `g` by its slope. That of tanh is 1 - tanh², and the forward
 # pass has already computed tanh, so the rule reads the output of its node.
 
@@ -229,6 +249,7 @@ def tanh_rule(graph, node, g):
     return [graph.add("Mul", g, slope)]
 
 
+# %%
 # The slope of Relu is 1 where x is positive and 0 where it is negative, which is the sign of the
 # output. At x = 0 there is no slope: any number from 0 to 1 would do, and the sign gives 0, as
 # PyTorch does.
@@ -239,6 +260,7 @@ def relu_rule(graph, node, g):
     return [graph.add("Mul", g, graph.add("Sign", node.output[0]))]
 
 
+# %%
 # A sum is the reverse of broadcasting: where the forward pass sums, the backward pass repeats.
 # Every element that goes into a sum has the slope 1, so `g` is expanded to the shape of `x`. The
 # axes to sum over are a second input of `ReduceSum`. They are integers, which have no gradient:
@@ -257,7 +279,9 @@ def sum_rule(graph, node, g):
 
 RULES |= {"MatMul": matmul_rule, "Tanh": tanh_rule, "Relu": relu_rule, "ReduceSum": sum_rule}
 
-# ## Is it right?
+# %%
+# Is it right?
+# ------------
 #
 # A gradient can be checked without any of this. Increase one element of an input by a small h,
 # decrease it by h, and divide the difference of the two losses by 2 h. The error of such a *central
@@ -276,6 +300,7 @@ def central_differences(model, feeds, x, h=1e-5):
     return gradient
 
 
+# %%
 # Here is a graph of all operators above: `c` is a row that is added to every row of a product, and
 # the result is used twice.
 
@@ -292,7 +317,9 @@ for x in shapes:
     expected = central_differences(graph.model(loss), feeds, x)
     np.testing.assert_allclose(every_rule[f"{x}_grad"], expected, atol=1e-8)
 
-# ## A network
+# %%
+# A network
+# ---------
 #
 # Now a network of two layers. It predicts a number from two, `x`, by way of 16 hidden units. The
 # weights `W1`, `b1`, `W2` and `b2` are inputs of the model, so that they can change from run to
@@ -313,12 +340,15 @@ def network(**more_inputs):
     return graph
 
 
+# %%
 # Its gradient is a model with one output for each weight:
 
 graph = network()
 gradient_model = graph.model(*add_gradients(graph, "loss", WEIGHTS))
 
-# ## A training step
+# %%
+# A training step
+# ---------------
 #
 # Gradient descent subtracts from each weight its gradient times a small number, the learning rate.
 # That is two more nodes for each weight. The model that results is a whole training step: rows,
@@ -330,7 +360,9 @@ for w, g in zip(WEIGHTS, add_gradients(graph, "loss", WEIGHTS), strict=True):
     steps.append(graph.add("Sub", w, graph.add("Mul", "rate", g), output=f"{w}_new"))
 step_model = graph.model("loss", *steps)
 
-# ## Training
+# %%
+# Training
+# --------
 #
 # The data are 64 points of a square, and the label is the product of the two coordinates, which no
 # linear function comes close to. The weights begin at random. Each iteration runs the step and
@@ -356,7 +388,9 @@ losses, weights = train(first_weights, rate=0.1, iterations=2000)
 assert losses[-1] < 0.001
 print(f"the loss falls from {losses[0]:.3f} to {losses[-1]:.6f}")
 
-# ## The same by onnxgrad
+# %%
+# The same by onnxgrad
+# --------------------
 #
 # `onnx_derivative` takes the model of the loss and returns one with the gradients. The two agree,
 # and both agree with central differences.
@@ -372,7 +406,9 @@ for w in WEIGHTS:
     expected = central_differences(loss_model, data | weights, w)
     np.testing.assert_allclose(ours[f"{w}_grad"], expected, rtol=1e-6, atol=1e-9)
 
-# ## What onnxgrad adds
+# %%
+# What onnxgrad adds
+# ------------------
 #
 # The package has the same parts: `Emit` writes nodes, one rule for each operator is in
 # `onnxgrad/autodiff/rules`, and `sweep` in `onnxgrad/autodiff/reverse.py` is the walk in reverse.
