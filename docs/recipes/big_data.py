@@ -2,8 +2,9 @@
 Data larger than memory
 =======================
 
-Parquet files are read while the model trains: memory holds some tens of thousands of rows at a time,
-whatever the size of the files. Here, a folder has four files; it could as well have thousands.
+Parquet files are read while the model trains: memory holds some tens of thousands of rows at a
+time, whatever the size of the files. Here, a folder has four files; it could as well have
+thousands.
 """
 
 from pathlib import Path
@@ -26,9 +27,8 @@ for i in range(4):
     parquet.write_table(table, f"rows/{i}.parquet", row_group_size=10_000)
 
 # %%
-# ``columns`` are those of the input, in its order; ``y`` is the label. Rows are shuffled within
-# ``shuffle_rows``, and so are the row groups of the files. The numbers of the last line are the
-# rows that were trained in a second, and those of the history.
+# Here, ``columns`` are those of the input, in its order; ``y`` is the label. Rows are shuffled
+# within ``shuffle_rows``, and so are the row groups of the files.
 
 model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>

@@ -25,9 +25,8 @@ for name, shape in (("w", (2, 16)), ("b", (16,))):
 
 torch.manual_seed(0)
 body = OnnxModule(encoder)
-network = torch.nn.Sequential(
-    body, torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
-)
+rest = torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+network = torch.nn.Sequential(body, *rest)
 print([name for name, _ in network.named_parameters()])
 
 # %%
@@ -40,7 +39,6 @@ for _ in range(400):
     loss.backward()
     optimizer.step()
     losses.append(loss.item())
-
 # %%
 # The gradients are those of the same layer in PyTorch.
 

@@ -2,9 +2,9 @@
 Exact Jacobians for scipy
 =========================
 
-``scipy.optimize.least_squares`` fits a curve to data. Without a Jacobian, it estimates one by finite
-differences, with one more evaluation for each parameter. The model of the residuals as ONNX gives
-the exact one, in float64.
+``scipy.optimize.least_squares`` fits a curve to data. Without a Jacobian, it estimates one by
+finite differences, with one more evaluation for each parameter. The model of the residuals as ONNX
+gives the exact one, in float64.
 """
 
 import matplotlib.pyplot as plt
@@ -16,7 +16,7 @@ from scipy.optimize import least_squares
 import onnxgrad as og
 
 # %%
-# The residuals of a damped oscillation y = a exp(-b t) cos(c t) + d, for parameters p = (a, b, c, d).
+# Residuals of a damped oscillation y = a exp(-b t) cos(c t) + d, with the parameters (a, b, c, d).
 
 residuals = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>

@@ -16,10 +16,10 @@ import onnx
 import onnxgrad as og
 
 # %%
-# ``slots`` are what the optimizer keeps for each weight from step to step. ``update`` writes nodes,
-# and returns the new step and the new slots. ``elementwise`` says that every element is computed on
-# its own, so that small weights can be updated together. ``og.sgd()`` multiplies by the learning
-# rate.
+# Its ``slots`` are what the optimizer keeps for each weight from step to step. ``update`` writes
+# nodes, and returns the new step and the new slots. ``elementwise`` says that every element is
+# computed on its own, so that small weights can be updated together. ``og.sgd()`` multiplies by the
+# learning rate.
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ model = onnx.parser.parse_model("""
 """)
 
 # %%
-# ``unreduced_onnx_loss`` returns the loss of every row. Its Jacobian with respect to the weights has
-# one block for each row: ``(64, 1, 3, 1)`` for w. The loop over the rows is inside of the model.
+# ``unreduced_onnx_loss`` returns the loss of every row. Its Jacobian with respect to the weights
+# has one block for each row: ``(64, 1, 3, 1)`` for w. The model has a loop over the rows, whose
+# every pass goes over the whole batch: keep batches small.
 
 rows = og.unreduced_onnx_loss(og.add_loss_output(model, "squared_error"), "loss")
 per_row = og.jacobian(rows, weights=["w", "b"], inputs=[])

@@ -30,8 +30,8 @@ for name, shape in (("w1", (1, 32)), ("b1", (32,)), ("w2", (32, 1))):
     network.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
 
 # %%
-# ``hvp`` returns a model that also computes u' as ``t_grad`` and u'' as ``t_hvp``, if ``u_grad`` and
-# ``t_vector`` are 1. A second model is the loss: it reads two of these outputs.
+# ``hvp`` returns a model that also computes u' as ``t_grad`` and u'' as ``t_hvp``, if ``u_grad``
+# and ``t_vector`` are 1. A second model is the loss: it reads two of these outputs.
 
 second = og.hvp(network, inputs=["t"])
 residual = onnx.parser.parse_model("""

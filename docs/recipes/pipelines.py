@@ -43,6 +43,8 @@ model = to_onnx(pipeline, old[0], options={"zipmap": False})
 print(og.trainable(model))  # the scaler stays, the regression trains
 
 # %%
+# New rows train it further. The result is compared with a pipeline that is fitted to them.
+
 clf = og.OnnxClassifier(model, learning_rate=0.1, random_state=0)
 scores = [clf.partial_fit(*new).score(*test) for _ in range(10)]
 print(f"accuracy {pipeline.score(*test):.3f} before, {scores[-1]:.3f} after")
@@ -53,6 +55,5 @@ np.testing.assert_array_equal(session.run(["label"], feed)[0], clf.predict(test[
 assert abs(scores[-1] - pipeline.fit(*new).score(*test)) < 0.02
 
 plt.plot(range(1, 11), scores)
-plt.xlabel("epochs on new rows")
-plt.ylabel("accuracy")
+plt.gca().set(xlabel="epochs on new rows", ylabel="accuracy")
 plt.show()

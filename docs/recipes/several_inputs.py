@@ -3,8 +3,8 @@ Several inputs
 ==============
 
 Data for a model of several inputs are a dict of arrays by the names of the inputs. Here, a
-recommender reads the numbers of a user and of an item, and predicts a rating as the product of their
-vectors. Only a fifth of all ratings is known.
+recommender reads the numbers of a user and of an item, and predicts a rating as the product of
+their vectors. Only a fifth of all ratings is known.
 """
 
 import matplotlib.pyplot as plt
@@ -28,6 +28,8 @@ for name, rows in (("users", USERS), ("items", ITEMS)):
 print(og.trainable(model))
 
 # %%
+# A fifth of the ratings trains; the others are what it is evaluated on.
+
 truth = (rng.normal(size=(USERS, RANK)) @ rng.normal(size=(RANK, ITEMS))).astype(np.float32)
 user, item = np.divmod(rng.permutation(USERS * ITEMS), ITEMS)
 ratings = truth[user, item][:, None]

@@ -2,10 +2,10 @@
 Fine-tune an ONNX model
 =======================
 
-You have a model as an ``.onnx`` file, without the code that trained it, and a task that differs from
-the one it was trained for. This tutorial goes the whole way: what in the file can train, a new last
-layer, training that layer alone, then more of the model, LoRA adapters, and a clean ``.onnx`` file
-for the ordinary onnxruntime. Neither PyTorch nor a conversion back to it is needed.
+You have a model as an ``.onnx`` file, without the code that trained it, and a task that differs
+from the one it was trained for. This tutorial goes the whole way: what in the file can train, a new
+last layer, training that layer alone, then more of the model, LoRA adapters, and a clean ``.onnx``
+file for the ordinary onnxruntime. Neither PyTorch nor a conversion back to it is needed.
 """
 
 from pathlib import Path
@@ -22,9 +22,10 @@ import onnxgrad as og
 # A published model
 # -----------------
 #
-# So that this page runs offline, it makes the "published" model itself: a convolutional network that
-# is trained on the ten digits, as a scanner of a thousand forms gives them, with noise and up to one
-# pixel off. You can skip these lines: from the next section on, all that is known is the file.
+# So that this page runs offline, it makes the "published" model itself: a convolutional network
+# that is trained on the ten digits, as a scanner of a thousand forms gives them, with noise and up
+# to one pixel off. You can skip these lines: from the next section on, all that is known is the
+# file.
 
 DATA = Path(__file__).parents[2] / "data"
 table = parquet.read_table(DATA / "digits.parquet")
@@ -100,9 +101,9 @@ print(og.trainable("published.onnx"))
 # A new head
 # ----------
 #
-# ``replace_head`` finds the last layer, and gives it fresh weights for another number of classes, or
-# for classes with names, which are kept in the file's metadata. Whatever follows, such as a Softmax
-# or labels, is adapted. The new tensors are ``head.weight`` and ``head.bias``.
+# ``replace_head`` finds the last layer, and gives it fresh weights for another number of classes,
+# or for classes with names, which are kept in the file's metadata. Whatever follows, such as a
+# Softmax or labels, is adapted. The new tensors are ``head.weight`` and ``head.bias``.
 
 classes = ["0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "empty"]
 model = og.replace_head("published.onnx", units=classes)
@@ -147,8 +148,8 @@ print("the same as before:", sorted(published.keys() & tuned.keys()))
 # More of the model
 # -----------------
 #
-# ``train`` and ``freeze`` take names and patterns. This goes on from the trained head, so that older
-# layers do not follow the gradients of a random one, and at a lower rate.
+# ``train`` and ``freeze`` take names and patterns. This goes on from the trained head, so that
+# older layers do not follow the gradients of a random one, and at a lower rate.
 
 options = {"optimizer": "adam", "metrics": ["accuracy"]}
 block = og.Trainer(
@@ -213,7 +214,8 @@ plt.show()
 
 # %%
 # What the published model knows is worth far more here than what is trained of it: with so few
-# images, the head alone is within two percentage points of the best. With more data, more layers pay.
+# images, the head alone is within two percentage points of the best. With more data, more layers
+# pay.
 
 # %%
 # Deploy
@@ -246,4 +248,5 @@ assert abs(max(a for _, a in results.values()) - results["head"][1]) < 0.02
 # - Weights of quantized models stay as they are; heads and adapters beside them train.
 # - Numbered names such as ``onnx::MatMul_137`` have readable aliases, which patterns match:
 #   :doc:`What trains by default </trainable>`.
-# - Adapters in detail: :doc:`LoRA </lora>`. The trainer in detail: :doc:`Train a model </training>`.
+# - Adapters in detail: :doc:`LoRA </lora>`. The trainer in detail:
+#   :doc:`Train a model </auto_tutorials/training>`.

@@ -76,7 +76,8 @@ print(before)
 trainer.fit(X_train, y_train, epochs=12, batch_size=32, validation=0.1)
 after = trainer.evaluate(X_test, y_test)
 print(after)
-assert before["accuracy"] < 0.3 and after["accuracy"] > 0.93
+assert before["accuracy"] < 0.3
+assert after["accuracy"] > 0.93
 
 # %%
 # ``history`` has one entry for every epoch.
@@ -123,5 +124,5 @@ plt.show()
 # ``fit`` wrote one ONNX model that holds the forward pass, the loss, its gradient, the optimizer
 # and the loop over the batches. onnxruntime ran it; no batch passed through Python.
 #
-# Next: :doc:`fine-tune a model </tutorials/finetune>` that already knows something, or read
+# Next: :doc:`fine-tune a model </auto_tutorials/finetune>` that already knows something, or read
 # :doc:`the concepts </concepts>` on one page.
