@@ -46,7 +46,7 @@ def trained(clip, sigma, steps=150, rate=0.5, share=0.05):
     return w
 
 
-sigmas = [0, 1, 4, 16]
+sigmas = [0, 1, 4, 16, 64, 256]
 accuracy = [np.mean((x @ trained(1.0, sigma) > 0) == y) for sigma in sigmas]
 print(dict(zip(sigmas, accuracy, strict=True)))
 assert accuracy[1] > 0.7  # the noise of common budgets costs little

@@ -41,8 +41,8 @@ model = onnx.parser.parse_model("""
     <ir_version: 9, opset_import: ["": 20]>
     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
 """)
-x = np.random.default_rng(0).normal(size=(64, 2)).astype(np.float32)
-y = x @ np.float32([[2], [-1]])
+x, noise = np.split(np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32), [2], axis=1)
+y = x @ np.float32([[2], [-1]]) + 0.1 * noise
 trainer = og.Trainer(model, "mse", optimizer=signum, learning_rate=0.05)
 trainer.fit(x, y, epochs=2, batch_size=64)
 
