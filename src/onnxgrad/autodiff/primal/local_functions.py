@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import prod
 
+import onnx_ir as ir
 from onnx import (
     AttributeProto,
     FunctionProto,
@@ -18,6 +19,7 @@ from onnx import (
 from onnxgrad.autodiff.rules import RULES
 from onnxgrad.errors import ModelError, escaping, first_line, printable
 from onnxgrad.model.constants import ConstantRef, standard
+from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET, convert
 from onnxgrad.model.rewrites import declare_once, own_results, unshadow, use_standard_domain
 from onnxgrad.model.traversal import all_nodes, subgraphs
@@ -64,6 +66,18 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
         _share_constants(model)
         own_results(model, names)
     return model
+
+
+def without_calls(graph: ir.Graph, model: ir.Model, ir_version: int) -> ModelProto:
+    """Return the model of `graph`, part of what was written for `model`, without local functions.
+
+    Those that have a rule are calls until their gradients are written: their bodies replace them.
+    """
+    functions = list(model.functions.values())
+    proto = to_proto(
+        ir.Model(graph, ir_version=ir_version, producer_name="onnxgrad", functions=functions)
+    )
+    return inliner.inline_local_functions(proto) if functions else proto
 
 
 @escaping()
