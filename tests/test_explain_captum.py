@@ -13,6 +13,10 @@ from onnxgrad import explain
 torch = pytest.importorskip("torch")
 captum = pytest.importorskip("captum.attr")
 nn = torch.nn
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Input Tensor:UserWarning"),
+    pytest.mark.filterwarnings("ignore:You are using the legacy:DeprecationWarning"),
+]
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
@@ -219,13 +223,16 @@ def test_fgsm(cnn, mlp, targeted):
     module, x, model = cnn
     loss = nn.CrossEntropyLoss(reduction="none")
     attack = FGSM(module, loss, lower_bound=-1, upper_bound=1)
+    attack.zero_thresh = 0  # Captum moves nothing where the gradient is below 1e-6
     theirs = attack.perturb(x, 0.1, torch.tensor([0, 3, 1]), targeted=targeted)
     options = {"targeted": targeted, "bounds": (-1, 1), "loss": "cross_entropy"}
     ours = explain.fgsm(model, x, 0.1, [0, 3, 1], **options)
     np.testing.assert_allclose(ours, theirs.detach(), **CLOSE)
     module, x, model = mlp
     mask = torch.tensor([[1.0, 0, 1, 1]])
-    theirs = FGSM(module).perturb(x, 0.1, 1, targeted=targeted, mask=(mask, torch.ones(1, 2)))
+    attack = FGSM(module)
+    attack.zero_thresh = 0
+    theirs = attack.perturb(x, 0.1, 1, targeted=targeted, mask=(mask, torch.ones(1, 2)))
     feed = {"x": x[0], "z": x[1]}
     ours = explain.fgsm(model, feed, 0.1, 1, targeted=targeted, mask={"x": mask})
     for a, b in zip(ours.values(), theirs, strict=True):
@@ -238,6 +245,7 @@ def test_pgd(cnn, norm):
 
     module, x, model = cnn
     attack = PGD(module, nn.CrossEntropyLoss(reduction="none"), lower_bound=-2, upper_bound=2)
+    attack.fgsm.zero_thresh = 0
     radius = 0.15 if norm == "Linf" else 1.5
     labels = torch.tensor([0, 3, 1])
     theirs = attack.perturb(x, radius, 0.06, 6, labels, norm=norm)
@@ -294,7 +302,8 @@ def test_influence(mlp, tmp_path):
 
     method = TracInCP(
         module, torch.utils.data.TensorDataset(x[:6], labels[:6]), files, load,
-        loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=6, sample_wise_grads_per_batch=True,
+        loss_fn=nn.CrossEntropyLoss(reduction="sum"), batch_size=6,
+        sample_wise_grads_per_batch=True,
     )  # fmt: skip
     theirs = method.influence((x[6:], labels[6:]))
     ours = explain.influence(

@@ -71,7 +71,8 @@ def fgsm(
     _check(loss, "Linf", epsilon=epsilon)
     indices = point.indices(target)
     step = -epsilon if targeted else epsilon
-    return point.function.result(_stepped(point, point.values, indices, loss, step, masks, bounds))
+    moved = _stepped(point, point.values, indices, loss, step, masks)
+    return point.function.result(_clipped(moved, point.values, bounds))
 
 
 def pgd(
@@ -131,7 +132,7 @@ def pgd(
         values = _near(point, _random(values, masks, radius, norm, rng), bounds)
     step = -step_size if targeted else step_size
     for _ in range(steps):
-        values = _stepped(point, values, indices, loss, step, masks, bounds)
+        values = _stepped(point, values, indices, loss, step, masks)
         values = _near(point, _projected(values, point.values, radius, norm), bounds)
     return point.function.result(values)
 
@@ -194,7 +195,6 @@ def _stepped(
     loss: str,
     step: float,
     masks: Arrays,
-    bounds: Bounds,
 ) -> Arrays:
     """Return `values` after one step, of which each element has the length `step`."""
     if loss == "score":
@@ -202,7 +202,7 @@ def _stepped(
     else:
         gradients = point.pulled_back(values, _cross_entropy(point.outputs(values), indices))
     moved = {n: x + step * np.sign(gradients[n]) * masks[n] for n, x in values.items()}
-    return _clipped(moved, values, bounds)
+    return {n: x.astype(values[n].dtype) for n, x in moved.items()}
 
 
 def _cross_entropy(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
