@@ -139,17 +139,12 @@ class Piece:
     def _backward(self, wrt: tuple[str, ...]) -> _Backward:
         """Return the session of the gradient, the names of the gradients and of the cotangent."""
         if self._gradient is None or self._gradient[0] != wrt:
-            values = [self._values[name] for name in wrt if name in self._values]
-            missing = [name for name in wrt if name not in self._values]
-            if missing:
-                raise ValueError(
-                    f"{self.outputs[0]!r} does not depend on {missing[0]!r}: its attributions "
-                    "would all be zero; leave it out of `wrt`"
-                )
+            values = [self._values[name] for name in wrt]
             require_differentiable(self.graph, values, self.graph.outputs[0])
             request = DerivativeRequest([], list(wrt), DerivativeOptions.Zero)
             with garbage_kept():
-                model, names = derivative(self._proto, request)
+                model, _ = derivative(self._proto, request)
+            names = {x: y.name for x, y in zip(wrt, model.graph.output, strict=True)}
             running = session(model, self._device, 3 * self._work)
             before = {x.name for x in self._proto.graph.input}
             (cotangent,) = [x.name for x in model.graph.input if x.name not in before]

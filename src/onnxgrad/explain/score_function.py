@@ -171,18 +171,23 @@ class ScoreFunction:
     # -- checks --------------------------------------------------------------------------------
 
     def _check_wrt(self) -> None:
-        """Raise if `wrt` names the output, or values that depend on each other."""
-        graph = self.piece([self.output, *self.inner]).graph
-        values = {v.name: v for v in (*graph.inputs, *graph.outputs)}
+        """Raise if `wrt` names the output, what it does not read, or dependent values."""
         if self.output in self.wrt:
             raise ValueError(f"{self.output!r} is the output: name values in front of it as `wrt`")
+        graph = self.piece([self.output, *self.inner]).graph
+        values = {v.name: v for v in (*graph.inputs, *graph.outputs)}
         for name in self.wrt:
-            x = values[name]
-            depending = dependents(graph, [x])
-            others = [y for y in self.wrt if y != name and values[y] in depending]
+            depending = dependents(graph, [values[name]] if name in values else [])
+            others = [y for y in self.wrt if y != name and values.get(y) in depending]
             if others:
                 raise ValueError(
                     f"{others[0]!r} depends on {name!r}: explain them in separate calls"
+                )
+        for name in self.wrt:
+            if name not in self.behind.inputs:
+                raise ValueError(
+                    f"{self.output!r} does not depend on {name!r}: its attributions would all be "
+                    "zero; leave it out of `wrt`"
                 )
 
 
