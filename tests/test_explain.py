@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import logging
+import re
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -14,6 +16,7 @@ from onnx import numpy_helper
 import onnxgrad as og
 from onnxgrad import explain
 
+ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((5, 4)).astype(np.float32)
@@ -406,3 +409,14 @@ def test_arguments_that_do_not_fit(call, message):
 
 def test_the_submodule_is_a_name_of_the_package():
     assert og.explain is explain
+
+
+BLOCKS = re.findall(r"(?ms)^```python\n(.*?)^```$", (ROOT / "docs" / "explain.md").read_text())
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_the_code_of_the_page(block, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block, "explain.md", "exec"), {})
+    plt.close("all")
+    assert capsys.readouterr().out.strip()
