@@ -208,6 +208,12 @@ def test_training_mode_is_refused():
             call()
 
 
+def test_random_numbers_are_refused():
+    model = parse("f (float[N,4] x) => (float[N,4] y) { n = RandomNormalLike(x)  y = Add(x, n) }")
+    with pytest.raises(ValueError, match=r"RandomNormalLike .*'n'.*its scores are random"):
+        explain.saliency(model, X, 0)
+
+
 def test_token_ids_need_an_inner_value():
     table = RNG.standard_normal((7, 3)).astype(np.float32)
     model = parse(

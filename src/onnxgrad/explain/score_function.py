@@ -14,9 +14,11 @@ from onnx import ModelProto
 from onnxgrad.errors import printable
 from onnxgrad.explain import targets
 from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
-from onnxgrad.explain.paths import dependents, reached
+from onnxgrad.explain.paths import dependents, reached, shown
 from onnxgrad.explain.piece import Piece, declared
+from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import is_real
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.weights import is_setting
 from onnxgrad.runtime.device import CPU, Device
@@ -51,7 +53,7 @@ class ScoreFunction:
 
     Raises:
         ValueError: an unknown name, several float outputs, no float input that
-            the output depends on, or a model whose nodes are in training mode.
+            the output depends on, or a model whose nodes are in training mode, or draw random numbers.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -96,6 +98,11 @@ class ScoreFunction:
         self.single = isinstance(wrt, str) or (wrt is None and len(self.wrt) == 1)
         self.inner = [name for name in self.wrt if name not in declared(self._proto)]
         self._check_wrt()
+        for node in all_nodes(self.whole.graph):
+            if node.op_type in RANDOM and not node.domain:
+                raise ValueError(
+                    f"{shown(node)}: its scores are random; name an `output` in front of it"
+                )
 
     @classmethod
     def of(
