@@ -52,8 +52,8 @@ class ScoreFunction:
         batch_size: as the argument.
 
     Raises:
-        ValueError: an unknown name, several float outputs, no float input that
-            the output depends on, or a model whose nodes are in training mode, or draw random numbers.
+        ValueError: an unknown name, several float outputs, no float input that the output depends
+            on, or nodes that are in training mode or draw random numbers.
         ModelError: `model` cannot be read.
 
     Examples:
