@@ -19,6 +19,7 @@ FLOORS = [
         "training",
         "artifacts",
         "finetune",
+        "explain",
         "plot",
         "torch",
         "sklearn",

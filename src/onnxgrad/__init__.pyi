@@ -1,5 +1,8 @@
 """The public names: `__init__.py` imports the module of each when it is first used."""
 
+from . import (
+    explain as explain,
+)
 from .artifacts import (
     generate_artifacts as generate_artifacts,
     merge_artifacts as merge_artifacts,
