@@ -213,6 +213,11 @@ from .plot.dot import (
 from .plot.figure import (
     plot_onnxs as plot_onnxs,
 )
+from .plot.summary import (
+    Layer as Layer,
+    Summary as Summary,
+    summary as summary,
+)
 from .plot.text import (
     onnx_simple_text_plot as onnx_simple_text_plot,
     onnx_text_plot_io as onnx_text_plot_io,
