@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from html import escape
 from math import ceil, prod
 
 import onnx_ir as ir
@@ -22,6 +21,7 @@ from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.plot.work import Work
+from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.defaults import trainable
 from onnxgrad.training.parameters.module_names import ModuleNames
 
@@ -123,16 +123,7 @@ class Summary(list[Layer]):
 
     def _repr_html_(self) -> str:
         head, *rows = self._cells()
-        lines = [f"<tr>{''.join(f'<th>{escape(cell)}</th>' for cell in head)}</tr>"]
-        for row in rows:
-            tag = "th" if row is rows[-1] else "td"
-            cells = (
-                f'<{tag} style="text-align:{"right" if i > 2 else "left"}">{escape(cell)}</{tag}>'
-                for i, cell in enumerate(row)
-            )
-            lines.append(f"<tr>{''.join(cells)}</tr>")
-        notes = "".join(f"<p>{escape(note)}</p>" for note in self._notes())
-        return f"<table>{''.join(lines)}</table>{notes}"
+        return html_table(head, rows, self._notes())
 
 
 def summary(
