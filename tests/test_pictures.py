@@ -129,9 +129,21 @@ def test_large_models_are_folded_to_a_readable_size():
     assert len(boxes(og.to_svg(chain(2000), fold=False))) == 2002
 
 
+def test_constants_are_no_boxes():
+    model = parse("""<ir_version: 9, opset_import: ["": 20]>
+        f (float[2] x) => (float[2] y, float[1] c) <float[2] w = {1, 2}>
+        { c = Constant<value = float[1] {3}>() n = Constant<value_floats = [4.0]>()
+          v = Identity(w) a = Mul(x, v) b = Add(a, c) y = Sub(b, n) }""")
+    svg = og.to_svg(model)
+    assert [title for _, title, _ in boxes(svg)] == ["x", "c", "Mul", "Add", "Sub", "y"]
+    texts = {t.text for t in ElementTree.fromstring(svg).iter(f"{NS}text")}
+    assert {"v = [1.0, 2.0]", "c = [3.0]", "n value_floats=[4]"} <= texts
+
+
 def test_a_broken_model_is_drawn():
     made = parse(MLP)
     made.graph.node[2].input[0] = "nothing"
+    made.graph.node.add(op_type="Identity")
     assert "nothing: not computed by any node" in og.to_svg(made)
 
 

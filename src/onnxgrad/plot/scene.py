@@ -142,7 +142,7 @@ class Scene:
         scope.update(constants)
         for name, text in inputs:
             scope[name] = self._item("input", name, group, [text], [name, text])
-        nodes = list(nodes)
+        nodes = [node for node in nodes if not _is_constant(node, scope)]
         made = [self._node(node, group, scope) for node in nodes]
         for node, item in zip(nodes, made, strict=True):
             scope.update((y, item) for y in node.output if y)
@@ -249,6 +249,23 @@ class Scene:
                 item.marks.add("recomputed")
 
 
+def _is_constant(node: NodeProto, scope: ChainMap[str, object]) -> bool:
+    """Return whether `node` is shown as a constant of its readers; then `scope` has its value."""
+    constant: object = None
+    if not node.output:
+        return False
+    if node.op_type == "Constant" and not node.domain and len(node.attribute) == 1:
+        attribute = node.attribute[0]
+        is_tensor = attribute.type == AttributeProto.TENSOR
+        constant = _tensor(attribute.t) if is_tensor else [attribute_text(attribute), ""]
+    elif node.op_type == "Identity" and not node.domain and node.input:
+        constant = scope.get(node.input[0])  # exporters name a shared weight again
+    if not isinstance(constant, list):
+        return False
+    scope[node.output[0]] = constant
+    return True
+
+
 def _end(name: str) -> str:
     """Return the last part of a name, which says most."""
     return name if len(name) <= 18 else f"...{name[-15:]}"
@@ -279,14 +296,15 @@ def _paths(graph: GraphProto) -> dict[str, list[str]]:
 
 
 def _types(proto: ModelProto) -> dict[str, str]:
-    """Return `{value: dtype and shape}`: inferred ones, or where that fails those of the file."""
+    """Return `{value: dtype and shape}`: inferred, or those of the file if it is broken."""
     graphs = [proto.graph, *(a.g for n in nodes_of(proto) for a in n.attribute if a.HasField("g"))]
     stated = {v.name: _stated(v) for g in graphs for v in (*g.input, *g.value_info, *g.output)}
     try:
-        model = to_ir(external.without_data(proto))
-        external.with_data(model, proto)
+        valid = read(proto)
+        model = to_ir(external.without_data(valid))
+        external.with_data(model, valid)
         infer(model)
-    except (ModelError, ValueError, TypeError, KeyError):
+    except ModelError:  # it is broken, or computes with maps
         return stated
     for node in all_nodes(model.graph):
         for y in node.outputs:

@@ -50,8 +50,8 @@ def to_svg(model: ModelLike | Partition, *, fold: bool | None = None) -> str:
 
     In a gradient of `onnx_derivative(note_primal=True)`, the backward pass is on the right, goes
     up, and has the colors of the nodes that it differentiates. Nodes whose results it reads have a
-    thick red edge; for a `Partition`, these are the saved ones, and nodes that its backward model
-    computes again have a dashed purple edge.
+    thick edge; for a `Partition`, these are the saved ones, and nodes that its backward model
+    computes again have a dashed edge.
 
     Args:
         model: model, serialized model or path; or a `Partition`, of which the joint graph is drawn.
