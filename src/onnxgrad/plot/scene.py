@@ -227,11 +227,11 @@ class Scene:
         for arrow in self.arrows:
             behind[arrow.source].append(arrow.target)
         starts = [i.id for i in self.items if "backward" in i.marks or i.title.endswith("YieldOp")]
-        todo = [j for i in starts for j in behind[i]]
-        for i in todo:  # the loop appends to it
+        waiting = [j for i in starts for j in behind[i]]
+        for i in waiting:  # the loop appends to it
             if "backward" not in self.items[i].marks and self.items[i].kind == "node":
                 self.items[i].marks.add("backward")
-                todo += behind[i]
+                waiting += behind[i]
         if not starts:
             return
         for arrow in self.arrows:

@@ -43,6 +43,15 @@ class Layer:
             recurrent layers and attention, and one for each element a bias is added to.
         activation_bytes: bytes of all results of its nodes, without views.
         output_bytes: bytes of the results of `shapes`.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[3,2] x) => (float[3,1] y)
+        ...     <float[2,1] w = {1.0, 2.0}> { y = MatMul(x, w) }''')
+        >>> [layer] = og.summary(model)
+        >>> layer.shapes, layer.parameters, layer.multiply_adds, layer.output_bytes
+        (((3, 1),), 2, 6, 12)
     """
 
     name: str
@@ -61,6 +70,15 @@ class Summary(list[Layer]):
     Attributes:
         lengths: `{symbolic dimension: length}` that shapes and counts assume.
         uncounted: what the numbers do not cover, one sentence each.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20, "acme": 1]>
+        ...     f (float[N,2] x) => (float[N,2] z) { y = Exp(x) z = acme.Foo(y) }''')
+        >>> table = og.summary(model, lengths={"N": 3})
+        >>> table.lengths, table.uncounted[0]
+        ({'N': 3}, "Foo (node ''): an operator of 'acme'")
     """
 
     def __init__(
