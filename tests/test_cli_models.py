@@ -134,3 +134,12 @@ def test_show(here):
     assert summary["operators"] == {"MatMul": 1, "Add": 1}
     assert summary["inputs"] == [{"name": "x", "type": "float", "shape": ["N", 2]}]
     assert [y["name"] for y in summary["gradient"]["outputs"]] == ["x_grad", "W_grad", "b_grad"]
+
+
+def test_show_layers(here):
+    lines = succeed("show", "linear.onnx", "--summary").stdout.splitlines()
+    assert lines[2].split() == ["MatMul", "MatMul", "[1,", "1]", "2", "2", "2", "4"]
+    assert lines[-1] == "for N=1"
+    found = as_json("show", "linear.onnx", "--summary")
+    assert [layer["multiply_adds"] for layer in found["layers"]] == [2, 1]
+    assert found["lengths"] == {"N": 1}

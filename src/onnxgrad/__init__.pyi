@@ -216,6 +216,19 @@ from .plot.dot import (
 from .plot.figure import (
     plot_onnxs as plot_onnxs,
 )
+from .plot.page import (
+    Picture as Picture,
+    show as show,
+    to_html as to_html,
+)
+from .plot.summary import (
+    Layer as Layer,
+    Summary as Summary,
+    summary as summary,
+)
+from .plot.svg import (
+    to_svg as to_svg,
+)
 from .plot.text import (
     onnx_simple_text_plot as onnx_simple_text_plot,
     onnx_text_plot_io as onnx_text_plot_io,

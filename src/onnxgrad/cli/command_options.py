@@ -127,3 +127,4 @@ class ShowOptions(Common, ModelArgument):
     """Of `onnxgrad show`."""
 
     grad: bool = option("Print its gradient as well.", False)
+    summary: bool = option("Print a table of its layers instead of its nodes.", False)

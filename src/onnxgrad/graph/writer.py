@@ -18,6 +18,7 @@ from onnxgrad.graph.traversal import all_names, attribute_key
 from onnxgrad.graph.types import output_shape, output_types
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
+PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate
 _current: ContextVar[Writer] = ContextVar("emit")
 
 
@@ -53,6 +54,7 @@ class Writer:
     ) -> None:
         self.graph = graph
         self.outer = outer
+        self.primal: ir.Node | None = None  # whose gradient is being written
         self._before: ir.Node | None = None  # insert nodes before it; None: at the end
         self._written: dict[ir.Node, None] = {}
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
@@ -191,6 +193,8 @@ class Writer:
         else:
             self.graph.insert_before(self._before, node)
         self._written[node] = None
+        if self.primal is not None:
+            node.meta[PRIMAL] = self.primal
         return list(node.outputs)
 
     def copy_of(self, x: ir.Value) -> ir.Value:
