@@ -92,7 +92,8 @@ class Compiled:
             if splits(objective, axes, shapes):
                 split = call.split_step(objective, Target(device, 1, source.batch_size // parts))
                 self.step = split.step
-                return SplitRunner(split, device, work, fields, parts, Rows(axes, shapes))
+                proven, norms = Rows(axes, shapes), call.trainer.callbacks.gradient_norms
+                return SplitRunner(split, device, work, fields, parts, proven, norms)
         if call.sharing is not None:
             call.sharing.warn(objective, source)
         self.step = step = call.step(objective)
@@ -104,8 +105,9 @@ class Compiled:
 
     def _parts(self, trainer: Any, work: float, source: BatchSource) -> int:
         """Return into how many parts to split a batch, if its rows allow it."""
-        whole = trainer.accumulate > 1 or trainer.callbacks.gradient_norms
-        if trainer.device.kind != "cpu" or whole or not isinstance(source, ArraySource):
+        if trainer.device.kind != "cpu" or not isinstance(source, ArraySource):
+            return 1
+        if trainer.accumulate > 1:
             return 1
         if work < max(SPLIT_WORK, SPLIT_WORK_PER_WEIGHT * self.weights):
             return 1

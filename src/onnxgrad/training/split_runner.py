@@ -14,6 +14,7 @@ import onnxruntime as ort
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
+from onnxgrad.runtime.values import array_of
 from onnxgrad.training.batches import Slice, rows_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes
@@ -44,7 +45,8 @@ class SplitRunner(Runner):
     """Runs slices of batches as `Runner` does, with the rows of each batch in `parts` parts.
 
     Each part runs on a thread of its own, in a session of its own: memory that two runs of one
-    session allocate is behind one lock. Batches other than `proven` are one part.
+    session allocate is behind one lock. Batches other than `proven` are one part. With `measures`,
+    the norms of the gradients of the last batch of a slice are computed, outside of the graph.
     """
 
     def __init__(
@@ -55,9 +57,11 @@ class SplitRunner(Runner):
         fields: Fields,
         parts: int,
         proven: Rows,
+        measures: bool = False,
     ) -> None:
         super().__init__(split.gradients, split.step, "terms", device, work, fields)
         self.split, self.parts, self.proven = split, parts, proven
+        self.measures = measures
         self.axes: Axes = dict(proven.axes)
         self._sessions = [
             Sessions(split.gradients, split.step, device, work / parts, single=True)
@@ -95,6 +99,8 @@ class SplitRunner(Runner):
             states = self._update(states, gradients, [stack[i, ...] for stack in scalars])
             sums.append(terms)
             counts.append(np.array(counted[:half], np.float64))
+        if self.measures:
+            self.norms = self._norms(gradients)
         return self.finished(piece, states, Losses(np.stack(sums), np.stack(counts)), start)
 
     def _gradients(
@@ -111,6 +117,16 @@ class SplitRunner(Runner):
         parts = [binding.run(inputs, self.outputs), *(job.result() for job in waiting)]
         terms = [[float(y.numpy()) for y in part[len(weights) :]] for part in parts]
         return [part[: len(weights)] for part in parts], np.sum(terms, axis=0)
+
+    def _norms(self, gradients: list[list[ort.OrtValue]]) -> dict[str, float]:
+        """Return the 2-norm of the gradient of each weight, the sum of those of the parts."""
+        norms = {}
+        for group, *of_parts in zip(self.step.groups, *gradients, strict=True):
+            first, *others = (array_of(g) for g in of_parts)
+            total = sum(others, first)
+            for name, g in group.unpack(total, copies=False).items():
+                norms[name] = float(np.linalg.norm(g.astype(np.float64, copy=False)))
+        return norms
 
     def _binding(self, part: int, arrays: Arrays) -> Binding:
         running = self._sessions[part].of({name: array[None] for name, array in arrays.items()})
