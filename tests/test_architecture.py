@@ -20,6 +20,7 @@ FLOORS = [
         "artifacts",
         "finetune",
         "plot",
+        "report",
         "torch",
         "sklearn",
         "__init__",
