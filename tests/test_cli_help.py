@@ -23,7 +23,7 @@ from onnxgrad.optimizers.presets import OPTIMIZERS, WHOLE_TENSORS
 from onnxgrad.schedules import base, curves, plateau
 from onnxgrad.schedules.base import Schedule
 
-COMMANDS = ("train", "eval", "predict", "trainable", "grad", "check", "merge", "show")
+COMMANDS = ("train", "eval", "predict", "trainable", "grad", "check", "merge", "report", "show")
 REGISTRIES = {
     "LOSSES": {*LOSSES, *ALIASES},
     "OPTIMIZERS": {*OPTIMIZERS, *WHOLE_TENSORS},

@@ -63,8 +63,8 @@ def write_report(
     path = Path(run)
     if output is None:
         output = (path if path.is_dir() else path.parent) / PAGE
-    check_writable(output, overwrite, [path] if path.is_file() else [])
     loaded = load_run(path)
+    check_writable(output, overwrite, [path] if path.is_file() else [])
     try:
         text = page(loaded, path.name if path.name else str(path.resolve().name))
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
