@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections import Counter
@@ -24,6 +23,7 @@ from onnxgrad.report.weights import change, histograms, norm, thinned
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
+from onnxgrad.training.callbacks.curves import StepLosses
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.tracker import parameters_of
 from onnxgrad.training.failed import sample_step
@@ -112,7 +112,7 @@ class Recorder(Callback):
         target_of(self.path)
         entry, machine = self.entry(state), environment()
         self._weights = dict(state.weights)
-        self._since, self._sums = state.step, (0.0, 0.0)
+        self._since, self._losses = state.step, StepLosses()
         self._clock, self._before = time.perf_counter(), entry.get("seconds", 0.0)
         if "begun" not in entry:
             entry |= {
@@ -135,17 +135,14 @@ class Recorder(Callback):
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Begin the sum of the losses of an epoch."""
-        self._sums = (0.0, 0.0)
+        self._losses.begin()
 
     def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Record the mean loss since the last call, and norms where they are due."""
-        progress, (total, rows) = trainer.progress, self._sums
-        if progress.rows > rows and math.isfinite(progress.loss):
-            self._sums = progress.loss * progress.rows, progress.rows
-            new = progress.rows - rows
-            loss = (self._sums[0] - total) / new
+        if new := self._losses.add(trainer.progress):
+            loss, rows = new
             steps = self.entry(state)["steps"]
-            steps.append([state.step, new, loss, state.learning_rate])
+            steps.append([state.step, rows, loss, state.learning_rate])
             _joined(steps)
         if self.every_steps is not None and state.step % self.every_steps == 0:
             self._measure(trainer, state)

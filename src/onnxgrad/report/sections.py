@@ -125,7 +125,10 @@ def worst(run: Run) -> list[dict[str, Any]]:
                 for key in ("label", "prediction", "score")
             }
             values.append(texts)
-        rows.append({**row, "values": values})
+        shown = [
+            ["label", "prediction", *(["score"] if "score" in v else [])] for v in row["values"]
+        ]
+        rows.append({**row, "values": values, "columns": shown})
     return rows
 
 

@@ -56,14 +56,14 @@ def failed_step(setup: Setup, loop: Loop) -> tuple[ModelProto, Arrays] | None:
 
 
 def sample_step(setup: Setup, loop: Loop) -> Sample | None:
-    """Return the step with the current states and the last batches, while `fit` runs.
+    """Return the step with the current states and a batch of the full size, while `fit` runs.
 
     It is one graph in the native form, also where the training runs it in parts. None without a
     step, and where processes share it.
     """
-    if loop.last is None or _is_shared(setup, loop):
+    if loop.sample is None or _is_shared(setup, loop):
         return None
-    piece, rates, position = loop.last
+    piece, rates, position = loop.sample
     runner, device = loop.runner, setup.trainer.device
     step = setup.step(
         setup.objective(), norms=False, in_place=False, blocks=not runner.in_place, alone=True

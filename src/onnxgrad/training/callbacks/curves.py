@@ -5,8 +5,35 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+
+_KEPT = 4096  # losses
+
+
+class StepLosses:
+    """The mean losses of rows between the calls of `on_step_end`."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an epoch, whose sums begin at zero."""
+        self._sum, self._rows = 0.0, 0
+
+    def add(self, progress: Any) -> tuple[float, int] | None:
+        """Return the mean loss and the rows since the last call; None without any."""
+        if progress.rows <= self._rows or not math.isfinite(progress.loss):
+            return None
+        total, rows = progress.loss * progress.rows, progress.rows - self._rows
+        loss = (total - self._sum) / rows
+        self._sum, self._rows = total, progress.rows
+        self.values.append(loss)
+        if len(self.values) > _KEPT:
+            self.values = binned(self.values, _KEPT // 2)
+        return loss, rows
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
