@@ -115,6 +115,8 @@ def test_version():
 
 def test_pure_python():
     assert {p.suffix for p in (ROOT / "src").rglob("*") if p.is_file()} <= {
+        ".css",
+        ".html",
         ".py",
         ".pyc",
         ".pyi",

@@ -31,16 +31,19 @@ class Chart:
     names: list[str]
 
 
-def curves(title: str, series: Sequence[Series], xlabel: str = "step") -> Chart:
-    """Return lines over steps. Values that are not finite are left out."""
-    figure, axes = _axes(xlabel)
+def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
+    """Return lines over steps. Values that are not finite are left out.
+
+    With `log`, the axis of values is logarithmic if these are of several orders of magnitude.
+    """
+    figure, axes = _axes("step")
     kept = [(name, *_finite(x, y)) for name, x, y in series]
     every = [v for _, _, y in kept for v in y]
     for color, (_, x, y) in zip(_LINES, kept, strict=False):
         axes.plot(x, y, color=color, linewidth=1.6, marker="." if len(x) <= 40 else None)
     if every and min(every) == max(every):  # an axis around it, not around its rounding
         axes.set_ylim(every[0] - abs(every[0] or 1), every[0] + abs(every[0] or 1))
-    elif every and min(every) > 0 and max(every) / min(every) >= _LOG:
+    elif log and every and min(every) > 0 and max(every) / min(every) >= _LOG:
         axes.set_yscale("log")
     names = [name for name, _, _ in kept[:SERIES]] if len(kept) > 1 else []
     return Chart(title, _svg(figure, title), names)

@@ -160,6 +160,7 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Examine the trained model, and write the file."""
         ended: dict[str, Any] = {
+            "seconds": self._before + time.perf_counter() - self._clock,
             "after": histograms(state.weights),
             "stop_reason": state.stop_reason,
             "epochs": state.epoch,

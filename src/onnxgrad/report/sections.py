@@ -54,7 +54,7 @@ def charts(run: Run) -> list[figures.Chart]:
         rates = list(zip(*_series(history, "learning_rate"), strict=True))
     if rates:
         x, y = [r[0] for r in rates], [r[1] for r in rates]
-        drawn.append(figures.curves("learning rate", [("learning rate", x, y)]))
+        drawn.append(figures.curves("learning rate", [("learning rate", x, y)], log=False))
     others = dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v))
     for name in others:
         if name not in _KNOWN and not name.startswith(_VALIDATION):
