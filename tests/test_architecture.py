@@ -21,6 +21,7 @@ FLOORS = [
         "finetune",
         "explain",
         "plot",
+        "report",
         "torch",
         "sklearn",
         "__init__",

@@ -116,7 +116,8 @@ def test_version():
 
 def test_pure_python():
     assert {p.suffix for p in (ROOT / "src").rglob("*") if p.is_file()} <= {
-        ".html",  # the page of `to_html`
+        ".css",
+        ".html",
         ".py",
         ".pyc",
         ".pyi",

@@ -233,6 +233,12 @@ from .plot.text import (
     onnx_simple_text_plot as onnx_simple_text_plot,
     onnx_text_plot_io as onnx_text_plot_io,
 )
+from .report.page import (
+    write_report as write_report,
+)
+from .report.recorder import (
+    Recorder as Recorder,
+)
 from .schedules.base import (
     Schedule as Schedule,
     constant as constant,

@@ -123,6 +123,25 @@ class MergeOptions(Common, Written):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOptions(Common):
+    """Of `onnxgrad report`."""
+
+    run: str | None = argument(
+        "The folder of --record; a file of --history; or the folder of --checkpoint.",
+    )
+    output: str | None = option(
+        "Where the page goes.",
+        None,
+        "--output",
+        "-o",
+        panel=RESULT,
+        metavar="PATH",
+        show_default="report.html in the folder of the run",
+    )
+    overwrite: bool = option("Replace a page that exists.", False, panel=RESULT)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShowOptions(Common, ModelArgument):
     """Of `onnxgrad show`."""
 
