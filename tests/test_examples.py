@@ -15,7 +15,7 @@ from running import in_sweep
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-OPTIONAL = ("PIL", "sklearn", "skl2onnx", "torch", "torchmetrics")
+OPTIONAL = ("PIL", "scipy", "sklearn", "skl2onnx", "torch", "torchmetrics")
 
 
 def imports(path: Path) -> set[str]:
