@@ -208,7 +208,9 @@ def test_float64():
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("f (double[2] fwd_x) => (double[2] y) { y = Sin(fwd_x) }", {}, "'fwd_x' is named as"),
+        ("f (double[2] fwd_x) => (double[2] y) { y = Sin(fwd_x) }", {}, "names ['fwd_x']"),
+        ("f (double[2] x) => (double[2] adj2_y) { adj2_y = Sin(x) }", {}, "names ['adj2_y']"),
+        ("f (double[2] out_y) => (double[2] y) { y = Sin(out_y) }", {}, "names ['out_y']"),
         ("f (double[2] x) => (double[2] y) { y = Sin(x) }", {"dtype": "half"}, "Unknown dtype"),
         ("f (double[2] x) => (double[2] y) { y = Sin(x) }", {"path": "f.pb"}, "end in .onnx"),
         ("f (double[2] x) => (double[2] y) { y = Sin(x) }", {"inputs": ["z"]}, "Unknown input"),
@@ -223,6 +225,12 @@ def test_refused(text, options, message):
         made.graph.output[0].type.tensor_type.ClearField("shape")
     with pytest.raises(ValueError, match=re.escape(message)):
         derivative_family(made, **options)
+
+
+def test_names_that_are_taken_get_a_prefix():
+    made = parse("f (double[2] fwd_x) => (double[2] y) { y = Sin(fwd_x) }")
+    family = derivative_family(onnx.compose.add_prefix(made, "f_"))
+    assert signature(family["fwd_f"])[1][1] == ("fwd_f_y", [2, "nfwd"])
 
 
 def test_a_hidden_value_gives_its_name(tmp_path):
@@ -286,6 +294,17 @@ def test_casadi_finds_the_derivatives(casadi, tmp_path, rows):
         assert_same(f.forward(adjoint), own.forward(adjoint))
         for forward in (1, 3):
             assert_same(f.reverse(adjoint).forward(forward), own.reverse(adjoint).forward(forward))
+
+
+@pytest.mark.parametrize("names", [("x", "out_y"), ("out_x", "y"), ("jac_x", "y"), ("a.1", "b")])
+def test_names_that_casadi_takes(casadi, tmp_path, names):
+    made = parse("f (double[2] x) => (double[2] y) { y = Sin(x) }")
+    for value, name in ((made.graph.input, names[0]), (made.graph.output, names[1])):
+        value[0].name = name
+    made.graph.node[0].input[0], made.graph.node[0].output[0] = names
+    derivative_family(made, tmp_path / "f.onnx")
+    f, own = functions(casadi, tmp_path / "f.onnx")
+    assert_same(f.reverse(1).forward(2), own.reverse(1).forward(2))
 
 
 def test_casadi_knows_what_is_not_differentiated(casadi, tmp_path):

@@ -26,7 +26,7 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 
 _DTYPES = {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
-_DERIVATIVE = re.compile(r"(fwd|adj|jac|out)\d*_")  # what CasADi reads as a derivative
+_DERIVATIVE = re.compile(r"(fwd|adj)[^_]*_")  # what CasADi takes for the name of a derivative
 
 
 def derivative_family(
@@ -57,8 +57,8 @@ def derivative_family(
 
     Raises:
         ValueError: an unknown name or dtype, a `path` that does not end in `.onnx`, a value that is
-            no float or of unknown rank, a name that begins as those of derivatives do (`fwd_`,
-            `adj_`, `jac_`, `out_`), or no differentiable path.
+            no float or of unknown rank, a name that CasADi has for other values (`fwd_x`, `adj_y`;
+            `out_y` of an input, if y is an output), or no differentiable path.
         ModelError: `model` cannot be read.
         NoGradientRule: an operator on a path has no rule, or one without forward mode (see `jvp`).
         OSError: a file cannot be written.
@@ -126,11 +126,15 @@ def _converted(proto: ModelProto, dtype: str | None) -> ModelProto:
 
 def _check(sheet: Sheet) -> None:
     """Raise a ValueError if CasADi would not know a name or an output for what it is."""
-    for v in (*sheet.graph.inputs, *sheet.kept):
-        if _DERIVATIVE.match(str(v.name)):
-            raise ValueError(
-                f"{v.name!r} is named as a derivative is: rename it with `onnx_rename_names`"
-            )
+    inputs, outputs = ([str(v.name) for v in vs] for vs in (sheet.graph.inputs, sheet.kept))
+    reserved = {*outputs, *(f"out_{y}" for y in outputs)}  # CasADi adds the second as inputs
+    clashes = [x for x in inputs if x in reserved or _DERIVATIVE.match(x)]
+    clashes += [y for y in outputs if _DERIVATIVE.match(y)]
+    if clashes:
+        raise ValueError(
+            f"CasADi has other values of the names {clashes}: rename them, for example all by "
+            "`onnx.compose.add_prefix(model, 'f_')`"
+        )
     others = [str(y.name) for y in sheet.kept if y not in sheet.differentiated]
     if others:
         raise ValueError(
