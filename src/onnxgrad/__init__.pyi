@@ -18,6 +18,9 @@ from .autodiff.derivative import (
     DerivativeOptions as DerivativeOptions,
     onnx_derivative as onnx_derivative,
 )
+from .autodiff.family import (
+    derivative_family as derivative_family,
+)
 from .autodiff.higher import (
     hessian as hessian,
     hvp as hvp,

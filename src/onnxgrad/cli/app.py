@@ -106,9 +106,13 @@ def trainable(options: TrainableOptions) -> None:
     run(options)
 
 
-@register(app, "onnxgrad grad model.onnx -o gradient.onnx --inputs x")
+@register(
+    app,
+    "onnxgrad grad model.onnx -o gradient.onnx --inputs x",
+    "onnxgrad grad model.onnx --family f.onnx --dtype float64",
+)
 def grad(options: GradOptions) -> None:
-    """Write the model that computes the gradient of MODEL."""
+    """Write the model that computes the gradient of MODEL, or a family of derivatives."""
     from onnxgrad.cli.transform import grad as run
 
     run(options)

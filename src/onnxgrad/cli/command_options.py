@@ -93,6 +93,16 @@ class GradOptions(Common, Written, Differentiated, ModelArgument):
 
     fill_grad: bool = option("Use cotangents of ones; needs --keep-outputs.", False)
     keep_outputs: bool = option("Return the outputs of MODEL too.", False)
+    family: str | None = option(
+        "Write MODEL to this file, and beside it its directional derivatives fwd_, adj_ and "
+        "fwd_adj_, for CasADi and other optimizers. --weights become inputs; by default none.",
+        None,
+        panel=RESULT,
+        metavar="PATH",
+    )
+    dtype: str | None = option(
+        "Of all floats of a family: float32 or float64.", None, show_default="that of MODEL"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
