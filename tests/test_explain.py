@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import doctest
 import logging
-import re
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,8 +13,8 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad import explain
+from pages import code_of
 
-ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((5, 4)).astype(np.float32)
@@ -417,7 +415,7 @@ def test_the_submodule_is_a_name_of_the_package():
     assert og.explain is explain
 
 
-BLOCKS = re.findall(r"(?ms)^```python\n(.*?)^```$", (ROOT / "docs" / "explain.md").read_text())
+BLOCKS = code_of("explain.md")
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))

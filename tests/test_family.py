@@ -12,6 +12,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import derivative_family, onnx_derivative
+from pages import code_of
 from running import run_named
 
 # onnxruntime 1.20 has no Cos in float64, which the derivative of Sin needs
@@ -347,14 +348,13 @@ def test_ipopt_takes_exact_hessians(casadi, tmp_path):
 def test_the_page_of_optimizers(casadi, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     onnx.save(network(), "model.onnx")
-    page = (Path(__file__).parent.parent / "docs" / "optimisers.md").read_text()
     quiet = {
         'solver("ipopt")': 'solver("ipopt", {"print_time": 0}, {"print_level": 0, "sb": "yes"})'
     }
     found = []
     for symbolic in ("", ', {"symbolic": True}'):  # CasADi differentiates the second itself
         names: dict = {}
-        for code in re.findall(r"(?ms)^```python\n(.*?)^```", page):
+        for code in code_of("optimisers.md"):
             for old, new in (quiet | {'create("f")': f'create("f"{symbolic})'}).items():
                 code = code.replace(old, new)
             exec(code, names)

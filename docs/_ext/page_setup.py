@@ -63,6 +63,11 @@ LINE = """
     line (float[N,4] x) => (float[N,1] y) { h = MatMul(x, body)  a = Tanh(h)  y = MatMul(a, head) }
 """
 
+BOWL = """
+    <ir_version: 9, opset_import: ["": 20]>
+    bowl (float[1,2] x) => (float[1,2] y) { h = MatMul(x, body)  a = Tanh(h)  y = MatMul(a, head) }
+"""
+
 
 def model(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
     """Return a model with random weights of these shapes, whose names have `.` for `__`."""
@@ -95,6 +100,11 @@ def attention() -> onnx.ModelProto:
     """Return a classifier of sequences with one head of attention."""
     names = ("query", "key", "value")
     return model(ATTENTION, **{f"layer__0__{n}__weight": (8, 8) for n in names}, fc__weight=(8, 2))
+
+
+def bowl() -> onnx.ModelProto:
+    """Return a function of two numbers, in float32, for solvers."""
+    return model(BOWL, body=(2, 3), head=(3, 2))
 
 
 def rows(*shape: int, classes: int = 2) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,5 @@
-"""Which pixels a CNN looks at: Grad-CAM, integrated gradients and occlusion of a file.
+"""Which pixels a CNN looks at
+===========================
 
 Each image has a bright square, and the class says whether it is on the left or on the right.
 """
@@ -28,6 +29,11 @@ for image, row, column in zip(images, rows, columns):
 trainer = og.Trainer(model, "cross_entropy", learning_rate=0.01)
 trained = trainer.fit(images[:300], side[:300], epochs=15).model
 
+# %%
+# A score function is built once: Grad-CAM, integrated gradients and occlusion run it on rows that
+# were not trained on. Integrated gradients add up to the difference of two scores; the gap is what
+# their 50 steps miss.
+
 x, target = images[300:], side[300:]
 scores = og.explain.ScoreFunction(trained, wrt="x")
 assert (scores.at(x).output.argmax(axis=1) == target).mean() > 0.95
@@ -47,7 +53,10 @@ for name, heat in found.items():
     print(f"{name}: {inside / outside:.1f} times as much inside of the square")
     assert inside > 2 * outside
 
+# %%
+# All three point at the square.
+
 figure, axes = plt.subplots(1, 3, figsize=(9, 3), layout="constrained")
 for axis, (name, heat) in zip(axes, found.items()):
     og.explain.show_image(heat[0], x[0], axis).set_title(name)
-figure.savefig("explain_image.png")
+plt.show()

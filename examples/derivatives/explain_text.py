@@ -1,4 +1,5 @@
-"""Which words a text classifier reads: integrated gradients of its embedding, and occlusion.
+"""Which words a text classifier reads
+===================================
 
 The label of a text is the sum of the values of its words, of which "good" has 1 and "bad" -1.
 """
@@ -28,6 +29,10 @@ label = VALUES[ids].sum(axis=1, keepdims=True)
 trainer = og.Trainer(model, "squared_error", learning_rate=0.02)
 trained = trainer.fit(ids, label, epochs=40).model
 
+# %%
+# Words have no gradient, and their embedding does. Occlusion replaces one word after the other by
+# padding; as words do not interact in this model, both methods give the same numbers.
+
 text = "the plot was awful and the film good".split()
 x = np.array([[WORDS.index(word) for word in text]])
 scores = og.explain.ScoreFunction(trained, wrt="e")
@@ -41,7 +46,10 @@ for word, by_gradient, by_hiding in zip(text, words, hidden):
 np.testing.assert_allclose(words, hidden, atol=0.01)  # words do not interact here
 np.testing.assert_allclose(words, VALUES[x[0]], atol=0.3)
 
+# %%
+# The text in colors, and the same numbers as bars.
+
 figure, axes = plt.subplots(2, 1, figsize=(8, 4), height_ratios=[1, 3], layout="constrained")
 og.explain.show_text(text, found[0], axes[0])
 og.explain.show_table([f"{i} {word}" for i, word in enumerate(text)], words, axes[1])
-figure.savefig("explain_text.png")
+plt.show()

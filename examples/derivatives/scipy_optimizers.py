@@ -1,4 +1,5 @@
-"""SciPy's solvers with exact derivatives of ONNX models: Newton's method, and least squares.
+"""SciPy's solvers with exact derivatives
+======================================
 
 `trust-ncg` minimizes Rosenbrock's function, whose minimum is at (1, 1), by Hessian-vector products;
 `least_squares` fits a decaying wave by the Jacobian of its residuals.
@@ -22,6 +23,9 @@ def function(model):
     return lambda **inputs: dict(zip(names, session.run(None, inputs)))
 
 
+# %%
+# `hvp` is one model for the value, the gradient and a Hessian-vector product.
+
 rosenbrock = onnx.parser.parse_model(f"""{HEAD} rosenbrock (double[2] x) => (double[1] y)
     <int64[2] halves = {{1, 1}}, double[1] one = {{1.0}}, double[1] hundred = {{100.0}}> {{
     a, b = Split(x, halves)  s = Mul(a, a)  c = Sub(b, s)  d = Sub(one, a)
@@ -41,6 +45,9 @@ found = minimize(
 np.testing.assert_allclose(found.x, [1, 1], rtol=1e-8)
 print(f"trust-ncg: {found.x} after {found.nit} steps and {found.nhev} products")
 
+# %%
+# The residuals of a decaying wave have a Jacobian with respect to its two parameters.
+
 wave = onnx.parser.parse_model(f"""{HEAD}
     wave (double[2] p, double[N] t, double[N] y) => (double[N] r)
     <int64[2] halves = {{1, 1}}> {{ rate, speed = Split(p, halves)  a = Mul(rate, t)  b = Neg(a)
@@ -55,5 +62,8 @@ fitted = least_squares(r, true + 0.3, jac=J, xtol=1e-12, gtol=1e-12)
 np.testing.assert_allclose(fitted.x, true, rtol=1e-8)
 print(f"least_squares: {fitted.x} after {fitted.nfev} evaluations")
 
+# %%
+# The steps of Newton's method through the valley.
+
 plt.plot(*np.array(path).T, "o-")
-plt.savefig("rosenbrock.png")
+plt.show()
