@@ -1,6 +1,7 @@
-"""Take pictures of the landing page by Chromium: `python docs/screenshots.py build/site`.
+"""Take pictures of the site by Chromium: `python docs/screenshots.py build/site`.
 
-Writes `docs/images/site-desktop.png`, `site-phone.png` and `site-dark.png`.
+Writes `docs/images/site-desktop.png`, `site-phone.png` and `site-dark.png` of the landing page, and
+the same of the tutorial and the gallery.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from pathlib import Path
 
 IMAGES = Path(__file__).parent / "images"
 DARK, LIGHT = 0, 1  # of Chromium's setting preferredColorScheme
+PAGES = {
+    "site": "index.html",
+    "tutorial": "auto_tutorials/finetune.html",
+    "gallery": "auto_examples/index.html",
+}
 VIEWS = {"desktop": (1280, 900, LIGHT), "phone": (390, 1400, LIGHT), "dark": (1280, 1000, DARK)}
 
 
@@ -34,8 +40,9 @@ def screenshot(page: Path, path: Path, width: int, height: int, scheme: int) -> 
 def main() -> None:
     """Take all pictures of the site in the folder that the command line names."""
     [_, site] = sys.argv
-    for name, view in VIEWS.items():
-        screenshot(Path(site, "index.html").resolve(), IMAGES / f"site-{name}.png", *view)
+    for name, page in PAGES.items():
+        for view, size in VIEWS.items():
+            screenshot(Path(site, page).resolve(), IMAGES / f"{name}-{view}.png", *size)
 
 
 if __name__ == "__main__":

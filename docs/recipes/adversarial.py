@@ -4,7 +4,8 @@ Adversarial images
 
 The fast gradient sign method (`Goodfellow et al. 2015 <https://arxiv.org/abs/1412.6572>`_) moves
 every pixel by a small amount in the direction that raises the loss. A change that hardly shows
-misleads the classifier; a random change of the same size does not.
+misleads the classifier; a random change of the same size does not. ``og.explain.fgsm`` and ``pgd``
+are the same attacks as functions.
 """
 
 from pathlib import Path

@@ -29,7 +29,8 @@ model = onnx.parser.parse_model("""
 
 loss = og.add_loss_output(model, "binary_cross_entropy", from_logits=True)
 rows = og.unreduced_onnx_loss(loss, "loss")
-session = InferenceSession(og.jacobian(rows, weights=["w"], inputs=[]).SerializeToString())
+gradient_model = og.jacobian(rows, weights=["w"], inputs=[], batched=True)
+session = InferenceSession(gradient_model.SerializeToString())
 
 
 def trained(clip, sigma, steps=150, rate=0.5, share=0.05):

@@ -25,11 +25,11 @@ model = onnx.parser.parse_model("""
 
 # %%
 # ``unreduced_onnx_loss`` returns the loss of every row. Its Jacobian with respect to the weights
-# has one block for each row: ``(64, 1, 3, 1)`` for w. The model has a loop over the rows, whose
-# every pass goes over the whole batch: keep batches small.
+# has one block for each row: ``(64, 1, 3, 1)`` for w. With ``batched=True``, the rows are proven
+# not to mix, and the model has a loop over them, which computes each alone.
 
 rows = og.unreduced_onnx_loss(og.add_loss_output(model, "squared_error"), "loss")
-per_row = og.jacobian(rows, weights=["w", "b"], inputs=[])
+per_row = og.jacobian(rows, weights=["w", "b"], inputs=[], batched=True)
 session = InferenceSession(per_row.SerializeToString())
 print([(output.name, output.shape) for output in session.get_outputs()])
 

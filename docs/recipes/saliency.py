@@ -3,7 +3,8 @@ What a classifier looks at
 ==========================
 
 The gradient of the score of a class with respect to the pixels says which pixels move it. Its size
-is a saliency map (`Simonyan et al. 2013 <https://arxiv.org/abs/1312.6034>`_).
+is a saliency map (`Simonyan et al. 2013 <https://arxiv.org/abs/1312.6034>`_). This is what
+``og.explain.saliency`` computes; :doc:`Explain a model </explain>` has more methods.
 """
 
 from pathlib import Path

@@ -11,9 +11,10 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_constants
-from onnxgrad.autodiff.primal.local_functions import without_calls
+from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
 from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.groups import numpy_dtype
@@ -144,7 +145,7 @@ def _whole(objective: Minimized, step: Step, names: _Names) -> ModelProto:
     wanted |= {f"{name}.new": new[value] for name, value in states.items()}
     _rename(op, wanted)
     tidy(step.model)
-    return _proto(step.model)
+    return _proto(graph)
 
 
 def _rename(op: Emit, wanted: dict[str, ir.Value]) -> None:
@@ -180,13 +181,14 @@ def _evaluation(
     read = [w for w in one.weights if w.name not in step.unreached]
     graph.inputs[:] = [*read, *one.data]
     graph.outputs[:] = list(outputs.values())
+    replace_calls(op, one.model)
     _rename(op, outputs)
     tidy(one.model)
-    return _proto(one.model), list(returned)
+    return _proto(graph), list(returned)
 
 
-def _proto(model: ir.Model) -> ModelProto:
-    return without_calls(model.graph, model, 8)
+def _proto(graph: ir.Graph) -> ModelProto:
+    return to_proto(ir.Model(graph, ir_version=8, producer_name="onnxgrad"))
 
 
 def _initial_slots(step: Step, weights: Arrays) -> Arrays:

@@ -103,10 +103,10 @@ def onnx_derivative(
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
     labels = _check(options, loss, label)
-    stops = stop_gradient, straight_through, True, note_primal
-    request = DerivativeRequest(weights, inputs, options, loss, labels, *stops)
+    stops, noted = (stop_gradient, straight_through), {"note_primal": note_primal}
+    request = DerivativeRequest(weights, inputs, options, loss, labels, *stops, **noted)
     with reporting(level_of(verbose)), garbage_kept():
-        gradient_model, _ = derivative(read(onx), request)
+        gradient_model = derivative(read(onx), request)
     if path_name is not None:
         save(gradient_model, path_name)
     return gradient_model
@@ -145,8 +145,8 @@ class DerivativeRequest:
     note_primal: bool = False
 
 
-def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
-    """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
+def derivative(proto: ModelProto, request: DerivativeRequest) -> ModelProto:
+    """Return the model of the gradient."""
     flags, options, loss = DerivativeOptions, request.options, request.loss
     model = prepare(proto, keep={*request.stop_gradient, *request.straight_through})
     graph, inputs = model.graph, list(model.graph.inputs)
@@ -189,8 +189,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     if request.note_primal:
         _note_primal(graph)
     logger.info("gradient: %d nodes", graph.num_nodes())
-    names = {str(x.name): str(g.name) for x, g in zip(reached, results, strict=True)}
-    return to_proto(model), names
+    return to_proto(model)
 
 
 def _note_primal(graph: ir.Graph) -> None:

@@ -12,13 +12,12 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.autodiff.primal.prepare import prepare
-from onnxgrad.autodiff.row_sums import NotASum, require_sums
+from onnxgrad.autodiff.row_sums import NotASum, require_apart
 from onnxgrad.errors import escaping
 from onnxgrad.explain.inputs import Arrays
 from onnxgrad.explain.paths import require_differentiable
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.graph.shapes import Dims, dims, rank
+from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.traversal import reads
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.surgery import select_model_inputs_outputs
@@ -143,7 +142,7 @@ class Piece:
             require_differentiable(self.graph, values, self.graph.outputs[0])
             request = DerivativeRequest([], list(wrt), DerivativeOptions.Zero)
             with garbage_kept():
-                model, _ = derivative(self._proto, request)
+                model = derivative(self._proto, request)
             names = {x: y.name for x, y in zip(wrt, model.graph.output, strict=True)}
             running = session(model, self._device, 3 * self._work)
             before = {x.name for x in self._proto.graph.input}
@@ -207,7 +206,7 @@ class Piece:
         if key not in self._mixing:
             model = self._model.clone()
             try:
-                require_sums(model, axes, lengths, _sums(model.graph))
+                require_apart(model, axes, lengths)
                 self._mixing[key] = None
             except NotASum as e:
                 self._mixing[key] = str(e)
@@ -219,16 +218,3 @@ def _used(proto: ModelProto) -> set[str]:
     graph = to_ir(proto).graph
     used = {v for node in graph for v in reads(node)} | set(graph.outputs)
     return {str(x.name) for x in graph.inputs if x in used}
-
-
-def _sums(graph: ir.Graph) -> list[ir.Value]:
-    """Write the sum of each output over all axes but the first, then over the rows."""
-    op, sums = Emit(graph), []
-    for y in graph.outputs:
-        n = rank(y)
-        if not n:
-            raise NotASum(f"the rank of {y.name!r} is {'unknown' if n is None else 'zero'}")
-        if n > 1:
-            y = op.ReduceSum(y, list(range(1, n)), keepdims=0)
-        sums.append(op.ReduceSum(y, [0], keepdims=0))
-    return sums

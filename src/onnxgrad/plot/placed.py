@@ -1,4 +1,4 @@
-"""Coordinates of the cells of a layered graph. `viewer.js` places cells in the same way."""
+"""Coordinates of the cells of a layered graph. `view.html` places cells in the same way."""
 
 from __future__ import annotations
 

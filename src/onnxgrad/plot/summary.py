@@ -258,9 +258,7 @@ class _Counter:
         self.weights: dict[ir.Value, set[str]] = {
             values[name]: {name} for name in self.sizes if name in values
         }
-        for (
-            node
-        ) in graph:  # what is computed from weights only, as their transposes, stands for them
+        for node in graph:  # what is computed from weights only, as a transpose, stands for them
             found = [self.weights.get(x, set()) for x in reads(node)]
             if found and all(found):
                 self.weights |= dict.fromkeys(node.outputs, set().union(*found))

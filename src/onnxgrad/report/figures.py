@@ -165,9 +165,8 @@ def _svg(figure: Any, title: str) -> Markup:
         text = text.replace(color, variable)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(
-        r' id="[a-z2.]+_\d+"', "", text
-    )  # nothing refers to these, and figures share them
+    # nothing refers to these names, and figures share them
+    text = re.sub(r' id="[a-z2.]+_\d+"', "", text)
     return Markup(text).replace(
         Markup("<svg "), Markup('<svg role="img" aria-label="{}" ').format(title), 1
     )

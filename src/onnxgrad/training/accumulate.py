@@ -55,9 +55,7 @@ def build_accumulating_step(
     summed = _summed(op, parts, stacks)
     summed.reported = [*(_total(op, s) for s in summed.reported[: len(inverses)]), *totals]
     step = write_step(op, summed, optimizer, options, micro_batches)
-    step.model = ir.Model(
-        graph, ir_version=one.model.ir_version, functions=list(one.model.functions.values())
-    )
+    step.model = ir.Model(graph, ir_version=one.model.ir_version)
     tidy(step.model)
     step.work, step.unreached = multiply_adds * micro_batches, unreached
     step.recomputes = options.recompute != "none"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import without_calls
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.invariant import is_small, move_out, shapes_from_outside
 from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import all_names
+from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.training.step import Step
 
@@ -50,7 +50,7 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
         outer.name = f"{names[i]}/last"
         outer.shape = stacked_shape(inner, "batches") if i >= count else inner.shape
     graph.outputs.extend(outputs)
-    return without_calls(graph, step.model, step.model.ir_version)
+    return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
 def stacked_input(value: ir.Value, length: int | str | None) -> ir.Value:

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.autodiff.primal.local_functions import without_calls
 from onnxgrad.errors import escaping
+from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.binding import Binding, bind_output
 from onnxgrad.runtime.device import CPU
@@ -54,7 +55,7 @@ def build_half(step: Step, target: Target) -> ModelProto:
     to_native(graph, target)
     if step.inverse_rows is not None:
         graph.inputs.append(step.inverse_rows)
-    return without_calls(graph, step.model, step.model.ir_version)
+    return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
 class InPlace(Runner):

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_constants
-from onnxgrad.autodiff.primal.local_functions import without_calls
+from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
@@ -22,6 +22,7 @@ from onnxgrad.autodiff.straight_through import StraightThrough
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
 from onnxgrad.training.across import (
@@ -194,7 +195,7 @@ def build_gradients(objective: Objective) -> ModelProto:
         *reported,
     ]
     tidy(objective.model)
-    return without_calls(graph, objective.model, objective.model.ir_version)
+    return to_proto(objective.model)
 
 
 def write_gradients(
@@ -226,6 +227,7 @@ def write_gradients(
             with op:
                 gradients[w] = op.set_type_like(gradients[w] * stored.astype(numpy_dtype(w)), w)
     recomputation.write([*gradients.values(), *objective.buffers.values(), *objective.reported])
+    replace_calls(op, objective.model)
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
     parts = Gradients(
