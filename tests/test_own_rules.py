@@ -11,10 +11,8 @@ from onnxgrad import (
     DerivativeOptions,
     ModelError,
     NoGradientRule,
-    Trainer,
     Unsupported,
     check_gradient,
-    generate_artifacts,
     onnx_derivative,
     rule,
 )
@@ -166,35 +164,3 @@ def test_straight_through_is_asked_for():
 def test_errors(body, options, message):
     with pytest.raises(ValueError, match=message):
         onnx_derivative(model(body), **options)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_trainer_uses_the_rule_of_a_function(accumulate, tmp_path):
-    """The gradient of a rounding is zero: only the rule says 1, as the numbers here do."""
-
-    @rule("Round8", domain="my")
-    def straight(op, node, g):
-        return (g,)
-
-    body = "eight = Constant<value_float = 8.0>() m = Mul(x, eight) n = Round(m) y = Div(n, eight)"
-    rounded = onnx.parser.parse_model(
-        """<ir_version: 8, opset_import: ["": 18, "my": 1]>
-        g (float[N,2] X) => (float[N,1] Y) <float[2,1] W = {0.5, -0.25}>
-        { m = MatMul(X, W) r = my.Round8(m) Y = Mul(r, r) }"""
-        f'<domain: "my", opset_import: ["": 18]> Round8 (x) => (y) {{ {body} }}'
-    )
-    X = np.random.default_rng(0).normal(size=(8, 2)).astype(np.float32)
-    y, W = np.ones((8, 1), np.float32), np.float32([[0.5], [-0.25]])
-    arguments = {"optimizer": "sgd", "learning_rate": 0.1, "accumulate": accumulate}
-    trainer = Trainer(rounded, "squared_error", **arguments).fit(X, y, batch_size=8)
-    r = np.round(8 * (X @ W)) / 8
-    expected = W - 0.1 * X.T @ (4 * r * (r * r - y)) / 8
-    np.testing.assert_allclose(trainer.state.weights["W"], expected, rtol=1e-5)
-    r = np.round(8 * (X @ trainer.state.weights["W"])) / 8
-    np.testing.assert_allclose(trainer.predict(X), r * r, rtol=1e-5)
-
-    generate_artifacts(rounded, loss="MSELoss", optimizer="SGD", artifact_directory=tmp_path)
-    for name in ("step", "training_model", "eval_model"):
-        file = onnx.load(tmp_path / f"{name}.onnx")
-        assert {node.domain for node in file.graph.node} == {""}, name
-        onnx.checker.check_model(file, full_check=True)

@@ -106,7 +106,7 @@ def onnx_derivative(
     stops, noted = (stop_gradient, straight_through), {"note_primal": note_primal}
     request = DerivativeRequest(weights, inputs, options, loss, labels, *stops, **noted)
     with reporting(level_of(verbose)), garbage_kept():
-        gradient_model = derivative(read(onx), request)
+        gradient_model, _ = derivative(read(onx), request)
     if path_name is not None:
         save(gradient_model, path_name)
     return gradient_model
@@ -145,8 +145,8 @@ class DerivativeRequest:
     note_primal: bool = False
 
 
-def derivative(proto: ModelProto, request: DerivativeRequest) -> ModelProto:
-    """Return the model of the gradient."""
+def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
+    """Return the model of the gradient, and `{input or weight: name of its gradient}`."""
     flags, options, loss = DerivativeOptions, request.options, request.loss
     model = prepare(proto, keep={*request.stop_gradient, *request.straight_through})
     graph, inputs = model.graph, list(model.graph.inputs)
@@ -180,6 +180,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> ModelProto:
     if not reached:
         raise ValueError(_no_gradient(proto, differentiated, wrt))
     results = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in reached]
+    names = {str(x.name): str(g.name) for x, g in zip(reached, results, strict=True)}
     graph.outputs[:] = [*results, *kept] if loss is None else [*kept[:1], *results, *kept[1:]]
     tidy(model)
     if not options & flags.KeepYieldOp:
@@ -189,7 +190,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> ModelProto:
     if request.note_primal:
         _note_primal(graph)
     logger.info("gradient: %d nodes", graph.num_nodes())
-    return to_proto(model)
+    return to_proto(model), names
 
 
 def _note_primal(graph: ir.Graph) -> None:

@@ -11,6 +11,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.autodiff.batch_axis import Axes, axes_of_outputs, reduced_axes
+from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
@@ -49,6 +50,7 @@ def require_sums(
     Raises:
         NotASum: it is not proven; the message says which node may mix rows.
     """
+    replace_calls(Emit(model.graph), model)
     follow = _Rows(_with_lengths(model, axes, lengths))
     infer(model)
     fold_sizes(model.graph)

@@ -142,8 +142,7 @@ class Piece:
             require_differentiable(self.graph, values, self.graph.outputs[0])
             request = DerivativeRequest([], list(wrt), DerivativeOptions.Zero)
             with garbage_kept():
-                model = derivative(self._proto, request)
-            names = {x: y.name for x, y in zip(wrt, model.graph.output, strict=True)}
+                model, names = derivative(self._proto, request)
             running = session(model, self._device, 3 * self._work)
             before = {x.name for x in self._proto.graph.input}
             (cotangent,) = [x.name for x in model.graph.input if x.name not in before]
