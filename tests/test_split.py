@@ -1,6 +1,7 @@
 """Steps whose batches are split between threads, against steps that run as a whole."""
 
 import io
+import json
 
 import numpy as np
 import onnx
@@ -269,3 +270,13 @@ def test_a_resumed_training_is_the_same(splitting, tmp_path):
     resumed = weights("broken off", 4, resume=tmp_path / "broken off")
     for name, expected in whole.items():
         np.testing.assert_array_equal(resumed[name], expected)
+
+
+def test_a_recorder_profiles_the_step_as_a_whole(splitting, tmp_path):
+    recorder = og.Recorder(tmp_path)
+    split = trainer(callbacks=[recorder])
+    split.fit(X, LABEL, batch_size=8)
+    assert runner(split) is Together
+    run = json.loads((tmp_path / "run.json").read_text())
+    products = [row for row in run["operators"]["rows"] if row[0].endswith(("MatMul", "Gemm"))]
+    assert sum(row[1] for row in products) == 5  # two forward, one for an input, two for weights

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,7 +61,7 @@ class Writer:
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
         self._constants: dict[Any, ir.Value] = {}
         self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
-        self._counter = 0
+        self._numbers: Counter[str] = Counter()  # the last suffix of each name
         self._tokens: list[Any] = []  # one for every `with` that is active
 
     def __enter__(self) -> Self:
@@ -238,8 +239,8 @@ class Writer:
         """Return `prefix`, with a numeric suffix if a value has that name, and reserve it."""
         name = prefix
         while name in self._names:
-            self._counter += 1
-            name = f"{prefix}_{self._counter}"
+            self._numbers[prefix] += 1
+            name = f"{prefix}_{self._numbers[prefix]}"
         self._names.add(name)
         return name
 

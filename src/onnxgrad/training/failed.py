@@ -63,9 +63,7 @@ def sample_step(setup: Setup, loop: Loop) -> Sample | None:
         return None
     piece, rates, position = loop.sample
     runner, device = loop.runner, setup.trainer.device
-    step = setup.step(
-        setup.objective(), norms=False, in_place=False, blocks=not runner.in_place, alone=True
-    )
+    step = setup.step(setup.objective(), norms=False, in_place=False, blocks=not runner.in_place)
     work = step.work * piece.rows
     to_native(step.model.graph, Target.of(device, work, piece.rows))
     model = to_proto(step.model)
