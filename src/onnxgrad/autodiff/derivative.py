@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag
 
 import onnx_ir as ir
@@ -103,8 +103,9 @@ def onnx_derivative(
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
     labels = _check(options, loss, label)
-    stops, noted = (stop_gradient, straight_through), {"note_primal": note_primal}
-    request = DerivativeRequest(weights, inputs, options, loss, labels, *stops, **noted)
+    stops = stop_gradient, straight_through
+    request = DerivativeRequest(weights, inputs, options, loss, labels, *stops)
+    request = replace(request, note_primal=note_primal)
     with reporting(level_of(verbose)), garbage_kept():
         gradient_model, _ = derivative(read(onx), request)
     if path_name is not None:
