@@ -365,6 +365,24 @@ def test_influence_of_a_linear_regression():
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_influence_of_rows_that_mix_is_that_of_each_alone(caplog):
+    made = parse(
+        """f (float[N,4] x) => (float[N,3] y) <float half = {0.5}>
+        { a = MatMul(x, w)  m = ReduceMax<keepdims=1>(a, first)
+          h = Mul(m, half)  y = Sub(a, h) }""",
+        w=W,
+        first=np.array([0]),
+    )
+    t = RNG.standard_normal((5, 3)).astype(np.float32)
+    ours = explain.influence(made, X, t, X[:2], t[:2], weights=["w"])
+    gradients = np.einsum("ni,nj->nij", X, X @ W / 2 - t).reshape(5, -1)
+    np.testing.assert_allclose(ours, gradients[:2] @ gradients.T, rtol=1e-4, atol=1e-5)
+    assert "rows run one at a time" in caplog.text
+    fixed = parse("f (float[5,4] x) => (float[5,3] y) { y = MatMul(x, w) }", w=W)
+    with pytest.raises(ValueError, match="the model takes 5 rows at a time"):
+        explain.influence(fixed, X, t, X[:2], t[:2])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

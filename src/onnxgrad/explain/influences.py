@@ -12,6 +12,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import escaping, printable, unknown
 from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
+from onnxgrad.explain.piece import Piece
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.spec import Formula
@@ -62,7 +63,8 @@ def influence(
         weights: names of weights. None: those that train by default, see `trainable`.
         output: index or name of the prediction; see `add_loss_output`.
         device: "cpu", "cuda" or "cuda:1"; None is the CPU.
-        batch_size: training rows that run at once.
+        batch_size: training rows that run at once; one, with a warning in the log, where it is not
+            proven from the graph that rows are independent.
         **options: options of the loss.
 
     Returns:
@@ -70,7 +72,8 @@ def influence(
 
     Raises:
         ValueError: nodes in training mode, a checkpoint of other weights, labels of another number
-            of rows, or no path from the weights to the loss.
+            of rows, a model that takes a fixed number of rows, or no path from the weights to the
+            loss.
         NoGradientRule: an operator on a path has no rule.
 
     Examples:
@@ -82,11 +85,13 @@ def influence(
         >>> og.explain.influence(model, x, label, x[:1], label[:1]).tolist()
         [[4.0, -16.0]]
     """
-    losses = _LossesOfRows(read(model), weights, loss, output, device, options)
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
+    losses = _LossesOfRows(read(model), weights, loss, output, device, batch_size, options)
     products, states = [], [_state(c, losses.names) for c in checkpoints or [model]]
     for state in states:
         gradients = list(losses.gradients(state, test, test_labels))
-        products.append(losses.products(state, train, train_labels, gradients, batch_size))
+        products.append(losses.products(state, train, train_labels, gradients))
     return np.tensordot(_rates(learning_rates, len(states)), products, 1)
 
 
@@ -123,6 +128,7 @@ class _LossesOfRows:
         loss: str | Formula,
         output: str | None,
         device: Any,
+        batch_size: int,
         options: Mapping[str, Any],
     ) -> None:
         if training := has_training_nodes(proto):
@@ -148,6 +154,7 @@ class _LossesOfRows:
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
         kind = CPU if device is None else Device.of(device).check()
         effort = work(to_ir(losses).graph)
+        self._piece = Piece(losses, [str(graph.outputs[0].name)], (), kind, batch_size)
         self._backward = session(vjp(losses, self.names, []), kind, 3 * effort)
         self._forward = session(jvp(losses, self.names, []), kind, 256 * effort)
         assert all(is_real(y) for y in graph.outputs)
@@ -158,6 +165,7 @@ class _LossesOfRows:
         feed, rows = self._feed(data, labels)
         outputs = [y.name for y in self._backward.get_outputs()]
         seed = outputs[0] + "_grad"
+        self._at_once(self._part(feed, slice(0, 1), rows), 1)  # raises for a fixed number of rows
         for i in range(rows):
             part = self._part(feed, slice(i, i + 1), rows) | self._checked(state)
             loss = np.ones(self._loss_shape(1), self._dtype.numpy())
@@ -165,20 +173,22 @@ class _LossesOfRows:
             yield dict(zip(self.names, results[1:], strict=True))
 
     def products(
-        self, state: Arrays, data: Inputs, labels: Any, gradients: list[Arrays], batch_size: int
+        self, state: Arrays, data: Inputs, labels: Any, gradients: list[Arrays]
     ) -> np.ndarray:
         """Return the products of `gradients` with that of each row, (gradients, rows)."""
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
         feed, rows = self._feed(data, labels)
         result = np.zeros((len(gradients), rows))
-        for i in range(0, rows, batch_size):
-            chunk = slice(i, min(i + batch_size, rows))
+        size = self._at_once(feed, rows)
+        for i in range(0, rows, size):
+            chunk = slice(i, min(i + size, rows))
             part = self._part(feed, chunk, rows) | self._checked(state)
             for row, gradient in zip(result, gradients, strict=True):
                 tangents = {f"{name}_tangent": g for name, g in gradient.items()}
                 row[chunk] = self._run(self._forward, part | tangents)[1].reshape(-1)
         return result
+
+    def _at_once(self, feed: Arrays, rows: int) -> int:
+        return self._piece.at_once(feed, {*self._rowed, self._label}, rows)
 
     def _loss_shape(self, rows: int) -> tuple[int, ...]:
         cotangent = self._backward.get_inputs()[-1]

@@ -91,7 +91,7 @@ class Piece:
                 each row.
 
         Raises:
-            ValueError: an output does not have the rows of the inputs, or see `_at_once`.
+            ValueError: an output does not have the rows of the inputs, or see `at_once`.
         """
         parts = []
         for rows, part in self._chunks(feed, rowed):
@@ -157,12 +157,12 @@ class Piece:
         """Yield the number of rows of each chunk, and its inputs."""
         needed = {name: feed[name] for name in (*self.inputs, *more)}
         rows = next(len(x) for name, x in needed.items() if name in rowed)
-        size = self._at_once(needed, rowed, rows)
+        size = self.at_once(needed, rowed, rows)
         for i in range(0, rows, size):
             part = {n: x[i : i + size] if n in rowed else x for n, x in needed.items()}
             yield min(size, rows - i), part
 
-    def _at_once(self, feed: Mapping[str, np.ndarray], rowed: Collection[str], rows: int) -> int:
+    def at_once(self, feed: Mapping[str, np.ndarray], rowed: Collection[str], rows: int) -> int:
         """Return how many rows run at once: one where it is not proven that they are independent.
 
         Raises:
