@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntFlag
 
 import onnx_ir as ir
@@ -103,9 +103,8 @@ def onnx_derivative(
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
     labels = _check(options, loss, label)
-    stops = stop_gradient, straight_through
-    request = DerivativeRequest(weights, inputs, options, loss, labels, *stops)
-    request = replace(request, note_primal=note_primal)
+    more = stop_gradient, straight_through, note_primal
+    request = DerivativeRequest(weights, inputs, options, loss, labels, *more)
     with reporting(level_of(verbose)), garbage_kept():
         gradient_model, _ = derivative(read(onx), request)
     if path_name is not None:
@@ -142,8 +141,8 @@ class DerivativeRequest:
     labels: Sequence[str] = ()
     stop_gradient: Sequence[str] = ()
     straight_through: Sequence[str] = ()
-    all_reached: bool = True  # raise if a named weight or input has no gradient
     note_primal: bool = False
+    all_reached: bool = True  # raise if a named weight or input has no gradient
 
 
 def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProto, dict[str, str]]:
