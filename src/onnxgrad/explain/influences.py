@@ -63,8 +63,7 @@ def influence(
         weights: names of weights. None: those that train by default, see `trainable`.
         output: index or name of the prediction; see `add_loss_output`.
         device: "cpu", "cuda" or "cuda:1"; None is the CPU.
-        batch_size: training rows that run at once; one, with a warning in the log, where it is not
-            proven from the graph that rows are independent.
+        batch_size: training rows that run at once; 1 where rows are not proven to be independent.
         **options: options of the loss.
 
     Returns:
@@ -72,8 +71,7 @@ def influence(
 
     Raises:
         ValueError: nodes in training mode, a checkpoint of other weights, labels of another number
-            of rows, a model that takes a fixed number of rows, or no path from the weights to the
-            loss.
+            of rows, a model of a fixed number of rows, or no path from the weights to the loss.
         NoGradientRule: an operator on a path has no rule.
 
     Examples:
@@ -85,8 +83,6 @@ def influence(
         >>> og.explain.influence(model, x, label, x[:1], label[:1]).tolist()
         [[4.0, -16.0]]
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
     losses = _LossesOfRows(read(model), weights, loss, output, device, batch_size, options)
     products, states = [], [_state(c, losses.names) for c in checkpoints or [model]]
     for state in states:
@@ -154,6 +150,8 @@ class _LossesOfRows:
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
         kind = CPU if device is None else Device.of(device).check()
         effort = work(to_ir(losses).graph)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
         self._piece = Piece(losses, [str(graph.outputs[0].name)], (), kind, batch_size)
         self._backward = session(vjp(losses, self.names, []), kind, 3 * effort)
         self._forward = session(jvp(losses, self.names, []), kind, 256 * effort)
