@@ -1,4 +1,7 @@
-"""The examples run as they stand, check themselves, and have the form of the gallery."""
+"""The examples run as they stand, check themselves, and have the form of the gallery.
+
+Building the site runs them, too: so here, they run in the sweep only.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,6 @@ from running import in_sweep
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*/*.py"))
 OPTIONAL = ("PIL", "pandas", "scipy", "skl2onnx", "sklearn", "torch", "torchmetrics")
-SLOW = {"benchmark_classification", "benchmark_regression"}
 LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
@@ -45,7 +47,7 @@ def title(path: Path) -> str:
 @pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
 @pytest.mark.parametrize(
     "path",
-    [in_sweep(p) if p.stem in SLOW else p for p in SCRIPTS],
+    map(in_sweep, SCRIPTS),
     ids=[p.stem for p in SCRIPTS],
 )
 def test_example(path, tmp_path, monkeypatch, capsys):
