@@ -18,7 +18,7 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.operators import ARITHMETIC, RANDOM, VIEWS
 from onnxgrad.graph.shapes import Dims, coefficient, dims, is_real, rank, static
-from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.graph.traversal import nodes_behind, reads, subgraphs
 
 _ROWS = "onnxgrad_batch"  # the symbol of the rows, in all inputs that have them
 _ADDS = frozenset(("ReduceL1", "ReduceSum", "ReduceSumSquare"))
@@ -54,7 +54,7 @@ def require_sums(
     follow = _Rows(_with_lengths(model, axes, lengths))
     infer(model)
     fold_sizes(model.graph)
-    needed = _leading_to(outputs)
+    needed = nodes_behind(outputs)
     for node in model.graph:
         if node in needed:
             follow.node(node)
@@ -101,18 +101,6 @@ def _with_lengths(
             named[rows[x]] = _ROWS
         x.shape = ir.Shape(named)
     return rows
-
-
-def _leading_to(values: Sequence[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that `values` depend on."""
-    nodes: set[ir.Node] = set()
-    waiting = list(values)
-    while waiting:
-        node = waiting.pop().producer()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += reads(node)
-    return nodes
 
 
 class _Rows:

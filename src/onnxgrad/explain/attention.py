@@ -11,11 +11,10 @@ import onnx_ir as ir
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.explain.inputs import Inputs, checked_feed, rows_of
-from onnxgrad.explain.paths import nodes_behind
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.traversal import nodes_behind, reads
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.runtime.device import CPU

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE
 from onnxgrad.errors import printable
 from onnxgrad.graph.shapes import is_real
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.traversal import nodes_behind, reads
 
 _SHOWN = 3  # nodes in one message
 
@@ -31,18 +31,6 @@ def dependents(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
         if not values.isdisjoint(reads(node)):
             values.update(node.outputs)
     return values
-
-
-def nodes_behind(values: Iterable[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that `values` are computed by."""
-    nodes: set[ir.Node] = set()
-    waiting = list(values)
-    while waiting:
-        node = waiting.pop().producer()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += reads(node)
-    return nodes
 
 
 def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value) -> None:
