@@ -59,7 +59,12 @@ def rule():
 @pytest.mark.parametrize("opset", [17, 18, 19])
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"accumulate": 2}, {"recompute": "all"}, {"clip_norm": 1e9}],
+    [
+        {},
+        {"accumulate": 2},
+        pytest.param({"recompute": "all"}, marks=pytest.mark.newest),
+        {"clip_norm": 1e9},
+    ],
     ids=["plain", "accumulate", "recompute", "norms"],
 )
 def test_trainer(arguments, opset, tmp_path):
@@ -110,8 +115,8 @@ def test_loss_in_the_model_and_outside():
     outside = og.OrtGradientForwardBackwardOptimizer(model(), ["W"], **arguments).fit(X, Y)
     # `SquareLearningLoss` is half the square
     for trainer, rate in ((inside, RATE), (outside, RATE / 2)):
-        W = trainer.get_state()
-        (W,) = W.values() if isinstance(W, dict) else W
+        state = trainer.get_state()  # a dict of arrays, or a list of OrtValue
+        (W,) = state.values() if isinstance(state, dict) else (v.numpy() for v in state)
         np.testing.assert_allclose(np.reshape(W, (2, 1)), stepped(rate), rtol=1e-4)
 
 

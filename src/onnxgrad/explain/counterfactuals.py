@@ -37,8 +37,8 @@ class Counterfactual:
     Examples:
         >>> import numpy as np, onnxgrad as og
         >>> found = og.explain.Counterfactual(np.ones((1, 2)), np.array([True]), np.array([0.5]))
-        >>> found.reached.all()
-        np.True_
+        >>> found.reached.tolist()
+        [True]
     """
 
     values: np.ndarray
