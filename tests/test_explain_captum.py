@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Input Tensor:UserWarning"),
     pytest.mark.filterwarnings("ignore:You are using the legacy:DeprecationWarning"),
 ]
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 class Cnn(nn.Module):

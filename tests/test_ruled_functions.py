@@ -115,9 +115,9 @@ def test_loss_in_the_model_and_outside():
     outside = og.OrtGradientForwardBackwardOptimizer(model(), ["W"], **arguments).fit(X, Y)
     # `SquareLearningLoss` is half the square
     for trainer, rate in ((inside, RATE), (outside, RATE / 2)):
-        state = trainer.get_state()  # a dict of arrays, or a list of OrtValue
-        (W,) = state.values() if isinstance(state, dict) else (v.numpy() for v in state)
-        np.testing.assert_allclose(np.reshape(W, (2, 1)), stepped(rate), rtol=1e-4)
+        (W,) = trainer.get_state().values()
+        array = W if isinstance(W, np.ndarray) else W.numpy()
+        np.testing.assert_allclose(array.reshape(2, 1), stepped(rate), rtol=1e-4)
 
 
 def test_layer_of_torch():
