@@ -103,6 +103,39 @@ def test_transformer(dynamo):
         "0", "1"]  # fmt: skip
 
 
+def test_lengths_that_the_file_computes():
+    """Exporters write x.view(x.shape[0], ...) as Shape, Gather and Concat in front of a Reshape."""
+    torch = pytest.importorskip("torch")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    class Heads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = torch.nn.Linear(16, 48, bias=False)
+
+        def forward(self, x):
+            n, t, _ = x.shape
+            q, k, v = self.qkv(x).view(n, t, 3, 4, 4).permute(2, 0, 3, 1, 4)
+            return (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).reshape(n, t, 16)
+
+    network, x = Heads(), torch.randn(3, 9, 16)
+    with FlopCounterMode(display=False) as counter:
+        network(x)
+    axes = {"x": {0: "N", 1: "T"}}
+    model = exported(network, x, dynamo=False, input_names=["x"], dynamic_axes=axes)
+    table = og.summary(model, lengths={"N": 3, "T": 9})
+    assert not table.uncounted
+    assert table.total("multiply_adds") == counter.get_total_flops() // 2
+
+
+def test_weights_that_the_file_puts_in_another_order():
+    torch = pytest.importorskip("torch")
+    network, x = torch.nn.LSTM(5, 7), torch.randn(11, 2, 5)
+    table = og.summary(exported(network, x, dynamo=False, do_constant_folding=False))
+    assert table.total("parameters") == sum(p.numel() for p in network.parameters())
+    assert not table.uncounted
+
+
 def test_batch_norm_has_no_statistics_among_parameters():
     torch = pytest.importorskip("torch")
     torchinfo = pytest.importorskip("torchinfo")

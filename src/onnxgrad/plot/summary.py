@@ -14,6 +14,7 @@ from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.shapes import Dims, dims, static
 from onnxgrad.graph.traversal import reads
@@ -233,6 +234,8 @@ def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Gra
         for y in node.outputs:
             y.shape = None
     infer(model)
+    fold_sizes(model.graph)  # what exporters compute of lengths, in front of a Reshape
+    infer(model)
     return model.graph, assumed
 
 
@@ -258,9 +261,10 @@ class _Counter:
         self.weights: dict[ir.Value, set[str]] = {
             values[name]: {name} for name in self.sizes if name in values
         }
-        for node in graph:  # what is computed from weights only, as a transpose, stands for them
-            found = [self.weights.get(x, set()) for x in reads(node)]
-            if found and all(found):
+        varying = set(_varying(graph))
+        for node in graph:  # what is computed from weights, as a transpose, stands for them
+            found = [self.weights[x] for x in reads(node) if x in self.weights]
+            if found and node not in varying:
                 self.weights |= dict.fromkeys(node.outputs, set().union(*found))
         self.work = Work(self.weights.keys())
         self.outputs = set(graph.outputs)
