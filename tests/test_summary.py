@@ -114,9 +114,9 @@ def test_lengths_that_the_file_computes():
             self.qkv = torch.nn.Linear(16, 48, bias=False)
 
         def forward(self, x):
-            n, t, _ = x.shape
-            q, k, v = self.qkv(x).view(n, t, 3, 4, 4).permute(2, 0, 3, 1, 4)
-            return (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).reshape(n, t, 16)
+            n, t, c = x.shape
+            q, k, v = self.qkv(x).view(n, t, 3, 4, c // 4).permute(2, 0, 3, 1, 4)
+            return (torch.softmax(q @ k.transpose(2, 3), -1) @ v).transpose(1, 2).reshape(n, t, c)
 
     network, x = Heads(), torch.randn(3, 9, 16)
     with FlopCounterMode(display=False) as counter:
