@@ -384,6 +384,22 @@ def test_influence_of_rows_that_mix_is_that_of_each_alone(caplog):
         explain.influence(fixed, X, t, X[:2], t[:2])
 
 
+def test_inputs_that_the_output_does_not_need_may_be_there():
+    made = parse(
+        "f (float[N,4] x, float[N,4] z) => (float[N,3] y, float[N,4] u)"
+        "{ y = MatMul(x, w)  u = Neg(z) }",
+        w=W,
+    )
+    feed = {"x": X, "z": X}
+    np.testing.assert_array_equal(explain.saliency(made, feed, 1, output="y"), abs(W[:, 1]) + 0 * X)
+    influences = explain.influence(made, feed, X[:, :3], feed, X[:, :3], output="y")
+    np.testing.assert_allclose(
+        influences, explain.influence(LINEAR, X, X[:, :3], X, X[:, :3]), rtol=1e-5
+    )
+    with pytest.raises(ValueError, match="Unknown input 'v'"):
+        explain.saliency(made, feed | {"v": X}, 1, output="y")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import escaping, printable, unknown
 from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
-from onnxgrad.explain.piece import Piece
+from onnxgrad.explain.piece import Piece, declared, drop_unused_inputs
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.spec import Formula
@@ -142,10 +142,11 @@ class _LossesOfRows:
             proto, loss, label_name=label, output_index=output, reduction="sum", **options
         )
         losses = unreduced_onnx_loss(with_loss, "loss_of_row")
+        drop_unused_inputs(losses)
         graph = to_ir(losses).graph
-        used = [x for x in graph.inputs if x.uses()]
-        self._inputs = [x for x in used if x.name != label]
-        self._labels = [x for x in used if x.name == label]
+        self._inputs = [x for x in graph.inputs if x.name != label]
+        self._labels = [x for x in graph.inputs if x.name == label]
+        self._unused = declared(proto)
         self._label = label
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
         kind = CPU if device is None else Device.of(device).check()
@@ -194,7 +195,8 @@ class _LossesOfRows:
 
     def _feed(self, data: Inputs, labels: Any) -> tuple[Arrays, int]:
         """Return the inputs and the labels, and the number of rows."""
-        feed = checked_feed(data, self._inputs, [str(x.name) for x in self._inputs])
+        names = [str(x.name) for x in self._inputs]
+        feed = checked_feed(data, self._inputs, names, self._unused)
         rows, self._rowed = rows_of(feed, self._inputs)
         feed |= checked_feed({self._label: labels}, self._labels, [self._label])
         if feed[self._label].shape[:1] != (rows,):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,13 +16,19 @@ Arrays: TypeAlias = dict[str, np.ndarray]
 Inputs: TypeAlias = Any  # an array, or a mapping of names to arrays
 
 
-def checked_feed(inputs: Inputs, graph: Sequence[ir.Value], needed: Iterable[str]) -> Arrays:
+def checked_feed(
+    inputs: Inputs,
+    graph: Sequence[ir.Value],
+    needed: Iterable[str],
+    unused: Collection[str] = (),
+) -> Arrays:
     """Return the inputs as arrays of the dtypes of the model.
 
     Args:
         inputs: the array of the only input, or `{name: array}`.
         graph: the inputs of the model.
         needed: names of those that are used.
+        unused: names of more inputs of the whole model, which may be there.
 
     Raises:
         ValueError: an unknown or missing input.
@@ -34,7 +40,7 @@ def checked_feed(inputs: Inputs, graph: Sequence[ir.Value], needed: Iterable[str
             raise ValueError(f"the model has the inputs {list(known)}: pass a dict of arrays")
         values = {next(iter(known)): inputs}
     for name in values:
-        if name not in known:
+        if name not in known and name not in unused:
             raise unknown("input", name, known)
     needed = list(needed)
     if missing := [name for name in needed if name not in values]:

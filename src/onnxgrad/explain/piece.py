@@ -60,10 +60,7 @@ class Piece:
         names = [*declared(proto), *(name for name in cut if name not in declared(proto))]
         self.outputs, self._device, self._batch_size = list(outputs), device, batch_size
         self._proto = select_model_inputs_outputs(proto, outputs, names)
-        used = _used(self._proto)
-        kept = [x for x in self._proto.graph.input if x.name in used]
-        del self._proto.graph.input[:]  # a session would ask for the others
-        self._proto.graph.input.extend(kept)
+        drop_unused_inputs(self._proto)
         with garbage_kept():
             self._model = prepare(self._proto)
         self._values = {str(x.name): x for x in self.graph.inputs}
@@ -212,8 +209,11 @@ class Piece:
         return self._mixing[key]
 
 
-def _used(proto: ModelProto) -> set[str]:
-    """Return the names of the inputs that nodes read, or that are outputs."""
+def drop_unused_inputs(proto: ModelProto) -> None:
+    """Remove inputs that no node reads and that are no outputs: a session would ask for them."""
     graph = to_ir(proto).graph
     used = {v for node in graph for v in reads(node)} | set(graph.outputs)
-    return {str(x.name) for x in graph.inputs if x in used}
+    names = {str(x.name) for x in graph.inputs if x in used}
+    kept = [x for x in proto.graph.input if x.name in names]
+    del proto.graph.input[:]
+    proto.graph.input.extend(kept)

@@ -153,14 +153,14 @@ class ScoreFunction:
         """
         graph = self.whole.graph.inputs
         needed = [*self.whole.inputs, *(self.front.inputs if self.inner else ())]
-        feed = checked_feed(inputs, graph, dict.fromkeys(needed))
+        feed = checked_feed(inputs, graph, dict.fromkeys(needed), declared(self._proto))
         rows, rowed = rows_of(feed, graph)
         point = Point(self, feed, rowed, rows, self.values(feed, rowed))
         for name, x in point.values.items():
             if name in feed and name not in rowed:
                 raise ValueError(
                     f"{name!r} of shape {list(x.shape)} has not the {rows} rows of the inputs: it "
-                    "is the same for all of them; leave it out of `wrt`"
+                    "is the same for all of them; name other values as `wrt`"
                 )
         return point
 
