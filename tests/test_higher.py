@@ -468,6 +468,24 @@ def test_rows_that_mix_have_no_jacobians_by_weights(body, message):
         jacobian(made, ["w"], [], batched=True)
 
 
+def test_inputs_without_rows_have_no_jacobians_of_rows():
+    text = "m (double[4] s, double[N,4] X) => (double[N,3] Y) { a = Mul(X, s)  Y = MatMul(a, w) }"
+    made = parse(text, w=normal(4, 3))
+    with pytest.raises(ValueError, match=r"inputs \['s'\] have no rows"):
+        jacobian(made, ["w"], ["s"], batched=True)
+    found = run_named(
+        jacobian(made, ["w"], [], batched=True), {"X": X, "s": np.ones(4)} | weights(made)
+    )
+    onnx.checker.check_model(jacobian(made, ["w"], [], batched=True), full_check=True)
+    assert found["Y_w_jacobian"].shape == (6, 3, 4, 3)
+    made.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ValueError, match=r"ranks of the inputs \['s'\] are unknown"):
+        jacobian(made, ["w"], [], batched=True)
+    alone = parse("m (double[3] s) => (double[2,3] Y) { Y = Mul(w, s) }", w=normal(2, 3))
+    with pytest.raises(ValueError, match=r"inputs \['s'\] have no rows"):
+        jacobian(alone, ["w"], [], batched=True)
+
+
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_shapes_known_at_run_time_only(mode):
     made = parse("m (double X) => (double Y) { a = Sin(X)  Y = Mul(a, X) }")

@@ -38,7 +38,8 @@ def jacobians_of_rows(
     length = _length(sheet)
     data = [x for x in sheet.graph.inputs if x not in sheet.wrt or x in sheet.inputs]
     rowed = {str(x.name): x for x in data if _has_rows(x, length)}
-    if missing := [x.name for x in sheet.inputs if x.name not in rowed]:
+    missing = [x.name for x in (sheet.inputs if rowed else data) if x.name not in rowed]
+    if missing or not rowed:
         raise ValueError(f"the inputs {missing} have no rows: leave them out, or use batched=False")
     if proof and length != 1:  # a single row cannot mix
         _prove(sheet, data, rowed)
@@ -65,6 +66,7 @@ def jacobians_of_rows(
             v = op.Slice(v, [0], count, [0])
         ones = [0, of_inputs[name]] if name in of_inputs else [0]
         kept = [d for i, d in enumerate(dims(y) or ()) if i not in ones]
+        y.name = op.name(f"{name}_row")  # names are unique in a graph and its bodies
         result = op.Squeeze(v, [1 + i for i in ones])
         result.name, result.type = name, y.type
         result.shape = None if rank(y) is None else ir.Shape([length, *kept])
@@ -81,11 +83,17 @@ def _length(sheet: Sheet) -> Dim:
         ValueError: an output has none, or another number.
     """
     lengths = {str(y.name): (dims(y) or (None,))[0] for y in sheet.kept}
-    length = lengths[str(sheet.differentiated[0].name)]
+    first = str(sheet.differentiated[0].name)
+    length = lengths[first]
+    if length is None:
+        raise ValueError(
+            f"the rows of {first!r} are not known: declare the shapes of the inputs in the model, or "
+            "use batched=False"
+        )
     if others := [name for name, d in lengths.items() if d is None or d != length]:
         raise ValueError(
-            f"the outputs {others} do not have the rows of {sheet.differentiated[0].name!r}: "
-            "name the `outputs` to keep, or use batched=False"
+            f"the outputs {others} do not have the rows of {first!r}: name the `outputs` to keep, "
+            "or use batched=False"
         )
     return length
 
@@ -100,6 +108,8 @@ def _has_rows(x: ir.Value, length: Dim) -> bool:
 
 def _prove(sheet: Sheet, data: Collection[ir.Value], rowed: Collection[str]) -> None:
     """Raise unless row i of each output depends on row i of the inputs only."""
+    if unknown := [x.name for x in data if dims(x) is None]:
+        raise ValueError(f"the ranks of the inputs {unknown} are unknown: declare their shapes")
     model = sheet.model.clone()
     model.graph.outputs[:] = [
         y for y in model.graph.outputs if y.name in {k.name for k in sheet.kept}
