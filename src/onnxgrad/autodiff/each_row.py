@@ -87,8 +87,8 @@ def _length(sheet: Sheet) -> Dim:
     length = lengths[first]
     if length is None:
         raise ValueError(
-            f"the rows of {first!r} are not known: declare the shapes of the inputs in the model, or "
-            "use batched=False"
+            f"the rows of {first!r} are not known: declare the shapes of the inputs in the model, "
+            "or use batched=False"
         )
     if others := [name for name, d in lengths.items() if d is None or d != length]:
         raise ValueError(
