@@ -1,7 +1,8 @@
 """What higher derivatives cost: jvp by forward, hvp by gradient, a 50 x 50 Jacobian by gradient.
 
 An MLP of 50-100-100-50 units, one thread: medians of blocks of calls, which take turns. The
-gradient is that by the inputs. PyTorch computes the same by `torch.func`, compared in the same run.
+gradient is that by the inputs; those of rows are by the weights, of the squared sum of each row.
+PyTorch computes the same by `torch.func`, compared in the same run.
 
     python benchmarks/higher.py [--rounds 10]
 """
@@ -21,7 +22,7 @@ from onnx import numpy_helper
 from rich.console import Console
 from rich.table import Table
 
-from onnxgrad import hvp, jacobian, jvp, onnx_derivative
+from onnxgrad import attach, hvp, jacobian, jvp, onnx_derivative
 
 SIZES = (50, 100, 100, 50)
 
@@ -45,6 +46,14 @@ def network() -> onnx.ModelProto:
     return made
 
 
+def squares(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Return the model of the sum of the squares of each row of the output."""
+    loss = onnx.parser.parse_model(f"""
+        <ir_version: 8, opset_import: ["": 18]> loss (float[N, {SIZES[-1]}] Y) => (float[N] L)
+        <int64[1] axes = {{1}}> {{ L = ReduceSumSquare<keepdims = 0>(Y, axes) }}""")
+    return attach(model, loss)
+
+
 def runner(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> Callable[[], np.ndarray]:
     """Return the function that runs a model, and gives its last output."""
     options = ort.SessionOptions()
@@ -65,6 +74,7 @@ def ours(feeds: dict[str, np.ndarray]) -> dict[str, Callable]:
         "jvp": jvp(model),
         "hvp": hvp(model),
         "Jacobian": jacobian(model, batched=True),
+        "rows": jacobian(squares(model), None, [], batched=True),
     }
     return {name: runner(proto, feeds) for name, proto in models.items()}
 
@@ -83,6 +93,12 @@ def theirs(feeds: dict[str, np.ndarray]) -> dict[str, Callable]:
 
     slope = grad(lambda x: (net(x) * u).sum())
     rows = vmap(jacrev(lambda x: net(x[None])[0]))
+
+    def square(w, x):
+        h = torch.tanh(x @ w[0] + w[1])
+        return ((torch.tanh(h @ w[2] + w[3]) @ w[4] + w[5]) ** 2).sum()
+
+    each = vmap(grad(square), in_dims=(None, 0))
     with torch.no_grad():
         return {
             "forward": lambda: net(x),
@@ -90,6 +106,7 @@ def theirs(feeds: dict[str, np.ndarray]) -> dict[str, Callable]:
             "jvp": lambda: torch_jvp(net, (x,), (t,))[1],
             "hvp": lambda: torch_jvp(slope, (x,), (v,))[1],
             "Jacobian": lambda: rows(x),
+            "rows": lambda: each(w, x)[-1],
         }
 
 
@@ -98,7 +115,7 @@ def measure(batch: int, rounds: int) -> None:
     feeds = {
         name: rng.standard_normal(shape, np.float32)
         for name in ("X", "Y_grad", "X_tangent", "X_vector")
-    }
+    } | {f"w{i}": w for i, w in enumerate(start())}
     jobs = {f"onnxgrad {name}": job for name, job in ours(feeds).items()}
     try:
         others = theirs(feeds)
@@ -108,12 +125,12 @@ def measure(batch: int, rounds: int) -> None:
     for name, job in others.items():
         np.testing.assert_allclose(jobs[f"onnxgrad {name}"](), job(), rtol=1e-2, atol=1e-3)
     seconds = turns(jobs, rounds)
-    table = Table("", *(name for name in ("forward", "gradient", "jvp", "hvp", "Jacobian")))
+    table = Table("", "forward", "gradient", "jvp", "hvp", "Jacobian", "rows")
     table.title = f"microseconds, batch {batch}; ratios with quartiles"
     for who in ("onnxgrad", "torch") if others else ("onnxgrad",):
         times = {k.removeprefix(f"{who} "): v for k, v in seconds.items() if k.startswith(who)}
         table.add_row(who, *(f"{median(v) * 1e6:,.0f}" for v in times.values()))
-        to = {"jvp": "forward", "hvp": "gradient", "Jacobian": "gradient"}
+        to = {"jvp": "forward", "hvp": "gradient", "Jacobian": "gradient", "rows": "gradient"}
         ratios = [f"{ratio(times[a], times[b])} {b}s" for a, b in to.items()]
         table.add_row("", "", "", *ratios)
     Console(width=120).print(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ from commands import refused, succeed
 from onnxgrad.artifacts import models
 from onnxgrad.artifacts.former import FORMER_OPTIMIZERS
 from onnxgrad.model import external
+from pages import code_of
 from running import run
 
 ROOT = Path(__file__).parent.parent
@@ -537,7 +537,7 @@ def test_a_weight_larger_than_a_file_can_hold_is_refused(tmp_path, monkeypatch):
 
 def test_the_code_of_the_page(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "devices.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    blocks = code_of("devices.md")
     assert len(blocks) == 3
     (tmp_path / "data").symlink_to(ROOT / "data")
     monkeypatch.chdir(tmp_path)

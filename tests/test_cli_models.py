@@ -116,6 +116,35 @@ def test_grad(here, keep):
     assert as_json(*line, "--overwrite")["files"] == ["g.onnx"]
 
 
+def test_family(here):
+    line = ("grad", "linear.onnx", "--family", "f.onnx", "--dtype", "float64", "--weights", "W")
+    said = succeed(*line).stdout
+    files = ["f.onnx", "fwd_f.onnx", "adj_f.onnx", "fwd_adj_f.onnx"]
+    assert all(file in said for file in files)
+    x, seeds = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[1.0], [10.0]])
+    results = run_named("adj_f.onnx", x=x, W=np.ones((2, 1)), adj_y=seeds)
+    np.testing.assert_allclose(results["adj_W"], x.T @ seeds)
+    assert "f.onnx exists" in refused(*line)
+    summary = as_json(*line, "--overwrite")
+    assert summary["files"] == files
+    assert summary["models"]["fwd_f.onnx"]["outputs"] == ["y", "fwd_y"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--family", "f.onnx", "-o", "g.onnx"), "--family takes no --output"),
+        (("--family", "-"), "--family writes four models"),
+        (("--family", "f.pb"), "does not end in .onnx"),
+        (("-o", "g.onnx", "--dtype", "float64"), "--dtype needs --family"),
+        (("--family", "linear.onnx"), "is the input file"),
+    ],
+)
+def test_family_refuses(here, options, message):
+    assert message in refused("grad", "linear.onnx", *options)
+    assert not list(here.glob("*f.onnx"))
+
+
 def test_an_output_is_needed(here):
     assert "--output says where the model goes" in refused("grad", "linear.onnx")
     assert "--output says where the model goes" in refused("merge", "linear.onnx")
@@ -134,3 +163,12 @@ def test_show(here):
     assert summary["operators"] == {"MatMul": 1, "Add": 1}
     assert summary["inputs"] == [{"name": "x", "type": "float", "shape": ["N", 2]}]
     assert [y["name"] for y in summary["gradient"]["outputs"]] == ["x_grad", "W_grad", "b_grad"]
+
+
+def test_show_layers(here):
+    lines = succeed("show", "linear.onnx", "--summary").stdout.splitlines()
+    assert lines[2].split() == ["MatMul", "MatMul", "[1,", "1]", "2", "2", "2", "4"]
+    assert lines[-1] == "for N=1"
+    found = as_json("show", "linear.onnx", "--summary")
+    assert [layer["multiply_adds"] for layer in found["layers"]] == [2, 1]
+    assert found["lengths"] == {"N": 1}

@@ -372,3 +372,24 @@ def test_no_run_time_shapes_in_the_gradient_of_an_mlp():
         operators = {node.op_type for node in made.graph.node}
         allowed = {"Shape", "Expand"} if options & FILL else set()  # ones of Y's run-time shape
         assert not operators & RUN_TIME_SHAPES - allowed
+
+
+PRIMALS = """<ir_version: 9, opset_import: ["": 20]>
+    f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {1.0, 2.0}>
+    { h = MatMul(x, w) t = Tanh(h) y = Mul(t, t) }"""
+
+
+def test_the_primal_of_a_node_is_noted_where_asked():
+    model = onnx.parser.parse_model(PRIMALS)
+    noted = onnx_derivative(model, note_primal=True)
+    notes = {
+        y: {e.key: e.value for e in n.metadata_props} for n in noted.graph.node for y in n.output
+    }
+    by_primal = {y: note["onnxgrad.primal"] for y, note in notes.items() if note}
+    assert by_primal["x_grad"] == by_primal["w_grad"] == "h"
+    assert set(by_primal.values()) == {"h", "t", "y"}
+    assert by_primal.keys().isdisjoint({"h", "t", "y"})
+    assert set(notes) - set(by_primal) <= {"h", "t", "y"}
+    for node in noted.graph.node:
+        del node.metadata_props[:]
+    assert noted == onnx_derivative(model)

@@ -1,21 +1,26 @@
-"""The examples run as they stand, and check themselves."""
+"""The examples run as they stand, check themselves, and have the form of the gallery.
+
+Building the site runs them, too: so here, they run in the sweep only.
+"""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import runpy
+import tokenize
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-from published import UnavailableError
 
 from running import in_sweep
 
-ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
-OPTIONAL = ("PIL", "sklearn", "skl2onnx", "torch", "torchmetrics")
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*/*.py"))
+OPTIONAL = ("PIL", "pandas", "scipy", "skl2onnx", "sklearn", "torch", "torchmetrics")
+LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
 
 
 def imports(path: Path) -> set[str]:
@@ -25,28 +30,67 @@ def imports(path: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
+def lines_of_code(text: str) -> int:
+    """Return the number of lines with code: without text cells, comments, imports and blanks."""
+    tree = ast.parse(text)
+    skipped = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    left_out = {i for n in (tree.body[0], *skipped) for i in range(n.lineno, n.end_lineno + 1)}
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    code = [t for t in tokens if t.type not in LAYOUT and t.string]
+    return len({i for t in code for i in range(t.start[0], t.end[0] + 1)} - left_out)
+
+
+def title(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text())).splitlines()[0]
+
+
+@pytest.mark.filterwarnings("ignore:FigureCanvasAgg is non-interactive")
 @pytest.mark.parametrize(
     "path",
-    [in_sweep(p) if p.stem.startswith("benchmark_") else p for p in SCRIPTS],
+    map(in_sweep, SCRIPTS),
     ids=[p.stem for p in SCRIPTS],
 )
 def test_example(path, tmp_path, monkeypatch, capsys):
     """They run in this process, which has imported most of what they import."""
-    assert len(path.read_text().splitlines()) < 60
     for name in imports(path).intersection(OPTIONAL):
         pytest.importorskip(name)
     plt.switch_backend("Agg")
     monkeypatch.chdir(tmp_path)
     try:
         runpy.run_path(str(path), run_name="__main__")
-    except UnavailableError as e:  # a published model, which it downloads
+    except ConnectionError as e:  # a published model, which it downloads
         pytest.skip(str(e))
-    plt.close("all")
+    finally:
+        plt.close("all")
     assert capsys.readouterr().out.strip()
+    assert not list(tmp_path.iterdir())  # the gallery runs them in their own folder
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=[p.stem for p in SCRIPTS])
+def test_form(path):
+    """A title, an introduction, cells of text, and little code."""
+    text = path.read_text()
+    first, underline, blank, *introduction = ast.get_docstring(ast.parse(text)).splitlines()
+    assert underline == "=" * len(first)
+    assert not blank
+    assert introduction
+    assert text.count("\n# %%\n") >= 2
+    assert lines_of_code(text) < 60
+    assert "__file__" not in text  # the gallery has none
+
+
+def test_sections_have_a_title():
+    for folder in {path.parent for path in SCRIPTS} | {EXAMPLES}:
+        first, underline, *_ = (folder / "README.rst").read_text().splitlines()
+        assert underline in ("-" * len(first), "=" * len(first))
 
 
 def test_every_example_is_listed():
-    names = [path.name for path in SCRIPTS]
-    listed = re.findall(r"(?m)^\| \[.*\]\((.*)\)", (ROOT / "examples" / "README.md").read_text())
-    shown = re.findall(r'(?m)^--8<-- "examples/(.*)"$', (ROOT / "docs" / "examples.md").read_text())
-    assert sorted(listed) == sorted(shown) == names
+    """The list has each script once, with the section and the title that the gallery shows."""
+    text = (EXAMPLES / "README.md").read_text()
+    listed = re.findall(r"(?m)^\| \[(.*)\]\((.*)\) \|", text)
+    expected = [(title(path), str(path.relative_to(EXAMPLES))) for path in SCRIPTS]
+    assert sorted(listed) == sorted(expected)
+    for folder in {path.parent for path in SCRIPTS}:
+        section, *_ = (folder / "README.rst").read_text().splitlines()
+        assert f"\n## {section}\n" in text

@@ -1,4 +1,4 @@
-"""`docs/explained.py`, the explanation of reverse mode: it runs, and its gradients are right."""
+"""`docs/tutorials/explained.py`, the explanation of reverse mode: its gradients are right."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, onnx_derivative
-from script_page import DOCS, assert_page, load
+from pages import TUTORIALS, load
 
-SCRIPT = DOCS / "explained.py"
+SCRIPT = TUTORIALS / "explained.py"
 
 # onnxruntime 1.20 fuses Transpose and MatMul in float64, for which it has no kernel
 pytestmark = pytest.mark.newest
@@ -141,8 +141,3 @@ def test_it_begins_with_nothing():
     assert set(modules) == {"numpy", "onnx", "onnxgrad", "onnxruntime"}
     comparison = body[modules["onnxgrad"] :]
     assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in comparison)
-
-
-def test_its_page():
-    """The page of the documentation has all text and code of the script, in its order."""
-    assert_page(SCRIPT, "import numpy as np")

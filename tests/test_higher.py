@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -23,6 +20,7 @@ from onnxgrad import (
     vjp,
 )
 from onnxgrad.autodiff.rules import RULES
+from pages import code_of
 from running import run_named
 from table import ROWS
 
@@ -329,7 +327,7 @@ def test_wrong_options():
     with pytest.raises(ValueError, match="Unknown value of `batched` 'yes'"):
         jacobian(MLP, batched="yes")
     with pytest.raises(ValueError, match=r"with respect to inputs.*\['w'\]"):
-        jacobian(MLP, ["w"], batched=True)
+        hessian(scalar_rows(), ["w"], batched=True)
     with pytest.raises(ValueError, match=r"\['Y', 'Z'\]: name one"):
         hessian(two_by_two())
     with pytest.raises(ValueError, match="not known to have one element"):
@@ -400,6 +398,91 @@ def test_jacobian_by_a_weight(mode):
     values = {"X": X} | weights(MLP)
     found = run_named(jacobian(MLP, ["w"], [], mode=mode), values)["Y_w_jacobian"]
     close(found, numeric(vjp(MLP, ["w"], []), values | {"Y_grad": normal(6, 3)}, "w"), atol=1e-8)
+
+
+def scalar_rows() -> onnx.ModelProto:
+    return parse(
+        "m (double[N,4] X) => (double[N,1] Y) { a = MatMul(X, w)  Y = Tanh(a) }", w=normal(4, 1)
+    )
+
+
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
+@pytest.mark.parametrize("batched", [True, "unchecked"])
+@pytest.mark.parametrize("inputs", [[], None])
+def test_jacobians_of_rows_by_weights(mode, batched, inputs):
+    values = {"X": X} | weights(MLP)
+    full = run_named(jacobian(MLP, None, inputs, mode=mode), values)
+    made = jacobian(MLP, None, inputs, batched=batched, mode=mode)
+    found = run_named(made, values)
+    assert list(found) == list(full)
+    for name, whole in full.items():
+        of_input = name == "Y_X_jacobian"
+        close(found[name], np.einsum("nmnk->nmk", whole) if of_input else whole)
+    assert [x.name for x in made.graph.input] == ["X", *weights(MLP)]
+    assert shape(made, "Y_w_jacobian") == ["N", 3, *weights(MLP)["w"].shape]
+    found = run_named(made, values | {"X": np.zeros((0, 4))})
+    assert found["Y_w_jacobian"].shape == (0, 3, *weights(MLP)["w"].shape)
+
+
+def test_gradients_of_single_rows_are_those_of_torch():
+    """Labels have rows, too, and a class weight has none."""
+    torch = pytest.importorskip("torch")
+    made = parse(
+        """m (float[N,4] X, int64[M] label, float[3] s) => (float[K] loss)
+        { a = Gemm(X, w, b)  c = Mul(a, s)
+          loss = SoftmaxCrossEntropyLoss<reduction="none">(c, label) }""",
+        w=normal(4, 3).astype("f4"),
+        b=normal(3).astype("f4"),
+    )
+    values = {"X": X.astype("f4"), "label": np.arange(6) % 3, "s": np.float32([1, 2, 3])}
+    values |= weights(made)
+    found = run_named(jacobian(made, ["w", "b"], [], batched="unchecked"), values)
+
+    def loss(w, b, x, y):
+        scores = (x @ w + b) * torch.tensor(values["s"])
+        return torch.nn.functional.cross_entropy(scores[None], y[None])
+
+    tensors = [torch.tensor(values[name]) for name in ("w", "b", "X", "label")]
+    each = torch.func.vmap(torch.func.grad(loss, (0, 1)), (None, None, 0, 0))(*tensors)
+    for name, expected in zip("wb", each, strict=True):
+        np.testing.assert_allclose(found[f"loss_{name}_jacobian"], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("m = ReduceMean<axes=[0]>(a)  Y = Sub(a, m)", r"mixes rows|mix.*batched=False"),
+        ("l = Shape<start=0, end=1>(X)  c = Cast<to=11>(l)  Y = Div(a, c)", "batched=False"),
+        ("Y = Tanh(a)  Z = ReduceSum(a)", r"outputs \['Z'\] do not have the rows of 'Y'"),
+    ],
+)
+def test_rows_that_mix_have_no_jacobians_by_weights(body, message):
+    more = ", double[1,1] Z" * ("Z =" in body)
+    opset = 17 if "axes" in body else 18
+    made = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": {opset}]> m (double[N,4] X)
+        => (double[N,2] Y{more}) {{ a = MatMul(X, w)  {body} }}"""
+    )
+    made.graph.initializer.append(onnx.numpy_helper.from_array(normal(4, 2), "w"))
+    with pytest.raises(ValueError, match=message):
+        jacobian(made, ["w"], [], batched=True)
+
+
+def test_inputs_without_rows_have_no_jacobians_of_rows():
+    text = "m (double[4] s, double[N,4] X) => (double[N,3] Y) { a = Mul(X, s)  Y = MatMul(a, w) }"
+    made = parse(text, w=normal(4, 3))
+    with pytest.raises(ValueError, match=r"inputs \['s'\] have no rows"):
+        jacobian(made, ["w"], ["s"], batched=True)
+    of_rows = jacobian(made, ["w"], [], batched=True)
+    onnx.checker.check_model(of_rows, full_check=True)
+    found = run_named(of_rows, {"X": X, "s": np.ones(4)} | weights(made))
+    assert found["Y_w_jacobian"].shape == (6, 3, 4, 3)
+    made.graph.input[0].type.tensor_type.ClearField("shape")
+    with pytest.raises(ValueError, match="rows of 'Y' are not known"):
+        jacobian(made, ["w"], [], batched=True)
+    alone = parse("m (double[3] s) => (double[2,3] Y) { Y = Mul(w, s) }", w=normal(2, 3))
+    with pytest.raises(ValueError, match=r"inputs \['s'\] have no rows"):
+        jacobian(alone, ["w"], [], batched=True)
 
 
 @pytest.mark.parametrize("mode", ["forward", "reverse"])
@@ -772,7 +855,6 @@ def test_dropout_draws_once():
 
 
 def test_document(capsys):
-    text = (Path(__file__).parents[1] / "docs" / "higher.md").read_text()
-    [code] = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    [code] = code_of("higher.md")
     exec(code, {})
     assert capsys.readouterr().out.split("\n") == ["(2, 3, 2)", "True", ""]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import onnx
 import pytest
@@ -20,8 +17,8 @@ from onnxgrad import (
     rule,
 )
 from onnxgrad.autodiff.rules import RULES
+from pages import code_of
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "rules.md"
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
 
 
@@ -46,8 +43,7 @@ def slope(made: onnx.ModelProto, at=(1.5, -0.25), **options) -> np.ndarray:
 
 
 def test_document(capsys):
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```$", DOCUMENT.read_text(), re.M | re.S))
-    exec(compile(code, DOCUMENT.name, "exec"), {})
+    exec(compile("\n".join(code_of("rules.md")), "rules.md", "exec"), {})
     first, *report = capsys.readouterr().out.splitlines()
     assert first == "['X_grad', 'W_grad']"
     assert report[-1].startswith("ok")

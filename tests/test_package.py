@@ -18,6 +18,7 @@ from pyarrow import parquet
 
 import onnxgrad
 from onnxgrad import DerivativeOptions, onnx_derivative
+from pages import code_of
 
 ROOT = Path(__file__).parent.parent
 HEAVY = "numpy onnx onnx_ir onnxruntime matplotlib pyarrow rich typer sklearn torch".split()
@@ -108,13 +109,44 @@ def test_unknown_name():
 
 
 def test_version():
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert onnxgrad.__version__ == stated == importlib.metadata.version("onnxgrad")
-    assert f"## [{stated}]" in (ROOT / "CHANGELOG.md").read_text()
+    """It is stated once, in `__init__.py`; CITATION.cff and the changelog repeat it."""
+    version = onnxgrad.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    source = ROOT / project["tool"]["hatch"]["version"]["path"]
+    assert re.findall(r'(?m)^__version__ = "(.*)"$', source.read_text()) == [version]
+    assert importlib.metadata.version("onnxgrad") == version
+    cited = re.findall(r"(?m)^version: (.*)$", (ROOT / "CITATION.cff").read_text())
+    assert cited == [version]
+    headings = re.findall(r"(?m)^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text())
+    assert headings[:2] == ["Unreleased", version]
+
+
+def test_authors_and_licence():
+    """The metadata, LICENSE and CITATION.cff name the same."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = (ROOT / "CITATION.cff").read_text()
+    [author] = [a["name"] for a in project["authors"]]
+    assert f"  - name: {author}\n" in citation
+    assert author in (ROOT / "LICENSE").read_text()
+    assert f"license: {project['license']}\n" in citation
+
+
+def test_readme_of_the_package_index():
+    """No link of it leads to a file of the repository, which is not there."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
+    [rule] = settings["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
+    text = re.sub(rule["pattern"], rule["replacement"], README)
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert all(link.startswith("https://") for link in links)
+    assert "](docs/" in README  # there are some to replace
+    assert code_blocks(text, "python") == code_blocks(README, "python")
 
 
 def test_pure_python():
     assert {p.suffix for p in (ROOT / "src").rglob("*") if p.is_file()} <= {
+        ".css",
+        ".html",
         ".py",
         ".pyc",
         ".pyi",
@@ -188,7 +220,7 @@ def test_readme_commands_of_the_command_line():
 
 
 def test_docs_example():
-    [code] = code_blocks((ROOT / "docs" / "index.md").read_text(), "python")
+    [code] = code_of("gradients.md")
     lines = python("-c", code).splitlines()
     assert lines == ["['X', 'W', 'Y_grad']", "['X_grad', 'W_grad']", "['X_grad', 'W_grad', 'Y']"]
 

@@ -1,6 +1,7 @@
 """Steps whose batches are split between threads, against steps that run as a whole."""
 
 import io
+import json
 
 import numpy as np
 import onnx
@@ -198,14 +199,27 @@ def test_others_run_as_a_whole(splitting, text, arguments):
     assert runner(one) is Runner
 
 
-def test_norms_of_gradients_are_those_of_the_whole(splitting):
+@pytest.mark.parametrize("parts", [2, 3])
+def test_norms_of_gradients_are_those_of_the_whole(splitting, parts):
     def fit(one):
         one.fit(X, LABEL, batch_size=8)
 
-    whole, split = both(splitting, 2, fit, callbacks=[og.Norms()])
-    assert_equal(whole, split, rtol=1e-11)
-    for key in ("gradient_norm", "weight_norm"):
-        assert split.history[-1][key] == pytest.approx(whole.history[-1][key], rel=1e-11)
+    def with_norms(**more):
+        return trainer(callbacks=[og.Norms()], **more)
+
+    splitting(1)
+    whole = with_norms()
+    fit(whole)
+    splitting(parts)
+    split, silent = with_norms(), trainer()
+    fit(split)
+    fit(silent)
+    assert (runner(whole), runner(split)) == (Runner, Together)
+    assert set(split.gradient_norms) == set(split.trained)
+    for name, norm in whole.gradient_norms.items():
+        assert split.gradient_norms[name] == pytest.approx(norm, rel=1e-5)
+    for name, w in silent.state.weights.items():
+        np.testing.assert_array_equal(split.state.weights[name], w)
 
 
 def test_calls_with_other_sizes_keep_the_sessions(splitting):
@@ -256,3 +270,13 @@ def test_a_resumed_training_is_the_same(splitting, tmp_path):
     resumed = weights("broken off", 4, resume=tmp_path / "broken off")
     for name, expected in whole.items():
         np.testing.assert_array_equal(resumed[name], expected)
+
+
+def test_a_recorder_profiles_the_step_as_a_whole(splitting, tmp_path):
+    recorder = og.Recorder(tmp_path)
+    split = trainer(callbacks=[recorder])
+    split.fit(X, LABEL, batch_size=8)
+    assert runner(split) is Together
+    run = json.loads((tmp_path / "run.json").read_text())
+    products = [row for row in run["operators"]["rows"] if row[0].endswith(("MatMul", "Gemm"))]
+    assert sum(row[1] for row in products) == 5  # two forward, one for an input, two for weights

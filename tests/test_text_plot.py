@@ -1,5 +1,7 @@
 """Models as text."""
 
+import re
+
 import onnx
 import pytest
 
@@ -132,3 +134,51 @@ def test_deep_models_stay_readable():
 def test_curves(tmp_path, validation):
     plot_losses([2.0, 1.0], validation, tmp_path / "a.tmp")
     assert (tmp_path / "a.tmp").read_bytes().startswith(b"\x89PNG")
+
+
+def in_modules() -> onnx.ModelProto:
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N] x) => (float[N] y, float[N] c)
+        { a = Relu(x) b = Exp(a) c = Relu(b) d = Neg(c) y = Add(d, b) }""")
+    names = ["/enc/0/act/Relu", "/enc/0/exp/Exp", "/enc/1/act/Relu", "/head/Neg", "plain"]
+    for node, name in zip(model.graph.node, names, strict=True):
+        node.name = name
+    return model
+
+
+@pytest.mark.parametrize(
+    ("depth", "expected"),
+    [
+        (1, ["enc/... 3 nodes (2 Relu, Exp) -> b, c", "head/... 1 node (Neg) -> d"]),
+        (2, ["enc.0/... 2 nodes (Relu, Exp) -> b", "enc.1/... 1 node (Relu) -> c",
+             "head/... 1 node (Neg) -> d"]),
+    ],
+)  # fmt: skip
+def test_modules_in_one_line(depth, expected):
+    lines = onnx_simple_text_plot(in_modules(), depth=depth).splitlines()
+    assert lines[2:-2] == [*expected, "Add(d, b) -> y"]
+
+
+def test_values_that_a_subgraph_reads_leave_their_module():
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N] x, bool c) => (float[N] y) { a = Exp(x) y = If(c) <
+            then_branch = t () => (float[N] p) { p = Neg(a) },
+            else_branch = e () => (float[N] q) { q = Abs(x) }> }""")
+    model.graph.node[0].name = "/enc/Exp"
+    lines = onnx_simple_text_plot(model, depth=1).splitlines()
+    assert "enc/... 1 node (Exp) -> a" in lines
+    assert "    Neg(a) -> p" in lines
+
+
+def test_colors():
+    for model in (in_modules(), onnx.parser.parse_model(BRANCHES)):
+        for options in ({}, {"depth": 1}):
+            plain = onnx_simple_text_plot(model, **options)
+            colored = onnx_simple_text_plot(model, color=True, **options)
+            assert re.sub(r"\x1b\[[\d;]*m", "", colored) == plain
+            for line in colored.splitlines():
+                if "->" in line or "put: " in line:
+                    assert line.count("\x1b[0m") == 1
+    assert "\x1b[1;36mAdd\x1b[0m(d, b) -> y" in onnx_simple_text_plot(in_modules(), color=True)
+    with pytest.raises(ValueError, match="depth must be at least 1"):
+        onnx_simple_text_plot(in_modules(), depth=0)

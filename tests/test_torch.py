@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from onnxgrad import ModelError, NoGradientRule, ProviderError, select_model_inputs_outputs  # noqa: E402
 from onnxgrad.torch import OnnxModule  # noqa: E402
+from pages import code_of  # noqa: E402
 
 
 def parsed(text: str, **weights) -> onnx.ModelProto:
@@ -1144,8 +1145,7 @@ def test_without_torch():
 
 
 def test_example_of_the_documentation(tmp_path):
-    text = (Path(__file__).parent.parent / "docs" / "torch.md").read_text()
-    [code] = [part.split("```")[0] for part in text.split("```python\n")[1:2]]
+    [code] = code_of("torch.md")
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fake_trainer import Trainer
 from onnxgrad.training.callbacks.base import Callback
+from onnxgrad.training.callbacks.curves import sparkline
 from onnxgrad.training.callbacks.mlflow import MLflow
 from onnxgrad.training.callbacks.norms import Norms
 from onnxgrad.training.callbacks.progress import Progress
@@ -315,3 +316,60 @@ def test_wandb_itself(tmp_path):
     assert wandb.run is None
     run_id = state.callbacks["WeightsAndBiases"]["run_id"]
     assert list(tmp_path.rglob(f"run-{run_id}.wandb"))
+
+
+# -- curves ---------------------------------------------------------------------------------------
+
+
+def test_sparklines():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1, float("nan"), 3], 20) == "▁█"
+    assert sparkline([2, 2], 20) == "▄▄"
+    assert sparkline([], 20) == sparkline([1, 2], 0) == ""
+    many = sparkline(list(range(1000)), 8)
+    assert many == "▁▂▃▄▅▆▇█"
+
+
+def test_a_terminal_shows_the_curves_of_the_losses():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, color_system=None)
+    Trainer([0.5, 0.25, 0.1]).fit(Progress(console=console), epochs=3)
+    # the loss of the second half of each epoch is three times that of the first
+    assert "loss ▁█▁█▁█  validation █▄▁" in out.getvalue()
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A display like IPython's, and the HTML that it showed."""
+    shown = []
+    handle = SimpleNamespace(update=lambda html: shown.append(html))
+    display = SimpleNamespace(HTML=str, display=lambda html, display_id: handle)
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    return shown
+
+
+def test_a_notebook_shows_a_picture(notebook, capsys):
+    console = Console(file=io.StringIO(), force_jupyter=True)
+
+    class Evil(Callback):
+        def on_evaluate(self, trainer, state, control):
+            state.history[-1]["validation_<script>"] = 0.5
+
+    Trainer([0.5, 0.25]).fit(Evil(), Progress(console=console), epochs=2)
+    last = notebook[-1]
+    assert 'value="1.0000"' in last
+    assert "loss: 2 to 6" in last
+    assert "validation loss: 0.25 to 0.5" in last
+    [losses, validation] = re.findall(r'points="([^"]*)"', last)
+    assert [p.split(",")[0] for p in losses.split()] == ["0.00", "160.00", "320.00", "480.00"]
+    assert validation == "0.00,4.00 480.00,116.00"
+    assert "<script" not in last
+    assert "&lt;script&gt;" in last
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_notebook_is_not_drawn_too_often(notebook):
+    console = Console(file=io.StringIO(), force_jupyter=True)
+    Trainer().fit(Progress(console=console), epochs=1)
+    assert len(notebook) <= 4  # of the first step, of the epoch, and of the end

@@ -8,9 +8,9 @@ import sys
 
 import onnx
 
-from script_page import DOCS, assert_page
+from pages import TUTORIALS
 
-SCRIPT, ENSEMBLES = DOCS / "training.py", DOCS / "ensembles.py"
+SCRIPT, ENSEMBLES = TUTORIALS / "training.py", TUTORIALS / "ensembles.py"
 
 
 def test_it_runs_without_optional_packages(tmp_path):
@@ -45,11 +45,3 @@ def run_alone(script, folder):
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def test_its_page():
-    assert_page(SCRIPT, "from pathlib import Path")
-
-
-def test_the_page_of_ensembles():
-    assert_page(ENSEMBLES, "from pathlib import Path")

@@ -1,5 +1,8 @@
 """The public names: `__init__.py` imports the module of each when it is first used."""
 
+from . import (
+    explain as explain,
+)
 from .artifacts import (
     generate_artifacts as generate_artifacts,
     merge_artifacts as merge_artifacts,
@@ -14,6 +17,9 @@ from .autodiff.check.report import (
 from .autodiff.derivative import (
     DerivativeOptions as DerivativeOptions,
     onnx_derivative as onnx_derivative,
+)
+from .autodiff.family import (
+    derivative_family as derivative_family,
 )
 from .autodiff.higher import (
     hessian as hessian,
@@ -213,9 +219,28 @@ from .plot.dot import (
 from .plot.figure import (
     plot_onnxs as plot_onnxs,
 )
+from .plot.page import (
+    Picture as Picture,
+    show as show,
+    to_html as to_html,
+)
+from .plot.summary import (
+    Layer as Layer,
+    Summary as Summary,
+    summary as summary,
+)
+from .plot.svg import (
+    to_svg as to_svg,
+)
 from .plot.text import (
     onnx_simple_text_plot as onnx_simple_text_plot,
     onnx_text_plot_io as onnx_text_plot_io,
+)
+from .report.page import (
+    write_report as write_report,
+)
+from .report.recorder import (
+    Recorder as Recorder,
 )
 from .schedules.base import (
     Schedule as Schedule,

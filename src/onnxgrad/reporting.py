@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from html import escape
 from threading import Lock
 
 from onnxgrad.errors import printable
@@ -124,3 +125,19 @@ class _Active(logging.Filter):
 
 
 _active = _Active()
+
+
+def html_table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], notes: Iterable[str] = ()
+) -> str:
+    """Return a table for notebooks, with `notes` below it; numbers are aligned to the right."""
+
+    def cell(tag: str, value: object) -> str:
+        text = escape(printable(value))
+        number = text[:1].isdigit() or text[:2].strip("-")[:1].isdigit()
+        return f'<{tag} style="text-align:{"right" if number else "left"}">{text}</{tag}>'
+
+    lines = ["".join(cell("th", value) for value in head)]
+    lines += ["".join(cell("td", value) for value in row) for row in rows]
+    table = "".join(f"<tr>{line}</tr>" for line in lines)
+    return f"<table>{table}</table>" + "".join(f"<p>{escape(printable(n))}</p>" for n in notes)

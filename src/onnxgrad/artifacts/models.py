@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_constants
+from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
@@ -180,6 +181,7 @@ def _evaluation(
     read = [w for w in one.weights if w.name not in step.unreached]
     graph.inputs[:] = [*read, *one.data]
     graph.outputs[:] = list(outputs.values())
+    replace_calls(op, one.model)
     _rename(op, outputs)
     tidy(one.model)
     return _proto(graph), list(returned)

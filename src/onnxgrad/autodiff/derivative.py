@@ -18,6 +18,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims, has_reals, is_real, static
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.writer import PRIMAL
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
 from onnxgrad.model.read import ModelLike, once, read
@@ -60,6 +61,7 @@ def onnx_derivative(
     verbose: int = 0,
     stop_gradient: Sequence[str] = (),
     straight_through: Sequence[str] = (),
+    note_primal: bool = False,
 ) -> ModelProto:
     """Return the model that computes the gradient of `onx`, in standard operators.
 
@@ -80,15 +82,14 @@ def onnx_derivative(
         path_name: path to `save` the result to as well.
         verbose: 1 logs progress through `logging`, to stderr if it is not configured; 2 every node.
         stop_gradient: names of node outputs through which no gradient flows, as if constant.
-        straight_through: names of node outputs, such as those of Round or a DequantizeLinear, whose
-            cotangent passes unchanged along first inputs, to the nearest value of the same dtype
-            (Bengio, Léonard & Courville 2013, arXiv:1308.3432).
+        straight_through: names of node outputs, as of Round, whose cotangent passes unchanged along
+            first inputs, to the nearest value of the same dtype (Bengio 2013, arXiv:1308.3432).
+        note_primal: note in the metadata of nodes which one each helps to differentiate: `to_html`.
 
     Raises:
         TypeError: `options` is no `DerivativeOptions`.
-        ValueError: an unknown name, options that exclude each other, a missing `loss` or `label`,
-            a weight that is no float or has no gradient, or a `straight_through` name without a
-            value that its cotangent can pass to.
+        ValueError: an unknown name, options that exclude each other, a missing `loss` or `label`, a
+            weight that is no float or has no gradient, or nothing to pass `straight_through` to.
         ModelError: `onx` cannot be read.
         NoGradientRule: an operator on a path has no rule, or computes with quantized numbers.
 
@@ -102,8 +103,8 @@ def onnx_derivative(
         (['x', 'w', 'y_grad'], ['x_grad', 'w_grad'])
     """
     labels = _check(options, loss, label)
-    stops = stop_gradient, straight_through
-    request = DerivativeRequest(weights, inputs, options, loss, labels, *stops)
+    more = stop_gradient, straight_through, note_primal
+    request = DerivativeRequest(weights, inputs, options, loss, labels, *more)
     with reporting(level_of(verbose)), garbage_kept():
         gradient_model, _ = derivative(read(onx), request)
     if path_name is not None:
@@ -140,6 +141,7 @@ class DerivativeRequest:
     labels: Sequence[str] = ()
     stop_gradient: Sequence[str] = ()
     straight_through: Sequence[str] = ()
+    note_primal: bool = False
     all_reached: bool = True  # raise if a named weight or input has no gradient
 
 
@@ -178,15 +180,24 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     if not reached:
         raise ValueError(_no_gradient(proto, differentiated, wrt))
     results = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in reached]
+    names = {str(x.name): str(g.name) for x, g in zip(reached, results, strict=True)}
     graph.outputs[:] = [*results, *kept] if loss is None else [*kept[:1], *results, *kept[1:]]
     tidy(model)
     if not options & flags.KeepYieldOp:
         data = [x for x in inputs if x.name not in request.labels]
         require_equal_lengths(graph, data, dict(zip(reached, results, strict=True)))
     constants.note_constants(model, proto)
+    if request.note_primal:
+        _note_primal(graph)
     logger.info("gradient: %d nodes", graph.num_nodes())
-    names = {str(x.name): str(g.name) for x, g in zip(reached, results, strict=True)}
     return to_proto(model), names
+
+
+def _note_primal(graph: ir.Graph) -> None:
+    """Write into the metadata of the nodes of the sweep which node each of them serves."""
+    for node in graph:
+        if (primal := node.meta.get(PRIMAL)) is not None:
+            node.metadata_props[PRIMAL] = str(primal.outputs[0].name)
 
 
 def _kept_outputs(

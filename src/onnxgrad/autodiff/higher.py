@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from onnx import ModelProto
 
 from onnxgrad.autodiff.batch_axis import require_rows
+from onnxgrad.autodiff.each_row import jacobians_of_rows
 from onnxgrad.autodiff.matrices import (
     Forward,
     all_blocks,
@@ -28,7 +29,7 @@ from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims
-from onnxgrad.model.read import ModelLike
+from onnxgrad.model.read import ModelLike, read
 
 _MODES = ("auto", "forward", "reverse")
 _BATCHED = (True, False, "unchecked")
@@ -194,10 +195,11 @@ def jacobian(
     Inputs of the result: those of `model`, then the weights. Outputs: those of `model`, then, for
     every float output Y and every input or weight X, `Y_X_jacobian` of Y's dtype and of shape
     `(*Y.shape, *X.shape)`: dY/dX. With `batched`, of shape `(N, *Y.shape[1:], *X.shape[1:])`: the
-    derivative of each of the N rows of Y with respect to the same row of X. Zeros if Y does not
-    depend on X.
+    derivative of each of the N rows of Y with respect to the same row of X. A weight W has no rows:
+    its Jacobians have the shape `(N, *Y.shape[1:], *W.shape)`. Zeros if Y does not depend on X.
 
     A `Scan` runs over its rows or columns; what is the same for all of them is computed outside.
+    With `batched` and weights, it runs over the N rows, and computes each of them alone.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -210,14 +212,15 @@ def jacobian(
         batched: True for models in which row i of the output depends on row i of the inputs only,
             which is proven from the graph first. "unchecked" skips the proof: for a model that
             mixes rows, the result is then a sum over the rows of Y (in reverse mode) or of X (in
-            forward mode). With respect to inputs only: weights have no rows.
+            forward mode), or with weights that of a batch of one row. All data inputs with a
+            symbolic first axis have rows then; with a static one, those of as many as Y.
         mode: "reverse" takes one pass for every element of Y (or of its row), "forward" one for
             every element of X; "auto" chooses by the static dimensions.
 
     Raises:
         ValueError: an unknown name or mode, a name that occurs twice, a value that is no float, no
-            differentiable path from any of the inputs and weights to any output, `batched` with
-            weights, or with a model that mixes rows or is not proven not to.
+            differentiable path from any of the inputs and weights to any output, or `batched` with
+            a model that mixes rows or is not proven not to.
         ModelError: `model` cannot be read.
         NoGradientRule: an operator on a path has no rule, or in forward mode one that is not linear
             in the cotangent.
@@ -235,11 +238,30 @@ def jacobian(
     if mode not in _MODES:
         raise unknown("mode", mode, _MODES)
     with garbage_kept():
-        sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
-        columns, rows = (total_size(v, per_row) for v in (sheet.wrt, sheet.differentiated))
-        if mode == "forward" or (mode == "auto" and columns < rows):
-            return jacobians_by_columns(sheet, per_row)
-        return jacobians_by_rows(sheet, per_row)
+        return _jacobian(read(model), weights, inputs, outputs, batched, mode)
+
+
+def _jacobian(
+    model: ModelProto,
+    weights: Sequence[str] | None,
+    inputs: Sequence[str] | None,
+    outputs: Sequence[str] | None,
+    batched: bool | str,
+    mode: str,
+) -> ModelProto:
+    sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
+    if per_row and len(sheet.wrt) > len(sheet.inputs):
+
+        def of_one(row: ModelProto) -> ModelProto:
+            return _jacobian(row, weights, inputs, outputs, False, mode)
+
+        return jacobians_of_rows(sheet, batched != "unchecked", of_one)
+    if per_row:
+        _require_inputs_with_rows(sheet, batched)
+    columns, rows = (total_size(v, per_row) for v in (sheet.wrt, sheet.differentiated))
+    if mode == "forward" or (mode == "auto" and columns < rows):
+        return jacobians_by_columns(sheet, per_row)
+    return jacobians_by_rows(sheet, per_row)
 
 
 def hessian(
@@ -290,6 +312,8 @@ def hessian(
     with garbage_kept():
         chosen = None if output is None else [output]
         sheet, per_row = _open(model, weights, inputs, chosen, batched), bool(batched)
+        if per_row:
+            _require_inputs_with_rows(sheet, batched)
         _keep_single_output(sheet, per_row)
         sheet, gradients = with_gradients(sheet, per_row)
         wrt = list(gradients)
@@ -298,23 +322,25 @@ def hessian(
 
 
 def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
-    """Return the sheet of a Jacobian, after the checks that `batched` needs.
-
-    Raises:
-        ValueError: `batched` with weights, or with a model that mixes rows or is not proven not to.
-    """
+    """Return the sheet of a Jacobian or Hessian."""
     if batched not in _BATCHED:
         raise unknown("value of `batched`", batched, map(str, _BATCHED))
-    sheet = Sheet(model, weights, inputs, outputs, rows=bool(batched))
-    if batched and len(sheet.wrt) > len(sheet.inputs):
+    return Sheet(model, weights, inputs, outputs, rows=bool(batched))
+
+
+def _require_inputs_with_rows(sheet: Sheet, batched: bool | str) -> None:
+    """Raise unless all derivatives are with respect to inputs, whose rows the model does not mix.
+
+    Raises:
+        ValueError: some are with respect to weights; rows mix, or are not proven not to.
+    """
+    if len(sheet.wrt) > len(sheet.inputs):
         names = [w.name for w in sheet.wrt[len(sheet.inputs) :]]
         raise ValueError(
-            f"batched derivatives are with respect to inputs, not to the weights {names}, which "
-            "have no rows: use batched=False"
+            f"batched Hessians are with respect to inputs, not to the weights {names}, which have "
+            "no rows: use batched=False"
         )
-    if batched:
-        require_rows(sheet.graph, sheet.wrt, sheet.differentiated, proof=batched != "unchecked")
-    return sheet
+    require_rows(sheet.graph, sheet.wrt, sheet.differentiated, proof=batched != "unchecked")
 
 
 def _keep_single_output(sheet: Sheet, per_row: bool) -> None:

@@ -29,11 +29,11 @@ class Forward:
         gradients = first.gradients(seeds, first.wrt)
         first.drop_unreached(gradients)
         results = [(f"{x.name}_grad", g) for x, g in gradients.items()]
-        self.sheet, reopened = _reopened(first, results)
+        self.sheet, opened = reopened(first, results)
         inputs = {x.name: x for x in self.sheet.graph.inputs}
         self.wrt = [inputs[x.name] for x in first.wrt]
-        del self.sheet.kept[len(self.sheet.kept) - len(reopened) :]
-        self._gradients = dict(zip((inputs[x.name] for x in gradients), reopened, strict=True))
+        del self.sheet.kept[len(self.sheet.kept) - len(opened) :]
+        self._gradients = dict(zip((inputs[x.name] for x in gradients), opened, strict=True))
         kept = {y.name: y for y in self.sheet.kept}
         self.outputs = [kept[y.name] for y in first.differentiated]
         cotangents = [inputs[str(g.name)] for _, g in seeds]
@@ -90,12 +90,12 @@ def with_gradients(first: Sheet, per_row: bool = False) -> tuple[Sheet, dict[ir.
     seeds = [(y, first.op.ones_like(y) if alone else first.input_like(y, "grad")) for y in outputs]
     gradients = first.gradients(seeds, first.wrt)
     first.drop_unreached(gradients)
-    sheet, reopened = _reopened(first, all_named(first, "grad", first.wrt, gradients))
+    sheet, opened = reopened(first, all_named(first, "grad", first.wrt, gradients))
     inputs = {x.name: x for x in sheet.graph.inputs}
-    return sheet, {inputs[x.name]: g for x, g in zip(first.wrt, reopened, strict=True)}
+    return sheet, {inputs[x.name]: g for x, g in zip(first.wrt, opened, strict=True)}
 
 
-def _reopened(first: Sheet, results: Sequence[Result]) -> tuple[Sheet, list[ir.Value]]:
+def reopened(first: Sheet, results: Sequence[Result]) -> tuple[Sheet, list[ir.Value]]:
     """Finish a sheet, and return a new one of the resulting model, and `results` in it.
 
     Differentiating once more takes the working dialect, and shapes that emitted nodes may lack.

@@ -24,6 +24,7 @@ from onnxgrad.graph.traversal import reads
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import as_input, name_rest
+from onnxgrad.reporting import html_table
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,21 @@ class Partition:
     def bytes_per_row(self) -> int:
         """Bytes saved per row of the batch; other symbolic dimensions count as one."""
         return sum(tensor.bytes_per_row for tensor in self.saved)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                t.name,
+                t.dtype,
+                "?" if t.shape is None else str(list(t.shape)),
+                f"{t.bytes_per_row:,}",
+            )
+            for t in self.saved
+        ]
+        sizes = [len(model.graph.node) for model in (self.forward, self.backward)]
+        passes = f"forward pass: {sizes[0]:,} nodes; backward pass: {sizes[1]:,} nodes"
+        total = f"{len(rows)} tensors saved: {self.bytes_per_row:,} bytes per row"
+        return html_table(("saved", "dtype", "shape", "bytes per row"), rows, [total, passes])
 
 
 def partition(

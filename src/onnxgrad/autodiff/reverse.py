@@ -55,6 +55,7 @@ def sweep(
         cotangents[value].append(g)
     with op:
         for node in reversed(walk):
+            op.primal = node
             gs: list[ir.Value | None] = []
             for y in node.outputs:
                 has_cotangent = y in cotangents and y not in stop_gradient
@@ -75,6 +76,7 @@ def sweep(
                 cotangents[x].append(
                     op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx
                 )
+        op.primal = None
         return {x: op.total(cotangents[x]) for x in wrt if x in cotangents}
 
 

@@ -11,12 +11,14 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.autodiff.batch_axis import Axes, axes_of_outputs, reduced_axes
+from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.errors import printable
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.operators import ARITHMETIC, RANDOM, VIEWS
-from onnxgrad.graph.shapes import coefficient, dims, is_real, static
-from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.graph.shapes import Dims, coefficient, dims, is_real, rank, static
+from onnxgrad.graph.traversal import nodes_behind, reads, subgraphs
 
 _ROWS = "onnxgrad_batch"  # the symbol of the rows, in all inputs that have them
 _ADDS = frozenset(("ReduceL1", "ReduceSum", "ReduceSumSquare"))
@@ -32,7 +34,7 @@ class NotASum(ValueError):
 def require_sums(
     model: ir.Model,
     axes: Mapping[str, int | None],
-    lengths: Mapping[str, tuple[int, ...]],
+    lengths: Mapping[str, Dims],
     outputs: Sequence[ir.Value],
 ) -> None:
     """Raise unless `outputs` are sums over the rows of terms that depend on this row only.
@@ -48,10 +50,11 @@ def require_sums(
     Raises:
         NotASum: it is not proven; the message says which node may mix rows.
     """
+    replace_calls(Emit(model.graph), model)
     follow = _Rows(_with_lengths(model, axes, lengths))
     infer(model)
     fold_sizes(model.graph)
-    needed = _leading_to(outputs)
+    needed = nodes_behind(outputs)
     for node in model.graph:
         if node in needed:
             follow.node(node)
@@ -60,8 +63,29 @@ def require_sums(
             raise NotASum(f"{y.name!r} is no sum over rows")
 
 
+def require_apart(
+    model: ir.Model, axes: Mapping[str, int | None], lengths: Mapping[str, Dims]
+) -> None:
+    """Raise unless row i of each output depends on row i of the data only.
+
+    The arguments are those of `require_sums`; `model` gets nodes.
+
+    Raises:
+        NotASum: it is not proven; the message says which node may mix rows.
+    """
+    op, sums = Emit(model.graph), []
+    for y in model.graph.outputs:
+        n = rank(y)
+        if not n:
+            raise NotASum(f"the rank of {y.name!r} is {'unknown' if n is None else 'zero'}")
+        if n > 1:
+            y = op.ReduceSum(y, list(range(1, n)), keepdims=0)
+        sums.append(op.ReduceSum(y, [0], keepdims=0))
+    require_sums(model, axes, lengths, sums)
+
+
 def _with_lengths(
-    model: ir.Model, axes: Mapping[str, int | None], lengths: Mapping[str, tuple[int, ...]]
+    model: ir.Model, axes: Mapping[str, int | None], lengths: Mapping[str, Dims]
 ) -> Axes:
     """Give the inputs of data their shapes, with a symbol for the rows; return their axes."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
@@ -71,24 +95,12 @@ def _with_lengths(
     for x in model.graph.inputs:
         if (shape := lengths.get(str(x.name))) is None:
             continue  # a weight
-        axis, named = axes[str(x.name)], list[int | str](shape)
+        axis, named = axes[str(x.name)], list(shape)
         if axis is not None:
             rows[x] = axis % len(shape)
             named[rows[x]] = _ROWS
         x.shape = ir.Shape(named)
     return rows
-
-
-def _leading_to(values: Sequence[ir.Value]) -> set[ir.Node]:
-    """Return the nodes that `values` depend on."""
-    nodes: set[ir.Node] = set()
-    waiting = list(values)
-    while waiting:
-        node = waiting.pop().producer()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            waiting += reads(node)
-    return nodes
 
 
 class _Rows:

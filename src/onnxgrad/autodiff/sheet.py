@@ -96,6 +96,13 @@ class Sheet:
         self.graph.inputs.append(new)
         return new
 
+    def free(self, name: str) -> None:
+        """Rename the node output or initializer called `name`, if there is one."""
+        existing = ir.convenience.create_value_mapping(self.graph).get(name)
+        if existing is not None:
+            existing.name = self.op.name(name)
+        self.op.name(name)
+
     def gradients(
         self, seeds: Iterable[tuple[ir.Value, ir.Value]], wrt: Sequence[ir.Value]
     ) -> dict[ir.Value, ir.Value]:
@@ -197,25 +204,46 @@ class Sheet:
         of every row. `write` is called once. The nodes that depend on the vector become the body
         of a `Scan`; all others stay outside, and are computed once.
         """
+        count = self.op.numel(like, int(batched))  # elements, or those of a row
+
+        def write_unit(index: ir.Value) -> Mapping[ir.Value, ir.Value]:
+            return write(self._unit(like, count, index, batched))
+
+        return self.each(count, write_unit, axis)
+
+    def each(
+        self,
+        count: int | ir.Value,
+        write: Callable[[ir.Value], Mapping[ir.Value, ir.Value]],
+        axis: int = 0,
+    ) -> dict[ir.Value, ir.Value]:
+        """Return the results of `write` for the indices 0 ... count-1, stacked along a new `axis`.
+
+        `write` takes the index, an int64 scalar, and is called once. The nodes that depend on the
+        index become the body of a `Scan`; all others stay outside, and are computed once.
+        """
         op = self.op
-        count = op.numel(like, int(batched))  # elements, or those of a row
         kind = ir.TensorType(ir.DataType.INT64)
         index = ir.Value(name=op.name("index"), type=kind, shape=ir.Shape([]))
         with op:
-            hot = op.Cast(op.Equal(self._numbers(count), index), to=like.dtype)
-            if batched:
-                row = op.vector(1, *(op.dim(like, i) for i in range(1, rank(like) or 1)))
-                unit = op.set_type_like(
-                    op.Expand(op.Reshape(hot, row, allowzero=1), op.shape_of(like)), like
-                )
-            else:
-                unit = op.set_type_like(op.Reshape(hot, op.shape_of(like), allowzero=1), like)
-            written = write(unit)
+            written = write(index)
             results = {x: _flat(op, v) if rank(x) is None else v for x, v in written.items()}
             stacked = self._scan(index, count, list(results.values()))
             if axis:
                 stacked = [_first_axis_to(op, v, axis) for v in stacked]
         return dict(zip(results, stacked, strict=True))
+
+    def _unit(
+        self, like: ir.Value, count: int | ir.Value, index: ir.Value, batched: bool
+    ) -> ir.Value:
+        """Return the unit vector of the shape of `like` with a one at `index` (of every row)."""
+        op = self.op
+        hot = op.Cast(op.Equal(self._numbers(count), index), to=like.dtype)
+        if not batched:
+            return op.set_type_like(op.Reshape(hot, op.shape_of(like), allowzero=1), like)
+        row = op.vector(1, *(op.dim(like, i) for i in range(1, rank(like) or 1)))
+        expanded = op.Expand(op.Reshape(hot, row, allowzero=1), op.shape_of(like))
+        return op.set_type_like(expanded, like)
 
     def _scan(
         self, index: ir.Value, count: int | ir.Value, results: list[ir.Value]

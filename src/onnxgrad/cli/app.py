@@ -14,6 +14,7 @@ from onnxgrad.cli.command_options import (
     GradOptions,
     MergeOptions,
     PredictOptions,
+    ReportOptions,
     ShowOptions,
     TrainableOptions,
 )
@@ -105,9 +106,13 @@ def trainable(options: TrainableOptions) -> None:
     run(options)
 
 
-@register(app, "onnxgrad grad model.onnx -o gradient.onnx --inputs x")
+@register(
+    app,
+    "onnxgrad grad model.onnx -o gradient.onnx --inputs x",
+    "onnxgrad grad model.onnx --family f.onnx --dtype float64",
+)
 def grad(options: GradOptions) -> None:
-    """Write the model that computes the gradient of MODEL."""
+    """Write the model that computes the gradient of MODEL, or a family of derivatives."""
     from onnxgrad.cli.transform import grad as run
 
     run(options)
@@ -133,6 +138,22 @@ def merge(options: MergeOptions) -> None:
     weights and running statistics of a checkpoint, which a device may have written.
     """
     from onnxgrad.cli.transform import merge as run
+
+    run(options)
+
+
+@register(
+    app,
+    "onnxgrad train model.onnx rows.csv --target y --loss l2 --record runs/a",
+    "onnxgrad report runs/a",
+)
+def report(options: ReportOptions) -> None:
+    """Write what a training recorded as one page of HTML, which needs no network.
+
+    It shows curves, norms of gradients and updates, histograms of the weights, wrong predictions,
+    the time of each operator, the model and the machine; and says what was not recorded.
+    """
+    from onnxgrad.cli.report_page import report as run
 
     run(options)
 

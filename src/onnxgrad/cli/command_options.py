@@ -93,6 +93,16 @@ class GradOptions(Common, Written, Differentiated, ModelArgument):
 
     fill_grad: bool = option("Use cotangents of ones; needs --keep-outputs.", False)
     keep_outputs: bool = option("Return the outputs of MODEL too.", False)
+    family: str | None = option(
+        "Write MODEL to this file, and beside it its directional derivatives fwd_, adj_ and "
+        "fwd_adj_, for CasADi and other optimizers. --weights become inputs; by default none.",
+        None,
+        panel=RESULT,
+        metavar="PATH",
+    )
+    dtype: str | None = option(
+        "Of all floats of a family: float32 or float64.", None, show_default="that of MODEL"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +133,27 @@ class MergeOptions(Common, Written):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReportOptions(Common):
+    """Of `onnxgrad report`."""
+
+    run: str | None = argument(
+        "The folder of --record; a file of --history; or the folder of --checkpoint.",
+    )
+    output: str | None = option(
+        "Where the page goes.",
+        None,
+        "--output",
+        "-o",
+        panel=RESULT,
+        metavar="PATH",
+        show_default="report.html in the folder of the run",
+    )
+    overwrite: bool = option("Replace a page that exists.", False, panel=RESULT)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShowOptions(Common, ModelArgument):
     """Of `onnxgrad show`."""
 
     grad: bool = option("Print its gradient as well.", False)
+    summary: bool = option("Print a table of its layers instead of its nodes.", False)

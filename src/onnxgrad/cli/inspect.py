@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -72,26 +73,39 @@ def check(options: CheckOptions) -> None:
 
 
 def show(options: ShowOptions) -> None:
-    """Print the model as text, or a summary as JSON."""
-    from onnxgrad import onnx_derivative
+    """Print the model as text or as a table of its layers, or what it contains as JSON."""
+    from onnxgrad import onnx_derivative, summary
     from onnxgrad.plot.text import onnx_simple_text_plot
 
     assert options.model is not None
     proto = read_model(options.model)
     gradient = onnx_derivative(proto) if options.grad else None
     if options.json:
-        summary = _summary(proto)
-        print_json(summary if gradient is None else {**summary, "gradient": _summary(gradient)})
+        known = _summary(proto, options.summary)
+        if gradient is not None:
+            known["gradient"] = _summary(gradient, options.summary)
+        print_json(known)
         return
-    typer.echo(onnx_simple_text_plot(proto))
+    show_one = summary if options.summary else onnx_simple_text_plot
+    typer.echo(show_one(proto))
     if gradient is not None:
         typer.echo("\ngradient")
-        typer.echo(onnx_simple_text_plot(gradient))
+        typer.echo(show_one(gradient))
 
 
-def _summary(proto: ModelProto) -> dict[str, Any]:
-    """Return the documented keys of `show --json`."""
-    return {
+def _summary(proto: ModelProto, layers: bool = False) -> dict[str, Any]:
+    """Return the documented keys of `show --json`, with `layers` those of its table."""
+    from onnxgrad import summary
+
+    table = {}
+    if layers:
+        rows = summary(proto)
+        table = {
+            "layers": [asdict(row) for row in rows],
+            "lengths": rows.lengths,
+            "uncounted": rows.uncounted,
+        }
+    return table | {
         "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
         "ir_version": proto.ir_version,
         "opsets": {entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
@@ -37,6 +38,8 @@ class Job:
     - `proto`: the model of the user, with a new head or adapters.
     - `training`, `validation`: the data; `rows` and `validation_rows` count them.
     - `new_classes`: labels that the trained model stores; None for none.
+    - `classes`: labels of the classes, also those of the model.
+    - `held_out`: numbers of the rows of the data that validate; None if others do, or none.
     """
 
     trainer: Trainer
@@ -47,6 +50,8 @@ class Job:
     rows: int | None
     validation_rows: int | None
     new_classes: Labels | None = None
+    classes: Labels | None = None
+    held_out: np.ndarray | None = None
     pruned: bool = False
 
     def trained(self) -> ModelProto:
@@ -145,7 +150,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     trainer = Trainer(model, callbacks=callbacks, **arguments)
     if task.in_memory:
         trainer.names = task.names
-    training, validation, rows, validation_rows = parts
+    training, validation, rows, validation_rows, held_out = parts
     _check_monitor(options, trainer, validation is not None)
     if options.batch_size is not None and rows is not None and options.batch_size > rows:
         raise ValueError(
@@ -160,6 +165,8 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
         rows,
         validation_rows,
         named_classes(options),
+        classes,
+        held_out,
         pruned=model is not proto,
     )
 
@@ -229,19 +236,19 @@ def classifies(objective: Minimized) -> bool:
 
 def _parts(
     options: TrainOptions, task: Task, judged: Judged, classes: Labels | None
-) -> tuple[Dataset, Dataset | None, int | None, int | None]:
-    """Return the data to train on and to validate on, and their numbers of rows."""
+) -> tuple[Dataset, Dataset | None, int | None, int | None, np.ndarray | None]:
+    """Return the data to train on and to validate on, their numbers of rows, and the held-out."""
     share = _share(options.validation)
     if share is None and options.validation is not None:
         judged.names.columns.update(task.names.columns)
         judged.names.target = task.names.target or judged.names.target
         other, _ = mapped(options, options.validation, judged, classes)
-        return task.data, other.data, task.rows, other.rows
+        return task.data, other.data, task.rows, other.rows, None
     reader = task.data.X
     splits = task.in_memory or isinstance(reader, ImageFolder)
     share = (_SHARE if splits else 0.0) if share is None else share
     if not share:
-        return task.data, None, task.rows, None
+        return task.data, None, task.rows, None, None
     if not splits:
         raise ValueError(
             f"--validation {share:g} of data that are read while training: name a file of "
@@ -254,7 +261,7 @@ def _parts(
         parts = [Dataset(split_images(reader, rows)) for rows in (first, second)]
     else:
         parts = [task.take(first), task.take(second)]
-    return parts[0], parts[1], len(first), len(second)
+    return parts[0], parts[1], len(first), len(second), second
 
 
 def _share(text: str | None) -> float | None:

@@ -22,6 +22,7 @@ from onnxgrad.cli.model_files import (
     write_model,
 )
 from onnxgrad.cli.report import Report, epochs
+from onnxgrad.cli.report_page import check_record, describe, recorder
 from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
@@ -72,6 +73,7 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
             check_not_data(str(file), options.model)
     watch = Watch(stop)
     job = prepare(options, proto, [watch, *_callbacks(options)])
+    describe(job)
     for text in job.task.notes if first else ():
         note(text)
     outcome = _fit(job, options, watch, stop)
@@ -112,6 +114,7 @@ def _check_files(options: TrainOptions) -> None:
     if options.history is not None:
         History(options.history)  # raises for an unknown ending
         check_writable(options.history, options.overwrite or options.resume, inputs)
+    check_record(options, inputs)
     if options.resume and options.checkpoint is None:
         raise ValueError("--resume goes on from --checkpoint FOLDER: name that folder")
     if options.checkpoint is not None and os.path.isfile(options.checkpoint):
@@ -153,6 +156,8 @@ def _callbacks(options: TrainOptions) -> list[Callback]:
         )
     if options.history is not None:
         callbacks.append(History(options.history))
+    if options.record is not None:  # behind EarlyStopping, whose weights it examines
+        callbacks.append(recorder(options))
     return callbacks
 
 

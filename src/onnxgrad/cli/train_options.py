@@ -304,6 +304,13 @@ class ResultOptions:
         panel=RESULT,
         metavar="FILE",
     )
+    record: str | None = option(
+        "Folder for what `onnxgrad report` draws: curves, norms, histograms, wrong predictions, "
+        "time by operator.",
+        None,
+        panel=RESULT,
+        metavar="FOLDER",
+    )
     dry_run: bool = option(
         "Say what would be trained, for how long and in how much memory, by running a few steps; "
         "write nothing.",

@@ -27,7 +27,12 @@ _LISTED = 12  # inputs and outputs in the table
 
 
 def grad(options: GradOptions) -> None:
-    """Write the model that computes the gradient."""
+    """Write the model that computes the gradient, or the family of directional derivatives."""
+    if options.family is not None:
+        _family(options, options.family)
+        return
+    if options.dtype is not None:
+        raise ValueError("--dtype needs --family")
     output = _checked(options, options.model)
     if options.fill_grad and not options.keep_outputs:
         raise ValueError("--fill-grad needs --keep-outputs")
@@ -41,6 +46,34 @@ def grad(options: GradOptions) -> None:
     gradient = onnx_derivative(proto, options.weights or None, options.inputs or None, flags)
     write_model(gradient, output)
     _report(options, proto, gradient, output)
+
+
+def _family(options: GradOptions, path: str) -> None:
+    if options.output is not None or options.fill_grad or options.keep_outputs:
+        raise ValueError("--family takes no --output, --fill-grad or --keep-outputs")
+    if path == STDOUT:
+        raise ValueError("--family writes four models: name the file of the first")
+    from onnxgrad.autodiff.family import derivative_family, family_paths
+
+    assert options.model is not None
+    files = [str(file) for file in family_paths(path).values()]
+    for file in files:
+        check_output(file, options.overwrite, inputs_of(options.model))
+    proto = read_model(options.model)
+    for file in files:
+        check_not_data(file, options.model)
+    family = derivative_family(
+        proto, path, options.weights, options.inputs or None, dtype=options.dtype
+    )
+    signatures = {file: _signature(m) for file, m in zip(files, family.values(), strict=True)}
+    if options.json:
+        print_json({"files": files, "models": signatures})
+        return
+    table = Table("file", "nodes", "inputs", "outputs")
+    for file, signature in signatures.items():
+        lists = (_listed(signature[kind]) for kind in ("inputs", "outputs"))
+        table.add_row(Text(printable(file)), str(signature["nodes"]), *lists)
+    results(output=path).print(table)
 
 
 def merge(options: MergeOptions) -> None:
@@ -100,16 +133,13 @@ def _read(options: Written, model: str | None, output: str) -> ModelProto:
 def _report(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
     """Print what was written."""
     counts = Counter(node.op_type for node in after.graph.node)
-    names = {
-        "inputs": [x.name for x in after.graph.input],
-        "outputs": [y.name for y in after.graph.output],
-    }
+    names = _signature(after)
     if options.json:
-        sizes = {"nodes_before": len(before.graph.node), "nodes": len(after.graph.node)}
+        sizes = {"nodes_before": len(before.graph.node), "nodes": names.pop("nodes")}
         print_json({"files": [output], **sizes, "operators": counts, **names})
         return
     console, table = results(output=output), Table(show_header=False)
-    table.add_row("nodes", f"{len(before.graph.node)} -> {len(after.graph.node)}")
+    table.add_row("nodes", f"{len(before.graph.node)} -> {names.pop('nodes')}")
     common = ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8))
     table.add_row("operators", Text(common))
     for kind, listed in names.items():
@@ -117,6 +147,14 @@ def _report(options: Any, before: ModelProto, after: ModelProto, output: str) ->
     console.print(table)
     if output != STDOUT:
         say(f"wrote {output}", console)
+
+
+def _signature(proto: ModelProto) -> dict[str, Any]:
+    return {
+        "nodes": len(proto.graph.node),
+        "inputs": [x.name for x in proto.graph.input],
+        "outputs": [y.name for y in proto.graph.output],
+    }
 
 
 def _listed(names: list[str]) -> Text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import onnx_ir as ir
@@ -58,6 +58,18 @@ def all_names(graph: ir.Graph) -> set[str]:
             names.update(y.name for y in node.outputs if y.name)
             graphs += subgraphs(node)
     return names
+
+
+def nodes_behind(values: Iterable[ir.Value]) -> set[ir.Node]:
+    """Return the nodes that `values` depend on."""
+    nodes: set[ir.Node] = set()
+    waiting = list(values)
+    while waiting:
+        node = waiting.pop().producer()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += reads(node)
+    return nodes
 
 
 def attribute_key(attr: ir.Attr) -> Any:

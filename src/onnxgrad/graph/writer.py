@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,6 +19,7 @@ from onnxgrad.graph.traversal import all_names, attribute_key
 from onnxgrad.graph.types import output_shape, output_types
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
+PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate
 _current: ContextVar[Writer] = ContextVar("emit")
 
 
@@ -53,12 +55,13 @@ class Writer:
     ) -> None:
         self.graph = graph
         self.outer = outer
+        self.primal: ir.Node | None = None  # whose gradient is being written
         self._before: ir.Node | None = None  # insert nodes before it; None: at the end
         self._written: dict[ir.Node, None] = {}
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
         self._constants: dict[Any, ir.Value] = {}
         self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
-        self._counter = 0
+        self._numbers: Counter[str] = Counter()  # the last suffix of each name
         self._tokens: list[Any] = []  # one for every `with` that is active
 
     def __enter__(self) -> Self:
@@ -191,6 +194,8 @@ class Writer:
         else:
             self.graph.insert_before(self._before, node)
         self._written[node] = None
+        if self.primal is not None:
+            node.meta[PRIMAL] = self.primal
         return list(node.outputs)
 
     def copy_of(self, x: ir.Value) -> ir.Value:
@@ -234,8 +239,8 @@ class Writer:
         """Return `prefix`, with a numeric suffix if a value has that name, and reserve it."""
         name = prefix
         while name in self._names:
-            self._counter += 1
-            name = f"{prefix}_{self._counter}"
+            self._numbers[prefix] += 1
+            name = f"{prefix}_{self._numbers[prefix]}"
         self._names.add(name)
         return name
 

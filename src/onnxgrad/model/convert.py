@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError, escaping, first_line
+from onnxgrad.graph.precision import set_precision
 from onnxgrad.model.opsets import min_ir_version
 from onnxgrad.model.rewrites import normalized
 
@@ -51,6 +52,15 @@ def to_ir(proto: ModelProto) -> ir.Model:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as e:
         raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e  # type: ignore
+
+
+def in_precision(proto: ModelProto, dtype: ir.DataType) -> ModelProto:
+    """Return `proto` with all floats in `dtype`, and nothing else changed."""
+    model = to_ir(proto)
+    set_precision(model, dtype)
+    converted = ir.to_proto(model)
+    converted.ir_version = proto.ir_version
+    return converted
 
 
 def non_tensor(value: onnx.ValueInfoProto) -> bool:

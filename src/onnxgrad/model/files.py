@@ -134,7 +134,7 @@ def check_writable(
         check_not_input(path, inputs)
         if target.exists() and not overwrite:
             raise FileExistsError(
-                f"{path} exists: choose another --output, or pass --overwrite"
+                f"{path} exists: choose another file, or pass --overwrite"
             ) from None
         probe = _beside(target)
         _create(probe, 0o600)
@@ -143,7 +143,7 @@ def check_writable(
         if e.errno is None:
             raise
         raise OSError(
-            f"cannot write {path}: {e.strerror}; choose another --output, or create its folder"
+            f"cannot write {path}: {e.strerror}; choose another file, or create its folder"
         ) from None
     return Path(path)
 
@@ -152,4 +152,4 @@ def check_not_input(path: str | os.PathLike, inputs: Iterable[str | os.PathLike]
     """Raise ValueError if `path` is one of the files `inputs`, or a link to one."""
     for file in inputs:
         if os.path.exists(path) and os.path.exists(file) and os.path.samefile(path, file):
-            raise ValueError(f"{path} is the input file {file}: choose another --output")
+            raise ValueError(f"{path} is the input file {file}: choose another for the result")

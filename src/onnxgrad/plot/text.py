@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import groupby
 
 import numpy as np
 import onnx_ir as ir
@@ -18,16 +21,28 @@ from onnx import (
 
 from onnxgrad.errors import printable
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.traversal import all_nodes
+from onnxgrad.training.parameters.module_names import module_of
 
 _SHOWN = 10  # elements: longer constants show their type and shape only
 _PLAIN = (
     AttributeProto.FLOAT, AttributeProto.FLOATS, AttributeProto.INT, AttributeProto.INTS,
     AttributeProto.STRING, AttributeProto.STRINGS,
 )  # fmt: skip
+_COLORS = [  # of the first group
+    (re.compile(r" *(opset|function|return)\b"), "2"),  # dim
+    (re.compile(r" *(input):"), "34"),  # blue
+    (re.compile(r" *(output):"), "32"),  # green
+    (re.compile(r" *(init):"), "33"),  # yellow
+    (re.compile(r"(\S.*)/\.\.\. \d+ node"), "1;35"),  # a module, bold magenta
+    (re.compile(r" *([\w.]+)\("), "1;36"),  # an operator, bold cyan
+]
 _DEEPEST = 24  # steps to the right: deep networks stay readable
 
 
-def onnx_simple_text_plot(model: ModelLike, *, indent: bool = True) -> str:
+def onnx_simple_text_plot(
+    model: ModelLike, *, indent: bool = True, depth: int | None = None, color: bool = False
+) -> str:
     """Return the graph of `model` as text, one line per node, in the order of the file.
 
     A node is indented by one step more than the least indented node whose results it reads. Its
@@ -36,8 +51,13 @@ def onnx_simple_text_plot(model: ModelLike, *, indent: bool = True) -> str:
     Args:
         model: model, serialized model or path.
         indent: False starts all nodes of a graph in the same column.
+        depth: nodes in a row that are of one module, by the first parts of its path, so many, are
+            one line with their count, their operators and the values that others read. Exporters
+            write the paths into names or metadata of nodes. None: a line for each node.
+        color: whether to color operators and kinds of lines, by the codes of ANSI terminals.
 
     Raises:
+        ValueError: `depth` is below 1.
         ModelError: `model` cannot be read.
 
     Examples:
@@ -53,13 +73,15 @@ def onnx_simple_text_plot(model: ModelLike, *, indent: bool = True) -> str:
           Exp(s) -> y
         output: name='y' type=dtype('float32') shape=('N', 2)
     """
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth must be at least 1, not {depth}")
     proto = read(model)
-    lines = [*_opsets(proto), *_graph(proto.graph, indent)]
+    lines = [*_opsets(proto), *_graph(proto.graph, indent, depth=depth)]
     for function in proto.functions:
         lines.append(f"function: {function.domain}.{function.name}({', '.join(function.input)})")
         lines += _nodes(function.node, indent, "  ")
         lines.append(f"  return {', '.join(function.output)}")
-    return "\n".join(map(printable, lines))
+    return "\n".join(_colored(printable(line)) if color else printable(line) for line in lines)
 
 
 def onnx_text_plot_io(model: ModelLike) -> str:
@@ -99,14 +121,16 @@ def _outputs(graph: GraphProto) -> list[str]:
     return [f"output: {_value(v)}" for v in graph.output]
 
 
-def _graph(graph: GraphProto, indent: bool, margin: str = "") -> Iterator[str]:
+def _graph(
+    graph: GraphProto, indent: bool, margin: str = "", depth: int | None = None
+) -> Iterator[str]:
     for line in _inputs(graph):
         yield margin + line
     for tensor in graph.initializer:
         values = numpy_helper.to_array(tensor).ravel() if np.prod(tensor.dims) <= _SHOWN else None
         shown = "" if values is None else " -- " + " ".join(repr(values).split())
         yield margin + _tensor(tensor) + shown
-    yield from _nodes(graph.node, indent, margin)
+    yield from _nodes(graph.node, indent, margin) if depth is None else _modules(graph, depth)
     for line in _outputs(graph):
         yield margin + line
 
@@ -122,6 +146,40 @@ def _nodes(nodes, indent: bool, margin: str) -> Iterator[str]:
             for graph in [a.g] if a.type == AttributeProto.GRAPH else a.graphs:
                 yield f"{here}  {a.name}:"
                 yield from _graph(graph, indent, f"{here}    ")
+
+
+def _modules(graph: GraphProto, depth: int) -> Iterator[str]:
+    """Yield a line for each run of nodes of one module, and for each node of none."""
+
+    def module(node: NodeProto) -> str:
+        path = module_of(node.name, {entry.key: entry.value for entry in node.metadata_props})
+        return ".".join(path.split(".")[:depth])
+
+    runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module)]
+    readers: dict[str, set[int]] = defaultdict(set)  # runs that read each value
+    for i, (_, nodes) in enumerate(runs):
+        for node in all_nodes(nodes):
+            for x in node.input:
+                readers[x].add(i)
+    returned = {y.name for y in graph.output}
+    for i, (path, nodes) in enumerate(runs):
+        if not path:
+            yield from _nodes(nodes, False, "")
+            continue
+        counts = Counter(node.op_type for node in nodes).most_common()
+        operators = ", ".join(f"{n} {op}" if n > 1 else op for op, n in counts)
+        results = [y for node in nodes for y in node.output if y in returned or readers[y] - {i}]
+        count = f"{len(nodes)} nodes" if len(nodes) > 1 else "1 node"
+        yield f"{path}/... {count} ({operators}) -> {', '.join(results)}"
+
+
+def _colored(line: str) -> str:
+    """Return `line` with the colors of its kind: that of a value, a module or an operator."""
+    for pattern, code in _COLORS:
+        if (match := pattern.match(line)) is not None:
+            a, b = match.span(1)
+            return f"{line[:a]}\x1b[{code}m{line[a:b]}\x1b[0m{line[b:]}"
+    return line
 
 
 def _node(node: NodeProto) -> str:

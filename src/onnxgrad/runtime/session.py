@@ -55,14 +55,18 @@ def session(
     in_order: bool = False,
     lengths: Mapping[str, int] | None = None,
     single: bool = False,
+    profile: str | None = None,
 ) -> ort.InferenceSession:
     """Return a session for `model`, with threads for `work` multiply-adds per step.
 
     With `in_order`, nodes run in the order of the model; otherwise depth first from the outputs.
     `lengths` are those of symbolic dimensions of inputs, if they are always the same. With
-    `single`, a run uses the thread that calls it only.
+    `single`, a run uses the thread that calls it only. `profile` is the prefix of a file into which
+    the session writes its profile.
     """
     options, more = _options(work, in_order, single)
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, profile
     for symbol, length in (lengths or {}).items():
         options.add_free_dimension_override_by_name(symbol, length)
     return loaded(model, options, providers=device.providers, **more)

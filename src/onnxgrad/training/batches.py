@@ -95,6 +95,7 @@ class ArraySource(BatchSource):
     def __init__(self, arrays: dict[str, np.ndarray], axes: Axes, batch_size: int) -> None:
         self.arrays, self.axes, self.batch_size = arrays, axes, int(batch_size)
         self.rows: int = count_rows(arrays, axes)
+        self.numbers: np.ndarray | None = None  # of these rows in the source they were taken from
         self.batches = -(-self.rows // self.batch_size)
         per_row = sum(a.nbytes for n, a in arrays.items() if axes[n] is not None) / self.rows
         whole = sum(a.nbytes for n, a in arrays.items() if axes[n] is None)
@@ -116,7 +117,9 @@ class ArraySource(BatchSource):
             name: array if axis is None else array.take(indices, axis)
             for (name, array), axis in zip(self.arrays.items(), self.axes.values(), strict=True)
         }
-        return ArraySource(arrays, self.axes, min(self.batch_size, len(indices)))
+        taken = ArraySource(arrays, self.axes, min(self.batch_size, len(indices)))
+        taken.numbers = indices
+        return taken
 
     @cached_property
     def description(self) -> dict[str, Any]:

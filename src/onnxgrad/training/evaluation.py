@@ -17,7 +17,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
-from onnxgrad.training.batches import BatchSource, Slice
+from onnxgrad.training.batches import BatchSource, Slice, rows_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, judges
 from onnxgrad.training.minimized import Minimized, Plan, minimized
@@ -123,6 +123,29 @@ class Evaluator:
         for arrays, results in batches:
             named = {n: a for n, a in arrays.items() if n in one.labels or n == one.row_weight}
             yield from (b for b in group.gather((named, results) if arrays else None) if b)
+
+    @escaping()
+    def examine(
+        self, values: Arrays, source: BatchSource
+    ) -> Iterator[tuple[Arrays, dict[str, np.ndarray]]]:
+        """Yield the data of every batch, and the predictions for it by output."""
+        one = self.described
+        first = 2 * len(one.written.sums)
+        for arrays, results in self._results(self._losses, values, source):
+            yield arrays, dict(zip(one.predictions, results[first:], strict=False))
+
+    @escaping()
+    def row_loss(self, values: Arrays, arrays: Arrays, row: int) -> float:
+        """Return the loss of one row of a batch alone; NaN if no term of it counts."""
+        names, axes = [x.name for x in self._losses.get_inputs()], self.fields.axes(arrays)
+        fed = {n: rows_of(a, axes[n], slice(row, row + 1)) for n, a in arrays.items()}
+        fed = {**values, **{n: np.ascontiguousarray(a) for n, a in fed.items()}}
+        parts = len(self.described.written.sums)
+        results = self._losses.run(None, {name: fed[name] for name in names})[: 2 * parts]
+        numbers = [np.asarray(y, np.float64).reshape(1, 1) for y in results]
+        totals = Totals.of(tuple(self.described.written.factors), {})
+        totals.add(np.hstack(numbers[:parts]), np.hstack(numbers[parts:]), 1)
+        return totals.mean
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:

@@ -51,7 +51,7 @@ class Judge:
             shown, labels = shown[:, :-1], labels[:, 1:]
         for metric in self.metrics:
             if not self.begun:
-                metric.begin(_prediction_info(self.info, shown))
+                metric.begin(prediction_info(self.info, shown))
             metric.update(shown, labels, weight)
         self.begun = True
 
@@ -93,7 +93,7 @@ def _named(names: Iterable[str | None]) -> list[str]:
     return [name for name in names if name is not None]
 
 
-def _prediction_info(info: LossInfo, prediction: np.ndarray) -> PredictionInfo:
+def prediction_info(info: LossInfo, prediction: np.ndarray) -> PredictionInfo:
     """Return what metrics need to know of a prediction."""
     axis = 1 if info.axis is None else info.axis
     return PredictionInfo(

@@ -55,6 +55,7 @@ class Loop:
     log_epochs: bool = False
     control: Control = field(default_factory=Control)
     interrupts: Interrupts = field(default_factory=Interrupts)
+    sample: tuple[Slice, np.ndarray, int] | None = None  # arguments of a run, while it trains
     failed: tuple[Slice, np.ndarray, int] | None = None  # arguments of the run that gave NaN
 
     def __post_init__(self) -> None:
@@ -85,6 +86,7 @@ class Loop:
                 with self.callbacks.training(self.trainer, state, self.control, held):
                     self._run()
             finally:
+                self.sample = None  # which holds data
                 with held():
                     state.end()
 
@@ -187,11 +189,14 @@ class Loop:
         """Run the steps of a slice, and count them in the state."""
         state, start = self.state, time.perf_counter()
         rates = self.rates.at(state.step, piece.batches)
-        losses = self.runner.run(piece, rates, state.position)
+        arguments = piece, rates, state.position
+        if self.sample is None or piece.rows >= self.sample[0].rows:  # not a short last batch
+            self.sample = arguments
+        losses = self.runner.run(*arguments)
         self._seconds[1] += time.perf_counter() - start
         state.learning_rate = float(rates[-1])
         if losses is None:
-            self.failed = piece, rates, state.position
+            self.failed = arguments
             raise self._diverged("the loss or a weight", "the state before it is kept")
         state.position, state.pending = state.position + piece.batches, True
         self._totals.add(losses.sums, losses.counts, piece.batches * piece.rows)

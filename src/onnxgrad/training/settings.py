@@ -12,6 +12,7 @@ from onnx import ModelProto
 from onnxgrad.data.columns import Names
 from onnxgrad.optimizers import Optimizer, sgd
 from onnxgrad.parallel import DataParallel
+from onnxgrad.reporting import html_table
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import Schedule, constant
 from onnxgrad.schedules.epochwise import BaseLearningRate
@@ -19,6 +20,8 @@ from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.judges import ByOutput
 from onnxgrad.training.state import TrainState
+
+_EPOCHS = 10  # of the history that a notebook shows
 
 
 @dataclass(eq=False, repr=False)
@@ -58,3 +61,14 @@ class Settings:
     def evaluated(self) -> dict[str, np.ndarray]:
         """Return the weights and statistics that are evaluated."""
         return {}
+
+    def _repr_html_(self) -> str:
+        last = self.state.history[-_EPOCHS:]
+        names = list(dict.fromkeys(name for entry in last for name in entry))
+        rows = [[_shown(entry.get(name, "")) for name in names] for entry in last]
+        trained = f"{len(self.trained)} weights train; {self.state.step} steps were made"
+        return html_table(names, rows, [trained])
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)

@@ -74,6 +74,8 @@ class Setup:
         self.batch_size, self.default_size, self.shown = batch_size, default_size, shown
         self.names = trainer.names.copy()
         self.compiled: Compiled | None = None  # of the loop
+        self.made: Loop | None = None
+        self.validated: BatchSource | None = None  # validation data of the loop
         self.weighted = data.weighted or (isinstance(held_out, Dataset) and held_out.weighted)
         loss = self._loss()
         moved = {name for name, axis in trainer.batch_axes.items() if axis != 0}
@@ -209,7 +211,8 @@ class Setup:
             shared.check(trainer, state, self.weighted)
             callbacks = shared.callbacks(callbacks)
             if held_out is not None:
-                held_out = shared.source(held_out, self._evaluator.fields.axes)
+                held_out = shared.source(held_out, self.evaluator.fields.axes)
+        self.validated = held_out
         fixed = not further or source.batch_size == (self.batch_size or self.default_size)
         runner = compiled.runner(self, source, fields, fixed)
         step = runner.step
@@ -221,19 +224,20 @@ class Setup:
         if step.rounding:
             warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
         state.begin(runner)
-        return Loop(
+        self.made = Loop(
             trainer,
             state,
             runner,
             rates,
             source,
             callbacks,
-            order=order_of if shuffle else lambda state: None,
+            order=lambda s: np.random.default_rng([s.seed, s.epoch]) if shuffle else None,
             last_epoch=first + epochs,
             resumable=True,
             evaluate=None if held_out is None else lambda: self._validate(held_out),
             factors=tuple(objective.written.factors),
         )
+        return self.made
 
     def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and those that are held out."""
@@ -244,7 +248,7 @@ class Setup:
                 "pass shuffle=False, or an iterable of batches"
             )
         if isinstance(self.held_out, Dataset):
-            return source, self._source(self.held_out, self._evaluator.fields)
+            return source, self._source(self.held_out, self.evaluator.fields)
         if self.held_out is None:
             return source, None
         if trainer.carry:
@@ -272,7 +276,7 @@ class Setup:
         """Return the entries of the history for validation data."""
         trainer = self.trainer
         shared = None if self.sharing is None else self.sharing.group
-        results = self._evaluator.evaluate(
+        results = self.evaluator.evaluate(
             trainer.evaluated(), held_out, trainer.metrics_by_output, shared
         )
         return {f"validation_{name}": value for name, value in results.items()}
@@ -344,7 +348,8 @@ class Setup:
     # -- evaluation ---------------------------------------------------------------------------
 
     @cached_property
-    def _evaluator(self) -> Evaluator:
+    def evaluator(self) -> Evaluator:
+        """Evaluates the model in its inference form."""
         trainer = self.trainer
         proto = inference_form(trainer.proto)
         names = {ref.name for ref in constants.constant_refs(proto)} & set(trainer.evaluated())
@@ -360,16 +365,16 @@ class Setup:
 
     def evaluate(self) -> dict[str, Any]:
         """Return the loss and the metrics of the data."""
-        self._check_weighted(self._evaluator.described, self._evaluator.fields)
-        source = self._source(self.data, self._evaluator.fields)
-        return self._evaluator.evaluate(
+        self._check_weighted(self.evaluator.described, self.evaluator.fields)
+        source = self._source(self.data, self.evaluator.fields)
+        return self.evaluator.evaluate(
             self.trainer.evaluated(), source, self.trainer.metrics_by_output
         )
 
     def predict(self) -> Any:
         """Return the predictions for the data."""
-        source = self._source(self.data, self._evaluator.fields.without_labels())
-        return self._evaluator.predict(self.trainer.evaluated(), source)
+        source = self._source(self.data, self.evaluator.fields.without_labels())
+        return self.evaluator.predict(self.trainer.evaluated(), source)
 
 
 def _is_model(loss: Any) -> bool:
@@ -377,8 +382,3 @@ def _is_model(loss: Any) -> bool:
     if isinstance(loss, str):
         return loss.endswith(".onnx")
     return isinstance(loss, (ModelProto, bytes, os.PathLike))
-
-
-def order_of(state: TrainState) -> np.random.Generator:
-    """Return the generator of an epoch, so that the order of its rows needs no state."""
-    return np.random.default_rng([state.seed, state.epoch])

@@ -14,6 +14,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_constants
+from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
@@ -226,6 +227,7 @@ def write_gradients(
             with op:
                 gradients[w] = op.set_type_like(gradients[w] * stored.astype(numpy_dtype(w)), w)
     recomputation.write([*gradients.values(), *objective.buffers.values(), *objective.reported])
+    replace_calls(op, objective.model)
     unreached = [w for w in trained if w not in gradients]
     as_constants(graph, unreached)
     parts = Gradients(

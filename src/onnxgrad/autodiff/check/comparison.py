@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.check.original_model import OriginalModel, in_precision
+from onnxgrad.autodiff.check.original_model import OriginalModel
 from onnxgrad.autodiff.check.report import GradientReport, GradientRow
 from onnxgrad.autodiff.check.runtimes import (
     DEFAULT_ACCURACY,
@@ -29,7 +29,7 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dims, dims, is_real
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.model.convert import to_ir, to_proto
+from onnxgrad.model.convert import in_precision, to_ir, to_proto
 
 _FLOOR = 1e-5  # relative to the size of the outputs: smaller differences are rounding
 _EPS32 = float(np.finfo(np.float32).eps)  # constants that `prepare` folds are of float32

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import onnx_ir as ir
 from onnx import ModelProto, ValueInfoProto
 
 from onnxgrad.autodiff.check.runtimes import Feed, Function
-from onnxgrad.graph.precision import set_precision
-from onnxgrad.model.convert import to_ir
 from onnxgrad.model.weights import constant_refs, replace
 
 
@@ -55,15 +52,6 @@ class OriginalModel:
         """Return `x` rounded to the dtype in which the model stores it: attributes are float32."""
         weight = self._weights.get(name)
         return x if weight is None else x.astype(weight.dtype).astype(x.dtype)
-
-
-def in_precision(proto: ModelProto, dtype: ir.DataType) -> ModelProto:
-    """Return `proto` with all floats in `dtype`, and nothing else changed."""
-    model = to_ir(proto)
-    set_precision(model, dtype)
-    converted = ir.to_proto(model)
-    converted.ir_version = proto.ir_version
-    return converted
 
 
 def _readable(proto: ModelProto) -> ModelProto:

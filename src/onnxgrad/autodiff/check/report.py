@@ -8,6 +8,7 @@ from math import isnan
 import numpy as np
 
 from onnxgrad.errors import printable
+from onnxgrad.reporting import html_table
 
 
 @dataclass(frozen=True)
@@ -88,3 +89,12 @@ class GradientReport:
             mark = "  (undefined)" if row.undefined else "" if row.ok else "  <-- wrong"
             lines.append(f"{name:{width}}  {numbers}{mark}")
         return "\n".join([*lines, f"{'ok' if self.ok else 'WRONG'}, {self.computed}"])
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (row.name, row.order, f"{row.expected:.7g}", f"{row.found:.7g}", f"{row.error:.2g}",
+             "undefined" if row.undefined else "ok" if row.ok else "WRONG")
+            for row in self.rows
+        ]  # fmt: skip
+        head = ("", "order", "expected", "found", "error", "")
+        return html_table(head, rows, [f"{'ok' if self.ok else 'WRONG'}, {self.computed}"])

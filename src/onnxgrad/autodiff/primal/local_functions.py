@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
+import onnx_ir as ir
 from onnx import (
     AttributeProto,
     FunctionProto,
@@ -14,9 +15,11 @@ from onnx import (
     defs,
     inliner,
 )
+from onnx_ir.passes.common import InlinePass
 
 from onnxgrad.autodiff.rules import RULES
 from onnxgrad.errors import ModelError, escaping, first_line, printable
+from onnxgrad.graph.emit import Emit
 from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.model.opsets import WORKING_OPSET, convert
 from onnxgrad.model.rewrites import declare_once, own_results, unshadow, use_standard_domain
@@ -55,7 +58,7 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
     if model.functions:
         model.graph.initializer.extend(tensors)
         ruled = _bind(model)
-        model = _of_one_opset(model)
+        model = _of_one_opset(model, ruled)
         try:
             model = inliner.inline_local_functions(model)
         except Exception as e:  # the inliner raises several undeclared types
@@ -64,6 +67,20 @@ def inlined(proto: ModelProto, lifted: bool = False) -> ModelProto:
         _share_constants(model)
         own_results(model, names)
     return model
+
+
+def replace_calls(op: Emit, model: ir.Model) -> None:
+    """Replace the calls of functions that have a rule by the bodies, in place.
+
+    They are calls until their gradients are written.
+    """
+    if not model.functions:
+        return
+    before = set(model.graph)
+    InlinePass()(model)
+    for node in model.graph:
+        for y in () if node in before else node.outputs:
+            y.name = op.name(str(y.name))  # the pass does not know the names in subgraphs
 
 
 @escaping()
@@ -98,11 +115,11 @@ def _opset(holder: ModelProto | FunctionProto) -> int | None:
     return next((o.version for o in holder.opset_import if not o.domain), None)
 
 
-def _of_one_opset(model: ModelProto) -> ModelProto:
+def _of_one_opset(model: ModelProto, ruled: Sequence[FunctionProto]) -> ModelProto:
     """Return `model` at the newest opset among it and its functions, which are modified."""
-    version = _opset(model)
-    target = max(v for v in (version, *map(_opset, model.functions)) if v is not None)
-    for function in model.functions:
+    version, functions = _opset(model), [*model.functions, *ruled]
+    target = max(v for v in (version, *map(_opset, functions)) if v is not None)
+    for function in functions:
         _raise_function(function, target)
     if version is None:
         model.opset_import.add(domain="", version=target)

@@ -140,9 +140,15 @@ def _needs_body(model: ir.Model, node: ir.Node) -> bool:
 
 
 def _free_outputs(model: ir.Model) -> None:
-    """Copy graph outputs of operators that may be lowered later, which replaces their results."""
-    on_demand = [n for n in all_nodes(model.graph) if (n.domain, n.op_type) in ON_DEMAND]
-    outputs = [(n.graph, y) for n in on_demand for y in n.outputs if y.is_graph_output()]
+    """Copy graph outputs of nodes that may be replaced later, with their results.
+
+    These are operators that are lowered on demand, and calls of functions that have a rule.
+    """
+    replaced = [
+        n for n in all_nodes(model.graph)
+        if (n.domain, n.op_type) in ON_DEMAND or n.op_identifier() in model.functions
+    ]  # fmt: skip
+    outputs = [(n.graph, y) for n in replaced for y in n.outputs if y.is_graph_output()]
     main = Emit(model.graph) if outputs else None
     for graph, y in outputs:
         assert isinstance(graph, ir.Graph)

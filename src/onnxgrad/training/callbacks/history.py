@@ -83,16 +83,17 @@ def _write_csv(file: Path, records: list[dict[str, Any]]) -> None:
 
 
 def _write_json(file: Path, records: list[dict[str, Any]]) -> None:
-    lines = ",\n".join(json.dumps(_finite(record), allow_nan=False) for record in records)
+    lines = ",\n".join(json.dumps(json_value(record), allow_nan=False) for record in records)
     file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
-def _finite(value: Any) -> Any:
-    """Return `value` with None for every number that is not finite."""
+def json_value(value: Any) -> Any:
+    """Return `value` as JSON has it: numpy as Python, and None for a number that is not finite."""
+    value = _plain(value)
     if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
+        return {name: json_value(v) for name, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [json_value(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

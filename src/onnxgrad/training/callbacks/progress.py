@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from numbers import Real
@@ -10,20 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.base import Callback, Control
+from onnxgrad.training.callbacks.curves import StepLosses, sparkline
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as RichProgress, TaskID
+    from rich.progress import TaskID
+
+    from onnxgrad.training.callbacks.notebook import NotebookView
 
 _VALIDATION = "validation_"
 _TIME, _BAR = 8, 4  # columns of a terminal: of the time left, and of the bar at least
+_CURVE = 40  # columns of a curve at most
 
 
 class Progress(Callback):
     """Shows the progress of training on stderr: epoch, loss, learning rate, speed, validation.
 
-    In a terminal and in a notebook this is a bar with the time left, which ends with the training,
-    also after Ctrl-C or an error. Where stderr is a file or a pipe it is a line for every epoch,
+    In a terminal this is a bar with the time left, and a line with the curves of the losses; they
+    end with the training, also after Ctrl-C or an error. In a notebook it is a bar with a picture
+    of these curves, which stays. Where stderr is a file or a pipe it is a line for every epoch,
     and one every `seconds` within an epoch.
 
     Args:
@@ -40,7 +46,8 @@ class Progress(Callback):
 
     def __init__(self, seconds: float = 10.0, console: Console | None = None) -> None:
         self.seconds, self.console = seconds, console
-        self._bar: RichProgress | None = None
+        self._bar: Any = None
+        self._view: NotebookView | None = None
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Choose between the bar and lines; the bar is shown from the first step on."""
@@ -50,12 +57,14 @@ class Progress(Callback):
         self._bar, self._shown = None, time.monotonic()
         self._started: tuple[float, float] | None = None  # time, and share that was done
         self._evaluation, self._evaluated = "", 0  # text until a line shows it, and its step
-        if _can_draw(console, chosen=self.console is not None):
+        self._losses, self._view = StepLosses(), _notebook(console)
+        if self._view is None and _can_draw(console, chosen=self.console is not None):
             self._bar = _bar(console)
             self._task: TaskID | None = None
 
     def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Show an evaluation that came after the end of the last epoch."""
+        self._losses.begin()
         self._flush()
 
     def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
@@ -64,7 +73,10 @@ class Progress(Callback):
         now = time.monotonic()
         if self._started is None:
             self._started = now, _done(trainer.progress)
-        if self._bar is not None:
+        self._losses.add(trainer.progress)
+        if self._view is not None:
+            self._draw(trainer.progress, state)
+        elif self._bar is not None:
             self._update(trainer.progress, state)
         elif now - self._shown >= self.seconds:
             self._line(f"{_epoch(trainer.progress)}{self._left(trainer.progress)}", trainer, state)
@@ -74,10 +86,14 @@ class Progress(Callback):
         self._evaluation, self._evaluated = _validation(state), state.step
         if self._bar is not None:
             self._update(trainer.progress, state)
+        elif self._view is not None:
+            self._draw(trainer.progress, state)
 
     def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Show the results of the epoch."""
-        if self._bar is None:
+        if self._view is not None:
+            self._draw(trainer.progress, state, last=True)
+        elif self._bar is None:
             self._line(_epoch(trainer.progress), trainer, state)
         else:
             self._update(trainer.progress, state)
@@ -86,7 +102,10 @@ class Progress(Callback):
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Remove the bar, and show the cursor again."""
         bar, self._bar = self._bar, None
-        if bar is None:
+        if self._view is not None:
+            if self._losses.values:
+                self._draw(trainer.progress, state, last=True)
+        elif bar is None:
             self._flush()
         elif bar.live.is_started:  # otherwise it was never shown
             with _ignoring_closed_output():
@@ -104,10 +123,19 @@ class Progress(Callback):
                 self._task = self._bar.add_task("", total=total, completed=int(done), **fields)
                 self._bar.start()
             self._bar.update(self._task, total=total, completed=done, **fields)
+            self._bar.curves = _sparklines(self._losses.values, state, self._console.width)
+
+    def _draw(self, progress: Any, state: Any, last: bool = False) -> None:
+        assert self._view is not None
+        results, conditions = _numbers(progress, state, _validation(state))
+        text = f"{_epoch(progress)}{self._left(progress)}: {', '.join(results + conditions)}"
+        curves = [("loss", self._losses.values), ("validation loss", _validation_losses(state))]
+        share = _done(progress) if _totals(progress)[0] else None
+        self._view.show(printable(text), share, curves, last)
 
     def _flush(self) -> None:
         """Print an evaluation that no other line shows."""
-        if self._evaluation and self._bar is None:
+        if self._evaluation and self._bar is None and self._view is None:
             self._print(f"step {self._evaluated}: {self._evaluation}")
         self._evaluation = ""
 
@@ -135,13 +163,35 @@ class Progress(Callback):
         return text
 
 
-def _bar(console: Console) -> RichProgress:
+def _notebook(console: Console) -> NotebookView | None:
+    """Return what draws in a notebook; None outside of one."""
+    if not console.is_jupyter:
+        return None
+    try:
+        from onnxgrad.training.callbacks.notebook import NotebookView
+
+        return NotebookView()
+    except ImportError:  # a console that says so, without IPython
+        return None
+
+
+def _bar(console: Console) -> Any:
+    """Return a bar with a line under it, whose text is its attribute `curves`."""
     from rich import progress
     from rich.table import Column
+    from rich.text import Text
+
+    class Bar(progress.Progress):
+        curves = ""
+
+        def get_renderables(self) -> Iterator[Any]:
+            yield self.make_tasks_table(self.tasks)
+            if self.curves:
+                yield Text(self.curves, no_wrap=True, overflow="ellipsis")
 
     whole = Column(no_wrap=True)  # the bar is the first to be shortened
     report = Column(no_wrap=True, overflow="ellipsis")
-    return progress.Progress(
+    return Bar(
         progress.TextColumn("{task.fields[epoch]}", markup=False, table_column=whole),
         progress.BarColumn(bar_width=None),
         progress.TimeRemainingColumn(table_column=Column(min_width=_TIME, no_wrap=True)),
@@ -175,6 +225,19 @@ def _totals(progress: Any) -> tuple[float | None, float]:
         rows = progress.epoch * progress.total_rows + progress.rows
         return progress.epochs * progress.total_rows, rows
     return None, progress.rows
+
+
+def _sparklines(losses: Sequence[float], state: Any, width: int) -> str:
+    """Return the curves of the losses as text of at most `width` characters; "" without two."""
+    named = [("loss", losses), ("validation", _validation_losses(state))]
+    drawn = [(name, values) for name, values in named if len(values) > 1]
+    room = min(_CURVE, width // max(1, len(drawn)) - len("validation") - 3)
+    return "  ".join(f"{name} {sparkline(values, room)}" for name, values in drawn)[:width]
+
+
+def _validation_losses(state: Any) -> list[float]:
+    name = f"{_VALIDATION}loss"
+    return [r[name] for r in state.history if name in r]
 
 
 def _done(progress: Any) -> float:

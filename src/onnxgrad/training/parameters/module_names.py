@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
@@ -43,15 +43,12 @@ class ModuleNames:
         self._mangled = {_mangle(name): name for name in names}
         modules = {name.rpartition(".")[0] for name in self._mangled.values()}
         for node in all_nodes(graph):
-            modules.update(_scopes(node)[:-1])
+            modules.update(_scopes(node.metadata_props)[:-1])
         self._modules = {_mangle(m): m for m in sorted(modules, key=len) if m}
 
     def module(self, node: ir.Node) -> str:
         """Return the path of the module of `node`, such as "encoder.layer.0"; "" if unknown."""
-        if scopes := _scopes(node):
-            return scopes[-2] if len(scopes) > 1 else ""
-        parts = _parts(node.name or "")
-        return _joined(parts[:-1]) if "/" in (node.name or "") else ""
+        return module_of(node.name or "", node.metadata_props)
 
     def parameters(self, node: ir.Node) -> list[str]:
         """Return the names of the parameters that PyTorch notes for the operator of `node`."""
@@ -69,6 +66,13 @@ class ModuleNames:
         return mangled
 
 
+def module_of(name: str, metadata: Mapping[str, str]) -> str:
+    """Return the path of the module of a node, by its name and metadata; "" if unknown."""
+    if scopes := _scopes(metadata):
+        return scopes[-2] if len(scopes) > 1 else ""
+    return _joined(_parts(name)[:-1]) if "/" in name else ""
+
+
 def label(node: ir.Node) -> str:
     """Return the last part of the name of a node, which differs from those of its module."""
     parts = _parts(node.name or "")
@@ -83,15 +87,15 @@ def owner(name: str) -> str:
     return match["paddle"] or _joined(_parts(match["tf"]))
 
 
-def _scopes(node: ir.Node) -> list[str]:
-    """Return the paths of the modules around `node`, the outermost first, and its own name."""
-    scopes = node.metadata_props.get(_SCOPES)
+def _scopes(metadata: Mapping[str, str]) -> list[str]:
+    """Return the paths of the modules around a node, the outermost first, and its own name."""
+    scopes = metadata.get(_SCOPES)
     try:
         if scopes is not None:
             return [str(scope) for scope in ast.literal_eval(scopes)]
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return []
-    namespace = node.metadata_props.get(_NAMESPACE, "")
+    namespace = metadata.get(_NAMESPACE, "")
     return [entry.partition(":")[0].strip() for entry in namespace.split("/")] if namespace else []
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex, overload
 
 from onnxgrad.errors import printable
+from onnxgrad.reporting import html_table
 
 LISTED = 12  # tensors that a message names
 _WIDEST = {"name": 80, "alias": 80, "why": 100}  # characters of a column
@@ -70,7 +71,7 @@ class Tensors(list[Tensor]):
         part = super().__getitem__(index)
         return Tensors(part) if isinstance(part, list) else part
 
-    def __str__(self) -> str:
+    def _cells(self) -> list[list[str]]:
         head = ["name", "alias", "shape", "dtype", "trains", "why"]
         rows = [
             [
@@ -86,15 +87,25 @@ class Tensors(list[Tensor]):
         lines = [head, *rows]
         if not any(t.alias for t in self):
             lines = [[cell for i, cell in enumerate(line) if i != 1] for line in lines]
+        return lines
+
+    def _total(self) -> str:
+        trained = self.trained
+        numbers = f"{sum(t.size for t in trained):,} of {sum(t.size for t in self):,} numbers"
+        return f"{len(trained)} of {len(self)} float constants train: {numbers}"
+
+    def __str__(self) -> str:
+        lines = self._cells()
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         table = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
         ]
-        trained = self.trained
-        numbers = f"{sum(t.size for t in trained):,} of {sum(t.size for t in self):,} numbers"
-        summary = f"{len(trained)} of {len(self)} float constants train: {numbers}"
-        return "\n".join([*table, summary])
+        return "\n".join([*table, self._total()])
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._cells()
+        return html_table(head, rows, [self._total()])
 
     __repr__ = __str__
 

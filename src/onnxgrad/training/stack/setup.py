@@ -60,7 +60,7 @@ class StackSetup(Setup):
         source = self._source(self.data, fields)
         held_out = None
         if isinstance(self.held_out, Dataset):
-            held_out = self._source(self.held_out, self._evaluator.fields)
+            held_out = self._source(self.held_out, self.evaluator.fields)
         elif self.held_out is not None:
             source, held_out = held_out_share(source, self.held_out, trainer.seed)
         schedules = [self._schedule(rate, source, epochs) for rate in rates]
@@ -114,7 +114,7 @@ class StackSetup(Setup):
 
     @property
     def _stacked(self) -> StackedEvaluator:
-        evaluator = self._evaluator
+        evaluator = self.evaluator
         assert isinstance(evaluator, StackedEvaluator)
         return evaluator
 
@@ -127,5 +127,5 @@ class StackSetup(Setup):
 
     def predict_members(self, weights: Arrays) -> Arrays:
         """Return the predictions for the data by output, (members, ...)."""
-        source = self._source(self.data, self._evaluator.fields.without_labels())
-        return self._evaluator.predict(weights, source)
+        source = self._source(self.data, self.evaluator.fields.without_labels())
+        return self.evaluator.predict(weights, source)

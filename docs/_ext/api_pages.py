@@ -1,0 +1,105 @@
+"""Sphinx: the directive `api`, which documents public names, and what it needs.
+
+Docstrings are plain text with code in single backticks, and sections as Google's: `as_rest` and
+`Backticks` show them as such.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+from typing import Any
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+
+import onnxgrad
+
+PUBLIC = frozenset(onnxgrad.__dir__()) - {"__version__"}  # `__all__` lacks what is not installed
+
+
+class Api(SphinxDirective):
+    """A table of the names in its content, one a line, then the documentation of each.
+
+    The argument is the module that they are imported from, by default `onnxgrad`.
+    """
+
+    has_content = True
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return what autosummary and autodoc write for the names."""
+        names = [line.strip() for line in self.content if line.strip()]
+        module = import_module(self.arguments[0] if self.arguments else "onnxgrad")
+        lines = [
+            f".. currentmodule:: {module.__name__}",
+            "",
+            ".. autosummary::",
+            "   :nosignatures:",
+        ]
+        lines += ["", *(f"   {name}" for name in names if callable(getattr(module, name)))]
+        for name in names:
+            lines += ["", *_documented(name, getattr(module, name))]
+        lines += ["", ".. currentmodule:: onnxgrad"]
+        source = self.get_source_info()[0]
+        return self.parse_text_to_nodes(StringList(lines, source=source))
+
+
+def _documented(name: str, thing: Any) -> list[str]:
+    """Return the directive of autodoc for a public name."""
+    if isinstance(thing, type):
+        kind = "exception" if issubclass(thing, BaseException) else "class"
+        return [f".. auto{kind}:: {name}", "   :members:"]
+    if callable(thing):
+        return [f".. autofunction:: {name}"]
+    keys = ", ".join(f"`{key}`" for key in sorted(thing))
+    return [f".. py:data:: {name}", "   :type: dict", "", f"   By name: {keys}."]
+
+
+class Backticks(SphinxRole):
+    """Code in single backticks, which is a link where it is a public name."""
+
+    def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
+        """Return the code, inside of a reference if there is something to refer to."""
+        code = nodes.literal(self.rawtext, self.text, classes=["code"])
+        name, _, member = self.text.removeprefix("onnxgrad.").partition(".")
+        if name not in PUBLIC or member:
+            return [code], []
+        target = {"refdomain": "py", "reftype": "obj", "reftarget": f"onnxgrad.{name}"}
+        reference = pending_xref("", code, refexplicit=True, refwarn=True, **target)
+        reference["refdoc"] = self.env.docname
+        return [reference], []
+
+
+def as_rest(_app, _kind, _name, _thing, _options, lines: list[str]) -> None:
+    """Escape what is markup in reStructuredText, in the plain text of docstrings, as |x| or *."""
+    paragraphs = re.split(r"(\n\s*\n)", "\n".join(lines))
+    lines[:] = "".join(map(_escaped, paragraphs)).split("\n")
+
+
+def _escaped(paragraph: str) -> str:
+    """Return a paragraph with all but code and doctests escaped."""
+    text, prompt, doctest = paragraph.partition(">>>")
+    parts = re.split(r"(`[^`]+`|^ *\*+\w+:)", text, flags=re.M)  # code, and names of arguments
+    parts[::2] = [re.sub(r"([*|]|_(?!\w))", r"\\\1", part) for part in parts[::2]]
+    return re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", "".join(parts)) + prompt + doctest
+
+
+def readable(_app, _kind, _name, _thing, _options, signature: str | None, result: str | None):
+    """Return a signature with `...` for defaults that are no code, as <factory>."""
+    if signature is None:
+        return None
+    return re.sub(r"= <[^,=]*>(?=[,)])", "= ...", signature), result
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Add all to a site."""
+    app.setup_extension("sphinx.ext.autodoc")
+    app.add_directive("api", Api)
+    app.add_role("backticks", Backticks())
+    app.connect("autodoc-process-docstring", as_rest, priority=400)  # before napoleon
+    app.connect("autodoc-process-signature", readable)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,124 @@
+"""What the code of pages reads: small models and data under the names that a reader would have.
+
+Importing it changes into a new folder, so that no page writes among the sources.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import onnx
+
+folder = tempfile.TemporaryDirectory()
+os.chdir(folder.name)
+Path("data").symlink_to(Path(__file__).parents[2] / "data")
+rng = np.random.default_rng(0)
+
+VISION = """
+    <ir_version: 9, opset_import: ["": 20]>
+    vision (float[N,1,8,8] image) => (float[N,2] logits) {
+        c1 = Conv <pads = [1,1,1,1]> (image, layer1.weight)
+        r1 = Relu(c1)
+        c4 = Conv <pads = [1,1,1,1]> (r1, layer4.weight)
+        r4 = Relu(c4)
+        f = ReduceMean <keepdims = 0> (r4, axes)
+        logits = Gemm <transB = 1> (f, fc.weight, fc.bias)
+    }
+"""
+PHOTOS = VISION.replace("1,8,8", "3,32,32")
+ENCODER = """
+    <ir_version: 9, opset_import: ["": 20]>
+    encoder (int64[N,T] input_ids, int64[N,T] attention_mask) => (float[N,T,8] last_hidden_state) {
+        e = Gather(embedding.weight, input_ids)
+        d = MatMul(e, dense.weight)
+        last_hidden_state = Tanh(d)
+    }
+"""
+ATTENTION = """
+    <ir_version: 9, opset_import: ["": 20]>
+    attention (float[N,T,8] x) => (float[N,2] logits) {
+        q = MatMul(x, layer.0.query.weight)
+        k = MatMul(x, layer.0.key.weight)
+        v = MatMul(x, layer.0.value.weight)
+        t = Transpose <perm = [0,2,1]> (k)
+        s = MatMul(q, t)
+        p = Softmax(s)
+        a = MatMul(p, v)
+        m = ReduceMean <keepdims = 0> (a, axis)
+        logits = MatMul(m, fc.weight)
+    }
+"""
+SOUND = """
+    <ir_version: 9, opset_import: ["": 20]>
+    sound (float[N,80,frames] mel) => (float[N,2] logits) {
+        m = ReduceMean <keepdims = 0> (mel, last)
+        logits = MatMul(m, fc.weight)
+    }
+"""
+LINE = """
+    <ir_version: 9, opset_import: ["": 20]>
+    line (float[N,4] x) => (float[N,1] y) { h = MatMul(x, body)  a = Tanh(h)  y = MatMul(a, head) }
+"""
+
+BOWL = """
+    <ir_version: 9, opset_import: ["": 20]>
+    bowl (float[1,2] x) => (float[1,2] y) { h = MatMul(x, body)  a = Tanh(h)  y = MatMul(a, head) }
+"""
+
+
+def model(text: str, **shapes: tuple[int, ...]) -> onnx.ModelProto:
+    """Return a model with random weights of these shapes, whose names have `.` for `__`."""
+    names = {name.replace("__", "."): shape for name, shape in shapes.items()}
+    for name in names:
+        text = text.replace(name, name.replace(".", "__"))
+    proto = onnx.parser.parse_model(text)
+    for node in proto.graph.node:
+        node.input[:] = [name.replace("__", ".") for name in node.input]
+    arrays = {name: rng.normal(0, 0.3, shape).astype("f4") for name, shape in names.items()}
+    arrays |= {"axes": np.array([2, 3]), "axis": np.array([1]), "last": np.array([2])}
+    read = {name for node in proto.graph.node for name in node.input}
+    kept = [onnx.numpy_helper.from_array(arrays[name], name) for name in arrays if name in read]
+    proto.graph.initializer.extend(kept)
+    return proto
+
+
+def vision(text: str = VISION, channels: int = 1) -> onnx.ModelProto:
+    """Return a small CNN with two classes."""
+    layers = {"layer1__weight": (4, channels, 3, 3), "layer4__weight": (8, 4, 3, 3)}
+    return model(text, **layers, fc__weight=(2, 8), fc__bias=(2,))
+
+
+def encoder() -> onnx.ModelProto:
+    """Return a small encoder of token ids."""
+    return model(ENCODER, embedding__weight=(100, 8), dense__weight=(8, 8))
+
+
+def attention() -> onnx.ModelProto:
+    """Return a classifier of sequences with one head of attention."""
+    names = ("query", "key", "value")
+    return model(ATTENTION, **{f"layer__0__{n}__weight": (8, 8) for n in names}, fc__weight=(8, 2))
+
+
+def bowl() -> onnx.ModelProto:
+    """Return a function of two numbers, in float32, for solvers."""
+    return model(BOWL, body=(2, 3), head=(3, 2))
+
+
+def rows(*shape: int, classes: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    """Return random data, and labels that depend on their sign."""
+    X = rng.normal(size=shape).astype(np.float32)
+    return X, (X.reshape(len(X), -1)[:, :3].sum(axis=1) > 0).astype(np.int64) * (classes - 1)
+
+
+def photos(root: str = "photos") -> None:
+    """Write a folder of small photographs for each of two classes."""
+    from PIL import Image
+
+    for i, name in enumerate(("cat", "dog")):
+        Path(root, name).mkdir(parents=True)
+        for k in range(8):
+            pixels = rng.integers(100 * i, 100 * i + 150, size=(40, 48, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(Path(root, name, f"{k}.png"))

@@ -1,0 +1,124 @@
+"""The site: `sphinx-build -W --keep-going docs build/site`, from the root of the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(DOCS / "_ext"))
+# pages are executed by kernels of Jupyter, which inherit this
+os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (ROOT / "src", DOCS / "_ext")))
+
+import onnxgrad
+
+project, author, copyright = "onnxgrad", "the authors of onnxgrad", "the authors of onnxgrad"
+version = release = onnxgrad.__version__
+extensions = [
+    "api_pages",
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_ext", "tutorials", "recipes", "auto_*/**.ipynb"]
+nitpicky = True  # a link to a name that is on no page is a warning, hence an error
+nitpick_ignore_regex = [("py:(?!obj).*", ".*")]  # types, which may be of other packages
+default_role = "backticks"
+suppress_warnings = ["config.cache"]  # functions in the configuration, such as `begin`
+
+# -- theme -------------------------------------------------------------------------------------
+
+html_theme = "pydata_sphinx_theme"
+html_title = "onnxgrad"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "logo": {"text": "onnxgrad"},
+    "show_prev_next": False,
+    "navbar_align": "left",
+    "navbar_persistent": ["search-button"],
+    "header_links_before_dropdown": 7,
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}
+html_show_sourcelink = False
+
+# -- API ---------------------------------------------------------------------------------------
+
+autosummary_generate = False
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+autodoc_member_order = "bysource"
+# scikit-learn writes these into estimators, with links into its own pages
+autodoc_default_options = {
+    "exclude-members": "set_fit_request, set_partial_fit_request, set_score_request"
+}
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # or attributes would be there twice
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 88
+
+# -- pages in Markdown, whose code cells are executed ------------------------------------------
+
+myst_enable_extensions = ["colon_fence", "dollarmath", "fieldlist"]
+myst_heading_anchors = 3
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300  # seconds a cell
+nb_merge_streams = True
+
+# -- galleries ---------------------------------------------------------------------------------
+
+# A script runs in its folder. So that what it writes is not among the sources, copies are run,
+# beside links to what they read.
+SCRIPTS = ROOT / "build" / "scripts"
+FOLDERS = [
+    folder
+    for folder in ("examples", "docs/tutorials", "docs/recipes")
+    if any((ROOT / folder / name).exists() for name in ("GALLERY_HEADER.rst", "README.rst"))
+]
+shutil.rmtree(SCRIPTS, ignore_errors=True)
+for folder in FOLDERS:
+    # README.md is for readers of the repository, README.rst for those of the gallery
+    shutil.copytree(ROOT / folder, SCRIPTS / folder, ignore=shutil.ignore_patterns("*.md"))
+for folder in ("benchmarks", "data"):
+    (SCRIPTS / folder).symlink_to(ROOT / folder)
+
+
+def begin(_: Any, script: dict[str, Any]) -> list[str]:
+    """Let a script name files by `__file__`, which sphinx-gallery does not define."""
+    script["example_globals"]["__file__"] = str(script["src_file"])
+    return []  # the arguments of the script
+
+
+NOTEBOOK = """# Put this beside the script, in a copy of the repository, whose data it reads.
+from pathlib import Path
+
+__file__ = str(Path("notebook.ipynb").absolute())"""
+SECTIONS = "first_steps networks finetuning derivatives sklearn_torch data processes".split()
+sphinx_gallery_conf = {
+    "examples_dirs": [str(SCRIPTS / folder) for folder in FOLDERS],
+    "gallery_dirs": [f"auto_{Path(folder).name}" for folder in FOLDERS],
+    "filename_pattern": r"\.py$",  # all are run
+    "abort_on_example_error": True,
+    "subsection_order": [*(f"../build/scripts/examples/{name}" for name in SECTIONS), "*"],
+    "within_subsection_order": "FileNameSortKey",
+    "reset_modules": ("matplotlib",),
+    "reset_argv": begin,
+    "parallel": 2,
+    "first_notebook_cell": NOTEBOOK,
+    "show_signature": False,
+    "remove_config_comments": True,
+    "write_computation_times": False,
+    "log_level": {"backreference_missing": "debug"},
+    "download_all_examples": False,
+}

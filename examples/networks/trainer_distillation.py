@@ -1,0 +1,83 @@
+"""Distillation: a linear model learns from a CNN
+==============================================
+
+A small model, the student, learns from the labels and from the probabilities of a larger one, the
+teacher, which is a second ONNX file. The loss is compared with the one that PyTorch computes.
+"""
+
+import io
+import warnings
+
+import matplotlib.pyplot as plt
+import numpy as np
+import onnx
+import torch
+from rich.console import Console
+from rich.table import Table
+from sklearn.datasets import load_digits
+from torch.nn.functional import cross_entropy, kl_div
+
+import onnxgrad as og
+
+X, y = load_digits(return_X_y=True)
+X = X.reshape(-1, 1, 8, 8).astype(np.float32) / 16
+X, X_test, y, y_test = X[:1000], X[1000:], y[:1000], y[1000:]
+
+# %%
+# The teacher is a CNN.
+
+torch.manual_seed(0)
+layers = [torch.nn.Conv2d(1, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.MaxPool2d(2)]
+net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256, 10))
+file = io.BytesIO()
+warnings.filterwarnings("ignore", category=DeprecationWarning, message=".*legacy.*")
+names = {"input_names": ["image"], "output_names": ["logits"], "dynamic_axes": {"image": {0: "N"}}}
+torch.onnx.export(net, (torch.tensor(X[:2]),), file, **names, dynamo=False)
+cnn = og.Trainer(file.getvalue(), "cross_entropy", learning_rate=0.005, metrics=["accuracy"])
+cnn.fit(X, y, epochs=5)
+
+# %%
+# The student is linear. The temperature softens the probabilities of the teacher, and ``alpha`` is
+# the weight of the teacher against that of the labels.
+
+student = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 20]> linear (float[N,1,8,8] image) => (float[N,10] logits)
+    { flat = Flatten(image)  logits = Gemm(flat, weight, bias) }
+""")
+for name, shape in (("weight", (64, 10)), ("bias", (10,))):
+    student.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(shape, "f4"), name))
+T, alpha = 3.0, 0.7
+loss = og.distillation(cnn.model, temperature=T, alpha=alpha)
+trainer = og.Trainer(student, loss, learning_rate=0.02, metrics=["accuracy"])
+before = trainer.evaluate(X_test, y_test)
+trainer.fit(X, y, epochs=20)
+after = trainer.evaluate(X_test, y_test)
+assert after["loss"] < before["loss"] / 2
+assert after["accuracy"] > 0.85
+
+table = Table("images that none has seen", "loss", "accuracy")
+teacher = cnn.evaluate(X_test, y_test)
+for name, results in (("teacher", teacher), ("student before", before), ("student after", after)):
+    table.add_row(name, f"{results['loss']:.4f}", f"{results['accuracy']:.3f}")
+Console().print(table)
+
+# %%
+# The same loss in PyTorch, from the logits of both models.
+
+logits, targets = (torch.tensor(m.predict(X_test)) for m in (trainer, cnn))
+soft = kl_div(
+    (logits / T).log_softmax(1), (targets / T).log_softmax(1), log_target=True,
+    reduction="batchmean",
+)  # fmt: skip
+expected = alpha * T**2 * soft + (1 - alpha) * cross_entropy(logits, torch.tensor(y_test))
+np.testing.assert_allclose(after["loss"], expected.item(), rtol=1e-4)
+
+# %%
+# The weights of the student are a picture for each digit.
+
+figure, axes = plt.subplots(2, 5, figsize=(8, 3.6), layout="constrained")
+for digit, ax in enumerate(axes.flat):
+    ax.imshow(trainer.state.weights["weight"][:, digit].reshape(8, 8), cmap="RdBu_r")
+    ax.set_title(digit)
+    ax.axis("off")
+plt.show()

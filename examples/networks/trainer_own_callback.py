@@ -1,0 +1,76 @@
+"""A callback of your own: weights that stay sparse
+================================================
+
+Proximal gradient descent moves weights towards zero by a threshold after every step. This solves
+the lasso, and the result is compared with that of scikit-learn.
+"""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import onnx
+from sklearn.datasets import make_regression
+from sklearn.linear_model import Lasso
+
+import onnxgrad as og
+
+X, y = make_regression(200, 20, n_informative=5, noise=5.0, random_state=0)
+X, y = X.astype(np.float32), (y / y.std()).astype(np.float32)[:, None]
+
+model = onnx.parser.parse_model("""
+    <ir_version: 9, opset_import: ["": 20]> linear (float[N,20] x) => (float[N,1] y)
+    { a = MatMul(x, w)  y = Add(a, b) }
+""")
+for name, shape in (("w", (20, 1)), ("b", (1,))):
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(shape, "f4"), name))
+
+
+# %%
+# A callback overrides the events that it needs. ``every_steps = 1`` asks for a call after every
+# step; what is in ``entry`` is kept in checkpoints.
+
+
+class Sparse(og.Callback):
+    """Moves weights towards zero after every step, and stops when they no longer change."""
+
+    every_steps = 1
+
+    def __init__(self, name, alpha, tolerance=1e-6):
+        self.name, self.alpha, self.tolerance, self.path = name, alpha, tolerance, []
+
+    def on_step_end(self, trainer, state, control):
+        w = state.weights[self.name]
+        threshold = state.learning_rate * self.alpha
+        state.weights = {self.name: np.sign(w) * np.maximum(np.abs(w) - threshold, 0)}
+
+    def on_epoch_end(self, trainer, state, control):
+        w, entry = state.weights[self.name], self.entry(state)
+        control.stop = np.abs(w - np.asarray(entry.get("last", 0.0))).max() < self.tolerance
+        entry["last"] = w.tolist()
+        self.path.append(w[:, 0].copy())
+
+
+# %%
+# The loss is the mean square, and that of ``Lasso`` half of it: so the penalty is doubled.
+
+alpha = 0.05
+sparse = Sparse("w", 2 * alpha)
+trainer = og.Trainer(model, "squared_error", optimizer="sgd", learning_rate=0.1, callbacks=[sparse])
+trainer.fit(X, y, epochs=2000, batch_size=len(X))
+print(len(trainer.history), "epochs:", trainer.state.stop_reason)
+assert len(trainer.history) < 2000
+
+lasso = Lasso(alpha, tol=1e-8).fit(X.astype(float), y[:, 0])
+w = trainer.state.weights["w"][:, 0]
+np.testing.assert_allclose(w, lasso.coef_, atol=1e-4)
+np.testing.assert_array_equal(w == 0, lasso.coef_ == 0)
+print(f"{np.sum(w == 0)} of 20 weights are zero, the same ones as in scikit-learn")
+
+# %%
+# Most weights never leave zero.
+
+plt.plot(sparse.path[:60])
+plt.plot(np.full(20, 60), lasso.coef_, "k<", label="scikit-learn")
+plt.xlabel("step")
+plt.ylabel("weight")
+plt.legend()
+plt.show()

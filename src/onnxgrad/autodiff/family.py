@@ -1,0 +1,230 @@
+"""`derivative_family`: a model and its directional derivatives, by the conventions of CasADi.
+
+With f(x) = y, J its Jacobian, u a seed of y (`adj_y`) and v one of x (`fwd_x`): `fwd_f` is J v,
+`adj_f` is J^T u, and `fwd_adj_f` is the derivative of J^T u along (v, w) in (x, u), which is
+H(u) v + J^T w with H(u) the Hessian of u^T f. H(u) v is the gradient of <J^T u, v> (Christianson
+1992, IMA J. Numer. Anal. 12(2)), so that one sweep computes both terms.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.directions import count_of, pack, packed_dims, pick, seed_input, unpack
+from onnxgrad.autodiff.matrices import Forward, all_named, reopened
+from onnxgrad.autodiff.sheet import Result, Sheet
+from onnxgrad.errors import unknown
+from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.model.convert import in_precision
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.write import save
+
+_DTYPES = {"float32": ir.DataType.FLOAT, "float64": ir.DataType.DOUBLE}
+_DERIVATIVE = re.compile(r"(fwd|adj)[^_]*_")  # what CasADi takes for the name of a derivative
+
+
+def derivative_family(
+    model: ModelLike,
+    path: str | os.PathLike | None = None,
+    weights: Sequence[str] | None = (),
+    inputs: Sequence[str] | None = None,
+    outputs: Sequence[str] | None = None,
+    dtype: str | None = None,
+) -> dict[str, ModelProto]:
+    """Return a model with its directional derivatives, named as CasADi 3.8 looks for them.
+
+    The result is `{"f": ..., "fwd_f": ..., "adj_f": ..., "fwd_adj_f": ...}`, with the stem of
+    `path` in place of `f`. For inputs X and outputs Y, `fwd_f` takes `fwd_X`, too, and returns
+    `fwd_Y`, the Jacobian times these seeds; `adj_f` takes `adj_Y` and returns `adj_X`, the
+    transposed Jacobian times these; `fwd_adj_f`, for exact Hessians, takes `adj_Y`, `fwd_X` and
+    `fwd_adj_Y`, and returns `fwd_adj_X`, the derivative of `adj_X` along `fwd_X`, and `fwd_adj_Y`
+    in `adj_Y`. All return Y as well. K seeds of an r x c matrix are one of r x (K * c). A value of
+    another rank counts as a column; K is then the second axis of its seeds.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        path: where f is saved, the others beside it; existing files are replaced. None: nowhere.
+        weights: names of weights that become inputs, as in `vjp`. None: all that Y depends on.
+        inputs: names of inputs that have derivatives. None: every float that Y depends on.
+        outputs: names of the float outputs to keep. None: all, which must be floats.
+        dtype: "float32" or "float64", to which all floats are converted. None: they stay.
+
+    Raises:
+        ValueError: an unknown name or dtype, a `path` that does not end in `.onnx`, a value that is
+            no float or of unknown rank, a name that CasADi has for other values (`fwd_x`, `adj_y`;
+            `out_y` of an input, if y is an output), or no differentiable path.
+        ModelError: `model` cannot be read.
+        NoGradientRule: an operator on a path has no rule, or one without forward mode (see `jvp`).
+        OSError: a file cannot be written.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxruntime as ort, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (double[2] x) => (double[2] y) { y = Mul(x, x) }''')
+        >>> family = og.derivative_family(model)
+        >>> list(family)
+        ['f', 'fwd_f', 'adj_f', 'fwd_adj_f']
+        >>> session = ort.InferenceSession(family["adj_f"].SerializeToString())
+        >>> seeds = np.array([[1.0, 0.0], [0.0, 1.0]])  # two, as columns
+        >>> session.run(["adj_x"], {"x": np.array([1.0, 3.0]), "adj_y": seeds})[0].tolist()
+        [[2.0, 0.0], [0.0, 6.0]]
+    """
+    files = family_paths("f.onnx" if path is None else path)
+    with garbage_kept():
+        origin = _converted(read(model), dtype)
+        first = Sheet(origin, weights, inputs, outputs)
+        _check(first)
+        family = dict(zip(files, _models(first, origin, outputs), strict=True))
+    if path is not None:
+        for name, file in files.items():
+            save(family[name], file)
+    return family
+
+
+def _models(
+    first: Sheet, origin: ModelProto, outputs: Sequence[str] | None
+) -> tuple[ModelProto, ModelProto, ModelProto, ModelProto]:
+    """Return f, fwd_f, adj_f and fwd_adj_f; `first` is a sheet of f."""
+    adjoint = _adjoint(first)
+    names = [str(x.name) for x in first.wrt]  # those that the outputs depend on
+    split = len([x for x in first.wrt if x in first.inputs])
+
+    def again() -> Sheet:
+        return Sheet(origin, names[split:], names[:split], outputs)
+
+    forward, second = _forward(Forward(again())), _forward_over_adjoint(again())
+    return again().finish([]), forward, adjoint, second
+
+
+def family_paths(path: str | os.PathLike) -> dict[str, Path]:
+    """Return the files of the family whose first is `path`, by the names of its models.
+
+    Raises:
+        ValueError: `path` does not end in .onnx.
+    """
+    first = Path(path)
+    if first.suffix != ".onnx":
+        raise ValueError(f"{str(path)!r} does not end in .onnx, as files of a family do")
+    names = [prefix + first.stem for prefix in ("", "fwd_", "adj_", "fwd_adj_")]
+    return {name: first.with_name(f"{name}.onnx") for name in names}
+
+
+def _converted(proto: ModelProto, dtype: str | None) -> ModelProto:
+    if dtype is None:
+        return proto
+    if dtype not in _DTYPES:
+        raise unknown("dtype", dtype, _DTYPES)
+    return in_precision(proto, _DTYPES[dtype])
+
+
+def _check(sheet: Sheet) -> None:
+    """Raise a ValueError if CasADi would not know a name or an output for what it is."""
+    inputs, outputs = ([str(v.name) for v in vs] for vs in (sheet.graph.inputs, sheet.kept))
+    reserved = {*outputs, *(f"out_{y}" for y in outputs)}  # CasADi adds the second as inputs
+    clashes = [x for x in inputs if x in reserved or _DERIVATIVE.match(x)]
+    clashes += [y for y in outputs if _DERIVATIVE.match(y)]
+    if clashes:
+        raise ValueError(
+            f"CasADi has other values of the names {clashes}: rename them, for example all by "
+            "`onnx.compose.add_prefix(model, 'f_')`"
+        )
+    others = [str(y.name) for y in sheet.kept if y not in sheet.differentiated]
+    if others:
+        raise ValueError(
+            f"the outputs {others} are no floats, and have no derivatives: name the outputs to keep"
+        )
+
+
+def _adjoint(sheet: Sheet) -> ModelProto:
+    """Return the model of J^T u."""
+    seeds = _Seeds(sheet, sheet.differentiated, "adj", "nadj")
+
+    def write(a: ir.Value) -> dict[ir.Value, ir.Value]:
+        gradients = sheet.gradients(seeds.at(a), sheet.wrt)
+        sheet.drop_unreached(gradients)
+        return {x: _or_zeros(sheet, gradients, x) for x in sheet.wrt}
+
+    stacked = sheet.each(sheet.op.Max(*seeds.counts), write)
+    return _finish(sheet, stacked, "adj", "nadj")
+
+
+def _forward(forward: Forward) -> ModelProto:
+    """Return the model of J v."""
+    sheet = forward.sheet
+    seeds = _Seeds(sheet, forward.wrt, "fwd", "nfwd")
+
+    def write(d: ir.Value) -> dict[ir.Value, ir.Value]:
+        tangents = forward.push(dict(seeds.at(d)))
+        return {y: _or_zeros(sheet, tangents, y) for y in forward.outputs}
+
+    stacked = sheet.each(sheet.op.Max(*seeds.counts), write)
+    return _finish(sheet, stacked, "fwd", "nfwd")
+
+
+def _forward_over_adjoint(first: Sheet) -> ModelProto:
+    """Return the model of H(u) v + J^T w."""
+    cotangents = [first.input_like(y, "grad") for y in first.differentiated]
+    gradients = first.gradients(zip(first.differentiated, cotangents, strict=True), first.wrt)
+    sheet, opened = reopened(first, all_named(first, "grad", first.wrt, gradients))
+    del sheet.kept[len(sheet.kept) - len(opened) :]
+    inputs = {x.name: x for x in sheet.graph.inputs}
+    wrt = [inputs[x.name] for x in first.wrt]
+    for u in cotangents:
+        sheet.graph.inputs.remove(inputs[u.name])
+    adjoint = _Seeds(sheet, sheet.kept, "adj", "nadj")
+    forward = _Seeds(sheet, wrt, "fwd", "nfwd")
+    both = _Seeds(sheet, sheet.kept, "fwd_adj", "nfwd_x_nadj")
+    op = sheet.op
+    nadj = op.Max(*adjoint.counts)
+    count = op.Max(op.Mul(nadj, op.Max(*forward.counts)), *both.counts)
+
+    def write(k: ir.Value) -> dict[ir.Value, ir.Value]:
+        width = op.Reshape(nadj, [])
+        u, v = adjoint.at(op.Mod(k, width)), forward.at(op.Div(k, width))
+        along = [(g, seed) for g, (_, seed) in zip(opened, v, strict=True)]
+        results = sheet.gradients([*along, *both.at(k)], wrt)
+        for cotangent, (_, seed) in zip(cotangents, u, strict=True):
+            ir.convenience.replace_all_uses_with(inputs[cotangent.name], seed)
+        sheet.graph.sort()  # the seeds were written after the nodes that read them
+        return {x: _or_zeros(sheet, results, x) for x in wrt}
+
+    return _finish(sheet, sheet.each(count, write), "fwd_adj", "nfwd_x_nadj")
+
+
+class _Seeds:
+    """New inputs of packed seeds, one for each of `values`, and their numbers of directions."""
+
+    def __init__(self, sheet: Sheet, values: Sequence[ir.Value], prefix: str, count: str) -> None:
+        self._sheet = sheet
+        packed = [(x, seed_input(sheet, x, f"{prefix}_{x.name}", count)) for x in values]
+        self.counts = [count_of(sheet, seeds, x) for x, seeds in packed]
+        self._stacked = [(x, unpack(sheet, seeds, x)) for x, seeds in packed]
+
+    def at(self, index: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
+        """Return each value with its seed of the direction `index`; none beyond the last."""
+        return [(x, pick(self._sheet, stacked, index, x)) for x, stacked in self._stacked]
+
+
+def _or_zeros(sheet: Sheet, derivatives: Mapping[ir.Value, ir.Value], x: ir.Value) -> ir.Value:
+    v = derivatives[x] if x in derivatives else sheet.op.zeros_like(x)
+    return sheet.op.set_type_like(v, x)
+
+
+def _finish(
+    sheet: Sheet, stacked: Mapping[ir.Value, ir.Value], prefix: str, count: str
+) -> ModelProto:
+    """Return the model that returns the outputs of the sheet, and the derivatives, packed."""
+    results: list[Result] = []
+    for x, v in stacked.items():
+        name = f"{prefix}_{x.name}"
+        matrix = pack(sheet, v, x)
+        matrix.type, matrix.shape = x.type, ir.Shape(packed_dims(x, name, count))
+        results.append((name, matrix))
+    return sheet.finish(results)

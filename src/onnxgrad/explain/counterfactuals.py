@@ -1,0 +1,208 @@
+"""The least change of a row by which a model puts it into another class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.errors import unknown
+from onnxgrad.explain.adversarial import Bounds, masks_of
+from onnxgrad.explain.inputs import Inputs
+from onnxgrad.explain.score_function import Point, ScoreFunction
+from onnxgrad.explain.targets import Target, seeds
+from onnxgrad.model.read import ModelLike
+
+_BETAS = 0.9, 0.999  # of Adam
+_HALVINGS = 12  # of the way back to the row
+_REMEDY = ": try more steps, a greater learning_rate, or wider bounds"
+_NORMS = ("L1", "L2")
+_SEARCHES = 6  # of the factor of the hinge
+
+
+@dataclass(frozen=True)
+class Counterfactual:
+    """Rows that a model puts into another class; what `counterfactual` returns.
+
+    Attributes:
+        values: the changed rows, of the shape and dtype of the value. Where the class was not
+            reached, the row as it was.
+        reached: bool of shape (rows,): whether the class was reached.
+        distances: float64 of shape (rows,): the L1 or L2 distance to the row; NaN where the class
+            was not reached.
+
+    Examples:
+        >>> import numpy as np, onnxgrad as og
+        >>> found = og.explain.Counterfactual(np.ones((1, 2)), np.array([True]), np.array([0.5]))
+        >>> found.reached.tolist()
+        [True]
+    """
+
+    values: np.ndarray
+    reached: np.ndarray
+    distances: np.ndarray
+
+
+def counterfactual(
+    model: ModelLike | ScoreFunction,
+    inputs: Inputs,
+    target: Target,
+    *,
+    wrt: str | Sequence[str] | None = None,
+    output: str | None = None,
+    norm: str = "L2",
+    margin: float = 0.0,
+    bounds: Bounds = (-np.inf, np.inf),
+    mask: Any = None,
+    learning_rate: float = 0.05,
+    steps: int = 300,
+) -> Counterfactual:
+    """Return each row with a small change after which the target class has the greatest score.
+
+    Minimizes distance + c max(0, other - target + margin), where `other` is the greatest score of
+    another class, by Adam, with a proximal step for "L1", which changes few elements. c is searched
+    for each row, and the shortest change is kept (Wachter, Mittelstadt & Russell 2017; Carlini &
+    Wagner 2017, arXiv:1608.04644; for L1, Chen et al. 2018, arXiv:1709.04114): a local minimum. A
+    class that is not reached is reported by a `UserWarning`, and in `reached`.
+
+    Args:
+        model: model, serialized model or path, never modified; or a `ScoreFunction`.
+        inputs: the array of the only input, or `{name: array}`.
+        target: class to reach, for all rows or one a row; the output is (rows, classes).
+        wrt: name of the value that is changed; see `ScoreFunction`.
+        output: name of the output; see `ScoreFunction`.
+        norm: "L1" or "L2", the distance.
+        margin: by how much the score of the class shall exceed the others.
+        bounds: the least and the greatest value of an element.
+        mask: see `fgsm`; zero for features that cannot change.
+        learning_rate: length of a step, in units of the value.
+        steps: steps for each c.
+
+    Raises:
+        ValueError: as `saliency`; several values, an output of another shape, an unknown `norm`, or
+            a row that is outside of `bounds`.
+        NoGradientRule: an operator on a path has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) { y = Identity(x) }''')
+        >>> found = og.explain.counterfactual(model, np.float32([[2, 1]]), target=1)
+        >>> found.values.round(2).tolist(), found.reached.tolist()
+        ([[1.5, 1.5]], [True])
+    """
+    if learning_rate <= 0 or steps < 1:
+        raise ValueError(f"learning_rate={learning_rate}, steps={steps}: give positive numbers")
+    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    search = _Search(point, point.indices(target), norm, margin, bounds, mask)
+    search.run(learning_rate, steps)
+    if rows := np.flatnonzero(~search.reached).tolist():
+        warnings.warn(f"the class was not reached for the rows {rows[:10]}{_REMEDY}", stacklevel=2)
+    distances = np.where(search.reached, search.distances, np.nan)
+    return Counterfactual(search.best.astype(search.x.dtype), search.reached, distances)
+
+
+class _Search:
+    """The best change so far of each row."""
+
+    def __init__(
+        self,
+        point: Point,
+        indices: np.ndarray,
+        norm: str,
+        margin: float,
+        bounds: Bounds,
+        mask: Any,
+    ) -> None:
+        if norm not in _NORMS:
+            raise unknown("norm", norm, _NORMS)
+        if len(point.values) != 1:
+            raise ValueError(f"there are {len(point.values)} values: name one as `wrt`")
+        (name,) = point.values
+        if point.output.ndim != 2 or point.output.shape[1] < 2:
+            raise ValueError(
+                f"the output {point.function.output!r} has the shape {list(point.output.shape)}, "
+                "not (rows, classes): name such an `output`"
+            )
+        self.point, self.name, self.norm, self.bounds = point, name, norm, bounds
+        self.x, self.indices, self.margin = point.values[name], indices, margin
+        if (self.x < bounds[0]).any() or (self.x > bounds[1]).any():
+            raise ValueError(f"values of {name!r} are outside of bounds={bounds}: widen them")
+        self.mask = masks_of(point, mask)[name]
+        self.best = self.x.astype(np.float64)
+        self.reached = np.zeros(point.rows, bool)
+        self.distances = np.full(point.rows, np.inf)
+        self.record(self.best)
+
+    def run(self, learning_rate: float, steps: int) -> None:
+        """Search the factor of the hinge of each row; a greater one reaches it more surely."""
+        low, factors = np.zeros(self.point.rows), np.ones(self.point.rows)
+        for _ in range(_SEARCHES):
+            reached = self.descend(factors, learning_rate, steps)
+            low = np.where(reached, low, factors)
+            factors = np.where(reached, (low + factors) / 2, 10 * factors)
+        self.shorten()
+
+    def hinge(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return other - target + margin of each row, and its gradient with respect to y."""
+        y = self.point.outputs({self.name: values.astype(self.x.dtype)}).astype(np.float64)
+        rows, classes = np.arange(len(y)), self.indices[:, 0]
+        others = y.copy()
+        others[rows, classes] = -np.inf
+        other = others.argmax(axis=1)
+        gradient = seeds(y.shape, np.float64, other[:, None])
+        gradient -= seeds(y.shape, np.float64, self.indices)
+        return y[rows, other] - y[rows, classes] + self.margin, gradient
+
+    def record(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Keep the rows that reach the class by a shorter change; return whether, and slopes."""
+        gap, gradient = self.hinge(values)
+        reached = gap < 0 if not self.margin else gap <= 0
+        distances = self._distances(values)
+        better = reached & (distances < self.distances)
+        self.best[better], self.distances[better] = values[better], distances[better]
+        self.reached |= reached
+        return reached, gradient * (~reached)[:, None]
+
+    def descend(self, factors: np.ndarray, learning_rate: float, steps: int) -> np.ndarray:
+        """Minimize distance + factor * hinge; return which rows reached the class on the way."""
+        column = (-1, *[1] * (self.x.ndim - 1))
+        values, ever = self.x.astype(np.float64), np.zeros(self.point.rows, bool)
+        first, second = np.zeros(self.x.shape), np.zeros(self.x.shape)
+        for step in range(1, steps + 1):
+            reached, seed = self.record(values)
+            ever |= reached
+            y = self.point.output.dtype
+            arrays = {self.name: values.astype(self.x.dtype)}
+            gradient = self.point.pulled_back(arrays, seed.astype(y))[self.name].astype(np.float64)
+            gradient *= factors.reshape(column) * self.mask
+            change = values - self.x
+            if self.norm == "L2":
+                gradient += 2 * change
+            first = _BETAS[0] * first + (1 - _BETAS[0]) * gradient
+            second = _BETAS[1] * second + (1 - _BETAS[1]) * gradient**2
+            scale = np.sqrt(second / (1 - _BETAS[1] ** step)) + 1e-8
+            rate = learning_rate * (1 - 0.9 * step / steps)
+            change -= rate * first / (1 - _BETAS[0] ** step) / scale
+            if self.norm == "L1":  # the proximal step of |change|, in the metric of Adam
+                change = np.sign(change) * np.maximum(np.abs(change) - rate / scale, 0)
+            values = np.clip(self.x + change * self.mask, *self.bounds)
+        return ever
+
+    def shorten(self) -> None:
+        """Move each row back towards where it was, as far as the class stays reached."""
+        low, high = np.zeros(self.point.rows), np.ones(self.point.rows)
+        change = self.best - self.x
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            part = middle.reshape(-1, *[1] * (self.x.ndim - 1))
+            reached, _ = self.record(self.x + part * change)
+            low, high = np.where(reached, low, middle), np.where(reached, middle, high)
+
+    def _distances(self, values: np.ndarray) -> np.ndarray:
+        change = (values.astype(self.x.dtype) - self.x.astype(np.float64)).reshape(len(values), -1)
+        return np.linalg.norm(change, 1 if self.norm == "L1" else 2, axis=1)

@@ -1,0 +1,272 @@
+"""Attributions to inputs, or to inner values, by gradients of scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.errors import unknown
+from onnxgrad.explain.baselines import baseline_values
+from onnxgrad.explain.inputs import Arrays, Inputs
+from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction
+from onnxgrad.explain.targets import Target
+from onnxgrad.model.read import ModelLike
+
+_SHIFTS = {"riemann_left": 0.0, "riemann_middle": 0.5, "riemann_right": 1.0}
+
+
+def saliency(
+    model: ModelLike | ScoreFunction,
+    inputs: Inputs,
+    target: Target | None = None,
+    *,
+    wrt: str | Sequence[str] | None = None,
+    output: str | None = None,
+    absolute: bool = True,
+) -> Attributions:
+    """Return the gradient of the score of each row: the saliency of Simonyan et al. 2013.
+
+    Args:
+        model: model, serialized model or path, never modified; or a `ScoreFunction`.
+        inputs: the array of the only input, or `{name: array}`.
+        target: which element of a row of the output is its score: None if there is one; an index or
+            a tuple of indices for all rows, or a list or an array of them, one a row.
+        wrt: name or names of values that are explained; see `ScoreFunction`.
+        output: name of the output; see `ScoreFunction`.
+        absolute: return absolute values.
+
+    Returns:
+        An array of the shape and dtype of the value; `{name: array}` if `wrt` are several.
+
+    Raises:
+        ValueError: see `ScoreFunction`; a target out of range; or no differentiable path from a
+            value to the output, as in trees: the message names the node.
+        NoGradientRule: an operator on a path has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) { z = Mul(x, x)  y = Neg(z) }''')
+        >>> og.explain.saliency(model, np.float32([[1, 2]]), target=1).tolist()
+        [[0.0, 4.0]]
+    """
+    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    gradients = point.gradients(point.values, point.indices(target))
+    if absolute:
+        gradients = {name: np.abs(g) for name, g in gradients.items()}
+    return point.function.result(gradients)
+
+
+def integrated_gradients(
+    model: ModelLike | ScoreFunction,
+    inputs: Inputs,
+    target: Target | None = None,
+    baselines: Any = None,
+    *,
+    wrt: str | Sequence[str] | None = None,
+    output: str | None = None,
+    steps: int = 50,
+    method: str = "gausslegendre",
+) -> Attributions:
+    """Return integrated gradients: (x - b) times the mean gradient on the way from b to x.
+
+    Their sum is f(x) - f(b) for enough steps (Sundararajan, Taly & Yan 2017, arXiv:1703.01365);
+    `completeness_gap` returns what is missing.
+
+    Args:
+        model: model, serialized model or path, never modified; or a `ScoreFunction`.
+        inputs: the array of the only input, or `{name: array}`.
+        target: which element of a row of the output is its score; see `saliency`.
+        baselines: b, a number or an array of the shape of the value, or of one row of it; or
+            `{name: number or array}`, of values of `wrt`, or of the inputs from which those are
+            computed, such as the token ids behind an embedding. None: zeros; an inner value needs
+            a baseline.
+        wrt: name or names of values that are explained; see `ScoreFunction`.
+        output: name of the output; see `ScoreFunction`.
+        steps: number of gradients.
+        method: the quadrature: "gausslegendre", "riemann_left", "riemann_middle" or
+            "riemann_right".
+
+    Returns:
+        As `saliency`.
+
+    Raises:
+        ValueError: as `saliency`; a baseline of another shape, an unknown `method`, or too few
+            steps.
+        NoGradientRule: an operator on a path has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) { y = Mul(x, x) }''')
+        >>> x = np.float32([[1, 2]])
+        >>> og.explain.integrated_gradients(model, x, target=1).round(4).tolist()
+        [[0.0, 4.0]]
+        >>> og.explain.integrated_gradients(model, x, 1, baselines=1.0).round(4).tolist()
+        [[0.0, 3.0]]
+    """
+    weights, fractions = quadrature(method, steps)
+    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    starts, indices = baseline_values(point, baselines), point.indices(target)
+    mean = _mean_gradients(point, indices, starts, weights, fractions)
+    results = {}
+    for name, x in point.values.items():
+        results[name] = (mean[name] * (x.astype(np.float64) - starts[name])).astype(x.dtype)
+    return point.function.result(results)
+
+
+def _mean_gradients(
+    point: Point, indices: np.ndarray, starts: Arrays, weights: np.ndarray, fractions: np.ndarray
+) -> Arrays:
+    """Return the weighted sum of the gradients at `fractions` of the way, float64."""
+    total = {name: np.zeros(x.shape) for name, x in point.values.items()}
+    size = max(1, point.function.batch_size // point.rows)
+    for i in range(0, len(weights), size):
+        part = weights[i : i + size]
+        path = between(starts, point.values, fractions[i : i + size])
+        for name, g in point.gradients(path, indices).items():
+            copies = g.reshape(len(part), *point.values[name].shape)
+            total[name] += np.tensordot(part, copies.astype(np.float64), 1)
+    return total
+
+
+def smooth_grad(
+    model: ModelLike | ScoreFunction,
+    inputs: Inputs,
+    target: Target | None = None,
+    *,
+    wrt: str | Sequence[str] | None = None,
+    output: str | None = None,
+    samples: int = 20,
+    noise: float = 0.1,
+    absolute: bool = True,
+    random_state: int | np.random.Generator | None = None,
+) -> Attributions:
+    """Return the mean `saliency` of noisy copies of each row (Smilkov et al. 2017).
+
+    Args:
+        model: model, serialized model or path, never modified; or a `ScoreFunction`.
+        inputs: the array of the only input, or `{name: array}`.
+        target: which element of a row of the output is its score; see `saliency`.
+        wrt: name or names of values that are explained; see `ScoreFunction`.
+        output: name of the output; see `ScoreFunction`.
+        samples: number of copies.
+        noise: standard deviation of the normal noise, in units of the value.
+        absolute: take absolute values, before the mean.
+        random_state: seed or generator of the noise: `standard_normal((rows, *shape))` for each
+            sample, then for each value. None draws a new seed.
+
+    Returns:
+        As `saliency`.
+
+    Raises:
+        ValueError: as `saliency`; no samples, or a negative `noise`.
+        NoGradientRule: an operator on a path has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,2] y) { y = Relu(x) }''')
+        >>> x = np.float32([[0, 2]])
+        >>> og.explain.smooth_grad(model, x, 1, random_state=0).round(4).tolist()
+        [[0.0, 1.0]]
+    """
+    if samples < 1 or noise < 0:
+        raise ValueError(f"samples={samples}, noise={noise}: give at least one, and no negative")
+    rng = np.random.default_rng(random_state)
+    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    indices = point.indices(target)
+    total = {name: np.zeros(x.shape) for name, x in point.values.items()}
+    for _ in range(samples):
+        drawn = {n: x + noise * rng.standard_normal(x.shape) for n, x in point.values.items()}
+        noisy = {n: x.astype(point.values[n].dtype) for n, x in drawn.items()}
+        for name, g in point.gradients(noisy, indices).items():
+            total[name] += np.abs(g) if absolute else g
+    return point.function.result(
+        {n: (t / samples).astype(point.values[n].dtype) for n, t in total.items()}
+    )
+
+
+def completeness_gap(
+    model: ModelLike | ScoreFunction,
+    attributions: Attributions,
+    inputs: Inputs,
+    target: Target | None = None,
+    baselines: Any = None,
+    *,
+    wrt: str | Sequence[str] | None = None,
+    output: str | None = None,
+) -> np.ndarray:
+    """Return, for each row, the sum of the attributions minus f(x) - f(baseline).
+
+    It is zero for exact `integrated_gradients` and `layer_conductance`. More steps make it smaller.
+
+    Args:
+        model: model, serialized model or path, never modified; or a `ScoreFunction`.
+        attributions: what the method returned.
+        inputs: as for the method.
+        target: as for the method.
+        baselines: as for the method.
+        wrt: as for the method; for `layer_conductance`, its `wrt`, not its `layer`.
+        output: as for the method.
+
+    Returns:
+        float64 of shape (rows,), in units of the score.
+
+    Raises:
+        ValueError: as `integrated_gradients`; attributions of another number of rows.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,1] x) => (float[N,1] y) { y = Exp(x) }''')
+        >>> x = np.float32([[2]])
+        >>> for steps in (2, 4):
+        ...     found = og.explain.integrated_gradients(model, x, steps=steps)
+        ...     print(og.explain.completeness_gap(model, found, x).round(2).tolist())
+        [-0.02]
+        [-0.0]
+    """
+    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    indices = point.indices(target)
+    starts = baseline_values(point, baselines)
+    arrays = list(attributions.values() if isinstance(attributions, Mapping) else [attributions])
+    if any(len(a) != point.rows for a in arrays):
+        raise ValueError(f"the attributions are not of the {point.rows} rows of the inputs")
+    total = sum(np.sum(a, axis=tuple(range(1, a.ndim)), dtype=np.float64) for a in arrays)
+    difference = point.scores(point.values, indices) - point.scores(starts, indices)
+    return np.asarray(total - difference)
+
+
+def between(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:
+    """Return the values at `fractions` of the way, the rows of each fraction after each other."""
+    path = {}
+    for name, x in ends.items():
+        start = starts[name].astype(np.float64)
+        step = x - start
+        points = [(start + fraction * step).astype(x.dtype) for fraction in fractions]
+        path[name] = np.concatenate(points)
+    return path
+
+
+def quadrature(method: str, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the weights and the points of a quadrature on [0, 1].
+
+    Raises:
+        ValueError: an unknown `method`, or too few steps.
+    """
+    methods = ("gausslegendre", *_SHIFTS)
+    if method not in methods:
+        raise unknown("method", method, methods)
+    if steps < 1:
+        raise ValueError(f"steps={steps}: give at least one")
+    if method == "gausslegendre":
+        points, weights = np.polynomial.legendre.leggauss(steps)
+        return weights / 2, (points + 1) / 2
+    return np.full(steps, 1 / steps), (np.arange(steps) + _SHIFTS[method]) / steps

@@ -1,0 +1,225 @@
+"""Which training rows made a model what it predicts for other rows: TracIn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.autodiff.higher import jvp, vjp
+from onnxgrad.errors import escaping, printable, unknown
+from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
+from onnxgrad.explain.piece import Piece, declared, drop_unused_inputs
+from onnxgrad.graph.shapes import is_real
+from onnxgrad.losses.in_graph import add_loss_output
+from onnxgrad.losses.spec import Formula
+from onnxgrad.losses.unreduced import unreduced_onnx_loss
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.traversal import names as all_names
+from onnxgrad.model.weights import constant_refs
+from onnxgrad.runtime.device import CPU, Device
+from onnxgrad.runtime.session import session, work
+from onnxgrad.training.modes.inference_form import has_training_nodes
+from onnxgrad.training.parameters.defaults import trainable
+
+Checkpoint = ModelLike | Mapping[str, Any]
+
+
+def influence(
+    model: ModelLike,
+    train: Inputs,
+    train_labels: Any,
+    test: Inputs,
+    test_labels: Any,
+    loss: str | Formula = "squared_error",
+    *,
+    checkpoints: Sequence[Checkpoint] | None = None,
+    learning_rates: Sequence[float] | float = 1.0,
+    weights: Sequence[str] | None = None,
+    output: str | None = None,
+    device: Any = None,
+    batch_size: int = 256,
+    **options: Any,
+) -> np.ndarray:
+    """Return how much a step on each training row lowers the loss of each test row: TracIn.
+
+    The sum over checkpoints of the learning rate times the product of two gradients with respect to
+    the weights: of the loss of a training row, and of a test row (Pruthi et al. 2020,
+    arXiv:2002.08484).
+
+    Args:
+        model: model, serialized model or path, never modified; its output is the prediction.
+        train: training rows, the array of the only input or `{name: array}`.
+        train_labels: their labels, as `add_loss_output` takes them.
+        test: rows whose loss is explained.
+        test_labels: as `train_labels`.
+        loss: a key of `onnxgrad.LOSSES`, or a function; see `add_loss_output`.
+        checkpoints: models, or `{weight: array}` with all `weights`. None: `model` itself.
+        learning_rates: of the steps at the checkpoints: one each, or one for all.
+        weights: names of weights. None: those that train by default, see `trainable`.
+        output: index or name of the prediction; see `add_loss_output`.
+        device: "cpu", "cuda" or "cuda:1"; None is the CPU.
+        batch_size: training rows that run at once; 1 where rows are not proven to be independent.
+        **options: options of the loss.
+
+    Returns:
+        float64 of shape (test rows, training rows).
+
+    Raises:
+        ValueError: nodes in training mode, a checkpoint of other weights, labels of another number
+            of rows, a model of a fixed number of rows, or no path from the weights to the loss.
+        NoGradientRule: an operator on a path has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,1] x) => (float[N,1] y) <float[1,1] w = {1.0}> { y = MatMul(x, w) }''')
+        >>> x, label = np.float32([[1], [2]]), np.float32([[0], [4]])
+        >>> og.explain.influence(model, x, label, x[:1], label[:1]).tolist()
+        [[4.0, -16.0]]
+    """
+    losses = _LossesOfRows(read(model), weights, loss, output, device, batch_size, options)
+    products, states = [], [_state(c, losses.names) for c in checkpoints or [model]]
+    for state in states:
+        gradients = list(losses.gradients(state, test, test_labels))
+        products.append(losses.products(state, train, train_labels, gradients))
+    return np.tensordot(_rates(learning_rates, len(states)), products, 1)
+
+
+def _rates(rates: Sequence[float] | float, number: int) -> np.ndarray:
+    array = np.asarray(rates, np.float64)
+    if array.shape not in ((), (number,)):
+        raise ValueError(f"{array.size} learning rates for {number} checkpoints: give one each")
+    return np.broadcast_to(array, number)
+
+
+def _state(checkpoint: Checkpoint, names: Sequence[str]) -> Arrays:
+    """Return the weights of a checkpoint.
+
+    Raises:
+        ValueError: it lacks one.
+    """
+    if isinstance(checkpoint, Mapping):
+        weights = {name: np.asarray(w) for name, w in checkpoint.items()}
+    else:
+        weights = {ref.name: ref.array() for ref in constant_refs(read(checkpoint))}
+    for name in names:
+        if name not in weights:
+            raise unknown("weight of a checkpoint", name, weights)
+    return {name: weights[name] for name in names}
+
+
+class _LossesOfRows:
+    """The losses of rows, and their derivatives with respect to the weights."""
+
+    def __init__(
+        self,
+        proto: ModelProto,
+        names: Sequence[str] | None,
+        loss: str | Formula,
+        output: str | None,
+        device: Any,
+        batch_size: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        if training := has_training_nodes(proto):
+            raise ValueError(
+                f"nodes in training mode: {', '.join(map(printable, training[:3]))}; the loss of a "
+                "row would depend on other rows, or on random numbers: export the model in "
+                "inference mode, as by model.eval()"
+            )
+        if names is None:
+            names = [t.name for t in trainable(proto).trained]
+        self.names = list(once("weight", names))
+        taken = all_names(proto.graph)
+        label = next(n for n in ("label", *(f"label_{i}" for i in range(999))) if n not in taken)
+        with_loss = add_loss_output(
+            proto, loss, label_name=label, output_index=output, reduction="sum", **options
+        )
+        losses = unreduced_onnx_loss(with_loss, "loss_of_row")
+        drop_unused_inputs(losses)
+        graph = to_ir(losses).graph
+        self._inputs = [x for x in graph.inputs if x.name != label]
+        self._labels = [x for x in graph.inputs if x.name == label]
+        self._unused = declared(proto)
+        self._label = label
+        self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
+        kind = CPU if device is None else Device.of(device).check()
+        effort = work(to_ir(losses).graph)
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
+        self._piece = Piece(losses, [str(graph.outputs[0].name)], (), kind, batch_size)
+        self._backward = session(vjp(losses, self.names, []), kind, 3 * effort)
+        self._forward = session(jvp(losses, self.names, []), kind, 256 * effort)
+        assert all(is_real(y) for y in graph.outputs)
+        self._dtype = graph.outputs[0].dtype or ir.DataType.FLOAT
+
+    def gradients(self, state: Arrays, data: Inputs, labels: Any) -> Iterator[Arrays]:
+        """Yield the gradient of the loss of each row."""
+        feed, rows = self._feed(data, labels)
+        outputs = [y.name for y in self._backward.get_outputs()]
+        seed = outputs[0] + "_grad"
+        self._at_once(self._part(feed, slice(0, 1), rows), 1)  # raises for a fixed number of rows
+        for i in range(rows):
+            part = self._part(feed, slice(i, i + 1), rows) | self._checked(state)
+            loss = np.ones(self._loss_shape(1), self._dtype.numpy())
+            results = self._run(self._backward, part | {seed: loss})
+            yield dict(zip(self.names, results[1:], strict=True))
+
+    def products(
+        self, state: Arrays, data: Inputs, labels: Any, gradients: list[Arrays]
+    ) -> np.ndarray:
+        """Return the products of `gradients` with that of each row, (gradients, rows)."""
+        feed, rows = self._feed(data, labels)
+        result = np.zeros((len(gradients), rows))
+        size = self._at_once(feed, rows)
+        for i in range(0, rows, size):
+            chunk = slice(i, min(i + size, rows))
+            part = self._part(feed, chunk, rows) | self._checked(state)
+            for row, gradient in zip(result, gradients, strict=True):
+                tangents = {f"{name}_tangent": g for name, g in gradient.items()}
+                row[chunk] = self._run(self._forward, part | tangents)[1].reshape(-1)
+        return result
+
+    def _at_once(self, feed: Arrays, rows: int) -> int:
+        return self._piece.at_once(feed, {*self._rowed, self._label}, rows)
+
+    def _loss_shape(self, rows: int) -> tuple[int, ...]:
+        cotangent = self._backward.get_inputs()[-1]
+        return (rows, *[1] * (len(cotangent.shape) - 1))
+
+    def _feed(self, data: Inputs, labels: Any) -> tuple[Arrays, int]:
+        """Return the inputs and the labels, and the number of rows."""
+        names = [str(x.name) for x in self._inputs]
+        feed = checked_feed(data, self._inputs, names, self._unused)
+        rows, self._rowed = rows_of(feed, self._inputs)
+        feed |= checked_feed({self._label: labels}, self._labels, [self._label])
+        if feed[self._label].shape[:1] != (rows,):
+            raise ValueError(
+                f"the labels have the shape {list(feed[self._label].shape)}, and there are {rows} "
+                "rows"
+            )
+        return feed, rows
+
+    def _part(self, feed: Arrays, chunk: slice, rows: int) -> Arrays:
+        rowed = {*self._rowed, self._label}
+        return {n: x[chunk] if n in rowed else x for n, x in feed.items()}
+
+    def _checked(self, state: Arrays) -> Arrays:
+        for name, w in state.items():
+            if w.shape != self._shapes[name]:
+                raise ValueError(
+                    f"weight {name!r} of a checkpoint has the shape {list(w.shape)}, not "
+                    f"{list(self._shapes[name])}"
+                )
+        return state
+
+    @escaping()
+    def _run(self, running: Any, feed: Arrays) -> list[np.ndarray]:
+        kinds = {x.name for x in running.get_inputs()}
+        return running.run(None, {n: x for n, x in feed.items() if n in kinds})

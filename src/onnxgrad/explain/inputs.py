@@ -1,0 +1,83 @@
+"""The inputs that users pass: their dtypes, and which of them have rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.errors import unknown
+from onnxgrad.graph.shapes import dims
+from onnxgrad.runtime.values import to_numpy
+
+Arrays: TypeAlias = dict[str, np.ndarray]
+Inputs: TypeAlias = Any  # an array, or a mapping of names to arrays
+
+
+def checked_feed(
+    inputs: Inputs,
+    graph: Sequence[ir.Value],
+    needed: Iterable[str],
+    unused: Collection[str] = (),
+) -> Arrays:
+    """Return the inputs as arrays of the dtypes of the model.
+
+    Args:
+        inputs: the array of the only input, or `{name: array}`.
+        graph: the inputs of the model.
+        needed: names of those that are used.
+        unused: names of more inputs of the whole model, which may be there.
+
+    Raises:
+        ValueError: an unknown or missing input.
+        TypeError: a dtype that the input cannot hold.
+    """
+    known, values = {str(x.name): x for x in graph}, inputs
+    if not isinstance(inputs, Mapping):
+        if len(known) != 1:
+            raise ValueError(f"the model has the inputs {list(known)}: pass a dict of arrays")
+        values = {next(iter(known)): inputs}
+    for name in values:
+        if name not in known and name not in unused:
+            raise unknown("input", name, known)
+    needed = list(needed)
+    if missing := [name for name in needed if name not in values]:
+        raise ValueError(f"the inputs {missing} are missing: add them to the dict")
+    return {name: _as_dtype(values[name], known[name]) for name in needed}
+
+
+def rows_of(feed: Arrays, graph: Sequence[ir.Value]) -> tuple[int, set[str]]:
+    """Return the number of rows, and the names of the inputs whose first axis is the rows.
+
+    It is that of the first input whose first axis is symbolic, or else of the first one.
+
+    Raises:
+        ValueError: no input has an axis, or no rows, or inputs whose first axes have the same
+            symbol differ in length.
+    """
+    shapes = {str(x.name): dims(x) for x in graph}
+    firsts = {n: (shapes[n] or (None,))[0] for n, x in feed.items() if x.ndim}
+    if not firsts:
+        raise ValueError("no input has an axis of rows")
+    primary = next((n for n, d in firsts.items() if not isinstance(d, int)), next(iter(firsts)))
+    rows, first = len(feed[primary]), firsts[primary]
+    if not rows:
+        raise ValueError(f"input {primary!r} has no rows: pass one at least")
+    for name, d in firsts.items():
+        if d is not None and d == first and len(feed[name]) != rows:
+            raise ValueError(f"{primary!r} has {rows} rows, and {name!r} has {len(feed[name])}")
+    same = [n for n in firsts if len(feed[n]) == rows]
+    return rows, {n for n in same if not isinstance(firsts[n], int) or firsts[n] == first}
+
+
+def _as_dtype(value: Any, x: ir.Value) -> np.ndarray:
+    array = to_numpy(value)
+    assert x.dtype is not None
+    dtype = np.dtype(x.dtype.numpy())
+    if dtype.hasobject:  # strings
+        return array.astype(object)
+    if array.dtype.kind == "O" or not np.can_cast(array.dtype, dtype, "same_kind"):
+        raise TypeError(f"input {x.name!r} takes {dtype}, not {array.dtype}")
+    return np.ascontiguousarray(array, dtype)

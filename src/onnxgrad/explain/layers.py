@@ -1,0 +1,166 @@
+"""Attributions to what a layer returns: Grad-CAM, and conductance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.explain.baselines import baseline_values
+from onnxgrad.explain.gradient_methods import between, quadrature
+from onnxgrad.explain.inputs import Arrays, Inputs
+from onnxgrad.explain.score_function import Point, ScoreFunction
+from onnxgrad.explain.targets import Target, seeds
+from onnxgrad.model.read import ModelLike, read
+
+
+def grad_cam(
+    model: ModelLike,
+    inputs: Inputs,
+    layer: str,
+    target: Target | None = None,
+    *,
+    output: str | None = None,
+    relu: bool = False,
+) -> np.ndarray:
+    """Return Grad-CAM: the channels of a layer, weighted by their mean gradients, and summed.
+
+    Selvaraju et al. 2017, arXiv:1610.02391. `show_image` enlarges it to an image.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        inputs: the array of the only input, or `{name: array}`.
+        layer: name of a float value of shape (rows, channels, ...), as what the last convolution
+            or its activation returns.
+        target: which element of a row of the output is its score; see `saliency`.
+        output: name of the output; see `ScoreFunction`.
+        relu: replace negative results by zero, as the article does.
+
+    Returns:
+        An array of shape (rows, 1, ...), of the dtype of the layer.
+
+    Raises:
+        ValueError: as `saliency`; or `layer` has no channels.
+        NoGradientRule: an operator on the path has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2,2] x) => (float[N] y) <int64[2] axes = {1, 2}>
+        ...     { h = Relu(x)  y = ReduceSum<keepdims=0>(h, axes) }''')
+        >>> x = np.float32([[[1, -1], [2, 3]]])
+        >>> og.explain.grad_cam(model, x, "h").tolist()
+        [[[3.0, 3.0]]]
+    """
+    point = ScoreFunction(model, layer, output).at(inputs)
+    h = point.values[layer].astype(np.float64)
+    if h.ndim < 2:
+        raise ValueError(f"{layer!r} of shape {list(h.shape)} has no axis of channels")
+    gradient = point.gradients(point.values, point.indices(target))[layer].astype(np.float64)
+    weights = gradient.mean(axis=tuple(range(2, h.ndim)), keepdims=True)
+    maps = (weights * h).sum(axis=1, keepdims=True)
+    return np.asarray(np.maximum(maps, 0) if relu else maps, point.values[layer].dtype)
+
+
+def layer_conductance(
+    model: ModelLike,
+    inputs: Inputs,
+    layer: str,
+    target: Target | None = None,
+    baselines: Any = None,
+    *,
+    wrt: str | Sequence[str] | None = None,
+    output: str | None = None,
+    steps: int = 50,
+    method: str = "gausslegendre",
+) -> np.ndarray:
+    """Return the conductance of each unit of a layer: what flows through it to the score.
+
+    On the way from the baselines to the inputs, it sums the gradient with respect to the unit times
+    the change of the unit (Dhamdhere, Sundararajan & Yan 2018, arXiv:1805.12233). The sum over a
+    layer through which all paths go is f(x) - f(baseline): see `completeness_gap`.
+
+    Args:
+        model: model, serialized model or path; never modified.
+        inputs: the array of the only input, or `{name: array}`.
+        layer: name of a float value.
+        target: which element of a row of the output is its score; see `saliency`.
+        baselines: where the way begins; see `integrated_gradients`.
+        wrt: names of the values that move along the way; see `ScoreFunction`.
+        output: name of the output; see `ScoreFunction`.
+        steps: number of parts of the way.
+        method: the quadrature whose `steps + 1` points are the ends of the parts; see
+            `integrated_gradients`.
+
+    Returns:
+        An array of the shape and dtype of the layer.
+
+    Raises:
+        ValueError: as `integrated_gradients`; or `layer` does not depend on `wrt`.
+        NoGradientRule: an operator on the path has no rule.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N] y) <int64[1] axes = {1}>
+        ...     { h = Mul(x, x)  y = ReduceSum<keepdims=0>(h, axes) }''')
+        >>> x = np.float32([[1, 2]])
+        >>> og.explain.layer_conductance(model, x, "h", steps=500).round(2).tolist()
+        [[1.0, 4.0]]
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps}: give at least one")
+    _, fractions = quadrature(method, steps + 1)
+    proto = read(model)
+    point = ScoreFunction(proto, wrt, layer).at(inputs)
+    starts = baseline_values(point, baselines)
+    to_score = _Behind(point, ScoreFunction(proto, layer, output))
+    return _conducted(to_score, point, starts, to_score.indices(target), fractions)
+
+
+def _conducted(
+    to_score: _Behind, point: Point, starts: Arrays, indices: np.ndarray, fractions: np.ndarray
+) -> np.ndarray:
+    """Return the sum over parts of the way of the gradient where it begins times the change."""
+    size = max(1, point.function.batch_size // point.rows)
+    total, before, gradient = None, None, None
+    for i in range(0, len(fractions), size):
+        path = between(starts, point.values, fractions[i : i + size])
+        values = point.outputs(path)
+        gradients = to_score.gradients(path, values, indices)
+        shape = (-1, point.rows, *values.shape[1:])
+        for h, g in zip(values.reshape(shape), gradients.reshape(shape), strict=True):
+            if before is not None:
+                part = gradient * (h.astype(np.float64) - before)
+                total = part if total is None else total + part
+            before, gradient = h.astype(np.float64), g
+    assert total is not None
+    return np.asarray(total, values.dtype)
+
+
+class _Behind:
+    """The gradients of scores with respect to a layer, on the way of `point`."""
+
+    def __init__(self, point: Point, function: ScoreFunction) -> None:
+        self._layer, self._point = function.wrt[0], point
+        cut = [self._layer, *point.values]
+        self._piece = function.piece([function.output], cut)
+        self._whole = function
+
+    def indices(self, target: Target | None) -> np.ndarray:
+        """Return the index of the score of each row."""
+        return self._whole.at(self._point.feed).indices(target)
+
+    def gradients(
+        self, path: dict[str, np.ndarray], values: np.ndarray, indices: np.ndarray
+    ) -> np.ndarray:
+        """Return the gradients where the layer is `values`, and the beginning of the way `path`."""
+        feed = self._point.tiled(path) | {self._layer: values}
+        rowed = {*self._point.rowed, *path, self._layer}
+        every = np.tile(indices, (len(values) // self._point.rows, 1))
+        y = self._piece.run(feed, rowed)[0]
+        seed = seeds(y.shape, y.dtype, every)
+        return self._piece.gradients(feed, rowed, [self._layer], seed)[self._layer]

@@ -1,0 +1,148 @@
+"""Attributions without gradients: what a score loses where a window hides the input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.explain.baselines import baseline_values
+from onnxgrad.explain.inputs import Inputs
+from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction
+from onnxgrad.explain.targets import Target
+from onnxgrad.model.read import ModelLike
+
+Lengths = int | Sequence[int]
+
+
+def occlusion(
+    model: ModelLike | ScoreFunction,
+    inputs: Inputs,
+    window: Lengths | Mapping[str, Lengths],
+    target: Target | None = None,
+    baselines: Any = None,
+    *,
+    strides: Lengths | Mapping[str, Lengths] | None = None,
+    wrt: str | Sequence[str] | None = None,
+    output: str | None = None,
+) -> Attributions:
+    """Return how much the score falls where a sliding window is set to the baseline.
+
+    Each element gets the mean over the windows that hide it (Zeiler & Fergus 2013,
+    arXiv:1311.2901). No gradient is computed, so that any model will do, trees included, and `wrt`
+    may be integers, such as token ids.
+
+    Args:
+        model: model, serialized model or path, never modified; or a `ScoreFunction`.
+        inputs: the array of the only input, or `{name: array}`.
+        window: lengths of the window along the axes of a row, as (3, 8, 8) for images of three
+            channels; an integer for rows of one axis. `{name: lengths}` for several values.
+        target: which element of a row of the output is its score; see `saliency`.
+        baselines: what stands in the window; see `integrated_gradients`.
+        strides: by how much the window moves along each axis, at most its length. None: 1.
+        wrt: name or names of values that are explained; see `ScoreFunction`.
+        output: name of the output; see `ScoreFunction`.
+
+    Returns:
+        As `saliency`; float64 for integers.
+
+    Raises:
+        ValueError: as `saliency`; or windows or strides that do not fit.
+
+    Examples:
+        >>> import numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,3] x) => (float[N] y) <int64[1] axes = {1}>
+        ...     { y = ReduceSum<keepdims=0>(x, axes) }''')
+        >>> og.explain.occlusion(model, np.float32([[1, 2, 4]]), window=1).tolist()
+        [[1.0, 2.0, 4.0]]
+    """
+    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    hidden, indices = baseline_values(point, baselines), point.indices(target)
+    whole = point.scores(point.values, indices)
+    results = {}
+    for name, x in point.values.items():
+        windows = _windows_of(name, x.shape[1:], window, strides)
+        mean = _mean_falls(point, name, hidden[name], indices, whole, windows)
+        results[name] = mean if x.dtype.kind in "iub" else mean.astype(x.dtype)
+    return point.function.result(results)
+
+
+def _mean_falls(
+    point: Point,
+    name: str,
+    hidden: np.ndarray,
+    indices: np.ndarray,
+    whole: np.ndarray,
+    windows: list[tuple[slice, ...]],
+) -> np.ndarray:
+    """Return for each element the mean over its windows of the fall of the score from `whole`."""
+    x = point.values[name]
+    total, counts = np.zeros(x.shape), np.zeros(x.shape[1:])
+    size = max(1, point.function.batch_size // point.rows)
+    for i in range(0, len(windows), size):
+        part = windows[i : i + size]
+        copies = np.stack([x] * len(part))
+        for copy, where in zip(copies, part, strict=True):
+            copy[where] = hidden[where]
+        tiled = {n: np.concatenate([v] * len(part)) for n, v in point.values.items()}
+        tiled[name] = copies.reshape(-1, *x.shape[1:])
+        falls = whole - point.scores(tiled, indices).reshape(len(part), -1)
+        for fall, where in zip(falls, part, strict=True):
+            total[where] += fall.reshape(-1, *[1] * (x.ndim - 1))
+            counts[where[1:]] += 1
+    return np.asarray(total / counts)  # each element is in a window: see `_check`
+
+
+def _windows_of(
+    name: str, shape: Sequence[int], window: Any, strides: Any
+) -> list[tuple[slice, ...]]:
+    """Return the windows of one value, checked."""
+    lengths = _lengths("window", window, name, shape)
+    steps = _lengths("strides", 1 if strides is None else strides, name, shape)
+    _check(name, lengths, steps, shape)
+    return list(_windows(shape, lengths, steps))
+
+
+def _lengths(what: str, lengths: Any, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths for one value, one an axis."""
+    if isinstance(lengths, Mapping):
+        if name not in lengths:
+            raise ValueError(f"`{what}` has no entry for {name!r}: add one")
+        lengths = lengths[name]
+    if isinstance(lengths, int):
+        lengths = (lengths,) * (len(shape) if what == "strides" else 1)
+    lengths = tuple(lengths)
+    if len(lengths) != len(shape) or any(n < 1 for n in lengths):
+        raise ValueError(
+            f"`{what}` {list(lengths)} of {name!r}: give a positive length for each of the axes "
+            f"{list(shape)} of a row"
+        )
+    return lengths
+
+
+def _check(name: str, lengths: Sequence[int], steps: Sequence[int], shape: Sequence[int]) -> None:
+    for length, step, d in zip(lengths, steps, shape, strict=True):
+        if length > d:
+            raise ValueError(f"`window` {list(lengths)} of {name!r} is larger than {list(shape)}")
+        if step > length and d > length:
+            raise ValueError(
+                f"`strides` {list(steps)} of {name!r} leave out elements between the windows "
+                f"{list(lengths)}: make them no longer"
+            )
+
+
+def _windows(
+    shape: Sequence[int], lengths: Sequence[int], steps: Sequence[int]
+) -> Iterator[tuple[slice, ...]]:
+    """Yield where each window is: all rows, then a slice an axis; the last ones may be shorter."""
+    starts = []
+    for d, length, step in zip(shape, lengths, steps, strict=True):
+        count = -(-(d - length) // step) + 1
+        starts.append([i * step for i in range(count)])
+    for corner in product(*starts):
+        ends = (i + length for i, length in zip(corner, lengths, strict=True))
+        yield (slice(None), *(slice(i, end) for i, end in zip(corner, ends, strict=True)))

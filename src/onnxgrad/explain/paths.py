@@ -1,0 +1,70 @@
+"""Why a score does not depend differentiably on a value: the nodes that end every path."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE
+from onnxgrad.errors import printable
+from onnxgrad.graph.shapes import is_real
+from onnxgrad.graph.traversal import nodes_behind, reads
+
+_SHOWN = 3  # nodes in one message
+
+
+def reached(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return the floats that depend differentiably on `starts`, which are among them."""
+    values = set(starts)
+    for node in graph:
+        if (node.domain, node.op_type) in NON_DIFFERENTIABLE or values.isdisjoint(reads(node)):
+            continue
+        values.update(y for y in node.outputs if y.dtype is None or is_real(y))
+    return values
+
+
+def dependents(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return all values that depend on `starts` in any way, which are among them."""
+    values = set(starts)
+    for node in graph:
+        if not values.isdisjoint(reads(node)):
+            values.update(node.outputs)
+    return values
+
+
+def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value) -> None:
+    """Raise unless `y` depends differentiably on every value of `wrt`.
+
+    Raises:
+        ValueError: it does not; the message names the nodes that end the paths, and why.
+    """
+    for x in wrt:
+        values = reached(graph, [x])
+        if y in values:
+            continue
+        if y not in dependents(graph, [x]):
+            raise ValueError(
+                f"{y.name!r} does not depend on {x.name!r}: its attributions would all be zero; "
+                "leave it out of `wrt`"
+            )
+        ends = [shown(node) for node in graph if _ends(node, values, nodes_behind([y]))]
+        raise ValueError(
+            f"no differentiable path from {x.name!r} to {y.name!r}: every attribution would be "
+            f"zero. What ends the paths: {'; '.join(ends[:_SHOWN])}. Name as `output` a value in "
+            "front of it, as the scores before an ArgMax, or use `occlusion`, which needs no "
+            "gradient"
+        )
+
+
+def shown(node: ir.Node) -> str:
+    """Return a node for messages, with the reason if it has no gradient."""
+    reason = NON_DIFFERENTIABLE.get((node.domain, node.op_type))
+    where = f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"
+    return f"{where}, {reason}" if reason else where
+
+
+def _ends(node: ir.Node, values: Collection[ir.Value], behind: Collection[ir.Node]) -> bool:
+    """Return whether a path to the score ends in `node`."""
+    enters = any(x in values for x in reads(node))
+    return node in behind and enters and not any(y in values for y in node.outputs)

@@ -1,0 +1,219 @@
+"""The part of a model between some of its values and some others, run on rows in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from onnx import ModelProto
+
+from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.autodiff.row_sums import NotASum, require_apart
+from onnxgrad.errors import escaping
+from onnxgrad.explain.inputs import Arrays
+from onnxgrad.explain.paths import require_differentiable
+from onnxgrad.graph.garbage import garbage_kept
+from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.graph.traversal import reads
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.reporting import logger
+from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.session import session, work
+
+_Backward = tuple[ort.InferenceSession, dict[str, str], str]
+
+
+def declared(proto: ModelProto) -> list[str]:
+    """Return the names of the inputs that have no default value."""
+    defaults = {w.name for w in proto.graph.initializer}
+    return [x.name for x in proto.graph.input if x.name not in defaults]
+
+
+class Piece:
+    """The model that computes `outputs` from `cut` and from the inputs that it needs besides.
+
+    Args:
+        proto: the whole model.
+        outputs: names of values.
+        cut: names of values that become inputs; what computes them is not run.
+        device: where its sessions run.
+        batch_size: how many rows run at once.
+
+    Attributes:
+        outputs: as the argument.
+        inputs: names of the inputs that it reads.
+    """
+
+    def __init__(
+        self,
+        proto: ModelProto,
+        outputs: Sequence[str],
+        cut: Collection[str],
+        device: Device,
+        batch_size: int,
+    ) -> None:
+        names = [*declared(proto), *(name for name in cut if name not in declared(proto))]
+        self.outputs, self._device, self._batch_size = list(outputs), device, batch_size
+        self._proto = select_model_inputs_outputs(proto, outputs, names)
+        drop_unused_inputs(self._proto)
+        with garbage_kept():
+            self._model = prepare(self._proto)
+        self._values = {str(x.name): x for x in self.graph.inputs}
+        self.inputs = list(self._values)
+        self._mixing: dict[tuple, str | None] = {}
+        self._warned = False
+        self._gradient: tuple[tuple[str, ...], _Backward] | None = None
+
+    @property
+    def graph(self) -> ir.Graph:
+        """The prepared graph."""
+        return self._model.graph
+
+    def shape(self, name: str) -> Dims | None:
+        """Return the shape that is known of an input or an output, as far as it is."""
+        listed = [*self.graph.inputs, *self.graph.outputs]
+        return next((dims(v) for v in listed if v.name == name), None)
+
+    def run(self, feed: Mapping[str, np.ndarray], rowed: Collection[str]) -> list[np.ndarray]:
+        """Return the outputs of all rows.
+
+        Args:
+            feed: the inputs; more are ignored.
+            rowed: names of the inputs whose first axis is the rows; the others are the same for
+                each row.
+
+        Raises:
+            ValueError: an output does not have the rows of the inputs, or see `at_once`.
+        """
+        parts = []
+        for rows, part in self._chunks(feed, rowed):
+            results = self._run(self._forward, part)
+            for name, y in zip(self.outputs, results, strict=True):
+                if y.ndim == 0 or len(y) != rows:
+                    raise ValueError(
+                        f"{name!r} of shape {list(y.shape)} does not have the {rows} rows of the "
+                        "inputs along its first axis: name an `output` that has"
+                    )
+            parts.append(results)
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def gradients(
+        self,
+        feed: Mapping[str, np.ndarray],
+        rowed: Collection[str],
+        wrt: Sequence[str],
+        seed: np.ndarray,
+    ) -> Arrays:
+        """Return the gradients of sum(seed * output) with respect to `wrt`; see `run`."""
+        running, names, cotangent = self._backward(tuple(wrt))
+        parts: list[list[np.ndarray]] = []
+        for _, part in self._chunks({**feed, cotangent: seed}, {*rowed, cotangent}, cotangent):
+            parts.append(self._run(running, part, [names[x] for x in wrt]))
+        joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return dict(zip(wrt, joined, strict=True))
+
+    @escaping()
+    def _run(
+        self, running: ort.InferenceSession, feed: Arrays, names: list[str] | None = None
+    ) -> list[np.ndarray]:
+        wanted = {x.name for x in running.get_inputs()}
+        return running.run(names, {name: x for name, x in feed.items() if name in wanted})
+
+    @cached_property
+    def _work(self) -> float:
+        return work(self.graph) * self._batch_size
+
+    @cached_property
+    def _forward(self) -> ort.InferenceSession:
+        return session(self._proto, self._device, self._work)
+
+    def _backward(self, wrt: tuple[str, ...]) -> _Backward:
+        """Return the session of the gradient, the names of the gradients and of the cotangent."""
+        if self._gradient is None or self._gradient[0] != wrt:
+            values = [self._values[name] for name in wrt]
+            require_differentiable(self.graph, values, self.graph.outputs[0])
+            request = DerivativeRequest([], list(wrt), DerivativeOptions.Zero)
+            with garbage_kept():
+                model, names = derivative(self._proto, request)
+            running = session(model, self._device, 3 * self._work)
+            before = {x.name for x in self._proto.graph.input}
+            (cotangent,) = [x.name for x in model.graph.input if x.name not in before]
+            self._gradient = wrt, (running, names, cotangent)
+        return self._gradient[1]
+
+    # -- rows ----------------------------------------------------------------------------------
+
+    def _chunks(
+        self, feed: Mapping[str, np.ndarray], rowed: Collection[str], *more: str
+    ) -> Iterator[tuple[int, Arrays]]:
+        """Yield the number of rows of each chunk, and its inputs."""
+        needed = {name: feed[name] for name in (*self.inputs, *more)}
+        rows = next(len(x) for name, x in needed.items() if name in rowed)
+        size = self.at_once(needed, rowed, rows)
+        for i in range(0, rows, size):
+            part = {n: x[i : i + size] if n in rowed else x for n, x in needed.items()}
+            yield min(size, rows - i), part
+
+    def at_once(self, feed: Mapping[str, np.ndarray], rowed: Collection[str], rows: int) -> int:
+        """Return how many rows run at once: one where it is not proven that they are independent.
+
+        Raises:
+            ValueError: the model takes a fixed number of rows, and mixes them or gets others; or
+                inputs of several symbols for their rows, which cannot be told from other axes.
+        """
+        firsts = {n: (self.shape(n) or (None,))[0] for n in self.inputs if n in rowed}
+        fixed = {d for d in firsts.values() if isinstance(d, int)}
+        if fixed == {1} or (rows == 1 and not fixed):
+            return 1
+        if fixed and rows % max(fixed):
+            raise ValueError(
+                f"the model takes {max(fixed)} rows at a time, and has to compute {rows}: pass "
+                "inputs of that many rows, or export it with a symbolic first axis"
+            )
+        mixing = self._proof(feed, rowed)
+        if mixing is None:
+            return max(fixed, default=self._batch_size)
+        if fixed:
+            raise ValueError(
+                f"the model takes {max(fixed)} rows at a time, which it mixes or may mix "
+                f"({mixing}): export it with a first axis of 1, or with a symbolic one"
+            )
+        symbols = {n: d for n, d in firsts.items() if d is not None}
+        if len(set(symbols.values())) > 1:
+            raise ValueError(
+                f"rows are not proven to be independent ({mixing}), and the inputs "
+                f"{list(symbols)} have first axes of different symbols: pass one row at a time"
+            )
+        if not self._warned:
+            logger.warning("rows run one at a time, each as if alone: %s", mixing)
+            self._warned = True
+        return 1
+
+    def _proof(self, feed: Mapping[str, np.ndarray], rowed: Collection[str]) -> str | None:
+        """Return None if row i of the outputs depends on row i of the inputs only, or why not."""
+        lengths = {name: feed[name].shape for name in self.inputs}
+        axes = {name: 0 if name in rowed else None for name in self.inputs}
+        key = tuple((n, s[1:] if n in rowed else s, axes[n]) for n, s in lengths.items())
+        if key not in self._mixing:
+            model = self._model.clone()
+            try:
+                require_apart(model, axes, lengths)
+                self._mixing[key] = None
+            except NotASum as e:
+                self._mixing[key] = str(e)
+        return self._mixing[key]
+
+
+def drop_unused_inputs(proto: ModelProto) -> None:
+    """Remove inputs that no node reads and that are no outputs: a session would ask for them."""
+    graph = to_ir(proto).graph
+    used = {v for node in graph for v in reads(node)} | set(graph.outputs)
+    names = {str(x.name) for x in graph.inputs if x in used}
+    kept = [x for x in proto.graph.input if x.name in names]
+    del proto.graph.input[:]
+    proto.graph.input.extend(kept)

@@ -1,0 +1,92 @@
+"""Which element of the output is the score of a row."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from onnxgrad.errors import printable
+from onnxgrad.runtime.values import to_numpy
+
+Target: TypeAlias = int | tuple[int, ...] | Sequence[int] | Sequence[tuple[int, ...]] | Any
+
+
+def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np.ndarray:
+    """Return the index of the score of each row, int64 of shape (rows, len(shape)).
+
+    Args:
+        target: None if a row of the output has one element. An integer, or a tuple of integers for
+            a row of several axes, is the same for all rows; a list or an array has one a row.
+        rows: number of rows.
+        shape: that of a row of the output.
+
+    Raises:
+        ValueError: no target for a row of several elements, one of another number of axes or rows,
+            or an index out of range; the message names the row.
+        TypeError: a target that is no integer.
+    """
+    shape = tuple(shape)
+    if target is None:
+        if any(d != 1 for d in shape):
+            raise ValueError(
+                f"a row of the output has the shape {list(shape)}: name one element as `target`, "
+                "as the index of a class"
+            )
+        return np.zeros((rows, len(shape)), np.int64)
+    indices = _integers(target)
+    if isinstance(target, tuple) or indices.ndim == 0:  # the same for all rows
+        indices = np.broadcast_to(indices.reshape(1, -1), (rows, max(indices.size, 1)))
+    elif len(indices) == 1 and rows != 1 and not isinstance(target, list):
+        indices = np.broadcast_to(indices.reshape(1, -1), (rows, indices.size))
+    indices = indices.reshape(len(indices), -1)
+    if len(indices) != rows:
+        raise ValueError(f"`target` has {len(indices)} rows, the inputs have {rows}")
+    if indices.shape[1] != len(shape):
+        if indices.shape[1] == 1 and not any(d != 1 for d in shape[1:]) and shape:
+            pad = np.zeros((rows, len(shape) - 1), np.int64)
+            indices = np.concatenate([indices, pad], axis=1)  # (N, C, 1, 1) is an output of classes
+        else:
+            raise ValueError(
+                f"`target` has {indices.shape[1]} indices, and a row of the output has the shape "
+                f"{list(shape)}: give a tuple of {len(shape)} indices"
+            )
+    outside = (indices < 0) | (indices >= np.array(shape, np.int64))
+    if outside.any():
+        row = int(np.flatnonzero(outside.any(axis=1))[0])
+        raise ValueError(
+            f"`target` {indices[row].tolist()} of row {row} is out of range: a row of the output "
+            f"has the shape {list(shape)}"
+        )
+    return indices
+
+
+def selected(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """Return the scores, of shape (rows,)."""
+    return y[(np.arange(len(y)), *indices.T)]
+
+
+def seeds(y_shape: Sequence[int], dtype: Any, indices: np.ndarray) -> np.ndarray:
+    """Return the cotangent of the sum of the scores: one where a score is, zero elsewhere."""
+    cotangent = np.zeros(y_shape, dtype)
+    cotangent[(np.arange(len(indices)), *indices.T)] = 1
+    return cotangent
+
+
+def _integers(target: Any) -> np.ndarray:
+    if isinstance(target, bool):
+        raise TypeError("`target` is an index, not a truth value")
+    try:
+        indices = np.asarray(operator.index(target) if np.ndim(target) == 0 else to_numpy(target))
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"`target` is an integer, a tuple of integers or one of them a row, not "
+            f"{printable(repr(target)[:80])}"
+        ) from None
+    if isinstance(target, tuple) and indices.ndim != 1:
+        raise TypeError("`target` is a tuple of tuples: give a list of tuples, one a row")
+    if indices.dtype.kind not in "iu":
+        raise TypeError(f"`target` holds {indices.dtype}: give integers, the indices of scores")
+    return indices.astype(np.int64)

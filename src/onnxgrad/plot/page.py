@@ -1,0 +1,149 @@
+"""`to_html`: the graph of a model as an interactive page; `show`: in a notebook."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from onnxgrad.autodiff.partition import Partition
+from onnxgrad.model.read import ModelLike
+from onnxgrad.plot import placed
+from onnxgrad.plot.layered import Cell, Layered
+from onnxgrad.plot.scene import Scene
+from onnxgrad.plot.svg import STYLE, folded_groups, hues
+
+_HEIGHT = 560  # pixels in a notebook
+
+
+def to_html(model: ModelLike | Partition, *, fold: bool | None = None, title: str = "") -> str:
+    """Return the graph of `model` as an interactive page, in one file without requests.
+
+    The picture is that of `to_svg`. It can be moved, zoomed and searched; modules, subgraphs and
+    local functions fold by a click on their titles; a box tells its attributes, dtypes, shapes and
+    the elements of small constants. It is usable with 2,000 nodes and more.
+
+    Args:
+        model: model, serialized model or path; or a `Partition`, of which the joint graph is drawn.
+        fold: whether each module is one box at first; None: as in `to_svg`.
+        title: of the page.
+
+    Raises:
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
+        ... ''')
+        >>> page = og.to_html(model, title="exponential")
+        >>> "<title>exponential</title>" in page, "http:" in page.replace("http://www.w3.org", "")
+        (True, False)
+    """
+    scene = Scene(model)
+    data = _data(Layered(scene), folded_groups(scene, fold))
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    page = (files("onnxgrad") / "plot" / "view.html").read_text("utf-8")
+    head, _, rest = page.partition("TITLE")
+    before, _, after = rest.partition("DATA")
+    return f"{head}{escape(title or 'ONNX graph')}{before.replace('STYLE', STYLE)}{text}{after}"
+
+
+class Picture:
+    """The interactive graph of a model, for notebooks; `show` returns it.
+
+    Attributes:
+        html: the page.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> picture = og.show(onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
+        ... '''))
+        >>> picture
+        <Picture of 3 items: the value of a notebook's cell, or the page `html`>
+    """
+
+    def __init__(self, html: str, items: int) -> None:
+        self.html, self._items = html, items
+
+    def __repr__(self) -> str:
+        return (
+            f"<Picture of {self._items} items: the value of a notebook's cell, or the page `html`>"
+        )
+
+    def _repr_html_(self) -> str:
+        style = f"width:100%;height:{_HEIGHT}px;border:1px solid #8884"
+        return f'<iframe style="{style}" srcdoc="{escape(self.html)}"></iframe>'
+
+
+def show(model: ModelLike | Partition, *, fold: bool | None = None) -> Picture:
+    """Return the interactive graph of `model`, which a notebook shows as the value of a cell.
+
+    Args:
+        model, fold: as in `to_html`.
+
+    Raises:
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N] x) => (float[N] y) {y = Exp(x)}
+        ... ''')
+        >>> og.show(og.onnx_derivative(model, note_primal=True))
+        <Picture of 5 items: the value of a notebook's cell, or the page `html`>
+    """
+    return Picture(to_html(model, fold=fold), len(Scene(model).items))
+
+
+def _data(layered: Layered, folded: set[int]) -> dict[str, Any]:
+    """Return what the page draws; `view.html` reads it."""
+    scene, hue = layered.scene, hues(layered.scene)
+    nodes: Counter[int] = Counter()
+    for item in scene.items:
+        group = item.group
+        while item.kind == "node" and group >= 0:
+            nodes[group] += 1
+            group = scene.groups[group].parent
+    names = ("GAP", "DOWN", "PAD", "HEAD", "LINE", "LETTER")
+    return {
+        "sizes": {name: getattr(placed, name) for name in names},
+        "items": [
+            {
+                "kind": item.kind,
+                "title": item.title,
+                "lines": item.lines,
+                "tip": item.tip,
+                "group": item.group,
+                "marks": sorted(item.marks - {"weight"}),
+                "weight": "weight" in item.marks,
+                "width": placed.item_width(item),
+                **({"hue": hue[item.id]} if item.id in hue else {}),
+            }
+            for item in scene.items
+        ],
+        "groups": [
+            {"parent": g.parent, "title": g.title, "kind": g.kind, "nodes": nodes[g.id]}
+            for g in scene.groups
+        ],
+        "rows": [
+            {
+                "rows": [list(map(_key, row)) for row in rows.rows],
+                "links": [[_key(a), _key(b)] for a, b in rows.links],
+                "right": list(map(_key, rows.right)),
+            }
+            for rows in (layered.groups[g.id] for g in scene.groups)
+        ],
+        "arrows": [
+            [arrow.source, arrow.target, arrow.text, way]
+            for arrow, way in zip(scene.arrows, layered.ways, strict=True)
+        ],
+        "folded": sorted(folded),
+    }
+
+
+def _key(cell: Cell) -> str:
+    return f"{cell[0][0]}{cell[1]}"

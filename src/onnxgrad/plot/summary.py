@@ -1,0 +1,325 @@
+"""`summary`: a table of the layers of a model, with what they hold and what they compute."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from math import ceil, prod
+
+import onnx_ir as ir
+from onnx import ModelProto
+from onnx_ir.passes.common import RemoveInitializersFromInputsPass
+
+from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
+from onnxgrad.errors import printable, unknown
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.inference.sizes import fold_sizes
+from onnxgrad.graph.operators import VIEWS
+from onnxgrad.graph.shapes import Dims, dims, static
+from onnxgrad.graph.traversal import reads
+from onnxgrad.model import external
+from onnxgrad.model.convert import to_ir
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.plot.work import Work
+from onnxgrad.reporting import html_table
+from onnxgrad.training.parameters.defaults import trainable
+from onnxgrad.training.parameters.module_names import ModuleNames
+
+_OPERATORS = 3  # named in a row
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A row of `summary`: the nodes of one module, or one node.
+
+    Attributes:
+        name: path of the module, such as "encoder.layer.0"; or name or operator of the node.
+        operators: `{operator: count}` of its nodes.
+        shapes: shapes of the results that other layers read or the model returns; None where the
+            rank is unknown.
+        parameters: numbers in its weights. A weight of several layers counts in the first.
+        trainable: those of them that train.
+        multiply_adds: one for each product of two numbers in matrix products, convolutions,
+            recurrent layers and attention, and one for each element a bias is added to.
+        activation_bytes: bytes of all results of its nodes, without views.
+        output_bytes: bytes of the results of `shapes`.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[3,2] x) => (float[3,1] y)
+        ...     <float[2,1] w = {1.0, 2.0}> { y = MatMul(x, w) }''')
+        >>> [layer] = og.summary(model)
+        >>> layer.shapes, layer.parameters, layer.multiply_adds, layer.output_bytes
+        (((3, 1),), 2, 6, 12)
+    """
+
+    name: str
+    operators: Mapping[str, int]
+    shapes: tuple[Dims | None, ...]
+    parameters: int
+    trainable: int
+    multiply_adds: int
+    activation_bytes: int
+    output_bytes: int
+
+
+class Summary(list[Layer]):
+    """The layers of a model, as `summary` returns them; it prints as a table, also in notebooks.
+
+    Attributes:
+        lengths: `{symbolic dimension: length}` that shapes and counts assume.
+        uncounted: what the numbers do not cover, one sentence each.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20, "acme": 1]>
+        ...     f (float[N,2] x) => (float[N,2] z) { y = Exp(x) z = acme.Foo(y) }''')
+        >>> table = og.summary(model, lengths={"N": 3})
+        >>> table.lengths, table.uncounted[0]
+        ({'N': 3}, "Foo (node ''): an operator of 'acme'")
+    """
+
+    def __init__(
+        self, layers: Iterable[Layer], lengths: Mapping[str, int], uncounted: Iterable[str]
+    ) -> None:
+        super().__init__(layers)
+        self.lengths, self.uncounted = dict(lengths), tuple(uncounted)
+
+    def total(self, field: str) -> int:
+        """Return the sum of a numeric attribute of `Layer`, such as "multiply_adds"."""
+        names = [f.name for f in fields(Layer) if f.type == "int"]
+        if field not in names:
+            raise unknown("field", field, names)
+        return sum(getattr(layer, field) for layer in self)
+
+    def _cells(self) -> list[list[str]]:
+        head = [
+            "layer",
+            "operators",
+            "output",
+            "parameters",
+            "trainable",
+            "mult-adds",
+            "act. bytes",
+        ]
+        rows = [
+            [
+                printable(layer.name),
+                printable(_operators(layer.operators)),
+                printable(", ".join(map(_shape_text, layer.shapes[:2])))
+                + (f" and {len(layer.shapes) - 2} more" if len(layer.shapes) > 2 else ""),
+                *(f"{n:,}" if n else "-" for n in (
+                    layer.parameters, layer.trainable, layer.multiply_adds, layer.activation_bytes,
+                )),
+            ]
+            for layer in self
+        ]  # fmt: skip
+        names = ("parameters", "trainable", "multiply_adds", "activation_bytes")
+        return [head, *rows, ["total", "", "", *(f"{self.total(name):,}" for name in names)]]
+
+    def _notes(self) -> list[str]:
+        assumed = ", ".join(f"{printable(name)}={n}" for name, n in self.lengths.items())
+        notes = [f"for {assumed}"] if assumed else []
+        return [*notes, *(f"not counted: {printable(text)}" for text in self.uncounted)]
+
+    def __str__(self) -> str:
+        cells = self._cells()
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                text.rjust(width) if i > 2 else text.ljust(width)
+                for i, (text, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], *self._notes()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._cells()
+        return html_table(head, rows, self._notes())
+
+
+def summary(
+    model: ModelLike,
+    *,
+    lengths: Mapping[str, int] | None = None,
+    depth: int | None = None,
+    by_node: bool = False,
+    train: str | Iterable[str] | None = None,
+    freeze: str | Iterable[str] = (),
+) -> Summary:
+    """Return a table of the layers of `model`: shapes, parameters, multiply-adds and activations.
+
+    A layer is a module, whose path PyTorch's and TensorFlow's exporters write into names or
+    metadata of its nodes; a node without one is a layer of its own. What is computed from constants
+    only is left out. Parameters are the constants that are weights by their role; running
+    statistics and constants of formulas are none.
+
+    Args:
+        model: model, serialized model or path; not modified.
+        lengths: `{symbolic dimension: length}`, such as `{"batch": 8}`; 1 for the others, which the
+            table states below its last row.
+        depth: joins modules whose paths begin with the same parts, so many of them; None: none.
+        by_node: a row for each node.
+        train, freeze: which parameters train, as in `trainable`.
+
+    Raises:
+        ValueError: an unknown symbolic dimension, or a length or depth below 1.
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)
+        ...     <float[2,1] w = {1.0, 2.0}> { h = MatMul(x, w) y = Tanh(h) }''')
+        >>> print(og.summary(model, lengths={"N": 8}))
+        layer   operators  output  parameters  trainable  mult-adds  act. bytes
+        -----------------------------------------------------------------------
+        MatMul  MatMul     [8, 1]           2          2         16          32
+        Tanh    Tanh       [8, 1]           -          -          -          32
+        -----------------------------------------------------------------------
+        total                               2          2         16          64
+        for N=8
+    """
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth must be at least 1, not {depth}")
+    proto = read(model)
+    graph, assumed = _static_graph(proto, lengths or {})
+    names = ModuleNames(graph, ())
+    layers: dict[str, list[ir.Node]] = defaultdict(list)
+    count: Counter[str] = Counter()
+    for node in _varying(graph):
+        path = "" if by_node else names.module(node)
+        if path:
+            layers[".".join(path.split(".")[:depth])].append(node)
+            continue
+        name = node.name or node.op_type
+        count[name] += 1
+        layers[f"{name}_{count[name]}" if count[name] > 1 else name].append(node)
+    return _Counter(graph, trainable(proto, train, freeze)).count(layers, assumed)
+
+
+def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Graph, dict[str, int]]:
+    """Return the graph, functions inlined, with inferred shapes, and the lengths of symbols."""
+    bare = external.without_data(raise_opset(proto))
+    model = to_ir(inlined(bare, lifted=True))
+    external.with_data(model, proto)
+    RemoveInitializersFromInputsPass()(model)
+    assumed: dict[str, int] = {}
+    symbols = [
+        d for x in model.graph.inputs for d in dims(x) or () if d is not None and d != "?"
+        and not isinstance(d, int)
+    ]  # fmt: skip
+    for name, length in lengths.items():
+        if name not in symbols:
+            raise unknown("symbolic dimension", name, list(dict.fromkeys(symbols)))
+        if length < 1:
+            raise ValueError(f"the length of {name!r} must be at least 1, not {length}")
+    for x in model.graph.inputs:
+        shape = []
+        for i, d in enumerate(dims(x) or ()):
+            name = d if isinstance(d, str) and d not in ("", "?") else f"{x.name}.shape[{i}]"
+            shape.append(
+                d if isinstance(d, int) else assumed.setdefault(name, lengths.get(name, 1))
+            )
+        if dims(x) is not None:
+            x.shape = ir.Shape(shape)
+    for node in model.graph:
+        for y in node.outputs:
+            y.shape = None
+    infer(model)
+    fold_sizes(model.graph)  # what exporters compute of lengths, in front of a Reshape
+    infer(model)
+    return model.graph, assumed
+
+
+def _varying(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes that depend on an input, or draw random numbers: not on constants only."""
+    varies: set[ir.Value] = set(graph.inputs)
+    nodes = []
+    for node in graph:
+        values = reads(node)
+        if not varies.isdisjoint(values) or (not values and node.op_type != "Constant"):
+            varies.update(node.outputs)
+            nodes.append(node)
+    return nodes
+
+
+class _Counter:
+    """Counts what the layers of a graph hold and compute."""
+
+    def __init__(self, graph: ir.Graph, tensors: Iterable) -> None:
+        values = graph.initializers
+        self.sizes = {t.name: t.size for t in tensors if t.is_weight or t.trains}
+        self.trained = {t.name for t in tensors if t.trains}
+        self.weights: dict[ir.Value, set[str]] = {
+            values[name]: {name} for name in self.sizes if name in values
+        }
+        varying = set(_varying(graph))
+        for node in graph:  # what is computed from weights, as a transpose, stands for them
+            found = [self.weights[x] for x in reads(node) if x in self.weights]
+            if found and node not in varying:
+                self.weights |= dict.fromkeys(node.outputs, set().union(*found))
+        self.work = Work(self.weights.keys())
+        self.outputs = set(graph.outputs)
+        self.unsized: dict[str, None] = {}
+
+    def count(self, layers: Mapping[str, list[ir.Node]], lengths: Mapping[str, int]) -> Summary:
+        seen: set[str] = set()
+        rows = []
+        for name, nodes in layers.items():
+            read_here = {x for node in nodes for x in reads(node)}
+            own = set().union(*(self.weights.get(x, set()) for x in read_here)) - seen
+            seen |= own
+            rows.append(self._row(name, nodes, own))
+        if left := self.sizes.keys() - seen:
+            unread = sum(self.sizes[name] for name in left)
+            self.unsized[f"{unread:,} parameters that no layer reads"] = None
+        return Summary(rows, lengths, [*self.work.uncounted, *self.unsized])
+
+    def _row(self, name: str, nodes: list[ir.Node], weights: set[str]) -> Layer:
+        inside = set(nodes)
+        results = [
+            y
+            for node in nodes
+            for y in node.outputs
+            if y in self.outputs or any(use.node not in inside for use in y.uses())
+        ]
+        results = results or [nodes[-1].outputs[0]]
+        computed = [
+            y for node in nodes if node.op_type not in VIEWS for y in node.outputs
+            if y.uses() or y in self.outputs
+        ]  # fmt: skip
+        return Layer(
+            name,
+            Counter(node.op_type for node in nodes),
+            tuple(map(dims, results)),
+            sum(self.sizes[w] for w in weights),
+            sum(self.sizes[w] for w in weights & self.trained),
+            sum(map(self.work.of, nodes)),
+            sum(map(self._nbytes, computed)),
+            sum(map(self._nbytes, results)),
+        )
+
+    def _nbytes(self, value: ir.Value) -> int:
+        shape = static(dims(value))
+        if shape is None or value.dtype is None:
+            self.unsized[f"bytes of {value.name!r}, whose shape or type is not known"] = None
+            return 0
+        return ceil(prod(shape) * value.dtype.itemsize)
+
+
+def _operators(counts: Mapping[str, int]) -> str:
+    ordered = Counter(counts).most_common()
+    shown = ", ".join(f"{n} {op}" if n > 1 else op for op, n in ordered[:_OPERATORS])
+    return shown + (f" and {len(ordered) - _OPERATORS} more" if len(ordered) > _OPERATORS else "")
+
+
+def _shape_text(shape: Dims | None) -> str:
+    return "?" if shape is None else f"[{', '.join('?' if d is None else str(d) for d in shape)}]"

@@ -1,0 +1,172 @@
+"""Figures of a report, as SVG in the text of the page: their colours are those of the page."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from onnxgrad.training.callbacks.curves import points
+
+SERIES = 6  # colours of lines
+_INK, _GRID = "#010203", "#040506"  # stand for colours of the page, which light and dark mode set
+_LINES = [f"#0a0b{i:02d}" for i in range(SERIES)]
+_LOG = 100  # ratio of the largest to the smallest value from which an axis is logarithmic
+_WIDTH, _HEIGHT = 100, 32  # of small figures
+
+Series = tuple[str, Sequence[float], Sequence[float]]  # name, x, y
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its title, and the names of its lines in the order of their colours."""
+
+    title: str
+    svg: Markup
+    names: list[str]
+
+
+def curves(title: str, series: Sequence[Series], log: bool = True) -> Chart:
+    """Return lines over steps. Values that are not finite are left out.
+
+    With `log`, the axis of values is logarithmic if these are of several orders of magnitude.
+    """
+    figure, axes = _axes("step")
+    kept = [(name, *_finite(x, y)) for name, x, y in series]
+    every = [v for _, _, y in kept for v in y]
+    for color, (_, x, y) in zip(_LINES, kept, strict=False):
+        axes.plot(x, y, color=color, linewidth=1.6, marker="." if len(x) <= 40 else None)
+    if every and min(every) == max(every):  # an axis around it, not around its rounding
+        axes.set_ylim(every[0] - abs(every[0] or 1), every[0] + abs(every[0] or 1))
+    elif log and every and min(every) > 0 and max(every) / min(every) >= _LOG:
+        axes.set_yscale("log")
+    names = [name for name, _, _ in kept[:SERIES]] if len(kept) > 1 else []
+    return Chart(title, _svg(figure, title), names)
+
+
+def scatter(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
+    """Return predictions over labels, with the line where they are equal."""
+    figure, axes = _axes("label", "prediction")
+    x, y = _finite([p[0] for p in pairs], [p[1] for p in pairs])
+    if x:
+        ends = [min([*x, *y]), max([*x, *y])]
+        axes.plot(ends, ends, color=_GRID, linewidth=1.2)
+    axes.plot(
+        x,
+        y,
+        color=_LINES[0],
+        linestyle="none",
+        marker=".",
+        markersize=4 if len(x) > 100 else 9,
+        alpha=0.6,
+    )
+    return Chart(title, _svg(figure, title), [])
+
+
+def bars(title: str, histogram: Mapping[str, Any], xlabel: str) -> Chart:
+    """Return a histogram with its axes."""
+    figure, axes = _axes(xlabel, "count")
+    counts, edges = list(histogram["counts"]), _edges(histogram)
+    if counts:
+        axes.stairs(counts, edges, fill=True, color=_LINES[0], alpha=0.7)
+    return Chart(title, _svg(figure, title), [])
+
+
+def spark(values: Sequence[float | None], color: int = 0) -> Markup:
+    """Return a small line without axes."""
+    line = Markup('<polyline points="{}" class="c{}"/>').format(
+        points(values, _WIDTH, _HEIGHT), color
+    )
+    return _small(line)
+
+
+def before_and_after(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Markup:
+    """Return the densities of two histograms on one axis, each with the area 1."""
+    drawn = [(i, h) for i, h in enumerate((before, after)) if h and h["counts"]]
+    if not drawn:
+        return Markup("")
+    low = min(h["low"] for _, h in drawn)
+    high = max(h["high"] for _, h in drawn)
+    scale = _WIDTH / ((high - low) or 1.0)
+    densities = {i: _densities(h) for i, h in drawn}
+    top = max(max(d) for d in densities.values()) or 1.0
+    lines = Markup("")
+    for i, h in drawn:
+        steps = [f"{(h['low'] - low) * scale:.2f},{_HEIGHT}"]
+        edges = _edges(h)
+        for a, b, d in zip(edges[:-1], edges[1:], densities[i], strict=True):
+            y = _HEIGHT - (_HEIGHT - 2) * d / top
+            steps += [f"{(a - low) * scale:.2f},{y:.2f}", f"{(b - low) * scale:.2f},{y:.2f}"]
+        steps.append(f"{(h['high'] - low) * scale:.2f},{_HEIGHT}")
+        lines += Markup('<polyline points="{}" class="c{}"/>').format(" ".join(steps), i)
+    return _small(lines)
+
+
+def _densities(histogram: Mapping[str, Any]) -> list[float]:
+    """Return the heights of a histogram of area 1; that of a constant is one bar."""
+    counts = histogram["counts"]
+    width = (histogram["high"] - histogram["low"]) / len(counts)
+    return [c / sum(counts) / (width or 1.0) for c in counts]
+
+
+def _edges(histogram: Mapping[str, Any]) -> list[float]:
+    low, high, n = histogram["low"], histogram["high"], len(histogram["counts"])
+    return [low + (high - low) * i / n for i in range(n + 1)] if n else []
+
+
+def _small(content: Markup) -> Markup:
+    frame = '<svg class="small" viewBox="0 0 {} {}" preserveAspectRatio="none" aria-hidden="true">'
+    return Markup(frame).format(_WIDTH, _HEIGHT) + content + Markup("</svg>")
+
+
+def _finite(x: Sequence[Any], y: Sequence[Any]) -> tuple[list[float], list[float]]:
+    pairs = [(a, b) for a, b in zip(x, y, strict=True) if b is not None and math.isfinite(b)]
+    return [float(a) for a, _ in pairs], [float(b) for _, b in pairs]
+
+
+def _axes(xlabel: str, ylabel: str = "") -> tuple[Any, Any]:
+    # not pyplot, which would keep the figure and start a window system
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(4.6, 2.7), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel, color=_INK)
+    axes.set_ylabel(ylabel, color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel == "step"))
+    axes.grid(color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, which="both", length=0, labelsize=9)
+    axes.patch.set_visible(False)
+    figure.patch.set_visible(False)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Any, title: str) -> Markup:
+    """Return a figure as an element of HTML, with the colours of the page."""
+    from matplotlib import rc_context
+
+    out = io.StringIO()
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "onnxgrad"}):
+        figure.savefig(out, format="svg", metadata=nothing)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    colors = {_INK: "currentColor", _GRID: "var(--grid)"}
+    colors |= {line: f"var(--c{i})" for i, line in enumerate(_LINES)}
+    for color, variable in colors.items():
+        text = text.replace(color, variable)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
+    # nothing refers to these names, and figures share them
+    text = re.sub(r' id="[a-z2.]+_\d+"', "", text)
+    return Markup(text).replace(
+        Markup("<svg "), Markup('<svg role="img" aria-label="{}" ').format(title), 1
+    )

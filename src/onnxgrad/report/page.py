@@ -1,0 +1,138 @@
+"""`write_report`: a training as one page of HTML."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onnxgrad.errors import printable_lines
+from onnxgrad.model.files import check_writable, replacing
+from onnxgrad.report import sections
+from onnxgrad.report.run import load_run
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+PAGE = "report.html"
+_KEYS = (  # of a run; those that are missing were not recorded
+    *("source", "begun", "seconds", "stop_reason", "peak_memory", "epochs", "step", "history"),
+    *("steps", "norms", "weights", "before", "after", "examined", "operators", "model", "about"),
+    *("parameters", "environments", "classes"),
+)
+_RECORD = "`onnxgrad train --record FOLDER`, or `onnxgrad.Recorder(FOLDER)` among the callbacks"
+
+
+def write_report(
+    run: str | os.PathLike, output: str | os.PathLike | None = None, *, overwrite: bool = True
+) -> Path:
+    """Write what a training recorded as one page of HTML, which needs no network and no script.
+
+    The page shows curves of the loss, of metrics and of the learning rate; norms of gradients and
+    updates, and histograms before and after for each weight; confusions or residuals, and the rows
+    with the largest loss; the time and memory of each operator; the model, the versions and the
+    machine. Of what was not recorded, it says so, and how to record it.
+
+    Args:
+        run: the folder of a `Recorder`; a history in CSV or JSON, as `History` writes it; the
+            folder of a `Checkpoint`.
+        output: where to write; None: `report.html` in the folder of the run.
+        overwrite: whether a file of this name is replaced.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        FileNotFoundError: `run` has nothing that was recorded.
+        FileExistsError: `output` exists, and `overwrite` is false.
+        ValueError: the file is damaged, or of another kind.
+
+    Examples:
+        >>> import tempfile, onnxgrad as og
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     log = Path(folder, "history.csv")
+        ...     _ = log.write_text("step,epoch,loss,learning_rate\\n4,1,0.5,0.1\\n8,2,0.25,0.1\\n")
+        ...     page = og.write_report(log, Path(folder, "page.html"))
+        ...     "validation loss" in page.read_text()
+        False
+    """
+    path = Path(run)
+    if output is None:
+        output = (path if path.is_dir() else path.parent) / PAGE
+    loaded = load_run(path)
+    check_writable(output, overwrite, [path] if path.is_file() else [])
+    try:
+        text = page(loaded, path.name if path.name else str(path.resolve().name))
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
+        raise ValueError(f"{path} is damaged: {type(e).__name__}: {e}") from e
+    with replacing(output) as file:
+        file.write_text(text, encoding="utf-8")
+    return Path(output)
+
+
+def page(run: Mapping[str, Any], name: str) -> str:
+    """Return the page of a run that `load_run` read."""
+    run = {**dict.fromkeys(_KEYS), **run}
+    norms, cards = sections.norms(run)
+    weights = run.get("weights") or {}
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            run=run,
+            name=name,
+            tiles=sections.tiles(run),
+            charts=sections.charts(run),
+            norms=norms,
+            cards=cards,
+            hidden=len(weights) - len(cards),
+            outputs=sections.outputs(run),
+            worst=sections.worst(run),
+            operators=sections.operators(run),
+            absent={"examined": "", "operators": "", **(run.get("absent") or {})},
+            record=_RECORD,
+        )
+    )
+
+
+@cache
+def _environment() -> Environment:
+    """Return the templates; they escape every text, which comes from files."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("onnxgrad.report", "templates")
+    made = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    made.filters |= {"num": _number, "bytes": _bytes, "time": _time, "safe_text": printable_lines}
+    return made
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "–" if value is None else str(value)
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _bytes(value: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.3g} GiB"
+
+
+def _time(seconds: float) -> str:
+    if seconds >= 60:
+        minutes, rest = divmod(round(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+    scale, unit = (1, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    return f"{seconds * scale:.3g} {unit}"

@@ -1,0 +1,276 @@
+"""The callback that records what a report of a training shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.errors import first_line
+from onnxgrad.model.files import replacing, target_of
+from onnxgrad.plot.text import onnx_simple_text_plot
+from onnxgrad.report.environment import environment, peak_memory
+from onnxgrad.report.predictions import Examination
+from onnxgrad.report.weights import change, histograms, norm, thinned
+from onnxgrad.reporting import logger
+from onnxgrad.runtime.profile import operator_times
+from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
+from onnxgrad.training.callbacks.curves import StepLosses
+from onnxgrad.training.callbacks.history import json_value
+from onnxgrad.training.callbacks.tracker import parameters_of
+from onnxgrad.training.failed import sample_step
+
+FILE, FORMAT = "run.json", "onnxgrad.run.1"
+_STEPS = 1000  # points of the loss by step: then neighbours are joined
+_LINES = 400  # of the text of the model
+
+
+class Recorder(Callback):
+    """Records a training, for the page that `write_report` and `onnxgrad report` make of it.
+
+    `folder/run.json` gets the history, the loss by step, norms of gradients, weights and updates,
+    histograms of the weights before and after, the model as text, versions and the machine. When
+    training has ended, it also gets confusions or residuals of the predictions for the validation
+    data (without any, for the training data, if they are in memory), the rows with the largest
+    loss, and the time and memory of each operator.
+
+    The weights are the same, bit for bit, as without it. It costs a copy of the weights, which it
+    reads from the device at each record of norms, and at the end an evaluation, `seconds` for the
+    losses of single rows, and `profile` + 1 steps. Norms of gradients are computed in the step.
+
+    Put it behind `EarlyStopping` in the list, so that the restored weights are examined. A
+    checkpoint holds what was recorded so far; a resumed training goes on with it.
+
+    Args:
+        folder: where to write; created if it is missing.
+        every_steps: number of steps from one record of norms to the next; None records them at the
+            end of each epoch.
+        gradient_norms: whether to record norms of gradients, before clipping.
+        seconds: how long to compute losses of single rows, at most; 0: none.
+        profile: number of steps to profile at the end; 0: none.
+        classes: names of the classes, in their order.
+        about: what to show of how it was begun, such as `{"command": "make train"}`.
+        row_numbers: numbers of the rows of the validation data; None: their positions.
+
+    Raises:
+        OSError: when training begins, if the file cannot be written.
+
+    Examples:
+        >>> import tempfile, numpy as np, onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model('''
+        ...     <ir_version: 9, opset_import: ["": 20]>
+        ...     f (float[N,2] x) => (float[N,1] y) <float[2,1] w = {0.0, 0.0}> { y = MatMul(x, w) }
+        ... ''')
+        >>> X = np.random.default_rng(0).normal(size=(100, 2)).astype(np.float32)
+        >>> y = X @ np.float32([[2], [3]])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     trainer = og.Trainer(model, "squared_error", callbacks=[og.Recorder(folder)])
+        ...     trainer = trainer.fit(X, y, epochs=3, validation=0.2)
+        ...     page = og.write_report(folder)
+        ...     page.name
+        'report.html'
+    """
+
+    writes = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike,
+        *,
+        every_steps: int | None = None,
+        gradient_norms: bool = True,
+        seconds: float = 10.0,
+        profile: int = 3,
+        classes: Sequence[Any] | None = None,
+        about: Mapping[str, Any] | None = None,
+        row_numbers: np.ndarray | None = None,
+    ) -> None:
+        self.folder_written = Path(folder)  # `folder` is that of checkpoints
+        self.every_steps, self.gradient_norms = every_steps, gradient_norms
+        self.seconds, self.profile = seconds, profile
+        self.classes, self.about, self.row_numbers = classes, dict(about or {}), row_numbers
+        self.first_row = 0
+
+    @property
+    def path(self) -> Path:
+        """The file that it writes."""
+        return self.folder_written / FILE
+
+    # -- events -------------------------------------------------------------------------------
+
+    def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Record what is there before the first step."""
+        self.folder_written.mkdir(parents=True, exist_ok=True)
+        target_of(self.path)
+        entry, machine = self.entry(state), environment()
+        self._weights = dict(state.weights)
+        self._since, self._losses = state.step, StepLosses()
+        self._clock, self._before = time.perf_counter(), entry.get("seconds", 0.0)
+        if "begun" not in entry:
+            entry |= {
+                "format": FORMAT,
+                "begun": datetime.now(UTC).isoformat(timespec="seconds"),
+                "first_step": state.step,
+                "environments": [],
+                "about": self.about,
+                "parameters": json_value(parameters_of(trainer)),
+                "model": _described(trainer.proto),
+                "weights": {n: _kind(w) for n, w in self._weights.items()},
+                "before": histograms(self._weights),
+                "classes": None if self.classes is None else [str(c) for c in self.classes],
+                "steps": [],
+                "norms": [],
+                "stride": 1,
+            }
+        if not entry["environments"] or entry["environments"][-1]["machine"] != machine:
+            entry["environments"].append({"step": state.step, "machine": machine})
+
+    def on_epoch_begin(self, trainer: Any, state: Any, control: Control) -> None:
+        """Begin the sum of the losses of an epoch."""
+        self._losses.begin()
+
+    def on_step_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Record the mean loss since the last call, and norms where they are due."""
+        if new := self._losses.add(trainer.progress):
+            loss, rows = new
+            steps = self.entry(state)["steps"]
+            steps.append([state.step, rows, loss, state.learning_rate])
+            _joined(steps)
+        if self.every_steps is not None and state.step % self.every_steps == 0:
+            self._measure(trainer, state)
+
+    def on_evaluate(self, trainer: Any, state: Any, control: Control) -> None:
+        """Write the file."""
+        self._write(state)
+
+    def on_epoch_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Record norms, and write the file."""
+        if self.every_steps is None:
+            self._measure(trainer, state)
+        self._write(state)
+
+    def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
+        """Examine the trained model, and write the file."""
+        ended: dict[str, Any] = {
+            "seconds": self._before + time.perf_counter() - self._clock,
+            "after": histograms(state.weights),
+            "stop_reason": state.stop_reason,
+            "epochs": state.epoch,
+            "step": state.step,
+        }
+        absent: dict[str, str] = {}
+        if state.stop_reason in (*UNFINISHED, "not finite"):
+            absent = dict.fromkeys(
+                ("examined", "operators"), f"the training broke off ({state.stop_reason})"
+            )
+        else:
+            _try("examined", self._examine, trainer, ended, absent)
+            _try("operators", self._operators, trainer, ended, absent)
+        self._write(state, {**ended, "absent": absent, "peak_memory": peak_memory()})
+
+    # -- what is recorded ---------------------------------------------------------------------
+
+    def _measure(self, trainer: Any, state: Any) -> None:
+        """Record the norms of this step, once."""
+        entry = self.entry(state)
+        entry["calls"] = calls = entry.get("calls", 0) + 1
+        records = entry["norms"]
+        if calls % entry["stride"] or state.step == self._since:
+            return
+        new, old = state.weights, self._weights
+        gradients = trainer.gradient_norms if self.gradient_norms else {}
+        records.append(
+            {
+                "step": state.step,
+                "since": self._since,
+                "gradient": {n: float(v) for n, v in (gradients or {}).items()},
+                "weight": {n: norm(w) for n, w in new.items()},
+                "update": {n: change(w, old[n]) for n, w in new.items()},
+            }
+        )
+        self._weights, self._since = dict(new), state.step
+        entry["stride"] = thinned(records, entry["stride"])
+
+    def _examine(self, trainer: Any) -> dict[str, Any]:
+        return Examination(trainer, self.seconds, self.row_numbers, self.first_row).run()
+
+    def _operators(self, trainer: Any) -> dict[str, Any]:
+        """Return the time and the memory of each operator in a step."""
+        if self.profile < 1:
+            raise ValueError("the recorder was told so: profile=0")
+        setup = trainer.setup
+        sample = None if setup.made is None else sample_step(setup, setup.made)
+        if sample is None:
+            raise ValueError("no step was run, or processes share each step")
+        times = operator_times(
+            sample.model,
+            sample.inputs,
+            trainer.device,
+            sample.work,
+            sample.in_order,
+            self.profile,
+        )
+        rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]
+        return {"steps": self.profile, "rows": rows}
+
+    def _write(self, state: Any, ended: Mapping[str, Any] | None = None) -> None:
+        entry = self.entry(state)
+        entry["seconds"] = self._before + time.perf_counter() - self._clock
+        written = {**entry, "history": state.history, **(ended or {})}
+        text = json.dumps(json_value(written), allow_nan=False)
+        with replacing(self.path) as file:
+            file.write_text(text, encoding="utf-8")
+
+
+def _try(
+    name: str,
+    call: Callable[[Any], Any],
+    trainer: Any,
+    found: dict[str, Any],
+    absent: dict[str, str],
+) -> None:
+    """Add what a function returns; where it fails, add why: the training has not failed."""
+    try:
+        found[name] = call(trainer)
+    except Exception as e:
+        absent[name] = first_line(e)
+        if not isinstance(e, ValueError):
+            logger.warning("Recorder: %s: %s", name, absent[name])
+
+
+def _joined(steps: list[list[Any]]) -> None:
+    """Join neighbours if there are too many points: the mean of their losses, weighted by rows."""
+    if len(steps) <= _STEPS:
+        return
+    joined = []
+    for first, second in zip(steps[0::2], steps[1::2], strict=False):
+        rows = first[1] + second[1]
+        loss = (first[1] * first[2] + second[1] * second[2]) / rows
+        joined.append([second[0], rows, loss, second[3]])
+    steps[:] = joined + steps[len(joined) * 2 :]
+
+
+def _kind(array: np.ndarray) -> dict[str, Any]:
+    return {"shape": list(array.shape), "dtype": array.dtype.name, "size": int(array.size)}
+
+
+def _described(proto: ModelProto) -> dict[str, Any]:
+    """Return a summary of a model, and the beginning of its text."""
+    lines = onnx_simple_text_plot(proto).splitlines()
+    return {
+        "name": proto.graph.name,
+        "producer": f"{proto.producer_name} {proto.producer_version}".strip(),
+        "opsets": {entry.domain or "ai.onnx": entry.version for entry in proto.opset_import},
+        "nodes": len(proto.graph.node),
+        "operators": dict(Counter(node.op_type for node in proto.graph.node)),
+        "text": lines[:_LINES],
+        "lines": len(lines),
+    }

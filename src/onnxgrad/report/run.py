@@ -1,0 +1,101 @@
+"""What is known of a training: from the folder of a `Recorder`, a history or a checkpoint."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from onnxgrad.report.recorder import FILE, FORMAT
+from onnxgrad.report.weights import histograms
+from onnxgrad.training import saving
+from onnxgrad.training.callbacks.checkpoint import newest
+
+Run = dict[str, Any]
+
+
+def load_run(path: str | os.PathLike) -> Run:
+    """Return what was recorded; keys that are missing were not. `source` says what was read.
+
+    Args:
+        path: the folder of a `Recorder` or its `run.json`; a history in CSV or JSON; the folder of
+            checkpoints or one of them, of which the newest is read.
+
+    Raises:
+        FileNotFoundError: there is nothing of these.
+        ValueError: the file is damaged, or of another kind.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return _of_folder(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: name the folder or the log of a training")
+    if path.suffix == ".csv":
+        return {"source": "history", "history": _of_csv(path)}
+    if path.suffix != ".json":
+        raise ValueError(
+            f"{path} is no run: name the folder of --record, a history (.csv or .json), or the "
+            "folder of a checkpoint"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ValueError(f"{path} is damaged: {e}") from None
+    if isinstance(content, list) and all(isinstance(record, dict) for record in content):
+        return {"source": "history", "history": content}
+    if isinstance(content, dict) and content.get("format") == FORMAT:
+        return {"source": "run", **content}
+    raise ValueError(f"{path} is neither a history nor in the format {FORMAT}")
+
+
+def _of_folder(folder: Path) -> Run:
+    if (folder / FILE).is_file():
+        return load_run(folder / FILE)
+    state = newest(folder)
+    if state is None:
+        raise FileNotFoundError(
+            f"{folder} has no {FILE} and no checkpoint: `onnxgrad train --record {folder}` or "
+            "Recorder(folder) writes one"
+        )
+    arrays, numbers = saving.read(state)
+    callbacks: Mapping[str, Any] = numbers.get("callbacks", {})
+    run: Run = {"source": "checkpoint", "history": numbers.get("history", [])}
+    run |= {"epochs": numbers.get("epoch"), "stop_reason": numbers.get("stop_reason")}
+    if weights := arrays.get("weights"):
+        run["after"] = histograms(weights)
+        run["weights"] = {
+            n: {"shape": list(w.shape), "dtype": w.dtype.name, "size": int(w.size)}
+            for n, w in weights.items()
+        }
+    for entry in callbacks.values():
+        if entry.get("format") == FORMAT:
+            run = entry | run
+        elif "records" in entry and isinstance(entry["records"], list):
+            run.setdefault("norms", [_of_norms(record) for record in entry["records"]])
+    return run
+
+
+def _of_norms(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record of the callback `Norms`, which knows no updates."""
+    gradient, weight = (record.get(f"{kind}_norms", {}) for kind in ("gradient", "weight"))
+    return {"step": record["step"], "gradient": gradient, "weight": weight, "update": {}}
+
+
+def _of_csv(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a history, without the empty cells."""
+    with path.open(newline="", encoding="utf-8") as file:
+        reader = csv.DictReader(file)
+        if "step" not in (reader.fieldnames or ()):
+            raise ValueError(f"{path} is no history: it has no column 'step'")
+        rows = list(reader)
+    return [{str(n): _number(v) for n, v in row.items() if v not in (None, "")} for row in rows]
+
+
+def _number(text: Any) -> Any:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return text

@@ -1,0 +1,194 @@
+"""The parts of a report: what is recorded, as values that the page shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from onnxgrad.report import figures
+from onnxgrad.report.predictions import class_name
+
+DRAWN = 48  # weights
+CLASSES = 20  # of a matrix of confusions
+CONFUSIONS = 20  # pairs that are listed instead
+_VALIDATION = "validation_"
+_KNOWN = ("step", "epoch", "loss", "learning_rate", f"{_VALIDATION}loss")
+
+Run = Mapping[str, Any]
+
+
+def tiles(run: Run) -> list[tuple[str, Any, str]]:
+    """Return the most important numbers: a title, a value, and a remark."""
+    history = run.get("history") or []
+    shown: list[tuple[str, Any, str]] = []
+    for name, title in (("loss", "loss"), (f"{_VALIDATION}loss", "validation loss")):
+        records = [r for r in history if _is_number(r.get(name))]
+        if records:
+            best = min(records, key=lambda r: r[name])
+            remark = f"lowest {best[name]:.4g} at step {best['step']:g}"
+            shown.append((title, records[-1][name], remark))
+    for name in _metrics(history):
+        values = [r[name] for r in history if _is_number(r.get(name))]
+        shown.append((_title(name), values[-1], "last evaluation"))
+    shown += [("epochs", run.get("epochs") or _last(history, "epoch"), ""),
+              ("steps", run.get("step") or _last(history, "step"), "")]  # fmt: skip
+    return shown
+
+
+def charts(run: Run) -> list[figures.Chart]:
+    """Return the curves of the history, and the loss by step."""
+    history = run.get("history") or []
+    names = {"loss": "training", f"{_VALIDATION}loss": "validation"}
+    series = [(title, *_series(history, name)) for name, title in names.items()]
+    series = [one for one in series if one[1]]
+    drawn = [figures.curves("loss", series)] if series else []
+    steps = run.get("steps") or []
+    if steps:
+        x, y = [s[0] for s in steps], [s[2] for s in steps]
+        drawn.append(figures.curves("loss by step", [("loss", x, y)]))
+    for name in _metrics(history):
+        drawn.append(figures.curves(_title(name), [(name, *_series(history, name))]))
+    rates = [(s[0], s[3]) for s in steps if s[3] is not None]
+    if not rates:
+        rates = list(zip(*_series(history, "learning_rate"), strict=True))
+    if rates:
+        x, y = [r[0] for r in rates], [r[1] for r in rates]
+        drawn.append(figures.curves("learning rate", [("learning rate", x, y)], log=False))
+    others = dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v))
+    for name in others:
+        if name not in _KNOWN and not name.startswith(_VALIDATION):
+            drawn.append(figures.curves(_title(name), [(name, *_series(history, name))]))
+    return drawn
+
+
+def norms(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
+    """Return the norms of all weights together, and a card for each of the largest weights."""
+    records = run.get("norms") or []
+    steps = [r["step"] for r in records]
+    drawn = []
+    for kind, title in (("gradient", "norm of all gradients"), ("update", "norm of the updates")):
+        values = [math.hypot(*r[kind].values()) if r.get(kind) else math.nan for r in records]
+        if any(map(math.isfinite, values)):
+            drawn.append(figures.curves(title, [(title, steps, values)]))
+    weights = run.get("weights") or {}
+    before, after = run.get("before") or {}, run.get("after") or {}
+    largest = sorted(weights, key=lambda name: -weights[name]["size"])[:DRAWN]
+    cards = []
+    for name in [n for n in weights if n in set(largest)]:
+        curves = {k: [r[k].get(name) for r in records] for k in ("gradient", "update", "weight")}
+        cards.append(
+            {
+                "name": name,
+                **weights[name],
+                "curves": {
+                    kind: {"svg": figures.spark(values), "last": values[-1]}
+                    for kind, values in curves.items()
+                    if any(map(_is_number, values))
+                },
+                "histogram": figures.before_and_after(before.get(name), after.get(name)),
+                "ranges": [(h["low"], h["high"]) for h in (before.get(name), after.get(name)) if h],
+            }
+        )
+    return drawn, cards
+
+
+def outputs(run: Run) -> list[dict[str, Any]]:
+    """Return the confusions or the residuals of each output."""
+    examined = run.get("examined") or {}
+    shown = []
+    for output in examined.get("outputs", ()):
+        if output["kind"] == "classes":
+            shown.append(_confusions(output, run.get("classes")))
+        elif output["kind"] == "numbers":
+            drawn = []
+            for i, column in enumerate(output["columns"]):
+                number = f" {i}" if len(output["columns"]) > 1 else ""
+                drawn.append(figures.scatter(f"predictions{number}", column["points"]))
+                title = f"residuals{number}"
+                drawn.append(figures.bars(title, column["residuals"], "prediction − label"))
+            shown.append({**output, "charts": drawn})
+        else:
+            shown.append(output)
+    return shown
+
+
+def worst(run: Run) -> list[dict[str, Any]]:
+    """Return the rows with the largest loss, with the names of classes."""
+    classes, rows = run.get("classes"), []
+    for row in (run.get("examined") or {}).get("worst", ()):
+        values = []
+        for value in row["values"]:
+            names = classes if value.get("classes") else None
+            texts = {
+                key: _texts(value.get(key), names if key != "score" else None)
+                for key in ("label", "prediction", "score")
+            }
+            values.append(texts)
+        shown = [
+            ["label", "prediction", *(["score"] if "score" in v else [])] for v in row["values"]
+        ]
+        rows.append({**row, "values": values, "columns": shown})
+    return rows
+
+
+def operators(run: Run) -> list[dict[str, Any]]:
+    """Return the operators with their share of the time of a step."""
+    rows = (run.get("operators") or {}).get("rows", ())
+    total = sum(row[2] for row in rows) or 1.0
+    keys = ("operator", "nodes", "seconds", "nbytes")
+    return [{**dict(zip(keys, row, strict=True)), "share": row[2] / total} for row in rows]
+
+
+def _confusions(output: Mapping[str, Any], classes: Sequence[str] | None) -> dict[str, Any]:
+    """Return a matrix of counts, or of many classes the most frequent confusions."""
+    count, pairs = output["classes"], output["confusion"]
+    total = sum(n for _, _, n in pairs)
+    hits = sum(n for a, b, n in pairs if a == b)
+    shown = {
+        **output,
+        "total": total,
+        "accuracy": hits / total if total else None,
+        "names": [class_name(i, classes) for i in range(min(count, CLASSES))],
+        "matrix": None,
+    }
+    if count <= CLASSES:
+        matrix = [[0] * count for _ in range(count)]
+        for a, b, n in pairs:
+            matrix[a][b] = n
+        shown["matrix"] = [[(n, n / (sum(row) or 1)) for n in row] for row in matrix]
+        return shown
+    wrong = sorted((p for p in pairs if p[0] != p[1]), key=lambda p: -p[2])[:CONFUSIONS]
+    shown["pairs"] = [(class_name(a, classes), class_name(b, classes), n) for a, b, n in wrong]
+    return shown
+
+
+def _texts(values: Any, names: Sequence[str] | None) -> str:
+    if values is None:
+        return "–"
+    return ", ".join(
+        class_name(v, names) if names else f"{v:.5g}" if isinstance(v, float) else str(v)
+        for v in values
+    )
+
+
+def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v))
+    return [n for n in names if n.startswith(_VALIDATION) and n != f"{_VALIDATION}loss"]
+
+
+def _series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
+    records = [r for r in history if _is_number(r.get(name))]
+    return [r["step"] for r in records], [r[name] for r in records]
+
+
+def _title(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _last(history: Sequence[Mapping[str, Any]], name: str) -> Any:
+    return history[-1].get(name) if history else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

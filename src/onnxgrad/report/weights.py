@@ -1,0 +1,55 @@
+"""What a recorder measures of weights: norms, and histograms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+BINS = 40
+MOST = 256  # records: then every second one is removed
+
+Arrays = Mapping[str, np.ndarray]
+
+
+def norm(array: np.ndarray) -> float:
+    """Return the 2-norm of all elements, added up in float64."""
+    flat = np.asarray(array).astype(np.float64, copy=False).ravel()
+    return math.sqrt(float(flat @ flat))
+
+
+def change(new: np.ndarray, old: np.ndarray) -> float:
+    """Return the 2-norm of the difference of two arrays, in float64."""
+    return norm(np.asarray(new).astype(np.float64) - np.asarray(old).astype(np.float64))
+
+
+def histogram(array: np.ndarray) -> dict[str, Any]:
+    """Return a histogram between the smallest and the largest element, as numbers for JSON.
+
+    `low` and `high` are these, `counts` the elements of `BINS` equal intervals in between.
+    """
+    flat = np.asarray(array).astype(np.float64, copy=False).ravel()
+    if not flat.size:
+        return {"low": 0.0, "high": 0.0, "counts": []}
+    low, high = float(flat.min()), float(flat.max())
+    bins = BINS if high > low else 1
+    return {"low": low, "high": high, "counts": np.histogram(flat, bins)[0].tolist()}
+
+
+def histograms(weights: Arrays) -> dict[str, dict[str, Any]]:
+    """Return the histogram of each weight."""
+    return {name: histogram(array) for name, array in weights.items()}
+
+
+def thinned(records: list[Any], stride: int) -> int:
+    """Remove every second record if there are too many, the last one excepted.
+
+    Returns:
+        The stride from now on: that of before, or twice as many.
+    """
+    if len(records) <= MOST:
+        return stride
+    del records[-2::-2]
+    return stride * 2

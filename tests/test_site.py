@@ -1,0 +1,73 @@
+"""The pages of the site, as files. Building it runs their code and fails at broken links."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = sorted(
+    p for p in DOCS.rglob("*.md") if not p.relative_to(DOCS).parts[0].startswith("auto_")
+)
+SCRIPTS = sorted(path for name in ("tutorials", "recipes") for path in (DOCS / name).glob("*.py"))
+FENCE = re.compile(r"^(`{3,})([^\n`]*)\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
+NOT_PYTHON = {"bash", "toml", "js", "ts", "csharp", "text", "json"}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
+def test_code_is_run_or_no_python(path):
+    """Code is a `{code-cell}`, which the build runs, or says which other language it is in."""
+    text = path.read_text()
+    kinds = [kind.strip() for _, kind, _ in FENCE.findall(text)]
+    assert [kind for kind in kinds if kind not in NOT_PYTHON and kind[:1] != "{"] == []
+    if cells := [code for _, kind, code in FENCE.findall(text) if kind.startswith("{code-cell}")]:
+        assert text.startswith("---\nfile_format: mystnb\n"), "without it, no cell is run"
+    for code in cells:
+        ast.parse(re.sub(r"^:.*\n", "", code, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_script_has_a_title_and_text(path):
+    title, line, *_ = ast.get_docstring(ast.parse(path.read_text())).splitlines()
+    assert set(line) == {"="}
+    assert len(line) >= len(title)
+    assert re.search(r"^# %%\n# \w", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.newest  # the numbers of nodes depend on the newest opset of onnx
+def test_picture_of_the_idea_is_that_of_today(monkeypatch):
+    """If this fails, run `python docs/idea.py`."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    idea = importlib.import_module("idea")
+    models = idea.stages()
+    for name, down in {"idea.svg": False, "idea-narrow.svg": True}.items():
+        assert (DOCS / "images" / name).read_text() == idea.picture(models, down)
+    alt = re.findall(r":alt: .*", (DOCS / "index.md").read_text())
+    assert all(f"of {sum(models[0][2].values())} nodes" in text for text in alt)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("the mean of |f - y|, as *that*", r"the mean of \|f - y\|, as \*that\*"),
+        ("a function `(op, **options)`", "a function `(op, **options)`"),
+        (
+            "all `OrtValue`s that begin with validation_",
+            r"all `OrtValue`\ s that begin with validation\_",
+        ),
+        ("    **options: others of |w|", r"    **options: others of \|w\|"),
+        ("Examples:\n    >>> f(*x) | 1\n    2", "Examples:\n    >>> f(*x) | 1\n    2"),
+        ("|a|\n\n>>> 2 * 2\n4\n\n|b|", "\\|a\\|\n\n>>> 2 * 2\n4\n\n\\|b\\|"),
+    ],
+)
+def test_docstrings_are_shown_as_they_are(text, expected, monkeypatch):
+    """What is plain text in a docstring is no markup on the page of the API."""
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(DOCS / "_ext"))
+    lines = text.split("\n")
+    importlib.import_module("api_pages").as_rest(None, "class", "", None, None, lines)
+    assert lines == expected.split("\n")
