@@ -92,6 +92,7 @@ def test_the_output_of_a_function_is_a_prediction():
 
 
 def test_threads_that_share_a_batch(monkeypatch):
+    monkeypatch.setattr(compiled, "SPLIT_THREADS", 2)
     monkeypatch.setattr(compiled, "SPLIT_WORK", 0)
     monkeypatch.setattr(compiled, "SPLIT_WORK_PER_WEIGHT", 0)
     monkeypatch.setattr(compiled, "threads", lambda work: 2)

@@ -51,6 +51,7 @@ SEQUENCES = f"""
 @pytest.fixture
 def splitting(monkeypatch):
     """Split all batches that can be split; return the function that sets the number of threads."""
+    monkeypatch.setattr(compiled, "SPLIT_THREADS", 2)
     monkeypatch.setattr(compiled, "SPLIT_WORK", 0)
     monkeypatch.setattr(compiled, "SPLIT_WORK_PER_WEIGHT", 0)
 

@@ -22,9 +22,10 @@ from onnxgrad.training.split import Splitting, splits
 from onnxgrad.training.step import Step
 from onnxgrad.training.update import may_be_in_place
 
-# Multiply-adds of a batch, and for each weight, from which threads compute parts of it: measured
-# on the networks of the benchmarks, with 2 threads.
-SPLIT_WORK, SPLIT_WORK_PER_WEIGHT = 2e7, 512
+# Threads, multiply-adds of a batch, and those for each weight, from which on threads compute parts
+# of it. Two threads that share the work of each node are faster, measured on all networks of the
+# benchmarks.
+SPLIT_THREADS, SPLIT_WORK, SPLIT_WORK_PER_WEIGHT = 3, 2e7, 512
 Shapes = dict[str, tuple[int, ...]]
 _ARGUMENTS = (  # of a trainer, that decide what a step computes
     *("loss", "loss_options", "loss_weights", "optimizer", "clip_norm", "accumulate"),
@@ -116,7 +117,8 @@ class Compiled:
             return 1
         if may_be_in_place(self.objective.weights, trainer.optimizer):
             return 1
-        return min(threads(work), source.batch_size // size)
+        parts = min(threads(work), source.batch_size // size)
+        return parts if parts >= SPLIT_THREADS else 1
 
 
 def compiled_step(call: OneCall, labels: Shapes, class_weight: Any) -> Compiled:
