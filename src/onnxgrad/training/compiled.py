@@ -23,8 +23,8 @@ from onnxgrad.training.step import Step
 from onnxgrad.training.update import may_be_in_place
 
 # Threads, multiply-adds of a batch, and those for each weight, from which on threads compute parts
-# of it. Two threads that share the work of each node are faster, measured on all networks of the
-# benchmarks.
+# of it. Two threads that share the work of each node are faster, on all but one of the networks of
+# the benchmarks that were measured: see docs/benchmarks.md.
 SPLIT_THREADS, SPLIT_WORK, SPLIT_WORK_PER_WEIGHT = 3, 2e7, 512
 Shapes = dict[str, tuple[int, ...]]
 _ARGUMENTS = (  # of a trainer, that decide what a step computes
