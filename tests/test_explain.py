@@ -384,6 +384,14 @@ def test_influence_of_rows_that_mix_is_that_of_each_alone(caplog):
         explain.influence(fixed, X, t, X[:2], t[:2])
 
 
+def test_inputs_that_a_gradient_does_not_read():
+    """The gradient of a sum reads neither input; a guard gives it their lengths."""
+    made = parse("f (float[N,4] x, float[N,4] z) => (float[N,4] y) { y = Sub(x, z) }")
+    found = explain.saliency(made, {"x": X, "z": X}, 1, absolute=False)
+    for name, slope in (("x", 1), ("z", -1)):
+        np.testing.assert_array_equal(found[name], slope * np.eye(4)[[1] * 5])
+
+
 def test_inputs_that_the_output_does_not_need_may_be_there():
     made = parse(
         "f (float[N,4] x, float[N,4] z) => (float[N,3] y, float[N,4] u)"

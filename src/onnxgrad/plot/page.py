@@ -42,7 +42,10 @@ def to_html(model: ModelLike | Partition, *, fold: bool | None = None, title: st
         >>> "<title>exponential</title>" in page, "http:" in page.replace("http://www.w3.org", "")
         (True, False)
     """
-    scene = Scene(model)
+    return _page(Scene(model), fold, title)
+
+
+def _page(scene: Scene, fold: bool | None, title: str = "") -> str:
     data = _data(Layered(scene), folded_groups(scene, fold))
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     page = (files("onnxgrad") / "plot" / "view.html").read_text("utf-8")
@@ -96,7 +99,8 @@ def show(model: ModelLike | Partition, *, fold: bool | None = None) -> Picture:
         >>> og.show(og.onnx_derivative(model, note_primal=True))
         <Picture of 5 items: the value of a notebook's cell, or the page `html`>
     """
-    return Picture(to_html(model, fold=fold), len(Scene(model).items))
+    scene = Scene(model)
+    return Picture(_page(scene, fold), len(scene.items))
 
 
 def _data(layered: Layered, folded: set[int]) -> dict[str, Any]:

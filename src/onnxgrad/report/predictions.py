@@ -149,7 +149,7 @@ class Examination:
     def _source(self, setup: Any) -> tuple[BatchSource, str]:
         if setup.validated is not None:
             return setup.validated, "validation"
-        source = None if setup.made is None else setup.made.source
+        source = None if setup.current_loop is None else setup.current_loop.source
         if isinstance(source, ArraySource):
             return source, "training"
         raise ValueError("there are no validation data, and those of training are not in memory")

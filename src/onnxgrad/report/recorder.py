@@ -207,7 +207,7 @@ class Recorder(Callback):
         if self.profile < 1:
             raise ValueError("the recorder was told so: profile=0")
         setup = trainer.setup
-        sample = None if setup.made is None else sample_step(setup, setup.made)
+        sample = None if setup.current_loop is None else sample_step(setup, setup.current_loop)
         if sample is None:
             raise ValueError("no step was run, or processes share each step")
         times = operator_times(

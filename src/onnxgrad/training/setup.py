@@ -74,7 +74,7 @@ class Setup:
         self.batch_size, self.default_size, self.shown = batch_size, default_size, shown
         self.names = trainer.names.copy()
         self.compiled: Compiled | None = None  # of the loop
-        self.made: Loop | None = None
+        self.current_loop: Loop | None = None
         self.validated: BatchSource | None = None  # validation data of the loop
         self.weighted = data.weighted or (isinstance(held_out, Dataset) and held_out.weighted)
         loss = self._loss()
@@ -224,7 +224,7 @@ class Setup:
         if step.rounding:
             warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
         state.begin(runner)
-        self.made = Loop(
+        self.current_loop = Loop(
             trainer,
             state,
             runner,
@@ -237,7 +237,7 @@ class Setup:
             evaluate=None if held_out is None else lambda: self._validate(held_out),
             factors=tuple(objective.written.factors),
         )
-        return self.made
+        return self.current_loop
 
     def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and those that are held out."""
