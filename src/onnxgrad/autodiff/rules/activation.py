@@ -168,6 +168,6 @@ def _label(op, g, axis: int):
         return None
     same_axis = node.attributes.get_int("axis", 0) % n == axis % n
     added = node.attributes.get_string("reduction", "none") == "add"
-    rows, labels = list(dims(g)), list(dims(i) or (None,) * n)
+    rows, labels = list(dims(g) or ()), list(dims(i) or (None,) * n)
     rows[axis] = labels[axis] = 1  # a label for every row: the others have their sum, too
     return (i, u) if same_axis and added and equal(tuple(rows), tuple(labels)) else None
