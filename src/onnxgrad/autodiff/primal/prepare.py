@@ -11,7 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 from onnx import ModelProto
-from onnx_ir.passes.common import RemoveInitializersFromInputsPass
+from onnx_ir.passes.common import (
+    LiftConstantsToInitializersPass,
+    RemoveInitializersFromInputsPass,
+)
 
 from onnxgrad.autodiff.primal import function_bodies
 from onnxgrad.autodiff.primal.branches import take_static_branches
@@ -70,6 +73,7 @@ def prepare(
     model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
     external.with_data(model, proto)
     RemoveInitializersFromInputsPass()(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # of a new opset
     _separate_repeated_outputs(model.graph)
     _free_names(model.graph)
     if outputs is not None:
