@@ -467,3 +467,35 @@ def test_the_code_of_the_page(block, tmp_path, monkeypatch, capsys):
     exec(compile(block, "explain.md", "exec"), {})
     plt.close("all")
     assert capsys.readouterr().out.strip()
+
+
+TIME_MAJOR = """<ir_version: 9, opset_import: ["": 20]>
+    f (float[T,N,2] x) => (float[T,N,3] y)
+    <float[2,3] w = {1.0, -2.0, 3.0, 0.5, 5.0, -6.0}, int64 first = {0}> {
+      s = CumSum(x, first)  a = Tanh(s)  y = MatMul(a, w) }"""
+
+
+def test_rows_on_another_axis():
+    """Step 3 of each sequence depends on the steps before it, and on no other sequence."""
+    model = onnx.parser.parse_model(TIME_MAJOR)
+    x = np.random.default_rng(0).standard_normal((5, 4, 2)).astype(np.float32)
+    axes = {"x": 1, "y": 1}
+    found = explain.saliency(model, x, (3, 1), absolute=False, batch_axes=axes)
+    slope = 1 - np.tanh(x.cumsum(0)[3]) ** 2  # (N, 2)
+    expected = np.zeros_like(x)
+    expected[:4] = slope * np.float32([-2.0, 5.0])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    scores = explain.ScoreFunction(model, batch_axes=axes)
+    start = np.full_like(x, 0.1)
+    parts = explain.integrated_gradients(scores, x, (3, 1), baselines=start, steps=100)
+    assert parts.shape == x.shape
+    gap = explain.completeness_gap(scores, parts, x, (3, 1), baselines=start)
+    np.testing.assert_allclose(gap, np.zeros(4), atol=1e-3)
+    moved = explain.fgsm(scores, x, 0.1, (3, 1), mask=np.ones_like(x))
+    assert moved.shape == x.shape
+    with pytest.raises(ValueError, match=r"another axis in common, \['N'\]: say which.*batch_axes"):
+        explain.saliency(model, x, (3, 1))
+    with pytest.raises(ValueError, match=r"batch_axes\['x'\] is 3"):
+        explain.saliency(model, x, (3, 1), batch_axes={"x": 3})
+    with pytest.raises(ValueError, match="Unknown input or output in batch_axes"):
+        explain.saliency(model, x, (3, 1), batch_axes={"z": 1})

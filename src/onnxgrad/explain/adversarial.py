@@ -26,6 +26,7 @@ def fgsm(
     *,
     wrt: str | Sequence[str] | None = None,
     output: str | None = None,
+    batch_axes: Mapping[str, int] | None = None,
     targeted: bool = False,
     loss: str = "score",
     bounds: Bounds = (-np.inf, np.inf),
@@ -43,6 +44,7 @@ def fgsm(
         target: the true class of each row, or that to reach if `targeted`; see `saliency`.
         wrt: name or names of values that are changed; see `ScoreFunction`.
         output: name of the output; see `ScoreFunction`.
+        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
         targeted: whether the loss shall fall instead.
         loss: "score", minus the score: the step is the same for minus its logarithm. Or
             "cross_entropy", for outputs that are logits, with the classes along axis 1.
@@ -67,7 +69,7 @@ def fgsm(
         >>> og.explain.fgsm(model, np.float32([[1, 1]]), 0.5).tolist()
         [[0.5, 1.5]]
     """
-    point, masks = _start(ScoreFunction.of(model, wrt, output), inputs, bounds, mask)
+    point, masks = _start(ScoreFunction.of(model, wrt, output, batch_axes), inputs, bounds, mask)
     _check(loss, "Linf", epsilon=epsilon)
     indices = point.indices(target)
     step = -epsilon if targeted else epsilon
@@ -85,6 +87,7 @@ def pgd(
     *,
     wrt: str | Sequence[str] | None = None,
     output: str | None = None,
+    batch_axes: Mapping[str, int] | None = None,
     targeted: bool = False,
     loss: str = "score",
     norm: str = "Linf",
@@ -101,10 +104,7 @@ def pgd(
         step_size: length of a step of each element.
         steps: how many.
         target: see `fgsm`.
-        wrt: see `fgsm`.
-        output: see `fgsm`.
-        targeted: see `fgsm`.
-        loss: see `fgsm`.
+        wrt, output, batch_axes, targeted, loss: see `fgsm`.
         norm: "Linf", each element, or "L2", each row.
         bounds: see `fgsm`.
         mask: see `fgsm`.
@@ -124,7 +124,7 @@ def pgd(
         >>> og.explain.pgd(model, np.float32([[1, 1]]), 0.25, 0.2, 5, 1).tolist()
         [[1.0, 1.25]]
     """
-    point, masks = _start(ScoreFunction.of(model, wrt, output), inputs, bounds, mask)
+    point, masks = _start(ScoreFunction.of(model, wrt, output, batch_axes), inputs, bounds, mask)
     _check(loss, norm, radius=radius, step_size=step_size, steps=steps)
     indices, values = point.indices(target), point.values
     if random_state is not None:
@@ -167,7 +167,7 @@ def masks_of(point: Point, mask: Any) -> Arrays:
             raise unknown("mask", name, point.values)
     masks = {}
     for name, x in point.values.items():
-        array = np.asarray(mask.get(name, 1.0), np.float64)
+        array = point.function.rows_first(name, np.asarray(mask.get(name, 1.0), np.float64))
         try:
             masks[name] = np.broadcast_to(array, x.shape)
         except ValueError:

@@ -33,7 +33,7 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
             raise unknown(what, other[0], [*point.values, *point.feed])
         computed: dict[str, Any] = {} if function.inner else dict.fromkeys(point.values, 0)
         if inputs:
-            feed = {n: _shaped(n, inputs.get(n, x), x, what) for n, x in point.feed.items()}
+            feed = {n: _shaped(point, n, inputs.get(n), x, what) for n, x in point.feed.items()}
             computed |= function.values(feed, point.rowed)
         given = computed | {n: b for n, b in given.items() if n in point.values}
     elif baselines is None:
@@ -48,11 +48,13 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
             f"{{{missing[0]!r}: 0}}, or inputs to compute it from, as "
             f"{{{next(iter(point.feed))!r}: array}}"
         )
-    return {n: _shaped(n, given[n], x, what) for n, x in point.values.items()}
+    return {n: _shaped(point, n, given[n], x, what) for n, x in point.values.items()}
 
 
-def _shaped(name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
-    array = to_numpy(baseline)
+def _shaped(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+    if baseline is None:
+        return x
+    array = point.function.rows_first(name, to_numpy(baseline))
     if array.ndim and array.shape not in (x.shape, (1, *x.shape[1:])):
         raise ValueError(
             f"the {what} of {name!r} has the shape {list(array.shape)}: give a number, or an array "

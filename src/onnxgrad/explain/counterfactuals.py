@@ -97,7 +97,7 @@ def counterfactual(
     """
     if learning_rate <= 0 or steps < 1:
         raise ValueError(f"learning_rate={learning_rate}, steps={steps}: give positive numbers")
-    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    point = ScoreFunction.of(model, wrt, output, None).at(inputs)
     search = _Search(point, point.indices(target), norm, margin, bounds, mask)
     search.run(learning_rate, steps)
     if rows := np.flatnonzero(~search.reached).tolist():

@@ -24,6 +24,7 @@ def saliency(
     *,
     wrt: str | Sequence[str] | None = None,
     output: str | None = None,
+    batch_axes: Mapping[str, int] | None = None,
     absolute: bool = True,
 ) -> Attributions:
     """Return the gradient of the score of each row: the saliency of Simonyan et al. 2013.
@@ -35,6 +36,7 @@ def saliency(
             a tuple of indices for all rows, or a list or an array of them, one a row.
         wrt: name or names of values that are explained; see `ScoreFunction`.
         output: name of the output; see `ScoreFunction`.
+        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
         absolute: return absolute values.
 
     Returns:
@@ -53,7 +55,7 @@ def saliency(
         >>> og.explain.saliency(model, np.float32([[1, 2]]), target=1).tolist()
         [[0.0, 4.0]]
     """
-    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
     gradients = point.gradients(point.values, point.indices(target))
     if absolute:
         gradients = {name: np.abs(g) for name, g in gradients.items()}
@@ -68,6 +70,7 @@ def integrated_gradients(
     *,
     wrt: str | Sequence[str] | None = None,
     output: str | None = None,
+    batch_axes: Mapping[str, int] | None = None,
     steps: int = 50,
     method: str = "gausslegendre",
 ) -> Attributions:
@@ -86,6 +89,7 @@ def integrated_gradients(
             a baseline.
         wrt: name or names of values that are explained; see `ScoreFunction`.
         output: name of the output; see `ScoreFunction`.
+        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
         steps: number of gradients.
         method: the quadrature: "gausslegendre", "riemann_left", "riemann_middle" or
             "riemann_right".
@@ -110,7 +114,7 @@ def integrated_gradients(
         [[0.0, 3.0]]
     """
     weights, fractions = quadrature(method, steps)
-    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
     starts, indices = baseline_values(point, baselines), point.indices(target)
     mean = _mean_gradients(point, indices, starts, weights, fractions)
     results = {}
@@ -141,6 +145,7 @@ def smooth_grad(
     *,
     wrt: str | Sequence[str] | None = None,
     output: str | None = None,
+    batch_axes: Mapping[str, int] | None = None,
     samples: int = 20,
     noise: float = 0.1,
     absolute: bool = True,
@@ -154,6 +159,7 @@ def smooth_grad(
         target: which element of a row of the output is its score; see `saliency`.
         wrt: name or names of values that are explained; see `ScoreFunction`.
         output: name of the output; see `ScoreFunction`.
+        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
         samples: number of copies.
         noise: standard deviation of the normal noise, in units of the value.
         absolute: take absolute values, before the mean.
@@ -179,7 +185,7 @@ def smooth_grad(
     if samples < 1 or noise < 0:
         raise ValueError(f"samples={samples}, noise={noise}: give at least one, and no negative")
     rng = np.random.default_rng(random_state)
-    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
     indices = point.indices(target)
     total = {name: np.zeros(x.shape) for name, x in point.values.items()}
     for _ in range(samples):
@@ -201,6 +207,7 @@ def completeness_gap(
     *,
     wrt: str | Sequence[str] | None = None,
     output: str | None = None,
+    batch_axes: Mapping[str, int] | None = None,
 ) -> np.ndarray:
     """Return, for each row, the sum of the attributions minus f(x) - f(baseline).
 
@@ -214,6 +221,7 @@ def completeness_gap(
         baselines: as for the method.
         wrt: as for the method; for `layer_conductance`, its `wrt`, not its `layer`.
         output: as for the method.
+        batch_axes: as for the method.
 
     Returns:
         float64 of shape (rows,), in units of the score.
@@ -233,10 +241,13 @@ def completeness_gap(
         [-0.02]
         [-0.0]
     """
-    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
     indices = point.indices(target)
     starts = baseline_values(point, baselines)
-    arrays = list(attributions.values() if isinstance(attributions, Mapping) else [attributions])
+    named = (
+        attributions if isinstance(attributions, Mapping) else {point.function.wrt[0]: attributions}
+    )
+    arrays = [point.function.rows_first(name, np.asarray(a)) for name, a in named.items()]
     if any(len(a) != point.rows for a in arrays):
         raise ValueError(f"the attributions are not of the {point.rows} rows of the inputs")
     total = sum(np.sum(a, axis=tuple(range(1, a.ndim)), dtype=np.float64) for a in arrays)

@@ -27,6 +27,7 @@ def occlusion(
     strides: Lengths | Mapping[str, Lengths] | None = None,
     wrt: str | Sequence[str] | None = None,
     output: str | None = None,
+    batch_axes: Mapping[str, int] | None = None,
 ) -> Attributions:
     """Return how much the score falls where a sliding window is set to the baseline.
 
@@ -44,6 +45,7 @@ def occlusion(
         strides: by how much the window moves along each axis, at most its length. None: 1.
         wrt: name or names of values that are explained; see `ScoreFunction`.
         output: name of the output; see `ScoreFunction`.
+        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
 
     Returns:
         As `saliency`; float64 for integers.
@@ -60,7 +62,7 @@ def occlusion(
         >>> og.explain.occlusion(model, np.float32([[1, 2, 4]]), window=1).tolist()
         [[1.0, 2.0, 4.0]]
     """
-    point = ScoreFunction.of(model, wrt, output).at(inputs)
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
     hidden, indices = baseline_values(point, baselines), point.indices(target)
     whole = point.scores(point.values, indices)
     results = {}

@@ -17,7 +17,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.explain.inputs import Arrays
 from onnxgrad.explain.paths import require_differentiable
 from onnxgrad.graph.garbage import garbage_kept
-from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated
 from onnxgrad.graph.traversal import reads
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.surgery import select_model_inputs_outputs
@@ -43,6 +43,7 @@ class Piece:
         cut: names of values that become inputs; what computes them is not run.
         device: where its sessions run.
         batch_size: how many rows run at once.
+        stated: whether the user has said where the rows are.
 
     Attributes:
         outputs: as the argument.
@@ -56,7 +57,9 @@ class Piece:
         cut: Collection[str],
         device: Device,
         batch_size: int,
+        stated: bool = False,
     ) -> None:
+        self._stated = stated
         names = [*declared(proto), *(name for name in cut if name not in declared(proto))]
         self.outputs, self._device, self._batch_size = list(outputs), device, batch_size
         self._proto = select_model_inputs_outputs(proto, outputs, names)
@@ -189,10 +192,28 @@ class Piece:
                 f"rows are not proven to be independent ({mixing}), and the inputs "
                 f"{list(symbols)} have first axes of different symbols: pass one row at a time"
             )
+        others = {} if self._stated else self._other_axes(firsts)
+        if others:
+            raise ValueError(
+                f"rows are not proven to be independent ({mixing}), and inputs and outputs have "
+                f"another axis in common, {others}: say which are the rows with batch_axes="
+                f"{{{next(iter(firsts))!r}: axis, {self.outputs[0]!r}: axis}}"
+            )
         if not self._warned:
             logger.warning("rows run one at a time, each as if alone: %s", mixing)
             self._warned = True
         return 1
+
+    def _other_axes(self, firsts: Mapping[str, Dim]) -> list[str]:
+        """Return the symbols, except the first, that all inputs with rows and the outputs have.
+
+        None if the first is called a batch.
+        """
+        if any("batch" in str(d).lower() for d in firsts.values()):
+            return []
+        shapes = [self.shape(name) or () for name in (*firsts, *self.outputs)]
+        common = set.intersection(*(set(shape) for shape in shapes)) - set(firsts.values())
+        return sorted(d for d in common if isinstance(d, str) and is_stated(d))
 
     def _proof(self, feed: Mapping[str, np.ndarray], rowed: Collection[str]) -> str | None:
         """Return None if row i of the outputs depends on row i of the inputs only, or why not."""

@@ -16,6 +16,7 @@ from onnxgrad.explain import targets
 from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
 from onnxgrad.explain.paths import dependents, reached, shown
 from onnxgrad.explain.piece import Piece, declared
+from onnxgrad.explain.rows_first import with_rows_first
 from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import all_nodes
@@ -45,6 +46,9 @@ class ScoreFunction:
             with rows. None: the only float output.
         device: "cpu", "cuda" or "cuda:1"; None is the CPU.
         batch_size: how many rows run at once.
+        batch_axes: `{name: axis}` of the inputs, and of the output, whose rows are not on their
+            first axis, as {"x": 1, "y": 1} for a model of time steps first. Arrays that are passed
+            and returned have the rows there; an index of a `target` leaves that axis out.
 
     Attributes:
         wrt: the names, as a list.
@@ -78,8 +82,10 @@ class ScoreFunction:
         *,
         device: Any = None,
         batch_size: int = 32,
+        batch_axes: Mapping[str, int] | None = None,
     ) -> None:
-        self._proto = read(model)
+        self.batch_axes = dict(batch_axes or {})
+        self._proto = with_rows_first(read(model), self.batch_axes)
         if training := has_training_nodes(self._proto):
             raise ValueError(
                 f"nodes in training mode: {', '.join(map(printable, training[:3]))}; scores would "
@@ -110,21 +116,25 @@ class ScoreFunction:
         model: ModelLike | ScoreFunction,
         wrt: str | Sequence[str] | None,
         output: str | None,
+        batch_axes: Mapping[str, int] | None,
     ) -> ScoreFunction:
         """Return `model` if it is a `ScoreFunction`, or that of a model.
 
         Raises:
-            ValueError: names beside a `ScoreFunction`, which has its own.
+            ValueError: names or axes beside a `ScoreFunction`, which has its own.
         """
         if not isinstance(model, ScoreFunction):
-            return cls(model, wrt, output)
-        if wrt is not None or output is not None:
-            raise ValueError("a ScoreFunction has its own `wrt` and `output`: leave them out")
+            return cls(model, wrt, output, batch_axes=batch_axes)
+        if wrt is not None or output is not None or batch_axes is not None:
+            raise ValueError(
+                "a ScoreFunction has its own `wrt`, `output` and `batch_axes`: leave them out"
+            )
         return model
 
     def piece(self, outputs: Sequence[str], cut: Sequence[str] = ()) -> Piece:
         """Return the part of the model from `cut` to `outputs`."""
-        return Piece(self._proto, outputs, cut, self._device, self.batch_size)
+        stated = bool(self.batch_axes)
+        return Piece(self._proto, outputs, cut, self._device, self.batch_size, stated)
 
     @cached_property
     def whole(self) -> Piece:
@@ -154,6 +164,7 @@ class ScoreFunction:
         graph = self.whole.graph.inputs
         needed = [*self.whole.inputs, *(self.front.inputs if self.inner else ())]
         feed = checked_feed(inputs, graph, dict.fromkeys(needed), declared(self._proto))
+        feed = {name: self.rows_first(name, x) for name, x in feed.items()}
         rows, rowed = rows_of(feed, graph)
         point = Point(self, feed, rowed, rows, self.values(feed, rowed))
         for name, x in point.values.items():
@@ -173,7 +184,12 @@ class ScoreFunction:
 
     def result(self, values: Mapping[str, np.ndarray]) -> Attributions:
         """Return one array if `wrt` is one name, else `{name: array}`."""
-        return values[self.wrt[0]] if self.single else dict(values)
+        moved = {n: np.moveaxis(x, 0, self.batch_axes.get(n, 0)) for n, x in values.items()}
+        return moved[self.wrt[0]] if self.single else moved
+
+    def rows_first(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return an array for an input, or for a value of `wrt`, with its rows first."""
+        return np.moveaxis(x, self.batch_axes.get(name, 0), 0) if x.ndim else x
 
     # -- checks --------------------------------------------------------------------------------
 

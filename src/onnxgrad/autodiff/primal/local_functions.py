@@ -282,7 +282,7 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
     return ruled
 
 
-def _has_rule(key: tuple[str, str]) -> bool:
+def _has_rule(key: tuple[str, str] | None) -> bool:
     """Return whether calls of a function stay what they are, for its rule or a user's lowering."""
     return key in RULES or (key in OF_USERS and (key in LOWERINGS or key in ON_DEMAND))
 

@@ -70,12 +70,7 @@ def prepare(
     table = dict(LOWERINGS | ON_DEMAND if on_demand else LOWERINGS)
     if keep_dropout:
         del table["", "Dropout"]
-    model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
-    external.with_data(model, proto)
-    RemoveInitializersFromInputsPass()(model)
-    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # of a new opset
-    _separate_repeated_outputs(model.graph)
-    _free_names(model.graph)
+    model = _in_working_opset(proto)
     if outputs is not None:
         _select(model, outputs)
     if batch is not None:
@@ -102,6 +97,17 @@ def prepare(
     _drop_imports(model)
     _free_outputs(model)
     _lower_opset(model)
+    return model
+
+
+def _in_working_opset(proto: ModelProto) -> ir.Model:
+    """Return a copy without functions and Constants, whose inputs and outputs are distinct."""
+    model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
+    external.with_data(model, proto)
+    RemoveInitializersFromInputsPass()(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # of a new opset
+    _separate_repeated_outputs(model.graph)
+    _free_names(model.graph)
     return model
 
 
