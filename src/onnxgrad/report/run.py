@@ -11,7 +11,6 @@ from typing import Any
 
 from onnxgrad.report.recorder import FILE, FORMAT
 from onnxgrad.report.weights import histograms
-from onnxgrad.training import saving
 from onnxgrad.training.callbacks.checkpoint import newest
 
 Run = dict[str, Any]
@@ -54,13 +53,13 @@ def load_run(path: str | os.PathLike) -> Run:
 def _of_folder(folder: Path) -> Run:
     if (folder / FILE).is_file():
         return load_run(folder / FILE)
-    state = newest(folder)
-    if state is None:
+    found = newest(folder)
+    if found is None:
         raise FileNotFoundError(
             f"{folder} has no {FILE} and no checkpoint: `onnxgrad train --record {folder}` or "
             "Recorder(folder) writes one"
         )
-    arrays, numbers = saving.read(state)
+    arrays, numbers = found[1]
     callbacks: Mapping[str, Any] = numbers.get("callbacks", {})
     run: Run = {"source": "checkpoint", "history": numbers.get("history", [])}
     run |= {"epochs": numbers.get("epoch"), "stop_reason": numbers.get("stop_reason")}

@@ -303,9 +303,9 @@ class Setup:
             ValueError: it is of another training.
         """
         old = self.trainer.state
-        path = None if resume is None else newest(resume)
-        if path is not None:
-            state = TrainState.load(path)
+        found = None if resume is None else newest(resume, TrainState.load)
+        if found is not None:
+            path, state = found
             require_equal(state.identity, identity, path)
             if draws_its_order(self.data.X):
                 warnings.warn(
