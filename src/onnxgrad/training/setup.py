@@ -135,7 +135,7 @@ class Setup:
 
     def step_models(self) -> tuple[ModelProto, ModelProto]:
         """Return the two halves of a step as models: the gradients, and the update."""
-        gradients = build_gradients(self.objective())
+        gradients = build_gradients(self.objective().require_labels())
         outputs = {y.name for y in gradients.graph.output}
         weights = {
             name: (w.shape, w.dtype)
