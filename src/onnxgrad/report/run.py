@@ -11,6 +11,7 @@ from typing import Any
 
 from onnxgrad.report.recorder import FILE, FORMAT
 from onnxgrad.report.weights import histograms
+from onnxgrad.training import saving
 from onnxgrad.training.callbacks.checkpoint import newest
 
 Run = dict[str, Any]
@@ -53,7 +54,7 @@ def load_run(path: str | os.PathLike) -> Run:
 def _of_folder(folder: Path) -> Run:
     if (folder / FILE).is_file():
         return load_run(folder / FILE)
-    found = newest(folder)
+    found = newest(folder, saving.read)
     if found is None:
         raise FileNotFoundError(
             f"{folder} has no {FILE} and no checkpoint: `onnxgrad train --record {folder}` or "

@@ -186,6 +186,12 @@ class Setup:
         With `further`, it is the trainer's own state, and the epochs follow those before.
         """
         trainer, shared = self.trainer, self.sharing
+        if shared is not None:
+            call: dict[str, Any] = {"epochs": epochs, "shuffle": shuffle, "partial_fit": further}
+            call |= {"batch_size": self.batch_size, "resume": resume is not None}
+            share = self.held_out is None or isinstance(self.held_out, float)
+            call |= {"validation": self.held_out if share else "data", "weighted": self.weighted}
+            shared.check_call(trainer, call)
         compiled = self.compiled = self._compiled()
         objective = compiled.objective
         fields = Fields(objective, trainer.batch_axes)
@@ -199,7 +205,7 @@ class Setup:
         if further:
             state = trainer.state.begin_epoch(initial)
         else:
-            identity = self._identity(source.description, source.batch_size, shuffle)
+            identity = self._identity(source, shuffle)
 
             def begun() -> TrainState:
                 return self._state(initial, identity, resume)
@@ -207,8 +213,10 @@ class Setup:
             state = begun() if shared is None or resume is None else shared.from_first(begun)
         first, callbacks = state.epoch if further else 0, trainer.callbacks
         if shared is not None:
+            own = self._identity(source, shuffle)
+            sources = {"data": source} | ({} if held_out is None else {"validation": held_out})
             source = shared.source(source, fields.axes)
-            shared.check(trainer, state, self.weighted)
+            shared.check(trainer, state, own, sources)
             callbacks = shared.callbacks(callbacks)
             if held_out is not None:
                 held_out = shared.source(held_out, self.evaluator.fields.axes)
@@ -326,7 +334,7 @@ class Setup:
         state.values = Values(old.weights, buffers=now)
         return state
 
-    def _identity(self, data: dict[str, Any], batch_size: int, shuffle: bool) -> Identity:
+    def _identity(self, source: BatchSource, shuffle: bool) -> Identity:
         """Return what two trainings must have in common for one to go on with the other."""
         trainer = self.trainer
         arguments = (
@@ -338,9 +346,9 @@ class Setup:
                 "trained": trainer.trained,
                 "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
                 "class_weight": trainer.class_weight,
-                "batch_size": batch_size,
+                "batch_size": source.batch_size,
                 "shuffle": shuffle,
-                "data": data,
+                "data": source.description,
                 **{name: getattr(trainer, name) for name in arguments.split()},
             },
         )

@@ -179,9 +179,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for path in _named(folder) if saving.is_state(path) and not _is_copy(path)]
 
 
-def newest(
-    folder: str | os.PathLike, read: Callable[[Path], T] = saving.read
-) -> tuple[Path, T] | None:
+def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, T] | None:
     """Return the newest checkpoint in a folder that is not damaged, and what `read` returns of it.
 
     If the folder is a checkpoint, it is that one. None: there is none.
