@@ -21,6 +21,7 @@ _POLL, _TAG, _SHOWN = 0.2, 31_999, 200
 _calls = itertools.count(1)  # of `together`, as many in all processes
 _unfinished: list[Any] = []  # exchanges that were given up; their arrays must stay in memory
 _begun = False  # whether this process has entered a call
+_broken: Any = None  # the engine whose processes did not leave a call in the same exchange
 
 Wait = Callable[[], None]
 
@@ -33,6 +34,7 @@ class _Processes:
 
     rank: int
     size: int
+    _engine: Any  # by which a group is known
 
     def __init__(self) -> None:
         self._call = 0
@@ -53,7 +55,9 @@ class _Processes:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Let the block, which all processes enter, end in all of them, or fail in all."""
-        global _begun
+        global _begun, _broken
+        if _broken is self._engine:
+            raise self._lost("a call before left exchanges unfinished, so that none can follow")
         self._call, self._left, _begun = next(_calls), {}, True
         try:
             yield
@@ -64,6 +68,8 @@ class _Processes:
             lost = all(reason.startswith(ProcessLostError.__name__) for reason in self._reasons(e))
             if not lost:
                 self._wait_for_others()
+            if any(reason.startswith(ProcessLostError.__name__) for reason in self._reasons(e)):
+                _broken = self._engine
             raise
 
     def _reasons(self, error: BaseException) -> list[str]:
@@ -125,7 +131,8 @@ class TorchGroup(_Processes):
         import torch.distributed as distributed
 
         super().__init__()
-        self._torch, self._engine = torch, distributed
+        self._torch, self._distributed = torch, distributed
+        self._engine = distributed.distributed_c10d._get_default_group()
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         backend = distributed.get_backend()
         self._on_gpu, self._waits = backend == "nccl", backend == "gloo"
@@ -135,7 +142,7 @@ class TorchGroup(_Processes):
         """Begin to replace an array by its sum."""
         tensor = self._tensor(array)
         with self._answered():
-            work = self._engine.all_reduce(tensor, async_op=True)
+            work = self._distributed.all_reduce(tensor, async_op=True)
 
         def wait() -> None:
             self._finish(work)
@@ -147,7 +154,7 @@ class TorchGroup(_Processes):
         """Replace an array by that of another process."""
         tensor = self._tensor(array)
         with self._answered():
-            work = self._engine.broadcast(tensor, root, async_op=True)
+            work = self._distributed.broadcast(tensor, root, async_op=True)
         self._finish(work)
         self._back(tensor, array)
 
@@ -161,7 +168,7 @@ class TorchGroup(_Processes):
         own[: data.size] = data
         every = [self._tensor(np.zeros_like(own)) for _ in sizes]
         with self._answered():
-            work = self._engine.all_gather(every, self._tensor(own), async_op=True)
+            work = self._distributed.all_gather(every, self._tensor(own), async_op=True)
         self._finish(work)
         found = (x.cpu().numpy()[:n].tobytes() for x, n in zip(every, sizes, strict=True))
         return list(map(pickle.loads, found))
@@ -204,7 +211,8 @@ class MpiGroup(_Processes):
         from mpi4py import MPI
 
         super().__init__()
-        self._mpi, self._all = MPI, MPI.COMM_WORLD
+        self._engine = self._mpi = MPI
+        self._all = MPI.COMM_WORLD
         self.rank, self.size = self._all.Get_rank(), self._all.Get_size()
         self._sent: list[Any] = []
 

@@ -187,21 +187,14 @@ class Setup:
         """
         trainer, shared = self.trainer, self.sharing
         if shared is not None:
-            call: dict[str, Any] = {"epochs": epochs, "shuffle": shuffle, "partial_fit": further}
-            call |= {"batch_size": self.batch_size, "resume": resume is not None}
-            share = self.held_out is None or isinstance(self.held_out, float)
-            call |= {"validation": self.held_out if share else "data", "weighted": self.weighted}
-            shared.check_call(trainer, call)
+            shared.check_call(self, epochs, shuffle, resume is not None, further)
         compiled = self.compiled = self._compiled()
         objective = compiled.objective
         fields = Fields(objective, trainer.batch_axes)
         self._check_weighted(objective, fields)
         source, held_out = self._sources(fields, shuffle)
-        initial = {
-            str(b.name): np.array(b.const_value.numpy())
-            for b in objective.buffers
-            if b.const_value is not None
-        }
+        buffers = [(str(b.name), b.const_value) for b in objective.buffers]
+        initial = {name: np.array(v.numpy()) for name, v in buffers if v is not None}
         if further:
             state = trainer.state.begin_epoch(initial)
         else:
@@ -213,10 +206,8 @@ class Setup:
             state = begun() if shared is None or resume is None else shared.from_first(begun)
         first, callbacks = state.epoch if further else 0, trainer.callbacks
         if shared is not None:
-            own = self._identity(source, shuffle)
-            sources = {"data": source} | ({} if held_out is None else {"validation": held_out})
+            shared.check(trainer, state, self._identity(source, shuffle), source, held_out)
             source = shared.source(source, fields.axes)
-            shared.check(trainer, state, own, sources)
             callbacks = shared.callbacks(callbacks)
             if held_out is not None:
                 held_out = shared.source(held_out, self.evaluator.fields.axes)

@@ -89,14 +89,23 @@ class Sharing:
         source.part = self.part
         return source
 
-    def check_call(self, trainer: Any, call: Mapping[str, Any]) -> None:
+    def check_call(
+        self, setup: Any, epochs: int, shuffle: bool, resumes: bool, further: bool
+    ) -> None:
         """Raise `ValueError` in all processes if their arguments differ, with what differs.
 
         Callbacks that write are called in the first process only, so that others may lack them.
         """
-        callbacks = trainer.callbacks
+        trainer, held_out = setup.trainer, setup.held_out
+        callbacks, share = trainer.callbacks, held_out is None or isinstance(held_out, float)
         own = {
-            **call,
+            "method": "partial_fit" if further else "fit",
+            "epochs": epochs,
+            "shuffle": shuffle,
+            "resume": resumes,
+            "batch_size": setup.batch_size,
+            "validation": held_out if share else "data",
+            "sample weights": setup.weighted,
             "batch_axes": trainer.batch_axes,
             "parallel": vars(self.options),
             "callbacks": [_options(c) for c in callbacks.all if not c.writes],
@@ -113,7 +122,8 @@ class Sharing:
         trainer: Any,
         state: TrainState,
         identity: Mapping[str, Any],
-        sources: Mapping[str, BatchSource],
+        source: BatchSource,
+        held_out: BatchSource | None,
     ) -> None:
         """Raise in all processes if they do not begin alike, with what differs.
 
@@ -121,7 +131,8 @@ class Sharing:
             trainer: of this process.
             state: with which training begins.
             identity: what a checkpoint must have.
-            sources: of the data to train on, and of those that are held out.
+            source: of the data to train on.
+            held_out: of validation data.
 
         Raises:
             ValueError: other weights, data or arguments in some of the processes; or an argument
@@ -143,12 +154,14 @@ class Sharing:
                 "has some of them: pass the weights of the classes"
             )
         own = {"step": str(state.step), "epoch": str(state.epoch), **_flat(dict(identity))}
-        for name, source in sources.items():
-            own |= _flat({name: source.description, f"{name} batch_size": source.batch_size})
-            if isinstance(source, ArraySource):  # whose description has a digest of some rows
-                own |= {f"{name} {n}": _digest(a) for n, a in source.arrays.items()}
+        for name, data in (("data", source), ("validation", held_out)):
+            if data is not None:
+                own |= _flat({name: data.description, f"{name} batch_size": data.batch_size})
+            if isinstance(data, ArraySource):  # whose description has a digest of some rows
+                own |= {f"{name} {n}": _digest(a) for n, a in data.arrays.items()}
         if self.options.shards:
-            own = {k: v for k, v in own.items() if not k.startswith((*sources, "batch_size"))}
+            own_only = ("data", "validation", "batch_size")
+            own = {k: v for k, v in own.items() if not k.startswith(own_only)}
         values = state.values
         own |= {f"weight {n}": _digest(w) for n, w in values.weights.items()}
         own |= {f"buffer {n}": _digest(b) for n, b in values.buffers.items()}
