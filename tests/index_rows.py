@@ -19,6 +19,16 @@ def constants(**values):
 
 # -- reading at indices --------------------------------------------------------------------------
 
+for indices in ([[0, 2]], [[0], [2]], [[1, 1], [0, -1]]):
+    body = "l = LogSoftmax<axis=-1>(x)  y = GatherElements<axis=1>(l, i)"
+    some = {"i": np.array(indices)}
+    add(
+        f"GatherElements LogSoftmax {len(indices)} {len(indices[0])}",
+        body,
+        {"x": (2, 4)},
+        given=some,
+    )
+
 for axis in (0, 1, 2, -1, -2):
     twice = np.array([[[0, -1], [1, 1]], [[1, 0], [-2, 0]]])
     node = f"GatherElements<axis={axis}>(x, i)"

@@ -111,6 +111,25 @@ def test_nodes_are_put_before_another():
     assert written(op) == ["Neg", "Exp", "Tanh"]
 
 
+def test_a_node_that_stands_behind_is_written_again():
+    """Nodes are written at random places, and each before the nodes that read it."""
+    [x] = inputs((2,))
+    op, rng = emitter(x), np.random.default_rng(0)
+    for operator in ("Relu", "Sin", "Cos", "Abs"):
+        op.emit(operator, [x], {}, fresh=True)
+    for _ in range(60):
+        at = list(op.graph)[rng.integers(op.graph.num_nodes())]
+        with op.at(at if rng.random() < 0.8 else None):
+            op.Neg(op.Tanh(x) if rng.random() < 0.5 else op.Exp(op.Tanh(x)))
+    operators = written(op)
+    assert operators.count("Neg") > operators.count("Sin")  # some stood behind
+    assert len(operators) < 40  # and most were shared
+    seen = {x}
+    for node in op.graph:
+        assert seen.issuperset(node.inputs), node.op_type
+        seen.update(node.outputs)
+
+
 def test_only_operators_are_attributes():
     with pytest.raises(AttributeError):
         _ = emitter().keras

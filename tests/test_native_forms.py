@@ -69,6 +69,37 @@ def test_packed_weights_are_split_and_joined_in_trees(layers, monkeypatch):
     assert max(max(len(n.input), len(n.output)) for n in after) <= 64
 
 
+@pytest.mark.parametrize("sizes", ["", ", sizes"])
+def test_a_wide_split_is_a_tree(sizes, monkeypatch):
+    n = 70
+    parts = ", ".join(f"s{i}" for i in range(n))
+    count = "" if sizes else f", num_outputs = {n}"
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,{n}] x) => (float[N,1] y) <int64[{n}] sizes = {{{", ".join(["1"] * n)}}}> {{
+          h = Mul(x, w)  {parts} = Split<axis = -1{count}>(h{sizes})  y = Sum({parts}) }}""")
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=n).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    x = rng.normal(size=(4, n)).astype(np.float32)
+    before, after = compare(model, x, x[:, :1], monkeypatch)
+    assert max(len(node.output) for node in before) == n
+    assert max(len(node.output) for node in after) <= 64
+
+
+def test_two_pools_of_one_map(monkeypatch):
+    model = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[N,1,8,8] x) => (float[N,384] y) {
+          c = Conv<pads = [1, 1, 1, 1]>(x, w)  a = Relu(c)
+          p = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(a)
+          q = MaxPool<kernel_shape = [2, 1], strides = [2, 1]>(a)
+          r = Flatten(p)  s = Flatten(q)  y = Concat<axis = 1>(r, s) }""")
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(8, 1, 3, 3)).astype(np.float32)
+    model.graph.initializer.append(numpy_helper.from_array(w, "w"))
+    x = rng.normal(size=(4, 1, 8, 8)).astype(np.float32)
+    compare(model, x, np.zeros((4, 384), np.float32), monkeypatch)
+
+
 RESIZES = [
     ("scale up", "", "1.0, 1.0, 2.0, 1.5", (8, 6)),
     ("scale down", ", antialias=1", "1.0, 1.0, 0.5, 0.5", (8, 6)),

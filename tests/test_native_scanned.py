@@ -46,13 +46,17 @@ BODIES = {
         "  k, m = Split<axis = -1, num_outputs = 2>(o)  new = Sub(k, h)  out = Mul(m, new)",
         {"Sub": 1, "Mul": 1},
     ),
+    "an unread Concat": (
+        "t = Tanh(x)  new = Mul(h, w)  out = Concat<axis = 1>(new, t)",
+        {"Mul": 1, "Concat": 1},
+    ),
     "an output": ("out = Mul(x, y)  new = Add(h, out)", {"Mul": 1, "Add": 1}),
     "other ranks": (
         "v = ReduceSum<keepdims = 0>(x)  u = Mul(v, x)  new = Add(h, u)  out = Neg(u)",
         None,
     ),
 }
-WIDTHS = {"products": 6, "joined": 6}
+WIDTHS = {"products": 6, "joined": 6, "an unread Concat": 6}
 DIRECTIONS = {
     "forward": "",
     "backward": ", scan_input_directions = [1, 1, 1], scan_output_directions = [1]",

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
+from onnxgrad.graph.inference.infer import infer
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.device import Device
@@ -17,7 +18,8 @@ ADD = """rows = Reshape(i, column)  shape = Shape(u)  indices = Expand(rows, sha
 
 def native(text: str, threads: int = 1) -> onnx.ModelProto:
     proto = onnx.parser.parse_model(f'<ir_version: 9, opset_import: ["": 18]> {text}')
-    model = to_ir(onnx.shape_inference.infer_shapes(proto, data_prop=True))
+    model = to_ir(proto)
+    infer(model)
     to_native(model.graph, Target(Device.of("cpu"), threads))
     return to_proto(model)
 
@@ -56,6 +58,7 @@ def test_rows_are_added_where_indices_repeat_and_are_negative(width):
         (scatter("5, 3", "M, 3", "-1, 1", body=ADD.replace("axis=0", "axis=1")), 1),
         (scatter("5, 3", "M, 3", "-1, 1", body=ADD.replace('"add"', '"mul"')), 1),
         (scatter("5, 3", "M, 3", "1, -1"), 1),  # a column for each element of a row
+        (scatter("5, 3", "4, 3", "1, 1"), 1),  # one index for all rows
     ],
 )
 def test_what_is_no_sum_of_rows_on_one_thread_is_left_alone(text, threads):

@@ -166,3 +166,15 @@ def test_gradients_of_parts(parts, first):
         assert used["Concat"] == 1
         assert not used["ScatterElements"]
         assert used["Pad"] == (parts == "indices")
+
+
+@pytest.mark.parametrize("axes", ["", ", none"])
+@pytest.mark.parametrize("noop", [0, 1])
+def test_a_product_over_no_axes(axes, noop):
+    body = f"""none = Constant<value_ints: ints = []>()  s = Shape(x)
+        p = ReduceProd<noop_with_empty_axes={noop}, keepdims=1>(s{axes})  y = Reshape(x, p)"""
+    model = parse("float[2, 3] x", body)
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    dx, y = run(gradient(model), x=x)
+    np.testing.assert_array_equal(y, run(model, x=x)[0])
+    np.testing.assert_array_equal(dx, np.ones_like(x))

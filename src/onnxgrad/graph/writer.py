@@ -20,6 +20,8 @@ from onnxgrad.graph.types import output_shape, output_types
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
 PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate
+_OWN = "onnxgrad.own"  # in `meta` of a constant that the package wrote, and no weight of a model
+_LAST = math.inf  # behind all nodes that are inserted before one
 _current: ContextVar[Writer] = ContextVar("emit")
 
 
@@ -59,6 +61,7 @@ class Writer:
         self._before: ir.Node | None = None  # insert nodes before it; None: at the end
         self._written: dict[ir.Node, None] = {}
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
+        self._places: dict[ir.Node, tuple[float, ...]] = {}  # sorted as the nodes; see `_precedes`
         self._constants: dict[Any, ir.Value] = {}
         self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
         self._numbers: Counter[str] = Counter()  # the last suffix of each name
@@ -162,10 +165,18 @@ class Writer:
         key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
         shared = self._shared.get(key)
         node = None if shared is None else shared[0].producer()
-        if shared is None or node is None or node.graph is not self.graph:  # new, or removed
+        if shared is None or node is None or not self._precedes(node):
             shared = self._append(domain, op_type, values, attributes, attrs, outputs)
             self._shared[key] = shared
         return shared
+
+    def _precedes(self, node: ir.Node) -> bool:
+        """Return whether `node` is in the graph, and stands before the place of writing."""
+        if node.graph is not self.graph or self._before is None:
+            return node.graph is self.graph
+        if node not in self._places or self._before not in self._places:
+            self._places = {n: (i, _LAST) for i, n in enumerate(self.graph)}
+        return self._places[node] < self._places[self._before]
 
     def _operands(self, op_type: str, inputs: Any) -> list[Any]:
         """Return the operands as values; numbers get the dtype of the first one that has any."""
@@ -189,10 +200,14 @@ class Writer:
             value.name, value.type = self.name(op_type.lower()), value_type
         shape = output_shape(op_type, values, attributes)
         node.outputs[0].shape = None if shape is None else ir.Shape(shape)
+        number = len(self._written)  # grows with every node
         if self._before is None:
             self.graph.append(node)
+            self._places[node] = (_LAST, number, _LAST)
         else:
             self.graph.insert_before(self._before, node)
+            if (place := self._places.get(self._before)) is not None:
+                self._places[node] = (*place[:-1], number, _LAST)
         self._written[node] = None
         if self.primal is not None:
             node.meta[PRIMAL] = self.primal
@@ -297,6 +312,7 @@ class Writer:
                 type=ir.TensorType(tensor.dtype),
                 const_value=tensor,
             )
+            value.meta[_OWN] = True
             self.graph.register_initializer(value)
             self._constants[key] = value
         return self._constants[key]
@@ -304,10 +320,14 @@ class Writer:
     known_value = staticmethod(constant)
 
     def is_all(self, v: ir.Value, number: float) -> bool:
-        """Return whether `v` is a constant of fewer than 64 elements, all equal to `number`."""
-        tensor = v.const_value
-        array = self.known_value(v) if tensor is not None and tensor.size < _SMALL else None
-        return array is not None and bool(np.all(array == number))
+        """Return whether `v` is a constant of the package, small, and all equal to `number`.
+
+        Constants of the model are not read: they may be weights, whose values do not decide what
+        their gradients are.
+        """
+        if _OWN not in v.meta or v.const_value is None or v.const_value.size >= _SMALL:
+            return False
+        return bool(np.all(self.known_value(v) == number))
 
     def ones_like(self, x: ir.Value) -> ir.Value:
         """Return ones of the shape and dtype of `x`, a tensor or a sequence."""

@@ -177,10 +177,10 @@ class _Body:
     def _flatten(self) -> None:
         """[[x, y], z] = [x, y, z]"""
         for node in [n for n in self.body if n.op_type == "Concat" and not n.domain]:
-            y, (use, *more) = node.outputs[0], list(node.outputs[0].uses())
-            around, i = use
-            if more or y.is_graph_output() or around.op_type != "Concat":
+            y, uses = node.outputs[0], list(node.outputs[0].uses())
+            if len(uses) != 1 or y.is_graph_output() or uses[0].node.op_type != "Concat":
                 continue
+            around, i = uses[0]
             if around.domain or around.attributes["axis"].value != node.attributes["axis"].value:
                 continue
             parts = [*around.inputs[:i], *node.inputs, *around.inputs[i + 1 :]]

@@ -49,6 +49,6 @@ def _rows(node: ir.Node) -> ir.Value | None:
     if x is None or x.dtype != ir.DataType.FLOAT or index is None or row is None or update is None:
         return None
     width = static(row[1:])
-    one_each = index[1:] == (1,) * (len(index) - 1)
+    one_each = index[0] == update[0] is not None and index[1:] == (1,) * (len(index) - 1)
     whole = len(index) == len(row) == len(update) and width is not None and width == update[1:]
     return rows if one_each and whole else None

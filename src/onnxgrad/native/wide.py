@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import constant
+from onnxgrad.graph.shapes import constant, dims, static
 from onnxgrad.graph.tidy import drop_unused
 
 _WIDTH = 64
@@ -28,7 +28,7 @@ def narrow(op: Emit, target: Any) -> None:
         with op.at(node):
             if node.op_type == "Concat":
                 parts = [_concatenated(op, list(node.inputs), axis)]
-            elif node.op_type == "Split" and (sizes := constant(node.inputs[1])) is not None:
+            elif node.op_type == "Split" and (sizes := _lengths(node, axis)) is not None:
                 parts = _split(op, node.inputs[0], sizes, axis)
             else:
                 continue
@@ -36,6 +36,15 @@ def narrow(op: Emit, target: Any) -> None:
             ir.convenience.replace_all_uses_with(y, op.set_type_like(part, y))
     if op.wrote:
         drop_unused(op.graph)
+
+
+def _lengths(split: ir.Node, axis: int) -> np.ndarray | None:
+    """Return the lengths of the parts of a Split if they are known, else None."""
+    if len(split.inputs) > 1:
+        return constant(split.inputs[1])
+    shapes = [dims(y) for y in split.outputs]
+    lengths = static(tuple(None if shape is None else shape[axis] for shape in shapes))
+    return None if lengths is None else np.array(lengths)
 
 
 def _concatenated(op: Emit, parts: list[Any], axis: int) -> ir.Value:

@@ -10,7 +10,7 @@ from math import log, pi, sqrt
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.registry import elementwise, rule
-from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.shapes import dims, equal, rank
 
 elementwise(
     # Two casts, as onnxruntime's Sign takes several times as long on large tensors.
@@ -168,4 +168,6 @@ def _label(op, g, axis: int):
         return None
     same_axis = node.attributes.get_int("axis", 0) % n == axis % n
     added = node.attributes.get_string("reduction", "none") == "add"
-    return (i, u) if same_axis and added else None
+    rows, labels = list(dims(g) or ()), list(dims(i) or (None,) * n)
+    rows[axis] = labels[axis] = 1  # a label for every row: the others have their sum, too
+    return (i, u) if same_axis and added and equal(tuple(rows), tuple(labels)) else None

@@ -272,6 +272,8 @@ def _range(node: ir.Node, start: Elements, end: Elements, step: Elements) -> Ele
 
 
 def _reduce_prod(node: ir.Node, x: Elements, axes: Elements | None = None) -> Elements:
+    if node.attributes.get_int("noop_with_empty_axes", 0) and (axes is None or not axes.size):
+        return x
     result = _product(x.flat)
     return result.reshape(1) if node.attributes.get_int("keepdims", 1) and x.ndim else result
 

@@ -19,11 +19,12 @@ def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
     """A node that returns its input is removed, unless its output is an output of the graph."""
     x, (y, *others) = node.inputs[0], node.outputs
     training = node.inputs[2] if node.op_type == "Dropout" and len(node.inputs) > 2 else None
+    trains = op.known_value(training)
     same = {
         "Identity": True,
         "Cast": x.dtype is not None and x.dtype == y.dtype,
         "Reshape": equal(dims(x), dims(y)),
-        "Dropout": not others and (training is None or op.is_all(training, False)),
+        "Dropout": not others and (training is None or (trains is not None and not trains)),
     }[node.op_type]
     return [x] if same and y not in op.graph.outputs else None
 
