@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -21,7 +22,9 @@ _POLL, _TAG, _SHOWN = 0.2, 31_999, 200
 _calls = itertools.count(1)  # of `together`, as many in all processes
 _unfinished: list[Any] = []  # exchanges that were given up; their arrays must stay in memory
 _begun = False  # whether this process has entered a call
-_broken: Any = None  # the engine whose processes did not leave a call in the same exchange
+_broken: ref[Any] | None = (
+    None  # the engine whose processes did not leave a call in the same exchange
+)
 
 Wait = Callable[[], None]
 
@@ -34,7 +37,7 @@ class _Processes:
 
     rank: int
     size: int
-    _engine: Any  # by which a group is known
+    _engine: ref[Any]  # by which a group is known: its threads must not outlive it
 
     def __init__(self) -> None:
         self._call = 0
@@ -56,7 +59,7 @@ class _Processes:
     def together(self) -> Iterator[None]:
         """Let the block, which all processes enter, end in all of them, or fail in all."""
         global _begun, _broken
-        if _broken is self._engine:
+        if _broken is not None and _broken() is self._engine():
             raise self._lost("a call before left exchanges unfinished, so that none can follow")
         self._call, self._left, _begun = next(_calls), {}, True
         try:
@@ -132,11 +135,10 @@ class TorchGroup(_Processes):
 
         super().__init__()
         self._torch, self._distributed = torch, distributed
-        self._engine = distributed.distributed_c10d._get_default_group()
+        self._engine = ref(distributed.distributed_c10d._get_default_group())
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         backend = distributed.get_backend()
         self._on_gpu, self._waits = backend == "nccl", backend == "gloo"
-        self._store = distributed.distributed_c10d._get_default_store()
 
     def sum(self, array: np.ndarray) -> Wait:
         """Begin to replace an array by its sum."""
@@ -187,13 +189,17 @@ class TorchGroup(_Processes):
             work.wait()  # raises what has ended it
 
     def _tell(self, reason: str) -> None:
-        number = self._store.add(f"onnxgrad/{self._call}", 1)
-        self._store.set(f"onnxgrad/{self._call}/{number}", f"{self.rank} {reason}")
+        store, key = self._store(), f"onnxgrad/{self._call}"
+        store.set(f"{key}/{store.add(key, 1)}", f"{self.rank} {reason}")
 
     def _listen(self) -> None:
-        while self._store.check([key := f"onnxgrad/{self._call}/{len(self._left) + 1}"]):
-            rank, _, reason = self._store.get(key).decode().partition(" ")
+        store = self._store()
+        while store.check([key := f"onnxgrad/{self._call}/{len(self._left) + 1}"]):
+            rank, _, reason = store.get(key).decode().partition(" ")
             self._left[int(rank)] = reason
+
+    def _store(self) -> Any:
+        return self._distributed.distributed_c10d._get_default_store()
 
     def _tensor(self, array: np.ndarray) -> Any:
         tensor = self._torch.from_numpy(array)
@@ -211,8 +217,7 @@ class MpiGroup(_Processes):
         from mpi4py import MPI
 
         super().__init__()
-        self._engine = self._mpi = MPI
-        self._all = MPI.COMM_WORLD
+        self._engine, self._mpi, self._all = ref(MPI), MPI, MPI.COMM_WORLD
         self.rank, self.size = self._all.Get_rank(), self._all.Get_size()
         self._sent: list[Any] = []
 
