@@ -20,7 +20,7 @@ from onnxgrad import (
     vjp,
 )
 from onnxgrad.autodiff.partition import partition
-from running import run_named
+from running import run, run_named
 
 
 def parse(text: str, opset: int = 20) -> onnx.ModelProto:
@@ -154,7 +154,7 @@ def case(name: str, known: str = "symbols") -> tuple[onnx.ModelProto, dict]:
         for x, a in feed.items():
             shape = ",".join(map(str, a.shape))
             text = re.sub(rf"float\[[^]]*\] {x}\b", f"float[{shape}] {x}", text, count=1)
-    return unknown(parse(text), known), feed
+    return unknown(parse(text), known), dict(feed)
 
 
 @pytest.mark.parametrize("known", ["lengths", "symbols"])
@@ -292,3 +292,22 @@ def test_message_names_the_node_in_the_body():
             d = Identity(c)  e = my.Thing(a) }>(n, , x) }"""
     with pytest.raises(NoGradientRule, match=r"(?s)in a graph of Loop .*output 'y'.*my::Thing"):
         onnx_derivative(parse(text))
+
+
+@pytest.mark.parametrize("declared", ["", "[1]"])
+def test_the_number_of_an_iteration_has_its_declared_shape(declared):
+    """onnxruntime passes a tensor of the shape that the body declares."""
+    starts = "a = Gather(at, i)" if declared else "one = Unsqueeze(i, ax)  a = Gather(at, one)"
+    model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
+        f (float[6] x) => (float[2] y)
+        <int64[1] n = {{3}}, bool t = {{1}}, float[2] z = {{0.0, 0.0}},
+         int64[4] at = {{0, 2, 4, 6}}, int64[1] ax = {{0}}, int64[1] step = {{2}}> {{
+          y = Loop(n, t, z)<body = b (int64{declared} i, bool c, float[2] s)
+            => (bool d, float[2] u) {{
+              d = Identity(c)  {starts}  e = Add(a, step)  p = Slice(x, a, e, ax)
+              q = Mul(p, p)  u = Add(s, q) }}> }}""")
+    x, g = np.arange(1, 7, dtype=np.float32), np.array([1, 10], np.float32)
+    [dx] = run(onnx_derivative(model, weights=[]), x=x, y_grad=g)
+    np.testing.assert_allclose(dx, 2 * x * np.tile(g, 3))
+    [_, y] = run(add_loss_output(model), x=x, label=g)
+    np.testing.assert_allclose(y, run(model, x=x)[0])

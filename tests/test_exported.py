@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from onnx import numpy_helper
 
-from onnxgrad import add_loss_output, check_gradient, onnx_derivative, select_model_inputs_outputs
-from running import run_named
+from onnxgrad import (
+    add_loss_output,
+    check_gradient,
+    hvp,
+    onnx_derivative,
+    select_model_inputs_outputs,
+)
+from running import run, run_named
 
 
 def inputs(model: onnx.ModelProto) -> list[str]:
@@ -123,3 +132,79 @@ def test_the_loss_of_a_zipmap_names_the_tensor_to_use():
         add_loss_output(model, "log", output_index="output_probability")
     made = add_loss_output(model, "log", output_index="probabilities")
     assert [y.name for y in made.graph.output] == ["loss", "probabilities"]
+
+
+def _shapes_of_ranks(torch) -> dict:
+    """Return functions that PyTorch exports with an If on a rank, or on sizes."""
+    joins = {n: getattr(torch, n) for n in ("column_stack", "hstack", "vstack", "dstack")}
+    joined = {f"{n} {k}": (f, k) for n, f in joins.items() for k in ("vectors", "matrices")}
+    ones = {f"atleast_{n}d": getattr(torch, f"atleast_{n}d") for n in (1, 2, 3)}
+    return {name: (lambda a, b, f=f: 2 * f([a, b]), k) for name, (f, k) in joined.items()} | {
+        **{name: (lambda a, b, f=f: f(a) * f(b), "vectors") for name, f in ones.items()},
+        "tile": (lambda a, b: torch.tile(a, (3, 2)) * 1.5 + torch.tile(b, (2,)), "vectors"),
+        "tile matrices": (lambda a, b: torch.tile(a * b, (2,)), "matrices"),
+    }
+
+
+NAMES = [
+    *(f"{n} {k}" for n in ("column_stack", "hstack", "vstack", "dstack")
+      for k in ("vectors", "matrices")),
+    *(f"atleast_{n}d" for n in (1, 2, 3)), "tile", "tile matrices",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("exporter", ["dynamo", "legacy", "legacy, any length"])
+@pytest.mark.parametrize("name", NAMES)
+def test_branches_that_cannot_run(name, exporter, capsys):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("onnxscript")
+    function, kind = _shapes_of_ranks(torch)[name]
+
+    class Net(torch.nn.Module):
+        def forward(self, a, b):
+            return function(a, b)
+
+    torch.manual_seed(0)
+    operands = [torch.randn((4,) if kind == "vectors" else (4, 3)) for _ in range(2)]
+    path = io.BytesIO()
+    more = {"dynamic_axes": {"a": {0: "N"}, "b": {0: "N"}}} if "any" in exporter else {}
+    try:
+        torch.onnx.export(
+            Net(), tuple(operands), path, dynamo=exporter == "dynamo", verbose=False,
+            input_names=["a", "b"], output_names=["y"], **more,
+        )  # fmt: skip
+    except torch.onnx.errors.UnsupportedOperatorError:
+        pytest.skip("the exporter does not know the operator")
+    model, fed = onnx.load_from_string(path.getvalue()), dict(zip("ab", operands, strict=True))
+    try:
+        [y] = run(model, {n: x.numpy() for n, x in fed.items()})
+    except ort.capi.onnxruntime_pybind11_state.Fail:
+        pytest.skip("onnxruntime refuses the file")
+    leaves = [x.clone().requires_grad_() for x in operands]
+    g = torch.randn(y.shape)
+    expected = torch.autograd.grad(function(*leaves), leaves, g)
+    found = run_named(
+        onnx_derivative(model, weights=[]),
+        {**{n: x.numpy() for n, x in fed.items()}, "y_grad": g.numpy()},
+    )
+    for x, want in zip("ab", expected, strict=True):
+        np.testing.assert_allclose(found[f"{x}_grad"], want.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_one_symbol_for_several_axes_of_an_output(caplog):
+    """PyTorch's exporter numbers such symbols by the node, and gives rows and height the same."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 17]>
+        g (float[N,2,5,6] x, int64[8] pads) => (float[d, 3, d, e] y)
+        <float[3,2,1,1] w = {1,2,3,4,5,6}> { p = Pad(x, pads)  y = Conv(p, w) }""")
+    pads = np.array([0, 0, 1, 1, 0, 0, 1, 1])
+    x = np.ones((2, 2, 5, 6), np.float32)
+    fed = {"x": x, "pads": pads, "x_vector": x}
+    [y] = run(model, fed)
+    fed |= {"y_grad": np.ones_like(y), "w": weights(model)["w"]}
+    run(hvp(model), fed)
+    run(onnx_derivative(model), fed)
+    assert "states the length 'd' for several axes" in caplog.text
+    with_loss = add_loss_output(model)
+    label = next(v for v in with_loss.graph.input if v.name == "label")
+    assert [d.dim_param for d in label.type.tensor_type.shape.dim][2] != "d"

@@ -8,7 +8,10 @@ import onnxruntime as ort
 import pytest
 
 import cases
-from onnxgrad import check_gradient, onnx_derivative
+from onnxgrad import DerivativeOptions, check_gradient, onnx_derivative
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph.shapes import dims
+from running import run
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -193,6 +196,12 @@ WRONGLY_INFERRED = {
         "p = AveragePool<kernel_shape=[2], strides=[3], ceil_mode=1, pads=[1, 1]>(x)  "
         "q = Conv(p, w)  y = LpPool<kernel_shape=[1], strides=[3], ceil_mode=1>(q)",
     ),
+    "one that starts beyond along one axis": (
+        (1, 1, 6, 8),
+        (1, 1, 1, 1),
+        "p = MaxPool<kernel_shape=[3, 1], strides=[3, 2], pads=[2, 0, 0, 0], ceil_mode=1>(x)  "
+        "q = Mul(p, p)  y = Conv(q, w)",
+    ),
     "auto_pad and output_padding": (
         (1, 2, 3),
         (2, 1, 3),
@@ -211,3 +220,42 @@ WRONGLY_INFERRED = {
 def test_lengths_that_onnx_infers_wrongly(name):
     for order in (1, 2):
         assert check_gradient(pooled(*WRONGLY_INFERRED[name]), order=order).ok
+
+
+def grid() -> list:
+    """Return windows of two axes: lengths, kernels, strides, dilations and padding."""
+    rng = np.random.default_rng(0)
+    drawn = []
+    while len(drawn) < 60:
+        lengths, kernel, strides = (rng.integers(*ends, 2) for ends in ((4, 10), (1, 4), (1, 5)))
+        dilations = rng.integers(1, 3, 2) if len(drawn) % 2 else np.ones(2, int)
+        width = (kernel - 1) * dilations + 1
+        pads = [int(rng.integers(0, k)) for k in (*kernel, *kernel)]
+        if (width <= lengths).all():
+            drawn.append([v.tolist() for v in (lengths, kernel, strides, dilations)] + [pads])
+    return drawn
+
+
+@pytest.mark.parametrize("operator", ["MaxPool", "AveragePool", "LpPool"])
+def test_lengths_of_ceil_mode_are_those_of_onnxruntime(operator):
+    """The gradient has a mean behind the pool, and uses its length."""
+    compared = 0
+    for lengths, kernel, strides, dilations, pads in grid():
+        node = f"""{operator}<kernel_shape={kernel}, strides={strides}, dilations={dilations},
+            pads={pads}, ceil_mode=1>(x)"""
+        model = onnx.parser.parse_model(f"""<ir_version: 9, opset_import: ["": 19]>
+            g (float[1, 2, {lengths[0]}, {lengths[1]}] x) => (float[a, b, c, d] y)
+            {{ p = {node}  m = ReduceMean<keepdims=1>(p)  q = Sub(p, m)  y = Mul(q, q) }}""")
+        x = np.random.default_rng(0).standard_normal((1, 2, *lengths)).astype(np.float32)
+        try:
+            [y] = run(model, x=x)
+        except ort.capi.onnxruntime_pybind11_state.Fail:
+            continue  # onnxruntime refuses the pool
+        prepared = prepare(model)
+        assert dims(prepared.graph.outputs[0]) == y.shape, node
+        options = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
+        dx, again = run(onnx_derivative(model, options=options), x=x)
+        np.testing.assert_allclose(again, y, rtol=1e-5)
+        assert dx.shape == x.shape
+        compared += 1
+    assert compared > 40

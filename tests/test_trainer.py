@@ -532,6 +532,13 @@ def test_rows_on_another_axis():
         og.Trainer(model, "mse", **axes).fit(X, y, sample_weight=np.ones(9))
     with pytest.raises(ValueError, match="which axis is that of the rows"):
         og.Trainer(model, "mse").fit(X, y)
+    for value in (*model.graph.input, *model.graph.output):
+        for d in value.type.tensor_type.shape.dim:
+            d.dim_param = d.dim_param.replace("N", "batch_size")
+    named = og.Trainer(model, "mse", optimizer="sgd", learning_rate=0.1)
+    named.fit(X, y, epochs=2, batch_size=6)
+    np.testing.assert_array_equal(named.state.weights["W"], one.state.weights["W"])
+    np.testing.assert_allclose(named.predict(X, batch_size=2), named.predict(X, batch_size=9))
 
 
 def test_states_that_are_carried_from_batch_to_batch():

@@ -44,6 +44,20 @@ def drop_unused(graph: ir.Graph) -> None:
     graph.remove(unused, safe=True)
 
 
+def replace_node(
+    op: Emit, node: ir.Node, outputs: Iterable[ir.Value], keep: Collection[str | None] = ()
+) -> None:
+    """Replace `node` by what computes `outputs`; graph outputs and those in `keep` keep names."""
+    for old, new in zip(node.outputs, outputs, strict=True):
+        if old in op.graph.outputs or old.name in keep:
+            new = op.copy_of(new)
+            new.name, old.name = old.name, None
+            new.shape, new.type = old.shape or new.shape, old.type or new.type
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    detach(node)
+    op.graph.remove(node, safe=True)
+
+
 def release(graphs: Iterable[ir.Graph]) -> None:
     """Detach the inputs of all nodes in `graphs`, which are subgraphs that will be discarded."""
     for node in (node for graph in graphs for node in all_nodes(graph)):

@@ -40,6 +40,12 @@ def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
             yield from all_nodes(subgraph)
 
 
+def conditional_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """Return the nodes inside of branches of an If, which do not run for every input."""
+    branches = (b for n in all_nodes(graph) if n.op_type == "If" for b in subgraphs(n))
+    return {node for branch in branches for node in all_nodes(branch)}
+
+
 def subgraphs(node: ir.Node) -> Iterator[ir.Graph]:
     """Yield the graphs among the attributes of `node`, not those nested in their nodes."""
     for attribute in node.attributes.data.values():  # without the slow views of a UserDict

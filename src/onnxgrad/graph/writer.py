@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from onnxgrad.graph import sequences
 from onnxgrad.graph.operators import RANDOM
-from onnxgrad.graph.shapes import broadcast, constant, dims, equal, static
+from onnxgrad.graph.shapes import constant, dims, equal, static
+from onnxgrad.graph.simplify import simplified
 from onnxgrad.graph.traversal import all_names, attribute_key
 from onnxgrad.graph.types import output_shape, output_types
 
@@ -109,10 +110,12 @@ class Writer:
     @property
     def opset(self) -> int:
         """The version of the standard opset, from the outermost graph; 0 if it has none."""
-        outermost = self
-        while outermost.outer is not None:
-            outermost = outermost.outer
-        return outermost.graph.opset_imports.get("", 0)
+        return self.root.graph.opset_imports.get("", 0)
+
+    @property
+    def root(self) -> Writer:
+        """The emitter of the outermost graph."""
+        return self if self.outer is None else self.outer.root
 
     @property
     def wrote(self) -> bool:
@@ -156,7 +159,7 @@ class Writer:
         """Return the `outputs` outputs of a node as `emit` does; only the first has a shape."""
         values = self._operands(op_type, inputs)
         if outputs == 1 and not domain and not fresh:
-            simpler = self._simplify(op_type, values, attributes)
+            simpler = simplified(self, op_type, values, attributes)
             if simpler is not None:
                 return [simpler]
         attrs = ir.convenience.convert_attributes(attributes)
@@ -216,39 +219,6 @@ class Writer:
     def copy_of(self, x: ir.Value) -> ir.Value:
         """Return the output of a new Identity of `x`, which may be renamed."""
         return self.emit("Identity", [x], {}, fresh=True)
-
-    def _simplify(self, op_type: str, values: list, attributes: dict) -> ir.Value | None:
-        """Return a value proven to equal the output, by no node or a cheaper one; or None."""
-        if op_type == "Mul":
-            a, b = values
-            for x, other in ((a, b), (b, a)):
-                if equal(broadcast(dims(x), dims(other)), dims(other)) and self.is_all(x, 1):
-                    return other
-                inner = _expanded(x)  # Mul broadcasts: no Expand needed
-                if inner is not None and equal(dims(x), dims(other)):
-                    return self.Mul(inner, other)
-        if op_type == "Cast" and values[0].dtype == attributes["to"]:
-            return values[0]
-        # without axes, and with noop_with_empty_axes, ReduceSumSquare does not square
-        if op_type == "ReduceSum" and "noop_with_empty_axes" not in attributes:
-            factor = _squared(values[0])
-            if factor is not None:
-                return self.ReduceSumSquare(factor, *values[1:], **attributes)
-        if op_type == "Reshape" and (target := self.known_value(values[1])) is not None:
-            if static(dims(values[0])) == tuple(target):
-                return values[0]
-            return self._without_kept_axes(values[0], tuple(target))
-        return None
-
-    def _without_kept_axes(self, x: ir.Value, target: tuple[int, ...]) -> ir.Value | None:
-        """Return the ReduceSum `x` with keepdims=0 if that has the shape `target`, else None."""
-        node = x.producer()
-        if node is None or node.op_type != "ReduceSum" or len(node.inputs) < 2:
-            return None
-        shape = output_shape("ReduceSum", node.inputs, {"keepdims": 0})
-        if shape != target or not node.attributes.get_int("keepdims", 1):
-            return None
-        return self.ReduceSum(*node.inputs, keepdims=0)
 
     def name(self, prefix: str) -> str:
         """Return `prefix`, with a numeric suffix if a value has that name, and reserve it."""
@@ -404,15 +374,3 @@ class Writer:
             return terms[0]
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.set_type_like(y, terms[0]) if y.shape is None else y
-
-
-def _expanded(x: ir.Value) -> ir.Value | None:
-    node = x.producer()
-    return node.inputs[0] if node is not None and node.op_type == "Expand" else None
-
-
-def _squared(x: ir.Value) -> ir.Value | None:
-    node = x.producer()
-    if node is None or node.op_type != "Mul" or node.inputs[0] is not node.inputs[1]:
-        return None
-    return node.inputs[0]

@@ -11,6 +11,7 @@ import numpy as np
 from onnxgrad.data.columns import Part, column_names, target_names
 from onnxgrad.data.fields import Field
 from onnxgrad.errors import unknown
+from onnxgrad.graph.inference.infer import CALLED
 from onnxgrad.graph.shapes import dims, is_stated
 from onnxgrad.training.objective import BATCH, Objective
 from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
@@ -57,11 +58,12 @@ class Fields:
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
             self.fields[name] = Field(name, x.dtype.numpy(), shape, **limits)
+        self._called = objective.model.graph.meta.get(CALLED, ())
         self._set_axes(batch_axes or {})
 
     def _set_axes(self, batch_axes: Mapping[str, int | None]) -> None:
         shapes = {name: field.shape for name, field in self.fields.items()}
-        self.row_axes = RowAxes(shapes, self.features, self.label, dict(batch_axes))
+        self.row_axes = RowAxes(shapes, self.features, self.label, dict(batch_axes), self._called)
         self.fixed_rows = self.row_axes.fixed
 
     @property

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.shapes import Dims, is_stated
+from onnxgrad.training.objective import BATCH
 
 Axes = dict[str, int | None]  # of the rows of each input, None for an array that has none
 
@@ -21,15 +23,18 @@ class RowAxes:
     - `shapes`: the declared shapes of the inputs, by name.
     - `features`, `label`: their names.
     - `batch_axes`: axes that the user states, None for an input that every batch gets whole.
+    - `called`: symbols of the file for the first axis of the inputs, which `shapes` call `BATCH`.
 
     The rows are a symbolic dimension: the first of the label if a feature has it too, or else the
-    first of the first feature.
+    first of the first feature. Where these two differ, and label and features have both, it is the
+    one that is called "batch".
     """
 
     shapes: Mapping[str, Dims | None]
     features: Sequence[str]
     label: str | None
     batch_axes: Mapping[str, int | None]
+    called: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, axis in self.batch_axes.items():
@@ -55,7 +60,8 @@ class RowAxes:
         first = next((s[0] for s in features if isinstance(s[0], str)), None)
         own = label[0] if label else None
         if isinstance(own, str) and any(own in s for s in features):
-            return own
+            by_name = [d for d in (own, first) if d in label and self._means_rows(d)]
+            return by_name[0] if len(set(by_name)) == 1 else own
         if isinstance(own, int) and first not in label:  # a static batch
             return None
         return first
@@ -125,6 +131,10 @@ class RowAxes:
             return False
         features = [s for name in self.features if (s := self.shapes[name])]
         first = next((s[0] for s in features if isinstance(s[0], str)), symbol)
+        if first in self._of(self.label or "") and self._means_rows(symbol) != self._means_rows(
+            first
+        ):
+            return False
         return first != symbol and not any(s[0] == symbol for s in features)
 
     def _check_unambiguous(self, lengths: Mapping[str, tuple[int, ...]]) -> None:
@@ -143,7 +153,11 @@ class RowAxes:
                 )
 
     def _of(self, name: str) -> Dims:
-        return self.shapes[name] or ()
+        return self.shapes.get(name) or ()
+
+    def _means_rows(self, symbol: Any) -> bool:
+        names = self.called if symbol == BATCH else [symbol]
+        return any(isinstance(name, str) and "batch" in name.lower() for name in names)
 
 
 def _shown(shape: Dims) -> str:

@@ -7,13 +7,14 @@ lowering, or by their function body in ONNX.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 from onnx import ModelProto
 from onnx_ir.passes.common import RemoveInitializersFromInputsPass
 
 from onnxgrad.autodiff.primal import function_bodies
+from onnxgrad.autodiff.primal.branches import take_static_branches
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
 from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
@@ -24,7 +25,7 @@ from onnxgrad.graph.inference.loop_states import note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import complete_stated, forget_stated
 from onnxgrad.graph.shapes import rank
-from onnxgrad.graph.tidy import detach, tidy
+from onnxgrad.graph.tidy import replace_node, tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
@@ -71,12 +72,7 @@ def prepare(
     _separate_repeated_outputs(model.graph)
     _free_names(model.graph)
     if outputs is not None:
-        by_name = {str(y.name): y for y in reversed(model.graph.outputs)}
-        for name in outputs:
-            if name not in by_name:
-                raise unknown("output", name, [str(y.name) for y in model.graph.outputs])
-        model.graph.outputs[:] = [by_name[name] for name in outputs]
-        tidy(model)
+        _select(model, outputs)
     if batch is not None:
         name_rows(model.graph, batch, exempt)
     note_ranks(all_nodes(model.graph))
@@ -85,10 +81,15 @@ def prepare(
     infer(model, trust_branches)
     if complete_stated(model.graph, stated):
         infer(model, trust_branches)
+    while take_static_branches(model, keep):
+        infer(model, trust_branches)
     _lower(model, table, keep)
     while function_bodies.expand(
         model, [n for n in all_nodes(model.graph) if _needs_body(model, n)]
     ):
+        infer(model, trust_branches)
+        _lower(model, table, keep)
+    while take_static_branches(model, keep):
         infer(model, trust_branches)
         _lower(model, table, keep)
     fold_sizes(model.graph)
@@ -97,6 +98,16 @@ def prepare(
     if all(exists(n, NEWEST_OPSET) for n in all_nodes(model.graph)):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
     return model
+
+
+def _select(model: ir.Model, outputs: Iterable[str]) -> None:
+    """Keep the outputs of these names, in this order, and the nodes that they need."""
+    by_name = {str(y.name): y for y in reversed(model.graph.outputs)}
+    for name in outputs:
+        if name not in by_name:
+            raise unknown("output", name, [str(y.name) for y in model.graph.outputs])
+    model.graph.outputs[:] = [by_name[name] for name in outputs]
+    tidy(model)
 
 
 def _free_names(graph: ir.Graph) -> None:
@@ -183,7 +194,7 @@ def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:
             with op.at(node):
                 outputs = table[node.domain, node.op_type](op, node)
                 if outputs is not None:
-                    _replace(op, node, outputs, keep)
+                    replace_node(op, node, outputs, keep)
         stuck = len(left) == len(waiting)
         if foreign or any(op.wrote for op in emitters.values()):
             infer(model)
@@ -197,15 +208,3 @@ def _drop_imports(model: ir.Model) -> None:
     used = {n.domain for graph in graphs for n in all_nodes(graph)}
     for domain in model.opset_imports.keys() - used - {f.domain for f in functions} - {""}:
         del model.opset_imports[domain]
-
-
-def _replace(op: Emit, node: ir.Node, outputs: list[ir.Value], keep: Collection[str]) -> None:
-    """Replace `node` by nodes that compute `outputs`; graph outputs and `keep` keep their names."""
-    for old, new in zip(node.outputs, outputs, strict=True):
-        if old in op.graph.outputs or old.name in keep:
-            new = op.copy_of(new)
-            new.name, old.name = old.name, None
-            new.shape, new.type = old.shape or new.shape, old.type or new.type
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    detach(node)
-    op.graph.remove(node, safe=True)

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import onnx_ir as ir
-from onnx import AttributeProto, GraphProto, TypeProto, shape_inference
+from onnx import AttributeProto, GraphProto, TypeProto, defs, shape_inference
+from onnx.shape_inference import infer_node_outputs
+
+from onnxgrad.graph.shapes import constant
 
 _LARGE = 1000  # bytes; larger constants are not passed
+_SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
 
 
 def infer_by_onnx(model: ir.Model, elements: bool) -> None:
@@ -32,6 +36,30 @@ def infer_by_onnx(model: ir.Model, elements: bool) -> None:
     except Exception:  # of several types
         return
     _read(model.graph, inferred.graph)
+
+
+def infer_node(node: ir.Node, opset: int) -> None:
+    """Set the unknown types and shapes of the outputs of `node`, from those of its inputs."""
+    if node.domain or not defs.has(node.op_type, opset):
+        return
+    inputs = [x for x in node.inputs if x is not None]
+    types = {str(x.name): ir.serde.serialize_value(x).type for x in inputs if x.type is not None}
+    small = (x for x in inputs if x.const_value is not None and x.const_value.size <= _SMALL)
+    data = {
+        str(x.name): ir.serde.serialize_tensor(x.const_value)
+        for x in small
+        if constant(x) is not None and x.const_value is not None
+    }
+    schema = defs.get_schema(node.op_type, opset)
+    try:
+        inferred = infer_node_outputs(schema, ir.to_proto(node), types, data)
+    except Exception:  # of several types; without shapes, rules compute them at run time
+        return
+    for y in node.outputs:
+        if (proto := inferred.get(str(y.name))) is None:
+            continue
+        y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
+        y.shape = ir.serde.deserialize_type_proto_for_shape(proto) if y.shape is None else y.shape
 
 
 @contextmanager

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from itertools import chain, count
 
 import onnx_ir as ir
-from onnx import defs
-from onnx.shape_inference import infer_node_outputs
 
-from onnxgrad.graph.inference.by_onnx import infer_by_onnx
+from onnxgrad.errors import ModelError
+from onnxgrad.graph.inference.by_onnx import infer_by_onnx, infer_node
 from onnxgrad.graph.inference.loop_states import (
     assume_states,
     constants_in_bodies,
     forget_declared,
+    give_scalars,
     starts_as_states,
     trust_ranks,
 )
-from onnxgrad.graph.inference.onnx_mistakes import drop_windows, hiding, spell_out, wrongly_inferred
+from onnxgrad.graph.inference.onnx_mistakes import corrected, drop_windows, hiding, spell_out
 from onnxgrad.graph.inference.schema_types import complete_types
 from onnxgrad.graph.inference.sequence_types import correct_types
 from onnxgrad.graph.inference.size_limits import check_constants, check_ranks
 from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
 from onnxgrad.graph.sequences import OPERATORS
-from onnxgrad.graph.shapes import Dims, constant, dims, is_stated, output_shape, static
-from onnxgrad.graph.traversal import all_nodes, subgraphs
-
-_SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
+from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, output_shape, static
+from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
+from onnxgrad.reporting import logger
 
 # Exporters write these for an unknown length: the same text twice does not mean the same length.
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
+
+CALLED = "onnxgrad.called"  # `meta` key of a graph: the symbols that `name_rows` has replaced
 
 _ROUNDS = 8  # at most, until types of sequences and hidden nodes no longer change
 
@@ -48,19 +49,22 @@ def infer(model: ir.Model, trust_branches: bool = True) -> None:
     Raises:
         ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
     """
-    declared = {y: dims(y) for y in model.graph.outputs if y.producer() is not None}
+    inputs = {d for x in model.graph.inputs for d in dims(x) or ()}
+    results = [y for y in model.graph.outputs if y.producer() is not None]
+    declared = {y: _without_repeated(y, inputs) for y in results}
     for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
         y.shape = None
+    give_scalars(model.graph)
     nodes = list(all_nodes(model.graph))
     check_ranks(nodes)
     forget_declared(nodes)
     spell_out(nodes)
     _name_axes(model.graph)
     _infer_with_onnx(model)
-    while drop_windows(nodes):
-        for node in nodes:
-            for y in node.outputs:
-                y.shape = None
+    while drop_windows(model.graph):
+        nodes = list(all_nodes(model.graph))
+        for y in (y for node in nodes for y in node.outputs):
+            y.shape = None
         _infer_with_onnx(model)
     _complement(model, nodes)
     while assume_states(nodes):
@@ -93,30 +97,6 @@ def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
                 done.add(top)
 
 
-def infer_node(node: ir.Node, opset: int) -> None:
-    """Set the unknown types and shapes of the outputs of `node`, from those of its inputs."""
-    if node.domain or not defs.has(node.op_type, opset):
-        return
-    inputs = [x for x in node.inputs if x is not None]
-    types = {str(x.name): ir.serde.serialize_value(x).type for x in inputs if x.type is not None}
-    small = (x for x in inputs if x.const_value is not None and x.const_value.size <= _SMALL)
-    data = {
-        str(x.name): ir.serde.serialize_tensor(x.const_value)
-        for x in small
-        if constant(x) is not None and x.const_value is not None
-    }
-    schema = defs.get_schema(node.op_type, opset)
-    try:
-        inferred = infer_node_outputs(schema, ir.to_proto(node), types, data)
-    except Exception:  # of several types; without shapes, rules compute them at run time
-        return
-    for y in node.outputs:
-        if (proto := inferred.get(str(y.name))) is None:
-            continue
-        y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
-        y.shape = ir.serde.deserialize_type_proto_for_shape(proto) if y.shape is None else y.shape
-
-
 def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = None) -> None:
     """Name the first axis of inputs `symbol`, except where its length is static.
 
@@ -132,6 +112,7 @@ def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = Non
         shape = dims(value)
         if shape and not rows.isdisjoint(shape):
             value.shape = ir.Shape([symbol if d in rows else d for d in shape])
+    graph.meta[CALLED] = sorted(rows)
     for x, first in firsts.items():
         if not isinstance(first, int):
             x.shape = ir.Shape([symbol, *(dims(x) or ())[1:]])
@@ -164,6 +145,24 @@ def _behind_subgraphs(nodes: Iterable[ir.Node]) -> set[ir.Value]:
     return behind
 
 
+def _without_repeated(y: ir.Value, inputs: Container[Dim]) -> Dims | None:
+    """Return the declared shape of an output, without symbols of several axes and of no input.
+
+    Exporters use one symbol for lengths that differ.
+    """
+    shape = dims(y) or ()
+    repeated = {d for d in shape if isinstance(d, str) and is_stated(d) and shape.count(d) > 1}
+    repeated = {d for d in repeated if d not in inputs and d not in _PLACEHOLDERS}
+    if not repeated:
+        return dims(y)
+    logger.warning(
+        "the output %r states the length %s for several axes, which no input has: it is ignored",
+        y.name,
+        ", ".join(sorted(map(repr, repeated))),
+    )
+    return tuple(None if d in repeated else d for d in shape)
+
+
 def _complete(value: ir.Value, declared: Dims | None) -> None:
     """Set the dimensions of `value` that could not be inferred to the declared ones."""
     shape = dims(value)
@@ -185,9 +184,12 @@ def _infer_with_onnx(model: ir.Model) -> None:
                 for y in node.outputs:
                     y.shape = None
         _run_inference(model)
-    hidden: list[ir.Node] = []
-    while (wrong := wrongly_inferred(model.graph, hidden)) is not None:
-        hidden.append(wrong)
+    hidden: set[ir.Node] = set()
+    for _ in range(_ROUNDS):
+        wrong = corrected(model.graph, model.opset_imports[""])
+        if not wrong:
+            break
+        hidden |= wrong
         with hiding(model, hidden):
             _run_inference(model)
 
@@ -236,13 +238,17 @@ def _run_pass(model: ir.Model, elements: bool = True) -> None:
 
 def _complement(model: ir.Model, nodes: list[ir.Node]) -> None:
     """Infer the shapes that onnx does not, then with onnx those that follow from them."""
-    if _refine(nodes):
+    conditional = conditional_nodes(model.graph)
+    if _refine(nodes, conditional):
         _infer_with_onnx(model)
-        _refine(nodes)
+        _refine(nodes, conditional)
 
 
-def _refine(nodes: Iterable[ir.Node]) -> bool:
-    """Set unknown types, unknown and generated dimensions; return whether there was any."""
+def _refine(nodes: Iterable[ir.Node], conditional: Container[ir.Node]) -> bool:
+    """Set unknown types, unknown and generated dimensions; return whether there was any.
+
+    Shapes that do not fit are an error, except in `conditional` nodes, which may never run.
+    """
     changed = False
     for node in nodes:
         changed |= complete_types(node)
@@ -250,7 +256,12 @@ def _refine(nodes: Iterable[ir.Node]) -> bool:
         if node.domain or (shape is not None and all(is_stated(d) for d in shape)):
             continue
         attributes = {a.name: a.value for a in node.attributes.values()}
-        better = output_shape(node.op_type, node.inputs, attributes)
+        try:
+            better = output_shape(node.op_type, node.inputs, attributes)
+        except ModelError:
+            if node not in conditional:
+                raise
+            continue
         if better is not None and len(shape or better) == len(better):
             current = shape or (None,) * len(better)
             pairs = zip(current, better, strict=True)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import onnx_ir as ir
 
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.sequences import is_empty
 from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
 from onnxgrad.graph.traversal import all_nodes, subgraphs
@@ -33,6 +34,26 @@ def trust_ranks(nodes: Iterable[ir.Node]) -> bool:
                 if y.shape is None and n is not None:
                     y.shape, changed = ir.Shape([None] * n), True
     return changed
+
+
+def give_scalars(graph: ir.Graph) -> None:
+    """Let the bodies of Loops take their number and condition as scalars, in place.
+
+    onnxruntime passes tensors of the declared shape, (1,) in files of PyTorch: their nodes get the
+    scalar reshaped.
+    """
+    for node in list(all_nodes(graph)):
+        if (node.domain, node.op_type) != ("", "Loop"):
+            continue
+        body = node.attributes["body"].as_graph()
+        for i, x in enumerate(body.inputs[:2]):
+            if dims(x) == (1,):
+                op = Emit(body, outer=Emit(graph))
+                scalar = ir.Value(name=op.name(str(x.name)), type=x.type, shape=ir.Shape(()))
+                body.inputs[i] = scalar
+                with op.at(next(iter(body), None)):
+                    reshaped = op.Reshape(scalar, [1])
+                ir.convenience.replace_all_uses_with(x, reshaped, replace_graph_outputs=True)
 
 
 def forget_declared(nodes: Iterable[ir.Node]) -> None:

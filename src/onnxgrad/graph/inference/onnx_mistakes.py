@@ -8,8 +8,10 @@ from contextlib import contextmanager
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.by_onnx import infer_node
 from onnxgrad.graph.shapes import Dims, constant, dims, einsum_shape, static
-from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 _HIDDEN = "onnxgrad.hidden"  # a domain without operators, so that onnx infers nothing
 
@@ -42,14 +44,14 @@ def _write_pads(node: ir.Node) -> None:
     del node.attributes["auto_pad"]
 
 
-def drop_windows(nodes: Iterable[ir.Node]) -> bool:
-    """Cut the end padding of pools in `ceil_mode`, in place; return whether any was cut.
+def drop_windows(graph: ir.Graph) -> bool:
+    """Cut the end of pools in `ceil_mode`, in place; return whether any was cut.
 
     A window that would start in the end padding is not computed, but onnx before opset 22 counts it
-    in the shape.
+    in the shape. Where less padding is not enough, the elements that no window reads are cut off.
     """
     changed = False
-    for node in nodes:
+    for node in list(all_nodes(graph)):
         get, shape = node.attributes.get_ints, dims(node.inputs[0]) if node.inputs else None
         lengths = None if shape is None else static(shape[2:])
         pool = not node.domain and node.op_type in ("AveragePool", "LpPool", "MaxPool")
@@ -65,37 +67,58 @@ def drop_windows(nodes: Iterable[ir.Node]) -> bool:
         if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET" or not dropped.any():
             continue
         needed = end - beyond % strides  # the end padding of the windows that remain
+        if any(y.uses() or y.is_graph_output() for y in node.outputs[1:]) and (needed < 0).any():
+            continue  # their indices are positions in the whole input
         if (dropped | (beyond % strides == 0)).all():
             node.attributes["ceil_mode"] = ir.AttrInt64("ceil_mode", 0)
-        elif (needed[dropped] >= 0).all():
-            pads = [*begin.tolist(), *np.where(dropped, needed, end).tolist()]
-            node.attributes["pads"] = ir.AttrInt64s("pads", pads)
         else:
-            continue
+            pads = [*begin.tolist(), *np.where(dropped, np.maximum(needed, 0), end).tolist()]
+            node.attributes["pads"] = ir.AttrInt64s("pads", pads)
+            if any(unread := np.where(dropped, np.minimum(needed, 0), 0)):
+                _cut_end(graph, node, unread)
         changed = True
     return changed
 
 
-def wrongly_inferred(graph: ir.Graph, corrected: Collection[ir.Node]) -> ir.Node | None:
-    """Correct the first wrong shape, and return its node; None if there is none.
+def _cut_end(graph: ir.Graph, pool: ir.Node, ends: np.ndarray) -> None:
+    """Let `pool` read its input without the last elements along each axis, -1 for one element."""
+    assert isinstance(pool.graph, ir.Graph)
+    main = Emit(graph)
+    op = main if pool.graph is graph else Emit(pool.graph, outer=main)
+    axes = np.flatnonzero(ends)
+    with op.at(pool):
+        x = op.Slice(pool.inputs[0], [0] * len(axes), ends[axes], axes + 2)
+    pool.replace_input_with(0, x)
 
-    The shapes of all later nodes, and of nodes with a subgraph, are removed, as they may follow
-    from it. Nodes in `corrected` are skipped.
+
+def corrected(graph: ir.Graph, opset: int) -> set[ir.Node]:
+    """Correct shapes that onnx infers wrongly, in place; return the nodes that it gets wrong.
+
+    The shapes that follow from them are inferred anew, node by node, so that one pass finds all.
     """
+    wrong: set[ir.Node] = set()
+    changed: set[ir.Value] = set()
     nodes = list(all_nodes(graph))
-    for i, node in enumerate(nodes):
-        if node.domain or node.op_type not in _RIGHT or node in corrected:
+    for node in nodes:
+        follows = not changed.isdisjoint(node.inputs)
+        if follows:
+            for y in node.outputs:
+                y.shape = None
+            infer_node(node, opset)
+            changed.update(node.outputs)
+        inferred = dims(node.outputs[0]) if node.outputs else None
+        if node.op_type not in _RIGHT or node.domain not in ("", _HIDDEN):
             continue
-        inferred = dims(node.outputs[0])
         right = None if inferred is None else _RIGHT[node.op_type](node, inferred)
-        if right == inferred:
-            continue
-        for later in (*(n for n in nodes[:i] if _has_subgraph(n)), *nodes[i + 1 :]):
-            for value in later.outputs:
-                value.shape = None
-        node.outputs[0].shape = None if right is None else ir.Shape(right)
-        return node
-    return None
+        if right != inferred:
+            wrong.add(node)
+            changed.update(node.outputs)
+            for y in node.outputs:
+                y.shape = None if right is None else ir.Shape(right)
+    if wrong:
+        for y in (y for node in nodes if any(subgraphs(node)) for y in node.outputs):
+            y.shape = None
+    return wrong
 
 
 def _einsum(node: ir.Node, inferred: Dims) -> Dims | None:
@@ -123,10 +146,6 @@ def _dft(node: ir.Node, inferred: Dims) -> Dims:
 
 
 _RIGHT = {"DFT": _dft, "Einsum": _einsum}
-
-
-def _has_subgraph(node: ir.Node) -> bool:
-    return any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values())
 
 
 @contextmanager

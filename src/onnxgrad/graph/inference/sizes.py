@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer_node
+from onnxgrad.graph.inference.by_onnx import infer_node
 from onnxgrad.graph.shapes import (
     Dim,
     broadcast,
@@ -20,6 +21,7 @@ from onnxgrad.graph.shapes import (
     output_shape,
     static,
 )
+from onnxgrad.graph.traversal import conditional_nodes, subgraphs
 
 _MOST = 1024  # elements of a vector that is written as a constant
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)
@@ -33,20 +35,29 @@ def fold_sizes(graph: ir.Graph) -> None:
 
     An exporter writes `view(x.shape[0], 64, 8, 32)` as a chain of Shape, Gather, Unsqueeze and
     Concat. Its result becomes a constant, in which 0 or -1 stands for the symbolic dimension, if it
-    is proven that onnxruntime infers the same one. Nodes of subgraphs are left alone. The nodes
-    that are no longer needed stay in the graph.
+    is proven that onnxruntime infers the same one. In subgraphs, only conditions of an If become
+    constants. The nodes that are no longer needed stay in the graph.
     """
-    op = Emit(graph)
-    elements: dict[ir.Value, Elements] = {}
-    for node in list(graph):
+    _fold(Emit(graph), {}, conditional_nodes(graph))
+
+
+def _fold(op: Emit, elements: dict[ir.Value, Elements], conditional: Container[ir.Node]) -> None:
+    """Fold the sizes of the graph of `op`; the constants are not read by nodes in `conditional`.
+
+    Where such a node cannot run, because the condition excludes it, onnxruntime may refuse it.
+    """
+    for node in list(op.graph):
+        for body in subgraphs(node):
+            _fold(Emit(body, outer=op), elements, conditional)
         if node.domain:
             continue
-        _complete(node, op.opset)
+        if op.outer is None:
+            _complete(node, op.opset)
         result = _evaluated(node, elements)
         if result is not None:
             elements[node.outputs[0]] = result
-            _replace(op, node.outputs[0], result)
-        elif node.op_type in ("Expand", "Reshape"):
+            _replace(op, node.outputs[0], result, conditional)
+        elif op.outer is None and node.op_type in ("Expand", "Reshape"):
             _shaped(node, elements)
             if node.op_type == "Reshape":
                 _fold_target(op, node, elements)
@@ -81,13 +92,14 @@ def _merged(new: Any, old: Any) -> ir.Shape | None:
     return ir.Shape([o if n is None or _is_known(o) else n for n, o in zip(new, old, strict=True)])
 
 
-def _replace(op: Emit, y: ir.Value, elements: Elements) -> None:
-    """Let all that reads `y` read a constant, if all elements are numbers."""
-    whole = y.uses() and not y.is_graph_output() and y.dtype in _INTEGERS
-    if not whole or not all(isinstance(e, int) for e in elements.flat):
+def _replace(op: Emit, y: ir.Value, elements: Elements, conditional: Container[ir.Node]) -> None:
+    """Let what reads `y` read a constant, if all elements are numbers."""
+    if y.dtype not in _INTEGERS or not all(isinstance(e, int) for e in elements.flat):
         return
     assert y.dtype is not None
-    ir.convenience.replace_all_uses_with(y, op.const(elements.astype(y.dtype.numpy())))
+    for node, i in list(y.uses()):
+        if node.op_type == "If" or (op.outer is None and node not in conditional):
+            node.replace_input_with(i, op.const(elements.astype(y.dtype.numpy())))
 
 
 def _shaped(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> None:
@@ -243,8 +255,10 @@ def _slice(node: ir.Node, x: Elements, *bounds: Elements | None) -> Elements | N
     return x[slice(start, end, step)]
 
 
-def _cast(node: ir.Node, x: Elements) -> Elements | None:
-    return x if node.attributes["to"].as_int() in (ir.DataType.INT64, ir.DataType.INT32) else None
+def _cast(node: ir.Node, x: Elements, like: Elements | None = None) -> Elements | None:
+    if node.outputs[0].dtype == ir.DataType.BOOL:
+        return _numbers(bool)(node, x)
+    return x if node.outputs[0].dtype in _INTEGERS else None
 
 
 def _reshape(node: ir.Node, x: Elements, shape: Elements) -> Elements:
@@ -297,6 +311,14 @@ _EVALUATED: dict[str, Callable[..., Elements | None]] = {
     "Mul": _each(_times),
     "Div": _numbers(_divided),
     "Mod": _numbers(lambda a, b: None if b == 0 or a < 0 or b < 0 else a % b),
+    "CastLike": _cast,
     "Equal": _each(_equal),
+    "Greater": _numbers(operator.gt),
+    "GreaterOrEqual": _numbers(operator.ge),
+    "Less": _numbers(operator.lt),
+    "LessOrEqual": _numbers(operator.le),
+    "And": _numbers(lambda a, b: bool(a and b)),
+    "Or": _numbers(lambda a, b: bool(a or b)),
+    "Not": _numbers(operator.not_),
     "Where": _each(lambda c, a, b: None if c is None else a if c else b),
 }
