@@ -15,9 +15,10 @@ from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model import weights as constants
+from onnxgrad.model.emptied import filled
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.write import save
+from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
 from onnxgrad.parallel import DataParallel, end_together
 from onnxgrad.runtime.device import Device
@@ -30,7 +31,7 @@ from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import forget_head, inference_form, separate_statistics, train_merged
+from onnxgrad.training.modes import exported, separate_statistics, train_merged
 from onnxgrad.training.parameters.choice import choose_weights
 from onnxgrad.training.parameters.integers import require_floats
 from onnxgrad.training.progress import FitProgress
@@ -386,14 +387,14 @@ class Trainer(Settings):
     @property
     def model(self) -> ModelProto:
         """The model with the current weights and statistics, in its inference form."""
-        proto = inference_form(constants.replace(self.proto, self.evaluated()))
-        self.names.keep(proto)
-        return forget_head(proto)
+        values = self.evaluated()
+        return filled(exported(self.proto, values, self.names), values)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write `model` to a file.
+        """Write `model` to a file; large weights go there one by one.
 
         Raises:
             OSError: the file cannot be written; one that exists stays as it is.
         """
-        save(self.model, path)
+        values = self.evaluated()
+        save_filled(exported(self.proto, values, self.names), values, path)
