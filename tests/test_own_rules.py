@@ -13,10 +13,12 @@ from onnxgrad import (
     NoGradientRule,
     Unsupported,
     check_gradient,
+    lowering,
     onnx_derivative,
     rule,
 )
-from onnxgrad.autodiff.rules import RULES
+from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
+from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
 from pages import code_of
 
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
@@ -24,10 +26,12 @@ ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
 
 @pytest.fixture(autouse=True)
 def rules_as_before():
-    before = dict(RULES)
+    tables = (LOWERINGS, NON_DIFFERENTIABLE, ON_DEMAND, RULES, SUBGRAPH_RULES)
+    before = [dict(table) for table in tables]
     yield
-    RULES.clear()
-    RULES.update(before)
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
 
 
 def model(body: str, opset: int = 18, functions: str = "") -> onnx.ModelProto:
@@ -164,3 +168,98 @@ def test_straight_through_is_asked_for():
 def test_errors(body, options, message):
     with pytest.raises(ValueError, match=message):
         onnx_derivative(model(body), **options)
+
+
+# -- the last registration holds -------------------------------------------------------------------
+
+OPERATORS = {
+    "a function": ("my.Square (X)", "my", "Square"),
+    "one with a rule": ("Mish(X)", "", "Mish"),
+    "one with a lowering": ("Swish(X)", "", "Swish"),
+    "one of the runtime": ("com.microsoft.FastGelu (X)", "com.microsoft", "FastGelu"),
+    "one without gradient": ("Floor(X)", "", "Floor"),
+}
+
+
+def register(kind: str, name: str, domain: str, factor: float) -> None:
+    """Let the gradient of an operator be `factor`, by a rule or a lowering."""
+    if kind == "rule":
+        rule(name, domain=domain)(lambda op, node, g: (factor * g,))
+    else:
+        write = lowering(name, domain=domain, on_demand=kind == "lowering on demand")
+        write(lambda op, node: [factor * node.inputs[0]])
+
+
+KINDS = ["rule", "lowering", "lowering on demand"]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("last", KINDS)
+@pytest.mark.parametrize("first", [None, *KINDS])
+def test_the_last_registration_holds(operator, first, last):
+    node, domain, name = OPERATORS[operator]
+    functions = SQUARE.format(18) if operator == "a function" else ""
+    made = onnx.parser.parse_model(f"""<ir_version: 10,
+        opset_import: ["": 24, "my": 1, "com.microsoft": 1]>
+        g (float[2] X) => (float[2] Y) {{ a = {node}  Y = Add(a, X) }} {functions}""")
+    if first is not None:
+        register(first, name, domain, 3.0)
+    register(last, name, domain, 5.0)
+    gradient = onnx_derivative(made)
+    dx = run(gradient, {"X": np.ones(2), "Y_grad": np.ones(2)})[0]
+    np.testing.assert_allclose(dx, 6)
+    assert not gradient.functions
+
+
+@pytest.mark.parametrize("last", KINDS)
+def test_a_registration_holds_before_that_of_nodes_with_subgraphs(last):
+    made = onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18]>
+        g (float[2] X, bool c) => (float[2] Y) { Y = If(c) <
+          then_branch = t () => (float[2] y) { y = Exp(X) },
+          else_branch = e () => (float[2] z) { z = Log(X) }> }""")
+    if last == "rule":
+        rule("If")(lambda op, node, g: (None,))
+        with pytest.raises(ValueError, match="no differentiable path"):
+            onnx_derivative(made)
+        return
+    x = made.graph.input[0].name
+    write = lowering("If", on_demand=last == "lowering on demand")
+    write(lambda op, node: [op.Sin(next(v for v in op.graph.inputs if v.name == x))])
+    found = onnx_derivative(made)
+    assert "If" not in {node.op_type for node in found.graph.node}
+
+
+def test_a_lowering_that_leaves_a_node():
+    lowering("Floor", on_demand=True)(lambda op, node: None)
+    with pytest.raises(NoGradientRule, match="its lowering left it as it is"):
+        onnx_derivative(model("Y = Floor(X)"))
+
+
+# -- what a rule returns ---------------------------------------------------------------------------
+
+
+def returned(gradients) -> onnx.ModelProto:
+    rule("Sum", domain="my")(lambda op, node, g: gradients(op, g, *node.inputs))
+    return onnx_derivative(
+        onnx.parser.parse_model("""<ir_version: 8, opset_import: ["": 18, "my": 1]>
+        g (float[3] a, float[2,3] b) => (float[2,3] y) { c = Exp(a)  y = my.Sum (c, b) }
+        <domain: "my", opset_import: ["": 18]> Sum (a, b) => (c) { c = Add(a, b) }""")
+    )
+
+
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        (lambda op, g, a, b: g, "returns 1 gradients for 2 inputs"),
+        (lambda op, g, a, b: (op.sum_to(g, a), g, g), "returns 3 gradients for 2 inputs"),
+        (lambda op, g, a, b: (g, g), r"shape \(2, 3\) for its input 0, 'c', of shape \(3,\)"),
+        (lambda op, g, a, b: (None, op.Cast(g, to=11)), "dtype DOUBLE for its input 1, 'b'"),
+    ],
+)
+def test_what_a_rule_returns_is_checked(gradients, message):
+    with pytest.raises(ValueError, match=rf"the rule of Sum \(test_own_rules.*{message}"):
+        returned(gradients)
+
+
+def test_a_rule_may_return_none():
+    assert len(returned(lambda op, g, a, b: (None, g)).graph.output) == 1

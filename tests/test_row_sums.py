@@ -76,6 +76,8 @@ MIXED = {
     "  s = ReduceSum(a)",
     "positions in the batch": "y, i = MaxPool<kernel_shape = [2,2]>(images)  f = Cast<to = 1>(i)"
     "  s = ReduceSum(f)",
+    "any of the rows": "a = ReduceSum(ids)  b = Cast<to = 9>(a)  c = Cast<to = 1>(b)"
+    "  d = ReduceSum(x)  s = Add(c, d)",
     "rounded": "a = ReduceSum(x)  b = Cast<to = 7>(a)  s = Cast<to = 1>(b)",
     "random": "q = RandomNormalLike(x)  a = Mul(q, x)  s = ReduceSum(a)",
     "random weights": "q = RandomNormal<shape = [4,4]>()  a = MatMul(x, q)  s = ReduceSum(a)",

@@ -33,12 +33,12 @@ from .autodiff.partition import (
     Saved as Saved,
     partition as partition,
 )
-from .autodiff.primal.lowerings import (
+from .autodiff.registration import (
     lowering as lowering,
+    rule as rule,
 )
 from .autodiff.rules import (
     Unsupported as Unsupported,
-    rule as rule,
 )
 from .data.arrow import (
     arrow_dataset as arrow_dataset,

@@ -323,6 +323,18 @@ def _tiled(node: Any, axes: Axes) -> int | None:
     return axis if repeats is not None and repeats[axis] == 1 else None
 
 
+def _resized(node: Any, axes: Axes) -> int | None:
+    """Return the batch axis of a Resize that keeps its length: each axis is resized by itself."""
+    x = node.inputs[0]
+    cropped = node.attributes.get_string("coordinate_transformation_mode", "") == (
+        "tf_crop_and_resize"
+    )
+    before, after = dims(x), dims(node.outputs[0])
+    if x not in axes or cropped or before is None or after is None:
+        return None
+    return axes[x] if before[axes[x]] == after[axes[x]] is not None else None
+
+
 def _loss(node: Any, axes: Axes) -> int | None:
     x = node.inputs[0]
     reduced = node.attributes.get_string("reduction", "mean") != "none"
@@ -341,6 +353,7 @@ _RULES: dict[str, Callable[[Any, Axes], int | None]] = {
     "Pad": _padded,
     "RMSNormalization": _normalized,
     "Reshape": _same_front,
+    "Resize": _resized,
     "Slice": _sliced,
     "SoftmaxCrossEntropyLoss": _loss,
     "Squeeze": _squeezed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
@@ -16,8 +16,10 @@ from onnxgrad.autodiff.rules import (
     Unsupported,
     taken_gradients,
 )
+from onnxgrad.autodiff.rules.registry import Rule
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.shapes import Dims, dims, is_real
 from onnxgrad.graph.traversal import reads
 from onnxgrad.reporting import logger
 
@@ -105,8 +107,8 @@ def dependent(
 def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
     """Apply the rule of `node`; return pairs of an input or a captured value and its gradient."""
     untyped = _first_untyped(node, active)
-    if untyped is None and not node.domain and node.op_type in SUBGRAPH_RULES:
-        return SUBGRAPH_RULES[node.op_type](op, node, gs, active)
+    if untyped is None and (node.domain, node.op_type) in SUBGRAPH_RULES:
+        return SUBGRAPH_RULES[node.domain, node.op_type](op, node, gs, active)
     at = untyped or node
     function = RULES.get((at.domain, at.op_type))
     if function is None:
@@ -122,7 +124,41 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
         raise _error(node, wrt, gradients.reason)
     if not isinstance(gradients, (tuple, list)):
         gradients = (gradients,)
+    _check_gradients(node, function, gradients)
     return zip(node.inputs, gradients, strict=False)
+
+
+def _check_gradients(node: ir.Node, function: Rule, gradients: Sequence) -> None:
+    """Raise if a gradient is missing, one too many, or of another shape or dtype than its input."""
+    where = f"the rule of {printable(node.op_type)} ({function.__module__}.{function.__qualname__})"
+    n = len(gradients)
+    forgotten = [x for x in node.inputs[n:] if x is not None and is_real(x)]
+    if forgotten or any(dx is not None for dx in gradients[len(node.inputs) :]):
+        raise ValueError(
+            f"{where} returns {n} gradients for {len(node.inputs)} inputs (node {node.name!r}): "
+            "return one for each input, None where there is none"
+        )
+    for i, (x, dx) in enumerate(zip(node.inputs, gradients, strict=False)):
+        if x is None or not isinstance(dx, ir.Value):
+            continue
+        if None not in (x.dtype, dx.dtype) and x.dtype != dx.dtype:
+            raise ValueError(
+                f"{where} returns a gradient of dtype {dx.dtype} for its input {i}, "
+                f"{x.name!r}, which holds {x.dtype}: cast it"
+            )
+        if _contradict(dims(x), dims(dx)):
+            raise ValueError(
+                f"{where} returns a gradient of shape {dims(dx)} for its input {i}, {x.name!r}, of "
+                f"shape {dims(x)}: undo broadcasting by op.sum_to(g, x)"
+            )
+
+
+def _contradict(a: Dims | None, b: Dims | None) -> bool:
+    """Return whether two shapes are proven to differ."""
+    if a is None or b is None:
+        return False
+    static = [(m, n) for m, n in zip(a, b, strict=False) if isinstance(m, int)]
+    return len(a) != len(b) or any(isinstance(n, int) and m != n for m, n in static)
 
 
 def _no_rule(node: ir.Node) -> str:

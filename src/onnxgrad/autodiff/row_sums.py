@@ -172,7 +172,7 @@ class _Rows:
         summed = [x in self.sums for x in operands]
         real = is_real(node.outputs[0])
         linear = (
-            (name in _SAME and summed[0] and (real or not is_real(operands[0])))
+            (name in _SAME and summed[0] and _keeps_sums(operands[0], node.outputs[0]))
             or (name in ("Add", "Sub", "Sum") and all(summed))
             or (name == "Mul" and sum(summed) == 1)
             or (name == "Div" and summed == [True, False] and real)
@@ -242,6 +242,13 @@ def _draws(node: ir.Node) -> bool:
 def _counts_positions(node: ir.Node) -> bool:
     """Return whether positions in the whole batch are read: the indices of a MaxPool."""
     return node.op_type == "MaxPool" and any(y.uses() for y in node.outputs[1:])
+
+
+def _keeps_sums(x: ir.Value, y: ir.Value) -> bool:
+    """Return whether a Cast of `x` to the dtype of `y` is linear: not to bool, nor to integers."""
+    if x.dtype == y.dtype:
+        return True
+    return is_real(y) or not (is_real(x) or ir.DataType.BOOL in (x.dtype, y.dtype))
 
 
 def _counts_rows(d: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes, subgraphs
@@ -14,13 +14,15 @@ _MANY = 64  # inputs of a node
 
 
 def tidy(model: ir.Model) -> None:
-    """Remove, in place, the nodes and initializers that no output needs.
+    """Remove, in place, the nodes, initializers and functions that no output needs.
 
     `drop_unused` goes first, and removes all unused nodes of a graph in one call: the pass of
     onnx_ir lists the outputs again for each one, and fails on values that a subgraph still reads.
     """
     drop_unused(model.graph)
     RemoveUnusedNodesPass()(model)
+    if model.functions:
+        RemoveUnusedFunctionsPass()(model)
 
 
 def drop_unused(graph: ir.Graph) -> None:

@@ -10,4 +10,4 @@ from onnxgrad.autodiff.control.loop import loop
 from onnxgrad.autodiff.control.scan import scan
 from onnxgrad.autodiff.rules import SUBGRAPH_RULES
 
-SUBGRAPH_RULES.update({"If": conditional, "Loop": loop, "Scan": scan})
+SUBGRAPH_RULES.update({("", "If"): conditional, ("", "Loop"): loop, ("", "Scan"): scan})

@@ -17,7 +17,9 @@ from onnx import (
 )
 from onnx_ir.passes.common import InlinePass
 
+from onnxgrad.autodiff.primal.lowerings.registry import LOWERINGS, ON_DEMAND
 from onnxgrad.autodiff.rules import RULES
+from onnxgrad.autodiff.rules.registry import OF_USERS
 from onnxgrad.errors import ModelError, escaping, first_line, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.constants import ConstantRef, standard
@@ -171,7 +173,7 @@ def _mark_constants(refs: Iterable[ConstantRef]) -> list[TensorProto]:
     for ref in refs:
         if ref.function is None and ref.attribute is None:
             continue
-        if _function_of(ref) in RULES:
+        if _has_rule(_function_of(ref)):
             continue
         tensor = TensorProto()
         tensor.CopyFrom(ref.read())
@@ -266,18 +268,23 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
             stated |= {a.name: a for a in node.attribute}
             attributes = list(stated.values())
             del node.attribute[:]
-            if key[:2] in RULES:
+            if _has_rule(key[:2]):
                 node.attribute.extend(attributes)
             else:
                 node.op_type = name_of(key, stated)
                 node.overload = ""
 
     bind_calls(model.graph.node)
-    with_rule = _reachable(functions, [key for key in functions if key[:2] in RULES])
+    with_rule = _reachable(functions, [key for key in functions if _has_rule(key[:2])])
     ruled = [f for key, f in functions.items() if key in with_rule]
     del model.functions[:]
     model.functions.extend(bound.values())
     return ruled
+
+
+def _has_rule(key: tuple[str, str]) -> bool:
+    """Return whether calls of a function stay what they are, for its rule or a user's lowering."""
+    return key in RULES or (key in OF_USERS and (key in LOWERINGS or key in ON_DEMAND))
 
 
 def _key(function: FunctionProto) -> Key:

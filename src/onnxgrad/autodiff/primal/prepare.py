@@ -11,12 +11,16 @@ from collections.abc import Collection, Iterable, Mapping
 
 import onnx_ir as ir
 from onnx import ModelProto
-from onnx_ir.passes.common import RemoveInitializersFromInputsPass
+from onnx_ir.passes.common import (
+    LiftConstantsToInitializersPass,
+    RemoveInitializersFromInputsPass,
+)
 
 from onnxgrad.autodiff.primal import function_bodies
 from onnxgrad.autodiff.primal.branches import take_static_branches
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
+from onnxgrad.autodiff.primal.lowerings.registry import Lowering
 from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
@@ -24,7 +28,7 @@ from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows
 from onnxgrad.graph.inference.loop_states import note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import complete_stated, forget_stated
-from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.shapes import is_real, rank
 from onnxgrad.graph.tidy import replace_node, tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
@@ -69,6 +73,7 @@ def prepare(
     model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
     external.with_data(model, proto)
     RemoveInitializersFromInputsPass()(model)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # of a new opset
     _separate_repeated_outputs(model.graph)
     _free_names(model.graph)
     if outputs is not None:
@@ -81,8 +86,9 @@ def prepare(
     infer(model, trust_branches)
     if complete_stated(model.graph, stated):
         infer(model, trust_branches)
-    while take_static_branches(model, keep):
+    while take_static_branches(model, keep) or _assume_types(model.graph):
         infer(model, trust_branches)
+    table |= _of_untyped(model)
     _lower(model, table, keep)
     while function_bodies.expand(
         model, [n for n in all_nodes(model.graph) if _needs_body(model, n)]
@@ -95,9 +101,14 @@ def prepare(
     fold_sizes(model.graph)
     _drop_imports(model)
     _free_outputs(model)
+    _lower_opset(model)
+    return model
+
+
+def _lower_opset(model: ir.Model) -> None:
+    """Let the opset be one that the runtime has, if all operators exist there."""
     if all(exists(n, NEWEST_OPSET) for n in all_nodes(model.graph)):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
-    return model
 
 
 def _select(model: ir.Model, outputs: Iterable[str]) -> None:
@@ -138,14 +149,30 @@ def listed_as(y: ir.Value) -> ir.Value:
     return y.meta.get(_LISTED_AS, y)
 
 
+def _assume_types(graph: ir.Graph) -> bool:
+    """Give results of foreign operators with a rule the dtype of the first float that they read.
+
+    onnx infers none for other domains. Returns whether there was any.
+    """
+    changed = False
+    for node in all_nodes(graph):
+        y, floats = node.outputs[0], [x for x in node.inputs if x is not None and is_real(x)]
+        if node.domain and (node.domain, node.op_type) in RULES and y.type is None and floats:
+            y.type, changed = floats[0].type, True
+    return changed
+
+
+def _of_untyped(model: ir.Model) -> dict[tuple[str, str], Lowering]:
+    """Return the lowerings on demand of nodes whose results have no type without them."""
+    untyped = {(n.domain, n.op_type) for n in all_nodes(model.graph) if n.outputs[0].type is None}
+    return {key: ON_DEMAND[key] for key in untyped & ON_DEMAND.keys()}
+
+
 def _needs_body(model: ir.Model, node: ir.Node) -> bool:
     """Return whether `node` has neither rule nor lowering, or is too new for the runtime."""
     key = (node.domain, node.op_type)
     supported = (
-        key in RULES
-        or key in NON_DIFFERENTIABLE
-        or key in LOWERINGS
-        or node.op_type in SUBGRAPH_RULES
+        key in RULES or key in NON_DIFFERENTIABLE or key in LOWERINGS or key in SUBGRAPH_RULES
     )
     return not supported or not exists(node, min(model.opset_imports[""], NEWEST_OPSET))
 

@@ -283,7 +283,7 @@ def dropout(op, node, g, g_mask=None):
     """
     ratio, training = (*node.inputs, None, None)[1:3]
     if training is None or (op.known_value(training) is not None and not op.known_value(training)):
-        return (g,)
+        return g, None
     one = op.const(1.0, g.dtype)
     kept = 1.0 - (op.const(0.5, g.dtype) if ratio is None else op.Cast(ratio, to=g.dtype))
     mask, scale = output(op, node, 1, ir.DataType.BOOL), op.Where(training, one / kept, one)

@@ -16,7 +16,8 @@ RULES: dict[tuple[str, str], Rule] = {}
 NON_DIFFERENTIABLE: dict[tuple[str, str], str] = {}  # operators without gradient, with the reason
 # Operators with subgraphs: (op, node, cotangents of the outputs, values that depend on the
 # requested inputs) -> pairs of an input or captured value of the node and its gradient
-SUBGRAPH_RULES: dict[str, Callable[..., list[tuple[ir.Value, ir.Value]]]] = {}
+SUBGRAPH_RULES: dict[tuple[str, str], Callable[..., list[tuple[ir.Value, ir.Value]]]] = {}
+OF_USERS: set[tuple[str, str]] = set()  # operators with a rule or a lowering that a user registered
 
 
 @dataclass(frozen=True)
@@ -44,42 +45,9 @@ class Unsupported:
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
-    """Register the decorated function as the rule of the named operators.
+    """Register the decorated function as the rule of operators of the package.
 
-    A rule is called as `f(op, node, g)`. It takes one cotangent `g` for each output, None where the
-    output has none. A rule of fewer cotangents fails if an output beyond them has one.
-
-    It returns one gradient for each input: a value of the shape and dtype of the input, None for no
-    gradient, or `Unsupported(reason)`. Nodes of gradients that nobody needs are removed later.
-
-    `op` writes nodes: `op.MatMul(a, b)`, `op.Softmax(x, axis=-1)`, `a * b`. `op.sum_to(g, x)`
-    undoes broadcasting. `node` has `inputs`, `outputs` and `attributes`.
-
-    A later rule replaces an earlier one. A local function that has a rule stays a function; others
-    are differentiated through their nodes.
-
-    Args:
-        op_types: names of operators or local functions.
-        domain: their domain; empty for standard operators.
-
-    Returns:
-        A decorator that returns the function unchanged.
-
-    Examples:
-        >>> import onnx
-        >>> from onnxgrad import onnx_derivative, rule
-        >>> @rule("Square", domain="doc.example")
-        ... def square(op, node, g):
-        ...     # y = x^2:  dx = 2 g x
-        ...     return (2.0 * g * node.inputs[0],)
-        >>> model = onnx.parser.parse_model('''
-        ...     <ir_version: 9, opset_import: ["": 20, "doc.example": 1]>
-        ...     f (float[N,2] x) => (float[N,2] y) { y = doc.example.Square (x) }
-        ...     <domain: "doc.example", opset_import: ["": 20]>
-        ...     Square (a) => (b) { b = Mul(a, a) }''')
-        >>> gradient = onnx_derivative(model)
-        >>> [node.op_type for node in gradient.graph.node]
-        ['Mul', 'Mul']
+    `onnxgrad.rule` is that of users.
     """
 
     def register(function: Rule) -> Rule:
