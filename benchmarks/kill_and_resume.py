@@ -25,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-FILES = {f"{name}.safetensors" for name in ("weights", "slots", "buffers", "kept")} | {"state.json"}
+FILES = {f"{name}.safetensors" for name in ("weights", "slots", "buffers", "kept")}
+FILES |= {"state.json", "files.json"}
 EPOCHS, ROWS, BATCH, UNITS = 6, 640, 32, 512
 EXITS = {"KILL": {-signal.SIGKILL}, "TERM": {143}, "INT": {-signal.SIGINT, 130}}
 

@@ -78,6 +78,13 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"shard_optimizer": True},
         {"dtype": np.float64, "large": True},
     ),
+    "share": ("mlp", {"optimizer": "adam"}, {}, {"share": 0.3}),
+    "double_average": (
+        "norm",
+        {"batch_norm": "train", "optimizer": og.ema(og.momentum(), 0.9)},
+        {"sync_batch_norm": True},
+        {"share": 0.3, "dtype": np.float64},
+    ),
     "weighted": ("mlp", {}, {}, {"weighted": True}),
     "own_rows": ("mlp", {}, {"shards": True}, {"batches": True}),
     "batches": ("mlp", {}, {}, {"batches": True}),
@@ -128,7 +135,7 @@ def trained(job: str, parallel: bool, callbacks: Any = (), **more: Any) -> og.Tr
         callbacks=callbacks,
         **({"parallel": how} | arguments),
     )
-    validation = X[:31], y[:31]
+    validation = form.get("share", (X[:31], y[:31]))
     if form.get("batches"):
         batches = [(X[i : i + 10], y[i : i + 10]) for i in range(0, ROWS, 10)]
         if parallel and options.get("shards"):

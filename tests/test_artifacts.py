@@ -248,6 +248,47 @@ def test_a_batch_whose_labels_are_all_ignored_changes_nothing(tmp_path):
     assert all(np.array_equal(before[n], a) for n, a in client.state.items())
 
 
+LABELS = {  # of three classes or elements: right ones, and wrong ones
+    "cross_entropy": ({}, [0, 1, 2, -100], [-1, -2, -3, -4, 3, 2**40]),
+    "ignored": ({"loss_options": {"ignore_index": -1}}, [-1, 0, 2], [-100, -2, 3]),
+    "focal": ({"loss": "focal"}, [0, 1], [-1, 2, 0.5]),
+    "hinge": ({"loss": "hinge"}, [-1, 1, 0], [2, -2, 0.5]),
+    "poisson": ({"loss": "poisson"}, [0, 7], [-0.5, np.nan]),
+}
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_labels_that_a_trainer_refuses_are_refused(tmp_path, kind):
+    options, right, wrong = LABELS[kind]
+    client, (x, y) = generated("mlp", tmp_path, **options), data_of("mlp")
+    if "loss" in options:  # labels are elements
+        y = np.zeros((len(x), 3), np.float32)
+    for label in (*right, *wrong):
+        own = y[:ROWS].copy()
+        own.flat[3] = label
+        trainer = trainer_of("mlp", **options)
+        if label in right:
+            assert np.isfinite(client.step(0, {"x": x[:ROWS], "label": own}))
+            trainer.fit(x[:ROWS], own)
+            continue
+        with pytest.raises(ValueError, match="'label'"):
+            trainer.fit(x[:ROWS], own)
+        for key in ("step", "training", "eval"):
+            with pytest.raises(Exception, match="labels in 'label' are"):
+                client.run(key, {**client.state, "x": x[:ROWS], "label": own, **client.scalars(0)})
+
+
+@pytest.mark.parametrize("form", [{"opset": 19, "ir_version": 9}, {"ort_format": True}], ids=str)
+def test_older_runtimes_refuse_labels_too(tmp_path, form):
+    client, (x, _) = generated("transformer", tmp_path, **form), data_of("transformer")
+    client.suffix = ".ort" if "ort_format" in form else ".onnx"
+    y = x[:ROWS].copy()
+    client.step(0, {"x": x[:ROWS], "label": y})
+    y[2, 3] = -1
+    with pytest.raises(Exception, match="labels in 'label' are 0 to 10"):
+        client.step(1, {"x": x[:ROWS], "label": y})
+
+
 def test_a_loss_inside_of_the_model(tmp_path):
     whole = og.add_loss_output(model_of("mlp"), "squared_error")
     og.generate_artifacts(whole, optimizer="SGD", artifact_directory=tmp_path)

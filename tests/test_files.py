@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import matplotlib
@@ -604,7 +605,7 @@ for _ in range(50):
     assert not leftovers(here)
 
 
-def test_kill_9_leaves_the_old_file_and_one_temporary_one(here):
+def test_the_next_save_removes_what_kill_9_leaves(here):
     Path("out.onnx").write_bytes(PRECIOUS)
     code = """
 import sys, time
@@ -621,9 +622,44 @@ with replacing("out.onnx") as temporary:
     assert Path("out.onnx").read_bytes() == PRECIOUS
     [stale] = leftovers(here)
     assert stale.startswith(".onnxgrad-")
-    save(linear(value=7), "out.onnx")
-    assert weight("out.onnx")[0] == 7
-    assert leftovers(here) == [stale]
+    save(linear(value=6), "other.onnx")
+    with replacing("out.onnx") as running:  # of another thread, or process
+        save(linear(value=7), "out.onnx")
+        assert weight("out.onnx")[0] == 7
+        assert leftovers(here) == [running.name]
+        running.write_bytes(PRECIOUS)
+    assert leftovers(here) == []
+
+
+@pytest.mark.parametrize("killed", ["_elements", "write_filled"])
+def test_the_next_save_removes_or_names_data_that_kill_9_leaves(here, monkeypatch, killed):
+    code = f"""
+import os, signal
+from onnxgrad.model import external
+from test_files import linear, save
+external.IN_MODEL = 0
+external.{killed} = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)
+save(linear(1000, 1), "out.onnx")
+"""
+    tests = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": tests}, check=False
+    )
+    assert Path("out.onnx.1.data").exists()
+    assert leftovers(here) != []
+    monkeypatch.setattr(external, "IN_MODEL", 0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        save(linear(1000, 2), "out.onnx")
+    assert leftovers(here) == []
+    assert weight("out.onnx")[0] == 2
+    data = sorted(path.name for path in here.glob("*.data"))
+    if killed == "_elements":  # nothing but an empty file had its name
+        assert data == ["out.onnx.1.data"]
+        assert not seen
+    else:
+        assert data == ["out.onnx.1.data", "out.onnx.2.data"]
+        assert "out.onnx.1.data belongs to no model" in str(seen[0].message)
 
 
 def test_temporary_names_are_random_and_opened_exclusively(here, monkeypatch):
@@ -633,7 +669,7 @@ def test_temporary_names_are_random_and_opened_exclusively(here, monkeypatch):
     random = os.urandom
     monkeypatch.setattr("os.urandom", lambda count: b"\0" * count if count == 8 else random(count))
     Path("victim").write_bytes(PRECIOUS)
-    planted = here / f".onnxgrad-{'00' * 8}"
+    planted = here / f".onnxgrad-new.onnx.{'00' * 8}"
     os.symlink("victim", planted)
     with pytest.raises(FileExistsError):
         save(linear(), "new.onnx")

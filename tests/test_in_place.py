@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 
 import numpy as np
 import onnx
@@ -333,3 +334,31 @@ def test_weights_are_in_memory_once(optimizer, most):
     made = subprocess.run(command, capture_output=True, text=True)
     assert not made.returncode, made.stderr
     assert float(made.stdout) < most
+
+
+def test_saving_large_weights_makes_no_copy_of_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(emptied, "LARGE", 1000)
+    size = 8 * 300 * 300 * 4
+    layers = " ".join(f"h{i + 1} = MatMul(h{i}, w{i})" for i in range(8))
+    model = onnx.parser.parse_model(
+        '<ir_version: 10, opset_import: ["": 20]>'
+        f"f (float[N,300] h0) => (float[N,300] h8) {{ {layers} }}"
+    )
+    rng = np.random.default_rng(0)
+    for i in range(8):
+        array = rng.standard_normal((300, 300)).astype(np.float32) / 20
+        model.graph.initializer.append(numpy_helper.from_array(array, f"w{i}"))
+    X = rng.standard_normal((4, 300)).astype(np.float32)
+    trainer = og.Trainer(model, "mse", optimizer="sgd").fit(X, X)
+    tracemalloc.start()
+    trainer.save(tmp_path / "m.onnx")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < size / 2
+    saved = onnx.load(tmp_path / "m.onnx")
+    assert saved == trainer.model
+    for tensor in saved.graph.initializer:
+        np.testing.assert_array_equal(
+            numpy_helper.to_array(tensor), trainer.state.weights[tensor.name]
+        )
+    onnx.checker.check_model(saved, full_check=True)

@@ -188,7 +188,7 @@ class Stream:  # whose rows no description tells
         return iter([(X[order], y[order])] * 3)
 og.Trainer(model, "cross_entropy").fit(Stream())
 """)
-    assert text.count("first batches of the processes differ") == 2
+    assert text.count("batch 0 is not the same in all processes") == 2
 
 
 def test_long_arguments_are_compared_to_their_end():

@@ -272,7 +272,7 @@ def test_a_state_in_files(tmp_path):
     assert loaded.callbacks["Mine"] == {"n": 3}
     names = {path.name for path in (tmp_path / "state").iterdir()}
     arrays = {f"{n}.safetensors" for n in ("weights", "slots", "buffers", "kept")}
-    assert names == {*arrays, "state.json"}
+    assert names == {*arrays, "state.json", "files.json"}
     assert json.loads((tmp_path / "state" / "state.json").read_text())["step"] == 7
     (tmp_path / "state" / "weights.safetensors").write_bytes(b"damaged")
     with pytest.raises(ValueError, match="damaged"):

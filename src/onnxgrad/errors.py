@@ -187,7 +187,7 @@ class ProcessLostError(PrintableError, RuntimeError):
     """
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of the message of `error`, without the source location in C++."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rpartition("` failed: ")[2]

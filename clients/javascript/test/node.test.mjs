@@ -104,6 +104,20 @@ test("a step that is not finite changes nothing", async () => {
   assert.equal(await trainer.step(next), await other.step(next));
 });
 
+test("labels that are no classes are refused, and change nothing", async () => {
+  const trainer = await create("mlp");
+  const [{ image, label }, next] = await batches("mlp");
+  for (const wrong of [-1n, 10n, -10n]) {
+    const batch = { image, label: label.map((y, i) => (i === 5 ? wrong : y)) };
+    await assert.rejects(trainer.step(batch), /labels in 'label' are 0 to 9/);
+    await assert.rejects(trainer.evaluate(batch), /labels in 'label' are 0 to 9/);
+  }
+  assert.equal(trainer.steps, 0);
+  const ignored = label.map((y, i) => (i === 5 ? -100n : y));
+  assert.ok(Number.isFinite(await trainer.step({ image, label: ignored })));
+  assert.ok(Number.isFinite(await trainer.step(next)));
+});
+
 test("calls that overlap wait for each other", async () => {
   const [one, two] = await batches("mlp");
   const apart = await create("mlp");

@@ -71,7 +71,7 @@ def build_models(setup: Setup, additional: Sequence[str], updates: bool) -> Mode
         NoGradientRule: an operator between the weights and the loss has no rule.
     """
     gradients, update = setup.step_models()
-    objective = setup.objective()
+    objective = setup.objective().require_labels()
     fields = Fields(objective, setup.trainer.batch_axes)
     initial = ((str(b.name), b.const_value) for b in objective.buffers)
     buffers = {name: np.array(value.numpy()) for name, value in initial if value is not None}
@@ -167,6 +167,7 @@ def _evaluation(
     plan = replace(setup.plan, beside=tuple(additional))
     names = [*trainer.trained, *buffers]
     one = minimized(inference_form(trainer.proto), names, plan, setup.weighted, training=False)
+    one.require_labels()
     read_elsewhere(
         [w for w in one.weights if w.name in step.unreached],
         lambda name: trainer.state.weights[name],

@@ -226,8 +226,8 @@ def labels(
     what = f"target {', '.join(map(repr, targets))}"
     made = as_value({name: table[name] for name in targets}, label, what)
     if info.bounds is not None:
-        allowed, test = info.bounds
-        refuse(~test(made), made, f"{what}: loss {info.loss!r} takes labels {allowed}")
+        allowed = info.bounds
+        refuse(~allowed.test(made), made, f"{what}: loss {info.loss!r} takes labels {allowed.text}")
     if isinstance(count := info.classes, int):
         outside = ((made < 0) | (made >= count)) & (made != info.ignore_index)
         refuse(

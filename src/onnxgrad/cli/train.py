@@ -128,7 +128,7 @@ def _check_files(options: TrainOptions) -> None:
 
 def _has_checkpoint(options: TrainOptions) -> bool:
     assert options.checkpoint is not None
-    return os.path.isdir(options.checkpoint) and newest(options.checkpoint) is not None
+    return newest(options.checkpoint, lambda path: None) is not None
 
 
 def _files(options: TrainOptions) -> list[Path]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ class Field:
 
     - `name`, `dtype` and `shape`: of the input, as declared.
     - `classes`: number of classes of a label; `ignored`: a class index that is allowed as well.
-    - `allowed`: other labels that a loss allows, in words, and the test for them.
+    - `allowed`: the `LabelBounds` of a loss.
     - `tables`: the tables that the input indexes.
     """
 
@@ -29,7 +29,7 @@ class Field:
     shape: Dims | None
     classes: int | str | None = None  # their number, or the symbol of that dimension
     ignored: int | None = None
-    allowed: tuple[str, Callable[[np.ndarray], np.ndarray]] | None = None  # a `LabelBounds`
+    allowed: Any = None
     tables: tuple[Table, ...] = ()
 
     def check(self, data: Any, axis: int | None = 0, whole: bool = False) -> np.ndarray:
@@ -69,8 +69,8 @@ class Field:
             where = "below 0" if last is None else f"outside 0..{last}"
             _refuse(outside, f"{self.name!r} holds labels {where}", axis)
         if self.allowed is not None:
-            text, test = self.allowed
-            _refuse(~test(values), f"{self.name!r} must hold labels {text}; others", axis)
+            what = f"{self.name!r} must hold labels {self.allowed.text}; others"
+            _refuse(~self.allowed.test(values), what, axis)
         return values
 
     def numbers(self, data: Any) -> np.ndarray:

@@ -39,7 +39,7 @@ _SAME_OR_NOT = LabelKind(
 @register(
     "cosine_embedding",
     labels=lambda options: _SAME_OR_NOT,
-    bounds=LabelBounds("-1 and 1", lambda y: np.isin(y, (-1, 1))),
+    bounds=LabelBounds("-1 and 1", (-1, 1)),
 )
 def cosine_embedding(op, prediction, label, margin=0.0):
     """1 - cos(a, b) for label 1, max(0, cos(a, b) - margin) for -1; a, b in (N, 2, D).

@@ -115,7 +115,7 @@ def log(op, prediction, label, eps=1e-6):
 
 _loss(
     "binary_cross_entropy",
-    bounds=LabelBounds("between 0 and 1", lambda y: (y >= 0) & (y <= 1)),
+    bounds=LabelBounds("between 0 and 1", least=0, most=1),
     threshold=lambda options: 0.0 if options["from_logits"] else 0.5,
     write_terms=binary_cross_entropy_terms,
     activation="Sigmoid",
@@ -139,7 +139,7 @@ def huber(op, prediction, label, delta=1.0):
     return inner * (size - 0.5 * inner)
 
 
-@_loss("poisson", bounds=LabelBounds("of 0 or more", lambda y: y >= 0))
+@_loss("poisson", bounds=LabelBounds("of 0 or more", least=0))
 def poisson(op, prediction, label, log_input=True, eps=1e-8):
     """e^f - y f, or f - y log(f + eps) if f is the rate: -log of Poisson, up to a constant."""
     if log_input:
@@ -151,7 +151,7 @@ def poisson(op, prediction, label, log_input=True, eps=1e-8):
 
 @_loss(
     "hinge",
-    bounds=LabelBounds("-1 and 1, or 0 and 1", lambda y: np.isin(y, (-1, 0, 1))),
+    bounds=LabelBounds("-1 and 1, or 0 and 1", (-1, 0, 1)),
     threshold=lambda options: 0.0,
 )
 def hinge(op, prediction, label):

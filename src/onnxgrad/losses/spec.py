@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -18,10 +20,29 @@ Options = Mapping[str, Any]
 
 
 class LabelBounds(NamedTuple):
-    """Values that labels may have: in words, and as an elementwise test."""
+    """Values that labels may have: in words, and a list of them, or else a range."""
 
     text: str
-    test: Callable[[np.ndarray], np.ndarray]
+    values: tuple[float, ...] = ()
+    least: float = -math.inf
+    most: float = math.inf
+
+    def test(self, labels: np.ndarray) -> np.ndarray:
+        """Return which labels are among the values."""
+        if self.values:
+            return np.isin(labels, self.values)
+        return (labels >= self.least) & (labels <= self.most)
+
+    def write(self, op: Any, label: ir.Value) -> ir.Value:
+        """Write the same into a graph."""
+        if self.values:
+            return reduce(op.Or, (op.Equal(label, value) for value in self.values))
+        sides = []
+        if self.least > -math.inf:
+            sides.append(op.GreaterOrEqual(label, self.least))
+        if self.most < math.inf:
+            sides.append(op.LessOrEqual(label, self.most))
+        return reduce(op.And, sides)
 
 
 @dataclass(frozen=True)

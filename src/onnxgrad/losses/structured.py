@@ -30,7 +30,7 @@ _LOWEST_FLOAT16 = -1e4
 
 _TWO_CLASSES: dict[str, Any] = {
     "activation": "Sigmoid",
-    "bounds": LabelBounds("0 and 1", lambda y: np.isin(y, (0, 1))),
+    "bounds": LabelBounds("0 and 1", (0, 1)),
     "threshold": lambda options: 0.0 if options["from_logits"] else 0.5,
 }
 
@@ -178,7 +178,7 @@ def _dice(op, p, t, smooth, first):
 
 @register(
     "kl_divergence",
-    bounds=LabelBounds("between 0 and 1", lambda y: (y >= 0) & (y <= 1)),
+    bounds=LabelBounds("between 0 and 1", least=0, most=1),
     activation="Softmax",
     labels=lambda options: _needs_rank(2, "a prediction (N, C, ...)"),
 )

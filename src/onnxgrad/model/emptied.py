@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto, TensorProto
+from onnx import ModelProto
 
-from onnxgrad.model.external import copy_fields, is_external, nbytes
+from onnxgrad.model.external import copy_fields, is_empty, is_external, nbytes
 from onnxgrad.model.weights import replace
 
 LARGE = 1 << 28  # bytes of weights where another copy of them matters
@@ -45,8 +45,13 @@ def emptied(model: ModelProto, names: Collection[str] | None = None) -> ModelPro
 
 def filled(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> ModelProto:
     """Return `model` with the elements that `emptied` left out."""
-    names = [t.name for t in model.graph.initializer if is_empty(t)]
+    names = empty_names(model)
     return replace(model, {name: arrays[name] for name in names}) if names else model
+
+
+def empty_names(model: ModelProto) -> set[str]:
+    """Return the names of the initializers that lack their elements."""
+    return {t.name for t in model.graph.initializer if is_empty(t)}
 
 
 def read_elsewhere(values: Iterable[ir.Value], read: Callable[[str], np.ndarray]) -> None:
@@ -59,13 +64,3 @@ def read_elsewhere(values: Iterable[ir.Value], read: Callable[[str], np.ndarray]
 
 def _read(read: Callable[[str], np.ndarray], name: str) -> ir.TensorProtocol:
     return ir.tensor(read(name))
-
-
-def is_empty(tensor: TensorProto) -> bool:
-    """Return whether a tensor lacks its elements."""
-    held = ("raw_data", "float_data", "double_data", "int32_data")
-    return nbytes(tensor) > 0 and not is_external(tensor) and not any(_has(tensor, f) for f in held)
-
-
-def _has(tensor: TensorProto, field: str) -> bool:
-    return tensor.HasField(field) if field == "raw_data" else bool(getattr(tensor, field))

@@ -9,11 +9,13 @@ that all functions work on such a model; `write.save` and sessions make the path
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ IN_MODEL = 1 << 30
 SMALL = 1000  # bytes; shape inference of onnx_ir reads no larger constants
 _ALIGNMENT = 4096  # bytes
 _LARGE = 1 << 16  # bytes of an initializer that is not worth a copy
+_NONE: Mapping[str, np.ndarray] = MappingProxyType({})
 _IN_ORIGIN = "onnxgrad.in-origin"  # location of a stand-in; its offset is an index of the tensors
 
 
@@ -182,6 +185,13 @@ def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto
     return copy
 
 
+def is_empty(tensor: TensorProto) -> bool:
+    """Return whether a tensor lacks its elements: see `model.emptied`."""
+    held = ("float_data", "double_data", "int32_data")
+    has = tensor.HasField("raw_data") or any(getattr(tensor, field) for field in held)
+    return nbytes(tensor) > 0 and not is_external(tensor) and not has
+
+
 def inline_nbytes(model: ModelProto) -> int:
     """Return the size in bytes of the initializers that `written_out` would write."""
     return sum(nbytes(t) for t in model.graph.initializer if _is_written(t))
@@ -191,10 +201,13 @@ def _is_written(tensor: TensorProto) -> bool:
     return not is_external(tensor) and nbytes(tensor) > SMALL
 
 
-def written_out(model: ModelProto, file: Path, location: Path) -> ModelProto:
+def written_out(
+    model: ModelProto, file: Path, location: Path, arrays: Mapping[str, np.ndarray] = _NONE
+) -> ModelProto:
     """Return `model` with external data, after writing its initializers to `file`.
 
-    It refers to the file `location`, to which the caller moves `file`.
+    It refers to the file `location`, to which the caller moves `file`. `arrays` are the elements of
+    initializers that lack them.
     """
     result = ModelProto()
     copy_fields(model, result, "graph")
@@ -210,8 +223,65 @@ def written_out(model: ModelProto, file: Path, location: Path) -> ModelProto:
             new.dims.extend(tensor.dims)
             out.write(bytes(-out.tell() % _ALIGNMENT))
             refer(new, location, out.tell(), nbytes(tensor))
-            out.write(ir.serde.deserialize_tensor(tensor).tobytes())
+            out.write(_elements(tensor, arrays))
     return result
+
+
+def _elements(tensor: TensorProto, arrays: Mapping[str, np.ndarray]) -> Any:
+    """Return the elements of a tensor as they are in a file."""
+    if not is_empty(tensor):
+        return ir.serde.deserialize_tensor(tensor).tobytes()
+    array = np.ascontiguousarray(arrays[tensor.name], ir.DataType(tensor.data_type).numpy())
+    if array.shape != tuple(tensor.dims):
+        raise ValueError(f"{tensor.name!r} has shape {tuple(tensor.dims)}, not {array.shape}")
+    array = array if sys.byteorder == "little" else array.byteswap()
+    return array.reshape(-1).view(np.uint8).data
+
+
+def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write `model` in the format of protobuf, of whose initializers some lack their elements.
+
+    `arrays` have these. One initializer is in memory a second time, not all.
+    """
+    before, after = _around(model, "graph")
+    nodes, others = _around(model.graph, "initializer")
+    parts: list[tuple[bytes, TensorProto | None]] = [(nodes, None)]
+    for tensor in model.graph.initializer:
+        data = nbytes(tensor) if is_empty(tensor) else 0
+        raw = _field(TensorProto.RAW_DATA_FIELD_NUMBER, data) if data else b""
+        length = tensor.ByteSize() + len(raw) + data
+        parts.append((_field(GraphProto.INITIALIZER_FIELD_NUMBER, length), None))
+        parts.append((raw, tensor))
+    parts.append((others, None))
+    size = sum(len(head) for head, _ in parts)
+    size += sum(t.ByteSize() + (nbytes(t) if is_empty(t) else 0) for t in model.graph.initializer)
+    with file.open("wb") as out:
+        out.write(before + _field(ModelProto.GRAPH_FIELD_NUMBER, size))
+        for head, tensor in parts:
+            out.write(head if tensor is None else tensor.SerializeToString() + head)
+            if tensor is not None and head:
+                out.write(_elements(tensor, arrays))
+        out.write(after)
+
+
+def _around(message: Any, name: str) -> tuple[bytes, bytes]:
+    """Return the fields before and behind one, which may be too large to copy, as bytes."""
+    before, number = type(message)(), message.DESCRIPTOR.fields_by_name[name].number
+    copy_fields(message, before, name)
+    after = type(message)()
+    after.CopyFrom(before)
+    for field, _ in list(before.ListFields()):
+        (before if field.number > number else after).ClearField(field.name)
+    return before.SerializeToString(), after.SerializeToString()
+
+
+def _field(number: int, length: int) -> bytes:
+    """Return what begins a field of protobuf that has a length."""
+    data = bytearray([number << 3 | 2])
+    while length > 0x7F:
+        data.append(length & 0x7F | 0x80)
+        length >>= 7
+    return bytes([*data, length])
 
 
 def without_data(model: ModelProto) -> ModelProto:

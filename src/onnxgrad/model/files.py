@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _KINDS = (
@@ -18,6 +19,8 @@ _KINDS = (
 )
 
 _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # errors of some network filesystems
+
+_PARTIAL = ".onnxgrad-"  # begins the names of files that are being written
 
 KEPT = "nothing was replaced, and models and weights in memory are kept: save to another path"
 
@@ -60,18 +63,20 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a new empty file beside `path`, which replaces `path` if the block raises no error.
 
     The new file has the mode of the old one, and its owner where that is permitted. Other hard
-    links of the old file keep its data.
+    links of the old file keep its data. What processes that were killed left here is removed.
 
     Raises:
         OSError: `path` cannot be written; an existing file is unchanged.
     """
     target = target_of(path)
     old = target.stat() if target.exists() else None
+    remove_leftovers(target)
     temporary = _beside(target)
-    with _named(path, temporary):
+    with _named(path, temporary), ExitStack() as stack:
         # private until it gets the mode of the old file; a new file has the mode of the umask
         _create(temporary, 0o666 if old is None else 0o600)
         try:
+            locked(temporary, stack)
             yield temporary
             _finish(temporary, old)
             temporary.replace(target)
@@ -80,8 +85,43 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
                 temporary.unlink(missing_ok=True)
 
 
+def remove_leftovers(target: Path, suffix: str = "") -> None:
+    """Remove the files that killed processes left while they wrote `target`.
+
+    `suffix`: a pattern behind its name, of other files that were written with it.
+    """
+    own = re.compile(rf"{re.escape(_short(target))}{suffix}\.[0-9a-f]{{16}}")
+    for path in target.parent.glob(f"{_PARTIAL}*"):
+        if path.is_symlink() or not own.fullmatch(path.name.removeprefix(_PARTIAL)):
+            continue
+        with ExitStack() as stack, suppress(OSError):
+            if path.is_file() and locked(path, stack):
+                path.unlink()
+
+
+def locked(file: Path, stack: ExitStack) -> bool:
+    """Lock a file until `stack` ends; return whether no other process writes it, False if unknown.
+
+    A lock ends with its process, however that ends.
+    """
+    try:
+        import fcntl  # which Windows lacks, where what others write cannot be removed anyway
+    except ImportError:
+        return False
+    opened = stack.enter_context(file.open("rb+"))
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
 def _beside(file: Path) -> Path:
-    return file.with_name(f".onnxgrad-{os.urandom(8).hex()}")
+    return file.with_name(f"{_PARTIAL}{_short(file)}.{os.urandom(8).hex()}")
+
+
+def _short(file: Path) -> str:
+    return file.name[:100]  # so that no name of a file gets too long
 
 
 def _create(file: Path, mode: int) -> None:

@@ -6,18 +6,21 @@ import errno
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onnxgrad.model import external
-from onnxgrad.model.files import replacing, target_of
+from onnxgrad.model.emptied import filled
+from onnxgrad.model.files import locked, remove_leftovers, replacing, target_of
 from onnxgrad.model.read import ModelLike, read
 
 
@@ -54,29 +57,50 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
         ...     og.get_onnx_opset(path)
         20
     """
-    proto, target = read(model), target_of(path)
-    _check_not_data(proto, model, target)
-    home, before = target.parent, _own_data(target)
+    proto = read(model)
+    _check_not_data(proto, model, target_of(path))
+    save_filled(proto, {}, path)
+
+
+def save_filled(
+    proto: ModelProto, arrays: Mapping[str, np.ndarray], path: str | os.PathLike
+) -> None:
+    """Do the same for a model of which `arrays` have the elements that `emptied` left out."""
+    target = target_of(path)
+    remove_leftovers(target, r"\.\d+\.data")
+    home, before = target.parent, _numbered_data(target) and data_files(target)
     large = external.inline_nbytes(proto) > external.IN_MODEL
     if (large or external.files_of(proto)) and Path(path).parent.resolve() != home:
         reason = f"models with external data cannot be read through links: save to {target}"
         raise OSError(errno.EINVAL, reason, os.fspath(path))
-    with ExitStack() as undo:
+    with ExitStack() as locks, ExitStack() as undo:
         if large:
-            data = _reserve(_numbered(target, ".data"), undo)
+            data = _reserve(_numbered(target, ".data"), undo, locks)
             with replacing(data) as temporary:
-                proto = external.written_out(proto, temporary, data)
-        copies = {file: _copied(file, home, undo) for file in external.files_of(proto)}
+                proto = external.written_out(proto, temporary, data, arrays)
+        copies = {file: _copied(file, home, undo, locks) for file in external.files_of(proto)}
         if copies:
             proto = external.relocated(proto, lambda file: copies[file].relative_to(home))
         formats = onnx.serialization.registry
         kind = formats.get_format_from_file_extension(Path(path).suffix) or "protobuf"
         with replacing(path) as temporary:
-            temporary.write_bytes(formats.get(kind).serialize_proto(proto))
+            if kind == "protobuf":
+                external.write_filled(proto, temporary, arrays)
+            else:
+                text = formats.get(kind).serialize_proto(filled(proto, arrays))
+                temporary.write_bytes(text)
         undo.pop_all()
-    for file in before.difference(copies.values()):
-        if not _is_shared(file):
+    for file in _numbered_data(target).difference(copies.values()):
+        if _is_shared(file):
+            continue
+        if file in before or not file.stat().st_size:
             file.unlink(missing_ok=True)
+        else:
+            warnings.warn(
+                f"{file} belongs to no model in its folder: a process that was killed while it "
+                "saved may have left it; remove it if so",
+                stacklevel=3,
+            )
 
 
 def data_files(path: str | os.PathLike) -> set[Path]:
@@ -99,23 +123,29 @@ def _check_not_data(proto: ModelProto, model: ModelLike, target: Path) -> None:
         raise ValueError(f"{target} is external data of the model: save to another path")
 
 
-def _reserve(names: Iterator[Path], undo: ExitStack) -> Path:
+def _reserve(names: Iterator[Path], undo: ExitStack, locks: ExitStack) -> Path:
     """Create an empty file under the first unused name; return it. `undo` removes the file."""
-    file = next(file for file in names if _is_new(file))
+    file = next(file for file in names if _is_new(file, locks))
     undo.callback(file.unlink, missing_ok=True)
     return file
 
 
-def _is_new(file: Path) -> bool:
-    """Create `file` and return True, or return False if it exists: other threads may save, too."""
+def _is_new(file: Path, locks: ExitStack) -> bool:
+    """Create `file` and return True, or return False if it exists: other threads may save, too.
+
+    One that is empty, and that nobody writes, was left by a process that was killed.
+    """
     try:
         file.touch(exist_ok=False)
     except FileExistsError:
-        return False
+        if file.is_symlink() or not file.is_file() or file.stat().st_size:
+            return False
+        return locked(file, locks)
+    locked(file, locks)
     return True
 
 
-def _copied(file: Path, home: Path, undo: ExitStack) -> Path:
+def _copied(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
     """Return the path of `file` in `home` or below, after copying it there if necessary.
 
     It is not linked: neither onnx nor onnxruntime read external data through links.
@@ -127,7 +157,7 @@ def _copied(file: Path, home: Path, undo: ExitStack) -> Path:
     while copy.is_symlink() or (copy.exists() and _stamp(copy) != _stamp(real)):
         copy = next(others)
     if not copy.exists():
-        copy = _reserve(chain([copy], others), undo)
+        copy = _reserve(chain([copy], others), undo, locks)
         with replacing(copy) as temporary:
             shutil.copy2(real, temporary)
     return copy
@@ -143,11 +173,10 @@ def _numbered(stem: Path, suffix: str) -> Iterator[Path]:
     return (stem.with_name(f"{stem.name}.{i}{suffix}") for i in count(1))
 
 
-def _own_data(path: Path) -> set[Path]:
-    """Return the files of external data that `save` wrote for the model at `path`."""
+def _numbered_data(path: Path) -> set[Path]:
+    """Return the files of external data that have the names that `save` gives for `path`."""
     pattern = re.compile(rf"{re.escape(path.name)}\.\d+\.data")
-    files = {file for file in path.parent.glob("*.data") if pattern.fullmatch(file.name)}
-    return data_files(path) & files if files else set()
+    return {file for file in path.parent.glob("*.data") if pattern.fullmatch(file.name)}
 
 
 def _is_shared(file: Path) -> bool:

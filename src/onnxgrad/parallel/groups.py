@@ -6,17 +6,22 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from onnxgrad.errors import ProcessLostError, first_line
+from onnxgrad.parallel.engines import (
+    MpiGroup,
+    TorchGroup,
+    Wait,
+    abort_before_call,
+    end_together,
+    world,
+)
 from onnxgrad.runtime.session import launched
 
-Wait = Callable[[], None]
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of Open MPI and MPICH
 
 
@@ -77,7 +82,7 @@ class DataParallel:
 class Group(Protocol):
     """Processes that exchange arrays; all must call the same methods in the same order.
 
-    Each method raises `ProcessLostError` if a process does not answer.
+    Each method raises `ProcessLostError` if a process does not answer, or has left the call.
     """
 
     rank: int
@@ -91,6 +96,9 @@ class Group(Protocol):
 
     def gather(self, item: Any) -> list[Any]:
         """Return the item of every process, by rank; any object that can be pickled."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Let the block, which all processes enter, end in all of them, or fail in all."""
 
 
 class Alone:
@@ -109,96 +117,9 @@ class Alone:
         """Return the item."""
         return [item]
 
-
-class TorchGroup:
-    """The default group of `torch.distributed`."""
-
-    def __init__(self) -> None:
-        import torch
-        import torch.distributed as distributed
-
-        self._torch, self._engine = torch, distributed
-        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        self._on_gpu = distributed.get_backend() == "nccl"
-
-    def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace an array by its sum."""
-        tensor = self._tensor(array)
-        with _answered(self):
-            work = self._engine.all_reduce(tensor, async_op=True)
-
-        def wait() -> None:
-            with _answered(self):
-                work.wait()
-            self._back(tensor, array)
-
-        return wait
-
-    def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Replace an array by that of another process."""
-        tensor = self._tensor(array)
-        with _answered(self):
-            self._engine.broadcast(tensor, root)
-        self._back(tensor, array)
-
-    def gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes."""
-        items: list[Any] = [None] * self.size
-        with _answered(self):
-            self._engine.all_gather_object(items, item)
-        return items
-
-    def _tensor(self, array: np.ndarray) -> Any:
-        tensor = self._torch.from_numpy(array)
-        return tensor.cuda() if self._on_gpu else tensor
-
-    def _back(self, tensor: Any, array: np.ndarray) -> None:
-        if self._on_gpu:
-            np.copyto(array, tensor.cpu().numpy())
-
-
-class MpiGroup:
-    """The processes that `mpirun` has started."""
-
-    def __init__(self) -> None:
-        from mpi4py import MPI
-
-        self._in_place, self._all = MPI.IN_PLACE, MPI.COMM_WORLD
-        self.rank, self.size = self._all.Get_rank(), self._all.Get_size()
-
-    def sum(self, array: np.ndarray) -> Wait:
-        """Begin to replace an array by its sum."""
-        with _answered(self):
-            request = self._all.Iallreduce(self._in_place, array)
-
-        def wait() -> None:
-            with _answered(self):
-                request.Wait()
-
-        return wait
-
-    def broadcast(self, array: np.ndarray, root: int) -> None:
-        """Replace an array by that of another process."""
-        with _answered(self):
-            self._all.Bcast(array, root)
-
-    def gather(self, item: Any) -> list[Any]:
-        """Return the items of all processes."""
-        with _answered(self):
-            return self._all.allgather(item)
-
-
-@contextmanager
-def _answered(group: Group) -> Iterator[None]:
-    """Raise `ProcessLostError` for an error of the engine."""
-    try:
-        yield
-    except RuntimeError as e:  # of torch.distributed, and the base of MPI.Exception
-        raise ProcessLostError(
-            f"process {group.rank} of {group.size}: another process does not answer any more "
-            f"({first_line(e)[:200]}). The state before this step is kept: start again with "
-            "resume= the folder of the checkpoints, with any number of processes"
-        ) from e
+    def together(self) -> AbstractContextManager[None]:
+        """Let the block fail by itself."""
+        return nullcontext()
 
 
 def group_of(parallel: DataParallel | bool | None) -> Group | None:
@@ -244,19 +165,22 @@ def group_of(parallel: DataParallel | bool | None) -> Group | None:
 
 def _in_mpi(parallel: DataParallel | bool | None) -> bool:
     """Return whether MPI has started several processes, which know it or are told to."""
-    module = sys.modules.get("mpi4py.MPI")
-    if module is not None:
-        return bool(module.COMM_WORLD.Get_size() > 1)
+    if "mpi4py.MPI" in sys.modules:
+        return world() is not None
     return isinstance(parallel, DataParallel) and launched(*_MPI_SIZES) > 1
 
 
 def join() -> bool:
     """Enter the group of the launcher that has started this process, if one has.
 
-    Return whether this process is the first one, or the only one.
+    Return whether this process is the first one, or the only one. One that ends before it trains
+    ends the others that MPI has started.
     """
     if launched(*_MPI_SIZES) > 1:
         import mpi4py.MPI  # noqa: F401  # which enters it
+
+        end_together()
+        atexit.register(abort_before_call)
     elif launched("WORLD_SIZE") > 1 and "MASTER_ADDR" in os.environ:
         import torch.distributed as distributed
 

@@ -54,13 +54,13 @@ def load_run(path: str | os.PathLike) -> Run:
 def _of_folder(folder: Path) -> Run:
     if (folder / FILE).is_file():
         return load_run(folder / FILE)
-    state = newest(folder)
-    if state is None:
+    found = newest(folder, saving.read)
+    if found is None:
         raise FileNotFoundError(
             f"{folder} has no {FILE} and no checkpoint: `onnxgrad train --record {folder}` or "
             "Recorder(folder) writes one"
         )
-    arrays, numbers = saving.read(state)
+    arrays, numbers = found[1]
     callbacks: Mapping[str, Any] = numbers.get("callbacks", {})
     run: Run = {"source": "checkpoint", "history": numbers.get("history", [])}
     run |= {"epochs": numbers.get("epoch"), "stop_reason": numbers.get("stop_reason")}

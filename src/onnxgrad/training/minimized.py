@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -17,6 +17,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.info import LossInfo, loss_info
+from onnxgrad.losses.label_checks import require_labels
 from onnxgrad.losses.objectives import Written
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor
@@ -86,6 +87,13 @@ class Minimized(Objective):
     def labels(self) -> dict[str, LossInfo]:
         """What is known of each label input."""
         return self.written.infos
+
+    def require_labels(self) -> Self:
+        """Let the graph itself refuse the labels that a trainer refuses; return this objective."""
+        inputs = {str(x.name): x for x in self.data}
+        for name, info in self.labels.items():
+            require_labels(Emit(self.model.graph), inputs[name], info)
+        return self
 
     def cotangents(self, op: Emit) -> dict[ir.Value, ir.Value]:
         """Return the cotangents that the sweep starts with."""

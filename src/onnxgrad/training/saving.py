@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -13,15 +15,15 @@ from uuid import uuid4
 
 import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError
 from safetensors.numpy import load as load_arrays, save as save_arrays
 
 Arrays = dict[str, np.ndarray]
 
-FORMAT = "onnxgrad.state.1"
+FORMAT = "onnxgrad.state.2"
 # suffixes of folders that a crash may leave behind; a replaced one is complete
 PARTIAL, REPLACED, REMOVED = ".partial", ".replaced", ".removed"
 _STATE = "state.json"
+_MANIFEST = "files.json"  # written last: digests of the others, and the mark of what wrote them
 _BFLOAT16 = "bfloat16"  # metadata: names of such arrays, which safetensors of numpy cannot hold
 
 
@@ -39,10 +41,16 @@ def nested(arrays: Mapping[str, np.ndarray], outer: Iterable[str] = ()) -> dict[
     return result
 
 
-def write(folder: Path, arrays: Mapping[str, Arrays], numbers: Mapping[str, Any]) -> None:
+def write(
+    folder: Path,
+    arrays: Mapping[str, Arrays],
+    numbers: Mapping[str, Any],
+    mark: Mapping[str, str] | None = None,
+) -> None:
     """Write `{name: arrays}` to `<name>.safetensors` and the numbers to `state.json` in `folder`.
 
-    All is written beside `folder`, synced, and renamed.
+    All is written beside `folder`, synced, and renamed. `files.json` has a digest of every file,
+    and `mark`, which tells who wrote them.
 
     Raises:
         FileExistsError: `folder` exists and holds no state.
@@ -53,12 +61,19 @@ def write(folder: Path, arrays: Mapping[str, Arrays], numbers: Mapping[str, Any]
         raise FileExistsError(f"{folder} exists and holds no state: choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(folder, PARTIAL)
+    digests: dict[str, str] = {}
+
+    def put(name: str, data: bytes) -> None:
+        digests[name] = _digest(data)
+        _write_synced(partial / name, data)
+
     try:
         partial.mkdir()
         for name, group in arrays.items():
-            _write_synced(partial / f"{name}.safetensors", serialized(group))
-        text = json.dumps({"format": FORMAT, **numbers}, indent=1, default=_plain)
-        _write_synced(partial / _STATE, text.encode())
+            put(f"{name}.safetensors", serialized(group))
+        put(_STATE, json.dumps(dict(numbers), indent=1, default=_plain).encode())
+        manifest = {"format": FORMAT, "mark": dict(mark or {}), "files": dict(digests)}
+        put(_MANIFEST, json.dumps(manifest, indent=1).encode())
         _sync(partial)
         _move(partial, folder)
     except BaseException as e:
@@ -73,21 +88,56 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
 
     Raises:
         FileNotFoundError: there are none.
-        ValueError: a file is damaged, or of another format.
+        ValueError: a file is missing, damaged, of another state, or of another format.
     """
     folder = _present(folder)
-    try:
-        numbers = json.loads((folder / _STATE).read_bytes())
-        arrays = {
-            file.stem: deserialized(file.read_bytes()) for file in folder.glob("*.safetensors")
-        }
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{folder} holds no state of a training") from None
-    except (ValueError, SafetensorError) as e:
-        raise ValueError(f"the state in {folder} is damaged: {e}") from None
-    if numbers.pop("format", None) != FORMAT:
-        raise ValueError(f"{folder / _STATE} is not in the format {FORMAT}")
+    digests, arrays, numbers = _manifest(folder)["files"], {}, None
+    for name, digest in digests.items():
+        try:
+            data = (folder / name).read_bytes()
+        except FileNotFoundError:
+            raise ValueError(f"the state in {folder} is incomplete: {name} is missing") from None
+        if _digest(data) != digest:
+            raise ValueError(
+                f"the state in {folder} is damaged: {name} is not the file that was written there"
+            )
+        if name == _STATE:
+            numbers = json.loads(data)
+        else:
+            arrays[Path(name).stem] = deserialized(data)
+    if numbers is None:
+        raise ValueError(f"the state in {folder} is damaged: {_MANIFEST} does not name {_STATE}")
     return arrays, numbers
+
+
+def mark_of(folder: Path) -> dict[str, str] | None:
+    """Return the mark of the state in `folder`; None if it holds none, or one that is damaged."""
+    try:
+        return dict(_manifest(folder)["mark"])
+    except (OSError, ValueError):
+        return None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_bytes())
+    except FileNotFoundError:
+        if (folder / _STATE).is_file():
+            missing = f"the state in {folder} is incomplete: {_MANIFEST} is missing"
+            raise ValueError(missing) from None
+        raise FileNotFoundError(f"{folder} holds no state of a training") from None
+    except ValueError as e:
+        raise ValueError(f"the state in {folder} is damaged: {_MANIFEST}: {e}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{folder / _MANIFEST} is not in the format {FORMAT}")
+    if not all(isinstance(manifest.get(key), dict) for key in ("files", "mark")):
+        raise ValueError(f"the state in {folder} is damaged: {_MANIFEST} lacks its entries")
+    return manifest
+
+
+def is_state(folder: Path) -> bool:
+    """Return whether `folder` holds a state, which may be damaged."""
+    return any((folder / name).is_file() for name in (_MANIFEST, _STATE))
 
 
 def remove(state: Path) -> None:
@@ -98,30 +148,43 @@ def remove(state: Path) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
 
 
-def restore_replaced(folder: Path) -> None:
+def restore_replaced(folder: Path, names: re.Pattern[str]) -> None:
     """Rename back the states in `folder` that were being replaced when a crash happened."""
-    for path in folder.glob(f".*{REPLACED}"):
-        state = folder / path.name[1:].rsplit(".", 2)[0]
+    for path, state in _leftovers(folder, names, REPLACED):
         if not state.exists():
             path.rename(state)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what crashes left beside states in `folder`, except states that are there no more."""
-    restore_replaced(folder)
+def remove_leftovers(folder: Path, names: re.Pattern[str]) -> None:
+    """Remove what crashes left beside states of these names, but keep the only copy of one."""
+    restore_replaced(folder, names)
     for suffix in (PARTIAL, REPLACED, REMOVED):
-        for path in folder.glob(f".*{suffix}"):
+        for path, _ in _leftovers(folder, names, suffix):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _leftovers(folder: Path, names: re.Pattern[str], suffix: str) -> list[tuple[Path, Path]]:
+    """Return hidden folders that `_beside` named, each with its state."""
+    found = []
+    for path in folder.glob(f".*{suffix}"):
+        state, _, number = path.name[1:].removesuffix(suffix).rpartition(".")
+        if names.fullmatch(state) and re.fullmatch("[0-9a-f]+", number):
+            found.append((path, folder / state))
+    return found
 
 
 def _present(folder: Path) -> Path:
     """Return `folder`, or the state that a crash left beside it while it was being replaced."""
     if not folder.exists():
         folder = Path(os.path.abspath(folder))
-        replaced = list(folder.parent.glob(f".{folder.name}.*{REPLACED}"))
-        if replaced:
-            return max(replaced, key=lambda path: path.stat().st_mtime_ns)
+        names = re.compile(re.escape(folder.name))
+        replaced = [path for path, _ in _leftovers(folder.parent, names, REPLACED)]
+        return max(replaced, key=lambda path: path.stat().st_mtime_ns, default=folder)
     return folder
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _beside(folder: Path, suffix: str) -> Path:

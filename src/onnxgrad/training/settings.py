@@ -56,6 +56,7 @@ class Settings:
     names: Names = field(default_factory=Names)
     state: TrainState = field(default_factory=TrainState)
     built: BuildCache = field(default_factory=BuildCache)
+    sharing: Any = None  # how processes share the call that runs; None: this one trains alone
     digest: str | None = None  # of the whole model, if `proto` lacks large weights
 
     def evaluated(self) -> dict[str, np.ndarray]:

@@ -135,7 +135,7 @@ class Setup:
 
     def step_models(self) -> tuple[ModelProto, ModelProto]:
         """Return the two halves of a step as models: the gradients, and the update."""
-        gradients = build_gradients(self.objective())
+        gradients = build_gradients(self.objective().require_labels())
         outputs = {y.name for y in gradients.graph.output}
         weights = {
             name: (w.shape, w.dtype)
@@ -186,20 +186,19 @@ class Setup:
         With `further`, it is the trainer's own state, and the epochs follow those before.
         """
         trainer, shared = self.trainer, self.sharing
+        if shared is not None:
+            shared.check_call(self, epochs, shuffle, resume is not None, further)
         compiled = self.compiled = self._compiled()
         objective = compiled.objective
         fields = Fields(objective, trainer.batch_axes)
         self._check_weighted(objective, fields)
         source, held_out = self._sources(fields, shuffle)
-        initial = {
-            str(b.name): np.array(b.const_value.numpy())
-            for b in objective.buffers
-            if b.const_value is not None
-        }
+        buffers = [(str(b.name), b.const_value) for b in objective.buffers]
+        initial = {name: np.array(v.numpy()) for name, v in buffers if v is not None}
         if further:
             state = trainer.state.begin_epoch(initial)
         else:
-            identity = self._identity(source.description, source.batch_size, shuffle)
+            identity = self._identity(source, shuffle)
 
             def begun() -> TrainState:
                 return self._state(initial, identity, resume)
@@ -207,8 +206,8 @@ class Setup:
             state = begun() if shared is None or resume is None else shared.from_first(begun)
         first, callbacks = state.epoch if further else 0, trainer.callbacks
         if shared is not None:
+            shared.check(trainer, state, self._identity(source, shuffle), source, held_out)
             source = shared.source(source, fields.axes)
-            shared.check(trainer, state, self.weighted)
             callbacks = shared.callbacks(callbacks)
             if held_out is not None:
                 held_out = shared.source(held_out, self.evaluator.fields.axes)
@@ -303,9 +302,9 @@ class Setup:
             ValueError: it is of another training.
         """
         old = self.trainer.state
-        path = None if resume is None else newest(resume)
-        if path is not None:
-            state = TrainState.load(path)
+        found = None if resume is None else newest(resume, TrainState.load)
+        if found is not None:
+            path, state = found
             require_equal(state.identity, identity, path)
             if draws_its_order(self.data.X):
                 warnings.warn(
@@ -326,7 +325,7 @@ class Setup:
         state.values = Values(old.weights, buffers=now)
         return state
 
-    def _identity(self, data: dict[str, Any], batch_size: int, shuffle: bool) -> Identity:
+    def _identity(self, source: BatchSource, shuffle: bool) -> Identity:
         """Return what two trainings must have in common for one to go on with the other."""
         trainer = self.trainer
         arguments = (
@@ -338,9 +337,9 @@ class Setup:
                 "trained": trainer.trained,
                 "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
                 "class_weight": trainer.class_weight,
-                "batch_size": batch_size,
+                "batch_size": source.batch_size,
                 "shuffle": shuffle,
-                "data": data,
+                "data": source.description,
                 **{name: getattr(trainer, name) for name in arguments.split()},
             },
         )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import warnings
 import zlib
-from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.across import Across
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
 from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.identity import described
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.split import mixes_no_rows, splits
@@ -86,13 +89,50 @@ class Sharing:
         source.part = self.part
         return source
 
-    def check(self, trainer: Any, state: TrainState, weighted: bool) -> None:
+    def check_call(
+        self, setup: Any, epochs: int, shuffle: bool, resumes: bool, further: bool
+    ) -> None:
+        """Raise `ValueError` in all processes if their arguments differ, with what differs.
+
+        Callbacks that write are called in the first process only, so that others may lack them.
+        """
+        trainer, held_out = setup.trainer, setup.held_out
+        callbacks, share = trainer.callbacks, held_out is None or isinstance(held_out, float)
+        own = {
+            "method": "partial_fit" if further else "fit",
+            "epochs": epochs,
+            "shuffle": shuffle,
+            "resume": resumes,
+            "batch_size": setup.batch_size,
+            "validation": held_out if share else "data",
+            "sample weights": setup.weighted,
+            "batch_axes": trainer.batch_axes,
+            "parallel": vars(self.options),
+            "callbacks": [_options(c) for c in callbacks.all if not c.writes],
+            "gradient norms": callbacks.gradient_norms,
+            "metrics": {
+                str(output): [_options(metric) for metric in metrics]
+                for output, metrics in trainer.metrics_by_output.items()
+            },
+        }
+        self._require_equal(_flat(described(own)))
+
+    def check(
+        self,
+        trainer: Any,
+        state: TrainState,
+        identity: Mapping[str, Any],
+        source: BatchSource,
+        held_out: BatchSource | None,
+    ) -> None:
         """Raise in all processes if they do not begin alike, with what differs.
 
         Args:
             trainer: of this process.
             state: with which training begins.
-            weighted: whether the data may have sample weights.
+            identity: what a checkpoint must have.
+            source: of the data to train on.
+            held_out: of validation data.
 
         Raises:
             ValueError: other weights, data or arguments in some of the processes; or an argument
@@ -113,12 +153,21 @@ class Sharing:
                 "class_weight='balanced' is computed from labels, and with shards=True a process "
                 "has some of them: pass the weights of the classes"
             )
-        own = {"step": state.step, "weighted": weighted, **_flat(dict(state.identity))}
+        own = {"step": str(state.step), "epoch": str(state.epoch), **_flat(dict(identity))}
+        for name, data in (("data", source), ("validation", held_out)):
+            if data is not None:
+                own |= _flat({name: data.description, f"{name} batch_size": data.batch_size})
+            if isinstance(data, ArraySource):  # whose description has a digest of some rows
+                own |= {f"{name} {n}": _digest(a) for n, a in data.arrays.items()}
         if self.options.shards:
-            own = {k: v for k, v in own.items() if not k.startswith(("data", "batch_size"))}
+            own_only = ("data", "validation", "batch_size")
+            own = {k: v for k, v in own.items() if not k.startswith(own_only)}
         values = state.values
         own |= {f"weight {n}": _digest(w) for n, w in values.weights.items()}
         own |= {f"buffer {n}": _digest(b) for n, b in values.buffers.items()}
+        self._require_equal(own)
+
+    def _require_equal(self, own: Mapping[str, str]) -> None:
         every = self.group.gather(own)
         keys = dict.fromkeys(k for each in every for k in each)
         if different := [k for k in keys if any(e.get(k) != every[0].get(k) for e in every)]:
@@ -153,6 +202,30 @@ class Sharing:
             )
 
 
+@contextmanager
+def in_group(trainer: Any) -> Iterator[None]:
+    """Let the block, a call of `fit`, end in all processes of the trainer's group or fail in all.
+
+    `trainer.sharing` is how they share it.
+    """
+    sharing = Sharing.of(trainer.parallel)
+    with nullcontext() if sharing is None else sharing.group.together():
+        trainer.sharing = sharing
+        try:
+            yield
+        finally:
+            trainer.sharing = None
+
+
+def _options(value: Any) -> Any:
+    """Return the class of a callback or metric, and of the package's own the arguments."""
+    kind = type(value)
+    if not kind.__module__.startswith("onnxgrad."):
+        return kind.__qualname__
+    names = inspect.signature(kind).parameters
+    return {kind.__qualname__: {n: getattr(value, n) for n in names if hasattr(value, n)}}
+
+
 class _OfGroup(BatchSource):
     """Batches of a source, one a slice, that the processes of a group share."""
 
@@ -165,6 +238,13 @@ class _OfGroup(BatchSource):
     def description(self) -> dict[str, Any]:
         """What identifies the data."""
         return self._source.description
+
+    def _tell(self, *numbers: int) -> np.ndarray:
+        """Return numbers of every process, (processes, numbers)."""
+        every = np.zeros((self._group.size, len(numbers)), np.int64)
+        every[self._group.rank] = numbers
+        self._group.sum(every)()
+        return every
 
 
 class Shards(_OfGroup):
@@ -183,8 +263,8 @@ class Shards(_OfGroup):
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
             while True:
                 piece = next(slices, None)
-                rows = self._group.gather(0 if piece is None else piece.rows)
-                if not any(rows):
+                rows = self._tell(0 if piece is None else piece.rows)
+                if not rows.any():
                     return
                 if piece is not None:
                     last = piece
@@ -196,11 +276,11 @@ class Shards(_OfGroup):
                         f"the data of process {self._rank.rank} have no batch behind the first "
                         f"{skip}, and those of others have: give each process as many batches"
                     )
-                yield replace(last, rows=sum(rows), part=self._rank)
+                yield replace(last, rows=int(rows.sum()), part=self._rank)
 
 
 class Same(_OfGroup):
-    """Batches that every process reads, to compute its part of each; the first must be equal."""
+    """Batches that every process reads, to compute its part of each; they must be equal."""
 
     def __getattr__(self, name: str) -> Any:  # rows and batches, known after the first epoch
         return getattr(self._source, name)
@@ -210,20 +290,32 @@ class Same(_OfGroup):
     ) -> Generator[Slice, None, None]:
         """Yield the slices of one epoch."""
         with closing(self._source.epoch(rng, skip, lambda batch: 1)) as slices:
-            for number, piece in enumerate(slices):
-                if not number:
-                    self._compare(piece)
+            for number in itertools.count(skip):
+                piece = next(slices, None)
+                self._compare(number, piece)
+                if piece is None:
+                    return
                 own = _cut(piece, self._axes, self._rank.fed(piece.rows))
                 yield Slice(own, 1, piece.rows, self._rank)
 
-    def _compare(self, piece: Slice) -> None:
-        """Raise `ValueError` in all processes if the batch is not that of each."""
-        digests = self._group.gather([_digest(a) for a in piece.arrays.values()])
-        if any(each != digests[0] for each in digests):
+    def _compare(self, number: int, piece: Slice | None) -> None:
+        """Raise `ValueError` in all processes if a batch is not that of each, or some have none."""
+        digest = 0
+        if piece is not None:
+            digest = zlib.crc32(repr([_digest(a) for a in piece.arrays.values()]).encode())
+        has, digests = self._tell(piece is not None, digest).T
+        if has.any() != has.all():
+            ended = ", ".join(map(str, np.flatnonzero(has == 0)))
             raise ValueError(
-                "the first batches of the processes differ, and each would leave out rows of its "
-                "batches: pass parallel=DataParallel(shards=True) if the data of a process are its "
-                "own, or data in the same order"
+                f"the iterable of process {ended} ended after {number} batches, and others go on: "
+                "give each process the same batches; parallel=DataParallel(shards=True) if the "
+                "data of a process are its own"
+            )
+        if (digests != digests[0]).any():
+            raise ValueError(
+                f"batch {number} is not the same in all processes, and each would leave out rows "
+                "of its batches: pass parallel=DataParallel(shards=True) if the data of a process "
+                "are its own, or data in the same order"
             )
 
 

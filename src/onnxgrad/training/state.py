@@ -276,14 +276,18 @@ class TrainState:
         """Write the state into `folder`, all of it or nothing.
 
         The files are `weights.safetensors`, `slots.safetensors`, `buffers.safetensors`,
-        `kept.safetensors` and `state.json`. They are written beside `folder`, synced to the disk
-        and renamed; an earlier state in `folder` is replaced.
+        `kept.safetensors`, `state.json`, and `files.json` with a digest of each. They are written
+        beside `folder`, synced to the disk and renamed; an earlier state in `folder` is replaced.
 
         Raises:
             FileExistsError: `folder` holds something else.
             OSError: it cannot be written.
             RuntimeError: some slots are in other processes.
         """
+        saving.write(Path(folder), *self.contents())
+
+    def contents(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
+        """Return what `save` writes: arrays by file, and numbers."""
         if self._runner is not None and not self._runner.whole:
             raise RuntimeError(
                 "each process has the slots of some weights only (shard_optimizer), and training "
@@ -297,8 +301,7 @@ class TrainState:
             "kept": {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()},
         }
         numbers = {name: getattr(self, name) for name in _NUMBERS}
-        numbers |= {"step": values.steps, "identity": dict(self.identity)}
-        saving.write(Path(folder), arrays, numbers)
+        return arrays, numbers | {"step": values.steps, "identity": dict(self.identity)}
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Self:
@@ -306,7 +309,7 @@ class TrainState:
 
         Raises:
             FileNotFoundError: there is none.
-            ValueError: its files are damaged or incomplete.
+            ValueError: a file is damaged, missing, or of another state, by its digest.
         """
         arrays, numbers = saving.read(Path(folder))
         if missing := [f"{n}.safetensors" for n in _ARRAYS if n not in arrays]:

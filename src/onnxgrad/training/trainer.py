@@ -15,11 +15,12 @@ from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model import weights as constants
+from onnxgrad.model.emptied import filled
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.write import save
+from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
-from onnxgrad.parallel import DataParallel
+from onnxgrad.parallel import DataParallel, end_together
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.arguments import check_choice, check_count, check_recompute, select_rate
 from onnxgrad.training.callbacks.progress import Progress
@@ -30,13 +31,13 @@ from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import forget_head, inference_form, separate_statistics, train_merged
+from onnxgrad.training.modes import exported, separate_statistics, train_merged
 from onnxgrad.training.parameters.choice import choose_weights
 from onnxgrad.training.parameters.integers import require_floats
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
-from onnxgrad.training.sharing import Sharing
+from onnxgrad.training.sharing import in_group
 from onnxgrad.training.state import TrainState, Values
 from onnxgrad.training.update import evaluated
 
@@ -144,6 +145,7 @@ class Trainer(Settings):
         seed: int = 0,
         parallel: DataParallel | bool | None = None,
     ) -> None:
+        end_together()
         self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
         self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)
@@ -222,15 +224,16 @@ class Trainer(Settings):
         """
         if self.state.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
-        if validation is not None and not isinstance(validation, float):
-            validation = as_dataset(validation)
-        data = as_dataset(X, y, sample_weight)
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
-        setup = Setup(self, data, batch_size, validation, sharing=Sharing.of(self.parallel))
-        with garbage_kept():
-            loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
-        return self._run(setup, loop)
+        with in_group(self):
+            if validation is not None and not isinstance(validation, float):
+                validation = as_dataset(validation)
+            data = as_dataset(X, y, sample_weight)
+            if batch_size is not None:
+                check_count("batch_size", batch_size)
+            setup = Setup(self, data, batch_size, validation, sharing=self.sharing)
+            with garbage_kept():
+                loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
+            return self._run(setup, loop)
 
     def partial_fit(
         self,
@@ -260,13 +263,14 @@ class Trainer(Settings):
         """
         if self.state.is_running:
             raise RuntimeError("fit is running: partial_fit cannot be called before it ends")
-        if batch_size is not None:
-            check_count("batch_size", batch_size)
-        data = as_dataset(X, y, sample_weight)
-        setup = Setup(self, data, batch_size, sharing=Sharing.of(self.parallel))
-        with garbage_kept():
-            loop = setup.loop(1, shuffle, None, further=True)
-        return self._run(setup, loop)
+        with in_group(self):
+            if batch_size is not None:
+                check_count("batch_size", batch_size)
+            data = as_dataset(X, y, sample_weight)
+            setup = Setup(self, data, batch_size, sharing=self.sharing)
+            with garbage_kept():
+                loop = setup.loop(1, shuffle, None, further=True)
+            return self._run(setup, loop)
 
     def _run(self, setup: Setup, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
@@ -383,14 +387,14 @@ class Trainer(Settings):
     @property
     def model(self) -> ModelProto:
         """The model with the current weights and statistics, in its inference form."""
-        proto = inference_form(constants.replace(self.proto, self.evaluated()))
-        self.names.keep(proto)
-        return forget_head(proto)
+        values = self.evaluated()
+        return filled(exported(self.proto, values, self.names), values)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write `model` to a file.
+        """Write `model` to a file; large weights go there one by one.
 
         Raises:
             OSError: the file cannot be written; one that exists stays as it is.
         """
-        save(self.model, path)
+        values = self.evaluated()
+        save_filled(exported(self.proto, values, self.names), values, path)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
+import re
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from onnxgrad.errors import unknown
 from onnxgrad.reporting import logger
@@ -14,7 +19,8 @@ from onnxgrad.training import saving
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.early_stopping import better_if
 
-_STEP = "step-"
+T = TypeVar("T")
+_NAME = re.compile(r"step-(\d{10,})")
 
 
 class Checkpoint(Callback):
@@ -23,7 +29,10 @@ class Checkpoint(Callback):
     A checkpoint is written beside, synced and renamed: what is there is complete, also after a
     crash. It holds weights, slots, buffers, counts, history, and the state of schedules and
     callbacks, as `TrainState.save` writes them; `trainer.fit(..., resume=folder)` continues from
-    the newest one bit for bit, also within an epoch.
+    the newest one bit for bit, also within an epoch. A file that has changed since is noticed by
+    its digest: then a warning names it, and training continues from the checkpoint before.
+
+    Other folders in `folder` are left alone, copies of checkpoints under other names among them.
 
     One is written at the end of every epoch, or where `every_steps` or `every_seconds` say so
     instead, when another callback sets `control.save`, and at the end of training: also after
@@ -39,7 +48,8 @@ class Checkpoint(Callback):
 
     Raises:
         ValueError: an invalid argument; when training begins, a checkpoint of a later step in
-            `folder`, of another training; in training, a `monitor` that the history does not have.
+            `folder`, or another folder of such a name; in training, a `monitor` that the history
+            does not have.
         OSError: in training, the folder cannot be written.
 
     Examples:
@@ -71,15 +81,12 @@ class Checkpoint(Callback):
         self.mode = mode
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
-        """Create the folder, and remove what a crash left there."""
+        """Create the folder, remove what a crash left there, and set damaged later ones aside."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        saving.remove_leftovers(self.folder)
-        newest = max(checkpoints(self.folder), default=None)
-        if newest is not None and newest > _path(self.folder, state.step):
-            raise ValueError(
-                f"training begins at step {state.step}, and {newest} is of a later one: pass "
-                f"resume={str(self.folder)!r} to go on with it, or write to another folder"
-            )
+        saving.remove_leftovers(self.folder, _NAME)
+        for path in _named(self.folder)[::-1]:
+            if _step(path) > state.step:
+                self._check_later(path, state)
         self._better = self.mode
         if self.monitor and self.mode == "auto":
             self._better = better_if(self.monitor, trainer.metrics)
@@ -114,15 +121,43 @@ class Checkpoint(Callback):
             self.save(state)
 
     def save(self, state: Any) -> None:
-        """Write a checkpoint of the state, and remove old ones."""
-        path = _path(self.folder, state.step)
-        state.save(path)
+        """Write a checkpoint of the state, and remove old ones.
+
+        Raises:
+            FileExistsError: another folder has its name.
+        """
+        path, (arrays, numbers) = _path(self.folder, state.step), state.contents()
+        training = json.dumps(numbers["identity"], sort_keys=True).encode()
+        mark = {"training": hashlib.blake2b(training, digest_size=16).hexdigest()}
+        own = [p for p in checkpoints(self.folder) if saving.mark_of(p) == mark | {"name": p.name}]
+        if path.exists() and path not in own:
+            raise FileExistsError(f"{path} is no checkpoint of this training: rename it")
+        saving.write(path, arrays, numbers, mark | {"name": path.name})
         self._when = time.monotonic()
         logger.info("checkpoint %s", path)
         best = self.entry(state).get("best_step")
-        others = [p for p in checkpoints(self.folder) if p not in (path, _path(self.folder, best))]
+        others = [p for p in own if p not in (path, _path(self.folder, best))]
         for old in others[: max(0, len(others) - self.keep + 1)]:
             saving.remove(old)
+
+    def _check_later(self, path: Path, state: Any) -> None:
+        """Rename a damaged checkpoint of a later step; raise for what must not be replaced."""
+        if saving.is_state(path) and not _is_copy(path):
+            try:
+                saving.read(path)
+            except ValueError as e:
+                aside = path.with_name(f"{path.name}.damaged-{os.urandom(4).hex()}")
+                path.rename(aside)
+                warnings.warn(f"{e}; it is now {aside}, which you may remove", stacklevel=2)
+                return
+            raise ValueError(
+                f"training begins at step {state.step}, and {path} is of a later one: pass "
+                f"resume={str(self.folder)!r} to go on with it, or write to another folder"
+            )
+        raise ValueError(
+            f"{path} is no checkpoint that was written there, and has the name of one to come: "
+            "rename it, or write to another folder"
+        )
 
     def _judge(self, state: Any, control: Control) -> None:
         """Remember the step of the best value, and ask for a checkpoint of it."""
@@ -140,18 +175,52 @@ class Checkpoint(Callback):
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the oldest first."""
-    return sorted(path for path in folder.glob(f"{_STEP}*") if path.is_dir())
+    """Return the checkpoints that were written in a folder, the oldest first."""
+    return [path for path in _named(folder) if saving.is_state(path) and not _is_copy(path)]
 
 
-def newest(folder: str | os.PathLike) -> Path | None:
-    """Return the newest checkpoint in a folder, or the folder if it is one; None without any."""
-    saving.restore_replaced(Path(folder))
-    complete = checkpoints(Path(folder))
-    if complete:
-        return complete[-1]
-    return Path(folder) if (Path(folder) / "state.json").is_file() else None
+def newest(folder: str | os.PathLike, read: Callable[[Path], T]) -> tuple[Path, T] | None:
+    """Return the newest checkpoint in a folder that is not damaged, and what `read` returns of it.
+
+    If the folder is a checkpoint, it is that one. None: there is none.
+
+    Raises:
+        ValueError: all are damaged; warnings name those before the oldest.
+        OSError: the oldest cannot be read, nor those after it.
+    """
+    folder = Path(folder)
+    saving.restore_replaced(folder, _NAME)
+    for path in _named(folder):
+        if saving.is_state(path) and _is_copy(path):
+            warnings.warn(f"{path} is ignored: it was written elsewhere", stacklevel=2)
+    found = checkpoints(folder)
+    if not found:
+        return (folder, read(folder)) if saving.is_state(folder) else None
+    for path, before in zip(found[::-1], [*found[-2::-1], None], strict=True):
+        try:
+            return path, read(path)
+        except (OSError, ValueError) as e:
+            if before is None:
+                raise
+            warnings.warn(f"{e}; the checkpoint before it is {before}", stacklevel=2)
+    raise AssertionError
+
+
+def _named(folder: Path) -> list[Path]:
+    """Return the folders that have names of checkpoints, the oldest first."""
+    named = (path for path in folder.glob("step-*") if _NAME.fullmatch(path.name))
+    return sorted((path for path in named if path.is_dir()), key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _is_copy(path: Path) -> bool:
+    """Return whether a state was written under another name, or not by this callback."""
+    mark = saving.mark_of(path)
+    return mark is not None and mark.get("name") != path.name
 
 
 def _path(folder: Path, step: int | None) -> Path:
-    return folder / f"{_STEP}{step or 0:010d}"
+    return folder / f"step-{step or 0:010d}"

@@ -2,6 +2,7 @@
 
 from onnxgrad.training.modes.folded import fold_normalizations
 from onnxgrad.training.modes.inference_form import (
+    exported,
     forget_head,
     has_training_nodes,
     inference_form,
@@ -11,6 +12,7 @@ from onnxgrad.training.modes.merged import separate_statistics, train_merged
 from onnxgrad.training.modes.training_form import training_form
 
 __all__ = [
+    "exported",
     "fold_normalizations",
     "forget_head",
     "has_training_nodes",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+import numpy as np
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
+from onnxgrad.data.columns import Names
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.model.constants import GraphLike, standard
+from onnxgrad.model.emptied import empty_names
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
 from onnxgrad.model.traversal import all_nodes, subgraphs
+from onnxgrad.model.weights import replace
 
 # operator -> index of the operand of the ratio; training_mode follows
 _DROPOUTS = {
@@ -92,6 +96,18 @@ def inference_form(proto: ModelProto) -> ModelProto:
                 dropped |= _stop_dropping(node, opset)
         _remove(holder, dropped - _read(holder))
     return model
+
+
+def exported(proto: ModelProto, values: Mapping[str, np.ndarray], names: Names) -> ModelProto:
+    """Return a trained model in its inference form, with the names of its columns.
+
+    Initializers whose elements `proto` lacks do not get their values: see `filled`.
+    """
+    empty = empty_names(proto)
+    held = {name: array for name, array in values.items() if name not in empty}
+    result = inference_form(replace(proto, held))
+    names.keep(result)
+    return forget_head(result)
 
 
 def forget_head(proto: ModelProto) -> ModelProto:

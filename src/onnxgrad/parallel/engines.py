@@ -1,0 +1,323 @@
+"""Exchanges between processes by `torch.distributed` or MPI, which end together if one fails."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from weakref import ref
+
+import numpy as np
+
+from onnxgrad.errors import ProcessLostError, first_line
+
+PATIENCE = 60.0  # seconds that a process which failed waits for the others to fail, too
+_POLL, _TAG, _SHOWN = 0.2, 31_999, 200
+_calls = itertools.count(1)  # of `together`, as many in all processes
+_unfinished: list[Any] = []  # exchanges that were given up; their arrays must stay in memory
+_begun = False  # whether this process has entered a call
+_broken: ref[Any] | None = (
+    None  # the engine whose processes did not leave a call in the same exchange
+)
+
+Wait = Callable[[], None]
+
+
+class _Processes:
+    """Several processes, which tell each other when one has left a call by an error.
+
+    What they tell goes beside the exchanges, as nobody knows in which one the others wait.
+    """
+
+    rank: int
+    size: int
+    _engine: ref[Any]  # by which a group is known: its threads must not outlive it
+
+    def __init__(self) -> None:
+        self._call = 0
+        self._left: dict[int, str] = {}  # why processes have left the call, the first one first
+
+    def gather(self, item: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def _tell(self, reason: str) -> None:
+        """Tell all processes why this one leaves the call."""
+
+    def _listen(self) -> None:
+        """Add to `_left` what others have told."""
+
+    def _abandoned(self) -> None:
+        """End the program if others may wait for this process for ever."""
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Let the block, which all processes enter, end in all of them, or fail in all."""
+        global _begun, _broken
+        if _broken is not None and _broken() is self._engine():
+            raise self._lost("a call before left exchanges unfinished, so that none can follow")
+        self._call, self._left, _begun = next(_calls), {}, True
+        try:
+            yield
+            self.gather(None)
+        except BaseException as e:
+            with suppress(Exception):  # of the engine, whose other processes may be gone
+                self._tell(f"{type(e).__name__}: {first_line(e)[:_SHOWN]}")
+            lost = all(reason.startswith(ProcessLostError.__name__) for reason in self._reasons(e))
+            if not lost:
+                self._wait_for_others()
+            if any(reason.startswith(ProcessLostError.__name__) for reason in self._reasons(e)):
+                _broken = self._engine
+            raise
+
+    def _reasons(self, error: BaseException) -> list[str]:
+        """Return why processes have left the call, of which this one may know its own only."""
+        return [*self._left.values(), type(error).__name__]
+
+    def _wait_for_others(self) -> None:
+        """Wait until the others have left the call, too: they may write a checkpoint."""
+        until = time.monotonic() + PATIENCE
+        with suppress(Exception):
+            while time.monotonic() < until:
+                self._listen()
+                if len({*self._left, self.rank}) == self.size:
+                    return
+                time.sleep(_POLL)
+        self._abandoned()
+
+    def _check(self) -> None:
+        """Raise `ProcessLostError` if another process has left the call."""
+        self._listen()
+        if (error := self._failed) is not None:
+            raise error
+
+    @property
+    def _failed(self) -> ProcessLostError | None:
+        """The error that names the first other process that has left the call; None: none has."""
+        for rank, reason in self._left.items():
+            if rank != self.rank:
+                return self._lost(f"process {rank} has failed: {reason}")
+        return None
+
+    def _lost(self, what: str) -> ProcessLostError:
+        return ProcessLostError(
+            f"process {self.rank} of {self.size}: {what}. The state before this step is kept: "
+            "start again with resume= the folder of the checkpoints, with any number of processes"
+        )
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Raise `ProcessLostError` for an error of the engine, or of another process."""
+        try:
+            yield
+        except ProcessLostError:
+            raise
+        except RuntimeError as e:  # of torch.distributed, and the base of MPI.Exception
+            time.sleep(_POLL)  # the reason may come after the end of the connection
+            with suppress(RuntimeError):
+                self._listen()
+            raise self._failed or self._lost(
+                f"another process does not answer any more ({first_line(e)[:_SHOWN]})"
+            ) from e
+
+
+class TorchGroup(_Processes):
+    """The default group of `torch.distributed`."""
+
+    def __init__(self) -> None:
+        import torch
+        import torch.distributed as distributed
+
+        super().__init__()
+        self._torch, self._distributed = torch, distributed
+        self._engine = ref(distributed.distributed_c10d._get_default_group())
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        backend = distributed.get_backend()
+        self._on_gpu, self._waits = backend == "nccl", backend == "gloo"
+
+    def sum(self, array: np.ndarray) -> Wait:
+        """Begin to replace an array by its sum."""
+        tensor = self._tensor(array)
+        with self._answered():
+            work = self._distributed.all_reduce(tensor, async_op=True)
+
+        def wait() -> None:
+            self._finish(work)
+            self._back(tensor, array)
+
+        return wait
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Replace an array by that of another process."""
+        tensor = self._tensor(array)
+        with self._answered():
+            work = self._distributed.broadcast(tensor, root, async_op=True)
+        self._finish(work)
+        self._back(tensor, array)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the items of all processes."""
+        data = np.frombuffer(pickle.dumps(item), np.uint8)
+        sizes = np.zeros(self.size, np.int64)
+        sizes[self.rank] = data.size
+        self.sum(sizes)()
+        own = np.zeros(sizes.max(), np.uint8)
+        own[: data.size] = data
+        every = [self._tensor(np.zeros_like(own)) for _ in sizes]
+        with self._answered():
+            work = self._distributed.all_gather(every, self._tensor(own), async_op=True)
+        self._finish(work)
+        found = (x.cpu().numpy()[:n].tobytes() for x, n in zip(every, sizes, strict=True))
+        return list(map(pickle.loads, found))
+
+    def _finish(self, work: Any) -> None:
+        """Wait for an exchange, and look from time to time whether another process has failed."""
+        with self._answered():
+            while self._waits:
+                try:
+                    work.wait(timedelta(seconds=_POLL))
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        break
+                self._check()
+            work.wait()  # raises what has ended it
+
+    def _tell(self, reason: str) -> None:
+        store, key = self._store(), f"onnxgrad/{self._call}"
+        store.set(f"{key}/{store.add(key, 1)}", f"{self.rank} {reason}")
+
+    def _listen(self) -> None:
+        store = self._store()
+        while store.check([key := f"onnxgrad/{self._call}/{len(self._left) + 1}"]):
+            rank, _, reason = store.get(key).decode().partition(" ")
+            self._left[int(rank)] = reason
+
+    def _store(self) -> Any:
+        return self._distributed.distributed_c10d._get_default_store()
+
+    def _tensor(self, array: np.ndarray) -> Any:
+        tensor = self._torch.from_numpy(array)
+        return tensor.cuda() if self._on_gpu else tensor
+
+    def _back(self, tensor: Any, array: np.ndarray) -> None:
+        if self._on_gpu:
+            np.copyto(array, tensor.cpu().numpy())
+
+
+class MpiGroup(_Processes):
+    """The processes that `mpirun` has started."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        super().__init__()
+        self._engine, self._mpi, self._all = ref(MPI), MPI, MPI.COMM_WORLD
+        self.rank, self.size = self._all.Get_rank(), self._all.Get_size()
+        self._sent: list[Any] = []
+
+    def sum(self, array: np.ndarray) -> Wait:
+        """Begin to replace an array by its sum."""
+        with self._answered():
+            request = self._all.Iallreduce(self._mpi.IN_PLACE, array)
+        return lambda: self._finish(request)
+
+    def broadcast(self, array: np.ndarray, root: int) -> None:
+        """Replace an array by that of another process."""
+        with self._answered():
+            request = self._all.Ibcast(array, root)
+        self._finish(request)
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return the items of all processes."""
+        data = np.frombuffer(pickle.dumps(item), np.uint8)
+        sizes = np.zeros(self.size, np.int64)
+        sizes[self.rank] = data.size
+        self.sum(sizes)()
+        every = np.zeros(sizes.sum(), np.uint8)
+        with self._answered():
+            request = self._all.Iallgatherv(data, [every, sizes.tolist()])
+        self._finish(request)
+        return [pickle.loads(each.tobytes()) for each in np.split(every, sizes.cumsum()[:-1])]
+
+    def _finish(self, request: Any) -> None:
+        """Wait for an exchange, and look from time to time whether another process has failed."""
+        with self._answered():
+            _unfinished.append(request)
+            checked = time.monotonic()
+            while not request.Test():
+                time.sleep(0)
+                if time.monotonic() - checked > _POLL:
+                    self._check()
+                    checked = time.monotonic()
+            _unfinished.remove(request)
+
+    def _tell(self, reason: str) -> None:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        told = (self._call, reason)
+        self._sent += [self._all.isend(told, rank, _TAG) for rank in others]
+
+    def _listen(self) -> None:
+        status = self._mpi.Status()
+        while self._all.iprobe(self._mpi.ANY_SOURCE, _TAG, status):
+            call, reason = self._all.recv(source=status.Get_source(), tag=_TAG)
+            if call == self._call:
+                self._left[status.Get_source()] = reason
+
+    def _abandoned(self) -> None:
+        error = sys.exc_info()[1]
+        traceback.print_exception(error)
+        abort(_code_of(error))
+
+
+def abort(code: int) -> None:
+    """End all processes that `mpirun` has started, if there are several."""
+    if (module := world()) is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        module.COMM_WORLD.Abort(code)
+
+
+def end_together() -> None:
+    """Let an error that no process handles end all of those that `mpirun` has started.
+
+    Without it, the process waits for the others while it ends, and they wait for it.
+    """
+    if world() is None or getattr(sys.excepthook, "of_group", False):
+        return
+    before = sys.excepthook
+
+    def hook(kind: Any, error: BaseException, trace: Any) -> None:
+        before(kind, error, trace)
+        if isinstance(error, ProcessLostError):
+            time.sleep(1)  # the process whose error it was ends the others, after its traceback
+        abort(_code_of(error))
+
+    hook.of_group = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def abort_before_call() -> None:
+    """End all processes of MPI if this one ends before it has entered a call: others wait there."""
+    if not _begun:
+        abort(2)
+
+
+def _code_of(error: BaseException | None) -> int:
+    """Return the exit code of a process that an error ends."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) and error.code else 1
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def world() -> Any:
+    """Return the module of MPI, if it is in use and has started several processes."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return None
+    return module if module.COMM_WORLD.Get_size() > 1 else None
