@@ -198,7 +198,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize(
-    ("per", "accumulate"), [("row", 1), ("label", 2), in_sweep(("row", 2)), in_sweep(("label", 1))]
+    ("per", "accumulate"), [("row", 1), ("label", 2), in_sweep("row", 2), in_sweep("label", 1)]
 )
 @pytest.mark.parametrize("name", CASES)
 def test_weights_of_labels_in_all_forms_of_data(name, per, accumulate):
