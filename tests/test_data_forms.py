@@ -197,14 +197,13 @@ def test_stacks_and_estimators_take_the_same(form, tmp_path):
 
 
 def test_a_tuple_that_may_be_batches_or_rows_is_refused():
-    for same in (((X, X), (X, X)), ([X, X], [Y, Y]), ((X[0], X[1], X[2]),) * 3):
+    for same in (((X, X), (X, X)), ([X, X], [Y, Y]), ([X, X], [Y, Y], [Y[0], Y[1]])):
         for call in (trainer().fit, trainer().evaluate, trainer().predict, trainer().partial_fit):
-            with pytest.raises(
-                ValueError, match="batches, or the rows of X and of y: pass a"
-            ):
+            with pytest.raises(ValueError, match="batches, or the rows of X and of y: pass a"):
                 call(same)
         with pytest.raises(ValueError, match="may be batches"):
             fitted(X, Y, validation=same)
+    assert trainer().predict(((X, X), (X, X), (X, X))).shape == (3 * ROWS, 1)  # X is no weight
     with pytest.raises(ValueError, match="takes the array of the input, not a list of batches"):
         explain.saliency(linear(), tuple(PAIRS))
 

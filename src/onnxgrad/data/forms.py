@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from onnxgrad.runtime.values import shape_of
@@ -16,7 +17,7 @@ def is_batch(item: Any) -> bool:
 
 
 def are_parts(items: tuple[Any, ...]) -> bool:
-    """Return whether a tuple is (X, y) or (X, y, sample_weight) rather than one of batches.
+    """Return whether a tuple is (X,), (X, y) or (X, y, sample_weight), not one of batches.
 
     It is one of batches if its items are dicts with a name in common, or tuples and lists of
     arrays that are not the rows of one array.
@@ -25,13 +26,14 @@ def are_parts(items: tuple[Any, ...]) -> bool:
         ValueError: it may be both: lists of arrays of one shape, which may be the rows of X and y.
     """
     if len(items) not in (2, 3):
-        return False
+        return len(items) == 1 and hasattr(items[0], "shape")
     if all(isinstance(item, Mapping) for item in items):
         return not {*items[0]} & {*items[1]}
     lists = [item for item in items if not isinstance(item, Mapping)]
     if not all(isinstance(item, (tuple, list)) and _has_arrays(item) for item in lists):
         return True
-    if len({len(item) for item in lists}) == 1 and all(map(_may_be_rows, lists)):
+    weights = len(items) < 3 or all(prod(shape_of(part)) == 1 for part in items[2])
+    if weights and len({len(item) for item in lists}) == 1 and all(map(_may_be_rows, lists)):
         if len(lists[0]) > 3:
             return True
         raise ValueError(

@@ -193,7 +193,7 @@ class Dataset:
 
 
 def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
-    """Return the data; a tuple (X, y) or (X, y, sample_weight) is taken apart.
+    """Return the data; a tuple (X,), (X, y) or (X, y, sample_weight) is taken apart.
 
     Raises:
         ValueError: a tuple that may be one of these or one of batches.
