@@ -179,7 +179,8 @@ class Dataset:
             return ReaderSource(reader, fields, batch_size, prefetch)
         arrays = fields.arrays(*self.by_name)
         axes = fields.axes(arrays)
-        batch_size = _size(batch_size, count_rows(arrays, axes), shrink)
+        batch_size = _size(batch_size, rows := count_rows(arrays, axes), shrink)
+        fields.axes(arrays, cut=batch_size < rows)
         source = ArraySource(arrays, axes, batch_size)
         fields.check_batch(batch_size)
         return source
