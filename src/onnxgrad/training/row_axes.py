@@ -120,9 +120,9 @@ class RowAxes:
             for axis, (d, length) in enumerate(zip(declared, lengths[name], strict=False)):
                 if length == rows and (d is None or (isinstance(d, str) and d not in known)):
                     raise ValueError(
-                        f"axis {axis} of {name!r} {_shown(lengths[name])} is as long as there are rows: "
-                        f"say with batch_axes={{{name!r}: {axis}}} that it is theirs, or with None "
-                        "that every batch gets all of it"
+                        f"axis {axis} of {name!r} {_shown(lengths[name])} is as long as there are "
+                        f"rows: say with batch_axes={{{name!r}: {axis}}} that it is theirs, or "
+                        "with None that every batch gets all of it"
                     )
 
     def _rows(self, lengths: Mapping[str, tuple[int, ...]], axes: Axes) -> int:
