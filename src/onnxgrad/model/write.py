@@ -142,9 +142,8 @@ def _is_new(file: Path, locks: ExitStack) -> bool:
     except FileExistsError:
         if file.is_symlink() or not file.is_file() or file.stat().st_size:
             return False
-        return locked(file, locks)
-    locked(file, locks)
-    return True
+        return bool(locked(file, locks))
+    return locked(file, locks) is not False  # another save may take it for one that was left
 
 
 def _copied(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
