@@ -394,7 +394,5 @@ class SeedTrainer(BaseEstimator):
         return self.__dict__.setdefault("_cache", BuildCache()).get(name, key, build)
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = {name: value for name, value in vars(self).items() if name != "_cache"}
-        if "_state" in attributes:
-            attributes["_state"] = self._state.copy()
-        return attributes
+        own = {"_state": self._state.copy()} if "_state" in vars(self) else {}
+        return vars(self) | own | {"_cache": BuildCache()}
