@@ -365,7 +365,7 @@ class Trainer(Settings):
         Raises:
             ValueError: data that the inputs do not accept.
         """
-        predictions = self._once(Dataset(X), batch_size, "predicting").predict()
+        predictions = self._once(Dataset(as_dataset(X).X), batch_size, "predicting").predict()
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
     def _once(self, data: Dataset, batch_size: int | None, title: str) -> Setup:

@@ -266,7 +266,7 @@ class TrainerStack:
         Raises:
             ValueError: data that the inputs do not accept.
         """
-        setup = self._setup(Dataset(X), batch_size, default_size=256)
+        setup = self._setup(Dataset(as_dataset(X).X), batch_size, default_size=256)
         predictions = setup.predict_members(self._evaluated())
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
