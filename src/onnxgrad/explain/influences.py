@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto
 
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import escaping, printable, unknown
