@@ -31,9 +31,8 @@ from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import exported, separate_statistics, train_merged
-from onnxgrad.training.parameters.choice import choose_weights
-from onnxgrad.training.parameters.integers import require_floats
+from onnxgrad.training.modes import exported
+from onnxgrad.training.parameters.choice import separated_choice
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
@@ -158,17 +157,15 @@ class Trainer(Settings):
         self.callbacks = Callbacks(callbacks)
         self.parallel = parallel
         self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
-        self.proto = separate_statistics(proto := read(model))
-        self.dropout = adapter_dropout(proto) | dict(dropout or {})
-        self.names = read_names(self.proto)  # of the columns of tables
-        require_floats(self.proto, () if train is None else train)
         with garbage_kept():
-            self.trained = choose_weights(self.proto, train, freeze)
+            self.proto, self.trained = separated_choice(
+                read(model), train, freeze, statistics=batch_norm == "train"
+            )
+        self.dropout = adapter_dropout(self.proto) | dict(dropout or {})
+        self.names = read_names(self.proto)  # of the columns of tables
         # a user who asks for weights of a quantized model knows that the others stay
         tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
         self.straight_through = train is not None or bool(tuned)
-        if batch_norm == "frozen" and not train_merged(proto, self.proto, self.trained):
-            self.proto = proto
         self.state = TrainState(seed=seed)
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
         self.constants = set(refs)
