@@ -36,6 +36,7 @@ class Loop:
     - `evaluate`: returns the entries that an evaluation adds to the history; None without data.
     - `evaluate_every`: epochs between two evaluations.
     - `factors`: of the parts of the loss.
+    - `explain`: says why the loss or a weight is not finite, and what helps.
     """
 
     trainer: Any
@@ -53,6 +54,7 @@ class Loop:
     singly: bool = False  # whether every call of the runtime runs one batch
     log_steps: bool = False
     log_epochs: bool = False
+    explain: Callable[[Any], str] = lambda loop: "Lower the learning rate, or scale the data"
     control: Control = field(default_factory=Control)
     interrupts: Interrupts = field(default_factory=Interrupts)
     sample: tuple[Slice, np.ndarray, int] | None = None  # arguments of a run, while it trains
@@ -312,5 +314,5 @@ class Loop:
         return ConvergenceError(
             f"{what} became NaN or infinite in epoch {number} at learning rate "
             f"{self.state.learning_rate:g} (losses of the epochs before: {recent}); {kept}. "
-            f"Lower the learning rate, or scale the data{'. ' if reason else ''}{reason}"
+            f"{self.explain(self)}{'. ' if reason else ''}{reason}"
         )

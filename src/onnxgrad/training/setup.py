@@ -25,6 +25,7 @@ from onnxgrad.training.across import Across
 from onnxgrad.training.arguments import check_choice, start_learning_rate
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.callbacks.checkpoint import newest
+from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.compiled import Compiled, compiled_step
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluation import Evaluator
@@ -235,6 +236,7 @@ class Setup:
             resumable=True,
             evaluate=None if held_out is None else lambda: self._validate(held_out),
             factors=tuple(objective.written.factors),
+            explain=lambda loop: cause_in_fit(self, loop),
         )
         return self.current_loop
 
@@ -365,10 +367,12 @@ class Setup:
     def evaluate(self) -> dict[str, Any]:
         """Return the loss and the metrics of the data."""
         self._check_weighted(self.evaluator.described, self.evaluator.fields)
-        source = self._source(self.data, self.evaluator.fields)
-        return self.evaluator.evaluate(
-            self.trainer.evaluated(), source, self.trainer.metrics_by_output
-        )
+        source, values = self._source(self.data, self.evaluator.fields), self.trainer.evaluated()
+        results = self.evaluator.evaluate(values, source, self.trainer.metrics_by_output)
+        if not np.isfinite(results["loss"]):
+            cause = self.evaluator.cause(values)
+            warnings.warn(f"the loss is {results['loss']}: {cause}", stacklevel=3)
+        return results
 
     def predict(self) -> Any:
         """Return the predictions for the data."""

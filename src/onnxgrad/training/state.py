@@ -15,6 +15,7 @@ import numpy as np
 from onnxgrad.data.columns import Names
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training import saving
+from onnxgrad.training.update import evaluated
 
 Arrays = dict[str, np.ndarray]
 Slots = dict[str, Arrays]  # of every weight, by its name
@@ -141,6 +142,13 @@ class TrainState:
     def weights(self, new: Mapping[str, Any]) -> None:
         old = self.values
         self.values = replace(old, weights=old.weights | _fitting(new, old.weights, "weight"))
+
+    def evaluated(self) -> Arrays:
+        """Return the weights to evaluate: averages, if `optimizer` is set and keeps them."""
+        now = self.values
+        if self.optimizer is None:
+            return now.weights
+        return evaluated(self.optimizer, now.weights, now.slots, now.steps)
 
     @property
     def slots(self) -> Slots:

@@ -47,7 +47,7 @@ class StackedEvaluator(Evaluator):
         parts = len(one.written.sums)
         judging = [judges(one.labels, copy.deepcopy(metrics)) for _ in range(self.members)]
         sums, counts = np.zeros((parts, self.members)), np.zeros(parts)
-        for arrays, results in self._results(self._losses, values, source):
+        for arrays, results in self._results(self._losses, values, source, parts):
             sums += np.stack([np.asarray(y, np.float64) for y in results[:parts]])
             counts += np.array([float(np.sum(y)) for y in results[parts : 2 * parts]])
             self._judge(judging, arrays, results[2 * parts :])
