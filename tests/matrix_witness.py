@@ -117,7 +117,7 @@ class Update:
         if self.free:
             self.largest = max(self.largest, rate)
             self.total += self.largest**2
-            a += (self.z - a) * (self.largest**2 / self.total)
+            a += (self.z - a) * (self.largest**2 / self.total if self.total else 0.0)
             self.p.copy_(0.1 * self.z + 0.9 * a)
         elif self.wrapper.startswith("ema"):
             a.mul_(0.7).add_(0.3 * self.p)
