@@ -116,4 +116,5 @@ def prediction_info(info: LossInfo, prediction: np.ndarray) -> PredictionInfo:
         threshold=info.threshold,
         from_logits=bool(info.from_logits),
         ignore_index=info.ignore_index,
+        ignore_nan=bool(info.ignore_nan),
     )
