@@ -54,6 +54,7 @@ class Fields:
             limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
             if (of := labels.get(name)) is not None:
                 limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
+                limits["ignores_nan"] = of.ignore_nan
             shape = dims(x)
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
