@@ -185,7 +185,7 @@ def test_the_shell_trains_on_lists(kind, tmp_path):
             "--validation",
             0,
             "--output",
-            source.with_suffix(".onnx"),
+            tmp_path / f"{source.name}.onnx",
         )
         shell("eval", *given)
         out = tmp_path / f"{source.name}.npz"
