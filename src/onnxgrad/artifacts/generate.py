@@ -94,7 +94,7 @@ def generate_artifacts(
     """
     _check_prefix(prefix)
     if sample_weight not in (False, True, "element"):
-        raise unknown("sample_weight", sample_weight, [False, True, "element"])
+        raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
     proto, train, freeze = at_opset(read(model), opset), _names(requires_grad), frozen_params
     trainer = _trainer(proto, train, _names(freeze) or [], loss, optimizer, options)
     files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
