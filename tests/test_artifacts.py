@@ -254,7 +254,7 @@ def test_labels_that_are_nan_and_weights_of_labels(tmp_path):
     trainer.fit(x, y, sample_weight=weight, batch_size=ROWS, shuffle=False)
     assert_state(client, trainer)
     y[0, 0] = 2
-    with pytest.raises(Exception, match="labels in label are between 0 and 1, or NaN"):
+    with pytest.raises(Exception, match="labels in 'label' are between 0 and 1, or NaN"):
         client.step(0, {"x": x[:ROWS], "label": y[:ROWS], "weight": weight[:ROWS]})
 
 
