@@ -288,7 +288,7 @@ class Setup:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
         fields.names = self.names
         size = self.batch_size or fields.fixed_rows or self.default_size
-        return data.source(fields, size, shrink=not fields.fixed_rows)
+        return data.source(fields, size)
 
     def _validate(self, held_out: BatchSource) -> dict[str, Any]:
         """Return the entries of the history for validation data."""
