@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import onnxruntime as ort
@@ -72,6 +73,13 @@ def git(*arguments: str) -> str:
         ["git", *arguments], cwd=folder, capture_output=True, check=True, text=True
     )
     return done.stdout.strip()
+
+
+@pytest.fixture
+def new_threads():
+    """Return a function that returns the living threads that this test has started."""
+    before = set(threading.enumerate())  # those that another test left may end meanwhile
+    return lambda: set(threading.enumerate()) - before
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import onnxruntime as ort
 import pytest
 
 Model = onnx.ModelProto | bytes | str | os.PathLike
+PATIENCE = 600  # seconds, for what ends at once where it is right, however busy the machine is
 
 
 def session_of(model: Model) -> ort.InferenceSession:

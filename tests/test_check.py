@@ -45,7 +45,7 @@ def test_a_wrong_rule_is_found(monkeypatch, wrong):
 
 def test_a_gradient_of_another_size_is_found(monkeypatch):
     model = parse(
-        "g (float[4] x) => (float[2] y) { s, t = Split<num_outputs = 2>(x)  y = Tanh(t) }"
+        "g (float[N] x) => (float[M] y) { s, t = Split<num_outputs = 2>(x)  y = Tanh(t) }"
     )
     assert check_gradient(model).ok
     too_long = lambda op, node, *gs: (op.Concat(gs[1], gs[1], gs[1], axis=0),)  # noqa: E731

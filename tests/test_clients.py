@@ -16,6 +16,7 @@ import pytest
 from safetensors import safe_open
 
 import onnxgrad as og
+from running import PATIENCE
 
 CLIENT = Path(__file__).parents[1] / "clients" / "javascript"
 OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", "ENETUNREACH")
@@ -24,7 +25,12 @@ OFFLINE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ETIMEDOUT", 
 def _run(*command: str, **variables: str) -> str:
     """Run a command in the folder of the client; return what it prints."""
     done = subprocess.run(
-        command, cwd=CLIENT, env=os.environ | variables, capture_output=True, text=True, timeout=500
+        command,
+        cwd=CLIENT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     printed = done.stdout + done.stderr
     if done.returncode and command[:2] == ("npm", "ci") and any(e in printed for e in OFFLINE):

@@ -32,6 +32,7 @@ from onnxgrad.cli import app
 from onnxgrad.model import external
 from onnxgrad.model.files import replacing
 from onnxgrad.model.write import write_models
+from running import PATIENCE
 
 TEXT = """<ir_version: 8, opset_import: ["": 18]>
 g (float[N,K] x) => (float[N,1] y) { y = MatMul(x, W) }"""
@@ -476,7 +477,7 @@ def test_a_user_may_type_another_path(asked, here):
     os.write(keys, b"m.onnx\n")  # exists: asks again
     os.write(keys, b"typed/\n")
     os.write(keys, b"~/typed.onnx\n")
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, errors
     assert errors.count("Another path to write it to") == 3
     assert "m.onnx exists" in errors
@@ -500,9 +501,8 @@ def test_a_user_may_leave_the_model_where_it_is_kept(asked, answer):
     if isinstance(answer, str):
         os.write(keys, answer.encode())
     else:
-        time.sleep(0.2)  # until the prompt waits
         process.send_signal(answer)
-    output, errors = process.communicate(timeout=120)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, errors
     [kept] = re.findall(r"the trained model is kept in (\S+)", seen)
     assert f"wrote {kept}" in output
@@ -600,7 +600,7 @@ for _ in range(50):
         temporary.write_bytes(sys.argv[1].encode() * 100_000)
 """
     processes = [subprocess.Popen([sys.executable, "-c", code, letter]) for letter in "abc"]
-    assert [process.wait(timeout=120) for process in processes] == [0, 0, 0]
+    assert [process.wait(timeout=PATIENCE) for process in processes] == [0, 0, 0]
     assert Path("out").read_bytes() in [letter * 100_000 for letter in (b"a", b"b", b"c")]
     assert not leftovers(here)
 
@@ -722,21 +722,17 @@ class Training:
         os.close(end)
         self.seen = ""
 
-    def wait_for(self, text):
-        while text not in self.seen:
-            self.seen += os.read(self.terminal, 4096).decode(errors="replace")
-
     def wait_for_steps(self):
-        """Wait until some epochs have ended: they take milliseconds."""
-        self.wait_for("loss ")
-        time.sleep(0.5)
+        """Wait until enough epochs have ended: they take milliseconds."""
+        while not re.search(r"loss (0\.0|\S+e-)", self.seen):
+            self.seen += os.read(self.terminal, 4096).decode(errors="replace")
 
     def ended(self):
         """Return what it printed, and what it showed on the terminal."""
         reader = threading.Thread(target=self._read, daemon=True)
         reader.start()
-        output = self.process.communicate(timeout=120)[0]
-        reader.join(10)
+        output = self.process.communicate(timeout=PATIENCE)[0]
+        reader.join(PATIENCE)
         return output, " ".join(self.seen.split())
 
     def _read(self):
@@ -788,7 +784,7 @@ def test_nothing_trained_is_said(here):
         with open("d.csv", "wb"):  # goes on once the other end is opened
             time.sleep(0.3)
             process.send_signal(number)
-            output, errors = process.communicate(timeout=60)
+            output, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 128 + number
         assert not output
         assert "nothing was trained yet, and no file was written" in " ".join(
@@ -821,7 +817,7 @@ def test_a_terminal_that_goes_away(here):
     training = Training(preexec_fn=own_terminal)
     training.wait_for_steps()
     os.close(training.terminal)  # the system sends SIGHUP, and nothing can be shown any more
-    output = training.process.communicate(timeout=120)[0]
+    output = training.process.communicate(timeout=PATIENCE)[0]
     assert training.process.returncode == 128 + signal.SIGHUP
     assert output.count("wrote ") == 2
     assert weight("trained.onnx").any()
@@ -831,7 +827,7 @@ def test_a_closed_pipe_does_not_cost_the_training(here):
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "onnxgrad", "train", "m.onnx", "d.npz", *TRAIN]
-    process = subprocess.run(command, stdout=writer, stderr=writer, timeout=120)
+    process = subprocess.run(command, stdout=writer, stderr=writer, timeout=PATIENCE)
     os.close(writer)
     assert weight("trained.onnx").any()
     assert Path("trained.png").is_file()

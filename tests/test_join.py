@@ -136,6 +136,43 @@ def test_attach_by_mapping():
     np.testing.assert_allclose(run_named(joined, x=X)["y"], np.tanh(np.maximum(X, 0)), rtol=1e-5)
 
 
+def test_attach_inputs_of_one_name_that_are_two():
+    """An encoder and a decoder both read token ids, of other lengths."""
+    table = RNG.normal(size=(5, 2)).astype(np.float32)
+    encoder = parse(
+        "e (int64[batch,source] ids) => (float[batch,source,2] hidden) { hidden = Gather(t, ids) }",
+        t=table,
+    )
+    decoder = parse(
+        """d (int64[rows,target] ids, float[rows,source,2] hidden) => (float[rows,target,2] y) {
+        e = Gather(t, ids) m = ReduceMean<keepdims=1>(hidden, one) y = Add(e, m) }""",
+        t=table,
+        one=np.array([1]),
+    )
+    with pytest.raises(ValueError, match=r"'ids'.*\['batch', 'source'\].*'target'.*rename="):
+        attach(encoder, decoder)
+    joined = attach(encoder, decoder, rename={"ids": "decoder_ids"})
+    assert names(joined.graph.input) == ["ids", "decoder_ids"]
+    shape = joined.graph.input[1].type.tensor_type.shape
+    assert [d.dim_param for d in shape.dim] == ["batch", "target"]
+    source, target = RNG.integers(0, 5, (3, 4)), RNG.integers(0, 5, (3, 2))
+    [y] = run(joined, ids=source, decoder_ids=target)
+    np.testing.assert_allclose(y, table[target] + table[source].mean(1, keepdims=True), rtol=1e-5)
+    one = attach(encoder, decoder, rename={"ids": "ids"})
+    assert names(one.graph.input) == ["ids"]
+    [y] = run(one, ids=source)
+    np.testing.assert_allclose(y, table[source] + table[source].mean(1, keepdims=True), rtol=1e-5)
+    same = parse("d (float[b,s,2] hidden, int64[b,s] ids) => (int64[b,s] y) { y = Neg(ids) }")
+    assert names(attach(encoder, same).graph.input) == ["ids"]  # its symbols are those of hidden
+    for rename, message in (
+        ({"hidden": "z"}, "mapping feeds"),
+        ({"e": "z"}, "Unknown input of the head .*'e'"),
+        ({"ids": "e"}, "has this name already"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attach(encoder, decoder, rename=rename)
+
+
 REFUSED = {
     "other shape": ("(float[N,2] h) => (float[N,2] y)", None, r"shape \[.*3\].*\[.*2\]"),
     "other dtype": ("(double[N,3] h) => (double[N,3] y)", None, "holds FLOAT.*DOUBLE"),

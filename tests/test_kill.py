@@ -20,6 +20,7 @@ from onnx import numpy_helper
 import onnxgrad as og
 from onnxgrad.training import saving
 from onnxgrad.training.callbacks.checkpoint import checkpoints
+from running import PATIENCE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -163,17 +164,16 @@ ACTS = {
         ("epoch_end", 40, "TERM"),
     ],
 )
-def test_broken_off_in_an_event(whole, handlers, tmp_path, event, step, act):
+def test_broken_off_in_an_event(whole, handlers, new_threads, tmp_path, event, step, act):
     do, error = ACTS[act]
     callbacks = og.Checkpoint(tmp_path, every_steps=3), Breaking(f"on_{event}", step, do)
-    threads = threading.active_count()
     trainer = build(*callbacks)
     with pytest.raises(error) as raised:
         fit(trainer)
     assert error is not SystemExit or raised.value.code == 143
     assert trainer.state.stop_reason == ("error" if act == "error" else "interrupted")
     assert not trainer.state.is_running
-    assert threading.active_count() == threads
+    assert not new_threads()
     saved = checkpoints(tmp_path)
     if saved:
         assert og.TrainState.load(saved[-1]).step == trainer.state.step
@@ -361,17 +361,17 @@ def test_one_training_at_a_time_and_in_any_thread(whole):
 
     def wait():
         entered.set()
-        go.wait(20)
+        go.wait(PATIENCE)
 
     breaking = Breaking("on_epoch_end", 0, wait)
     trainer.callbacks.callbacks.append(breaking)
     thread = threading.Thread(target=fit, args=(trainer,))
     thread.start()
-    assert entered.wait(20)
+    assert entered.wait(PATIENCE)
     with pytest.raises(RuntimeError, match="fit is running"):
         fit(trainer)
     go.set()
-    thread.join(20)
+    thread.join(PATIENCE)
     equal(trainer, whole)
 
 

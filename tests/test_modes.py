@@ -368,7 +368,7 @@ def test_merged_tensors_are_separated(copied):
     text = f"""g (float[N,2] X) => (float[N,2] Y) <float[2] one = {{1, 1}},
         float[2] zero = {{0, 0}}> {{ {body} Y = Add(k, zero) }}"""
     proto = parse(text)
-    with pytest.raises(ValueError, match="separate_statistics"):
+    with pytest.raises(ValueError, match="separate_merged"):
         trained(proto, "train")
     separate = separate_statistics(proto)
     onnx.checker.check_model(separate, full_check=True)

@@ -12,6 +12,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
+from running import PATIENCE
 
 netron = pytest.importorskip("netron")
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -95,8 +96,8 @@ def _drawn(browser, path: Path) -> tuple[list[str], int]:
     page.on("pageerror", lambda error: errors.append(str(error)))
     try:
         page.goto(f"http://localhost:{address[1]}")
-        page.locator("g.node").first.wait_for(timeout=30_000)
-        page.locator("body.default").wait_for(timeout=30_000)
+        page.locator("g.node").first.wait_for(timeout=1000 * PATIENCE)
+        page.locator("body.default").wait_for(timeout=1000 * PATIENCE)
         return errors, page.locator("g.node").count()
     finally:
         page.close()

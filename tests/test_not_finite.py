@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
+import onnxgrad as og
 from onnxgrad import onnx_derivative
 from onnxgrad.runtime import not_finite
 from onnxgrad.runtime.not_finite import first_not_finite
@@ -232,3 +233,101 @@ def test_an_error_while_looking_does_not_hide_the_loss():
         raise MemoryError("too large")
 
     assert ask(fail) == "NanWatch failed: too large"
+
+
+# -- the errors and warnings of trainers ----------------------------------------------------------
+
+X, Y = np.ones((48, 2), np.float32), np.ones((48, 2), np.float32)
+X[[3, 41]] = 0
+LINEAR = "(float[N,2] x) => (float[N,2] y) { %s }"
+WEIGHT = {"w": np.float32([[1, 2], [3, 4]])}
+NORMED = model(
+    LINEAR % "n = ReduceL2<keepdims = 1>(x, ax)  [here] u = Div(x, n)  y = MatMul(u, w)",
+    ax=np.array([1]),
+    **WEIGHT,
+)
+FINE = slice(10, 20)
+BATCHES = [(X[i : i + 16], Y[i : i + 16]) for i in (0, 16, 32)]
+MEMBERS = {"loss": "mse", "members": 2, "learning_rate": [0.1, 0.01]}
+OUTSIDE, INSIDE = og.OrtGradientForwardBackwardOptimizer, og.OrtGradientOptimizer
+FAILING = {  # what is called, and the rows that are named
+    "arrays": (lambda: og.Trainer(NORMED, "mse").fit(X, Y, shuffle=False), "row 3;"),
+    "another order": (lambda: og.Trainer(NORMED, "mse").fit(X[30:], Y[30:]), "row 11;"),
+    "micro-batches": (
+        lambda: og.Trainer(NORMED, "mse", accumulate=2).fit(X, Y, batch_size=48),
+        "rows (3, 41|41, 3);",
+    ),
+    "a list": (lambda: og.Trainer(NORMED, "mse").fit(BATCHES[1:]), "row 9 of batch 1;"),
+    "an iterable": (
+        lambda: og.Trainer(NORMED, "mse").fit(lambda: iter(BATCHES[1:])),
+        "row 9 of batch 1;",
+    ),
+    "partial_fit": (lambda: og.Trainer(NORMED, "mse").partial_fit(BATCHES), "row 3 of batch 0;"),
+    "validation": (
+        lambda: og.Trainer(NORMED, "mse").fit(X[FINE], Y[FINE], validation=(X, Y)),
+        "row 3;",
+    ),
+    "validation in batches": (
+        lambda: og.Trainer(NORMED, "mse").fit(X[FINE], Y[FINE], validation=BATCHES),
+        "row 3 of batch 0;",
+    ),
+    "a share": (
+        lambda: og.Trainer(NORMED, "mse", seed=1).fit(X[30:], Y[30:], validation=0.9),
+        "row 11;",
+    ),
+    "a loss outside": (lambda: OUTSIDE(NORMED, ["w"], batch_size=48).fit(X, Y), "rows"),
+    "a loss outside, batches": (lambda: OUTSIDE(NORMED, ["w"]).fit(BATCHES), "row 3 of batch 0;"),
+    "a loss outside, validation": (
+        lambda: OUTSIDE(NORMED, ["w"]).fit(X[FINE], Y[FINE], X_val=X, y_val=Y),
+        "rows 3, 41;",
+    ),
+    "a loss inside": (
+        lambda: INSIDE(og.add_loss_output(NORMED), ["w"], batch_size=48).fit(X, Y),
+        "rows (3, 41|41, 3);",
+    ),
+    "a stack": (lambda: og.TrainerStack(NORMED, **MEMBERS).fit(X, Y, shuffle=False), "row 3;"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_an_error_names_the_node_of_the_file_and_the_rows(name):
+    call, rows = FAILING[name]
+    with pytest.raises(og.ConvergenceError) as caught:
+        call()
+    text = str(caught.value)
+    assert re.search(rf"Div \(node 'here', output 'u'\) gives NaN in {rows}", text), text
+    assert "no matter of the learning rate" in text
+    assert "Lower the" not in text
+
+
+@pytest.mark.parametrize(
+    ("trainer", "data", "rows"),
+    [
+        (og.Trainer(NORMED, "mse"), (X, Y), "rows 3, 41;"),
+        (og.Trainer(NORMED, "mse"), (BATCHES[1:],), "row 9 of batch 1;"),
+        (og.TrainerStack(NORMED, **MEMBERS), (X, Y), "rows 3, 41;"),
+    ],
+)
+def test_an_evaluation_names_the_rows(trainer, data, rows):
+    with pytest.warns(UserWarning, match=rf"Div \(node 'here'.* gives NaN in {rows}"):
+        assert np.isnan(trainer.evaluate(*data)["loss"]).all()
+
+
+def test_what_is_no_matter_of_the_file():
+    """The loss, the gradient, and a rate that is too high; labels of which none counts."""
+    linear = model(LINEAR % "y = MatMul(x, w)", **WEIGHT)
+    log = og.Trainer(linear, lambda op, f, y: op.Log(f))
+    with pytest.raises(og.ConvergenceError, match=r"In the loss, Log .* infinity in row 3;"):
+        log.fit(X, Y, shuffle=False)
+    with pytest.warns(UserWarning, match=r"in the loss, Log .* gives infinity in rows 3, 41"):
+        log.evaluate(X, Y)
+    root = model(LINEAR % "m = MatMul(x, w)  y = Sqrt(m)", **WEIGHT)
+    expected = r"no matter of the learning rate.* In the gradient .* Div .* infinity in row 3"
+    with pytest.raises(og.ConvergenceError, match=expected):
+        og.Trainer(root, "mse").fit(X, Y, shuffle=False)
+    high = og.Trainer(linear, "mse", optimizer="sgd", learning_rate=1e30)
+    with pytest.raises(og.ConvergenceError, match=r"In the loss, .*Lower the learning rate"):
+        high.fit(X[FINE], Y[FINE], epochs=3)
+    ignored = og.Trainer(linear, "ce", loss_options={"ignore_index": 0})
+    with pytest.warns(UserWarning, match="no label counts"):
+        ignored.evaluate(X, np.zeros(48, int))

@@ -138,6 +138,64 @@ def test_blocks_of_a_trainer(name, monkeypatch):
         assert not np.array_equal(w, weights(model)[n])
 
 
+RANKS = """<ir_version: 9, opset_import: ["": 20]>
+    f (double[N, 6] x) => (double[N, 3] y) {
+        a = MatMul(x, t2)  n = Mul(a, w0)  b = Add(n, w1)  h = Tanh(b)
+        i = Reshape(h, pairs)  c = MatMul(i, w4)  j = Reshape(c, rows)
+        k = MatMul(j, t3)  y = Reshape(k, out) }"""
+OF_RANK = {"w0": (), "w1": (4,), "t2": (6, 4), "t3": (1, 4, 3), "w4": (1, 2, 2, 2)}
+
+
+def of_all_ranks() -> onnx.ModelProto:
+    """Return a network with a weight of each rank from 0 to 4."""
+    model, rng = onnx.parser.parse_model(RANKS), np.random.default_rng(0)
+    arrays = {name: rng.standard_normal(shape) for name, shape in OF_RANK.items()}
+    arrays |= {"pairs": np.array([-1, 2, 1, 2])}
+    arrays |= {"rows": np.array([-1, 1, 4]), "out": np.array([-1, 3])}
+    for name, array in arrays.items():
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(array), name))
+    return model
+
+
+WRAPPED = {
+    **EVERY,
+    "adagrad with a rate that decays": of.adagrad(lr_decay=0.1),
+    "ema without its bias": of.ema(of.adadelta(), 0.9, debias=True),
+    "clipped lookahead": Chain((of.clip(0.1), of.lookahead(of.nadam(), 2))),
+    "schedule_free of sgd": of.schedule_free(of.sgd(weight_decay=0.1)),
+    "swa of muon": of.swa(of.muon(), 1),
+    "clipped by weight": Chain((of.clip_by_norm(0.1), of.adamax(), of.sgd())),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_micro_batches_and_averages_of_weights_of_all_ranks(name, tmp_path):
+    """Training is that of whole batches, and all that reads the weights gets those to evaluate."""
+    rng = np.random.default_rng(1)
+    x, y = rng.standard_normal((24, 6)), rng.standard_normal((24, 3))
+    fit, weights = {"epochs": 2, "batch_size": 12, "validation": (x, y)}, []
+    for parts in (1, 3):
+        options = {"optimizer": WRAPPED[name], "accumulate": parts, "train": list(OF_RANK)}
+        options |= {"clip_norm": 1.0} if name != "groups" else {}
+        trainer = onnxgrad.Trainer(of_all_ranks(), "mse", learning_rate=0.01, **options)
+        trainer.fit(x, y, **fit)
+        evaluated = trainer.evaluated()
+        assert {n: (type(a), a.shape) for n, a in evaluated.items()} == {
+            name: (np.ndarray, shape) for name, shape in OF_RANK.items()
+        }
+        trainer.save(tmp_path / "m.onnx")
+        for model in (trainer.model, onnx.load(tmp_path / "m.onnx")):
+            running = ort.InferenceSession(model.SerializeToString())
+            (predicted,) = running.run(None, {"x": x})
+            np.testing.assert_allclose(trainer.predict(x), predicted, rtol=1e-12)
+            loss = ((predicted - y) ** 2).mean()
+            assert trainer.evaluate(x, y)["loss"] == pytest.approx(loss, rel=1e-12)
+            assert trainer.history[-1]["validation_loss"] == pytest.approx(loss, rel=1e-12)
+        weights.append(trainer.state.weights | evaluated)
+    for n, w in weights[0].items():
+        np.testing.assert_allclose(weights[1][n], w, rtol=1e-7, atol=1e-9, err_msg=n)
+
+
 def network(bias: str = "b") -> onnx.ModelProto:
     model = onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 18]>
         g (double[N, 4] x) => (double[N, 40] y)

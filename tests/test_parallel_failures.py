@@ -11,19 +11,18 @@ import pytest
 
 import onnxgrad as og
 from commands import LINEAR, features, save
-from running import in_sweep
+from running import PATIENCE, in_sweep
 
 pytest.importorskip("torch")
 from test_parallel import mpirun, torchrun  # which needs torch
 
 SCRIPT = Path(__file__).with_name("parallel_failing.py")
-SECONDS = 200  # a group that waits for ever is ended; the others take a few seconds
 
 
 def ended(engine: str, case: str, folder: Path) -> tuple[int, str]:
     """Return the exit code of a group of two processes, and what they printed."""
     command = {"torch": torchrun, "mpi": mpirun}[engine](2, SCRIPT, engine, case, folder)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -70,7 +69,7 @@ def test_the_command_line_ends_the_job_of_mpi(tmp_path):
     options = ["--target", "y", "--loss", "l2", "--no-curves", "--output", tmp_path / "new.onnx"]
     first, second = ([tmp_path / name, *options] for name in ("data.npz", "missing.npz"))
     command = [*start, *first, ":", *start[3:], *second]
-    done = subprocess.run(map(str, command), capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(map(str, command), capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2, done.stderr
     assert "missing.npz" in done.stderr
     assert not (tmp_path / "new.onnx").exists()

@@ -21,7 +21,7 @@ from onnxgrad import (
     onnx_derivative,
 )
 from onnxgrad.reporting import reporting
-from running import in_sweep
+from running import PATIENCE, in_sweep
 from small_models import linear
 
 logger = logging.getLogger("onnxgrad")
@@ -67,7 +67,7 @@ def script(tmp_path, text: str) -> str:
     """Return what a script prints to stderr."""
     path = tmp_path / "script.py"
     path.write_text(SETUP + text)
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr
     assert not done.stdout
     return done.stderr
@@ -195,7 +195,7 @@ def test_threads_report_what_they_ask_for(caplog):
 
     def fit(name: str, verbose: int) -> None:
         def wait(progress) -> None:
-            both.wait(30)
+            both.wait(PATIENCE)
             if progress.epoch == 1:
                 onnx_derivative(linear(), verbose=verbose)
 

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from contextlib import nullcontext
@@ -200,11 +199,11 @@ def test_without_a_thread_the_batches_are_the_same(kind, tmp_path):
 
 
 @KINDS
-def test_training_takes_all_of_them(kind, tmp_path):
+def test_training_takes_all_of_them(kind, new_threads, tmp_path):
     made = trained(LINEAR, *(lambda d: (d.X, d.y))((SHUFFLED | FIXED)[kind](tmp_path)))
     assert made.n_iter_ == 1
     assert np.isfinite(made.train_losses_[0])
-    assert not [t for t in threading.enumerate() if t.name == "onnxgrad-data"]
+    assert not new_threads()
 
 
 @KINDS
@@ -263,11 +262,7 @@ def counted(count, seconds=0.0):
         yield i
 
 
-def threads():
-    return [t for t in threading.enumerate() if t.name == "onnxgrad-data"]
-
-
-def test_items_are_read_ahead_but_not_many():
+def test_items_are_read_ahead_but_not_many(new_threads):
     read = []
 
     def items():
@@ -277,17 +272,15 @@ def test_items_are_read_ahead_but_not_many():
 
     ahead = prefetched(items(), 3)
     assert next(ahead) == 0
-    for _ in range(100):
+    while len(read) < 4:
         time.sleep(0.005)
-        if len(read) >= 4:
-            break
     time.sleep(0.05)
     assert len(read) == 4  # the one that was taken, and three that wait
     assert list(ahead) == list(range(1, 20))
-    assert not threads()
+    assert not new_threads()
 
 
-def test_an_error_is_raised_with_its_traceback():
+def test_an_error_is_raised_with_its_traceback(new_threads):
     def wrong_item():
         yield 1
         raise OSError("the disk is gone")
@@ -297,10 +290,10 @@ def test_an_error_is_raised_with_its_traceback():
     with pytest.raises(OSError, match="disk is gone") as caught:
         next(ahead)
     assert "wrong_item" in "".join(traceback.format_exception(caught.value))
-    assert not threads()
+    assert not new_threads()
 
 
-def test_the_thread_ends_with_its_consumer():
+def test_the_thread_ends_with_its_consumer(new_threads):
     closed = []
 
     def items():
@@ -311,14 +304,14 @@ def test_the_thread_ends_with_its_consumer():
 
     ahead = prefetched(items(), 2)
     next(ahead)
-    assert len(threads()) == 1
+    assert [t.name for t in new_threads()] == ["onnxgrad-data"]
     ahead.close()
     assert closed == [True]
-    assert not threads()
+    assert not new_threads()
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, ValueError, None])
-def test_no_thread_is_left_by_a_training_that_ends(end):
+def test_no_thread_is_left_by_a_training_that_ends(new_threads, end):
     def stop(progress):
         if end is not None:
             raise end
@@ -327,7 +320,7 @@ def test_no_thread_is_left_by_a_training_that_ends(end):
     made = OrtGradientOptimizer(LINEAR, max_iter=2, learning_rate=CONSTANT)
     with pytest.raises(end) if end else nullcontext():
         made.fit(lambda: iter(batches() * 20), callback=stop)
-    assert not threads()
+    assert not new_threads()
 
 
 # -- slices --------------------------------------------------------------------------------------

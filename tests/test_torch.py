@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from onnxgrad import ModelError, NoGradientRule, ProviderError, select_model_inputs_outputs  # noqa: E402
 from onnxgrad.torch import OnnxModule  # noqa: E402
 from pages import code_of  # noqa: E402
+from running import PATIENCE  # noqa: E402
 
 
 def parsed(text: str, **weights) -> onnx.ModelProto:
@@ -516,7 +517,7 @@ def train_in_parallel(rank: int, folder: Path):
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=2,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=PATIENCE),
     )
     try:
         train_one_of_two(rank, folder)  # whose locals go first: the last one waits for threads
@@ -550,7 +551,7 @@ def test_distributed_data_parallel(net, tmp_path):
         for rank in "01"
     ]
     try:
-        assert [process.wait(120) for process in processes] == [0, 0]
+        assert [process.wait(PATIENCE) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

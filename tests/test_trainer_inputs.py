@@ -119,3 +119,87 @@ def test_a_probability_of_a_subgraph_is_not_taken_as_a_score(operator):
     p = 1 / (1 + np.exp(-x @ np.float32([[-3.0], [1.0]])))
     loss = -np.mean(label * np.log(p) + (1 - label) * np.log(1 - p))
     assert og.Trainer(model, "bce").evaluate(x, label)["loss"] == pytest.approx(loss, rel=1e-5)
+
+
+# -- branches for two lengths, and a state whose rows are on axis 1 -------------------------------
+
+DETECTOR = """
+    <ir_version: 9, opset_import: ["": 20]>
+    f (float[ROWS,SAMPLES] x, float[2,STATES,4] state, int64 rate)
+        => (float[ROWS,1] y, float[2,STATES,4] new)
+    <int64 high = {16000}, int64[1] zero = {0}, int64[1] one = {1}, int64[1] two = {2}> {
+        is_high = Equal(rate, high)
+        h = If (is_high) <
+            then_branch = a () => (p) { p = MatMul(x, w) },
+            else_branch = b () => (r) {
+                q = Slice(x, one, two, one)  s = Slice(x, two, high_end, one)
+                t = Squeeze(s, one)  k = Unsqueeze(t, one)  l = Mul(k, w_low)  r = Add(l, q) }>
+        before = Slice(state, zero, one, zero)
+        flat = Squeeze(before, zero)
+        old = MatMul(flat, u)
+        sum = Add(h, old)
+        now = Tanh(sum)
+        score = MatMul(now, v)
+        y = Sigmoid(score)
+        kept = Unsqueeze(now, zero)
+        new = Concat <axis = 0> (kept, before)
+    }"""
+
+
+def detector(rows="batch", samples="samples", states="batch"):
+    text = DETECTOR.replace("ROWS", rows).replace("SAMPLES", samples).replace("STATES", states)
+    model = onnx.parser.parse_model(text)
+    draw = np.random.default_rng(1)
+    for name, shape in {"w": (5, 4), "w_low": (1, 4), "u": (4, 4), "v": (4, 1)}.items():
+        array = draw.normal(size=shape).astype("f")
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    end = onnx.numpy_helper.from_array(np.array([99]), "high_end")
+    model.graph.initializer.append(end)
+    return model
+
+
+def heard():
+    x, state = RNG.normal(size=(10, 5)).astype("f"), RNG.normal(size=(2, 10, 4)).astype("f")
+    label = RNG.integers(0, 2, (10, 1)).astype("f")
+    cuts = [slice(0, 4), slice(4, 8), slice(8, 10)]
+    rate = np.array(16000)
+    pairs = [({"x": x[c], "state": state[:, c], "rate": rate}, label[c]) for c in cuts]
+    return ({"x": x, "state": state, "rate": rate}, label), pairs
+
+
+def detected(model, data, **options):
+    """Return the weights and the losses after an epoch."""
+    trainer = og.Trainer(model, {"y": "bce"}, learning_rate=0.1, **options)
+    trainer.fit(data, batch_size=4, shuffle=False, validation=data)
+    return trainer.state.weights, trainer.history[0]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("states", ["batch", "rows", "?"])
+def test_arrays_train_as_batches_where_a_branch_takes_other_lengths(accumulate, states):
+    arrays, pairs = heard()
+    dicts = [X | {"label": label} for X, label in pairs]
+    axes = {} if states == "batch" else {"batch_axes": {"state": 1}}
+    made = [
+        detected(detector(states=states), data, accumulate=accumulate, **axes)
+        for data in (arrays, pairs, dicts, lambda: iter(pairs))
+    ]
+    assert len(made[0][0]) == 3
+    for weights, entry in made[1:]:
+        for name, w in made[0][0].items():
+            np.testing.assert_allclose(weights[name], w, rtol=1e-5, atol=1e-7)
+        assert entry == pytest.approx(made[0][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("states", ["rows", "?"])
+def test_an_axis_that_may_be_that_of_the_rows_is_asked_for(states):
+    arrays, pairs = heard()
+    message = r"axis 1 of 'state' \(2, {}, 4\) is as long as .* batch_axes={{'state': 1}}"
+    with pytest.raises(ValueError, match=message.format(10)):
+        detected(detector(states=states), arrays)
+    with pytest.raises(ValueError, match=message.format(4)):
+        detected(detector(states=states), pairs, accumulate=2)
+    whole = og.Trainer(detector(states=states), {"y": "bce"}).evaluate(*arrays)["loss"]
+    known = og.Trainer(detector(), {"y": "bce"}).evaluate(*arrays, batch_size=3)["loss"]
+    assert whole == pytest.approx(known, rel=1e-5)  # one batch: nothing is cut
+    assert detected(detector(states=states), pairs)[1]["step"] == 3

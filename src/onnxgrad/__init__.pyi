@@ -321,6 +321,9 @@ from .training.loss_outside import (
 from .training.parameters.defaults import (
     trainable as trainable,
 )
+from .training.parameters.merged import (
+    separate_merged as separate_merged,
+)
 from .training.progress import (
     FitProgress as FitProgress,
 )

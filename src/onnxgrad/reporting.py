@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from html import escape
 from threading import Lock
+from types import FrameType
 
 from onnxgrad.errors import printable
 
@@ -132,6 +134,15 @@ class _Active(logging.Filter):
 
 
 _active = _Active()
+
+
+def frames_inside() -> int:
+    """Return the number of frames of this package from the caller up, for `stacklevel`."""
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("onnxgrad"):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def html_table(

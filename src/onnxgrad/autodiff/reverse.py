@@ -133,7 +133,7 @@ def _check_gradients(node: ir.Node, function: Rule, gradients: Sequence) -> None
     where = f"the rule of {printable(node.op_type)} ({function.__module__}.{function.__qualname__})"
     n = len(gradients)
     forgotten = [x for x in node.inputs[n:] if x is not None and is_real(x)]
-    if forgotten or any(dx is not None for dx in gradients[len(node.inputs) :]):
+    if forgotten or any(isinstance(dx, ir.Value) for dx in gradients[len(node.inputs) :]):
         raise ValueError(
             f"{where} returns {n} gradients for {len(node.inputs)} inputs (node {node.name!r}): "
             "return one for each input, None where there is none"

@@ -23,8 +23,8 @@ from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.holdout import balanced
 from onnxgrad.training.minimized import Minimized
-from onnxgrad.training.modes import separate_statistics
 from onnxgrad.training.parameters.choice import matching_weights
+from onnxgrad.training.parameters.merged import separate_merged
 from onnxgrad.training.trainer import Trainer
 
 _SHARE = 0.2
@@ -57,7 +57,7 @@ class Job:
     def trained(self) -> ModelProto:
         """Return the model with the current weights."""
         if self.pruned:  # the trainer has a model without outputs that might be the loss
-            self.trainer.proto = separate_statistics(self.proto)
+            self.trainer.proto = separate_merged(self.proto)
         model = self.trainer.model
         if self.new_classes is not None:
             keep_classes(model, self.new_classes)
@@ -134,8 +134,9 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     assert options.data is not None
     arguments = trainer_arguments(options)
     proto = fine_tuned(proto, options)
-    matching_weights(proto, options.train, "weight")
-    matching_weights(proto, options.freeze, "weight (--freeze)")
+    separated = separate_merged(proto)
+    matching_weights(separated, options.train, "weight")
+    matching_weights(separated, options.freeze, "weight (--freeze)")
     classes = named_classes(options) or class_labels(proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
     keys = ("loss", "loss_options", "loss_weights", "device")

@@ -18,7 +18,6 @@ from onnxgrad.cli.job import Job
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.errors import printable
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
-from onnxgrad.training.modes import separate_statistics
 from onnxgrad.training.parameters.defaults import listed, trainable
 from onnxgrad.training.trainer import Trainer
 
@@ -112,8 +111,7 @@ class Report:
         for file in self.files:
             say(f"wrote {file}", console)
         options = self.options
-        whole = separate_statistics(self.job.proto)
-        rows = [] if options.train or options.lora else trainable(whole)
+        rows = [] if options.train or options.lora else trainable(self.job.proto)
         if untrained := [t for t in rows if not t.trains]:
             say(f"not trained by default: {listed(untrained, len(untrained))}", console)
         for remark in self.job.task.remarks:

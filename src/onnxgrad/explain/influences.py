@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto
 
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import escaping, printable, unknown
@@ -18,13 +17,14 @@ from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.spec import Formula
 from onnxgrad.losses.unreduced import unreduced_onnx_loss
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.read import ModelLike, once, read
+from onnxgrad.model.read import ModelLike, once
 from onnxgrad.model.traversal import names as all_names
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session, work
 from onnxgrad.training.modes.inference_form import has_training_nodes
 from onnxgrad.training.parameters.defaults import trainable
+from onnxgrad.training.parameters.merged import separate_merged
 
 Checkpoint = ModelLike | Mapping[str, Any]
 
@@ -83,7 +83,7 @@ def influence(
         >>> og.explain.influence(model, x, label, x[:1], label[:1]).tolist()
         [[4.0, -16.0]]
     """
-    losses = _LossesOfRows(read(model), weights, loss, output, device, batch_size, options)
+    losses = _LossesOfRows(model, weights, loss, output, device, batch_size, options)
     products, states = [], [_state(c, losses.names) for c in checkpoints or [model]]
     for state in states:
         gradients = list(losses.gradients(state, test, test_labels))
@@ -107,7 +107,7 @@ def _state(checkpoint: Checkpoint, names: Sequence[str]) -> Arrays:
     if isinstance(checkpoint, Mapping):
         weights = {name: np.asarray(w) for name, w in checkpoint.items()}
     else:
-        weights = {ref.name: ref.array() for ref in constant_refs(read(checkpoint))}
+        weights = {ref.name: ref.array() for ref in constant_refs(separate_merged(checkpoint))}
     for name in names:
         if name not in weights:
             raise unknown("weight of a checkpoint", name, weights)
@@ -119,7 +119,7 @@ class _LossesOfRows:
 
     def __init__(
         self,
-        proto: ModelProto,
+        model: ModelLike,
         names: Sequence[str] | None,
         loss: str | Formula,
         output: str | None,
@@ -127,6 +127,7 @@ class _LossesOfRows:
         batch_size: int,
         options: Mapping[str, Any],
     ) -> None:
+        proto = separate_merged(model)
         if training := has_training_nodes(proto):
             raise ValueError(
                 f"nodes in training mode: {', '.join(map(printable, training[:3]))}; the loss of a "

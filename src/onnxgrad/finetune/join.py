@@ -27,13 +27,15 @@ def attach(
     mapping: Mapping[str, str] | None = None,
     *,
     prefix: str = "head.",
+    rename: Mapping[str, str] | None = None,
 ) -> ModelProto:
     """Return one model that feeds outputs of `backbone` to inputs of `head`.
 
     Its inputs are those of `backbone`, and those of `head` that are not fed; inputs of one name,
-    type and shape are one. Its outputs are those of `head`, and those of `backbone` that feed
-    nothing. The opset is the newer one; local functions are inlined. Values and nodes of `head`
-    whose names `backbone` has get the prefix; inputs and outputs of the result keep their names.
+    type and shape are one. Shapes are the same if their symbols are, or are joined by `mapping`.
+    Its outputs are those of `head`, and those of `backbone` that feed nothing. The opset is the
+    newer one; local functions are inlined. Values and nodes of `head` whose names `backbone` has
+    get the prefix; inputs and outputs of the result keep their names.
 
     Args:
         backbone: model, serialized model or path; never modified.
@@ -41,6 +43,8 @@ def attach(
         mapping: `{output of backbone: input of head}`; any value of `backbone` may be named. None:
             those of one name; or the only output, and the only input that `backbone` has not.
         prefix: of names in `head` that `backbone` has too.
+        rename: `{input of head: its name in the result}`. An input that gets the name of one of
+            `backbone`, or keeps it, is one with it, whatever the symbols of its shape.
 
     Raises:
         ValueError: an unknown name, nothing to join, an input fed twice, types or shapes that do
@@ -65,21 +69,28 @@ def attach(
         if lost := [y.name for y in proto.graph.output if non_tensor(y)]:
             raise ValueError(f"the outputs {lost} are no tensors: they cannot be joined")
     below, above = to_ir(first), to_ir(second)
-    _join(below, above, mapping, prefix)
+    _join(below, above, mapping, prefix, rename or {})
     joined = to_proto(below)
     names = {t.name for t in joined.graph.initializer}
     write_note(joined, HEAD, [n for n in read_note(joined, HEAD) if n in names])
     return read(joined)
 
 
-def _join(below: ir.Model, above: ir.Model, mapping: Mapping[str, str] | None, prefix: str) -> None:
+def _join(
+    below: ir.Model,
+    above: ir.Model,
+    mapping: Mapping[str, str] | None,
+    prefix: str,
+    rename: Mapping[str, str],
+) -> None:
     """Put the nodes of `above` behind those of `below`, in place."""
     before = stated(below.graph) | stated(above.graph)
     infer(below)
     infer(above)
     pairs = _pairs(below.graph, above.graph, mapping)
     fed = {x.name for _, x in pairs}
-    shared = _shared(below.graph, above.graph, fed)
+    chosen = _rename_inputs(above.graph, fed, rename)
+    shared = _shared(below.graph, above.graph, pairs, chosen)
     kept = [y for y in below.graph.outputs if y not in [v for v, _ in pairs]]
     for y in above.graph.outputs:
         if y.name in {v.name for v in kept}:
@@ -179,19 +190,52 @@ def _check(y: ir.Value, x: ir.Value) -> None:
         )
 
 
-def _shared(below: ir.Graph, above: ir.Graph, fed: Iterable[str | None]) -> _Pairs:
-    """Return the pairs of inputs (of `above`, of `below`) that have one name.
+def _rename_inputs(
+    graph: ir.Graph, fed: Iterable[str | None], rename: Mapping[str, str]
+) -> set[ir.Value]:
+    """Give inputs of the head new names; return these inputs.
 
     Raises:
-        ValueError: they are of different types or shapes.
+        ValueError: an unknown input, one that is fed, or a name that the head has already.
+    """
+    inputs = {str(x.name): x for x in graph.inputs if x.const_value is None}
+    for old, new in rename.items():
+        if old not in inputs:
+            raise unknown("input of the head (rename=)", old, inputs)
+        if old in fed:
+            raise ValueError(f"rename={{{old!r}: ...}}: mapping feeds this input")
+        if not new or (new != old and new in all_names(graph)):
+            raise ValueError(f"rename={{{old!r}: {new!r}}}: the head has this name already")
+    for old, new in rename.items():
+        inputs[old].name = new
+    return {inputs[old] for old in rename}
+
+
+def _shared(below: ir.Graph, above: ir.Graph, fed: _Pairs, chosen: set[ir.Value]) -> _Pairs:
+    """Return the pairs of inputs (of `above`, of `below`) that are one.
+
+    Raises:
+        ValueError: they have one name, and different types or shapes; for those that were `chosen`
+            to be one, shapes differ if numbers do.
     """
     own = {x.name: x for x in below.inputs}
-    pairs = [(x, own[x.name]) for x in above.inputs if x.name not in fed and x.name in own]
+    targets = [x for _, x in fed]
+    pairs = [(x, own[x.name]) for x in above.inputs if x not in targets and x.name in own]
+    symbols: dict[Any, Any] = {}
+    for y, x in [*fed, *((other, x) for x, other in pairs if x in chosen)]:
+        symbols |= zip(dims(x) or (), dims(y) or (), strict=False)
     for x, other in pairs:
         try:
             _check(other, x)
+            have, want = dims(other) or (), [symbols.get(d, d) for d in dims(x) or ()]
+            for a, b in zip(have, want, strict=False):
+                if isinstance(a, str) and isinstance(b, str) and a != b:
+                    raise ValueError(f"its shape is {list(have)} and {list(dims(x) or ())}")
         except ValueError as e:
-            raise ValueError(f"both models have an input {x.name!r}, and {e}; rename one") from None
+            raise ValueError(
+                f"both models have an input {x.name!r}, and {e}: pass rename={{{x.name!r}: name}} "
+                "to make the head's another input, or its own name as name to make them one"
+            ) from None
     return pairs
 
 

@@ -22,6 +22,7 @@ from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Target, Use, t
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.training.parameters.merged import separate_merged, trains_merged
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -76,10 +77,8 @@ def add_lora(
         ['MatMul']
     """
     options = _options(operator.index(rank), alpha, dropout, use_rslora, use_dora)
-    adapted = writable(model)
-    every = targets(adapted)
+    adapted, every, chosen = _adaptable(writable(model), patterns, options)
     modules = module_names(adapted, every)
-    chosen = chosen_targets(adapted, every, patterns, options)
     add, notes = Additions(adapted), read_adapters(adapted)
     for name, target in chosen.items():
         generator = np.random.default_rng([operator.index(seed), crc32(name.encode())])
@@ -87,6 +86,19 @@ def add_lora(
         notes.append(insert(add, name, modules[name], target, arrays, options))
     write_note(adapted, ADAPTERS, notes)
     return adapted
+
+
+def _adaptable(
+    proto: ModelProto, patterns: str | Iterable[str], options: dict[str, Any]
+) -> tuple[ModelProto, dict[str, Target], dict[str, Target]]:
+    """Return the model, its constants, and those that get adapters: of merged ones, each its own"""
+    separated = writable(separate_merged(proto))
+    every = targets(separated)
+    chosen = chosen_targets(separated, every, patterns, options)
+    if trains_merged(proto, separated, chosen):
+        return separated, every, chosen
+    every = targets(proto)
+    return proto, every, {name: every[name] for name in chosen}
 
 
 def _options(

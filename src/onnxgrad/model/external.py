@@ -187,7 +187,7 @@ def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto
 
 def is_empty(tensor: TensorProto) -> bool:
     """Return whether a tensor lacks its elements: see `model.emptied`."""
-    held = ("float_data", "double_data", "int32_data")
+    held = ("float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data")
     has = tensor.HasField("raw_data") or any(getattr(tensor, field) for field in held)
     return nbytes(tensor) > 0 and not is_external(tensor) and not has
 

@@ -71,12 +71,10 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     target = target_of(path)
     old = target.stat() if target.exists() else None
     remove_leftovers(target)
-    temporary = _beside(target)
-    with _named(path, temporary), ExitStack() as stack:
+    with _named(path), ExitStack() as stack:
         # private until it gets the mode of the old file; a new file has the mode of the umask
-        _create(temporary, 0o666 if old is None else 0o600)
+        temporary = _create_locked(target, 0o666 if old is None else 0o600, stack)
         try:
-            locked(temporary, stack)
             yield temporary
             _finish(temporary, old)
             temporary.replace(target)
@@ -99,21 +97,24 @@ def remove_leftovers(target: Path, suffix: str = "") -> None:
                 path.unlink()
 
 
-def locked(file: Path, stack: ExitStack) -> bool:
-    """Lock a file until `stack` ends; return whether no other process writes it, False if unknown.
+def locked(file: Path, stack: ExitStack) -> bool | None:
+    """Lock a file until `stack` ends; return whether this process has the lock, None if unknown.
 
-    A lock ends with its process, however that ends.
+    False: another process writes the file, or removes it. A lock ends with its process, however
+    that ends.
     """
     try:
         import fcntl  # which Windows lacks, where what others write cannot be removed anyway
     except ImportError:
-        return False
-    opened = stack.enter_context(file.open("rb+"))
+        return None
     try:
+        opened = stack.enter_context(file.open("rb+"))
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+        return os.path.samestat(os.fstat(opened.fileno()), file.stat())
+    except (BlockingIOError, FileNotFoundError):
         return False
-    return True
+    except OSError:
+        return None
 
 
 def _beside(file: Path) -> Path:
@@ -129,13 +130,23 @@ def _create(file: Path, mode: int) -> None:
     os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
 
 
+def _create_locked(target: Path, mode: int, stack: ExitStack) -> Path:
+    """Create and lock a file beside `target`."""
+    while True:
+        temporary = _beside(target)
+        _create(temporary, mode)
+        if locked(temporary, stack) is not False:  # else it was taken for a leftover before
+            return temporary
+
+
 @contextmanager
-def _named(path: str | os.PathLike, temporary: Path) -> Iterator[None]:
-    """Replace the temporary file by `path` in errors."""
+def _named(path: str | os.PathLike) -> Iterator[None]:
+    """Replace a temporary file by `path` in errors."""
     try:
         yield
     except OSError as e:
-        if e.filename not in (None, str(temporary)) and e.filename2 != str(temporary):
+        named = [os.path.basename(str(file)) for file in (e.filename, e.filename2)]
+        if e.filename is not None and not any(name.startswith(_PARTIAL) for name in named):
             raise  # about another file, which was read
         reason = f"{e.strerror or e}; {KEPT}"
         raise OSError(e.errno or errno.EIO, reason, os.fspath(path)) from None

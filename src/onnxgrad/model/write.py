@@ -8,7 +8,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,16 @@ def save_filled(
     for file in _numbered_data(target).difference(copies.values()):
         if _is_shared(file):
             continue
-        if file in before or not file.stat().st_size:
-            file.unlink(missing_ok=True)
-        else:
-            warnings.warn(
-                f"{file} belongs to no model in its folder: a process that was killed while it "
-                "saved may have left it; remove it if so",
-                stacklevel=3,
-            )
+        with ExitStack() as stack, suppress(FileNotFoundError):  # others may save there, too
+            size = file.stat().st_size
+            if file in before or (not size and locked(file, stack)):
+                file.unlink()
+            elif size:
+                warnings.warn(
+                    f"{file} belongs to no model in its folder: a process that was killed while it "
+                    "saved may have left it; remove it if so",
+                    stacklevel=3,
+                )
 
 
 def data_files(path: str | os.PathLike) -> set[Path]:
@@ -140,9 +142,8 @@ def _is_new(file: Path, locks: ExitStack) -> bool:
     except FileExistsError:
         if file.is_symlink() or not file.is_file() or file.stat().st_size:
             return False
-        return locked(file, locks)
-    locked(file, locks)
-    return True
+        return bool(locked(file, locks))
+    return locked(file, locks) is not False  # another save may take it for one that was left
 
 
 def _copied(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:

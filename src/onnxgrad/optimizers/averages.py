@@ -115,7 +115,7 @@ class Ema(Around):
         if not steps or "average" not in slots:
             return weight
         correction = 1 - self.decay**steps if self.debias else 1.0
-        return (slots["average"] / correction).astype(weight.dtype)
+        return slots["average"] / correction
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class ScheduleFree(Around):
         """Return x = w + (1 / b1 - 1) (w - z)."""
         if "z" not in slots:
             return weight
-        return (weight + (1 / self.b1 - 1) * (weight - slots["z"])).astype(weight.dtype)
+        return weight + (1 / self.b1 - 1) * (weight - slots["z"])
 
 
 def ema(optimizer: Optimizer, decay: float = 0.999, debias: bool = False) -> Optimizer:

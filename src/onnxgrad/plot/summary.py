@@ -20,10 +20,11 @@ from onnxgrad.graph.shapes import Dims, dims, static
 from onnxgrad.graph.traversal import reads
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.read import ModelLike
 from onnxgrad.plot.work import Work
 from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.defaults import trainable
+from onnxgrad.training.parameters.merged import separate_merged
 from onnxgrad.training.parameters.module_names import ModuleNames
 
 _OPERATORS = 3  # named in a row
@@ -189,9 +190,9 @@ def summary(
     """
     if depth is not None and depth < 1:
         raise ValueError(f"depth must be at least 1, not {depth}")
-    proto = read(model)
+    proto = separate_merged(model)
     graph, assumed = _static_graph(proto, lengths or {})
-    names = ModuleNames(graph, ())
+    names = ModuleNames((), ())
     layers: dict[str, list[ir.Node]] = defaultdict(list)
     count: Counter[str] = Counter()
     for node in _varying(graph):

@@ -29,7 +29,9 @@ FINITE, INFINITE, NAN = "finite", "infinity", "NaN"
 
 
 @escaping()
-def first_not_finite(model: ModelProto, feed: Mapping[str, np.ndarray]) -> str | None:
+def first_not_finite(
+    model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int] = (), of: str = ""
+) -> str | None:
     """Return which node first computes NaN or infinity, though its inputs are finite.
 
     Only nodes on which an output that is not finite depends are considered, through values that are
@@ -41,6 +43,8 @@ def first_not_finite(model: ModelProto, feed: Mapping[str, np.ndarray]) -> str |
     Args:
         model: model; never modified.
         feed: its inputs.
+        rows: the numbers of the rows of the batch that `feed` is, so that those at fault are named.
+        of: what has rows of these numbers, such as " of batch 3".
 
     Returns:
         The end of a sentence, None if all outputs are finite. It names an input or a constant
@@ -58,7 +62,7 @@ def first_not_finite(model: ModelProto, feed: Mapping[str, np.ndarray]) -> str |
         >>> print(first_not_finite(model, {"x": np.float32([1, 100])}))
         Exp (node 'grow', output 'h') gives infinity; its input 'x' is between 1 and 100
     """
-    search = _Search(dense_inside(read(model)), feed)
+    search = _Search(dense_inside(read(model)), feed, rows, of)
     search.run()
     return search.result()
 
@@ -66,8 +70,10 @@ def first_not_finite(model: ModelProto, feed: Mapping[str, np.ndarray]) -> str |
 class _Search:
     """A run of a model in pieces, and what it says of each value."""
 
-    def __init__(self, model: ModelProto, feed: Mapping[str, np.ndarray]) -> None:
-        self.model, self.feed = model, feed
+    def __init__(
+        self, model: ModelProto, feed: Mapping[str, np.ndarray], rows: Sequence[int], of: str
+    ) -> None:
+        self.model, self.feed, self.numbers, self.of = model, feed, np.asarray(rows), of
         self.nodes = list(model.graph.node)
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.reads = [_reads(node) for node in self.nodes]
@@ -76,6 +82,7 @@ class _Search:
         # each begins a piece: a Scan needs the shapes of its inputs
         self.with_subgraphs = {i for i, node in enumerate(self.nodes) if any(subgraphs(node))}
         self.ranges: dict[str, tuple[float, float]] = {}  # of the values that are floats
+        self.rows: dict[str, np.ndarray] = {}  # at fault, of values that are not finite
         self.inside: dict[int, str] = {}  # messages on nodes with subgraphs, by index
 
     # -- running --------------------------------------------------------------------------------
@@ -144,6 +151,11 @@ class _Search:
         x = value.astype(np.float64, copy=False) if value.dtype.kind != "f" else value
         low, high = (float(x.min()), float(x.max())) if x.size else (0.0, 0.0)
         self.ranges[name] = low, high
+        if not np.isfinite([low, high]).all() and len(self.numbers):
+            axes = [i for i, length in enumerate(x.shape) if length == len(self.numbers)]
+            if axes:  # the first one, if several are as long
+                bad = np.moveaxis(~np.isfinite(x), axes[0], 0).reshape(len(self.numbers), -1)
+                self.rows[name] = self.numbers[bad.any(axis=1)]
 
     def _state(self, name: str) -> str | None:
         """Return the state of a value; None if it is unknown, as that of a sequence."""
@@ -175,7 +187,7 @@ class _Search:
             return self._of_constant(constants[0], None)
         computed = [v for v in sources if not self._is_constant(v)]
         if computed:
-            return self._of_node(min(computed, key=lambda v: self.producers[v]))
+            return self._of_node(min(computed, key=lambda v: self.producers[v]), bad)
         return self._of_constant(constants[0], min(created, default=None))
 
     def _is_constant(self, name: str) -> bool:
@@ -222,9 +234,12 @@ class _Search:
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _of_node(self, name: str) -> str:
+    def _of_node(self, name: str, outputs: Sequence[str]) -> str:
         i = self.producers[name]
         text = f"{_described(self.nodes[i], name)} gives {self._state(name)}"
+        if rows := next((self.rows[v].tolist() for v in (name, *outputs) if v in self.rows), None):
+            listed = ", ".join(map(str, rows[:10])) + (", ..." if len(rows) > 10 else "")
+            text += f" in row{'s' * (len(rows) > 1)} {listed}{self.of}"
         if self.inside.get(i):
             return f"{text}; {self.inside[i]}"
         for x in self.reads[i]:

@@ -22,6 +22,7 @@ from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.runtime.session import loaded
 from onnxgrad.sklearn.arguments import by_name, initialized
 from onnxgrad.training.parameters.choice import choose_weights
+from onnxgrad.training.parameters.merged import separate_merged
 
 _KINDS = {
     "tensor(float)": TensorProto.FLOAT,
@@ -52,7 +53,7 @@ class Front:
     """
 
     def __init__(self, proto: ModelProto, target: str, arguments: Mapping[str, Any]) -> None:
-        self.whole, self.target = proto, target
+        self.whole, self.target = (proto := separate_merged(proto)), target
         self.trained = choose_weights(proto, arguments["train"], arguments["freeze"])
         self.cuts = _cuts(proto, target, set(self.trained))
         proto = _typed(proto, self.cuts)

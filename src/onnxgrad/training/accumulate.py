@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.graph.traversal import all_names
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.parallel import all_reduce
 from onnxgrad.runtime.session import work
@@ -44,7 +44,7 @@ def build_accumulating_step(
     ]
     seeds = one.scaled(inner, inverses)
     parts, unreached = write_gradients(inner, one, seeds, options.recompute)
-    op = Emit(graph, [str(v.name) for v in _values(body)])
+    op = Emit(graph, all_names(body))
     stacks = {x: stacked_input(x, "micro_batches") for x in _scanned(parts)}
     totals = _counted(op, objective(), stacks)
     if options.across is not None:
@@ -60,12 +60,6 @@ def build_accumulating_step(
     step.work, step.unreached = multiply_adds * micro_batches, unreached
     step.recomputes = options.recompute != "none"
     return step
-
-
-def _values(graph: ir.Graph) -> list[ir.Value]:
-    """Return all values of a graph that have a name."""
-    results = [y for node in all_nodes(graph) for y in node.outputs]
-    return [*graph.inputs, *graph.initializers.values(), *results]
 
 
 def _scanned(parts: Gradients) -> list[ir.Value]:
@@ -103,7 +97,7 @@ def _total(op: Emit, stacked: ir.Value) -> ir.Value:
 
 def _summed(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) -> Gradients:
     """Make the graph of `parts` the body of a Scan that sums the gradients; return its results."""
-    body, graph, inner = parts.graph, op.graph, Emit(parts.graph)
+    body, graph, inner = parts.graph, op.graph, Emit(parts.graph, outer=op)
     weights, buffers = list(parts.of), list(parts.buffers)
     sums, results = [], []
     for w in weights:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,12 +22,21 @@ Budget = Callable[[int], int]
 WHOLE = Part(0, 1)
 
 
+class Batch(NamedTuple):
+    """Arrays by input, the numbers of their rows, and what has rows of these numbers."""
+
+    arrays: Mapping[str, np.ndarray]
+    rows: Sequence[int]
+    of: str = ""
+
+
 @dataclass
 class Slice:
     """Batches of one shape for one call of the runtime: each array is [batches, ...].
 
     `rows` counts those of one batch. The arrays may have only a `part` of them: `own` rows, of
     which the first `counted` count; if none does, they have another one, as a model needs a row.
+    `numbers` are those of all own rows in the data, if these are in memory.
     """
 
     arrays: dict[str, np.ndarray]
@@ -36,12 +45,22 @@ class Slice:
     part: Part = WHOLE
     own: int = -1
     counted: int = -1
+    numbers: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.own < 0:
             self.own = len(range(self.rows)[self.part.fed(self.rows)])
         if self.counted < 0:
             self.counted = len(range(self.rows)[self.part.rows(self.rows)])
+
+    def each(self, first: int) -> Iterator[Batch]:
+        """Yield the batches, the first of which has the number `first` in its epoch."""
+        for i in range(self.batches):
+            arrays = {name: stack[i] for name, stack in self.arrays.items()}
+            if self.numbers is None:
+                yield Batch(arrays, range(self.own), f" of batch {first + i}")
+            else:
+                yield Batch(arrays, self.numbers[i * self.own : (i + 1) * self.own].tolist())
 
 
 class BatchSource:
@@ -146,6 +165,8 @@ class ArraySource(BatchSource):
                 indices = every[taken].reshape(batches, length)[:, self.part.fed(length)].ravel()
             for name, array in self.arrays.items():
                 piece.arrays[name] = _cut(array, self.axes[name], indices, batches, piece.own)
+            every = np.arange(rows) if self.numbers is None else self.numbers
+            piece.numbers = every[indices]
             yield piece
 
 
@@ -228,6 +249,8 @@ class ReaderSource(BatchSource):
                 arrays, count = self.fields.batch(item)
             except ValueError as e:
                 raise ValueError(f"batch {number}: {e}") from e
+            if self.reader.reuses:
+                arrays = {name: array.copy() for name, array in arrays.items()}
             if held and shapes != {n: a.shape for n, a in arrays.items()}:
                 yield _stacked(held, rows)
                 held = []

@@ -12,6 +12,7 @@ import numpy as np
 
 from onnxgrad.data.arrow import arrow_dataset, is_arrow_dataset
 from onnxgrad.data.columns import Part, column_names, is_table
+from onnxgrad.data.forms import are_parts, is_batch
 from onnxgrad.data.readers import Batches, DiskArrays, Reader
 from onnxgrad.data.torch_data import (
     HuggingFaceRows,
@@ -57,9 +58,7 @@ class Dataset:
             return False
         if not isinstance(X, (list, tuple)):
             return isinstance(X, Iterable) or callable(X)
-        first = X[0] if X else None
-        pair = isinstance(first, list) and first and hasattr(first[0], "shape")  # of a DataLoader
-        return isinstance(first, (tuple, Mapping)) or bool(pair)
+        return bool(X) and is_batch(X[0])
 
     @cached_property
     def reader(self) -> Reader | None:
@@ -180,7 +179,8 @@ class Dataset:
             return ReaderSource(reader, fields, batch_size, prefetch)
         arrays = fields.arrays(*self.by_name)
         axes = fields.axes(arrays)
-        batch_size = _size(batch_size, count_rows(arrays, axes), shrink)
+        batch_size = _size(batch_size, rows := count_rows(arrays, axes), shrink)
+        fields.axes(arrays, cut=batch_size < rows)
         source = ArraySource(arrays, axes, batch_size)
         fields.check_batch(batch_size)
         return source
@@ -194,16 +194,14 @@ class Dataset:
 
 
 def as_dataset(X: Any, y: Any = None, sample_weight: Any = None) -> Dataset:
-    """Return the data; a tuple (X, y) or (X, y, sample_weight) of arrays is taken apart."""
-    alone = y is None and sample_weight is None
-    if alone and isinstance(X, tuple) and len(X) in (2, 3) and not _is_batch(X[0]):
+    """Return the data; a tuple (X,), (X, y) or (X, y, sample_weight) is taken apart.
+
+    Raises:
+        ValueError: a tuple that may be one of these or one of batches.
+    """
+    if y is None and sample_weight is None and isinstance(X, tuple) and are_parts(X):
         return Dataset(*X)
     return Dataset(X, y, sample_weight)
-
-
-def _is_batch(item: Any) -> bool:
-    """Return whether the first item of a tuple is a batch rather than features."""
-    return isinstance(item, (tuple, list)) and any(hasattr(part, "shape") for part in item)
 
 
 def _is_path(X: Any) -> bool:

@@ -13,18 +13,20 @@ from onnx import ModelProto
 from onnxgrad.errors import escaping
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import to_proto
 from onnxgrad.parallel import Group
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
-from onnxgrad.training.batches import BatchSource, Slice, rows_of
+from onnxgrad.training.batches import Batch, BatchSource, Slice, rows_of
+from onnxgrad.training.causes import cause_in_evaluation
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, judges
 from onnxgrad.training.minimized import Minimized, Plan, minimized
 from onnxgrad.training.progress import Totals
 
 Arrays = Mapping[str, np.ndarray]
-Batch = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
+Results = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
 
 
 class Evaluator:
@@ -53,6 +55,7 @@ class Evaluator:
         self.proto, self.names, self.plan = proto, list(names), plan
         self.weighted, self.device, self.batch_axes = weighted, Device.of(device), batch_axes
         self.shown = shown
+        self.failed: Batch | None = None  # the first one whose loss is not finite
 
     def objective(self) -> Minimized:
         """Return the objective, without dropout and with the stored statistics."""
@@ -102,7 +105,7 @@ class Evaluator:
         parts = len(one.written.sums)
         totals = Totals.of(tuple(one.written.factors), {})
         judging = judges(one.labels, metrics)
-        batches = self._results(self._losses, values, source)
+        batches = self._results(self._losses, values, source, parts)
         for arrays, results in batches if group is None else self._of_all(batches, group):
             numbers = [np.asarray(y, np.float64).reshape(1, 1) for y in results[: 2 * parts]]
             totals.add(np.hstack(numbers[:parts]), np.hstack(numbers[parts:]), 0)
@@ -117,12 +120,24 @@ class Evaluator:
             everything |= judge.results()
         return everything
 
-    def _of_all(self, batches: Iterator[Batch], group: Group) -> Iterator[Batch]:
+    def _of_all(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
         """Yield the batches of all processes: the labels and weights, and the outputs."""
         one = self.described
         for arrays, results in batches:
             named = {n: a for n, a in arrays.items() if n in one.labels or n == one.row_weight}
             yield from (b for b in group.gather((named, results) if arrays else None) if b)
+
+    def cause(self, values: Arrays) -> str:
+        """Return a clause that says why the loss is not finite, of one model in a stack."""
+        one, loss = self.described, self.plan.loss
+        outputs = [self.plan.loss_output] if loss is None else list(one.predictions)
+        file = constants.replace(self.proto, {name: values[name] for name in self.names})
+
+        def losses() -> ModelProto:
+            new = Evaluator.objective(self)  # of one, in a stack
+            return new.compute(*new.reported)
+
+        return cause_in_evaluation(file, outputs, losses, values, self.failed)
 
     @escaping()
     def examine(
@@ -160,19 +175,22 @@ class Evaluator:
         return predictions
 
     def _results(
-        self, running: ort.InferenceSession, values: Arrays, source: BatchSource
-    ) -> Iterator[Batch]:
+        self, running: ort.InferenceSession, values: Arrays, source: BatchSource, parts: int = 0
+    ) -> Iterator[Results]:
         """Yield every batch and the outputs for it; states go from batch to batch.
 
-        A batch whose rows do not count is empty.
+        A batch whose rows do not count is empty. The first `parts` outputs are losses: the first
+        batch in which they are not finite is noted.
         """
         names = [x.name for x in running.get_inputs()]
         carried: dict[str, np.ndarray] = {}
         states = list(self.described.states)
-        for piece in self._watched(source):
+        for number, piece in enumerate(self._watched(source)):
             arrays = {name: np.asarray(array[0]) for name, array in piece.arrays.items()}
             fed = {**values, **arrays, **carried}
             results = running.run(None, {name: fed[name] for name in names})
+            if self.failed is None and not all(np.isfinite(y).all() for y in results[:parts]):
+                (self.failed,) = piece.each(number)
             carried = dict(zip(states, results[len(results) - len(states) :], strict=True))
             yield arrays if piece.counted else {}, results
 

@@ -54,6 +54,7 @@ class Fields:
             limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
             if (of := labels.get(name)) is not None:
                 limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
+                limits["ignores_nan"] = of.ignore_nan
             shape = dims(x)
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
@@ -113,8 +114,9 @@ class Fields:
         if sample_weight is not None:
             if self.weight is None:
                 raise ValueError(
-                    "the loss takes no sample weights: build it with "
-                    "add_loss_output(..., weight_name='weight')"
+                    "the loss takes no sample weights, which need one loss for each row: name the "
+                    "tensor before its reduction as output= of a loss model, or build the loss "
+                    "with add_loss_output(..., weight_name='weight')"
                 )
             data[self.weight] = sample_weight
         return data
@@ -166,9 +168,17 @@ class Fields:
         self.check_rows(rows)
         return self._agreeing({name: arrays[name] for name in names}, axes)
 
-    def axes(self, arrays: Mapping[str, np.ndarray]) -> Axes:
-        """Return the axis of the rows of each array, None for one that every batch gets whole."""
-        return self.row_axes.of({name: array.shape for name, array in arrays.items()})
+    def axes(self, arrays: Mapping[str, np.ndarray], cut: bool = False) -> Axes:
+        """Return the axis of the rows of each array, None for one that every batch gets whole.
+
+        Raises:
+            ValueError: several axes may be theirs, and the rows are to be `cut`.
+        """
+        lengths = {name: array.shape for name, array in arrays.items()}
+        axes = self.row_axes.of(lengths)
+        if cut:
+            self.row_axes.check_whole(lengths, axes)
+        return axes
 
     def _agreeing(self, arrays: dict[str, np.ndarray], axes: Axes) -> dict[str, np.ndarray]:
         self.check_axes(arrays)

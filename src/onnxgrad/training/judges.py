@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import first_line, unknown
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.base import Metric, PredictionInfo
 from onnxgrad.metrics.select import select
@@ -37,7 +38,7 @@ def select_metrics(metrics: Any) -> ByOutput:
 class Judge:
     """The metrics of one output; `prefix` begins their names."""
 
-    metrics: Sequence[Metric]
+    metrics: Sequence[Metric]  # of this evaluation only
     label: str
     info: LossInfo
     prefix: str
@@ -61,7 +62,9 @@ class Judge:
 
 
 def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
-    """Return the judges of the outputs that have metrics.
+    """Return the judges of the outputs that have metrics, for one evaluation.
+
+    They have copies of the metrics, since evaluations may run at the same time.
 
     Args:
         labels: what is known of each label input.
@@ -69,7 +72,7 @@ def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
 
     Raises:
         ValueError: metrics without labels, of an unknown output, or of one of several outputs that
-            is not named.
+            is not named; a metric that cannot be copied.
     """
     by_output = {info.prediction: (label, info) for label, info in labels.items()}
     chosen = {output: listed for output, listed in metrics.items() if listed}
@@ -85,8 +88,19 @@ def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
         if output is not None and output not in by_output:
             raise unknown("output in metrics", output, _named(by_output))
         label, info = next(iter(by_output.values())) if output is None else by_output[output]
-        result.append(Judge(listed, label, info, "" if output is None else f"{output}_"))
+        prefix = "" if output is None else f"{output}_"
+        result.append(Judge([_copied(metric) for metric in listed], label, info, prefix))
     return result
+
+
+def _copied(metric: Metric) -> Metric:
+    try:
+        return copy.deepcopy(metric)
+    except Exception as e:
+        raise ValueError(
+            f"the metric {metric.name!r} cannot be copied, and each evaluation has its own: give "
+            f"{type(metric).__name__} a method __deepcopy__ ({first_line(e)})"
+        ) from e
 
 
 def _named(names: Iterable[str | None]) -> list[str]:
@@ -102,4 +116,5 @@ def prediction_info(info: LossInfo, prediction: np.ndarray) -> PredictionInfo:
         threshold=info.threshold,
         from_logits=bool(info.from_logits),
         ignore_index=info.ignore_index,
+        ignore_nan=bool(info.ignore_nan),
     )

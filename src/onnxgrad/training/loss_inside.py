@@ -139,6 +139,10 @@ class OrtGradientOptimizer(SeedTrainer):
     def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
         return loss_inside(proto, weights, self.loss_output_name, self.sample_weight_name)
 
+    def read_outputs(self, proto: ModelProto) -> list[str]:
+        """Return the name of the loss."""
+        return [self.loss_output_name]
+
     def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
         loss = DerivativeOptions.Loss
         return derivative(proto, DerivativeRequest(weights, [], loss, self.loss_output_name))[0]

@@ -15,7 +15,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import array_of, is_finite
-from onnxgrad.training.batches import Slice
+from onnxgrad.training.batches import Batch, Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.groups import numpy_dtype
 from onnxgrad.training.objective import Objective
@@ -146,8 +146,9 @@ class Runner:
         arrays, parts = piece.arrays, self.step.accumulate
         if parts > 1:
             assert self.fields is not None
-            axes = self.fields.axes({name: array[0] for name, array in arrays.items()})
             count = micro_batches(piece.own, parts)
+            one = {name: array[0] for name, array in arrays.items()}
+            axes = self.fields.axes(one, cut=count > 1)
             arrays = {n: split_batches(array, count, axes[n]) for n, array in arrays.items()}
         return [*arrays.values(), *self._scalars(piece, rates, position)]
 
@@ -263,14 +264,22 @@ class Evaluation:
         )
         self.data = data
 
-    @escaping()
-    def loss(self, weights: dict[str, np.ndarray]) -> float:
-        """Return the mean loss of a row."""
-        count, total = len(next(iter(self.data.values()))), 0.0
+    def batches(self) -> Iterator[Batch]:
+        """Yield the data of the calls of the runtime."""
+        done = 0
         for part, rows in pieces(self.data, self.rows):
-            (value,) = self.session.run(None, {**part, **weights})
-            total += float(np.sum(value)) * (rows if self.mean else 1)
-        return total / count
+            yield Batch(part, range(done, done := done + rows))
+
+    @escaping()
+    def results(self, weights: Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Return the mean loss of a row, as an entry of the history."""
+        total, rows, names = 0.0, 0, [x.name for x in self.session.get_inputs()]
+        for batch in self.batches():
+            fed = {**weights, **batch.arrays}
+            (value,) = self.session.run(None, {name: fed[name] for name in names})
+            total += float(np.sum(value)) * (len(batch.rows) if self.mean else 1)
+            rows += len(batch.rows)
+        return {"validation_loss": total / rows}
 
 
 def micro_batches(rows: int, parts: int) -> int:

@@ -6,6 +6,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -26,13 +27,14 @@ from onnxgrad.training.arguments import check_arguments, select_optimizer, start
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.called import Called
-from onnxgrad.training.data import Dataset
+from onnxgrad.training.causes import cause_in_estimator
+from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.in_place import new_runner
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, warn_of_stale_statistics
-from onnxgrad.training.objective import Objective
+from onnxgrad.training.objective import Objective, predicted
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 from onnxgrad.training.progress import FitProgress
@@ -76,6 +78,10 @@ class SeedTrainer(BaseEstimator):
     def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
         """Return what is minimized; `weighted`: the data may contain sample weights."""
         raise NotImplementedError
+
+    def read_outputs(self, proto: ModelProto) -> list[str]:
+        """Return the names of the outputs that the loss reads, or that are the loss."""
+        return [predicted(proto)]
 
     # -- training -----------------------------------------------------------------------------
 
@@ -125,9 +131,9 @@ class SeedTrainer(BaseEstimator):
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if X_val is None and y_val is not None:
             raise ValueError("y_val is given without X_val")
-        validation = None if X_val is None else Dataset(X_val, y_val)
+        validation = None if X_val is None else as_dataset(X_val, y_val)
         with garbage_kept():
-            loop = self._prepare(Dataset(X, y, sample_weight), validation, callbacks)
+            loop = self._prepare(as_dataset(X, y, sample_weight), validation, callbacks)
         self._run(loop, before)
         return self
 
@@ -161,6 +167,8 @@ class SeedTrainer(BaseEstimator):
         target = Target.of(self.device, work := step.work * self.batch_size, self.batch_size)
         runner = new_runner(step, "mean" if fields.mean else "sum", target, work)
         loop = self._loop(state, runner, rate, source, validation, callbacks)
+        build = partial(self._build_step, proto, names, optimizer, weighted, before)
+        loop.explain = partial(cause_in_estimator, self, build, validation)
         if step.unreached:
             warnings.warn(
                 f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
@@ -223,13 +231,6 @@ class SeedTrainer(BaseEstimator):
         """Return the loop; move the state to the device, the rate to the end of its last epoch."""
         state.begin(runner)
         every = self.validation_every
-
-        def validate() -> dict[str, float]:
-            assert validation is not None
-            weights = state.weights
-            loss = validation.loss({name: weights[name] for name in state.trained})
-            return {"validation_loss": loss}
-
         loop = Loop(
             self,
             state,
@@ -239,7 +240,7 @@ class SeedTrainer(BaseEstimator):
             callbacks,
             order=lambda state: state.rng,
             last_epoch=state.epoch + self.max_iter,
-            evaluate=validate if validation else None,
+            evaluate=None if validation is None else lambda: validation.results(state.evaluated()),
             evaluate_every=max(1, round(every if every >= 1 else every * self.max_iter)),
             singly=not isinstance(source, ArraySource),
             log_steps=self.enable_logging,
@@ -375,9 +376,8 @@ class SeedTrainer(BaseEstimator):
             ValueError: nothing was trained, or `model` lacks a trained weight.
         """
         state = self._fitted()
-        trained = constants.replace(
-            read(self.model_onnx if model is None else model), state.values.weights
-        )
+        proto = read(self.model_onnx if model is None else model)
+        trained = constants.replace(proto, state.evaluated())
         state.names.keep(trained)
         return forget_head(trained)
 
@@ -394,7 +394,5 @@ class SeedTrainer(BaseEstimator):
         return self.__dict__.setdefault("_cache", BuildCache()).get(name, key, build)
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = {name: value for name, value in vars(self).items() if name != "_cache"}
-        if "_state" in attributes:
-            attributes["_state"] = self._state.copy()
-        return attributes
+        own = {"_state": self._state.copy()} if "_state" in vars(self) else {}
+        return vars(self) | own | {"_cache": BuildCache()}

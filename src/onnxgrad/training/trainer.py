@@ -31,15 +31,13 @@ from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.modes import exported, separate_statistics, train_merged
-from onnxgrad.training.parameters.choice import choose_weights
-from onnxgrad.training.parameters.integers import require_floats
+from onnxgrad.training.modes import exported
+from onnxgrad.training.parameters.choice import separated_choice
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
 from onnxgrad.training.sharing import in_group
 from onnxgrad.training.state import TrainState, Values
-from onnxgrad.training.update import evaluated
 
 
 class Trainer(Settings):
@@ -72,7 +70,8 @@ class Trainer(Settings):
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
             output matches, in training only.
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
-            inversely proportional to their frequencies in the labels of `fit`.
+            inversely proportional to their frequencies in the labels of the last `fit`, also in
+            `evaluate` and `partial_fit`, which need one before.
         loss_options: options of a loss that is given by name, such as `{"ignore_index": 0}`.
         loss_weights: `{output: factor}` for a loss of several outputs.
         metrics: names, objects of `onnxgrad.metrics`, functions `(prediction, label)`, or metrics
@@ -158,25 +157,22 @@ class Trainer(Settings):
         self.callbacks = Callbacks(callbacks)
         self.parallel = parallel
         self.device, self.seed = Device.of(device).check(), check_count("seed", seed, 0)
-        self.proto = separate_statistics(proto := read(model))
-        self.dropout = adapter_dropout(proto) | dict(dropout or {})
-        self.names = read_names(self.proto)  # of the columns of tables
-        require_floats(self.proto, () if train is None else train)
         with garbage_kept():
-            self.trained = choose_weights(self.proto, train, freeze)
+            self.proto, self.trained = separated_choice(
+                read(model), train, freeze, statistics=batch_norm == "train"
+            )
+        self.dropout = adapter_dropout(self.proto) | dict(dropout or {})
+        self.names = read_names(self.proto)  # of the columns of tables
         # a user who asks for weights of a quantized model knows that the others stay
         tuned = read_note(self.proto, ADAPTERS) or read_note(self.proto, HEAD)
         self.straight_through = train is not None or bool(tuned)
-        if batch_norm == "frozen" and not train_merged(proto, self.proto, self.trained):
-            self.proto = proto
         self.state = TrainState(seed=seed)
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
-        self._constants = set(refs)
+        self.constants = set(refs)
         self.proto, self.digest = without_weights(self.proto, self.trained)
         self.state.values = Values({name: refs[name].array() for name in self.trained})
-        self.setup: Setup | None = None  # of the last `fit`
+        self.setup: Setup | None = None  # of the last call that trained
         self.built = BuildCache()
-        self._fitted: Loop | None = None
 
     # -- training -----------------------------------------------------------------------------
 
@@ -230,7 +226,7 @@ class Trainer(Settings):
             data = as_dataset(X, y, sample_weight)
             if batch_size is not None:
                 check_count("batch_size", batch_size)
-            setup = Setup(self, data, batch_size, validation, sharing=self.sharing)
+            setup = Setup(self, data, batch_size, validation, sharing=self.sharing, fits=True)
             with garbage_kept():
                 loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
             return self._run(setup, loop)
@@ -274,7 +270,7 @@ class Trainer(Settings):
 
     def _run(self, setup: Setup, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
-        before, self.state, self.setup, self._fitted = self.state, loop.state, setup, loop
+        before, self.state, self.setup = self.state, loop.state, setup
         if loop.runner.in_place and before is not loop.state:  # in memory once: those are equal
             before.values = replace(before.values, weights={})
         try:
@@ -289,9 +285,9 @@ class Trainer(Settings):
 
     @property
     def _loop(self) -> Loop:
-        if self._fitted is None:
-            raise NotFittedError("nothing was trained yet: call fit first")
-        return self._fitted
+        if self.setup is None or self.setup.current_loop is None:
+            raise NotFittedError("nothing was trained yet by this object: call fit first")
+        return self.setup.current_loop
 
     @property
     def progress(self) -> FitProgress:
@@ -332,7 +328,7 @@ class Trainer(Settings):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        return Setup(self, as_dataset(X, y), None).step_models()
+        return Setup(self, as_dataset(X, y), None, fits=True).step_models()
 
     # -- results ------------------------------------------------------------------------------
 
@@ -366,23 +362,13 @@ class Trainer(Settings):
         Raises:
             ValueError: data that the inputs do not accept.
         """
-        predictions = self._once(Dataset(X), batch_size, "predicting").predict()
+        predictions = self._once(Dataset(as_dataset(X).X), batch_size, "predicting").predict()
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
     def _once(self, data: Dataset, batch_size: int | None, title: str) -> Setup:
         """Return what is set up to go through data once; a `Progress` callback shows how far."""
         watched = any(isinstance(c, Progress) for c in self.callbacks.callbacks)
         return Setup(self, data, batch_size, default_size=256, shown=title if watched else None)
-
-    def evaluated(self) -> dict[str, np.ndarray]:
-        """Return the weights and statistics that are evaluated and exported, by name.
-
-        They are those of the last step, unless the optimizer averages weights.
-        """
-        values = self.state.values
-        weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
-        statistics = {n: a for n, a in values.buffers.items() if n in self._constants}
-        return weights | statistics
 
     @property
     def model(self) -> ModelProto:

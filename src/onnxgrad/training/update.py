@@ -220,10 +220,12 @@ def evaluated(
 ) -> Arrays:
     """Return the weights to evaluate and export: averages, if the optimizer keeps them.
 
-    A weight without slots was not trained yet.
+    A weight without slots was not trained yet. Arithmetic on arrays of shape () gives numbers.
     """
     return {
-        name: optimizer.for_weight(name, w.shape).evaluated(w, slots[name], steps)
+        name: np.asarray(
+            optimizer.for_weight(name, w.shape).evaluated(w, slots[name], steps), w.dtype
+        )
         if name in slots
         else w
         for name, w in weights.items()

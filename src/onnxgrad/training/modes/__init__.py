@@ -8,7 +8,7 @@ from onnxgrad.training.modes.inference_form import (
     inference_form,
     warn_of_stale_statistics,
 )
-from onnxgrad.training.modes.merged import separate_statistics, train_merged
+from onnxgrad.training.modes.merged import separate_statistics
 from onnxgrad.training.modes.training_form import training_form
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "has_training_nodes",
     "inference_form",
     "separate_statistics",
-    "train_merged",
     "training_form",
     "warn_of_stale_statistics",
 ]

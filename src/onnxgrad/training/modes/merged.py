@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 
 from onnx import ModelProto, NodeProto, TensorProto
 
@@ -34,13 +33,13 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
         >>> list(separate_statistics(model).graph.node[0].input)
         ['x', 'one', 'zero', 'y.running_mean', 'y.running_var']
     """
-    merged = merged_statistics(proto)
+    merged = _merged_statistics(proto)
     if not merged:
         return proto
     model = ModelProto()
     model.CopyFrom(proto)
     tensors = {t.name: t for t in model.graph.initializer}
-    for name, root in _aliases(model).items():
+    for name, root in initializer_aliases(model).items():
         if root in merged:
             node = next(n for n in model.graph.node if name in n.output)
             model.graph.node.remove(node)
@@ -62,16 +61,6 @@ def separate_statistics(proto: ModelProto) -> ModelProto:
     return model
 
 
-def train_merged(proto: ModelProto, separated: ModelProto, trained: Iterable[str]) -> bool:
-    """Return whether tensors of a separated model are trained that `proto` merges with statistics.
-
-    If none is, `proto` can be trained as it is, as long as the statistics are frozen.
-    """
-    stored = {t.name for t in proto.graph.initializer}
-    copies = {t.name for t in separated.graph.initializer} - stored
-    return not (copies | merged_statistics(proto)).isdisjoint(trained)
-
-
 _Users = dict[str, list[tuple[NodeProto, int]]]
 
 
@@ -79,7 +68,7 @@ def _is_batch_norm(node: NodeProto) -> bool:
     return not standard(node.domain) and node.op_type == "BatchNormalization"
 
 
-def _aliases(model: ModelProto) -> dict[str, str]:
+def initializer_aliases(model: ModelProto) -> dict[str, str]:
     """Return the initializer that each Identity of the main graph copies, by the copy's name."""
     sources = {t.name: t.name for t in model.graph.initializer}
     outputs = {y.name for y in model.graph.output}
@@ -102,9 +91,9 @@ def _users(model: ModelProto, aliases: dict[str, str]) -> _Users:
     return users
 
 
-def merged_statistics(model: ModelProto) -> set[str]:
+def _merged_statistics(model: ModelProto) -> set[str]:
     """Return the initializers that are statistics and something else, or have an alias as such."""
-    aliases = _aliases(model)
+    aliases = initializer_aliases(model)
     statistics = {
         node.input[i] for node in nodes_of(model) if _is_batch_norm(node) for i in _STATISTICS
     }

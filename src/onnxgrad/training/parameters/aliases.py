@@ -33,6 +33,7 @@ _RECURRENT = {1: "weight_ih", 2: "weight_hh", 3: "bias", 5: "h0", 6: "c0", 7: "w
 _BY_LETTER = dict.fromkeys("ftps", "weight") | dict.fromkeys("bom", "bias")
 _BY_OPERATOR = dict.fromkeys(("Mul", "Div"), "weight") | dict.fromkeys(("Add", "Sub"), "bias")
 _OTHER = "parameter"
+RECURRENT = ("RNN", "GRU", "LSTM")
 _NAMED = frozenset("fbst")  # operands of a node that is a layer by itself
 
 
@@ -74,7 +75,7 @@ class _Reader:
 
     def __init__(self, graph: ir.Graph, rows: Sequence[Judged]) -> None:
         self.sizes = {row.name: row.size for row in rows if readable(row.name)}
-        self.modules = ModuleNames(graph, self.sizes)
+        self.modules = ModuleNames((n.metadata_props for n in all_nodes(graph)), self.sizes)
         self.own = {row.value: row.name for row in rows if row.name in self.sizes}
         self.layers: dict[tuple[str, str], list[ir.Node]] = {}  # recurrent nodes of a module
         for node in all_nodes(graph):
@@ -89,8 +90,9 @@ class _Reader:
         node, index = use
         role = self._role(node, index, row.shape)
         beside = self._from_beside(node, role)
-        noted = [] if _is_recurrent(node) else self.modules.parameters(node)  # there, of all gates
-        fitting = [p for p in noted if _fits(p, role)]
+        noted = self.modules.parameters(node.metadata_props)
+        noted = [] if _is_recurrent(node) else noted  # there, of all gates
+        fitting = [p for p in noted if fits(p, role)]
         missing = [p for p in fitting if p not in self.sizes]
         copied = [p for p in fitting if self.sizes.get(p) == row.size]
         if beside and (not missing or beside in missing):
@@ -130,7 +132,7 @@ class _Reader:
         return ""
 
 
-def _fits(parameter: str, role: str) -> bool:
+def fits(parameter: str, role: str) -> bool:
     """Return whether the last part of the name of a parameter is that of the role."""
     is_bias = "bias" in parameter.rpartition(".")[2]
     return role == _OTHER or is_bias == (role == "bias")
@@ -191,4 +193,4 @@ def _source(value: ir.Value | None) -> ir.Node | None:
 
 
 def _is_recurrent(node: ir.Node) -> bool:
-    return domain(node) == "" and node.op_type in ("RNN", "GRU", "LSTM")
+    return domain(node) == "" and node.op_type in RECURRENT

@@ -8,7 +8,9 @@ from onnx import ModelProto
 
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.training.parameters.defaults import announce_choice, default_rows, trained_names
-from onnxgrad.training.parameters.patterns import as_list, choose, matching
+from onnxgrad.training.parameters.integers import require_floats
+from onnxgrad.training.parameters.merged import separate_merged, trains_merged
+from onnxgrad.training.parameters.patterns import Patterns, as_list, choose, matching
 
 
 def choose_weights(
@@ -43,6 +45,23 @@ def choose_weights(
     if needed and not names:
         raise ValueError(f"nothing is left to train: train={train!r}, freeze={freeze!r}")
     return names
+
+
+def separated_choice(
+    proto: ModelProto, train: Patterns | None, freeze: Patterns, statistics: bool
+) -> tuple[ModelProto, list[str]]:
+    """Return the model to train, and the weights that `choose_weights` chooses in it.
+
+    Parameters that an exporter merged are separated if one of them trains, or if there are running
+    `statistics` to update.
+
+    Raises:
+        ValueError: as `choose_weights`, or `train` names a constant that holds no floats.
+    """
+    separated = separate_merged(proto)
+    require_floats(separated, () if train is None else train)
+    names = choose_weights(separated, train, freeze)
+    return (separated if trains_merged(proto, separated, names) or statistics else proto), names
 
 
 def float_constants(proto: ModelProto) -> list[str]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
-from types import FrameType
 
 from onnx import ModelProto
 
 from onnxgrad.errors import printable
 from onnxgrad.model.notes import HEAD, fine_tuned, read_note
-from onnxgrad.model.read import ModelLike, read
-from onnxgrad.reporting import logger
+from onnxgrad.model.read import ModelLike
+from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.aliases import read_aliases
 from onnxgrad.training.parameters.judged import judge
+from onnxgrad.training.parameters.merged import separate_merged, warn_of_merged
 from onnxgrad.training.parameters.patterns import choose, matching
 from onnxgrad.training.parameters.roles import QUANTIZED
 from onnxgrad.training.parameters.table import LISTED, Tensor, Tensors, listed, more, shown
@@ -72,7 +71,7 @@ def trainable(
         >>> [t.name for t in og.trainable(model, train=["w", "units"], freeze="w").trained]
         ['units']
     """
-    rows = choose(default_rows(read(model)), train, freeze)
+    rows = choose(default_rows(separate_merged(model)), train, freeze)
     if pattern is not None:
         kept = {t.name for t in matching(rows, pattern, "weight (pattern=)", weights_first=False)}
         rows = Tensors(t for t in rows if t.name in kept)
@@ -110,11 +109,14 @@ def default_weights(proto: ModelProto, announce: bool = False, needed: bool = Tr
     """Return the names of the weights that train by default.
 
     With `announce`, each float constant that does not train is logged with the reason, and a
-    warning names uncertain ones: single numbers that may be learned, large tensors, and copies.
+    warning names uncertain ones: single numbers that may be learned, large tensors, copies, and
+    parameters that are one tensor.
 
     Raises:
         ValueError: weights are `needed`, and none of the float constants trains.
     """
+    if announce:
+        warn_of_merged(proto)
     return trained_names(proto, default_rows(proto), announce, needed)
 
 
@@ -150,19 +152,10 @@ def announce_choice(rows: Tensors) -> None:
             for t in doubtful[:LISTED]
         )
         message = f"{decisions}{more(doubtful)}. List the weights to choose otherwise"
-        warnings.warn(message, stacklevel=_frames_inside() + 1)
+        warnings.warn(message, stacklevel=frames_inside() + 1)
     trained = {t.name for t in rows.trained}
     copied = [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]
     if copied:
         pairs = "; ".join(f"{shown(t)} and {printable(t.copy_of)!r}" for t in copied[:LISTED])
         message = f"{pairs}{more(copied)}: the exporter stored a shared weight twice, and these "
-        warnings.warn(f"{message}copies part in training", stacklevel=_frames_inside() + 1)
-
-
-def _frames_inside() -> int:
-    """Return the number of frames of this package from the caller up, for `stacklevel`."""
-    frame: FrameType | None = sys._getframe(1)
-    count = 0
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("onnxgrad"):
-        frame, count = frame.f_back, count + 1
-    return count
+        warnings.warn(f"{message}copies part in training", stacklevel=frames_inside() + 1)

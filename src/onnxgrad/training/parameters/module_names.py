@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 
 import onnx_ir as ir
 
-from onnxgrad.graph.traversal import all_nodes
-
 _SCOPES = "pkg.torch.onnx.name_scopes"  # "['', 'encoder', 'encoder.query', 'linear_3']"
 _NAMESPACE = "namespace"  # ": Net/encoder: Encoder/linear_3: aten.linear.default"
 _FX_NODE = "pkg.torch.onnx.fx_node"  # "... args = (%x, %p_encoder_query_weight, ...)"
@@ -34,25 +32,27 @@ _OWNED = re.compile(  # a name that says which layer owns the tensor, of TensorF
 
 
 class ModuleNames:
-    """The modules of the nodes of `graph`, and the parameters of these.
+    """The modules of nodes, and the parameters of these, by the metadata of all nodes.
 
     `names` are the readable names of constants: they show how the names of modules are written.
     """
 
-    def __init__(self, graph: ir.Graph, names: Iterable[str]) -> None:
+    def __init__(self, metadata: Iterable[Mapping[str, str]], names: Iterable[str]) -> None:
         self._mangled = {_mangle(name): name for name in names}
+        tails = (tail for name in self._mangled.values() for tail in _tails(name))
+        self._tails = {_mangle(tail): tail for tail in tails}
         modules = {name.rpartition(".")[0] for name in self._mangled.values()}
-        for node in all_nodes(graph):
-            modules.update(_scopes(node.metadata_props)[:-1])
+        for entries in metadata:
+            modules.update(_scopes(entries)[:-1])
         self._modules = {_mangle(m): m for m in sorted(modules, key=len) if m}
 
     def module(self, node: ir.Node) -> str:
         """Return the path of the module of `node`, such as "encoder.layer.0"; "" if unknown."""
         return module_of(node.name or "", node.metadata_props)
 
-    def parameters(self, node: ir.Node) -> list[str]:
-        """Return the names of the parameters that PyTorch notes for the operator of `node`."""
-        noted = re.findall(r"%p_(\w+)", node.metadata_props.get(_FX_NODE, ""))
+    def parameters(self, metadata: Mapping[str, str]) -> list[str]:
+        """Return the names of the parameters that PyTorch notes for the operator of a node."""
+        noted = re.findall(r"%p_(\w+)", metadata.get(_FX_NODE, ""))
         return [self._parameter(name) for name in dict.fromkeys(noted)]
 
     def _parameter(self, mangled: str) -> str:
@@ -62,7 +62,8 @@ class ModuleNames:
             return self._mangled[mangled]
         for i in range(len(mangled) - 1, 0, -1):
             if mangled[i] == "_" and mangled[:i] in self._modules:
-                return f"{self._modules[mangled[:i]]}.{mangled[i + 1 :]}"
+                last = mangled[i + 1 :]
+                return f"{self._modules[mangled[:i]]}.{self._tails.get(last, last)}"
         return mangled
 
 
@@ -116,6 +117,12 @@ def _joined(parts: list[str]) -> str:
     # PyTorch repeats the name of a container in that of its members: "mlp/mlp.0"
     inner = [*parts[1:], ""][: len(parts)]
     return ".".join(p for p, q in zip(parts, inner, strict=True) if not q.startswith(f"{p}."))
+
+
+def _tails(name: str) -> list[str]:
+    """Return the ends of a path with dots: "b.c" and "c" for "a.b.c"."""
+    parts = name.split(".")
+    return [".".join(parts[i:]) for i in range(len(parts) - 1, 0, -1)]
 
 
 def _mangle(name: str) -> str:

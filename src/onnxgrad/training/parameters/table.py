@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex, overload
 
@@ -123,7 +123,7 @@ def shown(tensor: Tensor) -> str:
     return f"{printable(tensor.name)!r}{alias}"
 
 
-def more(rows: list[Tensor], most: int = LISTED) -> str:
+def more(rows: Sequence[object], most: int = LISTED) -> str:
     """Return how many of the rows a message that names the first ones leaves out."""
     return f"; and {len(rows) - most} more" if len(rows) > most else ""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cached_property
 from typing import Any
 
@@ -45,9 +44,9 @@ class StackedEvaluator(Evaluator):
         """Return `loss`, and the metrics by name, each as an array of (members, ...)."""
         one = self.described
         parts = len(one.written.sums)
-        judging = [judges(one.labels, copy.deepcopy(metrics)) for _ in range(self.members)]
+        judging = [judges(one.labels, metrics) for _ in range(self.members)]
         sums, counts = np.zeros((parts, self.members)), np.zeros(parts)
-        for arrays, results in self._results(self._losses, values, source):
+        for arrays, results in self._results(self._losses, values, source, parts):
             sums += np.stack([np.asarray(y, np.float64) for y in results[:parts]])
             counts += np.array([float(np.sum(y)) for y in results[parts : 2 * parts]])
             self._judge(judging, arrays, results[2 * parts :])

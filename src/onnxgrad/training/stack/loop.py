@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.training.batches import BatchSource, Slice
+from onnxgrad.training.batches import Batch, BatchSource, Slice
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.rates import Rates
 from onnxgrad.training.stack.runner import StackRunner
@@ -28,6 +28,7 @@ class StackLoop:
     - `factors`: of the parts of the loss.
     - `evaluate`: returns the entries that an evaluation of stacked weights adds to the history;
       None without data.
+    - `explain`: says why batches gave numbers that are not finite, and what helps.
     """
 
     state: StackState
@@ -39,6 +40,7 @@ class StackLoop:
     epochs: int
     shuffle: bool
     evaluate: Callable[[Arrays], dict[str, np.ndarray]] | None
+    explain: Callable[[Iterator[Batch]], str]
     seed: int = 0
     interrupts: Interrupts = field(default_factory=Interrupts)
 
@@ -92,8 +94,8 @@ class StackLoop:
         if not runner.members.alive.any():
             raise ConvergenceError(
                 f"the losses or weights of all members became NaN or infinite, the last one before "
-                f"step {done + piece.batches}; their states before that are kept. Lower the "
-                "learning rates, or scale the data"
+                f"step {done + piece.batches}; their states before that are kept. "
+                f"{self.explain(piece.each(position))}"
             )
         return rates[-1], losses
 

@@ -14,6 +14,7 @@ from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import start_learning_rate
 from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.training.causes import cause_in_stack
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import held_out_share
@@ -85,6 +86,7 @@ class StackSetup(Setup):
             shuffle=shuffle,
             seed=trainer.seed,
             evaluate=None if held_out is None else lambda now: self._validated(now, held_out),
+            explain=lambda batches: cause_in_stack(self, batches),
         )
 
     def _warn(self, unreached: list[str], rounding: list[str]) -> None:
@@ -123,7 +125,11 @@ class StackSetup(Setup):
         evaluator = self._stacked
         self._check_weighted(evaluator.described, evaluator.fields)
         source = self._source(self.data, evaluator.fields)
-        return evaluator.evaluate_members(weights, source, self.trainer.metrics_by_output)
+        results = evaluator.evaluate_members(weights, source, self.trainer.metrics_by_output)
+        if bad := np.flatnonzero(~np.isfinite(results["loss"])).tolist():
+            cause = evaluator.cause({name: array[bad[0]] for name, array in weights.items()})
+            warnings.warn(f"the loss of the members {bad} is not finite: {cause}", stacklevel=3)
+        return results
 
     def predict_members(self, weights: Arrays) -> Arrays:
         """Return the predictions for the data by output, (members, ...)."""

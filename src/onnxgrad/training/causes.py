@@ -1,0 +1,173 @@
+"""Why a loss or a weight is not finite: the rows, and the node of the file or of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto
+
+from onnxgrad.errors import first_line
+from onnxgrad.model import weights as constants
+from onnxgrad.model.read import read
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.runtime.device import CPU, Device
+from onnxgrad.runtime.not_finite import first_not_finite
+from onnxgrad.runtime.session import session
+from onnxgrad.training.batches import Batch
+from onnxgrad.training.failed import FailedStep, find_failed_step, run_again
+from onnxgrad.training.runner import Evaluation
+from onnxgrad.training.step import Step
+
+Arrays = Mapping[str, np.ndarray]
+_RATE = "Lower the learning rate, or scale the data"
+_NO_TERM = "no label counts: all are ignored, or have the weight zero"
+_ELSEWHERE = f"Another process has the rows at fault, and names them. {_RATE}"
+_NO_MATTER = "This is no matter of the learning rate: with the weights of the file"
+
+
+def cause_in_file(file: ModelProto, outputs: Sequence[str], batch: Batch) -> str | None:
+    """Return which node of a file computes NaN or infinity for a batch, None if none does."""
+    if {y.name for y in file.graph.output} != set(outputs):
+        file = select_model_inputs_outputs(file, outputs, infer_shapes=False)
+    feed = {x.name: batch.arrays[x.name] for x in file.graph.input if x.name in batch.arrays}
+    return first_not_finite(file, feed, batch.rows, batch.of)
+
+
+def cause_in_training(
+    file: ModelProto | None,
+    outputs: Sequence[str],
+    batches: Iterable[Batch],
+    otherwise: Callable[[], str | None] | None,
+) -> str:
+    """Return sentences that say why a loss or a weight is not finite, and what helps.
+
+    Args:
+        file: the model with its own weights, None if only their trained values are in memory.
+        outputs: the tensors of the model that the loss reads.
+        batches: those that may be at fault.
+        otherwise: returns the sentences where the file computes finite numbers; None: a step of
+            large weights, of which memory may not hold another copy.
+    """
+    try:
+        texts = () if file is None else (cause_in_file(file, outputs, b) for b in batches)
+        if text := next(filter(None, texts), None):
+            return f"{_NO_MATTER}, {text}. Leave these rows out, or change that node"
+        if otherwise is None:
+            return f"{_RATE}; NanWatch() names the node, which needs memory for the step once more"
+        return otherwise() or _RATE
+    except Exception as e:
+        return f"{_RATE} (looking for the node at fault failed: {first_line(e)})"
+
+
+def cause_in_fit(setup: Any, loop: Any) -> str:
+    """Return why the `Loop` of a `Setup` ended: in a step, or else in a validation."""
+    file, outputs = _read_file(setup)
+    if loop.failed is not None:
+        piece, _, position = loop.failed
+        again = (
+            None if loop.runner.in_place else lambda: cause_in_step(find_failed_step(setup, loop))
+        )
+        return cause_in_training(file, outputs, piece.each(position), again)
+    evaluator, values = setup.evaluator, setup.trainer.evaluated()
+    if evaluator.failed is None and setup.sharing is not None:
+        return _ELSEWHERE
+    bad = [] if evaluator.failed is None else [evaluator.failed]
+    return cause_in_training(file, outputs, bad, lambda: _at_end(evaluator.cause(values)))
+
+
+def cause_in_estimator(
+    trainer: Any, build: Callable[[], tuple[Step, Any]], evaluation: Evaluation | None, loop: Any
+) -> str:
+    """Return why the `Loop` of a `SeedTrainer` ended; `build` returns the step and its fields."""
+    file, device = read(trainer.model_onnx), Device.of(trainer.device)
+    outputs = trainer.read_outputs(file)
+    if loop.failed is not None:
+        piece, _, position = loop.failed
+
+        def again() -> str | None:
+            return cause_in_step(run_again(build()[0], loop, device, file))
+
+        in_place = loop.runner.in_place
+        return cause_in_training(file, outputs, piece.each(position), None if in_place else again)
+    assert evaluation is not None
+    now = constants.replace(file, loop.state.evaluated())
+    texts = (cause_in_file(now, outputs, batch) for batch in evaluation.batches())
+    return cause_in_training(
+        file,
+        outputs,
+        evaluation.batches(),
+        lambda: next((_at_end(text) for text in texts if text), None),
+    )
+
+
+def cause_in_stack(setup: Any, batches: Iterable[Batch]) -> str:
+    """Return why no member of a stack has a finite loss and finite weights."""
+    file, outputs = _read_file(setup)
+    return cause_in_training(file, outputs, batches, lambda: None)
+
+
+def _read_file(setup: Any) -> tuple[ModelProto | None, list[str]]:
+    """Return the file, None without its own weights, and the tensors that the loss reads."""
+    proto, loss = setup.trainer.proto, setup.plan.loss
+    outputs = loss.outputs(proto) if loss else [setup.plan.loss_output]
+    return (proto if setup.trainer.digest is None else None), outputs
+
+
+def cause_in_step(step: FailedStep | None) -> str | None:
+    """Return which node of a step computes NaN or infinity, and what helps; None if none does."""
+    if step is None:
+        return None
+    _, rows, of = step.batch
+    losses = ModelProto()
+    losses.CopyFrom(step.model)
+    del losses.graph.output[:]
+    losses.graph.output.extend(y for y in step.model.graph.output if y.name in step.losses)
+    text, where = first_not_finite(losses, step.inputs, rows, of), "in the loss"
+    if text is None:
+        where = "in the gradient or the update, where the loss is finite"
+        text = first_not_finite(step.model, step.inputs, rows, of)
+    if text is None:
+        return None
+    if step.at_start is not None:
+        running = session(step.model, CPU, 0.0)
+        results = running.run(None, {x.name: step.at_start[x.name] for x in running.get_inputs()})
+        if not all(np.isfinite(y.astype(np.float64)).all() for y in results):
+            return f"{_NO_MATTER} and a rate of zero, it is the same. {_upper(where)}, {text}"
+    return _at_end(f"{where}, {text}")
+
+
+def cause_in_evaluation(
+    file: ModelProto,
+    outputs: Sequence[str],
+    losses: Callable[[], ModelProto],
+    values: Arrays,
+    batch: Batch | None,
+) -> str:
+    """Return a clause that says why the loss of an evaluation is not finite.
+
+    Args:
+        file: the model with the weights that were evaluated.
+        outputs: the tensors of the model that the loss reads.
+        losses: returns the model of the losses, whose weights are inputs.
+        values: the weights.
+        batch: the first one whose loss is not finite; None if no label counts.
+    """
+    if batch is None:
+        return _NO_TERM
+    try:
+        if text := cause_in_file(file, outputs, batch):
+            return text
+        text = first_not_finite(losses(), {**values, **batch.arrays}, batch.rows, batch.of)
+        return f"in the loss, {text}" if text else "the sum over the rows overflows"
+    except Exception as e:
+        return f"looking for the node at fault failed: {first_line(e)}"
+
+
+def _at_end(clause: str) -> str:
+    return f"{_upper(clause)}. {_RATE}"
+
+
+def _upper(clause: str) -> str:
+    return clause[0].upper() + clause[1:]

@@ -1,0 +1,317 @@
+"""Parameters that an exporter stored once, since their elements were equal, told apart again."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+from onnxgrad.errors import printable
+from onnxgrad.model import external
+from onnxgrad.model.constants import FLOATS
+from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.rewrites import unused
+from onnxgrad.model.traversal import all_nodes, names, nodes_of
+from onnxgrad.reporting import frames_inside
+from onnxgrad.training.modes.merged import initializer_aliases, separate_statistics
+from onnxgrad.training.parameters import evidence
+from onnxgrad.training.parameters.aliases import RECURRENT, fits, readable
+from onnxgrad.training.parameters.judged import judge
+from onnxgrad.training.parameters.module_names import ModuleNames, module_of
+from onnxgrad.training.parameters.operands import MOVES, letter
+from onnxgrad.training.parameters.table import LISTED, more
+
+_ARITHMETIC = {"Add": "bias", "Sub": "bias", "Mul": "weight", "Div": "weight"}
+_WORDS = dict.fromkeys("ftps", "weight") | dict.fromkeys("bo", "bias")
+_FIXED = "constant"  # what is no parameter, such as a fixed initial state
+
+
+def separate_merged(model: ModelLike) -> ModelProto:
+    """Return `model` with a tensor of its own for each parameter, where its exporter merged some.
+
+    Exporters store equal tensors once. In a network that was never trained, that makes one tensor
+    of the scales (1, 1, ...) of all normalizations of a size, of the zero biases, of equal copies
+    of a layer, and of running statistics beside them. These are several parameters where the file
+    says so: by an Identity for each (PyTorch's TorchScript exporter), by the metadata of the nodes
+    (its newer one), or, if all elements are one number, by being operands of different layers. What
+    the network shares stays shared: a module that is applied twice, an embedding that is tied to
+    the last layer. Trainers do this by themselves, if they train what was merged.
+
+    Args:
+        model: model, serialized model or path; never modified.
+
+    Returns:
+        A model that computes the same; `model` itself, as read, if nothing was merged. A new tensor
+        has the name of the parameter where the file tells it.
+
+    Raises:
+        ModelError: `model` cannot be read.
+
+    Examples:
+        >>> import onnx, onnxgrad as og
+        >>> model = onnx.parser.parse_model(\'\'\'
+        ...     <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,2] y)
+        ...     <float[2] one = {1.0, 1.0}> { b_weight = Identity(one)
+        ...     h = LayerNormalization(x, one) y = LayerNormalization(h, b_weight) }\'\'\')
+        >>> [tensor.name for tensor in og.separate_merged(model).graph.initializer]
+        ['one', 'b_weight']
+    """
+    proto = read(model)
+    separated = separate_statistics(proto)
+    merged = _Merged(separated)
+    groups = {name: parts for name in merged.uses if len(parts := merged.groups(name)) > 1}
+    if not groups:
+        return separated
+    trains = {row.name for row in judge(separated)[1] if row.verdict.trains}
+    groups = {name: parts for name, parts in groups.items() if name in trains}
+    return _Separation(separated, merged).apply(groups) if groups else separated
+
+
+def trains_merged(proto: ModelProto, separated: ModelProto, trained: Collection[str]) -> bool:
+    """Return whether tensors train that `proto` stores once; warn of those that become several."""
+    copies = _copies(proto, separated)
+    if new := [name for name in copies if name in trained]:
+        _warn(new, "here each is a tensor of its own, as separate_merged(model) writes them")
+    if new or not copies:
+        return bool(new)
+    stored = {t.name for t in proto.graph.initializer}
+    before, after = _reads(proto), _reads(separated)
+    return any(name in stored and before[name] != after[name] for name in trained)
+
+
+def warn_of_merged(proto: ModelProto) -> None:
+    """Warn of parameters that `proto` stores once and that train as one here."""
+    if copies := _copies(proto, separate_merged(proto)):
+        _warn(copies, "they train as one: pass separate_merged(model) to train each")
+
+
+def _copies(proto: ModelProto, separated: ModelProto) -> list[str]:
+    stored = {t.name for t in proto.graph.initializer}
+    return [t.name for t in separated.graph.initializer if t.name not in stored]
+
+
+def _warn(names: list[str], text: str) -> None:
+    shown = ", ".join(repr(printable(name)) for name in names[:LISTED])
+    message = f"{shown}{more(names)}: the exporter stored parameters with equal values once; {text}"
+    warnings.warn(message, stacklevel=frames_inside() + 1)
+
+
+def _reads(model: ModelProto) -> Counter[str]:
+    return Counter(name for node in nodes_of(model) for name in node.input)
+
+
+@dataclass
+class _Use:
+    """A node that reads a tensor, itself or by an alias, as which operand, and its parameter.
+
+    `key` is equal for the uses of one parameter; `certain` is whether names say that, and `name`
+    what the parameter is called, "" if unknown.
+    """
+
+    node: NodeProto
+    index: int
+    via: str
+    role: str
+    key: str = ""
+    certain: bool = False
+    name: str = ""
+
+
+class _Merged:
+    """The uses of the initializers of a model that several nodes read, by parameter."""
+
+    def __init__(self, proto: ModelProto) -> None:
+        self.proto = proto
+        self.tensors = {t.name: t for t in proto.graph.initializer if t.data_type in FLOATS}
+        self.from_torch = proto.producer_name == "pytorch"
+        aliases = self.aliases = initializer_aliases(proto)
+        self.aliased = self.from_torch and any(not evidence.counted(name) for name in aliases)
+        self.functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
+        self.nodes = list(all_nodes(proto.graph.node))
+        self.readers = _readers(self.nodes)
+        self.makers = {y: n for n in self.nodes for y in n.output}
+        self.uses: dict[str, list[_Use]] = defaultdict(list)
+        for name in (*self.tensors, *aliases):
+            root = aliases.get(name, name)
+            for node, index in self.readers[name] if root in self.tensors else ():
+                if node.op_type != "Identity" or node.output[0] not in aliases:
+                    role = self._role(node, index, self.readers)
+                    via = name if root != name else ""
+                    self.uses[root].append(_Use(node, index, via, role))
+        self.uses = {name: uses for name, uses in self.uses.items() if len(uses) > 1}
+        self.known = [name for name in (*self.tensors, *aliases) if readable(name)]
+        nodes = self.nodes if self.uses else ()
+        self.modules = ModuleNames(map(_metadata, nodes), self.known)
+        modules = {module_of(n.name, _metadata(n)) for n in nodes}
+        self.paths = {m[: dot.start()] for m in modules for dot in re.finditer(r"\.|$", m)}
+
+    def groups(self, name: str) -> list[list[_Use]]:
+        """Return the uses of a tensor, those of each parameter together, first what keeps it."""
+        uses = self.uses[name]
+        for use in uses:
+            self._identify(use, name)
+        if len({use.key for use in uses}) == 1:
+            return [uses]
+        roles = {use.role for use in uses}
+        tied = {"f", "t"} <= roles  # an embedding and a layer
+        doubtful = tied or not all(use.certain for use in uses)
+        if doubtful and not evidence.is_all(external.array(self.tensors[name])):
+            for use in uses:
+                use.key = use.key if use.certain and not tied else name
+        groups: dict[str, list[_Use]] = {}
+        for use in sorted(uses, key=lambda use: (use.name != name, use.via != "")):
+            groups.setdefault(use.key, []).append(use)
+        return list(groups.values())
+
+    def _role(self, node: NodeProto, index: int, readers: _Readers) -> str:
+        """Return the letter of an operand, behind moves and inside of functions; "a": arithmetic"""
+        function = self.functions.get((node.domain, node.op_type, node.overload))
+        if function is not None and index < len(function.input):
+            inner = _readers(all_nodes(function.node))
+            uses = inner[function.input[index]]
+            return self._role(*uses[0], inner) if uses else ""
+        if node.op_type in MOVES and index == 0 and (uses := readers[node.output[0]]):
+            return self._role(*uses[0], readers)
+        return "a" if node.op_type in _ARITHMETIC else letter(node, index)
+
+    def _identify(self, use: _Use, tensor: str) -> None:
+        """Find out of which parameter a use is."""
+        metadata, word = _metadata(use.node), _word(use)
+        noted = self.modules.parameters(metadata)
+        fitting = [p for p in noted if fits(p, word)] or noted
+        named = use.via or tensor
+        if len(fitting) == 1:
+            use.key, use.certain, use.name = fitting[0], True, fitting[0]
+        elif readable(named) and (self.aliased or use.via):
+            use.key, use.certain, use.name = named, self.aliased, named
+        elif not word or (use.role == "a" and not self._features(tensor)):
+            use.key = _FIXED
+        else:
+            several = not self.from_torch or use.node.op_type in RECURRENT  # of one module
+            module = "" if several else module_of(use.node.name, metadata)
+            base = self._called(module)
+            clear = bool(module) and sum(self._called(path) == base for path in self.paths) == 1
+            layer = "" if clear else self._layer(use, tensor)
+            use.key, use.certain = f"{base}:{use.role}:{layer}", self.aliased and clear
+            use.name = f"{module or use.node.name or use.node.output[0]}.{word}"
+
+    def _called(self, path: str) -> str:
+        """Return the module of a path in which "norm_1" may be the second call of "norm"."""
+        parts: list[str] = []
+        for part in path.split("."):
+            base, whole = re.sub(r"_\d+$", "", part), ".".join([*parts, part, ""])
+            own = any(name.startswith(whole) for name in self.known)
+            again = not own and ".".join([*parts, base]) in self.paths
+            parts.append(base if again else part)
+        return ".".join(parts)
+
+    def _features(self, name: str) -> bool:
+        """Return whether a tensor has several elements along one axis, as biases have."""
+        return sum(n > 1 for n in self.tensors[name].dims) == 1
+
+    def _layer(self, use: _Use, tensor: str) -> str:
+        """Return what is different for two layers: the weights beside the use, or else its result.
+
+        For a bias they are those of the product that it is added to, for a normalization and others
+        those of the next products.
+        """
+        node = use.node
+        near = [node, *(self.makers[x] for x in node.input if x in self.makers)]
+        for nodes in (near if use.role in "ab" else [], self._after(node)):
+            weights = sorted({x for n in nodes for x in self._factors(n)} - {tensor})
+            if weights:
+                return " ".join(weights)
+        return node.output[0]
+
+    def _factors(self, node: NodeProto) -> Iterator[str]:
+        for i, x in enumerate(node.input):
+            if letter(node, i) == "f" and (root := self.aliases.get(x, x)) in self.tensors:
+                yield root
+
+    def _after(self, node: NodeProto) -> list[NodeProto]:
+        """Return the next products behind `node`, not beyond normalizations and sums of results"""
+        found, waiting = [], [node]
+        for n in waiting:  # the loop appends to it
+            for user, _ in (use for y in n.output for use in self.readers[y]):
+                scaled = any(letter(user, i) == "s" for i in range(len(user.input)))
+                if any(self._factors(user)):
+                    found.append(user)
+                elif not scaled and sum(x in self.makers for x in user.input) < 2:
+                    waiting += [user] if all(user is not w for w in waiting) else []
+        return found
+
+
+class _Separation:
+    """Writes a copy of a model in which each parameter has a tensor of its own."""
+
+    def __init__(self, proto: ModelProto, merged: _Merged) -> None:
+        self.proto, self.merged = proto, merged
+        self.taken = set(names(proto.graph))
+        self.kept: set[str] = set()  # aliases that become tensors
+
+    def apply(self, groups: dict[str, list[list[_Use]]]) -> ModelProto:
+        """Return the copy."""
+        model = ModelProto()
+        model.CopyFrom(self.proto)
+        copied = all_nodes(model.graph.node)
+        ours = {id(a): b for a, b in zip(self.merged.nodes, copied, strict=True)}
+        tensors = {t.name: t for t in model.graph.initializer}
+        stated = {v.name: v for v in model.graph.value_info}
+        for original, parts in groups.items():
+            for part in parts[1:]:
+                name = self._name(original, part)
+                for use in part:
+                    ours[id(use.node)].input[use.index] = name
+                _copy(model.graph, tensors[original], name)
+                if original in stated and part[0].key != _FIXED:
+                    entry = model.graph.value_info.add()
+                    entry.CopyFrom(stated[original])
+                    entry.name = name
+        for name in self.kept:
+            node = next(n for n in model.graph.node if name in n.output)
+            model.graph.node.remove(node)
+        return model
+
+    def _name(self, original: str, part: list[_Use]) -> str:
+        via = part[0].via
+        others = self.merged.readers[via]
+        if via and all(any(node is use.node for use in part) for node, _ in others):
+            self.kept.add(via)
+            return via
+        new = part[0].name or f"{original}.{_FIXED if part[0].key == _FIXED else 'copy'}"
+        if new in self.taken:
+            return unused(new, self.taken)
+        self.taken.add(new)
+        return new
+
+
+_Readers = dict[str, list[tuple[NodeProto, int]]]
+
+
+def _readers(nodes: Iterable[NodeProto]) -> _Readers:
+    readers: _Readers = defaultdict(list)
+    for node in nodes:
+        for index, name in enumerate(node.input):
+            readers[name].append((node, index))
+    return readers
+
+
+def _metadata(node: NodeProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in node.metadata_props}
+
+
+def _word(use: _Use) -> str:
+    """Return what PyTorch calls a parameter in this role; "" for no role of a weight."""
+    return (
+        _ARITHMETIC.get(use.node.op_type, "bias") if use.role == "a" else _WORDS.get(use.role, "")
+    )
+
+
+def _copy(graph: GraphProto, tensor: TensorProto, name: str) -> None:
+    copy = graph.initializer.add()
+    copy.CopyFrom(tensor)
+    copy.name = name
