@@ -114,6 +114,15 @@ class Dataset:
         return self.sample_weight is not None or self.batched
 
     @property
+    def weight_axes(self) -> int:
+        """How many axes sample weights may have: 0 for none, 2 for one or more behind the rows."""
+        if self.batched:
+            return 2
+        shape = np.shape(self.sample_weight)
+        several = len(shape) > 2 or (len(shape) == 2 and shape[1] != 1)
+        return 0 if self.sample_weight is None else 1 + several
+
+    @property
     def columns(self) -> list[str] | None:
         """The names of the columns of `X`; None unless they are all text."""
         return column_names(self.by_name[0]) if self.reader is None else None
