@@ -108,7 +108,7 @@ def _how(schema: Any) -> str | None:
 
 def _with_subgraphs() -> dict[tuple[str, str], Any]:
     """Return the rules of operators with subgraphs."""
-    return {("", name): f for name, f in SUBGRAPH_RULES.items() if ("", name) not in ON_DEMAND}
+    return {key: f for key, f in SUBGRAPH_RULES.items() if key not in ON_DEMAND}
 
 
 def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, str]:

@@ -25,6 +25,7 @@ class State:
     history: list = field(default_factory=list)
     learning_rate: float | None = None
     stop_reason: str | None = None
+    further: bool = False
     callbacks: dict = field(default_factory=dict)
     kept: dict = field(default_factory=dict)
 

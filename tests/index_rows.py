@@ -62,7 +62,7 @@ for axis in (0, 1, -1):
     i = np.array([[1, 0], [-1, -2]])
     node, shapes = f"ScatterElements<axis={axis}>(x, i, u)", {"x": (3, 3), "u": (2, 2)}
     add(f"ScatterElements {axis}", f"y = {node}", shapes, given={"i": i})
-for reduction in ("add", "mul", "max", "min"):
+for reduction in ("none", "add", "mul", "max", "min"):
     kind = f'reduction="{reduction}"'
     twice = {"i": np.array([[1, 0, -3, 1], [3, 3, 3, -1]])}  # on one place up to four
     body, shapes = f"y = ScatterElements<axis=1, {kind}>(x, i, u)", {"x": (3, 4), "u": (2, 4)}
@@ -96,6 +96,12 @@ for name, node, i in [
 ]:
     body = f'y = {node}<reduction="mul">(x, i, u)'
     add(f"{name} mul, zeros", body, {"x": (4,), "u": (7,)}, some_zero, given={"i": i})
+# the last write to a place holds
+body = f"{constants(i=[1, 0, -3, 1, 3, 3, 3, -1], s=[2, 4])}  j = Reshape(i, s)"
+shapes = {"x": (3, 4), "u": (2, 4)}
+add("ScatterElements constant, repeated", f"{body}  y = ScatterElements<axis=1>(x, j, u)", shapes)
+body = f"{constants(i=[1, 0, -1, -3, 0, -1], s=[3, 2])}  j = Reshape(i, s)  y = ScatterND(x, j, u)"
+add("ScatterND constant, repeated", body, {"x": (2, 3, 2), "u": (3, 2)})
 rows = {"i": np.array([[1], [-3]])}
 add("ScatterND rows", "y = ScatterND(x, i, u)", {"x": (3, 2), "u": (2, 2)}, given=rows)
 

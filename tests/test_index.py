@@ -101,6 +101,57 @@ def test_rows_of_a_table_are_added_in_its_own_shape():
     assert last.op_type == "ScatterElements"
 
 
+@pytest.mark.parametrize("node", ["ScatterElements", "ScatterND"])
+def test_only_the_last_write_to_a_place_has_a_gradient(node):
+    rng, x, u = np.random.default_rng(0), (500, 3), (4000, 3)
+    i = rng.integers(-x[0], x[0], u if node == "ScatterElements" else (u[0], 1))
+    arrays = {"x": np.zeros(x), "i": i, "u": rng.standard_normal(u), "w": rng.standard_normal(x)}
+    dx, du, _ = gradients(f"s = {node}(x, i, u)  y = Mul(s, w)", arrays)
+    columns = np.broadcast_to(np.arange(x[1]), u)
+    rows = np.broadcast_to(i % x[0], u)
+    last = np.full(x, -1)
+    np.maximum.at(last, (rows, columns), np.arange(u[0])[:, None])
+    holds = last[rows, columns] == np.arange(u[0])[:, None]
+    assert 0 < holds.sum() < holds.size
+    np.testing.assert_allclose(du, np.where(holds, arrays["w"][rows, columns], 0), rtol=1e-6)
+    np.testing.assert_allclose(dx, np.where(last < 0, arrays["w"], 0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "k = Constant<value_ints=[2]>()  w, i = TopK<axis=0>(x, k)  "
+        "y = ScatterElements<axis=0>(x, i, w)",
+        "i = ArgMax<axis=1>(x)  w = ReduceSum(x, axes)  y = ScatterElements<axis=1>(x, i, w)",
+        # as exporters write a mask
+        "b = Cast<to=9>(x)  n = NonZero(b)  i = Transpose(n)  w = GatherND(x, i)  "
+        "y = ScatterND(x, i, w)",
+        # x[torch.arange(n), labels] = u
+        "s = Shape<start=0, end=1>(x)  e = Squeeze(s)  r = Range(zero, e, one)  a = Expand(r, s)  "
+        "c = Constant<value_ints=[-1]>()  k = Unsqueeze(a, c)  t = Unsqueeze(label, c)  "
+        "i = Concat<axis=-1>(k, t)  y = ScatterND(x, i, v)",
+    ],
+)
+def test_indices_that_cannot_repeat_cost_nothing(body):
+    text = f"""<ir_version: 9, opset_import: ["": 20]>
+        g (float[N, 3] x, int64[N] label, float[N] v) => (float[N, 3] y)
+        <int64 zero = {{0}}, int64 one = {{1}}, int64[1] axes = {{1}}> {{ {body} }}"""
+    nodes = onnx_derivative(onnx.parser.parse_model(text)).graph.node
+    assert not [n for n in nodes if n.op_type in ("Equal", "Where")]
+
+
+def test_the_last_write_holds_in_every_iteration():
+    text = """<ir_version: 9, opset_import: ["": 20]>
+        g (float[4] x, int64[3, 3] i, float[3, 3] u) => (float[4] y, float[3, 4] all) {
+            y, all = Scan<num_scan_inputs=2, body = step (s, j, v) => (t, q) {
+                t = ScatterElements(s, j, v)  q = Mul(t, t)
+            }>(x, i, u)
+        }"""
+    feed = {"x": X[0], "i": np.array([[0, 1, -4], [2, 2, 2], [3, 0, 1]]), "u": X[:3, :3]}
+    report = check_gradient(onnx.parser.parse_model(text), feed=feed, order=2)
+    assert report.ok, str(report)
+
+
 def test_scatternd_is_written_without_reduction_only():
     """onnxruntime's adds from several threads, without a lock."""
     written = 0

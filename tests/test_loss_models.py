@@ -7,6 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from onnxgrad import Trainer
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import ModelError
@@ -143,9 +144,68 @@ def test_sample_weights(output):
     check(results, (rows * squares_of_rows(w)).sum() / rows.sum() / share, w)
 
 
-def test_sample_weights_need_rows():
-    with pytest.raises(ValueError, match="before its reduction as output="):
-        trained(student(), LossModel(squares(), "loss"), {}, True)
+def small_trainer(loss, **options):
+    return Trainer(student(), loss, optimizer="sgd", learning_rate=0.01, **options)
+
+
+def in_forms(labels):
+    """Return five rows in batches of two, in every form."""
+    cuts = [slice(0, 2), slice(2, 4), slice(4, 5)]
+    pairs = [(X[c], *([{n: a[c] for n, a in labels.items()}] * bool(labels))) for c in cuts]
+    dicts = [{"x": X[c]} | {n: a[c] for n, a in labels.items()} for c in cuts]
+    given = {"list": pairs, "tuple": tuple(pairs), "dicts": dicts, "iterator": lambda: iter(pairs)}
+    return {"arrays": (X, labels) if labels else (X,), **given}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_one_number_means_the_same_for_all_data(accumulate, reduction):
+    loss, w = LossModel(squares(), "loss", reduction=reduction), leaf(W)
+    optimizer, losses = torch.optim.SGD([w], 0.01), []
+    for c in (slice(0, 2), slice(2, 4), slice(4, 5)):
+        optimizer.zero_grad()
+        rows = squares_of_rows(w)[c]
+        number = rows.sum() if accumulate == 2 else rows.mean()  # of micro-batches of one row
+        of_batch = rows.mean() if reduction == "mean" else number / len(rows)
+        of_batch.backward()
+        optimizer.step()
+        losses.append(of_batch.item() * len(rows))
+    for name, data in in_forms({"target": TARGET}).items():
+        made = small_trainer(loss, accumulate=accumulate)
+        made.fit(data, batch_size=2, shuffle=False, validation=data)
+        np.testing.assert_allclose(made.state.weights["w"], w.detach(), rtol=1e-9, err_msg=name)
+        assert made.history[0]["loss"] == pytest.approx(sum(losses) / 5)
+        expected = made.evaluate(data, batch_size=2)["loss"]
+        assert made.history[0]["validation_loss"] == pytest.approx(expected)
+        if reduction == "mean":
+            assert expected == pytest.approx(squares_of_rows(w).mean().item())
+
+
+NO_ROWS = {
+    "one number": lambda: LossModel(squares(), "loss"),
+    "a number for each column": lambda: OutputLoss(
+        lambda op, y: op.ReduceSum(y * y, [0], keepdims=0), ["y"]
+    ),
+    "all elements": lambda: OutputLoss(lambda op, y: op.Reshape(y * y, [-1]), ["y"]),
+}
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_a_loss_without_rows_takes_no_sample_weights(name):
+    labels = {"target": TARGET} if name == "one number" else {}
+    losses, weights = [], []
+    for data in in_forms(labels).values():
+        made = small_trainer(NO_ROWS[name]()).fit(data, batch_size=2, shuffle=False)
+        losses.append(made.history[0]["loss"])
+        weights.append(made.state.weights["w"])
+    assert losses == pytest.approx([losses[0]] * 5)
+    np.testing.assert_allclose(weights, [weights[0]] * 5)
+    weighted = [{"x": X, **labels, "weight": ROWS}], [(X, labels or None, ROWS)]
+    calls = [lambda: small_trainer(NO_ROWS[name]()).fit(X, labels or None, sample_weight=ROWS)]
+    calls += [lambda d=d: small_trainer(NO_ROWS[name]()).fit(d) for d in weighted]
+    for call in calls:
+        with pytest.raises(ValueError, match=r"as output= of a loss model|Unknown input 'weight'"):
+            call()
 
 
 def test_sum_of_rows():

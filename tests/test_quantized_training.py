@@ -192,7 +192,7 @@ def test_operator_of_integers_without_a_formula():
 # -- PyTorch's fake quantization, element by element ---------------------------------------------
 
 S = {"s": F(0.05), "z": np.uint8(120), "t": F(0.097), "o": np.uint8(100)}
-# of 7 bits: processors without VNNI add two products of 8 bits in 16, which is too few for 255 * 127
+# of 7 bits: processors without VNNI add products of 8 bits in pairs, in 16 bits
 W = RNG.integers(-63, 64, (6, 5)).astype(np.int8)
 K = RNG.integers(-63, 64, (4, 3, 3, 3)).astype(np.int8)
 WS, KS = RNG.uniform(0.005, 0.02, 5).astype(F), RNG.uniform(0.005, 0.02, 4).astype(F)

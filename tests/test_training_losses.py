@@ -564,3 +564,41 @@ def test_what_is_refused(proto, loss, options, message):
     objective = training_loss(loss, **options)
     with pytest.raises(ValueError, match=re.escape(message)):
         objective.write(Emit(prepared.graph), {"y": prepared.graph.outputs[0]})
+
+
+# -- labels that are NaN --------------------------------------------------------------------------
+
+ELEMENTWISE = {  # as torch computes them, without reduction
+    "squared_error": lambda f, y: torch().nn.functional.mse_loss(f, y, reduction="none"),
+    "absolute_error": lambda f, y: torch().nn.functional.l1_loss(f, y, reduction="none"),
+    "huber": lambda f, y: torch().nn.functional.huber_loss(f, y, reduction="none"),
+    "poisson": lambda f, y: torch().nn.functional.poisson_nll_loss(f, y, reduction="none"),
+    "log_cosh": lambda f, y: torch().log(torch().cosh(f - y)),
+    "bce": lambda f, y: torch().nn.functional.binary_cross_entropy_with_logits(
+        f, y, reduction="none"
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", ["N,3", "N,T,3", "4,3"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_labels_that_are_nan_are_left_out(name, shape):
+    lengths = (4, 2, 3) if "T" in shape else (4, 3)
+    x, y = RNG.standard_normal(lengths), RNG.integers(0, 2, lengths).astype(float)
+    y[1] = y[0, ..., 2] = np.nan
+    for rows in (None, ROWS):
+        result = Trained(tokens(shape), name, x, y, rows, options={"ignore_nan": True})
+        of_torch, kept = leaf(x), torch().tensor(~np.isnan(y))
+        w = np.broadcast_to(
+            (np.ones(4) if rows is None else rows).reshape(4, *[1] * (x.ndim - 1)), lengths
+        )
+        w = torch().tensor(w.copy())[kept]
+        losses = ELEMENTWISE[name](of_torch[kept], torch().tensor(y)[kept])
+        result.check((w * losses).sum() / w.sum(), of_torch)
+    assert result.written.infos["label"].ignore_nan
+
+
+@pytest.mark.parametrize("name", ["ce", "dice", "kl_divergence", "softmax_focal"])
+def test_losses_whose_labels_cannot_be_left_out(name):
+    with pytest.raises(ValueError, match=r"ignore_nan=True: .* (use ignore_index|leave out such)"):
+        Trained(tokens("N,3"), name, ROWS, ROWS, options={"ignore_nan": True})

@@ -22,6 +22,7 @@ class Field:
     - `classes`: number of classes of a label; `ignored`: a class index that is allowed as well.
     - `allowed`: the `LabelBounds` of a loss.
     - `tables`: the tables that the input indexes.
+    - `ignores_nan`: whether NaN stands for no label; None where no option can say so.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Field:
     ignored: int | None = None
     allowed: Any = None
     tables: tuple[Table, ...] = ()
+    ignores_nan: bool | None = None
 
     def check(self, data: Any, axis: int | None = 0, whole: bool = False) -> np.ndarray:
         """Return `data` as the array for the input; the columns of a table are reshaped.
@@ -59,8 +61,14 @@ class Field:
         if self.dtype.kind in "iub":
             _refuse(values != array, f"{self.name!r} must hold {self.dtype}; other values", axis)
         else:
-            bad = ~np.isfinite(values)
-            _refuse(bad, f"{self.name!r}, as {self.dtype}, holds NaN or infinity", axis)
+            bad, nan = ~np.isfinite(values), np.isnan(values)
+            remedy = ""
+            if self.ignores_nan:
+                bad &= ~nan
+            elif self.ignores_nan is not None and nan.any():
+                remedy = "; the option ignore_nan=True of the loss leaves out labels that are NaN"
+            what = f"{self.name!r}, as {self.dtype}, holds NaN or infinity"
+            _refuse(bad, what, axis, remedy)
         if self.classes is not None:
             last = self.classes - 1 if isinstance(self.classes, int) else None
             outside = (values < 0) if last is None else (values < 0) | (values > last)
@@ -70,7 +78,8 @@ class Field:
             _refuse(outside, f"{self.name!r} holds labels {where}", axis)
         if self.allowed is not None:
             what = f"{self.name!r} must hold labels {self.allowed.text}; others"
-            _refuse(~self.allowed.test(values), what, axis)
+            allowed = self.allowed.test(values)
+            _refuse(~(allowed | np.isnan(values) if self.ignores_nan else allowed), what, axis)
         return values
 
     def numbers(self, data: Any) -> np.ndarray:
@@ -116,7 +125,7 @@ class Field:
             _refuse(outside, f"{self.name!r} must hold {table}; others", axis)
 
 
-def _refuse(bad: np.ndarray, what: str, axis: int | None) -> None:
+def _refuse(bad: np.ndarray, what: str, axis: int | None, remedy: str = "") -> None:
     """Raise if any element of the mask is true, naming the rows along `axis`, or the elements."""
     if not bad.any():
         return
@@ -127,4 +136,4 @@ def _refuse(bad: np.ndarray, what: str, axis: int | None) -> None:
         rows = np.flatnonzero(bad.reshape(len(bad), -1).any(axis=1))
         where, of = list(map(str, rows)), f"{len(bad)} rows"
     listed = ", ".join(where[:10]) + (", ..." if len(where) > 10 else "")
-    raise ValueError(f"{what} in {len(where)} of {of}: {listed}")
+    raise ValueError(f"{what} in {len(where)} of {of}: {listed}{remedy}")

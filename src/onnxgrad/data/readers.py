@@ -29,11 +29,13 @@ class Reader:
         rows: number of rows, None if it is unknown.
         count: number of batches, None if the rows decide it, or it is unknown.
         shuffles: whether a seed changes the order of the rows.
+        reuses: whether the arrays of a batch may be written to when the next one is read.
     """
 
     rows: int | None = None
     count: int | None = None
     shuffles = True
+    reuses = False
 
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass, without the first `skip`.
@@ -131,6 +133,7 @@ class Batches(Reader):
 
     def __init__(self, source: Any) -> None:
         self.source = source
+        self.reuses = not isinstance(source, (list, tuple))
         try:
             self.count = len(source)
         except (TypeError, NotImplementedError):

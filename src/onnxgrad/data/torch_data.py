@@ -51,6 +51,15 @@ def draws_its_order(X: Any) -> bool:
     return "Random" in type(getattr(X, "sampler", None)).__name__
 
 
+def _copied(sample: Any) -> Any:
+    """Return a sample with arrays of its own: the next one may be written to the same memory."""
+    if isinstance(sample, (tuple, list)):
+        return tuple(map(_copied, sample))
+    if isinstance(sample, Mapping):
+        return {name: _copied(value) for name, value in sample.items()}
+    return to_numpy(sample).copy()
+
+
 def collated(samples: list[Any]) -> Any:
     """Return samples, each (x, y), (x, y, weight) or a dict, as a batch of the same form.
 
@@ -94,7 +103,7 @@ class Samples(IndexedReader):
         numbers = indices.tolist()
         if hasattr(self.dataset, "__getitems__"):  # PyTorch's protocol for whole batches
             return collated(self.dataset.__getitems__(numbers))
-        return collated([self.dataset[i] for i in numbers])
+        return collated([_copied(self.dataset[i]) for i in numbers])
 
     def describe(self) -> dict[str, Any]:
         """Return the type of the dataset and the number of samples."""
@@ -113,7 +122,7 @@ class Streamed(Reader):
     def batches(self, size: int, seed: int | None, skip: int) -> Iterator[Any]:
         """Yield the batches of one pass; the samples of those left out are read and discarded."""
         samples = islice(iter(self.dataset), skip * size, None)
-        while batch := list(islice(samples, size)):
+        while batch := list(map(_copied, islice(samples, size))):
             yield collated(batch)
 
     def describe(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.data.forms import is_batch
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
 from onnxgrad.runtime.values import to_numpy
@@ -38,6 +39,8 @@ def checked_feed(
     if not isinstance(inputs, Mapping):
         if len(known) != 1:
             raise ValueError(f"the model has the inputs {list(known)}: pass a dict of arrays")
+        if isinstance(inputs, (tuple, list)) and inputs and is_batch(inputs[0]):
+            raise ValueError("an explanation takes the array of the input, not a list of batches")
         values = {next(iter(known)): inputs}
     for name in values:
         if name not in known and name not in unused:

@@ -32,6 +32,7 @@ class LossInfo:
         axis: axis of the classes in the prediction; `add_loss_output` notes it if it is not 1.
         from_logits: whether the prediction holds scores, not probabilities; trainers set it.
         shift: whether a position is compared with the label of the next one; trainers set it.
+        ignore_nan: whether labels that are NaN are left out; None if the loss has no such option.
 
     Examples:
         >>> import onnx_ir as ir
@@ -51,6 +52,7 @@ class LossInfo:
     axis: int | None = None
     from_logits: bool | None = None
     shift: bool | None = None
+    ignore_nan: bool | None = None
 
     @classmethod
     def of(
@@ -74,6 +76,7 @@ class LossInfo:
             loss=spec.name if spec.bounds else None,
             threshold=spec.threshold(options) if spec.threshold else None,
             axis=None if axis == 1 else axis,
+            ignore_nan=spec.ignore_nan if spec.may_ignore_nan else None,
         )
 
     @property
@@ -91,6 +94,8 @@ class LossInfo:
         for key in ("loss", "threshold", "axis", "from_logits", "shift"):
             if (value := getattr(self, key)) is not None:
                 entries[key] = value
+        if self.ignore_nan:
+            entries["ignore_nan"] = True
         return json.dumps(entries)
 
     @classmethod

@@ -30,6 +30,8 @@ def require_labels(op: Emit, label: ir.Value, info: LossInfo) -> None:
         else:
             assert info.bounds is not None
             right, text = info.bounds.write(op, label), info.bounds.text
+            if info.ignore_nan:
+                right, text = op.Or(right, op.IsNaN(label)), f"{text}, or NaN"
         number = op.ReduceMax(op.Cast(op.Not(right), to=ir.DataType.INT64), keepdims=0)
         shape = op.Add(op.Shape(label), number)
         checked = op.emit("Reshape", [label, shape], {"allowzero": 1}, fresh=True)

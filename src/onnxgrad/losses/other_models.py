@@ -30,7 +30,8 @@ class LossModel:
         model: model, serialized model or path; never modified.
         output: its output, or the name of any other float tensor, that is the loss: one number, or
             losses of rows or elements, (N, ...), whose mean is the loss. None: its only float
-            output.
+            output. One number counts for as many rows as its batch has, or its micro-batch with
+            `accumulate`: the loss of an epoch is the mean by these. It takes no sample weights.
         inputs: `{input of the loss model: tensor of the trained model}`, where names differ.
         reduction: how one number was computed from the rows: "mean" or "sum".
 
@@ -99,8 +100,7 @@ class LossModel:
         """Write the loss model into the graph.
 
         Raises:
-            ValueError: tensors that do not fit, a loss of unknown rank, or sample weights for a
-                loss that is not one for each row.
+            ValueError: tensors that do not fit, or a loss of unknown rank.
             ModelError: the loss model cannot be written in the opset of the graph.
         """
         tensors = {str(x.name): x for x in op.graph.inputs} | dict(predictions)
@@ -113,16 +113,10 @@ class LossModel:
                 f"the rank of the loss {loss.name!r} is unknown: declare the shapes of the inputs "
                 "of the loss model"
             )
-        first = (dims(rows) or (None,))[0]
-        if weighted and (shape[:1] != (first,) or first is None):
-            raise ValueError(
-                f"sample weights need one loss for each row, and the loss model returns {shape}: "
-                "name the tensor before its reduction as output="
-            )
         size = static(shape)
-        weight = sample_weight(op, rows) if weighted else None
+        weight = row_weight(op, rows, loss) if weighted else None
         with op:
-            if weighted or size is None or prod(size) != 1:
+            if weight is not None or size is None or prod(size) != 1:
                 total, count = totals(op, loss, weight, labels)
             else:
                 total, count = self._of_one_number(op, loss, rows, labels)
@@ -143,6 +137,13 @@ def sample_weight(op: Any, prediction: ir.Value) -> ir.Value:
     wide = ir.DataType.DOUBLE if prediction.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
     shape = ir.Shape([(dims(prediction) or (None,))[0]])
     return ir.Value(name=op.name("weight"), type=ir.TensorType(wide), shape=shape)
+
+
+def row_weight(op: Any, rows: ir.Value, losses: ir.Value) -> ir.Value | None:
+    """Return an input of sample weights, (N,); None if there is not one loss for each row."""
+    first = (dims(rows) or (None,))[0]
+    own = first is not None and (dims(losses) or ())[:1] == (first,)
+    return sample_weight(op, rows) if own else None
 
 
 def totals(

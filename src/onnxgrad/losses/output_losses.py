@@ -14,7 +14,7 @@ from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.embeddings import info_nce, nt_xent, of_row, triplet_margin
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Written
-from onnxgrad.losses.other_models import sample_weight, totals
+from onnxgrad.losses.other_models import row_weight, totals
 
 # name -> formula, and the number of embeddings in a row
 _FORMULAS: dict[str, tuple[Callable[..., ir.Value], int]] = {
@@ -85,7 +85,6 @@ class OutputLoss:
         values = list(predictions.values())
         if self.names is not None:
             values = [predictions[name] for name in self.names]
-        weight = sample_weight(op, values[0]) if weighted else None
         with op:
             losses = self._formula(op, *self._embeddings(op, values), **self.options)
             if losses.shape is None:
@@ -95,6 +94,7 @@ class OutputLoss:
                     f"the loss has the shape {dims(losses)}: it must have one number for every row "
                     "or element"
                 )
+            weight = row_weight(op, values[0], losses) if weighted else None
             total, count = totals(op, losses, weight, [])
         return Written([total], [count], [1.0], weight=weight, gradients=[None])
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.errors import check_options, unknown
-from onnxgrad.graph.shapes import Dims
+from onnxgrad.graph.shapes import Dims, dims, equal, rank
 
 Formula = Callable[..., ir.Value]
 Options = Mapping[str, Any]
@@ -130,6 +130,8 @@ class LossSpec:
         write_terms: function like `formula` that returns the `Terms`, where the mean of the losses
             that `formula` writes is not the loss of a batch; None where it is.
         activation: operator that computes the probabilities that `from_logits=False` expects.
+        ignore_nan: whether labels that are NaN are left out; an option of each loss with float
+            labels that has one term for each of them.
         options: options that the user set.
         label_shape: shape of the labels that the user passes, if the caller knows it.
 
@@ -150,6 +152,7 @@ class LossSpec:
     threshold: Callable[[Options], float] | None = None
     write_terms: Callable[..., Terms] | None = None
     activation: str | None = None
+    ignore_nan: bool = False
     options: Options = field(default_factory=dict)
     label_shape: tuple[int, ...] | None = None
 
@@ -157,12 +160,21 @@ class LossSpec:
         """Return the loss with these options, and with its own reduction if that is None.
 
         Raises:
-            ValueError: an unknown option or reduction.
+            ValueError: an unknown option or reduction, or `ignore_nan` for labels that are no
+                floats.
         """
+        options = {**options}
+        ignore_nan = bool(options.pop("ignore_nan", self.ignore_nan))
+        if ignore_nan and not self.may_ignore_nan:
+            instead = (
+                "use ignore_index" if self.has_ignore_index else "its labels are class indices"
+            )
+            raise ValueError(f"ignore_nan=True: {self.name!r} cannot leave out labels: {instead}")
         check_options(f"option of loss {self.name!r}", options, self.formula, skip=3)
         if reduction not in (None, "sum", "mean"):
             raise unknown("reduction", reduction, ["sum", "mean"])
-        return replace(self, options=options, reduction=reduction or self.reduction)
+        chosen = reduction or self.reduction
+        return replace(self, options=options, reduction=chosen, ignore_nan=ignore_nan)
 
     @property
     def all_options(self) -> dict[str, Any]:
@@ -172,16 +184,22 @@ class LossSpec:
         return defaults | {**self.options}
 
     @property
+    def may_ignore_nan(self) -> bool:
+        """Whether labels are floats, and none of them can be ignored otherwise."""
+        return not self.has_ignore_index and self.label_kind.dtype is None
+
+    @property
     def label_kind(self) -> LabelKind:
         """The kind of the labels."""
         return self.labels(self.all_options)
 
     def losses(self, op: Any, prediction: ir.Value, label: ir.Value) -> ir.Value:
         """Write the weighted loss of every element or every row; their sum is the loss."""
-        losses = self.formula(op, prediction, label, **self.options)
-        if not isinstance(losses, Terms):
-            return losses
-        return losses.losses if losses.weights is None else losses.losses * losses.weights
+        known, nan = self._labels(op, label)
+        losses = self.formula(op, prediction, known, **self.options)
+        if isinstance(losses, Terms):
+            losses = losses.losses if losses.weights is None else losses.losses * losses.weights
+        return losses if nan is None else self._kept(op, losses, label, nan)
 
     def terms(self, op: Any, prediction: ir.Value, label: ir.Value) -> Terms:
         """Write the terms whose weighted mean is the loss of a batch.
@@ -190,8 +208,37 @@ class LossSpec:
         """
         if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
             label = op.Reshape(label, op.Shape(prediction))
-        terms = (self.write_terms or self.formula)(op, prediction, label, **self.options)
-        return terms if isinstance(terms, Terms) else Terms(terms)
+        known, nan = self._labels(op, label)
+        terms = (self.write_terms or self.formula)(op, prediction, known, **self.options)
+        terms = terms if isinstance(terms, Terms) else Terms(terms)
+        if nan is None:
+            return terms
+        losses = self._kept(op, terms.losses, label, nan)
+        weights = op.const(1.0, losses.dtype) if terms.weights is None else terms.weights
+        return Terms(losses, op.Where(nan, op.const(0.0, losses.dtype), weights))
+
+    def _labels(self, op: Any, label: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+        """Return labels without NaN, and which of them are NaN; None: these are no special ones."""
+        if not self.ignore_nan:
+            return label, None
+        nan = op.IsNaN(label)
+        return op.set_type_like(op.Where(nan, 0.0, label), label), nan
+
+    def _kept(self, op: Any, losses: ir.Value, label: ir.Value, nan: ir.Value) -> ir.Value:
+        """Write zero for the losses of labels that are NaN.
+
+        Raises:
+            ValueError: there is not one loss for each label.
+        """
+        if rank(losses) != rank(label):
+            raise ValueError(
+                f"ignore_nan=True: {self.name!r} has one loss for a row, which a label that is NaN "
+                "makes unknown: leave out such rows, or give them sample weights of zero and other "
+                "labels"
+            )
+        if not equal(dims(losses), dims(label)):
+            losses = op.set_type_like(op.Reshape(losses, op.Shape(label)), label)
+        return op.Where(nan, op.const(0.0, losses.dtype), losses)
 
     def for_labels(self, shape: Sequence[int]) -> LossSpec:
         """Return the loss for labels of this shape, which decides `soft_labels=None`.

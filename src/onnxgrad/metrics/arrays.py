@@ -45,12 +45,14 @@ def class_rows(
     weight: np.ndarray | None,
 ) -> Rows:
     """Return a batch as rows of scores and labels; raise ValueError for what does not fit."""
-    prediction, label = _numeric(name, "prediction", prediction), _numeric(name, "label", label)
+    prediction = _numeric(name, "prediction", prediction)
+    label = _numeric(name, "label", label, info.ignore_nan)
     convert = _of_one_score if info.classes is None else _of_classes
+    shape = label.shape
     scores, label = convert(name, info, prediction, label)
-    weight = _weight(name, weight, len(prediction), len(scores))
-    if info.ignore_index is not None and label.ndim == 1:
-        keep = label != info.ignore_index
+    weight = _weight(name, weight, shape, len(scores))
+    if label.ndim == 1 and (info.ignore_index is not None or info.ignore_nan):
+        keep = ~np.isnan(label) if info.ignore_nan else label != info.ignore_index
         if not keep.all():
             scores, label = scores[keep], label[keep]
             weight = None if weight is None else weight[keep]
@@ -114,23 +116,34 @@ def _checked(name: str, info: PredictionInfo, label: np.ndarray) -> np.ndarray:
 
 
 def number_rows(
-    name: str, prediction: np.ndarray, label: np.ndarray, weight: np.ndarray | None
+    name: str,
+    info: PredictionInfo,
+    prediction: np.ndarray,
+    label: np.ndarray,
+    weight: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return predictions and labels as float64 (rows, outputs), and the weights."""
-    prediction, label = _numeric(name, "prediction", prediction), _numeric(name, "label", label)
+    """Return predictions and labels as float64 (rows, outputs), and the weights.
+
+    These are (rows,), or (rows, outputs) if each label has its own, or some are left out.
+    """
+    prediction = _numeric(name, "prediction", prediction)
+    label = _numeric(name, "label", label, info.ignore_nan)
     if _without_ones(prediction.shape) != _without_ones(label.shape):
         raise _misfit(name, prediction, label, f"{prediction.shape}")
     shape = (len(prediction), int(np.prod(prediction.shape[1:])))
-    weight = _weight(name, weight, len(prediction), len(prediction))
-    return (
-        prediction.reshape(shape).astype(np.float64, copy=False),
-        label.reshape(shape).astype(np.float64, copy=False),
-        weight,
-    )
+    if weight is not None:
+        items = len(label) if np.ndim(weight) == 1 else label.size
+        weight = _weight(name, weight, label.shape, items)
+        weight = weight if weight is None or items == len(label) else weight.reshape(shape)
+    f, y = (array.reshape(shape).astype(np.float64, copy=False) for array in (prediction, label))
+    if info.ignore_nan and (nan := np.isnan(y)).any():
+        own = np.ones(len(y)) if weight is None else weight
+        weight, y = own.reshape(len(y), -1) * ~nan, np.where(nan, 0.0, y)
+    return f, y, weight
 
 
-def _numeric(name: str, what: str, array: np.ndarray) -> np.ndarray:
-    """Return an array of numbers with rows; raise ValueError for NaN."""
+def _numeric(name: str, what: str, array: np.ndarray, nan: bool = False) -> np.ndarray:
+    """Return an array of numbers with rows; raise ValueError for NaN, unless it may have some."""
     array = np.asarray(array)
     if array.dtype.kind == "V":  # bfloat16 and the like of ml_dtypes
         array = array.astype(np.float32)
@@ -139,23 +152,25 @@ def _numeric(name: str, what: str, array: np.ndarray) -> np.ndarray:
             f"metric {name!r}: the {what} must be an array of numbers with rows, not of dtype "
             f"{array.dtype} and shape {array.shape}"
         )
-    if array.dtype.kind == "f" and np.isnan(array).any():
+    if array.dtype.kind == "f" and not nan and np.isnan(array).any():
         raise ValueError(f"metric {name!r}: the {what} has NaN")
     return array
 
 
-def _weight(name: str, weight: np.ndarray | None, rows: int, items: int) -> np.ndarray | None:
-    """Return the weight of every item, that of its row."""
+def _weight(
+    name: str, weight: np.ndarray | None, label: tuple[int, ...], items: int
+) -> np.ndarray | None:
+    """Return the weight of every item: its own, in the shape of the label, or that of its row."""
     if weight is None:
         return None
-    weight = np.asarray(weight, np.float64)
-    if weight.shape != (rows,):
+    weight, rows = np.asarray(weight, np.float64), label[:1]
+    if weight.shape != rows and (weight.shape != label or weight.size != items):
         raise ValueError(
-            f"metric {name!r}: weights of {rows} rows have shape ({rows},), not {weight.shape}"
+            f"metric {name!r}: weights of {rows[0]} rows have shape {rows}, not {weight.shape}"
         )
     if not ((weight >= 0) & (weight < np.inf)).all():
         raise ValueError(f"metric {name!r}: weights must be finite and 0 or more")
-    return weight.repeat(items // rows) if rows else weight
+    return weight.ravel().repeat(items // weight.size) if weight.size else weight
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

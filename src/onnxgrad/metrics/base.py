@@ -21,11 +21,13 @@ class PredictionInfo:
             is None too, the prediction is one of numbers (regression).
         from_logits: whether scores are logits, which softmax or sigmoid turns into probabilities.
         ignore_index: the class index that stands for no label.
+        ignore_nan: whether NaN stands for no label.
 
     Examples:
         >>> from onnxgrad.metrics.base import PredictionInfo
         >>> PredictionInfo(classes=10, from_logits=True)
-        PredictionInfo(classes=10, axis=1, threshold=None, from_logits=True, ignore_index=None)
+        PredictionInfo(classes=10, axis=1, threshold=None, from_logits=True, ignore_index=None, \
+ignore_nan=False)
     """
 
     classes: int | None = None
@@ -33,6 +35,7 @@ class PredictionInfo:
     threshold: float | None = None
     from_logits: bool = False
     ignore_index: int | None = None
+    ignore_nan: bool = False
 
 
 class Metric:
@@ -87,7 +90,8 @@ class Metric:
             prediction: array (rows, ...).
             label: array of the prediction's shape or, of class indices, without its axis of
                 classes; a last axis of length 1 may be missing or added.
-            weight: sample weights (rows,), of 0 or more; None for equal ones.
+            weight: sample weights (rows,), or one for each label, of 0 or more; None for equal
+                ones.
 
         Raises:
             ValueError: arrays that do not fit.
@@ -137,24 +141,30 @@ class Mean:
 
     def __init__(self) -> None:
         self.total: float | np.ndarray = 0.0
-        self.weight = 0.0
+        self.weight: float | np.ndarray = 0.0  # (outputs,) if each value has its own
         self.rows = 0
 
     def add(self, values: np.ndarray, weight: np.ndarray | None) -> None:
-        """Add values (rows,) or (rows, outputs)."""
+        """Add values (rows,) or (rows, outputs), with weights (rows,) or one for each value."""
         self.rows += len(values)
         if weight is None:
             self.total = self.total + values.sum(axis=0, dtype=np.float64)
-            self.weight += len(values)
-        else:
+            self.weight = self.weight + len(values)
+        elif weight.ndim == 1:
             self.total = self.total + weight @ values
-            self.weight += float(weight.sum())
+            self.weight = self.weight + float(weight.sum())
+        else:
+            self.total = self.total + (weight * values).sum(axis=0)
+            self.weight = self.weight + weight.sum(axis=0)
 
     def compute(self, name: str) -> float | np.ndarray:
-        """Return the mean; raise ValueError in the name of a metric if there is none."""
-        if self.weight == 0:
+        """Return the mean; raise ValueError in the name of a metric if there is none.
+
+        That of an output all of whose weights are zero is zero.
+        """
+        if not np.any(self.weight):
             raise nothing(name)
-        return self.total / self.weight
+        return self.total / np.where(self.weight, self.weight, 1.0)
 
 
 def nothing(name: str) -> ValueError:

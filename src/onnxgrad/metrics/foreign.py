@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from inspect import Parameter, signature
 from typing import Any
@@ -64,6 +65,9 @@ class FunctionMetric(Metric):
 
     def __repr__(self) -> str:
         return f"FunctionMetric({self.function!r}, {self.name!r}, {self.higher_is_better})"
+
+    def __deepcopy__(self, memo: Any) -> FunctionMetric:
+        return copy.copy(self)  # the function may be an object that cannot be copied
 
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""

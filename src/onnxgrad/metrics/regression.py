@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class MAE(Metric):
 
     name = "mae"
     higher_is_better = False
+    _by_output: ClassVar[bool] = False  # whether each output has one value, not each label
 
     def begin(self, prediction: PredictionInfo) -> None:
         """Forget all batches."""
@@ -38,7 +40,7 @@ class MAE(Metric):
     ) -> None:
         """Add a batch."""
         self.check_begun()
-        f, y, weight = number_rows(self.name, prediction, label, weight)
+        f, y, weight = number_rows(self.name, self.info, prediction, label, weight)
         if self._outputs not in (None, f.shape[1]):
             raise ValueError(
                 f"metric {self.name!r}: a row has {f.shape[1]} numbers, earlier ones had "
@@ -48,9 +50,11 @@ class MAE(Metric):
         self._add(f, y, weight)
 
     def compute(self) -> float:
-        """Return the mean over all outputs."""
+        """Return the mean over all outputs, or over their labels if these have own weights."""
         self.check_begun()
-        return float(np.mean(self._of_outputs(self._mean.compute(self.name))))
+        values, weight = self._of_outputs(self._mean.compute(self.name)), self._mean.weight
+        shares = None if np.ndim(weight) == 0 else weight > 0 if self._by_output else weight
+        return float(np.average(values, weights=shares))
 
     def _add(self, f: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> None:
         self._mean.add(self._errors(f, y), weight)
@@ -102,6 +106,7 @@ class RMSE(MSE):
     """
 
     name = "rmse"
+    _by_output = True
 
     def _of_outputs(self, means: float | np.ndarray) -> float | np.ndarray:
         return np.sqrt(means)
@@ -148,6 +153,7 @@ class R2(MSE):
     """
 
     name = "r2"
+    _by_output = True
     higher_is_better = True
 
     def begin(self, prediction: PredictionInfo) -> None:
@@ -172,17 +178,18 @@ class R2(MSE):
             return
         if self._first is None:  # differences from it are exactly zero for constant labels
             self._first = y[0].copy()
-            self._weight, self._center, self._spread = 0.0, np.zeros(len(y[0])), np.zeros(len(y[0]))
+            self._weight, self._center, self._spread = np.zeros((3, len(y[0])))
         y = y - self._first
-        batch = float(len(y) if weight is None else weight.sum())
-        if batch == 0:
-            return
+        w = np.ones(len(y)) if weight is None else weight
+        w = np.broadcast_to(w.reshape(len(y), -1), y.shape)
+        batch = w.sum(axis=0)
         # sums of squares around the means, merged as by Chan, Golub and LeVeque 1983
-        center = np.average(y, axis=0, weights=weight)
-        spread = batch * np.average((y - center) ** 2, axis=0, weights=weight)
+        center = (w * y).sum(axis=0) / np.where(batch, batch, 1.0)
+        spread = (w * (y - center) ** 2).sum(axis=0)
         total, shift = self._weight + batch, center - self._center
-        self._spread += spread + shift**2 * self._weight * batch / total
-        self._center += shift * batch / total
+        share = batch / np.where(total, total, 1.0)
+        self._spread += spread + shift**2 * self._weight * share
+        self._center += shift * share
         self._weight = total
 
     def _of_outputs(self, means: float | np.ndarray) -> float | np.ndarray:

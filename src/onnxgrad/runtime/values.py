@@ -35,7 +35,14 @@ def to_numpy(value: Any) -> np.ndarray:
     value = wrapped(value)
     if isinstance(value, ort.OrtValue):
         return value.numpy()
-    return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+    if not hasattr(value, "detach"):
+        return np.asarray(value)
+    try:
+        return value.numpy(force=True)
+    except TypeError:  # of a kind that numpy does not have
+        if "sparse" in str(value.layout):
+            raise ValueError("a sparse tensor is not supported: pass its .to_dense()") from None
+        return value.float().numpy(force=True)
 
 
 def to_ortvalue(value: Any, device: Device) -> ort.OrtValue:

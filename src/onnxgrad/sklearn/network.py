@@ -13,14 +13,12 @@ from onnxgrad.data.fields import Field
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir
-from onnxgrad.model.emptied import filled
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
 from onnxgrad.sklearn.front import Front, raw_fed
 from onnxgrad.sklearn.head import Head
 from onnxgrad.training.callbacks.run import Callbacks
-from onnxgrad.training.state import TrainState
 from onnxgrad.training.trainer import Trainer
 
 _ROWS = 1024  # of a call of the runtime
@@ -47,25 +45,10 @@ class Network:
         self.head, self.arguments = head, arguments
         self.from_logits: bool | None = None
         self.front = Front(proto, head.target, arguments) if raw else None
-        self._trainer: Trainer | None = self._new(self.front.rest if self.front else proto)
-        self._encoder: Predictor | None = None
-        self._model = b""
-        self._state: TrainState | None = None
-        self._predictor: Predictor | None = None
-
-    @property
-    def trainer(self) -> Trainer:
-        """The trainer; after pickling, it is built anew with the state of the earlier one."""
-        if self._trainer is None:
-            assert self._state is not None
-            trainer = self._new(self._model)
-            trainer.state = self._state
-            self._trainer = trainer
-        return self._trainer
-
-    def _new(self, proto: Any) -> Trainer:
         chosen = {"train": self.front.trained, "freeze": ()} if self.front else {}
-        return Trainer(proto, **self.arguments | chosen)
+        self.trainer = Trainer(self.front.rest if self.front else proto, **arguments | chosen)
+        self._encoder: Predictor | None = None
+        self._predictor: Predictor | None = None
 
     def _encoded(self, X: Any) -> Any:
         """Return what the frozen part in front computes from X; without one, X."""
@@ -108,14 +91,7 @@ class Network:
         return self._predictor(X)
 
     def __getstate__(self) -> dict[str, Any]:
-        trainer = self.trainer
-        return vars(self) | {
-            "_trainer": None,
-            "_predictor": None,
-            "_encoder": None,
-            "_model": filled(trainer.proto, trainer.state.weights).SerializeToString(),
-            "_state": trainer.state.copy(),
-        }
+        return vars(self) | {"_predictor": None, "_encoder": None}
 
 
 class Predictor:

@@ -249,6 +249,8 @@ class ReaderSource(BatchSource):
                 arrays, count = self.fields.batch(item)
             except ValueError as e:
                 raise ValueError(f"batch {number}: {e}") from e
+            if self.reader.reuses:
+                arrays = {name: array.copy() for name, array in arrays.items()}
             if held and shapes != {n: a.shape for n, a in arrays.items()}:
                 yield _stacked(held, rows)
                 held = []

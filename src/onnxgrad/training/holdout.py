@@ -37,11 +37,12 @@ def label_shapes(y: Any) -> dict[str, tuple[int, ...]]:
     return {str(k): tuple(np.shape(v)) for k, v in labels.items() if hasattr(v, "shape")}
 
 
-def balanced(y: Any) -> dict[int, float]:
+def balanced(y: Any, ignored: int | None = None) -> dict[int, float]:
     """Return weights of classes, inversely proportional to their frequencies in `y`.
 
     The weight of a class is n / (k n_c) for n labels of k classes, n_c of them of class c, as
-    scikit-learn's `class_weight="balanced"`.
+    scikit-learn's `class_weight="balanced"`. Labels below 0, and those that are `ignored`, do not
+    count.
 
     Raises:
         ValueError: the labels are no array of class indices.
@@ -51,6 +52,6 @@ def balanced(y: Any) -> dict[int, float]:
     labels = to_numbers("y", y)
     if labels.dtype.kind not in "iu":
         raise ValueError(f"class_weight='balanced' needs class indices, not {labels.dtype}")
-    classes, counts = np.unique(labels[labels >= 0], return_counts=True)
+    classes, counts = np.unique(labels[(labels >= 0) & (labels != ignored)], return_counts=True)
     weights = counts.sum() / (len(classes) * counts)
     return dict(zip(classes.tolist(), weights.tolist(), strict=True))

@@ -15,6 +15,8 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.model.emptied import emptied, is_empty
+from onnxgrad.training.batches import BatchSource
+from onnxgrad.training.settings import Settings
 
 _SHOWN = 200  # characters of a value in a message
 
@@ -56,6 +58,25 @@ class Identity(Mapping[str, Any]):
 
     def __reduce__(self) -> Any:
         return dict, (self._all,)
+
+
+def identity_of(trainer: Settings, source: BatchSource, shuffle: bool) -> Identity:
+    """Return what two trainings must have in common for one to go on with the other."""
+    arguments = (
+        "optimizer learning_rate clip_norm accumulate batch_norm dropout carry recompute seed"
+    )
+    return Identity(
+        trainer.digest or trainer.proto,
+        {
+            "trained": trainer.trained,
+            "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
+            "class_weight": trainer.class_weight,
+            "batch_size": source.batch_size,
+            "shuffle": shuffle,
+            "data": source.description,
+            **{name: getattr(trainer, name) for name in arguments.split()},
+        },
+    )
 
 
 def described(value: Any) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import first_line, unknown
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.base import Metric, PredictionInfo
 from onnxgrad.metrics.select import select
@@ -37,7 +38,7 @@ def select_metrics(metrics: Any) -> ByOutput:
 class Judge:
     """The metrics of one output; `prefix` begins their names."""
 
-    metrics: Sequence[Metric]
+    metrics: Sequence[Metric]  # of this evaluation only
     label: str
     info: LossInfo
     prefix: str
@@ -47,13 +48,21 @@ class Judge:
         """Take a batch: the predictions by output, and the data by input."""
         assert self.info.prediction is not None
         shown, labels = predictions[self.info.prediction], arrays[self.label]
+        if weight is not None and weight.ndim > 1:  # one for each row, or for each label
+            of_rows = weight.size == len(weight)
+            weight = weight.ravel() if of_rows else np.broadcast_to(weight, labels.shape)
         if self.info.shift:  # (N, T, V) and (N, T), as in the loss
             shown, labels = shown[:, :-1], labels[:, 1:]
+            weight = weight if weight is None or weight.ndim == 1 else weight[:, 1:]
         for metric in self.metrics:
             if not self.begun:
                 metric.begin(prediction_info(self.info, shown))
             metric.update(shown, labels, weight)
         self.begun = True
+
+    def undefined(self) -> dict[str, Any]:
+        """Return NaN for each metric by name."""
+        return dict.fromkeys((f"{self.prefix}{m.name}" for m in self.metrics), float("nan"))
 
     def results(self) -> dict[str, Any]:
         """Return the metrics by name."""
@@ -61,7 +70,9 @@ class Judge:
 
 
 def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
-    """Return the judges of the outputs that have metrics.
+    """Return the judges of the outputs that have metrics, for one evaluation.
+
+    They have copies of the metrics, since evaluations may run at the same time.
 
     Args:
         labels: what is known of each label input.
@@ -69,7 +80,7 @@ def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
 
     Raises:
         ValueError: metrics without labels, of an unknown output, or of one of several outputs that
-            is not named.
+            is not named; a metric that cannot be copied.
     """
     by_output = {info.prediction: (label, info) for label, info in labels.items()}
     chosen = {output: listed for output, listed in metrics.items() if listed}
@@ -85,8 +96,19 @@ def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
         if output is not None and output not in by_output:
             raise unknown("output in metrics", output, _named(by_output))
         label, info = next(iter(by_output.values())) if output is None else by_output[output]
-        result.append(Judge(listed, label, info, "" if output is None else f"{output}_"))
+        prefix = "" if output is None else f"{output}_"
+        result.append(Judge([_copied(metric) for metric in listed], label, info, prefix))
     return result
+
+
+def _copied(metric: Metric) -> Metric:
+    try:
+        return copy.deepcopy(metric)
+    except Exception as e:
+        raise ValueError(
+            f"the metric {metric.name!r} cannot be copied, and each evaluation has its own: give "
+            f"{type(metric).__name__} a method __deepcopy__ ({first_line(e)})"
+        ) from e
 
 
 def _named(names: Iterable[str | None]) -> list[str]:
@@ -102,4 +124,5 @@ def prediction_info(info: LossInfo, prediction: np.ndarray) -> PredictionInfo:
         threshold=info.threshold,
         from_logits=bool(info.from_logits),
         ignore_index=info.ignore_index,
+        ignore_nan=bool(info.ignore_nan),
     )

@@ -135,6 +135,8 @@ class Loop:
         with self._whole():
             self._call("on_epoch_begin")
             self._obey()
+        if self.control.stop:
+            return
         restore = None
         if state.pending:
             restore = self._end_step()
@@ -148,7 +150,7 @@ class Loop:
                 if self.log_steps:
                     logger.debug("step %d loss %g", state.step, self._totals.mean)
                 restore = self._end_step()
-                if self.control.stop and restore is None:
+                if self.control.stop and restore is None and self._goes_on(slices):
                     return
         with self._whole(restore):
             self._finish()
@@ -159,10 +161,15 @@ class Loop:
         with self._whole(restore):
             self.state.pending = False
             self._call("on_step_end")
-            if self._totals.rows == self.source.rows:
+            if self.source.rows == self._totals.rows or self.source.batches == self.state.position:
                 return restore  # requests are obeyed at the end, in one entry of the history
             self._obey()
         return None
+
+    def _goes_on(self, slices: Iterator[Slice]) -> bool:
+        """Return whether an epoch that `_end_step` has not ended has further batches."""
+        known = self.source.rows is not None or self.source.batches is not None
+        return known or next(slices, None) is not None
 
     def _slices(self) -> Generator[Slice, None, None]:
         """Yield the slices of the epoch, and measure the time until each is there."""
@@ -209,8 +216,8 @@ class Loop:
         self.runner.collect()
         self._record()
         entry = self.state.history[-1]
-        due = self._number % self.evaluate_every == 0 and not self.control.stop
-        if self.evaluate is not None and (due or self.control.evaluate):
+        due = self._number % self.evaluate_every == 0 or self.control.evaluate
+        if self.evaluate is not None and due:
             self._evaluate(entry)
         self.rates.observe(entry)
         self._call("on_epoch_end")

@@ -22,7 +22,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import checked_slots
-from onnxgrad.training.data import Dataset
+from onnxgrad.training.data import as_dataset
 from onnxgrad.training.fitted import Fitted
 from onnxgrad.training.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.graphs import Graphs, training_graphs
@@ -53,7 +53,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
         training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
             optimizer of `onnxgrad` such as `adam(b1=0.8)`.
-        batch_size: rows of a batch.
+        batch_size: rows of a batch; fewer rows of data are one batch.
         learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` has its own
             momentum, and requires "SGDOptimizer".
         device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".
@@ -187,7 +187,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
 
         Arguments and errors are those of `fit`. Penalties are not included.
         """
-        data = Dataset(X, y, sample_weight)
+        data = as_dataset(X, y, sample_weight)
         weighted = data.weighted
         compute = self._built(
             f"losses {weighted}", lambda: self._row_losses(weighted), self._fitted().values

@@ -111,6 +111,20 @@ class RowAxes:
             axes |= {n: 0 for n in self.features if lengths.get(n) and n not in self.batch_axes}
         return {name: axes[name] for name in lengths}
 
+    def check_whole(self, lengths: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
+        """Raise if rows are cut, and may be on an axis of an array that has none by `axes`."""
+        rows = self._rows(lengths, axes)
+        known = {d for name, axis in axes.items() if axis is not None for d in self._of(name)}
+        for name in (n for n, axis in axes.items() if axis is None and n not in self.batch_axes):
+            declared = self.shapes[name] or (None,) * len(lengths[name])
+            for axis, (d, length) in enumerate(zip(declared, lengths[name], strict=False)):
+                if length == rows and (d is None or (isinstance(d, str) and d not in known)):
+                    raise ValueError(
+                        f"axis {axis} of {name!r} {_shown(lengths[name])} is as long as there are "
+                        f"rows: say with batch_axes={{{name!r}: {axis}}} that it is theirs, or "
+                        "with None that every batch gets all of it"
+                    )
+
     def _rows(self, lengths: Mapping[str, tuple[int, ...]], axes: Axes) -> int:
         """Return the number of rows by the declared axes, or else by the label or first feature."""
         for name, axis in axes.items():
@@ -160,7 +174,7 @@ class RowAxes:
         return any(isinstance(name, str) and "batch" in name.lower() for name in names)
 
 
-def _shown(shape: Dims) -> str:
+def _shown(shape: Sequence[Any]) -> str:
     return f"({', '.join('?' if d is None else printable(d) for d in shape)})"
 
 

@@ -146,8 +146,9 @@ class Runner:
         arrays, parts = piece.arrays, self.step.accumulate
         if parts > 1:
             assert self.fields is not None
-            axes = self.fields.axes({name: array[0] for name, array in arrays.items()})
             count = micro_batches(piece.own, parts)
+            one = {name: array[0] for name, array in arrays.items()}
+            axes = self.fields.axes(one, cut=count > 1)
             arrays = {n: split_batches(array, count, axes[n]) for n, array in arrays.items()}
         return [*arrays.values(), *self._scalars(piece, rates, position)]
 

@@ -28,7 +28,7 @@ from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.called import Called
 from onnxgrad.training.causes import cause_in_estimator
-from onnxgrad.training.data import Dataset
+from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.in_place import new_runner
@@ -131,9 +131,9 @@ class SeedTrainer(BaseEstimator):
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if X_val is None and y_val is not None:
             raise ValueError("y_val is given without X_val")
-        validation = None if X_val is None else Dataset(X_val, y_val)
+        validation = None if X_val is None else as_dataset(X_val, y_val)
         with garbage_kept():
-            loop = self._prepare(Dataset(X, y, sample_weight), validation, callbacks)
+            loop = self._prepare(as_dataset(X, y, sample_weight), validation, callbacks)
         self._run(loop, before)
         return self
 
@@ -164,7 +164,8 @@ class SeedTrainer(BaseEstimator):
         state = self._first_state(proto, names, step, optimizer, before)
         source = self._source(state, fields, data)
         validation = self._evaluation(proto, step, fields, weighted, held_out)
-        target = Target.of(self.device, work := step.work * self.batch_size, self.batch_size)
+        rows = source.batch_size
+        target = Target.of(self.device, work := step.work * rows, rows)
         runner = new_runner(step, "mean" if fields.mean else "sum", target, work)
         loop = self._loop(state, runner, rate, source, validation, callbacks)
         build = partial(self._build_step, proto, names, optimizer, weighted, before)
@@ -394,7 +395,5 @@ class SeedTrainer(BaseEstimator):
         return self.__dict__.setdefault("_cache", BuildCache()).get(name, key, build)
 
     def __getstate__(self) -> dict[str, Any]:
-        attributes = {name: value for name, value in vars(self).items() if name != "_cache"}
-        if "_state" in attributes:
-            attributes["_state"] = self._state.copy()
-        return attributes
+        own = {"_state": self._state.copy()} if "_state" in vars(self) else {}
+        return vars(self) | own | {"_cache": BuildCache()}

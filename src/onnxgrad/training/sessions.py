@@ -25,7 +25,8 @@ class Sessions:
 
     Batches of the lengths that `expect` announces get a session of their own, in which shapes are
     constants: it has fewer nodes, and on a CPU these run in an order that saves memory. Others,
-    such as a shorter last batch, share one. Each is created when it is first used.
+    such as a shorter last batch, share one. Each is created when it is first used. Lengths that do
+    not fit a branch of an If get none: onnxruntime refuses the branch, which may never run.
     """
 
     def __init__(
@@ -61,17 +62,21 @@ class Sessions:
     def of(self, arrays: Mapping[str, np.ndarray]) -> ort.InferenceSession:
         """Return the session for these stacked batches."""
         lengths = self.expected
-        if not lengths or self._lengths({n: a.shape[1:] for n, a in arrays.items()}) != lengths:
-            if self._any is None:
-                recomputes = self.step.recomputes
-                self._any = session(
-                    self.model, self.device, self.work, recomputes, single=self.single
-                )
-            return self._any
-        if self._own is None or self._own[0] != lengths:
+        if lengths and self._lengths({n: a.shape[1:] for n, a in arrays.items()}) == lengths:
+            if self._own is not None and self._own[0] == lengths:
+                return self._own[1]
             self._own = None  # before there are two of them
-            self._own = lengths, self._created(lengths)
-        return self._own[1]
+            try:
+                self._own = lengths, self._created(lengths)
+                return self._own[1]
+            except Exception:  # what else is wrong, raises below
+                logger.debug("no session for %s", lengths, exc_info=True)
+                self._small = False
+                self.expected = {}
+        if self._any is None:
+            recomputes = self.step.recomputes
+            self._any = session(self.model, self.device, self.work, recomputes, single=self.single)
+        return self._any
 
     @garbage_kept()
     def _created(self, lengths: dict[str, int]) -> ort.InferenceSession:

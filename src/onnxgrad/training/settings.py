@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.judges import ByOutput
 from onnxgrad.training.state import TrainState
+from onnxgrad.training.update import evaluated
 
 _EPOCHS = 10  # of the history that a notebook shows
 
@@ -57,11 +58,23 @@ class Settings:
     state: TrainState = field(default_factory=TrainState)
     built: BuildCache = field(default_factory=BuildCache)
     sharing: Any = None  # how processes share the call that runs; None: this one trains alone
+    setup: Any = None  # of the last call that trained
+    constants: Set[str] = frozenset()  # of the model
     digest: str | None = None  # of the whole model, if `proto` lacks large weights
 
     def evaluated(self) -> dict[str, np.ndarray]:
-        """Return the weights and statistics that are evaluated."""
-        return {}
+        """Return the weights and statistics that are evaluated and exported, by name.
+
+        They are those of the last step, unless the optimizer averages weights.
+        """
+        values = self.state.values
+        weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
+        return weights | {n: a for n, a in values.buffers.items() if n in self.constants}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have: no data and sessions of a call, and a state of their own."""
+        own = {"state": self.state.copy(), "built": BuildCache()}
+        return vars(self) | own | {"setup": None, "sharing": None}
 
     def _repr_html_(self) -> str:
         last = self.state.history[-_EPOCHS:]

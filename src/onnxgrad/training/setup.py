@@ -31,7 +31,7 @@ from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
-from onnxgrad.training.identity import Identity, require_equal
+from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
 from onnxgrad.training.modes import inference_form
@@ -57,6 +57,7 @@ class Setup:
         default_size: see `batch_size`.
         shown: the title of a progress bar of evaluations and predictions; None for none.
         sharing: the group of processes that train together; None: this process alone.
+        fits: whether a training begins, whose labels say which weights of classes are balanced.
     """
 
     evaluates: Callable[..., Evaluator] = Evaluator
@@ -70,6 +71,7 @@ class Setup:
         default_size: int = 32,
         shown: str | None = None,
         sharing: Sharing | None = None,
+        fits: bool = False,
     ) -> None:
         self.trainer, self.data, self.held_out, self.sharing = trainer, data, held_out, sharing
         self.batch_size, self.default_size, self.shown = batch_size, default_size, shown
@@ -77,9 +79,14 @@ class Setup:
         self.compiled: Compiled | None = None  # of the loop
         self.current_loop: Loop | None = None
         self.validated: BatchSource | None = None  # validation data of the loop
-        self.weighted = data.weighted or (isinstance(held_out, Dataset) and held_out.weighted)
-        loss = self._loss()
+        self.buffers: Arrays = {}  # initial ones of the loop
+        self.fits = fits
+        both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         moved = {name for name, axis in trainer.batch_axes.items() if axis != 0}
+        axes = max(d.weight_axes for d in both)
+        self.weight_axes = 2 if axes and moved else axes  # of sample weights; 0 for none
+        self.weighted = self.weight_axes > 0
+        loss = self._loss()
         self.plan = Plan(
             loss,
             "" if loss is not None else loss_output(trainer.proto),
@@ -110,14 +117,23 @@ class Setup:
             loss_weights=trainer.loss_weights,
             class_weight=self._class_weight(),
             label_shapes=label_shapes(self.data.y),
+            weight_shape=(0,) * self.weight_axes or None,
         )
+
+    @cached_property
+    def balanced(self) -> dict[int, float] | None:
+        """The weights that balance the classes of `fit`, if they are asked for and known."""
+        trainer = self.trainer
+        if not isinstance(trainer.class_weight, str):
+            return None
+        check_choice("class_weight", trainer.class_weight, ["balanced"])
+        if not self.fits:
+            return trainer.state.balanced
+        return balanced(self.data.y, (trainer.loss_options or {}).get("ignore_index"))
 
     def _class_weight(self) -> Any:
         weight = self.trainer.class_weight
-        if isinstance(weight, str):
-            check_choice("class_weight", weight, ["balanced"])
-            return balanced(self.data.y)
-        return weight
+        return self.balanced if isinstance(weight, str) else weight
 
     # -- training -----------------------------------------------------------------------------
 
@@ -191,23 +207,23 @@ class Setup:
             shared.check_call(self, epochs, shuffle, resume is not None, further)
         compiled = self.compiled = self._compiled()
         objective = compiled.objective
+        buffers = [(str(b.name), b.const_value) for b in objective.buffers]
+        self.buffers = {name: np.array(v.numpy()) for name, v in buffers if v is not None}
         fields = Fields(objective, trainer.batch_axes)
         self._check_weighted(objective, fields)
         source, held_out = self._sources(fields, shuffle)
-        buffers = [(str(b.name), b.const_value) for b in objective.buffers]
-        initial = {name: np.array(v.numpy()) for name, v in buffers if v is not None}
         if further:
-            state = trainer.state.begin_epoch(initial)
+            state = trainer.state.begin_epoch(self.buffers)
         else:
-            identity = self._identity(source, shuffle)
+            identity = identity_of(trainer, source, shuffle)
 
             def begun() -> TrainState:
-                return self._state(initial, identity, resume)
+                return self._state(identity, resume)
 
             state = begun() if shared is None or resume is None else shared.from_first(begun)
         first, callbacks = state.epoch if further else 0, trainer.callbacks
         if shared is not None:
-            shared.check(trainer, state, self._identity(source, shuffle), source, held_out)
+            shared.check(trainer, state, identity_of(trainer, source, shuffle), source, held_out)
             source = shared.source(source, fields.axes)
             callbacks = shared.callbacks(callbacks)
             if held_out is not None:
@@ -223,7 +239,7 @@ class Setup:
             )
         if step.rounding:
             warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
-        state.begin(runner)
+        state.begin(runner, further)
         self.current_loop = Loop(
             trainer,
             state,
@@ -257,21 +273,31 @@ class Setup:
         return held_out_share(source, self.held_out, trainer.seed)
 
     def _check_weighted(self, objective: Minimized, fields: Fields) -> None:
-        """Raise `ValueError` for sample weights of a prediction whose rows are not first."""
+        """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
+        if isinstance(self.trainer.class_weight, str) and self.balanced is None:
+            raise ValueError(
+                "class_weight='balanced' is computed from the labels of fit: call it first, or "
+                "pass the weights of the classes"
+            )
         symbol = fields.row_axes.symbol
         for name, prediction in objective.predictions.items():
             shape = dims(prediction) or ()
-            if self.data.sample_weight is not None and symbol in shape[1:] and shape[0] != symbol:
+            if (
+                self.data.sample_weight is not None
+                and self.weight_axes == 1
+                and symbol in shape[1:]
+                and shape[0] != symbol
+            ):
                 raise ValueError(
                     f"sample_weight: the rows of the output {name!r}, {shape}, are not on its "
-                    "first axis: weigh the terms in a loss of your own"
+                    "first axis: pass a weight for each label, in its shape, or batch_axes"
                 )
 
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
         fields.names = self.names
         size = self.batch_size or fields.fixed_rows or self.default_size
-        return data.source(fields, size, shrink=not fields.fixed_rows)
+        return data.source(fields, size)
 
     def _validate(self, held_out: BatchSource) -> dict[str, Any]:
         """Return the entries of the history for validation data."""
@@ -294,9 +320,7 @@ class Setup:
         rate.rate(0, state.schedule)  # raises if it needs the number of steps
         return ByStep(rate, state)
 
-    def _state(
-        self, buffers: Arrays, identity: Identity, resume: str | os.PathLike | None
-    ) -> TrainState:
+    def _state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
         """Return a new state with the current weights, or that of a checkpoint.
 
         Raises:
@@ -315,36 +339,17 @@ class Setup:
                     "dataset, or shuffle=False",
                     stacklevel=4,
                 )
-            state.stop_reason = None
+            state.stop_reason, state.balanced = None, self.balanced
             return state
         if resume is not None and not self.trainer.callbacks.writes_to(resume):
             raise FileNotFoundError(
                 f"resume={os.fspath(resume)!r} holds no checkpoint: leave it out to begin anew, or "
                 "pass Checkpoint of that folder among the callbacks"
             )
-        state = TrainState(seed=self.trainer.seed, identity=identity)
-        now = {name: old.buffers.get(name, array) for name, array in buffers.items()}
+        state = TrainState(seed=self.trainer.seed, identity=identity, balanced=self.balanced)
+        now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
         state.values = Values(old.weights, buffers=now)
         return state
-
-    def _identity(self, source: BatchSource, shuffle: bool) -> Identity:
-        """Return what two trainings must have in common for one to go on with the other."""
-        trainer = self.trainer
-        arguments = (
-            "optimizer learning_rate clip_norm accumulate batch_norm dropout carry recompute seed"
-        )
-        return Identity(
-            trainer.digest or trainer.proto,
-            {
-                "trained": trainer.trained,
-                "loss": [trainer.loss, trainer.loss_options, trainer.loss_weights],
-                "class_weight": trainer.class_weight,
-                "batch_size": source.batch_size,
-                "shuffle": shuffle,
-                "data": source.description,
-                **{name: getattr(trainer, name) for name in arguments.split()},
-            },
-        )
 
     # -- evaluation ---------------------------------------------------------------------------
 
@@ -353,7 +358,9 @@ class Setup:
         """Evaluates the model in its inference form."""
         trainer = self.trainer
         proto = inference_form(trainer.proto)
-        names = {ref.name for ref in constants.constant_refs(proto)} & set(trainer.evaluated())
+        # statistics that train for the first time are not in the state yet
+        changing = {*trainer.evaluated(), *self.buffers}
+        names = {ref.name for ref in constants.constant_refs(proto)} & changing
         return self.evaluates(
             proto,
             sorted(names),

@@ -70,7 +70,10 @@ class TrainState:
             `learning_rate`, and with validation data `validation_loss` and metrics.
         learning_rate: the rate of the last step.
         stop_reason: why the last `fit` ended; None while it runs.
+        further: whether `partial_fit` is running, which goes on where another call had ended.
         seed: of the order of rows and of dropout.
+        balanced: the weights of the classes that `class_weight="balanced"` means, of the labels of
+            the last `fit`; None without.
         schedule: what a learning-rate schedule keeps between evaluations.
         callbacks: what callbacks keep, by the callback's key: numbers and text.
         kept: arrays that callbacks keep, by the callback's key.
@@ -93,7 +96,9 @@ class TrainState:
     history: list[dict[str, Any]] = field(default_factory=list)
     learning_rate: float | None = None
     stop_reason: str | None = None
+    further: bool = False
     seed: int = 0
+    balanced: dict[int, float] | None = None
     schedule: dict[str, Any] = field(default_factory=dict)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     kept: dict[str, Arrays] = field(default_factory=dict)
@@ -218,9 +223,10 @@ class TrainState:
         self.values = replace(values, buffers=buffers | values.buffers)
         return self
 
-    def begin(self, runner: OnDevice) -> None:
+    def begin(self, runner: OnDevice, further: bool = False) -> None:
         """Copy the values to the device of `runner`, where training changes them until `end`."""
         self._load(runner, self._values)
+        self.further = further
 
     def end(self) -> None:
         """Copy the values back from the device; if that fails, keep those that were read last."""
@@ -238,7 +244,7 @@ class TrainState:
                 self._values = self._read[1]
             raise
         finally:
-            self._runner = self._read = None
+            self._runner, self._read, self.further = None, None, False
 
     def memento(self) -> Callable[[], None]:
         """Return a function that sets the state back to what it is now.
@@ -272,11 +278,11 @@ class TrainState:
             setattr(new, name, copy.deepcopy(getattr(self, name)))
         new.kept = {key: dict(arrays) for key, arrays in self.kept.items()}
         new.names = self.names.copy()
-        new._values, new._runner, new._read = self.values, None, None
         return new
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_values": self.values, "_runner": None, "_read": None}
+        ended = {"_runner": None, "_read": None, "further": False}
+        return vars(self) | {"_values": self.values, **ended}
 
     # -- files --------------------------------------------------------------------------------
 
@@ -323,6 +329,8 @@ class TrainState:
         if missing := [f"{n}.safetensors" for n in _ARRAYS if n not in arrays]:
             raise ValueError(f"the state in {os.fspath(folder)} is incomplete: {missing} missing")
         state = cls(**{name: numbers[name] for name in _NUMBERS if name in numbers})
+        if state.balanced is not None:  # the keys of an object of JSON are text
+            state.balanced = {int(c): weight for c, weight in state.balanced.items()}
         for path, array in arrays["kept"].items():
             key, _, name = path.partition("/")
             state.kept.setdefault(key, {})[name] = array
@@ -334,7 +342,7 @@ class TrainState:
 _ARRAYS = ("weights", "slots", "buffers", "kept")
 _NUMBERS = (  # of `state.json`
     *("epoch", "position", "pending", "running", "history", "learning_rate", "stop_reason"),
-    *("seed", "schedule", "callbacks", "identity"),
+    *("seed", "balanced", "schedule", "callbacks", "identity"),
 )
 
 

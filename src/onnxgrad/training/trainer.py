@@ -38,7 +38,6 @@ from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
 from onnxgrad.training.sharing import in_group
 from onnxgrad.training.state import TrainState, Values
-from onnxgrad.training.update import evaluated
 
 
 class Trainer(Settings):
@@ -71,8 +70,9 @@ class Trainer(Settings):
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
             output matches, in training only.
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
-            inversely proportional to their frequencies in the labels of `fit`.
-        loss_options: options of a loss that is given by name, such as `{"ignore_index": 0}`.
+            inversely proportional to their frequencies in the labels of the last `fit`, also in
+            `evaluate` and `partial_fit`, which need one before.
+        loss_options: of a loss given by name: `{"ignore_index": 0}`, `{"ignore_nan": True}`.
         loss_weights: `{output: factor}` for a loss of several outputs.
         metrics: names, objects of `onnxgrad.metrics`, functions `(prediction, label)`, or metrics
             of torchmetrics; `{output: list}` for a loss of several outputs.
@@ -168,12 +168,11 @@ class Trainer(Settings):
         self.straight_through = train is not None or bool(tuned)
         self.state = TrainState(seed=seed)
         refs = {ref.name: ref for ref in constants.constant_refs(self.proto)}
-        self._constants = set(refs)
+        self.constants = set(refs)
         self.proto, self.digest = without_weights(self.proto, self.trained)
         self.state.values = Values({name: refs[name].array() for name in self.trained})
-        self.setup: Setup | None = None  # of the last `fit`
+        self.setup: Setup | None = None  # of the last call that trained
         self.built = BuildCache()
-        self._fitted: Loop | None = None
 
     # -- training -----------------------------------------------------------------------------
 
@@ -198,7 +197,7 @@ class Trainer(Settings):
             X: array (rows, ...), a table, a dict of these by input; a path of Parquet files, a
                 dataset; or an iterable of batches, `(X, y)`, `(X, y, sample_weight)` or dicts.
             y: labels in the shape of the label input; for several a dict, by output.
-            sample_weight: (rows,).
+            sample_weight: (rows,); or one for each term of the loss, in the shape of the labels.
             validation: `(X, y)` or `(X, y, sample_weight)`, or an iterable of batches; or a share
                 of the rows, above 0 and below 1, that is held out.
             epochs: number of passes over the data, of the whole training if it is resumed.
@@ -227,7 +226,7 @@ class Trainer(Settings):
             data = as_dataset(X, y, sample_weight)
             if batch_size is not None:
                 check_count("batch_size", batch_size)
-            setup = Setup(self, data, batch_size, validation, sharing=self.sharing)
+            setup = Setup(self, data, batch_size, validation, sharing=self.sharing, fits=True)
             with garbage_kept():
                 loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
             return self._run(setup, loop)
@@ -271,7 +270,7 @@ class Trainer(Settings):
 
     def _run(self, setup: Setup, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
-        before, self.state, self.setup, self._fitted = self.state, loop.state, setup, loop
+        before, self.state, self.setup = self.state, loop.state, setup
         if loop.runner.in_place and before is not loop.state:  # in memory once: those are equal
             before.values = replace(before.values, weights={})
         try:
@@ -286,9 +285,9 @@ class Trainer(Settings):
 
     @property
     def _loop(self) -> Loop:
-        if self._fitted is None:
-            raise NotFittedError("nothing was trained yet: call fit first")
-        return self._fitted
+        if self.setup is None or self.setup.current_loop is None:
+            raise NotFittedError("nothing was trained yet by this object: call fit first")
+        return self.setup.current_loop
 
     @property
     def progress(self) -> FitProgress:
@@ -329,7 +328,7 @@ class Trainer(Settings):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        return Setup(self, as_dataset(X, y), None).step_models()
+        return Setup(self, as_dataset(X, y), None, fits=True).step_models()
 
     # -- results ------------------------------------------------------------------------------
 
@@ -363,23 +362,13 @@ class Trainer(Settings):
         Raises:
             ValueError: data that the inputs do not accept.
         """
-        predictions = self._once(Dataset(X), batch_size, "predicting").predict()
+        predictions = self._once(Dataset(as_dataset(X).X), batch_size, "predicting").predict()
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
     def _once(self, data: Dataset, batch_size: int | None, title: str) -> Setup:
         """Return what is set up to go through data once; a `Progress` callback shows how far."""
         watched = any(isinstance(c, Progress) for c in self.callbacks.callbacks)
         return Setup(self, data, batch_size, default_size=256, shown=title if watched else None)
-
-    def evaluated(self) -> dict[str, np.ndarray]:
-        """Return the weights and statistics that are evaluated and exported, by name.
-
-        They are those of the last step, unless the optimizer averages weights.
-        """
-        values = self.state.values
-        weights = evaluated(self.optimizer, values.weights, values.slots, values.steps)
-        statistics = {n: a for n, a in values.buffers.items() if n in self._constants}
-        return weights | statistics
 
     @property
     def model(self) -> ModelProto:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import attributes_of, output, positions_of, wide
+from onnxgrad.autodiff.rules.last_write import last_of_elements, last_of_rows
 from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.autodiff.rules.shape import moved, scatter_flat
 
@@ -33,22 +34,26 @@ def gather_nd(op, node, g):
 def scatter_elements(op, node, g):
     """y = x with u at i:  dx = g, 0 at i,  du = g[i];  with u added at i:  dx = g,  du = g[i].
 
-    Without a reduction the specification does not allow an index twice; each such u would get g.
+    Where an index occurs twice, the last u is written over the others: du = 0 for those.
     """
     x, i, u = node.inputs
     reduction, axis = node.attributes.get_string("reduction", "none"), _axis(node)
     if reduction not in ("none", "add"):
         dx, du = _reduced(op, reduction, x, i, u, g, axis)
         return dx, None, du
-    dx = g if reduction == "add" else op.ScatterElements(g, i, op.zeros_like(u), axis=axis)
-    return dx, None, op.GatherElements(g, i, axis=axis)
+    du = op.GatherElements(g, i, axis=axis)
+    if reduction == "add":
+        return g, None, du
+    dx = op.ScatterElements(g, i, op.zeros_like(u), axis=axis)
+    return dx, None, last_of_elements(op, du, x, i, axis)
 
 
 @rule("ScatterND")
 def scatter_nd(op, node, g):
     """y = x with u at i:  dx = g, 0 at i,  du = g[i];  with u added at i:  dx = g,  du = g[i].
 
-    The other reductions are computed as those of ScatterElements on flat tensors.
+    Where an index occurs twice, the last u is written over the others: du = 0 for those. The other
+    reductions are computed as those of ScatterElements on flat tensors.
     """
     x, i, u = node.inputs
     reduction = node.attributes.get_string("reduction", "none")
@@ -57,8 +62,10 @@ def scatter_nd(op, node, g):
         flat = [op.Reshape(v, [-1]) for v in (x, positions, u, g)]
         dx, du = _reduced(op, reduction, *flat, axis=0)
         return op.reshape_like(dx, x), None, op.reshape_like(du, u)
-    dx = g if reduction == "add" else op.ScatterND(g, i, op.zeros_like(u))
-    return dx, None, op.GatherND(g, i)
+    du = op.GatherND(g, i)
+    if reduction == "add":
+        return g, None, du
+    return op.ScatterND(g, i, op.zeros_like(u)), None, last_of_rows(op, du, x, i)
 
 
 def _axis(node):

@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import attributes_of, output
+from onnxgrad.autodiff.rules.last_write import last_writes
 from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.autodiff.rules.resize import LARGEST_BLOCK
 from onnxgrad.autodiff.rules.shape import scatter_flat
@@ -99,11 +100,8 @@ def max_unpool(op, node, g):
     x, indices = node.inputs[:2]
     dx = op.Gather(op.Reshape(g, [-1]), indices, axis=0)
     if not _distinct(indices):
-        flat = op.Reshape(indices, [-1])
-        order = op.Range(np.int64(0), op.Size(indices), np.int64(1))
-        unset = op.Expand(np.int64(-1), op.Shape(op.Reshape(g, [-1])))
-        last = op.ScatterElements(unset, flat, order, axis=0, reduction="max")
-        wins = op.Equal(op.Gather(last, flat, axis=0), order)
+        size = op.Reshape(op.Size(g), [1])
+        wins = last_writes(op, op.Reshape(indices, [-1]), size)
         dx = op.Where(op.Reshape(wins, op.Shape(indices), allowzero=1), dx, 0.0)
     return op.set_type_like(dx, x), None, None
 

@@ -57,7 +57,7 @@ def _fold(op: Emit, elements: dict[ir.Value, Elements], conditional: Container[i
         if result is not None:
             elements[node.outputs[0]] = result
             _replace(op, node.outputs[0], result, conditional)
-        elif op.outer is None and node.op_type in ("Expand", "Reshape"):
+        elif op.outer is None and node.op_type in ("Expand", "Reshape", "Range"):
             _shaped(node, elements)
             if node.op_type == "Reshape":
                 _fold_target(op, node, elements)
@@ -103,12 +103,16 @@ def _replace(op: Emit, y: ir.Value, elements: Elements, conditional: Container[i
 
 
 def _shaped(node: ir.Node, elements: Mapping[ir.Value, Elements]) -> None:
-    """Complete the shape of what an Expand or Reshape returns, by the elements that ask for it."""
+    """Complete the shape of an Expand, Reshape or Range from 0, by the elements of its operand."""
     x, target = node.inputs[:2]
     wanted = None if target is None else elements.get(target)
+    if node.op_type == "Range":
+        known = [constant(v) for v in (x, node.inputs[2])]
+        counts = [None if v is None else v.tolist() for v in known] == [0, 1]
+        wanted = wanted.reshape(1) if counts and wanted is not None else None
     if wanted is None or any(d is None or (isinstance(d, int) and d < 1) for d in wanted):
         return
-    shape = tuple(wanted) if node.op_type == "Reshape" else broadcast(dims(x), tuple(wanted))
+    shape = broadcast(dims(x), tuple(wanted)) if node.op_type == "Expand" else tuple(wanted)
     node.outputs[0].shape = _merged(dims(node.outputs[0]), shape)
 
 

@@ -77,6 +77,10 @@ class Callback:
     gradient_norms: bool = False
     writes: bool = False
     _key: str | None = None
+    _open: tuple[str, ...] = ()  # attributes that no copy has: open files, consoles
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._open}
 
     @property
     def key(self) -> str:

@@ -38,6 +38,8 @@ class EarlyStopping(Callback):
     step, except where it averages weights, as `ema`: then slots and `state.step` are restored too,
     as the averages are computed from them.
     A training that had stopped and is resumed stops again, unless `patience` is larger now.
+    `partial_fit` forgets what the calls before it have counted and kept: it always trains, and its
+    weights stay.
 
     The entry in `state.callbacks` has `best` and its `step` and `epoch`, the number `waiting` of
     evaluations without improvement since then, `stopped`, whether this callback ended training,
@@ -83,6 +85,9 @@ class EarlyStopping(Callback):
         """Go on counting where training resumes, and stop again where it had stopped."""
         metrics = getattr(trainer, "metrics", ())
         self._better = better_if(self.monitor, metrics) if self.mode == "auto" else self.mode
+        if state.further:  # with data that may be others, so that values do not compare
+            state.callbacks.pop(self.key, None)
+            state.kept.pop(self.key, None)
         entry = self.entry(state)
         for name, start in (("best", None), ("step", None), ("epoch", None), ("waiting", 0)):
             entry.setdefault(name, start)

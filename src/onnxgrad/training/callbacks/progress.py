@@ -43,6 +43,7 @@ class Progress(Callback):
     """
 
     writes = True
+    _open = ("_console", "_bar", "_view")
 
     def __init__(self, seconds: float = 10.0, console: Console | None = None) -> None:
         self.seconds, self.console = seconds, console

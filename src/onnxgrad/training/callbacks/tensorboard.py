@@ -33,6 +33,8 @@ class TensorBoard(Tracker):
         ...     callbacks = []
     """
 
+    _open = ("_writer",)
+
     def __init__(self, folder: str | os.PathLike, every_steps: int | None = None) -> None:
         super().__init__(every_steps)
         self.folder = Path(folder)

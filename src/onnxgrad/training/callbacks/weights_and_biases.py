@@ -35,6 +35,8 @@ class WeightsAndBiases(Tracker):
         ...     callbacks = []
     """
 
+    _open = ("_run",)
+
     def __init__(
         self,
         project: str | None = None,

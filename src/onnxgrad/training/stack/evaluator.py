@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cached_property
 from typing import Any
 
@@ -45,7 +44,7 @@ class StackedEvaluator(Evaluator):
         """Return `loss`, and the metrics by name, each as an array of (members, ...)."""
         one = self.described
         parts = len(one.written.sums)
-        judging = [judges(one.labels, copy.deepcopy(metrics)) for _ in range(self.members)]
+        judging = [judges(one.labels, metrics) for _ in range(self.members)]
         sums, counts = np.zeros((parts, self.members)), np.zeros(parts)
         for arrays, results in self._results(self._losses, values, source, parts):
             sums += np.stack([np.asarray(y, np.float64) for y in results[:parts]])

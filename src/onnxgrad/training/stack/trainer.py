@@ -162,6 +162,11 @@ class TrainerStack:
                 "with different weights, or a list as learning_rate or optimizer"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies have: a state of their own."""
+        own = {"state": copy.copy(self.state), "_shared": copy.copy(self._shared)}
+        return vars(self) | own
+
     # -- training -----------------------------------------------------------------------------
 
     def fit(
@@ -201,14 +206,14 @@ class TrainerStack:
             validation = as_dataset(validation)
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        setup = self._setup(as_dataset(X, y, sample_weight), batch_size, validation)
+        setup = self._setup(as_dataset(X, y, sample_weight), batch_size, validation, fits=True)
         count = check_count("epochs", epochs)
         with garbage_kept():
             loop = setup.stack_loop(
                 self.state, self.optimizers, self.learning_rates, count, shuffle
             )
         loop.run()
-        self._shared.names = setup.names
+        self._shared.names, self._shared.state.balanced = setup.names, setup.balanced
         if self.state.frozen:
             frozen = sorted(self.state.frozen.items())
             named = ", ".join(f"member {k} after step {step}" for k, step in frozen)
@@ -261,7 +266,7 @@ class TrainerStack:
         Raises:
             ValueError: data that the inputs do not accept.
         """
-        setup = self._setup(Dataset(X), batch_size, default_size=256)
+        setup = self._setup(Dataset(as_dataset(X).X), batch_size, default_size=256)
         predictions = setup.predict_members(self._evaluated())
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 

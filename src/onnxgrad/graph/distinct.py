@@ -1,0 +1,102 @@
+"""Indices that are proven distinct: those that exporters write for slices, masks and ranges."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.graph.shapes import constant, dims
+
+
+def distinct_along(i: ir.Value, axis: int) -> bool:
+    """Return whether `i` is proven to hold no index twice along `axis`, counted from the end."""
+    shape = dims(i)
+    if shape is None:
+        return False
+    if shape[axis] == 1 or _axis_of(i) == axis:
+        return True
+    node = _producer(i)
+    if node is not None and node.op_type == "TopK":
+        return node.attributes.get_int("axis", -1) in (axis, axis + len(shape))
+    return node is not None and node.op_type == "Cast" and distinct_along(_first(node), axis)
+
+
+def distinct_rows(i: ir.Value) -> bool:
+    """Return whether the vectors along the last axis of `i` are proven to be distinct indices."""
+    shape, node = dims(i), _producer(i)
+    op_type = None if node is None else node.op_type
+    if node is not None and op_type == "Transpose":  # of a NonZero, whose two axes it swaps
+        before = _producer(_first(node))
+        perm = tuple(node.attributes.get_ints("perm", (1, 0)))
+        return before is not None and before.op_type == "NonZero" and perm == (1, 0)
+    if shape is None:
+        return False
+    columns, n = [i], len(shape)
+    if (
+        node is not None
+        and op_type == "Concat"
+        and node.attributes.get_int("axis", 0) in (-1, n - 1)
+    ):
+        columns = [x for x in node.inputs if x is not None]
+    proven = {_axis_of(column) for column in columns}
+    return all(d == 1 or axis - n in proven for axis, d in enumerate(shape[:-1]))
+
+
+def _axis_of(v: ir.Value) -> int | None:
+    """Return the only axis along which `v` varies, if it holds distinct numbers from 0 on there.
+
+    It is counted from the end; None if that is not proven.
+    """
+    shape, known, node = dims(v), constant(v), _producer(v)
+    if shape is None or known is not None:
+        return None if known is None else _axis_of_array(known)
+    if node is None or node.op_type not in (
+        "Range",
+        "Cast",
+        "Slice",
+        "Expand",
+        "Reshape",
+        "Unsqueeze",
+    ):
+        return None
+    x = _first(node)
+    if node.op_type == "Range":
+        start, step = constant(x), constant(node.inputs[2])
+        ascends = start is not None and start >= 0 and step is not None and step > 0
+        return -1 if ascends else None
+    before, axis = dims(x), _axis_of(x)
+    if before is None or axis is None or node.op_type in ("Cast", "Slice"):
+        return axis
+    if node.op_type == "Expand":
+        return axis if before[axis] == shape[axis] is not None else None
+    if node.op_type == "Unsqueeze":
+        axes = constant(node.inputs[1])
+        named = set() if axes is None else {int(a) % len(shape) for a in axes}
+        kept = [i for i in range(len(shape)) if i not in named]
+        return kept[axis] - len(shape) if len(kept) == len(before) else None
+    other = [i - len(shape) for i, d in enumerate(shape) if d != 1]
+    return other[0] if len(before) == len(other) == 1 else None
+
+
+def _axis_of_array(array: np.ndarray) -> int | None:
+    """Return the axis of `_axis_of` for a constant."""
+    for axis in range(-array.ndim, 0):
+        line = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
+        alike = line.size and np.all(line == line[0]) and np.all(line >= 0)
+        if alike and len(np.unique(line[0])) == line.shape[1]:
+            return axis
+    return None
+
+
+def _producer(v: ir.Value) -> ir.Node | None:
+    """Return the standard node that computes `v`, or what `v` is a copy of."""
+    node = v.producer()
+    while node is not None and node.op_type == "Identity" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return None if node is None or node.domain else node
+
+
+def _first(node: ir.Node) -> ir.Value:
+    x = node.inputs[0]
+    assert x is not None
+    return x
