@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import onnxgrad as og
-from onnxgrad import explain
-from small_models import inside, linear
+from onnxgrad import LearningRateSGD, explain
+from small_models import BOTH, inside, linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, SIZE = 11, 4  # the last batch is shorter
@@ -194,6 +194,21 @@ def test_stacks_and_estimators_take_the_same(form, tmp_path):
     if "dict" not in form:
         ours = inside(linear()).fit(data, X_val=data)
         assert np.isfinite(ours.validation_losses_).all()
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["arrays", "list", "memmap", "parquet"])
+def test_a_batch_of_more_rows_than_there_are_has_them_all(trainer, kind, tmp_path):
+    forms = {"arrays": (X, Y), "list": ([(X, Y)],), "memmap": (memmap(tmp_path), Y)}
+    data = forms[kind] if kind in forms else (parquet(tmp_path), "price")
+    options = {"learning_rate": LearningRateSGD(0.05, learning_rate="constant")}
+    made, expected = (
+        trainer(linear(), batch_size=size, **options).fit(*given)
+        for size, given in ((1000, data), (ROWS, (X, Y)))
+    )
+    for name, w in expected.get_state().items():
+        np.testing.assert_allclose(made.get_state()[name], w, rtol=1e-5)
+    assert made.train_losses_ == pytest.approx(expected.train_losses_, rel=1e-5)
 
 
 def test_a_tuple_that_may_be_batches_or_rows_is_refused():

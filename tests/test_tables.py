@@ -97,7 +97,7 @@ def parquet(**columns):
         (csv("a,a\n1,2\n"), "two columns are called 'a'"),
         (("a.parquet", lambda path: path.write_text("PAR1")), "damaged, or no .parquet file"),
         (parquet(a=[[1], [1, 2]]), "lists of column 'a' differ in length"),
-        (parquet(a=[[1], None]), "lists of column 'a' differ in length"),
+        (parquet(a=[[1], None]), "column 'a' has missing lists"),
         (("a.npz", lambda path: path.write_bytes(b"PK\3\4 cut")), "damaged, or no .npz file"),
         (npz(a=np.array([{}])), "damaged.*[Oo]bject arrays"),
         (npz(a=1.0), "'a' is a single number"),

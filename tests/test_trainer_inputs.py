@@ -5,6 +5,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
+from running import in_sweep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
@@ -203,3 +204,160 @@ def test_an_axis_that_may_be_that_of_the_rows_is_asked_for(states):
     known = og.Trainer(detector(), {"y": "bce"}).evaluate(*arrays, batch_size=3)["loss"]
     assert whole == pytest.approx(known, rel=1e-5)  # one batch: nothing is cut
     assert detected(detector(states=states), pairs)[1]["step"] == 3
+
+
+# -- labels that are NaN, and weights of single labels --------------------------------------------
+
+LINEAR = """<ir_version: 9, opset_import: ["": 20]> f (float[%s,2] x) => (float[%s,3] y)
+    <float[2,3] w = {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}> { y = MatMul(x, w) }"""
+LENGTHS = {"N": (40,), "N,T": (40, 5), "T,N": (5, 40)}
+CUTS = (slice(0, 24), slice(24, 40))
+
+
+def rows_of(array, rows, axis):
+    return array[(slice(None),) * axis + (rows,)]
+
+
+def by_torch(x, y, weight, loss, axis):
+    """Return the weights after two epochs of the weighted mean, and the loss of all rows then."""
+    torch = pytest.importorskip("torch")
+    w = torch.tensor(np.arange(1, 7, dtype="f").reshape(2, 3), requires_grad=True)
+    kept = ~np.isnan(y) if y.dtype.kind == "f" else np.ones(y.shape, bool)
+
+    def mean(rows):
+        f, t, k, own = (torch.tensor(rows_of(a, rows, axis)) for a in (x, y, kept, weight))
+        losses = loss(torch, f @ w, torch.where(k, t, 0))
+        own = own.expand(t.shape) * k
+        if losses.shape != t.shape:  # without the label of the first position
+            own = own[:, 1:]
+        return (losses * own).sum() / own.sum()
+
+    for _ in range(2):
+        for rows in CUTS:
+            (g,) = torch.autograd.grad(mean(rows), w)
+            w = (w - 0.1 * g).detach().requires_grad_()
+    return w.detach().numpy(), mean(slice(None)).item()
+
+
+def squares(torch, f, y):
+    return (f - y) ** 2
+
+
+def entropy(torch, f, y):
+    return torch.nn.functional.cross_entropy(f.movedim(-1, 1), y, reduction="none")
+
+
+def shifted_entropy(torch, f, y):
+    return torch.nn.functional.cross_entropy(f[:, :-1].movedim(-1, 1), y[:, 1:], reduction="none")
+
+
+CASES = {  # axes, loss, its witness, options
+    "rows": ("N", "mse", squares, {}),
+    "an object": ("N", og.ElasticLearningLoss(0, 1), squares, {}),
+    "a function": ("N", lambda op, f, y: (f - y) * (f - y), squares, {}),
+    "steps": ("N,T", "mse", squares, {}),
+    "steps first": ("T,N", "mse", squares, {"batch_axes": {"x": 1}}),
+    "missing": ("N", "mse", squares, {"loss_options": {"ignore_nan": True}}),
+    "missing steps": ("N,T", "mse", squares, {"loss_options": {"ignore_nan": True}}),
+    "classes": ("N,T", "ce", entropy, {}),
+    "next classes": ("N,T", "ce", shifted_entropy, {"loss_options": {"shift": True}}),
+}
+
+
+def batches(*arrays, axis=0):
+    return [tuple(rows_of(a, rows, min(axis, a.ndim - 1)) for a in arrays) for rows in CUTS]
+
+
+FORMS = {
+    "arrays": lambda x, y, w, axis: (x, y, w),
+    "a list": lambda x, y, w, axis: (batches(x, y, w, axis=axis),),
+    "a function": lambda x, y, w, axis: (lambda: iter(batches(x, y, w, axis=axis)),),
+    "dicts": lambda x, y, w, axis: (
+        [
+            dict(zip(("x", "label", "weight"), batch, strict=True))
+            for batch in batches(x, y, w, axis=axis)
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("per", "accumulate"), [("row", 1), ("label", 2), in_sweep("row", 2), in_sweep("label", 1)]
+)
+@pytest.mark.parametrize("name", CASES)
+def test_weights_of_labels_in_all_forms_of_data(name, per, accumulate):
+    text, loss, witness, options = CASES[name]
+    rng, shape, axis = np.random.default_rng(0), LENGTHS[text], int(text == "T,N")
+    x = rng.normal(size=(*shape, 2)).astype("f")
+    y = rng.normal(size=(*shape, 3)).astype("f")
+    if loss == "ce":
+        y = rng.integers(0, 3, shape)
+    elif "loss_options" in options:
+        y[rng.random(y.shape) < 0.3] = np.nan
+        y[3] = np.nan
+    own = rng.random(40).astype("f") if per == "row" else rng.random(y.shape).astype("f")
+    own[3] = 0
+    full = own if per == "label" else own.reshape([40 if i == axis else 1 for i in range(y.ndim)])
+    expected, mean = by_torch(x, y, full, witness, axis)
+    compared = 0
+    for form, build in FORMS.items():
+        data = build(x, y, own, axis)
+        fit = dict(zip(("X", "y", "sample_weight"), data, strict=False))
+        trainer = og.Trainer(
+            onnx.parser.parse_model(LINEAR % (text, text)), loss,
+            optimizer="sgd", learning_rate=0.1, accumulate=accumulate, **options,
+        )  # fmt: skip
+        held_out = data if form == "arrays" else data[0]
+        trainer.fit(**fit, epochs=2, batch_size=24, shuffle=False, validation=held_out)
+        np.testing.assert_allclose(trainer.state.weights["w"], expected, rtol=2e-5, err_msg=form)
+        assert trainer.evaluate(**fit)["loss"] == pytest.approx(mean, rel=2e-5), form
+        assert trainer.history[-1]["validation_loss"] == pytest.approx(mean, rel=2e-5), form
+        compared += 1
+    assert compared == len(FORMS)
+
+
+@pytest.mark.parametrize(
+    ("weight", "options", "message"),
+    [
+        (np.ones((40, 2)), {}, r"one for each row, or in the shape of the labels \(40, 3\)"),
+        (np.ones((40, 3)), {"loss": "dice"}, "takes one for each row, as its terms are those of"),
+        (np.full((40, 3), np.nan), {}, "'weight', as float32, holds NaN"),
+    ],
+)
+def test_weights_that_do_not_fit(weight, options, message):
+    x, y = np.ones((40, 2), "f"), np.ones((40, 3), "f")
+    trainer = og.Trainer(onnx.parser.parse_model(LINEAR % ("N", "N")), **{"loss": "mse"} | options)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit(x, y, sample_weight=weight)
+    with pytest.raises(ValueError, match=message):
+        trainer.fit([(x, y, weight)])
+
+
+def test_labels_that_are_nan_are_refused_with_the_remedy():
+    x, y = np.ones((8, 2), "f"), np.ones((8, 3), "f")
+    y[5, 1] = np.nan
+    trainer = og.Trainer(onnx.parser.parse_model(LINEAR % ("N", "N")), "mse")
+    with pytest.raises(ValueError, match="1 of 8 rows: 5; the option ignore_nan=True of the loss"):
+        trainer.fit(x, y)
+
+
+def test_metrics_leave_out_what_the_loss_leaves_out():
+    rng = np.random.default_rng(0)
+    x, y, weight = (rng.normal(size=(40, n)).astype("f") for n in (2, 3, 3))
+    y[rng.random((40, 3)) < 0.4], weight = np.nan, abs(weight)
+    names = ["mse", "mae", "rmse", "mape", "r2"]
+    model, options = onnx.parser.parse_model(LINEAR % ("N", "N")), {"ignore_nan": True}
+    trainer = og.Trainer(model, "mse", loss_options=options, metrics=names)
+    results = trainer.evaluate(x, y, sample_weight=weight, batch_size=16)
+    error = trainer.predict(x) - y
+    kept = ~np.isnan(y)
+    w = np.where(kept, weight, 0)
+    squares = (w * np.where(kept, error, 0) ** 2).sum(0)
+    center = np.nansum(w * y, axis=0) / w.sum(0)
+    assert results["mse"] == pytest.approx(results["loss"])
+    assert results["mse"] == pytest.approx(squares.sum() / w.sum())
+    assert results["mae"] == pytest.approx((w * abs(error))[kept].sum() / w.sum())
+    assert results["mape"] == pytest.approx((w * abs(error / y))[kept].sum() / w.sum())
+    assert results["rmse"] == pytest.approx(np.sqrt(squares / w.sum(0)).mean())
+    spread = np.nansum(w * (y - center) ** 2, axis=0)
+    assert results["r2"] == pytest.approx((1 - squares / spread).mean(), rel=1e-5)

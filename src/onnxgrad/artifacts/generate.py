@@ -20,6 +20,7 @@ from onnxgrad.artifacts.models import Models, build_models
 from onnxgrad.artifacts.ort_format import write_ort
 from onnxgrad.artifacts.versions import at_opset, with_ir_version
 from onnxgrad.autodiff.quantized import straight_through_warning
+from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
@@ -50,7 +51,7 @@ def generate_artifacts(
     prefix: str = "",
     *,
     additional_output_names: Iterable[str] = (),
-    sample_weight: bool = False,
+    sample_weight: bool | str = False,
     opset: int | None = None,
     ir_version: int | None = None,
     ort_format: bool = False,
@@ -68,7 +69,8 @@ def generate_artifacts(
         artifact_directory: the folder, which is created; None: the current one.
         prefix: of the names of all files.
         additional_output_names: tensors that eval_model.onnx returns beside the predictions.
-        sample_weight: whether a batch has an input of sample weights.
+        sample_weight: whether a batch has an input of sample weights, (N,); "element": one weight
+            for each loss, with as many axes, which is broadcast to their shape.
         opset: the newest opset in all files, such as 19 for onnxruntime 1.16; None: the model's.
         ir_version: of all files, such as 9; None: the lowest that fits.
         ort_format: also write the models as `.ort`.
@@ -91,6 +93,8 @@ def generate_artifacts(
         ['w.m', 'w.v']
     """
     _check_prefix(prefix)
+    if sample_weight not in (False, True, "element"):
+        raise unknown("sample_weight", sample_weight, ["False", "True", "element"])
     proto, train, freeze = at_opset(read(model), opset), _names(requires_grad), frozen_params
     trainer = _trainer(proto, train, _names(freeze) or [], loss, optimizer, options)
     files = _Files(prefix, optimizer is not None, sample_weight, ir_version, ort_format)
@@ -138,13 +142,14 @@ class _Files:
 
     prefix: str
     updates: bool
-    sample_weight: bool
+    sample_weight: bool | str
     ir_version: int | None
     ort_format: bool
 
     def models(self, trainer: Trainer, additional: list[str]) -> Models:
         """Return the models of a trainer; warn of weights that do not train."""
-        weight = np.ones(1) if self.sample_weight else None
+        shape = (1, 2) if self.sample_weight == "element" else (1,)
+        weight = np.ones(shape) if self.sample_weight else None
         setup = Setup(trainer, Dataset(None, None, weight), None)
         with garbage_kept():
             models = build_models(setup, additional, self.updates)

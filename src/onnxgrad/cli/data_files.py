@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from onnxgrad.cli.archives import check_expansion
 from onnxgrad.cli.cells import Table, flat, refuse, shell_word, short, stack
-from onnxgrad.data.arrays import DataError, fit_shape
+from onnxgrad.data.arrays import DataError, column_array, fit_shape
 from onnxgrad.data.columns import Names, check_names, same_columns
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
@@ -131,27 +131,7 @@ def _columns(table) -> Table:
         raise DataError(f"two columns are called {double!r}: rename one")
     if not table.num_rows:
         return {}
-    return {name: _to_numpy(name, table[name]) for name in names}
-
-
-def _to_numpy(name: str, column) -> np.ndarray:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    shape = [len(column)]
-    while pa.types.is_list(column.type) or pa.types.is_fixed_size_list(column.type):
-        sizes = pc.unique(pc.list_value_length(column)).to_pylist()
-        if len(sizes) != 1 or sizes[0] is None:
-            raise DataError(f"the lists of column {name!r} differ in length: pad or truncate them")
-        shape.append(sizes[0])
-        column = pc.list_flatten(column)
-    if pa.types.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    if pa.types.is_boolean(column.type):
-        column = column.cast(pa.uint8())
-    if pa.types.is_null(column.type) or pa.types.is_decimal(column.type):
-        column = column.cast(pa.float64())
-    return column.to_numpy().reshape(shape)
+    return {name: column_array(name, table[name]) for name in names}
 
 
 def assign(

@@ -191,8 +191,7 @@ class Predictor:
             yield {name: images}, len(images), {"file": np.array(files)}
 
     def _of_arrow(self, source: ArrowSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
-        empty = {n: np.empty((1, 1) if "list" in t else 1) for n, t in source.types.items()}
-        columns = self._assigned(empty)
+        columns = self._assigned(source.examples)
         chosen = {name: list(group) for name, group in columns.items()}
         start = 0
         for (tables,) in source.reader(chosen, [], None).batches(size, None, 0):

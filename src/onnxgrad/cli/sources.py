@@ -62,6 +62,15 @@ class ArrowSource(_Source):
 
     types: dict[str, str]
 
+    @property
+    def examples(self) -> Table:
+        """A row of each column, by which columns are chosen: with its rank, and text as text."""
+        table: Table = {}
+        for name, kind in self.types.items():
+            shape = (1, 1) if "list" in kind or "tensor" in kind else (1,)
+            table[name] = np.full(shape, "text", object) if "string" in kind else np.zeros(shape)
+        return table
+
     def reader(self, columns: Any, y: list[str], weight: str | None) -> Reader:
         """Return what reads these columns."""
         return arrow_dataset(self.name, y=y or None, sample_weight=weight, columns=columns)

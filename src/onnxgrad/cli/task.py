@@ -291,13 +291,7 @@ def _map_arrow(
     inputs: list[ir.Value],
     label: ir.Value,
 ) -> Task:
-    empty = {
-        n: np.empty((1, 1) if "list" in kind else 1, object if "string" in kind else float)
-        for n, kind in source.types.items()
-    }
-    for name, kind in source.types.items():
-        if "string" in kind:
-            empty[name][:] = "text"
+    empty = source.examples
     targets = Targets.of(options, empty, objective.names)
     if not targets.names:
         raise ValueError("the loss compares with labels: name their column with --target")

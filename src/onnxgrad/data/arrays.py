@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
         raise ValueError(f"{name!r} is sparse, which is not supported: pass its .toarray()")
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise ValueError(f"{name!r} has masked values: fill them, or drop their rows")
-    array = to_numpy(values)
+    array = column_array(name, values) if is_arrow(values) else to_numpy(values)
     if array.dtype == object and array.ndim:  # a table with columns of several dtypes, for one
         array = _unboxed(name, array)
     if array.dtype.kind in "OSUMmc" or array.dtype.names:  # names: of a structured array
@@ -41,7 +42,7 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
 def _unboxed(name: str, array: np.ndarray) -> np.ndarray:
     """Return an array of Python objects in the dtype that numpy has for them."""
     try:
-        numbers = np.array(array.tolist())
+        numbers = np.array(_listed(array))
     except ValueError:  # lists that differ in length
         numbers = array
     if numbers.dtype.kind not in "biuf":
@@ -51,6 +52,72 @@ def _unboxed(name: str, array: np.ndarray) -> np.ndarray:
                     shown = reprlib.repr(value)
                     raise ValueError(f"{name!r} must hold numbers, not {shown} as in row {row}")
     return numbers
+
+
+def _listed(value: Any) -> Any:
+    """Return arrays in arrays, as tables have lists of lists, as lists; decimals as floats."""
+    if isinstance(value, np.ndarray):
+        return [_listed(v) for v in value] if value.dtype == object else value.tolist()
+    return float(value) if isinstance(value, Decimal) else value
+
+
+def is_arrow(values: Any) -> bool:
+    """Return whether `values` is an array of pyarrow, such as a column of a table."""
+    return type(values).__module__.startswith("pyarrow") and hasattr(values, "null_count")
+
+
+def column_array(name: str, column: Any) -> np.ndarray:
+    """Return a column of pyarrow as an array; lists become axes, missing numbers NaN.
+
+    Raises:
+        DataError: lists that differ in length, or are missing.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    kinds, shape, order = pa.types, [len(column)], [0]
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+    while True:
+        kind = column.type
+        if isinstance(kind, pa.FixedShapeTensorType):
+            column, _ = _flattened(name, column.storage)
+            order += [len(shape) + i for i in kind.permutation or range(len(kind.shape))]
+            shape += kind.shape
+        elif hasattr(kind, "value_field"):  # of every kind of lists
+            column, length = _flattened(name, column)
+            order.append(len(shape))
+            shape.append(length)
+        elif isinstance(kind, pa.BaseExtensionType):
+            column = column.storage
+        elif kinds.is_dictionary(kind):
+            column = column.dictionary.take(column.indices)
+        elif kinds.is_run_end_encoded(kind):
+            column = pc.run_end_decode(column)
+        else:
+            break
+    if kinds.is_boolean(kind):
+        column = column.cast(pa.uint8())
+    if kinds.is_null(kind) or kinds.is_decimal(kind):
+        column = column.cast(pa.float64())
+    return column.to_numpy(zero_copy_only=False).reshape(shape).transpose(order)
+
+
+def _flattened(name: str, column: Any) -> tuple[Any, int]:
+    """Return the elements of lists, and the length of each."""
+    import pyarrow.compute as pc
+
+    if column.null_count:
+        raise DataError(f"column {name!r} has missing lists (null): fill them, or drop their rows")
+    sizes = pc.unique(pc.list_value_length(column)).to_pylist()
+    if len(sizes) > 1:
+        raise DataError(ragged(name))
+    return pc.list_flatten(column), sizes[0] if sizes else 0
+
+
+def ragged(name: str) -> str:
+    """Return the message for lists that differ in length."""
+    return f"the lists of column {name!r} differ in length: pad or truncate them"
 
 
 def shape_mismatch(shape: Sequence[int], declared: Sequence[Dim] | None) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.arrow_blocks import Block, ColumnArrays, column_array
+from onnxgrad.data.arrays import column_array
+from onnxgrad.data.arrow_blocks import Block, ColumnArrays
 from onnxgrad.data.arrow_files import pieces, read
 from onnxgrad.data.prefetch import prefetched
 from onnxgrad.data.readers import Reader, describe_files

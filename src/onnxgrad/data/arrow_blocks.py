@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.arrays import DataError
+from onnxgrad.data.arrays import DataError, ragged
 
 
 class ColumnArrays:
@@ -94,61 +94,3 @@ def _widened(array: np.ndarray, other: np.dtype) -> np.ndarray:
     """Return `array` in a dtype that holds the other too: numbers with nulls are floats."""
     dtype = np.result_type(array.dtype, other)
     return array if dtype == array.dtype else array.astype(dtype)
-
-
-def ragged(name: str) -> str:
-    """Return the message for lists that differ in length."""
-    return f"the lists of column {name!r} differ in length: pad or truncate them"
-
-
-def column_array(name: str, column: Any) -> np.ndarray:
-    """Return a column of pyarrow as an array; lists become axes, missing numbers NaN.
-
-    Raises:
-        DataError: lists that differ in length, or are missing.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    kinds, shape = pa.types, [len(column)]
-    if kinds.is_primitive(column.type) and not kinds.is_boolean(column.type):
-        return column.to_numpy(zero_copy_only=False)
-    if isinstance(column.type, pa.FixedShapeTensorType):
-        return _tensors(name, column)
-    if isinstance(column.type, pa.BaseExtensionType):
-        column = column.storage
-    while (
-        kinds.is_list(column.type)
-        or kinds.is_large_list(column.type)
-        or kinds.is_fixed_size_list(column.type)
-    ):
-        column, length = _flattened(name, column)
-        shape.append(length)
-    if kinds.is_dictionary(column.type):
-        column = column.cast(column.type.value_type)
-    if kinds.is_boolean(column.type):
-        column = column.cast(pa.uint8())
-    if kinds.is_null(column.type) or kinds.is_decimal(column.type):
-        column = pc.cast(column, pa.float64())
-    return column.to_numpy(zero_copy_only=False).reshape(shape)
-
-
-def _flattened(name: str, column: Any) -> tuple[Any, int]:
-    """Return the elements of lists, and the length of each."""
-    import pyarrow.compute as pc
-
-    if column.null_count:
-        raise DataError(f"column {name!r} has missing lists (null): fill them, or drop their rows")
-    sizes = pc.unique(pc.list_value_length(column)).to_pylist()
-    if len(sizes) != 1:
-        raise DataError(ragged(name))
-    return pc.list_flatten(column), sizes[0]
-
-
-def _tensors(name: str, column: Any) -> np.ndarray:
-    """Return a column of tensors of a fixed shape, stored in any order of axes."""
-    flat, _ = _flattened(name, column.storage)
-    kind = column.type
-    order = list(kind.permutation or range(len(kind.shape)))
-    stored = flat.to_numpy(zero_copy_only=False).reshape(len(column), *kind.shape)
-    return stored.transpose(0, *(axis + 1 for axis in order))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.data.arrays import DataError, to_numbers
+from onnxgrad.data.arrays import DataError, column_array, is_arrow, to_numbers
 
 COLUMNS = "onnxgrad.columns"  # metadata: {input: names of its columns}, as JSON
 
@@ -72,11 +72,12 @@ def stacked(name: str, table: Any) -> np.ndarray:
     labels = _labels(table) or []
     if column_names(table):
         check_names(labels)
-    if hasattr(table, "__array__"):
+    if hasattr(table, "__array__") and not is_arrow(table[labels[0]] if labels else None):
         array = np.asarray(table)
         if array.dtype != object or not any(map(_is_list, array[:1].ravel().tolist())):
             return to_numbers(name, array)
-    parts = [to_numbers(f"{name}, column {label}", table[label]) for label in labels]
+    columns = [column_array(n, c) if is_arrow(c := table[n]) else c for n in labels]
+    parts = [to_numbers(f"{name}, column {n}", c) for n, c in zip(labels, columns, strict=True)]
     counts = {label: len(part) for label, part in zip(labels, parts, strict=True)}
     if len(set(counts.values())) > 1:
         raise DataError(f"{name!r}: the columns differ in their number of rows: {counts}")

@@ -13,15 +13,18 @@ from onnxgrad.errors import printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.tidy import free, tidy
 from onnxgrad.losses.applied_to import decided
 from onnxgrad.losses.formulas import loss_spec
 from onnxgrad.losses.info import METADATA, LossInfo
 from onnxgrad.losses.penalties import add_penalties
 from onnxgrad.losses.spec import Formula, LabelKind, LossSpec
+from onnxgrad.losses.sums import expanded
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
+from onnxgrad.runtime.run_shapes import confirmed_by_run
 
 
 def add_loss_output(
@@ -33,6 +36,7 @@ def add_loss_output(
     penalty: Mapping[str, Any] | None = None,
     output_index: int | str | None = None,
     reduction: str | None = None,
+    weight_per: str = "row",
     **kwargs: Any,
 ) -> ModelProto:
     """Return `onx` with a loss computed from one of its outputs, ready to be trained.
@@ -55,7 +59,10 @@ def add_loss_output(
             float tensor of the graph; None if there is one float output.
         reduction: "sum" over the rows, or "mean", divided by the number of all rows, ignored and
             weighted ones included. Default: "sum", but "mean" for `log`.
-        **kwargs: options of the loss: see the functions in `onnxgrad.losses.formulas`.
+        weight_per: "row", or "element": the weights have as many axes as the losses, and are
+            broadcast to their shape.
+        **kwargs: options of the loss: see the functions in `onnxgrad.losses.formulas`, and
+            `ignore_nan=True`, which leaves out float labels that are NaN.
             `cross_entropy` takes the axis of the classes as `axis`; None: that which the last
             linear operator writes, 1 for Conv and the last one for MatMul, or 1 without any.
 
@@ -73,9 +80,11 @@ def add_loss_output(
         >>> [x.name for x in loss.graph.input], [y.name for y in loss.graph.output]
         (['x', 'label'], ['loss', 'y'])
     """
+    if weight_per not in ("row", "element"):
+        raise unknown("weight_per", weight_per, ["row", "element"])
     spec = loss_spec(score_name, reduction, kwargs)
-    names = (loss_name, label_name, weight_name)
-    return _with_loss(read(onx), output_index, spec, names, penalty or {})
+    names, each = (loss_name, label_name, weight_name), weight_per == "element"
+    return _with_loss(read(onx), output_index, spec, names, penalty or {}, each)
 
 
 def _with_loss(
@@ -84,6 +93,7 @@ def _with_loss(
     spec: LossSpec,
     names: tuple[str, str, str | None],
     penalties: Mapping[str, Any],
+    each: bool,
 ) -> ModelProto:
     """Return the model with a loss; `names` are of the loss, the labels and the sample weights."""
     loss_name, label_name, weight_name = names
@@ -101,7 +111,7 @@ def _with_loss(
             expected = op.Reshape(label, op.Shape(prediction))
         losses = spec.losses(op, prediction, expected)
         if weight_name is not None:
-            losses = _weighted(op, model, losses, prediction, weight_name)
+            losses = _weighted(op, model, losses, prediction, weight_name, each)
         loss = _reduced(op, losses, spec, label)
         loss = add_penalties(op, loss, penalties, values)
     loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
@@ -127,7 +137,7 @@ def _with_outputs(
 ) -> tuple[ir.Model, Mapping[str, ir.Value]]:
     """Return the model reduced to the prediction and the penalized weights, and values by name."""
     model = to_ir(raise_opset(proto))
-    infer(model)
+    infer_file(model, confirm=confirmed_by_run(proto))
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     weights = [values[name] for name in penalized if name in values]
     model.graph.outputs[:] = [values[prediction], *weights]
@@ -136,9 +146,9 @@ def _with_outputs(
 
 
 def _weighted(
-    op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str
+    op: Any, model: ir.Model, losses: ir.Value, prediction: ir.Value, name: str, each: bool
 ) -> ir.Value:
-    """Write the losses of the rows, times a new input of sample weights."""
+    """Write the losses of the rows, or `each` loss, times a new input of sample weights."""
     # without a shape, as (N,) and (N, 1) are both accepted
     weight = ir.Value(name=op.name(name), type=prediction.type)
     op.graph.inputs.append(weight)
@@ -150,6 +160,9 @@ def _weighted(
             "sample weights need one loss per row, of known rank; the loss of output "
             f"{prediction.name!r} has the shape {printable(losses.shape)}"
         )
+    if each and len(shape) > 1:
+        weight.shape = ir.Shape([None] * len(shape))
+        return losses * expanded(op, weight, op.Shape(losses), losses)
     ones = [1] * (len(shape) - 1)
     weight = op.Reshape(weight, [-1, *ones])
     weight.shape = ir.Shape([shape[0], *ones])

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.applied_to import before_activation, decided, logits_of_two
 from onnxgrad.losses.columns import keep_opposite, refuse_other_columns, scores_of_votes
 from onnxgrad.losses.formulas import LOSSES, loss_spec
@@ -32,6 +33,7 @@ ALIASES = {
 LABEL, WEIGHT = "label", "weight"  # names of the inputs
 
 Loss = LossSpec | BaseLearningLoss
+OwnGradient = tuple[ir.Value, ir.Value] | None  # a value, and the gradient of the sum w.r.t. it
 Shape = Sequence[int]
 
 
@@ -47,8 +49,9 @@ class Written:
         factors: for each output, its weight in the total.
         labels: new inputs, not yet inputs of the graph.
         infos: for each label, by the name of its input, what limits it, and its prediction.
-        weight: the new input of sample weights, (N,), or None. They multiply the weights of the
-            terms of their row.
+        weight: the new input of sample weights, or None. They multiply the weights of the terms:
+            (N,), those of a row; or with as many axes as the losses, to whose shape they are
+            broadcast.
         gradients: for each output, None, or a value and the gradient of the sum with respect to
             it, where a `BaseLearningLoss` writes that itself.
     """
@@ -83,8 +86,8 @@ class TrainingLoss:
         losses: the loss of each output by its name; the name None stands for the only float output.
         factors: weights of the outputs in the total, 1 for those that are missing.
         label_shapes: shapes of the labels by the name of the output, or of the label input.
-        weight_shape: shape of the sample weights: (N,), (N, 1), or that of the labels, for one
-            weight for each.
+        weight_shape: shape of the sample weights: (N,), (N, 1), or that of the losses, for one
+            weight for each; axes of unknown length may have length 1.
     """
 
     def __init__(
@@ -142,48 +145,64 @@ class TrainingLoss:
         for name in self.label_shapes:
             if name not in (*labels, *labels.values()):
                 raise unknown("output in label_shapes", name, labels)
-        if weighted and all(dims(p) != () for p in predictions.values()):  # one number has no rows
-            written.weight = self._weight(op, predictions)
-        for name, prediction in predictions.items():
-            loss = self.losses[name if name in self.losses else None]
-            with op:
-                self._write_one(op, written, loss, prediction, (name, labels[name]))
-            written.factors.append(float(self.factors.get(name, 1.0)))
+        with op:
+            found = {
+                name: self._terms(op, prediction, (name, labels[name]))
+                for name, prediction in predictions.items()
+            }
+            if weighted and all(dims(p) != () for p in predictions.values()):
+                losses = [terms.losses for _, terms, _, _ in found.values()]
+                written.weight = self._weight(op, predictions, losses)
+            for name, (label, terms, info, own) in found.items():
+                weight = written.weight
+                if info.shift and weight is not None and rank(weight) == 2:  # as the labels
+                    every = op.emit("Expand", [weight, op.Shape(label)], {}, fresh=True)
+                    weight = op.Slice(every, [1], [np.iinfo(np.int64).max], [1])
+                self._write_one(op, written, label, terms, own, weight)
+                info = replace(info, label=label.name, prediction=name, reduction="mean")
+                written.infos[str(label.name)] = info
+                written.factors.append(float(self.factors.get(name, 1.0)))
         return written
+
+    def _terms(
+        self, op: Emit, prediction: ir.Value, names: tuple[str, str]
+    ) -> tuple[ir.Value, Terms, LossInfo, OwnGradient]:
+        """Write the terms of one output; `names` are those of the output and of its label."""
+        name, label_name = names
+        loss = self.losses[name if name in self.losses else None]
+        shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
+        if isinstance(loss, LossSpec):
+            return *_terms(op, loss, prediction, label_name, shape), None
+        return _terms_of_object(op, loss, prediction, label_name)
 
     def _write_one(
         self,
         op: Emit,
         written: Written,
-        loss: Loss,
-        prediction: ir.Value,
-        names: tuple[str, str],
+        label: ir.Value,
+        terms: Terms,
+        own: OwnGradient,
+        weight: ir.Value | None,
     ) -> None:
-        """Write the loss of one output; `names` are those of the output and of its label."""
-        name, label_name = names
-        shape = self.label_shapes.get(name, self.label_shapes.get(label_name))
-        if isinstance(loss, LossSpec):
-            label, terms, info = _terms(op, loss, prediction, label_name, shape)
-            own = None
-        else:
-            label, terms, info, own = _terms_of_object(op, loss, prediction, label_name)
-        total, count = sum_and_count(op, terms, label, written.weight)
-        if own is not None and written.weight is not None:
-            own = own[0], scaled_rows(op, own[1], written.weight)
+        """Write the sums of one output."""
+        total, count = sum_and_count(op, terms, label, weight)
+        if own is not None and weight is not None:
+            own = own[0], scaled_rows(op, own[1], weight)
         written.sums.append(total)
         written.counts.append(count)
         written.labels.append(label)
         written.gradients.append(own)
-        info = replace(info, label=label.name, prediction=name, reduction="mean")
-        written.infos[str(label.name)] = info
 
-    def _weight(self, op: Emit, predictions: Mapping[str, ir.Value]) -> ir.Value:
+    def _weight(
+        self, op: Emit, predictions: Mapping[str, ir.Value], losses: Sequence[ir.Value]
+    ) -> ir.Value:
         """Return the input of sample weights, in the widest dtype of the sums."""
         double = any(p.dtype == ir.DataType.DOUBLE for p in predictions.values())
         dtype = ir.DataType.DOUBLE if double else ir.DataType.FLOAT
         shape: list[Any] = [(dims(next(iter(predictions.values()))) or (None,))[0]]
-        if self.weight_shape is not None:
-            shape += [None] * (len(_without_column(self.weight_shape)) - 1)
+        if self.weight_shape is not None and len(_without_column(self.weight_shape)) > 1:
+            axes = rank(losses[0]) if len(losses) == 1 else 1
+            shape = shape if axes in (None, 1) else [None] * axes
         return ir.Value(name=op.name(WEIGHT), type=ir.TensorType(dtype), shape=ir.Shape(shape))
 
 
@@ -213,7 +232,7 @@ def training_loss(
         label_shapes: shapes of the labels, by the name of the output or of the label input: they
             tell one-hot labels from class indices.
         weight_shape: shape of the sample weights, if they are not (N,): (N, 1), or one weight for
-            each label.
+            each loss, whose axes but the first may have length 1.
 
     Raises:
         ValueError: an unknown loss, option or output, or a factor that is not a finite number.

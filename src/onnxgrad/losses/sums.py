@@ -29,7 +29,8 @@ def sum_and_count(
         op: emitter of the graph.
         terms: the terms.
         label: the label that they are computed from.
-        weight: sample weights: (N,), or of the shape of the losses; they multiply `terms.weights`.
+        weight: sample weights: (N,), or with as many axes as the losses, to whose shape they are
+            broadcast; they multiply `terms.weights`.
 
     Raises:
         ValueError: there is not one term for every row or element of the label.
@@ -54,9 +55,10 @@ def sum_and_count(
         target = op.Shape(w)
     if weight is not None:
         weight = op.Cast(weight, to=dtype)
-        by_row = rank(weight) == 1
-        weight = op.Reshape(weight, [-1] + [1] * (len(shape) - 1) if by_row else target)
-        covers = covers or not by_row
+        if rank(weight) == 1:
+            weight = op.Reshape(weight, [-1] + [1] * (len(shape) - 1))
+        else:
+            weight, covers = expanded(op, weight, target, losses), True
         w = weight if w is None else w * weight
     if w is None:
         return op.ReduceSum(losses, keepdims=0), _product(op, target, dtype)
@@ -64,11 +66,17 @@ def sum_and_count(
     return op.ReduceSum(losses * w, keepdims=0), count
 
 
+def expanded(op: Any, weight: ir.Value, shape: Any, like: ir.Value) -> ir.Value:
+    """Write weights in the shape of `like`; the Reshape fails if they are more."""
+    every = op.emit("Expand", [weight, shape], {}, fresh=True)  # also if the symbols are the same
+    return op.set_type_like(op.emit("Reshape", [every, shape], {}, fresh=True), like)
+
+
 def scaled_rows(op: Any, x: ir.Value, weight: ir.Value) -> ir.Value:
     """Write `x` with its rows multiplied by `weight`, (N,), or its elements by one each."""
     weight, n = op.Cast(weight, to=x.dtype), rank(x)
     if rank(weight) != 1:
-        return op.set_type_like(x * op.Reshape(weight, op.Shape(x)), x)
+        return op.set_type_like(x * expanded(op, weight, op.Shape(x), x), x)
     if n is None:
         flat = op.Reshape(x, [0, -1]) * op.Reshape(weight, [-1, 1])
         return op.set_type_like(op.Reshape(flat, op.Shape(x)), x)

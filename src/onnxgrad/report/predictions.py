@@ -58,7 +58,10 @@ class _Numbers:
     wide: int = 0
 
     def add(self, prediction: np.ndarray, label: np.ndarray) -> None:
-        shown, wanted, _ = number_rows(_NAME, prediction, label, None)
+        info = prediction_info(self.info, prediction)
+        shown, wanted, counts = number_rows(_NAME, info, prediction, label, None)
+        if counts is not None:  # the others are no labels
+            wanted = np.where(counts, wanted, np.nan)
         if shown.shape[1] > COLUMNS:
             self.wide = shown.shape[1]
             return
@@ -72,6 +75,9 @@ class _Numbers:
         shown, wanted = np.concatenate(self.predictions), np.concatenate(self.labels)
         columns = []
         for p, t in zip(shown.T, wanted.T, strict=True):
+            p, t = p[~np.isnan(t)], t[~np.isnan(t)]
+            if not len(t):
+                continue
             chosen = np.linspace(0, len(p) - 1, min(len(p), POINTS)).astype(int)
             columns.append(
                 {

@@ -37,7 +37,7 @@ class OneCall(Protocol):
     """What a `Setup` knows of its call."""
 
     trainer: Any
-    weighted: bool
+    weight_axes: int
     sharing: Sharing | None
 
     def objective(self) -> Minimized:
@@ -138,7 +138,7 @@ def compiled_step(call: OneCall, labels: Shapes, class_weight: Any) -> Compiled:
         arguments = {name: getattr(trainer, name) for name in _ARGUMENTS}
         arguments["device"] = repr(trainer.device)
         shared = None if call.sharing is None else call.sharing.key
-        values = [arguments, class_weight, shapes, norms, call.weighted, shared]
+        values = [arguments, class_weight, shapes, norms, call.weight_axes, shared]
         return id(trainer.proto), fingerprint(values)
 
     return cache.get("step", key, lambda: Compiled(call.objective()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,46 @@ class Fields:
 
     def _set_axes(self, batch_axes: Mapping[str, int | None]) -> None:
         shapes = {name: field.shape for name, field in self.fields.items()}
-        self.row_axes = RowAxes(shapes, self.features, self.label, dict(batch_axes), self._called)
+        axes = dict(batch_axes)
+        self.row_axes = RowAxes(shapes, self.features, self.label, axes, self._called)
+        weight, label = self.weight, self.label
+        if weight and label and self._weight_axes > 1 and (axis := self.row_axes.stated(label)):
+            self.row_axes = replace(self.row_axes, batch_axes={weight: axis, **axes})
         self.fixed_rows = self.row_axes.fixed
+
+    @property
+    def _weight_axes(self) -> int:
+        """How many axes sample weights have: 1 for those of rows, those of the losses otherwise."""
+        return 0 if self.weight is None else len(self.fields[self.weight].shape or ())
+
+    def _spread(self, weight: np.ndarray, data: Mapping[str, Any]) -> np.ndarray:
+        """Return sample weights with as many axes as the losses have, if these are several.
+
+        Raises:
+            ValueError: weights that are neither of rows nor of labels.
+        """
+        axes = self._weight_axes
+        if axes < 2 or self.weight is None:
+            if weight.ndim > 2 or (weight.ndim == 2 and weight.shape[1] != 1):
+                raise ValueError(
+                    f"sample weights of shape {weight.shape}: this loss takes one for each row, as "
+                    "its terms are those of rows, of several outputs or of another model"
+                )
+            return weight
+        if weight.ndim < axes and weight.size == len(weight):
+            shape = [1] * axes
+            shape[self.row_axes.batch_axes.get(self.weight) or 0] = len(weight)
+            return weight.reshape(shape)
+        label = np.shape(data.get(self.label or "", ()))
+        of_label = len(label) == weight.ndim
+        if weight.ndim != axes or (
+            of_label and any(n not in (1, m) for n, m in zip(weight.shape, label, strict=True))
+        ):
+            raise ValueError(
+                f"sample weights are one for each row, or in the shape of the labels {label}, not "
+                f"of shape {weight.shape}"
+            )
+        return weight
 
     @property
     def moved(self) -> bool:
@@ -114,9 +153,9 @@ class Fields:
         if sample_weight is not None:
             if self.weight is None:
                 raise ValueError(
-                    "the loss takes no sample weights, which need one loss for each row: name the "
-                    "tensor before its reduction as output= of a loss model, or build the loss "
-                    "with add_loss_output(..., weight_name='weight')"
+                    "the loss takes no sample weights: build it with "
+                    "add_loss_output(..., weight_name='weight'), or name one loss for each row, "
+                    "the tensor before its reduction, as output= of a loss model"
                 )
             data[self.weight] = sample_weight
         return data
@@ -159,12 +198,15 @@ class Fields:
     def _checked(self, data: Mapping[str, Any], names: list[str]) -> dict[str, np.ndarray]:
         self._check_names(data, names)
         numbers = {name: self.fields[name].numbers(value) for name, value in data.items()}
+        if self.weight in numbers:
+            numbers[self.weight] = self._spread(numbers[self.weight], numbers)
         axes = self.axes(numbers)
         arrays = {name: self.fields[name].check(a, axes[name]) for name, a in numbers.items()}
         rows = count_rows(arrays, axes)
         if self.weight in names and self.weight not in arrays:
-            arrays[self.weight] = self.fields[self.weight].check(np.ones(rows))
-            axes[self.weight] = 0
+            ones = self._spread(np.ones(rows), {})
+            axes[self.weight] = self.row_axes.batch_axes.get(self.weight, 0)
+            arrays[self.weight] = self.fields[self.weight].check(ones, axes[self.weight])
         self.check_rows(rows)
         return self._agreeing({name: arrays[name] for name in names}, axes)
 
@@ -285,13 +327,17 @@ class Fields:
         names = list(self.fields)
         self._check_names(item, names)
         axes = {name: self.row_axes.stated(name) for name in names}
+        if self.weight is not None and self.weight in item:
+            own = self.fields[self.weight].numbers(item[self.weight])
+            item = {**item, self.weight: self._spread(own, item)}
         arrays = {n: self.fields[n].check(v, axes[n], whole=True) for n, v in item.items()}
         for name in self.labels:
             if not arrays[name].size:
                 raise ValueError(f"{name!r} is empty: a batch needs a label")
         rows = self._counted(arrays, axes)
         if self.weight in names and self.weight not in arrays:
-            arrays[self.weight] = self.fields[self.weight].check(np.ones(rows))
+            ones = self._spread(np.ones(rows), {})
+            arrays[self.weight] = self.fields[self.weight].check(ones, axes[self.weight], True)
         return self._agreeing({name: arrays[name] for name in names}, axes), rows
 
     def _counted(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:

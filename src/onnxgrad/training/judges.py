@@ -48,13 +48,21 @@ class Judge:
         """Take a batch: the predictions by output, and the data by input."""
         assert self.info.prediction is not None
         shown, labels = predictions[self.info.prediction], arrays[self.label]
+        if weight is not None and weight.ndim > 1:  # one for each row, or for each label
+            of_rows = weight.size == len(weight)
+            weight = weight.ravel() if of_rows else np.broadcast_to(weight, labels.shape)
         if self.info.shift:  # (N, T, V) and (N, T), as in the loss
             shown, labels = shown[:, :-1], labels[:, 1:]
+            weight = weight if weight is None or weight.ndim == 1 else weight[:, 1:]
         for metric in self.metrics:
             if not self.begun:
                 metric.begin(prediction_info(self.info, shown))
             metric.update(shown, labels, weight)
         self.begun = True
+
+    def undefined(self) -> dict[str, Any]:
+        """Return NaN for each metric by name."""
+        return dict.fromkeys((f"{self.prefix}{m.name}" for m in self.metrics), float("nan"))
 
     def results(self) -> dict[str, Any]:
         """Return the metrics by name."""

@@ -81,9 +81,12 @@ class Setup:
         self.validated: BatchSource | None = None  # validation data of the loop
         self.buffers: Arrays = {}  # initial ones of the loop
         self.fits = fits
-        self.weighted = data.weighted or (isinstance(held_out, Dataset) and held_out.weighted)
-        loss = self._loss()
+        both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         moved = {name for name, axis in trainer.batch_axes.items() if axis != 0}
+        axes = max(d.weight_axes for d in both)
+        self.weight_axes = 2 if axes and moved else axes  # of sample weights; 0 for none
+        self.weighted = self.weight_axes > 0
+        loss = self._loss()
         self.plan = Plan(
             loss,
             "" if loss is not None else loss_output(trainer.proto),
@@ -114,6 +117,7 @@ class Setup:
             loss_weights=trainer.loss_weights,
             class_weight=self._class_weight(),
             label_shapes=label_shapes(self.data.y),
+            weight_shape=(0,) * self.weight_axes or None,
         )
 
     @cached_property
@@ -278,17 +282,22 @@ class Setup:
         symbol = fields.row_axes.symbol
         for name, prediction in objective.predictions.items():
             shape = dims(prediction) or ()
-            if self.data.sample_weight is not None and symbol in shape[1:] and shape[0] != symbol:
+            if (
+                self.data.sample_weight is not None
+                and self.weight_axes == 1
+                and symbol in shape[1:]
+                and shape[0] != symbol
+            ):
                 raise ValueError(
                     f"sample_weight: the rows of the output {name!r}, {shape}, are not on its "
-                    "first axis: weigh the terms in a loss of your own"
+                    "first axis: pass a weight for each label, in its shape, or batch_axes"
                 )
 
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
         fields.names = self.names
         size = self.batch_size or fields.fixed_rows or self.default_size
-        return data.source(fields, size, shrink=not fields.fixed_rows)
+        return data.source(fields, size)
 
     def _validate(self, held_out: BatchSource) -> dict[str, Any]:
         """Return the entries of the history for validation data."""

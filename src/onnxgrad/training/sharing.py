@@ -105,7 +105,7 @@ class Sharing:
             "resume": resumes,
             "batch_size": setup.batch_size,
             "validation": held_out if share else "data",
-            "sample weights": setup.weighted,
+            "sample weights": setup.weight_axes,
             "batch_axes": trainer.batch_axes,
             "parallel": vars(self.options),
             "callbacks": [_options(c) for c in callbacks.all if not c.writes],

@@ -72,7 +72,7 @@ class Trainer(Settings):
         class_weight: `{class: weight}` or an array, for a loss with class indices; "balanced":
             inversely proportional to their frequencies in the labels of the last `fit`, also in
             `evaluate` and `partial_fit`, which need one before.
-        loss_options: options of a loss that is given by name, such as `{"ignore_index": 0}`.
+        loss_options: of a loss given by name: `{"ignore_index": 0}`, `{"ignore_nan": True}`.
         loss_weights: `{output: factor}` for a loss of several outputs.
         metrics: names, objects of `onnxgrad.metrics`, functions `(prediction, label)`, or metrics
             of torchmetrics; `{output: list}` for a loss of several outputs.
@@ -197,7 +197,7 @@ class Trainer(Settings):
             X: array (rows, ...), a table, a dict of these by input; a path of Parquet files, a
                 dataset; or an iterable of batches, `(X, y)`, `(X, y, sample_weight)` or dicts.
             y: labels in the shape of the label input; for several a dict, by output.
-            sample_weight: (rows,).
+            sample_weight: (rows,); or one for each term of the loss, in the shape of the labels.
             validation: `(X, y)` or `(X, y, sample_weight)`, or an iterable of batches; or a share
                 of the rows, above 0 and below 1, that is held out.
             epochs: number of passes over the data, of the whole training if it is resumed.
