@@ -169,6 +169,20 @@ def test_every_thread_has_its_own():
     np.testing.assert_allclose([found[0.25][1], found[0.5][1]], [4 / 3, 2], rtol=1e-6)
 
 
+def test_entering_takes_arithmetic_from_no_other_thread(monkeypatch):
+    """The handler of onnx_ir is one for all threads: while one enters, another may multiply."""
+    seen, install = [], ir.set_value_magic_handler
+    monkeypatch.setattr(
+        ir, "set_value_magic_handler", lambda handler: seen.append(handler) or install(handler)
+    )
+    [x] = inputs((2,))
+    op = emitter(x)
+    with op, op:
+        _ = x * 2.0
+    assert len(seen) >= 2
+    assert None not in seen
+
+
 def test_contexts_nest():
     a, b = inputs((2,)), inputs((2,))
     outer, inner = emitter(*a), emitter(*b)

@@ -11,12 +11,18 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import (
+    OrtGradientOptimizer,
+    Trainer,
     add_loss_output,
     check_gradient,
+    explain,
+    generate_artifacts,
     hvp,
+    jacobian,
     onnx_derivative,
     select_model_inputs_outputs,
 )
+from onnxgrad.reporting import warn_once
 from running import run, run_named
 
 
@@ -204,7 +210,68 @@ def test_one_symbol_for_several_axes_of_an_output(caplog):
     fed |= {"y_grad": np.ones_like(y), "w": weights(model)["w"]}
     run(hvp(model), fed)
     run(onnx_derivative(model), fed)
-    assert "states the length 'd' for several axes" in caplog.text
+    assert caplog.text.count("states the length 'd' for several axes") == 1
     with_loss = add_loss_output(model)
     label = next(v for v in with_loss.graph.input if v.name == "label")
     assert [d.dim_param for d in label.type.tensor_type.shape.dim][2] != "d"
+
+
+LYING = {  # how y is computed from z (N, 2), and whether onnx can infer its shape
+    "inferred": ("y = Identity(z)", (2,)),
+    "only run": (
+        "s = Shape(z)  b = Cast<to=9>(s)  k = Compress(s, b)  y = Reshape(z, k)",
+        (2,),
+    ),
+    "only run, three axes": (
+        "u = Unsqueeze(z, one)  s = Shape(u)  b = Cast<to=9>(s)  k = Compress(s, b)  "
+        "y = Reshape(u, k)",
+        (1, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "stated", ["[N]", "[N, 2, 1, 1]", "[N, 5]", "[2, N]", "[7, 2]", "[N, 2, 1]", ""]
+)
+@pytest.mark.parametrize("way", LYING)
+def test_an_output_that_states_another_shape(way, stated, caplog, tmp_path):
+    """What it states is dropped, and the result is that of a file that states nothing."""
+    body, row = LYING[way]
+    text = f"""<ir_version: 9, opset_import: ["": 18]> g (float[N, 3] x) => (float{stated} y)
+        <float[3, 4] w = {{0.1,-0.2,0.3,0.4,0.5,-0.6,0.7,0.8,0.9,1,-1.1,1.2}}, int64[1] one = {{1}},
+         float[4, 2] v = {{0.2,-0.3,0.4,0.1,-0.5,0.6,0.7,-0.8}}> {{
+            h = MatMul(x, w)  t = Tanh(h)  z = MatMul(t, v)  {body} }}"""
+    model = onnx.parser.parse_model(text)
+    plain = onnx.parser.parse_model(text)
+    plain.graph.output[0].type.tensor_type.ClearField("shape")
+    rng, target = np.random.default_rng(0), (1,) * len(row)
+    x, y = (rng.standard_normal((6, *s)).astype(np.float32) for s in ((3,), row))
+    results = []
+    warn_once.cache_clear()
+    for each in (model, plain):
+        trainer = Trainer(each, loss="squared_error", optimizer="sgd", learning_rate=0.1)
+        trainer.fit(x, y, epochs=2, batch_size=2)
+        saved = tmp_path / "saved.onnx"
+        trainer.save(saved)
+        inside = OrtGradientOptimizer(
+            add_loss_output(each), max_iter=2, batch_size=3, random_state=0
+        )
+        generate_artifacts(each, loss="squared_error", artifact_directory=tmp_path)
+        g = run_named(onnx_derivative(each, weights=[]), {"x": x, "y_grad": y})
+        results.append(
+            [
+                trainer.predict(x),
+                run(onnx.load(saved), {"x": x})[0],
+                np.array(list(trainer.evaluate(x, y).values())),
+                np.array(inside.fit(x, y).train_losses_),
+                g["x_grad"],
+                *run(jacobian(each), {"x": x}),
+                explain.saliency(each, x[:2], target=tuple(t - 1 for t in target)),
+            ]
+        )
+    example = (
+        way == "only run" and stated == "[7, 2]"
+    )  # a length of the rows counts as of one batch
+    assert ("file states" in caplog.text) != example
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-6)

@@ -417,6 +417,68 @@ def test_weights_that_are_inputs_too():
     np.testing.assert_allclose(run(changed, x=X)[0], X @ weights(changed)[0], rtol=1e-5)
 
 
+NEW = ["ant", "bee"]
+REWRITTEN = {  # {key: (before, after with names, after with a number)}
+    "names": ("{0: 'cat', 1: 'dog', 2: 'owl'}", "{0: 'ant', 1: 'bee'}", None),
+    "nc": ("3", "2", "2"),
+    "labels": ('["cat", "dog", "owl"]', '["ant", "bee"]', None),
+    "character": ("cat\ndog\nowl\n", "ant\nbee\n", None),
+    "model.classes": ("cat, dog, owl", "ant, bee", None),
+    "config": (
+        '{"id2label": {"0": "cat", "1": "dog", "2": "owl"}, "num_labels": 3, "size": 3}',
+        '{"id2label": {"0": "ant", "1": "bee"}, "num_labels": 2, "size": 3}',
+        '{"num_labels": 2, "size": 3}',
+    ),
+    "label2id": ('{"cat": 0, "dog": 1, "owl": 2}', '{"ant": 0, "bee": 1}', None),
+    "any": ('["cat", "dog", "owl"]', '["ant", "bee"]', None),
+    "alphabet": ("ab", None, None),  # without the blank
+    "imgsz": ("[640, 640, 3]", "[640, 640, 3]", "[640, 640, 3]"),
+    "stride": ("32", "32", "32"),
+    "comment": ("cat, dog, owl", "cat, dog, owl", "cat, dog, owl"),
+    "vocab": ('["a", "b", "c", "d"]', '["a", "b", "c", "d"]', '["a", "b", "c", "d"]'),
+}
+
+
+@pytest.mark.parametrize("key", REWRITTEN)
+def test_metadata_of_the_old_classes(key, caplog):
+    before, *expected = REWRITTEN[key]
+    for units, after in zip((NEW, 2), expected, strict=True):
+        model = case(CASES["matmul and add"][0])
+        model.metadata_props.add(key=key, value=before)
+        with caplog.at_level("WARNING", "onnxgrad"):
+            changed = replace_head(model, units)
+        found = {
+            e.key: e.value for e in changed.metadata_props if not e.key.startswith("onnxgrad.")
+        }
+        assert found == ({} if after is None else {key: after})
+        told = "removed" if after is None else "rewritten"
+        assert (f"{told}: ['{key}']" in caplog.text) == (after != before)
+        caplog.clear()
+
+
+def test_metadata_of_another_output_stay():
+    model = parse(
+        "f (float[N,4] x) => (float[N,3] y, float[N,5] z) { y = MatMul(x, w) z = MatMul(x, v) }",
+        w=W,
+        v=RNG.normal(size=(4, 5)).astype(np.float32),
+    )
+    for key, value in {"names": "['a', 'b', 'c', 'd', 'e']", "nc": "3"}.items():
+        model.metadata_props.add(key=key, value=value)
+    changed = replace_head(model, 2, "w")
+    found = {e.key: e.value for e in changed.metadata_props}
+    assert (found["names"], found["nc"]) == ("['a', 'b', 'c', 'd', 'e']", "2")
+
+
+@pytest.mark.parametrize(("version", "opset"), [(4, 11), (6, 11), (7, 13), (8, 17), (10, 21)])
+def test_the_ir_version_stays(version, opset):
+    text = "f (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }"
+    model = parse(text, w=W)
+    model.ir_version, model.opset_import[0].version = version, opset
+    changed = replace_head(model, 5)
+    onnx.checker.check_model(changed, full_check=True)
+    assert (changed.ir_version, changed.opset_import[0].version) == (version, opset)
+
+
 def test_tied_weights(caplog):
     text = """f (int64[N] i) => (float[N,3] y, float[N,3] e) {
         e = Gather(t, i) a = Transpose(t) h = MatMul(e, t) y = MatMul(h, a) }"""

@@ -321,6 +321,68 @@ def test_quantized_weights_have_adapters_that_stay(name):
         merge_lora(adapted)
 
 
+INTEGERS = {
+    "scaled": "F = Cast<to=1>(Q) C = Sub(F, z) W = Mul(C, s) y = MatMul(x, W)",
+    "in blocks": """F = Cast<to=1>(Q) R = Reshape(F, blocks) B = Mul(R, t) S = Reshape(B, square)
+        W = Transpose(S) y = MatMul(x, W)""",
+    "scaled behind the product": "F = Cast<to=1>(Q) p = MatMul(x, F) y = Mul(p, s)",
+    "gathered": "G = Gather(Q, i) F = Cast<to=1>(G) S = Gather(t4, i) y = Mul(F, S)",
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_that_are_cast_and_scaled_have_adapters(name):
+    rows = name == "gathered"
+    text = (
+        f"f ({'int64[N] i' if rows else 'float[N,4] x'}) => (float[N,4] y) {{ {INTEGERS[name]} }}"
+    )
+    tensors = {
+        "Q": RNG.integers(-9, 9, (4, 4)).astype(np.int8),
+        "z": RNG.normal(size=4).astype("f"),
+        "s": RNG.normal(size=4).astype("f"),
+        "t": RNG.normal(size=(8, 1)).astype("f"),
+        "t4": RNG.normal(size=(4, 1)).astype("f"),
+        "blocks": np.array([8, 2]),
+        "square": np.array([4, 4]),
+    }
+    model = with_tensors(parse(text), **{n: t for n, t in tensors.items() if n in text})
+    x = RNG.integers(0, 4, 3) if rows else RNG.normal(size=(3, 4)).astype("f")
+    fed = {model.graph.input[0].name: x}
+    adapted = add_lora(model, "Q", rank=2)
+    onnx.checker.check_model(adapted, full_check=True)
+    np.testing.assert_array_equal(run(adapted, fed)[0], run(model, fed)[0])
+    a, b = adapter_of(adapted := shaken(adapted))
+    change = 8 * (a[x] if rows else x @ a) @ b
+    np.testing.assert_allclose(run(adapted, fed)[0], run(model, fed)[0] + change, 1e-4, 1e-4)
+    trained = og.Trainer(adapted, "mse").trained
+    assert trained == fine_tuned(adapted)
+
+
+def test_layers_without_adapters_are_named():
+    model = with_tensors(
+        parse("""f (float[N,1,3] x) => (float[N,1,2] y) {
+            h, l, c = LSTM<hidden_size = 2>(x, w_x, w_h) s = Squeeze(h, axis) y = MatMul(s, w_out)
+        }"""),
+        w_x=RNG.normal(size=(1, 8, 3)).astype("f"),
+        w_h=RNG.normal(size=(1, 8, 2)).astype("f"),
+        w_out=RNG.normal(size=(2, 2)).astype("f"),
+        axis=np.array([1]),
+    )
+    with pytest.warns(UserWarning, match=r"'w_\*' matches get no adapter: 'w_x': LSTM .*'w_h'"):
+        adapted = add_lora(model, "w_*", rank=1)
+    assert fine_tuned(adapted) == ["w_out.lora_A.weight", "w_out.lora_B.weight"]
+    integer = with_tensors(
+        parse("""f (float[N,2,4,4] x) => (float[N,2] y) {
+            q, s, z = DynamicQuantizeLinear(x) h = ConvInteger(q, w_conv, z) f = Cast<to=1>(h)
+            r = Mul(f, s) p = ReduceMean<keepdims=0>(r, axes) y = MatMul(p, w_out) }"""),
+        w_conv=RNG.integers(0, 9, (2, 2, 3, 3)).astype(np.uint8),
+        w_out=RNG.normal(size=(2, 2)).astype("f"),
+        axes=np.array([2, 3]),
+    )
+    with pytest.warns(UserWarning, match=r"no adapter: 'w_conv': ConvInteger"):
+        add_lora(integer, "w_*", rank=1)
+
+
 # -- PyTorch -------------------------------------------------------------------------------------
 
 

@@ -664,7 +664,6 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
         ({"weights_to_train": []}, (X, Y), "no differentiable path"),
         ({"training_optimizer_name": "adm"}, (X, Y), "Unknown optimizer 'adm'"),
         ({"device": "gpu"}, (X, Y), "device 'gpu': .*CPUExecutionProvider"),
-        ({"batch_size": 48}, (X, Y), "batch_size=48 is more than the 47 rows"),
         ({"max_iter": 0}, (X, Y), "max_iter must be a whole number"),
         (
             {"model_onnx": parse(TWO, **START)},

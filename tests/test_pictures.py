@@ -129,6 +129,25 @@ def test_large_models_are_folded_to_a_readable_size():
     assert len(boxes(og.to_svg(chain(2000), fold=False))) == 2002
 
 
+@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.parametrize("module", ["", "/layer{}/"])
+def test_the_page_of_a_gradient_grows_as_its_nodes(noted, module):
+    """Each node of the backward pass reads one of the forward pass, many rows away."""
+    per_node = []
+    for count in (40, 160):
+        nodes = [f"a{i} = MatMul(t{i}, w)  t{i + 1} = Tanh(a{i})" for i in range(count)]
+        model = onnx.parser.parse_model(f"""<ir_version: 10, opset_import: ["": 18]>
+            f (float[N, 2] t0) => (float[N, 2] t{count})
+            <float[2, 2] w = {{0.1, 0.2, 0.3, 0.4}}> {{ {"  ".join(nodes)} }}""")
+        for i, node in enumerate(model.graph.node):
+            node.name = module and module.format(i // 2) + node.op_type
+        gradient = og.onnx_derivative(model, note_primal=noted)
+        layered, nodes = Layered(Scene(gradient)), len(gradient.graph.node)
+        cells = sum(len(row) for rows in layered.groups.values() for row in rows.rows)
+        per_node.append((len(og.to_html(gradient)) / nodes, cells / nodes))
+    assert np.all(np.divide(*per_node[::-1]) < 1.4)
+
+
 def test_constants_are_no_boxes():
     model = parse("""<ir_version: 9, opset_import: ["": 20]>
         f (float[2] x) => (float[2] y, float[1] c) <float[2] w = {1, 2}>

@@ -71,6 +71,67 @@ CASES = {
             b = Expand(zero, one)
             Y = Conv(X, W, b)
         }""", W=normal(2, 3, 3, 3), zero=0.0), {"W"}),
+    "expected class of a detector": (
+        model("""agraph (float[N, 3, 5] X) => (float[N, 4, 5] Y) {
+            Z = Conv(X, W) R = Reshape(Z, shape) T = Transpose<perm=[0, 2, 1, 3]>(R)
+            P = Softmax<axis=1>(T) D = Conv(P, ramp) E = Reshape(D, last) Y = Sub(anchors, E) }""",
+              W=normal(64, 3, 1), shape=np.array([0, 4, 16, 5]), last=np.array([0, 4, 5]),
+              ramp=np.arange(16.0).reshape(1, 16, 1, 1), anchors=normal(1, 4, 5)), {"W"}),
+    "expected number by equal steps": (
+        model("""agraph (float[N, 3] X) => (float[N, 1] Y) {
+            Z = MatMul(X, W) P = Softmax(Z) Y = MatMul(P, bins) }""",
+              W=normal(3, 5), bins=np.linspace(0, 1, 5)[:, None]), {"W"}),
+    "expected number by a product and a sum": (
+        model("""agraph (float[N, 3] X) => (float[N] Y) {
+            Z = MatMul(X, W) P = Softmax(Z) Q = Mul(P, bins)
+            Y = ReduceSum<keepdims=0>(Q, axis) }""",
+              W=normal(3, 5), bins=np.arange(5.0), axis=np.array([1])), {"W"}),
+    "a last layer behind a Softmax": (
+        model("""agraph (float[N, 3] X) => (float[N, 1] Y) {
+            Z = MatMul(X, W) P = Softmax(Z) Y = MatMul(P, V) }""",
+              W=normal(3, 5), V=normal(5, 1)), {"W", "V"}),
+    "integers that are cast and scaled": (
+        model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
+            F = Cast<to=1>(Q) C = Sub(F, zero) W = Mul(C, scale) Z = MatMul(X, W)
+            Y = Add(Z, b) }""",
+              Q=RNG.integers(-9, 9, (3, 4)).astype(np.int8), zero=normal(4), scale=normal(4),
+              b=normal(4)), {"b"}),
+    "integers in blocks, each with a scale": (
+        model("""agraph (float[N, 8] X) => (float[N, 4] Y) {
+            F = Cast<to=1>(Q) E = Unsqueeze(scale, last) B = Mul(F, E) R = Reshape(B, shape)
+            W = Transpose(R) Z = MatMul(X, W) Y = Mul(Z, gain) }""",
+              Q=RNG.integers(0, 9, (4, 2, 4)).astype(np.uint8), scale=normal(4, 2),
+              last=np.array([2]), shape=np.array([4, 8]), gain=normal(4)), set()),
+    "integers that are scaled behind the product": (
+        model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
+            W = Cast<to=1>(Q) Z = MatMul(X, W) S = Mul(Z, scale) B = Add(S, b) R = Relu(B)
+            Y = MatMul(R, V) }""",
+              Q=RNG.integers(-9, 9, (3, 4)).astype(np.int8), scale=normal(4), b=normal(4),
+              V=normal(4, 4)), {"b", "V"}),
+    "packed integers": (
+        model("""agraph (float[N, 4] X) => (float[N, 4] Y) {
+            A = BitwiseAnd(Q, fifteen) H = BitShift<direction="RIGHT">(Q, four)
+            P = Concat<axis=0>(A, H)
+            F = Cast<to=1>(P) C = Sub(F, zero) W = Mul(C, scale) Y = MatMul(X, W) }""",
+              Q=RNG.integers(0, 255, (2, 4)).astype(np.uint32), fifteen=np.uint32([15]),
+              four=np.uint32([4]), zero=normal(4), scale=normal(4)), set()),
+    "rows of integers that are gathered": (
+        model("""agraph (int64[N, 2] I) => (float[N, 2, 4] Y) {
+            G = Gather(Q, I) F = Cast<to=1>(G) S = Gather(scales, I) E = Mul(F, S) T = Mul(E, one)
+            P = Add(T, positions) Y = MatMul(P, W) }""",
+              Q=RNG.integers(-9, 9, (5, 4)).astype(np.int8), scales=normal(5, 1), one=np.array(0.5),
+              positions=normal(2, 4), W=normal(4, 4)), {"positions", "W"}),
+    "a weight with a mask of bytes": (
+        model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
+            M = Cast<to=1>(mask) V = Mul(W, M) Y = MatMul(X, V) }""",
+              mask=np.tri(3, 4).astype(np.uint8), W=normal(3, 4)), {"W"}),
+    "rounded data": (
+        model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
+            Z = MatMul(X, W) D = Div(Z, act_scale) A = Add(D, zero) R = Round(A)
+            C = Clip(R, low, high)
+            B = Sub(C, zero) S = Mul(B, act_scale) Y = MatMul(S, V) }""",
+              W=normal(3, 4), act_scale=normal(4), zero=0.0, low=0.0, high=255.0, V=normal(4, 4)),
+        {"W", "V"}),
     "Gemm, transposed": (
         model("agraph (float[N, 3] X) => (float[N, 2] Y) { Y = Gemm<transB=1>(X, W, b) }",
               W=normal(2, 3), b=normal(2)), {"W", "b"}),

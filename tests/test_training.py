@@ -736,7 +736,6 @@ NAN = np.where(np.arange(94).reshape(47, 2) // 2 == 30, np.nan, X)
         ({"learning_rate": "constant"}, (X, Y), "Unknown learning rate"),
         ({"weight_init": "he"}, (X, Y), "Unknown weight_init"),
         ({"batch_size": 0}, (X, Y), "batch_size must be a whole number above 0"),
-        ({"batch_size": 48}, (X, Y), "batch_size=48 is more than the 47 rows"),
         ({"max_iter": 1.5}, (X, Y), "max_iter must be a whole number"),
         ({"validation_every": 0}, (X, Y), "validation_every must be above 0"),
         ({"validation_every": None}, (X, Y), "validation_every must be above 0, not None"),

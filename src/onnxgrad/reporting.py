@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 from html import escape
 from threading import Lock
 from types import FrameType
@@ -37,6 +38,12 @@ def escape_loggers(package: str) -> None:
 _SILENT = logging.CRITICAL + 1
 # Level of the running call; calls in other threads do not report at it.
 _call_level: ContextVar[int] = ContextVar("onnxgrad_level", default=_SILENT)
+
+
+@lru_cache(maxsize=1000)
+def warn_once(message: str) -> None:
+    """Warn unless this message was logged before: a file is read many times for one training."""
+    logger.warning("%s", message)
 
 
 def level_of(verbose: int) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,8 +13,9 @@ from onnxgrad.errors import printable
 from onnxgrad.finetune.adapter_uses import Target
 from onnxgrad.finetune.dora import unfit
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
-from onnxgrad.reporting import logger
+from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.choice import matching_weights
+from onnxgrad.training.parameters.table import more
 
 _LISTED = 4  # reasons that a message gives
 
@@ -45,14 +47,21 @@ def chosen_targets(
             told = [
                 f"{printable(n)!r}: {reasons[n]}" for n in targets if n in matched & set(reasons)
             ]
-            more = f"; and {len(told) - _LISTED} more" if len(told) > _LISTED else ""
             raise ValueError(
                 f"nothing that {pattern!r} matches can have an adapter: "
-                f"{'; '.join(told[:_LISTED]) or 'it only matches adapters'}{more}"
+                f"{'; '.join(told[:_LISTED]) or 'it matches adapters, or no factors of products'}"
+                f"{more(told, _LISTED)}"
             )
         chosen |= possible
         for name in sorted(matched & set(reasons)):
             logger.info("no adapter for %s: %s", printable(name), reasons[name])
+        missed = [n for n in targets if n in matched and n in reasons and targets[n].missed]
+        if missed:
+            listed = "; ".join(f"{printable(n)!r}: {reasons[n]}" for n in missed[:_LISTED])
+            warnings.warn(
+                f"layers that {pattern!r} matches get no adapter: {listed}{more(missed, _LISTED)}",
+                stacklevel=frames_inside() + 1,
+            )
     if not chosen:
         raise ValueError("no patterns: name the weights that get an adapter")
     return {name: target for name, target in targets.items() if name in chosen}

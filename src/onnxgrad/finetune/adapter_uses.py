@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.model.constants import FLOATS, ConstantRef, standard
-from onnxgrad.model.traversal import own_names, subgraphs
+from onnxgrad.model.traversal import all_nodes, own_names, subgraphs
 from onnxgrad.model.weights import constant_refs
+from onnxgrad.training.parameters.operands import letter
 
 LINEAR, LEFT, EMBEDDING, CONV = "linear", "left", "embedding", "conv"
 _QUANTIZED = (
@@ -55,35 +57,53 @@ class Use:
 
 @dataclass
 class Target:
-    """A constant, its uses, and the reason why it cannot have an adapter; "" if it can."""
+    """A constant, its uses, and the reason why it cannot have an adapter; "" if it can.
+
+    It is `missed` if a layer multiplies by it that adapters are not put beside.
+    """
 
     ref: ConstantRef
     uses: list[Use] = field(default_factory=list)
     reason: str = ""
     quantized: bool = False
+    missed: bool = False
 
 
 @dataclass(frozen=True)
 class _Path:
-    """What moves a weight to its use: the order of its axes, and its dtype there."""
+    """What moves a weight to its use: its shape and the order of its axes, and its dtype there.
+
+    Integers are `scaled` behind a Mul or Div by a constant.
+    """
 
     key: Key
+    shape: tuple[int, ...]
     perm: tuple[int, ...]
     dtype: int
     quantized: bool
+    scaled: bool = False
+
+    @property
+    def used(self) -> tuple[int, ...]:
+        """The shape at the use."""
+        return tuple(self.shape[i] for i in self.perm)
 
 
 def targets(proto: ModelProto) -> dict[str, Target]:
     """Return the float and quantized constants of a model without local functions, by name."""
     refs = list(constant_refs(proto))  # keeps the graphs alive, and so their ids unique
     readers = _readers(proto.graph)
-    constants = {ref.graph_name for ref in refs}
+    constants = {ref.graph_name: ref for ref in refs}
+    fixed = set(constants)
+    for node in all_nodes(proto.graph.node):
+        if node.input and fixed.issuperset(node.input) and not any(subgraphs(node)):
+            fixed.update(node.output)
     dtypes = {ref.graph_name: ref.read().data_type for ref in refs}
     found: dict[str, Target] = {}
     for ref in refs:
         dtype = dtypes[ref.graph_name]
         if dtype in FLOATS or dtype in _QUANTIZED:
-            target = _target(ref, readers, constants, dtypes)
+            target = _target(ref, readers, constants, fixed, dtypes)
             if dtype in FLOATS or target.quantized:
                 found[ref.name] = target
     return found
@@ -120,7 +140,8 @@ def _readers(graph: GraphProto) -> dict[Key, list[Reader]]:
 def _target(
     ref: ConstantRef,
     readers: dict[Key, list[Reader]],
-    constants: set[str],
+    constants: dict[str, ConstantRef],
+    fixed: set[str],
     dtypes: dict[str, int],
 ) -> Target:
     target = Target(ref)
@@ -130,19 +151,26 @@ def _target(
         target.reason = f"it is {kind}"
         return target
     shape = tuple(tensor.dims)
-    start = _Path(
-        (id(ref.graph), ref.graph_name), tuple(range(len(shape))), tensor.data_type, False
-    )
-    for path, (graph, node, index) in _through_moves(start, readers, dtypes):
-        use = node and _use(path, graph, node, index, shape, dtypes)
+    key, stored = (id(ref.graph), ref.graph_name), tensor.data_type
+    start = _Path(key, shape, tuple(range(len(shape))), stored, False)
+    for path, (graph, node, index) in _through_moves(start, readers, dtypes, constants, fixed):
+        use = node and _use(path, graph, node, index, dtypes)
+        rows = isinstance(use, Use) and use.form == EMBEDDING
+        if isinstance(use, Use) and not path.scaled and (path.quantized or rows):
+            use = _behind_scale(use, fixed) if stored not in FLOATS else use
+            if not use.dtype.is_floating_point():
+                use = f"the result of {_named(use.node)} stays in integers"
         if isinstance(use, Use) and use.x in constants:
             use = f"{_named(use.node)} multiplies it by another constant"
         if isinstance(use, Use):
             target.uses.append(use)
         else:
             target.reason = use or "it is an output of a graph"
+            factor = node is not None and letter(node, index) in ("f", "q")
+            target.missed |= factor and len(shape) > 1
         integers = node is not None and node.op_type in (_NBITS, "MatMulInteger", "QLinearMatMul")
         target.quantized |= path.quantized or (integers and isinstance(use, Use))
+        target.quantized |= stored not in FLOATS and len(shape) > 1  # though without an adapter
     if len(shape) < 2 and not target.quantized:
         target.reason = f"it has the shape {list(shape)}, an adapter needs a matrix"
     elif not target.uses and not target.reason:
@@ -164,28 +192,45 @@ def _mixed(uses: list[Use]) -> str:
 
 
 def _through_moves(
-    start: _Path, readers: dict[Key, list[Reader]], dtypes: dict[str, int]
+    start: _Path,
+    readers: dict[Key, list[Reader]],
+    dtypes: dict[str, int],
+    constants: dict[str, ConstantRef],
+    fixed: set[str],
 ) -> Iterator[tuple[_Path, Reader]]:
     """Yield what reads a weight, itself or behind nodes that transpose, cast or dequantize it."""
     waiting = [start]
     for path in waiting:  # the loop appends to it
         for reader in readers.get(path.key, ()):
             graph, node, index = reader
-            if node is None or standard(node.domain) not in ("", _MICROSOFT) or index:
+            if node is None or standard(node.domain) not in ("", _MICROSOFT):
+                yield path, reader
+                continue
+            onward = replace(path, key=(id(graph), node.output[0]))
+            if path.quantized and node.op_type in _AFFINE and fixed.issuperset(node.input):
+                scaled = path.scaled or node.op_type in _SCALES
+                waiting.append(replace(onward, scaled=scaled))
+                continue
+            if index:
                 yield path, reader
                 continue
             options = attributes(node)
-            onward = replace(path, key=(id(graph), node.output[0]))
             if node.op_type == "Transpose":
                 order = options.get("perm", range(len(path.perm))[::-1])
                 waiting.append(replace(onward, perm=tuple(path.perm[i] for i in order)))
             elif node.op_type == "Cast":
-                waiting.append(replace(onward, dtype=options["to"]))
+                quantized = path.quantized or path.dtype not in FLOATS
+                waiting.append(replace(onward, dtype=options["to"], quantized=quantized))
+            elif node.op_type == "Reshape" and path.quantized and node.input[1] in constants:
+                sizes = constants[node.input[1]].array()
+                sizes = np.empty(path.used, bool).reshape(np.where(sizes, sizes, path.used[0]))
+                axes = tuple(range(sizes.ndim))
+                waiting.append(replace(onward, shape=sizes.shape, perm=axes))
             elif node.op_type == "Identity":
                 waiting.append(onward)
             elif node.op_type == "DequantizeLinear":
                 dtype = options.get("output_dtype") or dtypes.get(node.input[1], TensorProto.FLOAT)
-                waiting.append(replace(onward, dtype=dtype, quantized=True))
+                waiting.append(replace(onward, dtype=dtype, quantized=True, scaled=True))
             else:
                 yield path, reader
 
@@ -196,6 +241,31 @@ _INTEGER_PRODUCTS = {
     ("", "MatMulInteger"): ("Cast", "Mul"),
     ("", "QLinearMatMul"): ("DequantizeLinear",),
 }
+
+
+_SCALES = ("Mul", "Div")
+_AFFINE = (*_SCALES, "Add", "Sub")
+
+
+def _behind_scale(use: Use, fixed: set[str]) -> Use:
+    """Return the use whose result has its scale, which multiplies the product or the rows."""
+    rows, node, dtype = use.form == EMBEDDING, use.node, use.dtype
+    gathered = {
+        n.output[0] for n in use.graph.node if n.op_type == "Gather" and n.input[0] in fixed
+    }
+    while use.form != CONV and node.op_type not in _SCALES:
+        readers = [n for n in use.graph.node if node.output[0] in n.input]
+        if len(readers) != 1:
+            break
+        after = readers[0]
+        others = set(after.input) - {node.output[0]}
+        scales = after.op_type in (_AFFINE if rows else _SCALES)
+        if rows and after.op_type == "Cast":
+            dtype = ir.DataType(attributes(after)["to"])
+        elif not scales or not others or not others <= (fixed | gathered if rows else fixed):
+            break
+        node = after
+    return replace(use, node=node, dtype=dtype)
 
 
 def _float_use(use: Use) -> Use | str:
@@ -217,17 +287,16 @@ def _use(
     graph: GraphProto,
     node: NodeProto,
     index: int,
-    shape: tuple[int, ...],
     dtypes: dict[str, int],
 ) -> Use | str:
     """Return the use of a weight by `node`, or why it cannot have an adapter."""
     kind, options = (standard(node.domain), node.op_type), attributes(node)
-    dtype = ir.DataType(path.dtype)
+    dtype, shape = ir.DataType(path.dtype), path.shape
     if kind == (_MICROSOFT, _NBITS) and index == 1:
         scales = ir.DataType(dtypes.get(node.input[2], TensorProto.FLOAT))
         size = (int(options["K"]), int(options["N"]))
         return Use(graph, node, LINEAR, node.input[0], (0, 1), size, scales)
-    used = tuple(shape[i] for i in path.perm)
+    used = path.used
     x = (*node.input, "")[1 - index % 2]
     use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
     if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):

@@ -111,9 +111,8 @@ def _with_head(
     graph.outputs.append(y)
     tidy(changed)
     graph.inputs[:] = [v for v in graph.inputs if v.uses()]
-    new = to_proto(changed)
-    request.note(new, [str(v.name) for v in weights], labelled=False)
-    return new
+    tensors = [str(v.name) for v in weights]
+    return request.finish(to_proto(changed), tensors, labelled=False, origin=proto)
 
 
 def _value(graph: ir.Graph, name: str) -> ir.Value:

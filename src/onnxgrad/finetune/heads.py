@@ -11,6 +11,7 @@ from onnx import ModelProto
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import unknown
 from onnxgrad.finetune.activations import ACTIVATIONS, change_activation
+from onnxgrad.finetune.class_metadata import NewClasses
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.labels import (
     Classes,
@@ -56,7 +57,9 @@ def replace_head(
 
     A model that returns labels, as scikit-learn's classifiers, returns the new classes, also in its
     ZipMap: that of the largest score, and a softmax if it returned probabilities of any kind. Of
-    other models, the names of the classes are stored as metadata, `onnxgrad.classes`.
+    other models, the names of the classes are stored as metadata, `onnxgrad.classes`. Metadata of
+    other programs that describe the old classes, as `names`, `character` and `nc` may, are
+    rewritten or removed, and the logger warns which.
 
     Args:
         model: model, serialized model or path; never modified.
@@ -109,12 +112,29 @@ class Request:
         self.units, self.classes = _units(units)
         self.name, self.activation, self.seed = name, activation, seed
 
-    def note(self, proto: ModelProto, tensors: Sequence[str], labelled: bool) -> None:
-        """Note the new tensors in `proto`, and the classes if it does not return them."""
+    def finish(
+        self,
+        proto: ModelProto,
+        tensors: Sequence[str],
+        labelled: bool,
+        origin: ModelProto,
+        old: int | None = None,
+        alone: bool = True,
+    ) -> ModelProto:
+        """Return `proto` with notes about the new tensors, and the classes if it lacks labels.
+
+        It is changed in place: metadata about the `old` classes, see `NewClasses`, and the IR
+        version, which is that of `origin`.
+        """
+        tables = {t.dims[0] for t in proto.graph.initializer if len(t.dims) == 2}
+        tables -= {t.dims[0] for t in proto.graph.initializer if t.name in tensors}
+        NewClasses(old, self.units, self.classes, alone, frozenset(tables)).update(proto)
+        proto.ir_version = max(4, origin.ir_version)  # before, initializers had to be inputs too
         own = {t.name for t in proto.graph.initializer}
         earlier = [name for name in read_note(proto, HEAD) if name in own]
         write_note(proto, HEAD, list(dict.fromkeys([*earlier, *tensors])))
         write_note(proto, CLASSES, [] if labelled else list(self.classes or ()))
+        return proto
 
 
 def _replaced(
@@ -150,8 +170,8 @@ def _replaced(
     _declare(model, before, tail)
     new = to_proto(model)
     restore_zipmaps(new, zips, classes)
-    request.note(new, added, labelled)
-    return new
+    alone = len(indices) == len(graph.outputs)
+    return request.finish(new, added, labelled, proto, layer.units, alone)
 
 
 def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str | None) -> Layer:

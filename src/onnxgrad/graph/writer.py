@@ -32,11 +32,13 @@ class _Arithmetic:
     onnx_ir has one handler for the whole process; the ContextVar separates threads.
     """
 
-    def __init__(self, previous: Any) -> None:
-        self.previous = previous
+    previous: Any = None
 
     def __getattr__(self, op_type: str) -> Any:
         return getattr(_current.get(self.previous), op_type)
+
+
+_ARITHMETIC = _Arithmetic()
 
 
 class Writer:
@@ -69,10 +71,9 @@ class Writer:
         self._tokens: list[Any] = []  # one for every `with` that is active
 
     def __enter__(self) -> Self:
-        handler = ir.set_value_magic_handler(None)
-        if not isinstance(handler, _Arithmetic):
-            handler = _Arithmetic(handler)
-        ir.set_value_magic_handler(handler)
+        previous = ir.set_value_magic_handler(_ARITHMETIC)  # never None, which other threads see
+        if previous is not _ARITHMETIC:
+            _ARITHMETIC.previous = previous
         self._tokens.append(_current.set(self))
         return self
 

@@ -13,6 +13,7 @@ from onnxgrad.errors import printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.tidy import free, tidy
 from onnxgrad.losses.applied_to import decided
 from onnxgrad.losses.formulas import loss_spec
@@ -23,6 +24,7 @@ from onnxgrad.losses.sums import expanded
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs, note_constants
+from onnxgrad.runtime.run_shapes import confirmed_by_run
 
 
 def add_loss_output(
@@ -135,7 +137,7 @@ def _with_outputs(
 ) -> tuple[ir.Model, Mapping[str, ir.Value]]:
     """Return the model reduced to the prediction and the penalized weights, and values by name."""
     model = to_ir(raise_opset(proto))
-    infer(model)
+    infer_file(model, confirm=confirmed_by_run(proto))
     values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
     weights = [values[name] for name in penalized if name in values]
     model.graph.outputs[:] = [values[prediction], *weights]

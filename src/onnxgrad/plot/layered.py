@@ -14,6 +14,7 @@ from itertools import pairwise
 from onnxgrad.plot.scene import ROOT, Arrow, Scene
 
 _SWEEPS = 4
+_NEAR = 8  # rows: a longer arrow bends only so far from its ends, so that bends grow as arrows do
 
 Cell = tuple[str, int]  # ("item" | "group" | "bend", id)
 
@@ -41,7 +42,7 @@ class Layered:
         scene: the scene.
         groups: `{id: rows}`.
         ways: for each arrow, the bends on its way, in the groups around its ends; in no order, as
-            an arrow goes up or down all the way.
+            an arrow goes up or down all the way. A long one is straight in its middle.
     """
 
     def __init__(self, scene: Scene) -> None:
@@ -58,8 +59,11 @@ class Layered:
         for g in scene.groups:
             above[g.id] = [*above.get(parents[g.id], []), g.id]
         children: dict[int, list[Cell]] = defaultdict(list)
+        self._inside: dict[Cell, list[int]] = defaultdict(list)  # the items in a cell of the root
         for item in scene.items:
             children[item.group].append(("item", item.id))
+            path = above[item.group][1:]
+            self._inside[("group", path[0]) if path else ("item", item.id)].append(item.id)
         for g in scene.groups[1:]:
             children[g.parent].append(("group", g.id))
         lifted: dict[int, dict[tuple[Cell, Cell], list[int]]] = defaultdict(dict)
@@ -99,7 +103,7 @@ class Layered:
         for (_, cell, enters), arrows in self._passing[group].items():
             r = row[cell]
             passed = range(r - 1, -1, -1) if enters != upward else range(r + 1, last + 1)
-            way = [cell, *(self._bend(n, row) for n in passed)]
+            way = [cell, *(self._bend(n, row) for n in _near_ends(passed))]
             links = list(pairwise(way))
             made.links += [(b, a) for a, b in links] if enters != upward else links
             for i in arrows:
@@ -154,30 +158,25 @@ class Layered:
         return found
 
     def _cells_by_output(self, cells: list[Cell]) -> dict[str, Cell]:
-        inside = {i: cell for cell in cells for i in self._items(cell)}
+        inside = {i: cell for cell in cells for i in self._inside[cell]}
         items = self.scene.items
         return {items[i].first: c for i, c in inside.items() if "backward" not in items[i].marks}
 
     def _primals(self, cell: Cell) -> list[str]:
-        return [p for i in self._items(cell) if (p := self.scene.items[i].primal)]
-
-    def _items(self, cell: Cell) -> list[int]:
-        """Return the items in a cell of the root."""
-        if cell[0] == "item":
-            return [cell[1]]
-        groups = {cell[1]}
-        for g in self.scene.groups:  # each after its parent
-            if g.parent in groups:
-                groups.add(g.id)
-        return [item.id for item in self.scene.items if item.group in groups]
+        return [p for i in self._inside[cell] if (p := self.scene.items[i].primal)]
 
     def _way(self, a: Cell, b: Cell, row: dict[Cell, int]) -> list[Cell]:
         """Return the cells from the upper to the lower of `a` and `b`, with bends between them."""
         if row[a] > row[b]:
             a, b = b, a
         way = [a]
-        way += [self._bend(r, row) for r in range(row[a] + 1, row[b])]
+        way += [self._bend(r, row) for r in _near_ends(range(row[a] + 1, row[b]))]
         return [*way, b]
+
+
+def _near_ends(rows: range) -> list[int]:
+    """Return the rows in which an arrow that passes `rows` bends."""
+    return [*rows] if len(rows) <= 2 * _NEAR else [*rows[:_NEAR], *rows[-_NEAR:]]
 
 
 def _lift(paths: list[list[int]], arrow: Arrow) -> tuple[int, tuple[Cell, Cell]]:

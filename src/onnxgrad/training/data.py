@@ -98,6 +98,17 @@ class Dataset:
         return len({np.shape(part)[:1] for part in parts}) == 1
 
     @property
+    def first_labels(self) -> Any:
+        """The labels, or those of the first batch of a list; a dict may have features, too."""
+        first = self.X
+        if self.y is not None or isinstance(first, Mapping):
+            return first if self.y is None else self.y
+        if not isinstance(first, (list, tuple)) or self.reader is not None or not self.batched:
+            return None
+        first = first[0]
+        return first if isinstance(first, Mapping) else next(iter(first[1:]), None)
+
+    @property
     def weighted(self) -> bool:
         """Whether the data have sample weights, or batches that may have some."""
         return self.sample_weight is not None or self.batched
@@ -161,20 +172,18 @@ class Dataset:
         batch_size: int,
         batch_axes: Mapping[str, int | None] | None = None,
         prefetch: int = PREFETCHED,
-        shrink: bool = False,
     ) -> BatchSource:
         """Return the source of batches.
 
         Args:
             fields: the inputs.
-            batch_size: rows of a batch.
+            batch_size: rows of a batch, at most; fewer rows are one batch.
             batch_axes: `{input: axis of its rows}`, None for an array that every batch gets whole;
                 the default is that of `fields`.
             prefetch: slices that a thread reads ahead, of data that are not in memory.
-            shrink: make one batch of all rows, if they are fewer than `batch_size`.
 
         Raises:
-            ValueError: data that the inputs do not accept, or fewer rows than a batch has.
+            ValueError: data that the inputs do not accept, or fewer rows than a fixed batch has.
         """
         fields, reader = fields.with_axes(batch_axes), self.reader
         if reader is None and self.batched:
@@ -182,13 +191,13 @@ class Dataset:
             return ReaderSource(self._batches(), fields, batch_size, 0 if in_memory else prefetch)
         if reader is not None and not (isinstance(reader, DiskArrays) and fields.moved):
             if reader.count is None and reader.rows is not None:
-                batch_size = _size(batch_size, reader.rows, shrink)
+                batch_size = min(batch_size, reader.rows)
                 fields.check_rows(reader.rows)
                 fields.check_batch(batch_size)
             return ReaderSource(reader, fields, batch_size, prefetch)
         arrays = fields.arrays(*self.by_name)
         axes = fields.axes(arrays)
-        batch_size = _size(batch_size, rows := count_rows(arrays, axes), shrink)
+        batch_size = min(batch_size, rows := count_rows(arrays, axes))
         fields.axes(arrays, cut=batch_size < rows)
         source = ArraySource(arrays, axes, batch_size)
         fields.check_batch(batch_size)
@@ -219,13 +228,6 @@ def _is_path(X: Any) -> bool:
 
 def _are_paths(X: Any) -> bool:
     return isinstance(X, (list, tuple)) and bool(X) and all(map(_is_path, X))
-
-
-def _size(batch_size: int, rows: int, shrink: bool) -> int:
-    """Return the rows of a batch: at most those of the data."""
-    if batch_size > rows and not shrink:
-        raise ValueError(f"batch_size={batch_size} is more than the {rows} rows of data")
-    return min(batch_size, rows)
 
 
 def _is_named(value: Any) -> bool:

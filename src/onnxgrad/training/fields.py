@@ -153,9 +153,9 @@ class Fields:
         if sample_weight is not None:
             if self.weight is None:
                 raise ValueError(
-                    "the loss takes no sample weights, which need one loss for each row: name the "
-                    "tensor before its reduction as output= of a loss model, or build the loss "
-                    "with add_loss_output(..., weight_name='weight')"
+                    "the loss takes no sample weights: build it with "
+                    "add_loss_output(..., weight_name='weight'), or name one loss for each row, "
+                    "the tensor before its reduction, as output= of a loss model"
                 )
             data[self.weight] = sample_weight
         return data

@@ -42,7 +42,7 @@ class OrtGradientOptimizer(SeedTrainer):
         max_iter: epochs; in each, every row is drawn once, the last batch may be shorter.
         training_optimizer_name: "SGDOptimizer", "momentum", "nesterov", "adam", "adamw", or an
             optimizer of `onnxgrad` such as `adam(b1=0.8)`.
-        batch_size: rows of a batch.
+        batch_size: rows of a batch; fewer rows of data are one batch.
         learning_rate: name, number or `BaseLearningRate`; `LearningRateSGDNesterov` has its own
             momentum, and requires "SGDOptimizer".
         device: "cpu", "cuda" or "cuda:1", a GPU by its number; "gpu" means "cuda".

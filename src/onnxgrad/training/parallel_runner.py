@@ -212,7 +212,7 @@ class Local(Runner):
         """Return the mean of the processes, computed in float32 for 16 bits."""
         total = np.array(state, np.float32 if state.dtype.itemsize < 4 else state.dtype)
         self.group.sum(total)()
-        return self.device.ortvalue((total / self.group.size).astype(state.dtype))
+        return self.device.ortvalue(np.asarray(total / self.group.size, state.dtype))
 
 
 def shared_runner(

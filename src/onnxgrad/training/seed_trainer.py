@@ -164,7 +164,8 @@ class SeedTrainer(BaseEstimator):
         state = self._first_state(proto, names, step, optimizer, before)
         source = self._source(state, fields, data)
         validation = self._evaluation(proto, step, fields, weighted, held_out)
-        target = Target.of(self.device, work := step.work * self.batch_size, self.batch_size)
+        rows = source.batch_size
+        target = Target.of(self.device, work := step.work * rows, rows)
         runner = new_runner(step, "mean" if fields.mean else "sum", target, work)
         loop = self._loop(state, runner, rate, source, validation, callbacks)
         build = partial(self._build_step, proto, names, optimizer, weighted, before)

@@ -116,9 +116,14 @@ class Setup:
             options=trainer.loss_options,
             loss_weights=trainer.loss_weights,
             class_weight=self._class_weight(),
-            label_shapes=label_shapes(self.data.y),
+            label_shapes=self.label_shapes,
             weight_shape=(0,) * self.weight_axes or None,
         )
+
+    @cached_property
+    def label_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of labels, as far as they are known before batches are read."""
+        return label_shapes(self.data, self.trainer.proto)
 
     @cached_property
     def balanced(self) -> dict[int, float] | None:
@@ -193,7 +198,7 @@ class Setup:
     def _compiled(self) -> Compiled:
         """Return the step and its objective; those of the call before, if they are the same."""
         own = isinstance(self.plan.loss, OutputLosses)
-        return compiled_step(self, label_shapes(self.data.y), self._class_weight() if own else None)
+        return compiled_step(self, self.label_shapes, self._class_weight() if own else None)
 
     def loop(
         self, epochs: int, shuffle: bool, resume: str | os.PathLike | None, further: bool = False
@@ -294,7 +299,7 @@ class Setup:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
         fields.names = self.names
         size = self.batch_size or fields.fixed_rows or self.default_size
-        return data.source(fields, size, shrink=not fields.fixed_rows)
+        return data.source(fields, size)
 
     def _validate(self, held_out: BatchSource) -> dict[str, Any]:
         """Return the entries of the history for validation data."""

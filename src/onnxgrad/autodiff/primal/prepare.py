@@ -27,7 +27,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows
 from onnxgrad.graph.inference.loop_states import note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
-from onnxgrad.graph.inference.stated import complete_stated, forget_stated
+from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.shapes import is_real, rank
 from onnxgrad.graph.tidy import replace_node, tidy
 from onnxgrad.graph.traversal import all_nodes
@@ -35,6 +35,7 @@ from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.opsets import NEWEST_OPSET, exists
 from onnxgrad.reporting import escape_loggers
+from onnxgrad.runtime.run_shapes import confirmed_by_run
 
 escape_loggers("onnx_ir")  # of its passes, too
 
@@ -76,11 +77,9 @@ def prepare(
     if batch is not None:
         name_rows(model.graph, batch, exempt)
     note_ranks(all_nodes(model.graph))
-    stated = {} if own else forget_stated(model.graph)
     trust_branches = outputs is not None  # for a loss: trainers check the shapes that they feed
-    infer(model, trust_branches)
-    if complete_stated(model.graph, stated):
-        infer(model, trust_branches)
+    confirm = None if own else confirmed_by_run(proto)
+    (infer if own else infer_file)(model, trust_branches, confirm)
     while take_static_branches(model, keep) or _assume_types(model.graph):
         infer(model, trust_branches)
     table |= _of_untyped(model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from itertools import chain, count
 
 import onnx_ir as ir
@@ -25,7 +25,7 @@ from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
 from onnxgrad.graph.sequences import OPERATORS
 from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, output_shape, static
 from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
-from onnxgrad.reporting import logger
+from onnxgrad.reporting import warn_once
 
 # Exporters write these for an unknown length: the same text twice does not mean the same length.
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
@@ -35,7 +35,11 @@ CALLED = "onnxgrad.called"  # `meta` key of a graph: the symbols that `name_rows
 _ROUNDS = 8  # at most, until types of sequences and hidden nodes no longer change
 
 
-def infer(model: ir.Model, trust_branches: bool = True) -> None:
+def infer(
+    model: ir.Model,
+    trust_branches: bool = True,
+    confirm: Callable[[ir.Value, Dims], Dims] | None = None,
+) -> None:
     """Set types and shapes of the values of `model`, in place.
 
     First, each input axis without a length or name gets its own symbol, so that no two lengths are
@@ -45,6 +49,7 @@ def infer(model: ir.Model, trust_branches: bool = True) -> None:
         model: the model.
         trust_branches: whether to use the declared shapes of outputs that depend on an If, Loop or
             Scan. Exporters that trace a model declare the shape of the one branch they have traced.
+        confirm: returns what holds of the declared shape of an output that was not inferred.
 
     Raises:
         ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
@@ -75,7 +80,9 @@ def infer(model: ir.Model, trust_branches: bool = True) -> None:
     check_constants(nodes)
     untrusted = set() if trust_branches else _behind_subgraphs(nodes)
     for y, shape in declared.items():
-        if y not in untrusted:
+        if shape is not None and y not in untrusted:
+            if confirm is not None and _adds_to(shape, dims(y)):
+                shape = confirm(y, shape)
             _complete(y, shape)
 
 
@@ -155,18 +162,25 @@ def _without_repeated(y: ir.Value, inputs: Container[Dim]) -> Dims | None:
     repeated = {d for d in repeated if d not in inputs and d not in _PLACEHOLDERS}
     if not repeated:
         return dims(y)
-    logger.warning(
-        "the output %r states the length %s for several axes, which no input has: it is ignored",
-        y.name,
-        ", ".join(sorted(map(repr, repeated))),
+    lengths = ", ".join(sorted(map(repr, repeated)))
+    warn_once(
+        f"the output {y.name!r} states the length {lengths} for several axes, which no input has: "
+        "it is ignored"
     )
     return tuple(None if d in repeated else d for d in shape)
 
 
-def _complete(value: ir.Value, declared: Dims | None) -> None:
+def _adds_to(declared: Dims, inferred: Dims | None) -> bool:
+    """Return whether a declared shape says more than the inferred one, without contradiction."""
+    if inferred is None or len(inferred) != len(declared):
+        return inferred is None
+    return any(d and not is_stated(i) for d, i in zip(declared, inferred, strict=True))
+
+
+def _complete(value: ir.Value, declared: Dims) -> None:
     """Set the dimensions of `value` that could not be inferred to the declared ones."""
     shape = dims(value)
-    if declared is not None and (shape is None or len(shape) == len(declared)):
+    if shape is None or len(shape) == len(declared):
         inferred = shape or (None,) * len(declared)
         named = [d if d not in _PLACEHOLDERS and is_stated(d) else None for d in declared]
         value.shape = ir.Shape(

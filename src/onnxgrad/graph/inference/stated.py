@@ -10,12 +10,32 @@ none is used.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import onnx_ir as ir
 
+from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
 from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.reporting import warn_once
+
+
+def infer_file(
+    model: ir.Model,
+    trust_branches: bool = True,
+    confirm: Callable[[ir.Value, Dims], Dims] | None = None,
+) -> None:
+    """Infer types and shapes as `infer` does, of a model that may state wrong ones."""
+    stated = forget_stated(model.graph)
+
+    def confirmed(y: ir.Value, shape: Dims) -> Dims:
+        if confirm is not None:
+            stated[y] = shape = confirm(y, shape)
+        return shape
+
+    infer(model, trust_branches, confirmed)
+    if complete_stated(model.graph, stated):
+        infer(model, trust_branches)
 
 
 def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
@@ -45,8 +65,11 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
 
     If a stated shape is contradicted, remove those of the outputs of the graph instead.
     """
-    symbols = {d for x in graph.inputs for d in dims(x) or () if isinstance(d, str)}
-    if any(_contradict(dims(y), shape, symbols) for y, shape in stated.items()):
+    lengths = (d for x in graph.inputs for d in dims(x) or ())
+    symbols = {d for d in lengths if isinstance(d, str) and is_stated(d)}
+    wrong = [y for y, shape in stated.items() if _contradict(dims(y), shape, symbols)]
+    if wrong:
+        _warn([str(y.name) for y in wrong if _is_another(dims(y) or (), stated[y])])
         results = [y for y in graph.outputs if y.producer() is not None]
         for y in results:
             y.shape = None
@@ -65,6 +88,21 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
         if tuple(merged) != proven:
             y.shape, changed = ir.Shape(merged), True
     return changed
+
+
+def _warn(names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 3} more values" if len(names) > 3 else ""
+        warn_once(
+            f"the shapes that the file states for {', '.join(map(repr, names[:3]))}{more} are not "
+            "those that its nodes compute: they are ignored"
+        )
+
+
+def _is_another(proven: Dims, stated: Dims) -> bool:
+    """Return whether a rank or a stated length is wrong, not only the symbol of a length."""
+    pairs = zip(proven, stated, strict=False)
+    return len(proven) != len(stated) or any(isinstance(d, int) and d != p for p, d in pairs)
 
 
 def _has_no_inferred_rank(y: ir.Value) -> bool:

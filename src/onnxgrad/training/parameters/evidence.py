@@ -123,6 +123,13 @@ def is_all(array: np.ndarray, number: float | None = None) -> bool:
     return bool((array == (first if number is None else number)).all())
 
 
+def is_ramp(array: np.ndarray) -> bool:
+    """Return whether there are three or more elements in equal steps: 0, 1, 2, ... or others."""
+    steps = np.diff(array.ravel().astype(np.float64))
+    size = np.abs(steps).max(initial=0)
+    return bool(len(steps) > 1 and size > 0 and (np.abs(steps - steps[0]) <= 1e-3 * size).all())
+
+
 def is_linear(array: np.ndarray) -> bool:
     """Return whether elements change linearly with distance along the last axis, as in ALiBi."""
     if array.ndim < 2 or array.shape[-1] < 4 or is_all(array):

@@ -57,7 +57,7 @@ def _stated(verdict: Verdict, array: np.ndarray, parameter: bool | None) -> Verd
     """Return the verdict of the role, or of the exporter if it states what the tensor is."""
     if parameter is False and verdict.trains:
         return Verdict(False, f"a buffer, as its exporter states ({verdict.why})")
-    if parameter and not verdict.trains and np.isfinite(array).all():
+    if parameter and not verdict.trains and not verdict.certain and np.isfinite(array).all():
         why = f"a parameter, as its exporter states ({verdict.why})"
         return Verdict(True, why, array.size == 1)
     if parameter is False:

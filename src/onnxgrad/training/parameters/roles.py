@@ -31,6 +31,7 @@ class Verdict:
     trains: bool
     why: str
     doubtful: bool = False  # may be wrong: for scalars that train, and large tensors that do not
+    certain: bool = False  # by the elements or by integers: also if the exporter calls it parameter
 
 
 class Roles:
@@ -102,6 +103,11 @@ class Roles:
 
     def _judge(self, name: str, use: Use, array: np.ndarray) -> Verdict:
         node, kind, where = use.node, letter(use.node, use.index), _named(use.node)
+        if use.integers > array.size:
+            return Verdict(False, f"scale or zero point of stored integers ({where})", certain=True)
+        if self._is_ramp(use, array):
+            why = f"numbers of classes, of which {where} computes the expected one"
+            return Verdict(False, why, certain=True)
         if node.op_type == "ArrayFeatureExtractor" and use.index == 0 and not self.from_sklearn:
             return self._table(use, array, where)
         if domain(node) == "ai.onnx.ml":
@@ -148,6 +154,15 @@ class Roles:
             return Verdict(True, f"{operand}, an operator of another domain")
         return Verdict(False, f"{operand}, which takes no weights", array.size > _LARGE)
 
+    def _is_ramp(self, use: Use, array: np.ndarray) -> bool:
+        """Return whether probabilities are multiplied by 0, 1, 2, ... or other equal steps."""
+        others = [x for i, x in enumerate(use.node.inputs) if i != use.index and x is not None]
+        return (
+            (letter(use.node, use.index) == "f" or use.node.op_type == "Mul")
+            and any(self.around.origin(x, MOVES) == "Softmax" for x in others)
+            and evidence.is_ramp(array)
+        )
+
     def _factor(self, name: str, use: Use, array: np.ndarray, where: str) -> Verdict:
         data = [x for x in use.node.inputs if x in self.around.data]
         early = not any(x in self.around.weighted for x in data)
@@ -182,6 +197,8 @@ class Roles:
         if evidence.is_wave(array):
             return Verdict(False, f"table of sines and cosines at positions ({where})")
         indices, around = use.node.inputs[1], self.around
+        if around.stored.scaled_by(use.node.outputs[0]) > array.size:
+            return Verdict(False, f"scales of stored integers ({where})", certain=True)
         nearest = indices is not None and around.origin(indices, MOVES) == "TopK"
         if nearest and indices not in around.weighted:
             return Verdict(False, f"stored data of which {where} gathers the nearest")
@@ -220,6 +237,8 @@ class Roles:
             return Verdict(True, f"bias behind {product.op_type} ({where})")
         if self.around.is_quantized(node):
             return Verdict(False, f"{QUANTIZED} {where}")
+        if not adds and self.around.is_rounded(node):
+            return Verdict(False, f"scale of numbers that are rounded ({where})")
         if self.around.is_normalized(other, adds):
             unit = evidence.is_all(array, 0.0 if adds else 1.0)
             if unit and evidence.counted(name) and not evidence.noted_kind(node):

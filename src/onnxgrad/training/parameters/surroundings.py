@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.training.parameters.dequantized import StoredIntegers
 from onnxgrad.training.parameters.flow import Flow
 from onnxgrad.training.parameters.operands import MOVES, domain, letter, value_operands
 
@@ -23,6 +24,7 @@ _MEANS = frozenset("ReduceMean ReduceSum ReduceSumSquare ReduceL2 GlobalAverageP
 _NORMALIZES = frozenset(
     "InstanceNormalization LayerNormalization MeanVarianceNormalization LpNormalization".split()
 )
+_AROUND_ROUND = frozenset("Add Sub Clip Min Max Cast".split())
 _MODELS = frozenset(
     """LinearClassifier LinearRegressor SVMClassifier SVMRegressor TreeEnsemble TopK
     TreeEnsembleClassifier TreeEnsembleRegressor Less LessOrEqual ReduceLogSumExp""".split()
@@ -38,30 +40,37 @@ class Use:
     value: ir.Value  # the operand: the constant, or a value computed from it
     via: frozenset[str]  # the operators that compute `value` from the constant
     at_positions: bool  # whether one of them has an operand computed from shapes
+    integers: int  # how many integers, stored instead of a weight, it scales or shifts
 
 
 class Surroundings(Flow):
     """The values of a graph, with what is computed before and after them."""
 
+    def __init__(self, graph: ir.Graph) -> None:
+        super().__init__(graph)
+        self.stored = StoredIntegers(self.nodes, self.data)
+
     def uses(self, constant: ir.Value) -> Iterator[Use]:
         """Yield the uses of `constant`, itself or in a value computed from constants, with data."""
         seen = {constant}
-        waiting: list[tuple[ir.Value, frozenset[str], bool]] = [(constant, frozenset(), False)]
-        for value, via, moved in waiting:  # the loop appends to it
-            onward: list[tuple[ir.Value, frozenset[str], bool]] = []
+        waiting: list[tuple[ir.Value, frozenset[str], bool, int]]
+        waiting = [(constant, frozenset(), False, 0)]
+        for value, via, moved, scaled in waiting:  # the loop appends to it
+            onward: list[tuple[ir.Value, frozenset[str], bool, int]] = []
             for target in self.bindings.get(value, ()):
                 if target in self.data:
                     for node, index in _reading(value, target):
-                        yield Use(node, index, value, via, moved)
+                        yield Use(node, index, value, via, moved, scaled)
                 else:
-                    onward.append((target, via, moved))
+                    onward.append((target, via, moved, scaled))
             for node, index in value.uses():
+                integers = max(scaled, self.stored.beside(node, index))
                 if self._meets(node, index):
-                    yield Use(node, index, value, via, moved)
+                    yield Use(node, index, value, via, moved, integers)
                 elif value in value_operands(node) and not any(subgraphs(node)):
                     others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
                     at = moved or any(x in self.positions for x in others)
-                    onward += [(y, via | {node.op_type}, at) for y in node.outputs]
+                    onward += [(y, via | {node.op_type}, at, integers) for y in node.outputs]
             for entry in onward:
                 if entry[0] not in seen:
                     seen.add(entry[0])
@@ -104,7 +113,9 @@ class Surroundings(Flow):
                 sources = [x for x in node.inputs[:1] if x is not None]
             elif node.op_type in ("Add", "Sum") and all(x in self.data for x in node.inputs):
                 sources = [x for x in node.inputs if x is not None]
-            elif node.op_type == "Mul" and self.is_quantized(node):
+            elif node.op_type in FACTORS and (
+                self.is_quantized(node) or not self.stored.results.isdisjoint(node.inputs)
+            ):
                 sources = [x for x in node.inputs[:1] if x is not None]
             else:
                 sources = []
@@ -149,6 +160,27 @@ class Surroundings(Flow):
         return any(
             op in ("MatMulInteger", "ConvInteger", "DynamicQuantizeLinear") for op in origins
         )
+
+    def is_rounded(self, node: ir.Node) -> bool:
+        """Return whether `node` scales data in front of a Round, or behind one."""
+        before, after = [x for x in node.inputs if x is not None], list(node.outputs)
+        for value in before:  # the loop appends to it
+            producer = value.producer()
+            if producer is not None and producer.op_type == "Round":
+                return True
+            if producer is not None and self._near_round(producer):
+                before += [x for x in producer.inputs[:1] if x is not None]
+        for value in after:
+            for user, _ in value.uses():
+                if user.op_type == "Round":
+                    return True
+                after += [y for y in user.outputs if self._near_round(user) and y not in after]
+        return False
+
+    def _near_round(self, node: ir.Node) -> bool:
+        """Return whether `node` may add a zero point to rounded numbers, or bound them."""
+        constant = sum(x in self.data for x in node.inputs) < 2
+        return constant and node.op_type in _AROUND_ROUND
 
     def is_normalized(self, value: ir.Value, scaled: bool) -> bool:
         """Return whether `value` is data divided by a deviation, if `scaled` times a constant."""

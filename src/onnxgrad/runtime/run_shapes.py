@@ -1,0 +1,75 @@
+"""The shapes that outputs have when a model runs, where the file may state others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha1
+from typing import Any
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.graph.shapes import Dim, Dims, dims
+from onnxgrad.model.external import without_data
+from onnxgrad.model.feeds import random_feed
+from onnxgrad.reporting import logger, warn_once
+from onnxgrad.runtime.device import CPU
+from onnxgrad.runtime.session import session
+
+_ROWS, _OTHERS = 3, 2  # lengths of symbolic dimensions: of first axes, and of others
+_KEPT = 64  # models whose run is remembered: a training prepares a model several times
+_runs: dict[bytes, dict[str, Any]] = {}
+
+
+def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
+    """Return a function that returns what holds of the stated shape of an output of `proto`.
+
+    The model runs once, on random inputs, when the first output is asked for. The rank is that of
+    the run, and lengths that it contradicts are unknown. A model that fails on them is believed.
+    """
+
+    def confirm(y: ir.Value, stated: Dims) -> Dims:
+        shapes = _run(proto)
+        node = y.producer()
+        if (actual := shapes.get(str(y.name))) is None or node is None or node.graph is None:
+            return stated
+        sizes: dict[Dim, int] = {}
+        for x in node.graph.inputs:
+            sizes.update(zip(dims(x) or (), shapes.get(str(x.name), ()), strict=False))
+        if len(actual) != len(stated):
+            confirmed: Dims = (None,) * len(actual)
+        else:
+            known = [d if isinstance(d, int) else sizes.get(d) for d in stated]
+            pairs = zip(stated, known, actual, strict=True)
+            confirmed = tuple(d if n in (None, length) else None for d, n, length in pairs)
+        if confirmed != stated:
+            warn_once(
+                f"the output {y.name!r} has another shape than the file states when the model "
+                "runs: what it states is ignored"
+            )
+        return confirmed
+
+    return confirm
+
+
+def _run(proto: ModelProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of inputs and outputs in a run; none if the model fails."""
+    key = sha1(without_data(proto).SerializeToString()).digest()
+    if key not in _runs:
+        if len(_runs) == _KEPT:
+            del _runs[next(iter(_runs))]
+        _runs[key] = _shapes(proto)
+    return _runs[key]
+
+
+def _shapes(proto: ModelProto) -> dict[str, tuple[int, ...]]:
+    names = [y.name for y in proto.graph.output if y.type.HasField("tensor_type")]
+    try:
+        running = session(proto, CPU, work=0.0)
+        feed = random_feed(running.get_inputs(), _ROWS, _OTHERS, random_state=0)
+        results = running.run(names, feed)
+    except Exception as e:  # of several types
+        logger.debug("shapes of outputs are taken as stated: %s", e)
+        return {}
+    arrays = [*feed.items(), *zip(names, results, strict=True)]
+    return {name: a.shape for name, a in arrays}
