@@ -238,10 +238,7 @@ class Setup:
         runner = compiled.runner(self, source, fields, fixed)
         step = runner.step
         rates = self._rates(state, None if further else source.batches, epochs)
-        if step.unreached:
-            warnings.warn(
-                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
-            )
+        step.warn(stacklevel=3)
         if step.rounding:
             warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
         state.begin(runner, further)
