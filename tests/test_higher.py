@@ -157,6 +157,7 @@ def test_other_dtypes(kind, rtol):
     exact = {k: v.astype(np.float64) for k, v in values.items()}
     for one in (jvp, jacobian):
         found, expected = run_named(one(made), values), run_named(one(double), exact)
+        assert found
         for name in found:
             assert found[name].dtype == dtype
             close(found[name], expected[name], rtol=rtol, atol=rtol)
@@ -188,6 +189,7 @@ def test_opset_11():
 def test_vjp_is_the_gradient():
     values = {"X": X, "Y_grad": normal(6, 3)} | weights(MLP)
     made, gradient = run_named(vjp(MLP, None), values), run_named(onnx_derivative(MLP), values)
+    assert len(gradient) == 1 + len(weights(MLP))
     for name in gradient:
         close(made[name], gradient[name])
     close(made["Y"], run_named(MLP, values)["Y"])

@@ -652,4 +652,6 @@ def test_scikit_learn(name):
         assert found.shape == expected.shape
         np.testing.assert_allclose(found, expected, atol=6e-3 if name == "proba" else 1e-5)
     report = check_gradient(made, feed={"X": x[:7]})
-    assert all(row.ok for row in report.rows[name == "proba" :]), str(report)
+    rows = report.rows[name == "proba" :]
+    assert rows
+    assert all(row.ok for row in rows), str(report)

@@ -179,7 +179,9 @@ def test_logistic_regression_trains_to_the_optimum_of_scikit_learn():
     best = LogisticRegression(C=1e9).fit(X, y)
     found = trainer.evaluate(X, y)["loss"]
     assert found == pytest.approx(log_loss(y, best.predict_proba(X)), abs=1e-4)
-    for array in (r.array() for r in constant_refs(trainer.model)):
+    arrays = [r.array() for r in constant_refs(trainer.model)]
+    assert len(arrays) == 2
+    for array in arrays:
         first, second = np.split(array, 2)
         np.testing.assert_allclose(first, -second, rtol=1e-5)
     session = ort.InferenceSession(trainer.model.SerializeToString())

@@ -158,6 +158,16 @@ def test_pure_python():
     assert "Tag: py3-none-any" in wheel
 
 
+def test_a_suite_that_finds_no_case_fails(tmp_path):
+    (tmp_path / "test_nothing.py").write_text(
+        "import pytest\n\n@pytest.mark.parametrize('case', [])\ndef test(case):\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", tmp_path]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.INTERRUPTED, done.stdout
+    assert "Empty parameter set in 'test'" in done.stdout
+
+
 # -- the documents ----------------------------------------------------------------------------
 
 
@@ -216,7 +226,9 @@ def test_readme_main_command(tmp_path):
 
 def test_readme_commands_of_the_command_line():
     printed = python("-m", "onnxgrad", "--help")
-    assert all(command in printed for command in re.findall(r"^onnxgrad (\w+)", README, re.M))
+    commands = re.findall(r"^onnxgrad (\w+)", README, re.M)
+    assert commands
+    assert all(command in printed for command in commands)
 
 
 def test_docs_example():

@@ -276,7 +276,8 @@ checkpoint = og.Checkpoint({str(tmp_path / "run")!r}, every_steps=9)
 worker.trained({job!r}, True, callbacks=[Reads(), checkpoint], epochs=2)
 """)
     saved = og.TrainState.load(tmp_path / "run" / "step-0000000009")
-    assert all(slots for slots in saved.slots.values())
+    assert saved.slots
+    assert all(saved.slots.values())
     resumed = worker.trained(job, False, epochs=4, resume=tmp_path / "run")
     whole = worker.trained(job, False, epochs=4)
     assert resumed.state.step == whole.state.step == 36
