@@ -37,6 +37,7 @@ OUTCOMES = {
     "f": "the exported model computes something else than PyTorch",
     "r": "the gradient is refused with an error",
     "d": "the gradients differ",
+    "?": "a or x, by chance",
 }
 Outcome = tuple[str, str]  # a letter, and what there is to say
 

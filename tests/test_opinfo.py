@@ -6,6 +6,7 @@ The table `opinfo.csv` says what comes out of each sample, and why where that is
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 
 import pytest
@@ -41,7 +42,8 @@ def in_ci(name: str, exporter: str) -> bool:
 )
 def test_gradient(name, exporter):
     found = opinfo.examined(name, exporter)
-    assert "".join(letter for letter, _ in found) == TABLE[name][exporter], found
+    letters = "".join(letter for letter, _ in found)
+    assert re.fullmatch(TABLE[name][exporter].replace("?", "[ax]"), letters), found
 
 
 def test_the_table_has_every_operator():
@@ -50,7 +52,7 @@ def test_the_table_has_every_operator():
         letters = Counter(row["dynamo"] + row["torchscript"])
         assert letters, name
         assert letters.keys() <= opinfo.OUTCOMES.keys(), name
-        assert bool(row["why"]) == bool(letters.keys() & {"f", "r", "d"}), name
+        assert bool(row["why"]) == bool(letters.keys() & {"f", "r", "d", "?"}), name
 
 
 def test_how_many_samples_are_compared():
