@@ -86,6 +86,12 @@ JOBS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"share": 0.3, "dtype": np.float64},
     ),
     "weighted": ("mlp", {}, {}, {"weighted": True}),
+    "masked": (
+        "mlp",
+        {"loss": "mse", "loss_options": {"ignore_nan": True}, "metrics": ["mse"], "accumulate": 2},
+        {},
+        {"masked": True},
+    ),
     "own_rows": ("mlp", {}, {"shards": True}, {"batches": True}),
     "batches": ("mlp", {}, {}, {"batches": True}),
     "local": ("mlp", {"optimizer": og.sgd()}, {"local_steps": 4}, {}),
@@ -127,14 +133,8 @@ def trained(job: str, parallel: bool, callbacks: Any = (), **more: Any) -> og.Tr
     model, shape = exported(network, dtype)
     X, y = data(shape, dtype)
     how = og.DataParallel(**options) if parallel else False
-    trainer = og.Trainer(
-        model,
-        "cross_entropy",
-        learning_rate=0.01,
-        metrics=["accuracy"],
-        callbacks=callbacks,
-        **({"parallel": how} | arguments),
-    )
+    own = {"loss": "cross_entropy", "metrics": ["accuracy"], "parallel": how} | arguments
+    trainer = og.Trainer(model, learning_rate=0.01, callbacks=callbacks, **own)
     validation = form.get("share", (X[:31], y[:31]))
     if form.get("batches"):
         batches = [(X[i : i + 10], y[i : i + 10]) for i in range(0, ROWS, 10)]
@@ -146,6 +146,12 @@ def trained(job: str, parallel: bool, callbacks: Any = (), **more: Any) -> og.Tr
             validation = X[rank:31:size], y[rank:31:size]
         return trainer.fit(batches, validation=validation, epochs=3, shuffle=False)
     weight = np.linspace(0.5, 2, ROWS).astype(dtype) if form.get("weighted") else None
+    if form.get("masked"):  # numbers, some of them missing, with a weight for each
+        rng = np.random.default_rng(2)
+        y, weight = np.eye(CLASSES, dtype=dtype)[y], rng.random((ROWS, CLASSES)).astype(dtype)
+        y[rng.random(y.shape) < 0.4] = np.nan
+        y[20:24] = np.nan
+        validation = X[:31], y[:31], weight[:31]
     epochs = more.pop("epochs", 12)
     return trainer.fit(
         X, y, sample_weight=weight, validation=validation, epochs=epochs, batch_size=10, **more
@@ -159,7 +165,7 @@ def results(trainer: og.Trainer) -> dict[str, np.ndarray]:
     arrays |= {f"buffer {name}": array for name, array in state.buffers.items()}
     for name, slots in state.slots.items():
         arrays |= {f"slot {name} {slot}": array for slot, array in slots.items()}
-    for key in ("loss", "validation_loss", "validation_accuracy"):
+    for key in history[0].keys() - {"step", "epoch", "learning_rate"}:
         arrays[f"history {key}"] = np.array([entry[key] for entry in history])
     return arrays
 

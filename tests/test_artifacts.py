@@ -241,6 +241,23 @@ def test_sample_weights(tmp_path):
     assert_state(client, trainer)
 
 
+def test_labels_that_are_nan_and_weights_of_labels(tmp_path):
+    options = {"loss": "bce", "loss_options": {"ignore_nan": True, "from_logits": True}}
+    client = generated("mlp", tmp_path, sample_weight="element", **options)
+    (x, _), rng = data_of("mlp"), np.random.default_rng(1)
+    trainer = trainer_of("mlp", **options)
+    y = rng.integers(0, 2, (len(x), trainer.predict(x[:1]).shape[1])).astype(np.float32)
+    y[rng.random(y.shape) < 0.4] = np.nan
+    weight = rng.uniform(0, 3, y.shape).astype(np.float32)
+    for number, batch in enumerate(batches_of(x, y)):
+        client.step(number, batch | {"weight": weight[number * ROWS :][:ROWS]})
+    trainer.fit(x, y, sample_weight=weight, batch_size=ROWS, shuffle=False)
+    assert_state(client, trainer)
+    y[0, 0] = 2
+    with pytest.raises(Exception, match="labels in 'label' are between 0 and 1, or NaN"):
+        client.step(0, {"x": x[:ROWS], "label": y[:ROWS], "weight": weight[:ROWS]})
+
+
 def test_a_batch_whose_labels_are_all_ignored_changes_nothing(tmp_path):
     client, (x, _) = generated("mlp", tmp_path, loss_options={"ignore_index": 2}), data_of("mlp")
     before = client.state

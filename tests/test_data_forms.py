@@ -1,6 +1,7 @@
 """Every form of data means the same: in `fit`, validation, `partial_fit`, `evaluate`, `predict`."""
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pyarrow as pa
 import pyarrow.dataset as pads
@@ -196,6 +197,38 @@ def test_stacks_and_estimators_take_the_same(form, tmp_path):
         assert np.isfinite(ours.validation_losses_).all()
 
 
+@pytest.mark.parametrize("form", ["arrays", "lists", "dict", "list", "tuple", "dicts", "by output"])
+@pytest.mark.parametrize("labels", ["indices", "column", "one-hot", "soft"])
+def test_labels_of_classes_are_told_apart_in_all_data(form, labels):
+    model = linear()
+    for weight in model.graph.initializer:  # of three classes
+        array = np.repeat(onnx.numpy_helper.to_array(weight), 3, axis=-1)
+        weight.CopyFrom(onnx.numpy_helper.from_array(array * np.float32([1, 2, 3]), weight.name))
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 3
+    soft = RNG.dirichlet([1, 1, 1], ROWS).astype("f")
+    classes = soft.argmax(1)
+    kinds = {"indices": classes, "column": classes[:, None], "one-hot": np.eye(3)[classes]}
+    y = (kinds | {"soft": soft})[labels]
+    pairs = [(X[c], y[c]) for c in CUTS]
+    data = {
+        "arrays": (X, y),
+        "lists": (X.tolist(), y.tolist()),
+        "dict": {"x": X, "label": y},
+        "list": pairs,
+        "tuple": tuple(pairs),
+        "dicts": [{"x": x, "label": label} for x, label in pairs],
+        "by output": [{"x": x, "y": label} for x, label in pairs],
+    }[form]
+    scores = X @ np.float32([[0.1, 0.2, 0.3], [0.2, 0.4, 0.6]]) + np.float32([0.3, 0.6, 0.9])
+    log_p = scores - np.log(np.exp(scores).sum(1, keepdims=True))
+    expected = -(log_p * (soft if labels == "soft" else np.eye(3)[classes])).sum(1).mean()
+    for results in (
+        og.Trainer(model, "cross_entropy").evaluate(data),
+        og.Trainer(model, "cross_entropy", learning_rate=1e-12).fit(data).history[0],
+    ):
+        assert results["loss"] == pytest.approx(expected, rel=1e-5)
+
+
 @BOTH
 @pytest.mark.parametrize("kind", ["arrays", "list", "memmap", "parquet"])
 def test_a_batch_of_more_rows_than_there_are_has_them_all(trainer, kind, tmp_path):
@@ -223,6 +256,7 @@ def test_a_tuple_that_may_be_batches_or_rows_is_refused():
         explain.saliency(linear(), tuple(PAIRS))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
 def test_sparse_tensors_are_refused(kind):
     sparse = getattr(torch().from_numpy(X), kind)()

@@ -17,6 +17,8 @@ from onnxgrad import (
     onnx_derivative,
     random_feed,
 )
+from onnxgrad.runtime.values import to_numpy
+from running import run
 
 rng = np.random.default_rng(0)
 X = rng.standard_normal((7, 3)).astype(np.float32)
@@ -262,6 +264,38 @@ def test_a_provider_that_is_not_installed():
         pytest.skip("there is one")
     with pytest.raises(ProviderError, match=r"has no 'CUDAExecutionProvider', only .*: install"):
         OrtGradientForwardBackward(linear(), providers=["CUDAExecutionProvider"])
+
+
+def test_axes_of_length_one_may_differ():
+    """A bias (2,) for a weight (1, 2), and the gradient of an output in one row."""
+    model = parse(
+        "g (float[N, 3] x) => (float[N, 2] y) { h = MatMul(x, w)  y = Add(h, b) }", w=W, b=B[None]
+    )
+    made = passes(model, ["w", "b"])
+    for wrap in (np.asarray, ort.OrtValue.ortvalue_from_numpy):
+        (y,) = made.forward([wrap(X), wrap(W), wrap(B)], training=True)
+        np.testing.assert_allclose(to_numpy(y), X @ W + B, rtol=1e-5, atol=1e-6)
+        dx, dw, db = map(to_numpy, made.backward([wrap(G.reshape(1, -1))]))
+        np.testing.assert_allclose(dx, G @ W.T, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(dw, X.T @ G, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(db, G.sum(0), rtol=1e-4)  # in the shape that was passed
+    with pytest.raises(ValueError, match="must have shape"):
+        made.forward([X, W.T.copy(), B])
+    made.forward([X, W, B], training=True)
+    with pytest.raises(ValueError, match="must have shape"):
+        made.backward([G.T.copy()])
+
+
+def test_the_class_of_the_passes_has_the_graphs():
+    parent = OrtGradientForwardBackward(linear(), ["w", "b"], class_name="Linear")
+    assert repr(parent) == "OrtGradientForwardBackward(...)"
+    made = parent.new_instance()
+    assert type(made) is parent.cls_type_
+    assert parent.cls_type_.__name__ == "Linear"
+    assert parent.cls_type_._trained_onnx == parent.partition.joint
+    model = parent.cls_type_._optimized_pre_grad_model
+    np.testing.assert_allclose(run(model, x=X, w=W, b=B)[0], X @ W + B, rtol=1e-5, atol=1e-6)
+    assert pickle.loads(pickle.dumps(made)).parent.weights_to_train == ["w", "b"]
 
 
 def test_what_a_binding_returned_is_passed_on():

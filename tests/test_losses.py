@@ -298,6 +298,25 @@ def test_a_model_of_local_functions(opset):
     np.testing.assert_allclose(gradient, [[8, 16]])
 
 
+@pytest.mark.parametrize("per", ["row", "element"])
+def test_labels_that_are_nan_and_weights_of_elements(per):
+    y, rng = np.array(Y), np.random.default_rng(0)
+    y[0, 1] = y[1] = np.nan
+    kept, rows = ~np.isnan(y), rng.random(len(y))
+    made = add_loss_output(
+        scores(F.shape, "double"), "huber", weight_name="w8", weight_per=per, ignore_nan=True
+    )
+    weights = [rows] if per == "row" else [rows[:, None], rng.random(y.shape)]
+    for w in weights:
+        loss, gradient = evaluate(made, {"x": F, "label": y, "w8": w})
+        d, w = np.where(kept, F - y, 0), w.reshape(len(y), -1)
+        each = np.where(abs(d) < 1, d * d / 2, abs(d) - 0.5)
+        np.testing.assert_allclose(loss, [[(w * each).sum()]], rtol=1e-12)
+        np.testing.assert_allclose(gradient, w * np.clip(d, -1, 1), rtol=1e-12)
+    with pytest.raises(ValueError, match="weight_per"):
+        add_loss_output(scores(F.shape), "huber", weight_name="w8", weight_per="label")
+
+
 def test_a_loss_of_ones_own():
     def quartic(op, prediction, label):
         d = prediction - label

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -331,3 +332,38 @@ def test_what_is_no_matter_of_the_file():
     ignored = og.Trainer(linear, "ce", loss_options={"ignore_index": 0})
     with pytest.warns(UserWarning, match="no label counts"):
         ignored.evaluate(X, np.zeros(48, int))
+
+
+HALF = """<ir_version: 9, opset_import: ["": 20]> f (int64[N] ids) => (float16[N,3] y) {
+    h = Gather(table, ids)  y = MatMul(h, w) }"""
+
+
+def half(dtype="f2"):
+    rng, proto = np.random.default_rng(0), onnx.parser.parse_model(HALF)
+    for name, shape in (("table", (50, 4)), ("w", (4, 3))):
+        array = rng.normal(size=shape).astype(dtype)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return proto
+
+
+def test_weights_of_16_bits():
+    ids = np.arange(25)
+    message = r"'table', 'w' train in float16: .* Export the model in float32"
+    trainer = og.Trainer(half(), "ce", optimizer="sgd")
+    with pytest.warns(UserWarning, match=message):
+        trainer.partial_fit(ids, ids % 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.partial_fit(ids, ids % 3)
+    with pytest.warns(UserWarning, match=message):
+        OUTSIDE(half(), learning_loss="cross_entropy", batch_size=5, max_iter=1).fit(ids, ids % 3)
+    members = {"members": 2, "learning_rate": [0.1, 0.01], "optimizer": "sgd"}
+    with pytest.warns(UserWarning, match=message):
+        og.TrainerStack(half(), loss="ce", **members).fit(ids, ids % 3)
+    adagrad = og.Trainer(half(), "ce", optimizer="adagrad")  # whose eps is zero in float16
+    expected = r"no matter of the learning rate.* In the gradient or the update, .* Div .* NaN.*"
+    with (
+        pytest.warns(UserWarning, match=message),
+        pytest.raises(og.ConvergenceError, match=expected + "Train the model in float32"),
+    ):
+        adagrad.fit(ids, ids % 3)

@@ -205,6 +205,24 @@ def test_learning_penalties(choice, pairs, dtype, opset):
     assert hasattr(kind, "penalty_grad_onnx_") != nothing
 
 
+@pytest.mark.parametrize("zero", ["l1", "l2"])
+def test_graphs_have_a_constant_for_a_coefficient_of_zero(zero):
+    made = ElasticLearningPenalty(**{"l1": 0.5, "l2": 0.5} | {zero: 0}).build_onnx_function(
+        n_tensors=2
+    )
+    for model in (made.penalty_onnx_, made.penalty_grad_onnx_):
+        numbers = [numpy_helper.to_array(t) for t in model.graph.initializer]
+        assert sum(a.size == 1 and not a.any() for a in numbers) == 1
+    w = np.float32([2, -4])
+    assert made.penalty_loss(w, w) == {"l1": 20, "l2": 6}[zero]
+    expected = {"l1": w, "l2": np.sign(w) / 2}[zero]
+    np.testing.assert_allclose(made.penalty_gradient(w, w), [expected] * 2)
+    parts = ElasticLearningPenalty(None, 0.5).build_onnx_function()
+    assert not any(
+        (numpy_helper.to_array(t) == 0).any() for t in parts.penalty_onnx_.graph.initializer
+    )
+
+
 def test_penalties_by_name():
     given = ElasticLearningPenalty(1, 2)
     assert BaseLearningPenalty.select(given) is given

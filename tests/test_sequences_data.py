@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from onnxgrad import LearningRateSGD, OrtGradientOptimizer, add_loss_output
+from onnxgrad import LearningRateSGD, OrtGradientOptimizer, Trainer, add_loss_output
 from onnxgrad.data.sequences import by_length, pad_sequences
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
@@ -169,6 +169,95 @@ def test_sequences_that_do_not_fit():
             by_length(*arguments, **options)
     with pytest.raises(ValueError, match=r"Unknown input 'masks'\. Did you mean 'mask'"):
         drawn(by_length({"ids": IDS}, Y, mask="masks", lengths="lengths"))
+
+
+# -- several sequences, and other axes ------------------------------------------------------------
+
+OTHERS = [R.integers(1, 9, n) for n in R.integers(1, 20, 203)]
+WIDE = [R.standard_normal((2, 4, n)).astype("f") for n in LENGTHS]
+TWO = """g (int64[N,S] ids, int64[N,T] others) => (float[N,1] y)
+    { a = ReduceSum<keepdims=1>(ids, one)  b = ReduceSum<keepdims=1>(others, one)
+      c = Concat<axis=1>(a, b)  f = Cast<to=1>(c)  y = MatMul(f, w) }"""
+
+
+def padded(rows, value, axis=0):
+    """Return rows padded by `numpy.pad`."""
+    longest = max(row.shape[axis] for row in rows)
+    widths = [[(0, (longest - r.shape[i]) * (i == axis)) for i in range(r.ndim)] for r in rows]
+    return np.stack(
+        [np.pad(r, w, constant_values=value) for r, w in zip(rows, widths, strict=True)]
+    )
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_each_sequence_is_padded_by_its_own_rule(seed):
+    X = {"ids": IDS, "others": OTHERS, "images": WIDE, "number": np.arange(203)}
+    masks, counts = {"ids": "m", "y": "my", "images": "mi"}, {"others": "n"}
+    options = {"mask": masks, "lengths": counts, "axis": {"images": -1}}
+    made = by_length(X, OTHERS, value={"others": 9, "images": 0.5}, y_value=-1, **options)
+    batches = list(made.batches(8, seed, 0))
+    assert len(batches) == 26
+    rows = [row for X, _, _ in batches for row in X["number"].tolist()]
+    assert sorted(rows) == list(range(203))
+    for X, y, weight in batches:
+        at = X["number"]
+        ids, others = [IDS[i] for i in at], [OTHERS[i] for i in at]
+        np.testing.assert_array_equal(X["ids"], padded(ids, 0))
+        np.testing.assert_array_equal(X["others"], padded(others, 9))
+        np.testing.assert_array_equal(X["images"], padded([WIDE[i] for i in at], 0.5, 2))
+        np.testing.assert_array_equal(y, padded(others, -1))
+        np.testing.assert_array_equal(X["m"], padded([np.ones(len(s)) for s in ids], 0))
+        np.testing.assert_array_equal(X["mi"], X["m"])
+        np.testing.assert_array_equal(X["my"], padded([np.ones(len(s)) for s in others], 0))
+        assert X["n"].tolist() == [len(s) for s in others]
+        assert weight is None
+
+
+def test_labels_by_output_and_widths_alone():
+    labels = {"a": [image[0, 0] for image in WIDE], "b": Y}
+    [(X, y, _)] = by_length(WIDE, labels, y_value=7).batches(203, None, 0)
+    np.testing.assert_array_equal(X, padded(WIDE, 0, 2))
+    np.testing.assert_array_equal(y["a"], padded(labels["a"], 7))
+    np.testing.assert_array_equal(y["b"], Y)
+    lists = [image.tolist() for image in WIDE]
+    [(again, none, _)] = by_length(lists).batches(203, None, 0)
+    np.testing.assert_allclose(again, X)
+    assert none is None
+
+
+def test_two_sequences_train_as_each_row_by_itself():
+    model = parse(TWO, one=np.array([1]), w=W)
+    sums = np.stack([[s.sum() for s in IDS], [s.sum() for s in OTHERS]], 1) * 1.0
+    expected = W - 1e-4 * 2 * sums.T @ (sums @ W - Y) / 203
+    made = Trainer(model, "squared_error", optimizer="sgd", learning_rate=1e-4)
+    made.fit(by_length({"ids": IDS, "others": OTHERS}, Y), batch_size=203)
+    np.testing.assert_allclose(made.state.weights["w"], expected, rtol=1e-4)
+
+
+def test_lengths_that_have_to_agree():
+    most = [*OTHERS[:-1], np.append(OTHERS[-1], 0)]
+    data = {"ids": OTHERS, "others": most}
+    n = len(OTHERS[-1])
+    with pytest.raises(ValueError, match=f"row 202 has {n + 1} elements of 'others', and {n} of"):
+        by_length(data)
+    with pytest.raises(ValueError, match="must have one length, unless same_length=False"):
+        by_length({"ids": IDS, "others": OTHERS}, same_length=True)
+    [(X, _, _)] = by_length(data, same_length=False).batches(203, None, 0)
+    np.testing.assert_array_equal(X["others"], padded(most, 0))
+    both = {"ids": IDS, "others": OTHERS}
+    for X, options, message in (
+        (both, {"mask": "m"}, r"differ in length: say of which 'm' is, mask=\{'ids': 'm'\}"),
+        (both, {"lengths": {"idz": "m"}}, "Unknown sequences in lengths 'idz'"),
+        (both, {"mask": {"ids": "m", "others": "m"}}, "has the input 'm' already"),
+        (both, {"value": {"idz": 1}}, "Unknown input in value 'idz'"),
+        (both, {"axis": {"idz": 1}}, "Unknown input in axis 'idz'"),
+        ({"a": WIDE}, {"mask": "m"}, "mask of 'a': say along which axis"),
+        (WIDE, {"axis": 1}, "'X' differ in length along axis 2 beside axis 1"),
+        ([np.ones((2, 3)), np.ones((3, 2))], {}, "along axis 1 beside axis 0"),
+        ([np.ones((2, 3)), np.ones(3)], {}, r"different numbers of axes: \[1, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            by_length(X, **options)
 
 
 def test_descriptions():

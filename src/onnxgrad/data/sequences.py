@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from onnxgrad.data.arrays import to_numbers
 from onnxgrad.data.readers import Reader, described
 from onnxgrad.errors import unknown
+from onnxgrad.runtime.values import to_numpy
 
 _POOL = 50  # batches whose rows are sorted by length together
 
@@ -74,32 +76,41 @@ def by_length(
     y: Any = None,
     sample_weight: Any = None,
     *,
-    mask: str | None = None,
-    lengths: str | None = None,
-    value: float = 0,
+    mask: str | Mapping[str, str] | None = None,
+    lengths: str | Mapping[str, str] | None = None,
+    value: float | Mapping[str, float] = 0,
     y_value: float | None = None,
+    axis: int | Mapping[str, int] | None = None,
+    same_length: bool | None = None,
 ) -> Reader:
     """Return sequences as data for `fit`, in batches of similar length, padded to their longest.
 
     Shuffled rows are sorted by length within 50 batches, cut, and the batches shuffled.
 
     Args:
-        X: N sequences (T_i, ...), or a dict of them by input, in which entries of one row have one
-            length; arrays in the dict are not padded, they have one entry a row.
-        y: labels: an array (N, ...), or a list of N sequences, one label an element, padded too.
+        X: N sequences (T_i, ...), or other arrays that differ in length along one axis, such as
+            images of one height; or a dict of these by input. Arrays in the dict are not padded,
+            they have one entry a row.
+        y: labels: an array (N, ...), or a list of N sequences, padded too; or a dict by output.
         sample_weight: (N,).
-        mask: name of an input (N, T) for the mask: 1 where a sequence has an element, else 0.
-        lengths: name of an input (N,) for the lengths.
-        value: what fills the sequences.
+        mask: name of an input (N, T) for the mask: 1 where a sequence has an element, else 0. Where
+            sequences of one row differ in length, `{input: name of its mask}`; "y" for those of y.
+        lengths: name of an input (N,) for the lengths, or a dict as for `mask`.
+        value: what fills the sequences, or `{input: value}`, 0 for those that are missing.
         y_value: what fills sequences of labels, and is ignored by the loss; None: -100 for class
             indices. Labels that are not integers need a value.
+        axis: along which arrays differ in length, of a row, or `{input: axis}`. None: that along
+            which they do, or else the first.
+        same_length: whether all sequences of one row must have one length, as tokens and their
+            labels; False: those of X and y may differ, as a text and its translation. None: two
+            inputs must, if they have in most rows.
 
     Returns:
         A reader, which `fit(reader)` takes as X.
 
     Raises:
-        ValueError: different numbers of rows or lengths, no sequence in X, `mask` or `lengths`
-            where X is not a dict, or no `y_value` for labels that are floats.
+        ValueError: other numbers of rows or lengths, arrays that differ along several axes, no
+            sequence in X, a name that X does not have, or labels of floats without `y_value`.
 
     Examples:
         >>> from onnxgrad import by_length
@@ -110,10 +121,72 @@ def by_length(
     """
     if (mask or lengths) and not isinstance(X, Mapping):
         raise ValueError("mask and lengths are inputs beside X: pass X as {input: sequences}")
-    for name in (mask, lengths):
-        if name is not None and name in X:
-            raise ValueError(f"X has the input {name!r} already: it is computed from the lengths")
-    return ByLength(X, y, sample_weight, (mask, lengths), (value, y_value))
+    features = dict(X) if isinstance(X, Mapping) else {"X": X}
+    key = "labels" if "y" in features else "y"
+    labels = {} if y is None else dict(y) if isinstance(y, Mapping) else {key: y}
+    axes = _by_name("axis", axis, [*features, *labels])
+    values = _by_name("value", value, [*features])
+    columns = {n: _column(n, c, axes[n], values[n] or 0) for n, c in features.items()}
+    targets = {n: _column(n, c, axes[n], y_value) for n, c in labels.items()}
+    dicts = isinstance(X, Mapping), isinstance(y, Mapping)
+    made = ByLength(columns, targets, sample_weight, dicts, same_length)
+    return made.add("mask", mask, axes).add("lengths", lengths, axes)
+
+
+def _by_name(option: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return what is given for each name, None for those without it."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    for name in given:
+        if name not in names:
+            raise unknown(f"input in {option}", name, names)
+    return {name: given.get(name) for name in names}
+
+
+@dataclass(frozen=True)
+class _Padded:
+    """Arrays, one a row, of other `lengths` along `axis`, and the `value` that fills them."""
+
+    rows: list[Any]
+    axis: int
+    value: float
+    lengths: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, indices: np.ndarray) -> np.ndarray:
+        """Return some rows, padded to the longest."""
+        rows = [self.rows[i] for i in indices]
+        if self.axis:
+            rows = [np.moveaxis(to_numpy(row), self.axis, 0) for row in rows]
+        return np.moveaxis(pad_sequences(rows, self.value)[0], 1, 1 + self.axis)
+
+
+def _column(name: str, values: Any, axis: int | None, value: float | None) -> _Padded | np.ndarray:
+    """Return a list of arrays as rows to be padded, and anything else as an array.
+
+    Raises:
+        ValueError: arrays that differ in rank, or along another axis than the one that is padded;
+            labels that are floats, and no value for them.
+    """
+    if isinstance(values, np.ndarray) or not len(values) or not np.ndim(_first(values)):
+        return np.asarray(values)
+    rows = list(values)
+    shapes = [np.shape(row) for row in rows]
+    if len(ranks := {len(shape) for shape in shapes}) > 1:
+        raise ValueError(f"the rows of {name!r} have different numbers of axes: {sorted(ranks)}")
+    lengths = np.array(shapes)
+    differ = np.flatnonzero((lengths != lengths[0]).any(axis=0)).tolist()
+    axis = next(iter(differ), 0) if axis is None else axis % lengths.shape[1]
+    if others := [other for other in differ if other != axis]:
+        raise ValueError(
+            f"the rows of {name!r} differ in length along axis {others[0]} beside axis {axis}, and "
+            "one is padded: cut or pad them along the other"
+        )
+    if value is None and any(np.asarray(row).dtype.kind == "f" for row in rows):
+        raise ValueError(f"{name} holds sequences of floats: say with y_value what fills them")
+    return _Padded(rows, axis, -100 if value is None else value, lengths[:, axis])
 
 
 class ByLength(Reader):
@@ -123,44 +196,74 @@ class ByLength(Reader):
 
     def __init__(
         self,
-        X: Any,
-        y: Any,
-        sample_weight: Any,
-        names: tuple[str | None, str | None],
-        values: tuple[float, float | None],
+        X: dict[str, _Padded | np.ndarray],
+        y: dict[str, _Padded | np.ndarray],
+        weight: Any,
+        dicts: tuple[bool, bool],
+        same_length: bool | None,
     ) -> None:
-        self._dict = isinstance(X, Mapping)
-        columns = dict(X) if self._dict else {"X": X}
-        self._X = {name: _column(column) for name, column in columns.items()}
-        self._y = None if y is None else _column(y)
-        self._weight = None if sample_weight is None else np.asarray(sample_weight)
-        self._names, self._values = names, (values[0], -100 if values[1] is None else values[1])
-        everything = {**self._X, "y": self._y, "sample_weight": self._weight}
+        self._X, self._y, self._dicts = X, y, dicts
+        self._weight = None if weight is None else np.asarray(weight)
+        self._beside: dict[str, tuple[str, np.ndarray]] = {}  # "mask" or "lengths", by input
+        everything = {**X, **y, "sample_weight": self._weight}
         counts = {n: len(column) for n, column in everything.items() if column is not None}
         if len(set(counts.values())) > 1:
             raise ValueError(f"the inputs have different numbers of rows: {counts}")
-        ragged = {n: c for n, c in self._X.items() if isinstance(c, list)}
-        if not ragged or not next(iter(ragged.values())):
+        self._padded = {n: c for n, c in {**X, **y}.items() if isinstance(c, _Padded)}
+        if not any(isinstance(column, _Padded) for column in X.values()):
             raise ValueError("X has no sequences: a list of arrays is one, an array is not padded")
-        if isinstance(self._y, list):
-            ragged |= {"y": self._y}
-            if values[1] is None and any(np.asarray(s).dtype.kind == "f" for s in self._y):
-                raise ValueError("y holds sequences of floats: say with y_value what fills them")
         self.rows = next(iter(counts.values()))
-        each = {name: np.array([len(s) for s in column]) for name, column in ragged.items()}
-        first, self._lengths = next(iter(each.items()))
-        for name, other in each.items():
-            if (wrong := np.flatnonzero(other != self._lengths)).size:
-                row = int(wrong[0])
+        self._sorted_by = self._lengths(same_length)
+
+    def _lengths(self, same: bool | None) -> list[np.ndarray]:
+        """Return the different lengths of the rows; raise if there must not be other ones."""
+        first: dict[str, np.ndarray] = {}  # lengths, by the first sequences that have them
+        for name, column in self._padded.items():
+            for other, lengths in first.items():
+                wrong = np.flatnonzero(column.lengths != lengths)
+                if not len(wrong):
+                    break
+                if same or (same is None and 2 * len(wrong) < self.rows):
+                    row = int(wrong[0])
+                    raise ValueError(
+                        f"row {row} has {column.lengths[row]} elements of {name!r}, and "
+                        f"{lengths[row]} of {other!r}: sequences of one row must have one length, "
+                        "unless same_length=False"
+                    )
+            else:
+                first[name] = column.lengths
+        return [*first.values()]
+
+    def add(
+        self, kind: str, given: str | Mapping[str, str] | None, axes: Mapping[str, int | None]
+    ) -> ByLength:
+        """Add inputs for masks or lengths, given as to `by_length`; `axes` are stated ones."""
+        named = given if isinstance(given, Mapping) else {}
+        if isinstance(given, str):
+            own = {n: c for n, c in self._padded.items() if n in self._X}
+            first = next(iter(own))
+            if any((c.lengths != own[first].lengths).any() for c in own.values()):
                 raise ValueError(
-                    f"row {row} has {other[row]} elements of {name!r}, and {self._lengths[row]} of "
-                    f"{first!r}: sequences of one row must have one length"
+                    f"the sequences {list(own)} differ in length: say of which {given!r} is, "
+                    f"{kind}={{{first!r}: {given!r}}}"
                 )
+            named = {first: given}
+        for name, beside in named.items():
+            if name not in self._padded:
+                raise unknown(f"sequences in {kind}", name, self._padded)
+            if beside in (*self._X, *self._beside):
+                raise ValueError(
+                    f"X has the input {beside!r} already: it is computed from the lengths"
+                )
+            if self._padded[name].axis and axes[name] is None:
+                raise ValueError(f"{kind} of {name!r}: say along which axis, with axis=")
+            self._beside[beside] = kind, self._padded[name].lengths
+        return self
 
     def for_inputs(self, shapes: Any) -> Reader:
-        """Check that the model has the inputs for the mask and the lengths."""
-        for name in self._names:
-            if name is not None and name not in shapes:
+        """Check that the model has the inputs for masks and lengths."""
+        for name in self._beside:
+            if name not in shapes:
                 raise unknown("input", name, shapes)
         return self
 
@@ -174,48 +277,31 @@ class ByLength(Reader):
             cut = []
             for start in range(0, self.rows, size * _POOL):
                 pool = rows[start : start + size * _POOL]
-                pool = pool[np.argsort(self._lengths[pool], kind="stable")]
+                pool = pool[np.lexsort([lengths[pool] for lengths in self._sorted_by[::-1]])]
                 cut += [pool[at : at + size] for at in range(0, len(pool), size)]
             cut = [cut[i] for i in rng.permutation(len(cut))]
         for indices in cut[skip:]:
             yield self._batch(indices)
 
     def _batch(self, indices: np.ndarray) -> tuple[Any, ...]:
-        value, y_value = self._values
-        columns = {name: _taken(column, indices, value) for name, column in self._X.items()}
-        lengths = self._lengths[indices]
-        if self._names[0] is not None:
-            columns[self._names[0]] = np.arange(lengths.max()) < lengths[:, None]
-        if self._names[1] is not None:
-            columns[self._names[1]] = lengths
-        y = (
-            None
-            if self._y is None
-            else _taken(self._y, indices, -100 if y_value is None else y_value)
-        )
+        X = {name: column[indices] for name, column in self._X.items()}
+        y = {name: column[indices] for name, column in self._y.items()}
+        for name, (kind, lengths) in self._beside.items():
+            own = lengths[indices]
+            X[name] = own if kind == "lengths" else np.arange(own.max()) < own[:, None]
         weight = None if self._weight is None else self._weight[indices]
-        return columns if self._dict else columns["X"], y, weight
+        parts = [
+            columns if is_dict else next(iter(columns.values()), None)
+            for columns, is_dict in zip((X, y), self._dicts, strict=True)
+        ]
+        return *parts, weight
 
     def describe(self) -> dict[str, Any]:
         """Return the number of rows, and a digest of the lengths and labels."""
-        arrays = {"lengths": self._lengths}
-        if isinstance(self._y, np.ndarray):
-            arrays["y"] = self._y
+        arrays = {f"lengths {i}": lengths for i, lengths in enumerate(self._sorted_by)}
+        arrays |= {name: c for name, c in self._y.items() if isinstance(c, np.ndarray)}
         return described("sequences", arrays) | {"rows": self.rows}
-
-
-def _column(values: Any) -> list[Any] | np.ndarray:
-    """Return a list of sequences as a list, and anything else as an array."""
-    if isinstance(values, np.ndarray) or not len(values) or not np.ndim(_first(values)):
-        return np.asarray(values)
-    return list(values)
 
 
 def _first(values: Any) -> Any:
     return values[0] if hasattr(values, "__getitem__") else next(iter(values))
-
-
-def _taken(column: list[Any] | np.ndarray, indices: np.ndarray, value: float) -> np.ndarray:
-    if isinstance(column, np.ndarray):
-        return column[indices]
-    return pad_sequences([column[i] for i in indices], value)[0]

@@ -71,8 +71,10 @@ def penalty_loss_onnx(
     return [ir.to_proto(t) for t in tensors], nodes
 
 
-def penalty(op: Emit, w: ir.Value, l1: float | None, l2: float | None) -> ir.Value:
-    """Write `l1 |w| + l2 w^2`, summed, of shape (1, 1)."""
+def penalty(
+    op: Emit, w: ir.Value, l1: float | None, l2: float | None, zeros: bool = False
+) -> ir.Value:
+    """Write `l1 |w| + l2 w^2`, summed, of shape (1, 1); terms of a coefficient 0 if `zeros`."""
     if not l1 and not l2:
         raise ValueError(f"the penalty of {w.name!r} is zero: give l1 or l2 a value")
     flat = op.Reshape(w, [1, -1])
@@ -80,7 +82,7 @@ def penalty(op: Emit, w: ir.Value, l1: float | None, l2: float | None) -> ir.Val
         flat.shape = ir.Shape([1, f"elements of {w.name}"])
     terms = []
     for coefficient, norm in ((l1, op.Abs), (l2, lambda x: x * x)):
-        if coefficient:
+        if coefficient or (zeros and coefficient is not None):
             summed = op.ReduceSum(norm(flat), keepdims=1)
             summed.shape = ir.Shape([1, 1])
             terms.append(coefficient * summed)
@@ -374,10 +376,18 @@ def penalty_onnx(
     op, weights = draft.op, [draft.input(name) for name in names]
     with op:
         pairs = zip(names, weights, strict=True)
-        terms = [t for n, w in pairs if (t := learning_penalty.penalty(op, n, w)) is not None]
+        terms = [t for n, w in pairs if (t := _written(op, learning_penalty, n, w)) is not None]
         if not terms:
             return None
         if not gradient:
             return draft.model({"Y": op.Reshape(op.total(terms), [])})
         gradients = sweep(op, {term: op.ones_like(term) for term in terms}, weights)
     return draft.model({f"{w.name}_grad": g for w, g in gradients.items()})
+
+
+def _written(op: Any, learning_penalty: BaseLearningPenalty, name: str, w: ir.Value) -> Any:
+    """Return the penalty of a weight; its coefficients are constants of the model, 0 too."""
+    written = learning_penalty.penalty(op, name, w)
+    if written is None or type(learning_penalty) is not ElasticLearningPenalty:
+        return written
+    return penalty(op, w, learning_penalty.l1, learning_penalty.l2, zeros=True)

@@ -51,7 +51,7 @@ def to_ir(proto: ModelProto) -> ir.Model:
     try:
         return ir.from_proto(proto)
     except ir.serde.SerdeError as e:
-        raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e  # type: ignore
+        raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e
 
 
 def in_precision(proto: ModelProto, dtype: ir.DataType) -> ModelProto:

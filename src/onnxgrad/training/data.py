@@ -98,6 +98,17 @@ class Dataset:
         return len({np.shape(part)[:1] for part in parts}) == 1
 
     @property
+    def first_labels(self) -> Any:
+        """The labels, or those of the first batch of a list; a dict may have features, too."""
+        first = self.X
+        if self.y is not None or isinstance(first, Mapping):
+            return first if self.y is None else self.y
+        if not isinstance(first, (list, tuple)) or self.reader is not None or not self.batched:
+            return None
+        first = first[0]
+        return first if isinstance(first, Mapping) else next(iter(first[1:]), None)
+
+    @property
     def weighted(self) -> bool:
         """Whether the data have sample weights, or batches that may have some."""
         return self.sample_weight is not None or self.batched

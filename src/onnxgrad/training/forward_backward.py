@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -26,11 +27,13 @@ from onnxgrad.reporting import logger, reporting
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import read_providers
 from onnxgrad.runtime.session import loaded
-from onnxgrad.runtime.values import to_numpy, wrapped
+from onnxgrad.runtime.values import owned, shape_of, to_numpy, wrapped
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 
 Tensor: TypeAlias = np.ndarray | ort.OrtValue
+_REBUILT = ("sessions", "cls_type_")  # are not pickled
+_GRAPHS = ("_trained_onnx", "_optimized_pre_grad_model", "_forward_onnx", "_backward_onnx")
 
 
 class OrtGradientForwardBackward:
@@ -60,7 +63,8 @@ class OrtGradientForwardBackward:
         input_names, weights_to_train, output_names: in the order in which they are passed and
             returned.
         partition: the forward and the backward model, `onnxgrad.Partition`.
-        cls_type_: the class of what `new_instance` returns.
+        cls_type_: the class of what `new_instance` returns; it has the graphs of `save_onnx_graph`
+            as attributes.
 
     Raises:
         ValueError: an unknown name, missing inputs, a `graph_builder_config`.
@@ -123,12 +127,13 @@ class OrtGradientForwardBackward:
 
     def new_instance(self) -> OrtGradientForwardBackwardFunction:
         """Return a pair of passes, which stores what its last forward pass saved."""
-        return OrtGradientForwardBackwardFunction(self)
+        return self.cls_type_(self)
 
-    @property
+    @cached_property
     def cls_type_(self) -> type[OrtGradientForwardBackwardFunction]:
-        """The class of what `new_instance` returns."""
-        return OrtGradientForwardBackwardFunction
+        """The class of what `new_instance` returns; its attributes are the graphs."""
+        attributes = {name: _Graph(self, name) for name in _GRAPHS}
+        return type(self.class_name, (OrtGradientForwardBackwardFunction,), attributes)
 
     @cached_property
     def sessions(self) -> tuple[ort.InferenceSession, ort.InferenceSession]:
@@ -147,12 +152,9 @@ class OrtGradientForwardBackward:
         """Return the models by their names in `save_onnx_graph`."""
         parts = self.partition
         outputs = [y.name for y in parts.forward.graph.output][: len(self.output_names)]
-        return {
-            "_trained_onnx": parts.joint,
-            "_optimized_pre_grad_model": select_model_inputs_outputs(parts.forward, outputs),
-            "_forward_onnx": parts.forward,
-            "_backward_onnx": parts.backward,
-        }
+        evaluated = select_model_inputs_outputs(parts.forward, outputs)
+        graphs = (parts.joint, evaluated, parts.forward, parts.backward)
+        return dict(zip(_GRAPHS, graphs, strict=True))
 
     def save_onnx_graph(
         self,
@@ -189,8 +191,16 @@ class OrtGradientForwardBackward:
         if kind != dtype:
             raise ValueError(f"{what} must hold {dtype}, not {kind}")
         if mismatch := shape_mismatch(given, shape):
-            raise ValueError(f"{what} {mismatch}")
+            fitting = _fitting(given, shape)
+            if fitting is None:
+                raise ValueError(f"{what} {mismatch}")
+            return self.reshaped(value, fitting)
         return value
+
+    def reshaped(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return `value` in another shape."""
+        array = to_numpy(value).reshape(shape)
+        return owned(array, self.device) if isinstance(value, ort.OrtValue) else array
 
     def returned(
         self, which: str, names: Sequence[str], results: list[ort.OrtValue], inputs: Sequence[Any]
@@ -209,12 +219,29 @@ class OrtGradientForwardBackward:
         return [np.array(v.numpy()) for v in results]  # copies: backward may read the values
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "sessions"}
+        return {name: value for name, value in self.__dict__.items() if name not in _REBUILT}
 
     def __repr__(self) -> str:
-        inputs = ", ".join(map(printable, [*self.input_names, *self.weights_to_train]))
-        outputs = ", ".join(map(printable, self.output_names))
-        return f"{type(self).__name__}({inputs} -> {outputs})"
+        return f"{type(self).__name__}(...)"
+
+
+def _fitting(given: tuple[int, ...], shape: Dims | None) -> tuple[int, ...] | None:
+    """Return `shape` if `given` differs in axes of length one, or has all numbers in one row."""
+    lengths = tuple(d for d in shape or () if isinstance(d, int))
+    if shape is None or len(lengths) < len(shape):
+        return None
+    same = [n for n in given if n != 1] == [n for n in lengths if n != 1]
+    return lengths if same or given == (1, math.prod(lengths)) else None
+
+
+class _Graph:
+    """An attribute of a class: one of the graphs of its passes."""
+
+    def __init__(self, passes: OrtGradientForwardBackward, name: str) -> None:
+        self.passes, self.name = passes, name
+
+    def __get__(self, instance: Any, owner: type) -> ModelProto:
+        return self.passes.graphs()[self.name]
 
 
 class OrtGradientForwardBackwardFunction:
@@ -245,8 +272,9 @@ class OrtGradientForwardBackwardFunction:
         """Return the outputs of the model.
 
         Args:
-            inputs: the inputs of the model, then the weights, arrays or OrtValues. With `training`,
-                do not modify them before the backward pass.
+            inputs: the inputs of the model, then the weights, arrays or OrtValues; a weight may
+                lack axes of length one. With `training`, do not modify them before the backward
+                pass.
             training: save what the backward pass needs, and forget what was saved before.
 
         Returns:
@@ -269,6 +297,7 @@ class OrtGradientForwardBackwardFunction:
         saved = [t.name for t in parent.partition.saved if t.name not in names] if training else []
         results = self._forward.run(feed, [*names, *saved], parent.run_options)
         if training:
+            self._shapes = [shape_of(value) for value in inputs]
             values = feed | dict(zip([*names, *saved], results, strict=True))
             self._outputs = results[: len(names)]
             self._saved = {name: values[name] for name in parent.read if name in values}
@@ -278,12 +307,14 @@ class OrtGradientForwardBackwardFunction:
         """Return the gradients of the inputs and of the weights.
 
         Args:
-            grad_outputs: the cotangent of each output, of its shape and dtype; None for zeros, and
-                for an integer output.
+            grad_outputs: the cotangent of each output, of its dtype and shape, or without its axes
+                of length one, or all numbers in one row (1, n); None for zeros, and for an integer
+                output.
 
         Returns:
-            The gradient with respect to each input of the model, then to each weight; None where
-            there is none. They are OrtValues if any of `grad_outputs` is one, else arrays.
+            The gradient with respect to each input of the model, then to each weight, in the shape
+            that was passed; None where there is none. They are OrtValues if any of `grad_outputs`
+            is one, else arrays.
 
         Raises:
             EvaluationError: there was no forward pass for training, or its backward pass was
@@ -316,7 +347,11 @@ class OrtGradientForwardBackwardFunction:
         gradients = parent.returned("backward", names, results, grad_outputs)
         by_name = dict(zip(names, gradients, strict=True))
         gradient_names = parent.partition.gradients
-        return [by_name.get(gradient_names.get(str(x.name), "")) for x in parent.inputs]
+        found = [by_name.get(gradient_names.get(str(x.name), "")) for x in parent.inputs]
+        return [
+            g if g is None or shape_of(g) == shape else parent.reshaped(g, shape)
+            for g, shape in zip(found, self._shapes, strict=True)
+        ]
 
     def save_onnx_graph(
         self,
@@ -335,8 +370,12 @@ class OrtGradientForwardBackwardFunction:
     def _backward(self) -> Binding:
         return Binding(self.parent.sessions[1], self.parent.device)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"parent": self.parent, "_outputs": None, "_saved": None}
+    def __reduce__(self) -> Any:
+        return OrtGradientForwardBackward.new_instance, (self.parent,)
 
     def __repr__(self) -> str:
-        return f"{printable(self.parent.class_name)}({self.parent!r})"
+        parent = self.parent
+        inputs = ", ".join(map(printable, [*parent.input_names, *parent.weights_to_train]))
+        outputs = ", ".join(map(printable, parent.output_names))
+        passes = f"{type(parent).__name__}({inputs} -> {outputs})"
+        return f"{printable(parent.class_name)}({passes})"

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from onnx import ModelProto
 
 from onnxgrad.data.arrays import to_numbers
+from onnxgrad.runtime.values import shape_of
 from onnxgrad.training.batches import ArraySource, BatchSource
+from onnxgrad.training.data import Dataset
 
 
 def held_out_share(source: BatchSource, share: float, seed: int) -> tuple[ArraySource, ArraySource]:
@@ -31,10 +34,28 @@ def held_out_share(source: BatchSource, share: float, seed: int) -> tuple[ArrayS
     return source.take(np.sort(order[count:])), source.take(np.sort(order[:count]))
 
 
-def label_shapes(y: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of labels by input, as far as they are arrays."""
-    labels = y if isinstance(y, Mapping) else {"label": y}
-    return {str(k): tuple(np.shape(v)) for k, v in labels.items() if hasattr(v, "shape")}
+def label_shapes(data: Dataset, proto: ModelProto) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of labels by input or output, as far as they are arrays or lists.
+
+    Those of a list of batches are of the first one. In a dict of inputs and labels, the latter are
+    called "label", or as an output of the model.
+    """
+    labels = data.first_labels
+    if isinstance(labels, Mapping) and labels is not data.y:
+        outputs = [y.name for y in proto.graph.output]
+        names = {"label", *outputs, *(f"label_{name}" for name in outputs)}
+        names -= {x.name for x in proto.graph.input}
+        labels = {name: array for name, array in labels.items() if name in names}
+    named = labels if isinstance(labels, Mapping) else {"label": labels}
+    shapes = {str(name): _shape(array) for name, array in named.items()}
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _shape(array: Any) -> tuple[int, ...] | None:
+    """Return the shape of an array or of a list of rows; None for names of columns."""
+    if isinstance(array, (list, tuple)) and array and not isinstance(array[0], str):
+        return len(array), *np.shape(array[0])
+    return tuple(shape_of(array)) if hasattr(array, "shape") else None
 
 
 def balanced(y: Any, ignored: int | None = None) -> dict[int, float]:

@@ -170,10 +170,7 @@ class SeedTrainer(BaseEstimator):
         loop = self._loop(state, runner, rate, source, validation, callbacks)
         build = partial(self._build_step, proto, names, optimizer, weighted, before)
         loop.explain = partial(cause_in_estimator, self, build, validation)
-        if step.unreached:
-            warnings.warn(
-                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
-            )
+        step.warn(stacklevel=3)
         self._save_gradient(proto, step, runner.model)
         return loop
 

@@ -116,9 +116,14 @@ class Setup:
             options=trainer.loss_options,
             loss_weights=trainer.loss_weights,
             class_weight=self._class_weight(),
-            label_shapes=label_shapes(self.data.y),
+            label_shapes=self.label_shapes,
             weight_shape=(0,) * self.weight_axes or None,
         )
+
+    @cached_property
+    def label_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of labels, as far as they are known before batches are read."""
+        return label_shapes(self.data, self.trainer.proto)
 
     @cached_property
     def balanced(self) -> dict[int, float] | None:
@@ -193,7 +198,7 @@ class Setup:
     def _compiled(self) -> Compiled:
         """Return the step and its objective; those of the call before, if they are the same."""
         own = isinstance(self.plan.loss, OutputLosses)
-        return compiled_step(self, label_shapes(self.data.y), self._class_weight() if own else None)
+        return compiled_step(self, self.label_shapes, self._class_weight() if own else None)
 
     def loop(
         self, epochs: int, shuffle: bool, resume: str | os.PathLike | None, further: bool = False
@@ -233,10 +238,7 @@ class Setup:
         runner = compiled.runner(self, source, fields, fixed)
         step = runner.step
         rates = self._rates(state, None if further else source.batches, epochs)
-        if step.unreached:
-            warnings.warn(
-                f"the loss does not depend on {step.unreached}: they stay as they are", stacklevel=3
-            )
+        step.warn(stacklevel=3)
         if step.rounding:
             warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
         state.begin(runner, further)

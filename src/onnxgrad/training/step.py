@@ -6,8 +6,10 @@ transforms that see all gradients. `accumulate` repeats the first half for sever
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -73,6 +75,7 @@ class Step:
     updates: Sequence[ModelProto | None] | None = None
     share: ir.Value | None = None  # of the rows of the batch, those of this process
     owners: list[int] = field(default_factory=list)  # the processes that update the groups
+    warned: bool = False  # of weights in 16 bits
 
     @property
     def weights(self) -> list[str]:
@@ -96,6 +99,26 @@ class Step:
             own = [update for update in self.updates if update is not None]
             return any(x.name == STEP for update in own for x in update.graph.input)
         return self.step in self.model.graph.inputs
+
+    def warn(self, stacklevel: int, groups: Sequence[Any] = ()) -> None:
+        """Warn of weights that stay as they are, and once of those that train in 16 bits.
+
+        `groups` are those of a stack.
+        """
+        if self.unreached:
+            text = f"the loss does not depend on {self.unreached}: they stay as they are"
+            warnings.warn(text, stacklevel=stacklevel + 1)
+        half = [group for group in groups or self.groups if numpy_dtype(group.state).itemsize == 2]
+        if half and not self.warned:
+            self.warned = True
+            names = [name for group in half for name in group.shapes]
+            more = f" and {len(names) - 3} more" * (len(names) > 3)
+            warnings.warn(
+                f"{', '.join(map(repr, names[:3]))}{more} train in {numpy_dtype(half[0].state)}: "
+                "rates, steps and squares of gradients are rounded, small ones to zero, and NaN is "
+                "likely. Export the model in float32, train it, and convert the result",
+                stacklevel=stacklevel + 1,
+            )
 
     def like_loss(self, number: float) -> np.ndarray:
         """Return `number` in the shape and dtype of `inverse_rows`."""

@@ -11,8 +11,9 @@ from onnxgrad.training.callbacks.base import Callback, Control
 class NanWatch(Callback):
     """Names the node that made the loss or a weight NaN or infinite, in the error that says so.
 
-    It costs nothing while training is well. Then it runs the failing step again on the CPU: see
-    `first_not_finite`. A model with random numbers, such as Dropout, draws others then.
+    The error does so without it, but for weights of more than 256 MB, as it needs memory for
+    another step. It costs nothing while training is well. Then it runs the failing step again on
+    the CPU: see `first_not_finite`. A model with random numbers, such as Dropout, draws others.
 
     Examples:
         >>> from onnxgrad.training.callbacks.nan_watch import NanWatch

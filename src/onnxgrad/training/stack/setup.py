@@ -70,7 +70,9 @@ class StackSetup(Setup):
             raise ValueError(f"a stack does not carry {names}: train each member by a Trainer")
         stacked = stacked_objective(objective, state.weights, self.members)
         step = build_stacked_step(stacked, optimizers)
-        self._warn(step.step.unreached, step.step.rounding)
+        step.step.warn(3, step.groups)
+        if step.step.rounding:
+            warnings.warn(straight_through_warning(step.step.rounding), stacklevel=3)
         runner = StackRunner(step, trainer.device, source.batch_size, fields, self.members)
         fixed = isinstance(source, ArraySource)
         runner.expect(source.batch_shapes() if fixed else {}, {})  # type: ignore[attr-defined]
@@ -88,13 +90,6 @@ class StackSetup(Setup):
             evaluate=None if held_out is None else lambda now: self._validated(now, held_out),
             explain=lambda batches: cause_in_stack(self, batches),
         )
-
-    def _warn(self, unreached: list[str], rounding: list[str]) -> None:
-        if unreached:
-            text = f"the loss does not depend on {unreached}: they stay as they are"
-            warnings.warn(text, stacklevel=4)
-        if rounding:
-            warnings.warn(straight_through_warning(rounding), stacklevel=4)
 
     def _schedule(self, rate: Any, source: BatchSource, epochs: int) -> Rates:
         """Return the learning rates of one member."""
