@@ -58,7 +58,7 @@ def _rewrite(op: Emit, node: ir.Node) -> None:
         pitch = -(-max(before + left, reach) // s)
         result_pitch = pitch * s
         added = (*get("output_padding", (0, 0)),)
-        if -right >= max(s, d):
+        if -right >= s:
             return
         attributes["output_padding"] = [added[0], max(-right, 0)]
     attributes["pads"] = [top, left, bottom, max(right, 0)]
