@@ -32,7 +32,7 @@ def columns():
     """Yield columns of three rows by name."""
     for name in WIDTHS:
         yield name, pa.array(np.array([1, 2, 3]).astype(name))
-        values = np.array([1, 2, 3]).astype(name).tolist()
+        values = list(np.array([1, 2, 3]).astype(name))
         yield f"{name}, null", pa.array([values[0], None, values[2]], getattr(pa, name)())
     yield "bool", pa.array([True, False, True])
     yield "bool, null", pa.array([True, None, False])
@@ -40,7 +40,7 @@ def columns():
     for kind in (pa.decimal128(9, 2), pa.decimal256(40, 5)):
         yield str(kind), pa.array(DECIMALS, kind)
     for of, kind in (("ints", pa.int32()), ("halves", pa.float16()), ("bools", pa.bool_())):
-        values = [np.array(row).astype(kind.to_pandas_dtype()).tolist() for row in MATRICES[0]]
+        values = [list(np.array(row).astype(kind.to_pandas_dtype())) for row in MATRICES[0]]
         for name in KINDS:
             yield f"{name} of {of}", pa.array([*values, values[0]], getattr(pa, name)(kind))
         yield f"fixed lists of {of}", pa.array([*values, values[0]], pa.list_(kind, 2))

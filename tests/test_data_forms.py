@@ -25,6 +25,11 @@ def table():
     return pa.table({"a": X[:, 0], "b": X[:, 1], "price": Y[:, 0]})
 
 
+def named():
+    """Return a table with the names of inputs."""
+    return pa.table({"x": [*X], "label": Y[:, 0]})
+
+
 def frame(name):
     return pytest.importorskip(name).DataFrame(table().to_pydict())
 
@@ -118,6 +123,9 @@ FORMS = {  # data, and the columns of labels
     "tuple of dicts": lambda path: (tuple(DICTS), None),
     "tuple of pairs of dicts": lambda path: (tuple(({"x": x}, {"y": y}) for x, y in PAIRS), None),
     "list of frames": lambda path: ([(frame("pandas")[["a", "b"]][c], Y[c]) for c in CUTS], None),
+    "list of tables": lambda path: ([named()[c] for c in CUTS], None),
+    "record batches": lambda path: (named().to_batches(SIZE), None),
+    "generator of frames": lambda path: (lambda: (named()[c].to_pandas() for c in CUTS), None),
     "generator": lambda path: (lambda: iter(PAIRS), None),
     "filled arrays": lambda path: (filled(), None),
     "filled dicts": lambda path: (filled_dicts, None),
@@ -254,6 +262,12 @@ def test_a_tuple_that_may_be_batches_or_rows_is_refused():
     assert trainer().predict(((X, X), (X, X), (X, X))).shape == (3 * ROWS, 1)  # X is no weight
     with pytest.raises(ValueError, match="takes the array of the input, not a list of batches"):
         explain.saliency(linear(), tuple(PAIRS))
+
+
+def test_rows_of_other_shapes_are_refused():
+    for data in ((PAIRS, Y), ([[1.0, 2.0], [3.0]], Y[:2])):
+        with pytest.raises(ValueError, match="rows of 'x' differ in shape: pad them, as by_length"):
+            trainer().fit(*data)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")

@@ -281,6 +281,8 @@ def test_axes_of_length_one_may_differ():
         np.testing.assert_allclose(db, G.sum(0), rtol=1e-4)  # in the shape that was passed
     with pytest.raises(ValueError, match="must have shape"):
         made.forward([X, W.T.copy(), B])
+    with pytest.raises(ValueError, match="must have shape"):
+        made.forward([X, W.reshape(1, -1), B])
     made.forward([X, W, B], training=True)
     with pytest.raises(ValueError, match="must have shape"):
         made.backward([G.T.copy()])

@@ -69,7 +69,7 @@ def fitted(proto: ModelProto | None = None, **options) -> og.Trainer:
 
 
 def runner(fitted: og.Trainer) -> Runner:
-    return fitted._fitted.runner
+    return fitted._loop.runner
 
 
 def require_equal(a: og.Trainer, b: og.Trainer, rtol: float = 0.0, atol: float = 0.0) -> None:

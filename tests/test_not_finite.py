@@ -302,16 +302,18 @@ def test_an_error_names_the_node_of_the_file_and_the_rows(name):
 
 
 @pytest.mark.parametrize(
-    ("trainer", "data", "rows"),
+    ("trainer", "data", "rows", "number"),
     [
-        (og.Trainer(NORMED, "mse"), (X, Y), "rows 3, 41;"),
-        (og.Trainer(NORMED, "mse"), (BATCHES[1:],), "row 9 of batch 1;"),
-        (og.TrainerStack(NORMED, **MEMBERS), (X, Y), "rows 3, 41;"),
+        (og.Trainer(NORMED, "mse", metrics=["mse", "r2"]), (X, Y), "rows 3, 41;", 3),
+        (og.Trainer(NORMED, "mse"), (BATCHES[1:],), "row 9 of batch 1;", 1),
+        (og.TrainerStack(NORMED, metrics=["mae"], **MEMBERS), (X, Y), "rows 3, 41;", 2),
     ],
 )
-def test_an_evaluation_names_the_rows(trainer, data, rows):
+def test_an_evaluation_names_the_rows(trainer, data, rows, number):
     with pytest.warns(UserWarning, match=rf"Div \(node 'here'.* gives NaN in {rows}"):
-        assert np.isnan(trainer.evaluate(*data)["loss"]).all()
+        results = trainer.evaluate(*data)
+    assert all(np.isnan(value).all() for value in results.values())
+    assert len(results) == number
 
 
 def test_what_is_no_matter_of_the_file():

@@ -419,3 +419,21 @@ def test_averages_before_they_start():
     chain = Chain((of.clip(1.0), of.lookahead(of.sgd())))
     assert chain.evaluated(w, slots, 1) is slots["slow"]
     assert chain.averages
+
+
+def test_the_estimators_export_and_validate_averages():
+    x, y = np.ones((4, 4)), np.zeros((4, 40))
+    fitted = onnxgrad.OrtGradientForwardBackwardOptimizer(
+        network(), max_iter=5, batch_size=4, training_optimizer_name=of.ema(of.adam(), 0.9),
+        validation_every=1,
+    ).fit(x, y, X_val=x, y_val=y)  # fmt: skip
+    slots, now = (fitted.get_state(kind) for kind in ("grad", "weight"))
+    exported = weights(fitted.get_trained_onnx())
+    assert {*exported} == {"w", "b", "u"}
+    for name, w in exported.items():
+        np.testing.assert_array_equal(w, slots[name]["average"].numpy())
+        assert not np.array_equal(w, now[name].numpy())
+    running = ort.InferenceSession(fitted.get_trained_onnx().SerializeToString())
+    (predicted,) = running.run(None, {"x": x})
+    np.testing.assert_allclose(fitted.predict(x), predicted, rtol=1e-12)
+    assert fitted.validation_losses_[-1] == pytest.approx(-fitted.score(x, y), rel=1e-12)

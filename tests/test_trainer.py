@@ -528,8 +528,9 @@ def test_rows_on_another_axis():
     whole = one.predict(X, batch_size=9)
     assert whole.shape == (5, 9, 1)
     np.testing.assert_allclose(one.predict(X, batch_size=2), whole, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"rows of the output 'Y'.*not on its"):
-        og.Trainer(model, "mse", **axes).fit(X, y, sample_weight=np.ones(9))
+    weighted = og.Trainer(model, "mse", optimizer="sgd", learning_rate=0.1, **axes)
+    weighted.fit(X, y, sample_weight=np.ones(9), epochs=2, batch_size=6)
+    np.testing.assert_allclose(weighted.state.weights["W"], one.state.weights["W"], rtol=1e-5)
     with pytest.raises(ValueError, match="which axis is that of the rows"):
         og.Trainer(model, "mse").fit(X, y)
     for value in (*model.graph.input, *model.graph.output):

@@ -23,13 +23,21 @@ def to_numbers(name: str, values: Any) -> np.ndarray:
     """Return `values` as an array of numbers; Python objects that are numbers are converted.
 
     Raises:
-        ValueError: they are sparse, partly masked, or not all real numbers.
+        ValueError: they are sparse, partly masked, not all real numbers, or rows of other shapes.
     """
     if hasattr(values, "toarray"):
         raise ValueError(f"{name!r} is sparse, which is not supported: pass its .toarray()")
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         raise ValueError(f"{name!r} has masked values: fill them, or drop their rows")
-    array = column_array(name, values) if is_arrow(values) else to_numpy(values)
+    try:
+        array = column_array(name, values) if is_arrow(values) else to_numpy(values)
+    except ValueError as e:
+        if "inhomogeneous" not in str(e):
+            raise
+        raise ValueError(
+            f"the rows of {name!r} differ in shape: pad them, as by_length does, or if they are "
+            "batches, pass them without y"
+        ) from None
     if array.dtype == object and array.ndim:  # a table with columns of several dtypes, for one
         array = _unboxed(name, array)
     if array.dtype.kind in "OSUMmc" or array.dtype.names:  # names: of a structured array

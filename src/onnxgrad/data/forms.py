@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
+from onnxgrad.data.columns import is_table
 from onnxgrad.runtime.values import shape_of
 
 
 def is_batch(item: Any) -> bool:
-    """Return whether an item of a list is a batch: a dict, or a tuple or list of arrays."""
+    """Return whether an item of a list is a batch: a dict, a table, a tuple or list of arrays."""
     if isinstance(item, tuple):
         return not all(isinstance(part, (int, float)) for part in item)
-    return isinstance(item, Mapping) or (isinstance(item, list) and _has_arrays(item))
+    own = isinstance(item, list) and _has_arrays(item)
+    return own or isinstance(item, Mapping) or is_table(item)
 
 
 def are_parts(items: tuple[Any, ...]) -> bool:

@@ -42,6 +42,7 @@ class Metric:
     """Base of the metrics; a metric of your own overrides `begin`, `update` and `compute`.
 
     A metric sees the data batch by batch: `begin` once, `update` for each batch, then `compute`.
+    Each evaluation has a copy of it, by `copy.deepcopy`, as several may run at the same time.
 
     Attributes:
         name: the key in the history.

@@ -134,7 +134,7 @@ def cause_in_step(step: FailedStep | None) -> str | None:
         running = session(step.model, CPU, 0.0)
         results = running.run(None, {x.name: step.at_start[x.name] for x in running.get_inputs()})
         if not all(np.isfinite(y.astype(np.float64)).all() for y in results):
-            half = any(a.dtype.itemsize == 2 for a in step.inputs.values() if a.dtype.kind != "i")
+            half = any(a.dtype.itemsize == 2 for a in step.inputs.values() if a.dtype.kind in "fV")
             remedy = ". Train the model in float32: its weights have 16 bits" if half else ""
             return (
                 f"{_NO_MATTER} and a rate of zero, it is the same. {_upper(where)}, {text}{remedy}"

@@ -105,7 +105,7 @@ class Evaluator:
         parts = len(one.written.sums)
         totals = Totals.of(tuple(one.written.factors), {})
         judging = judges(one.labels, metrics)
-        self.failed, undefined = None, []
+        self.failed = None
         batches = self._results(self._losses, values, source, parts)
         for arrays, results in batches if group is None else self._of_all(batches, group):
             numbers = [np.asarray(y, np.float64).reshape(1, 1) for y in results[: 2 * parts]]
@@ -114,16 +114,12 @@ class Evaluator:
             weight = None if one.row_weight is None else arrays.get(one.row_weight)
             if weight is not None and (weight == 1).all():
                 weight = None  # as of batches that have none, for metrics that take none
+            finite = bool(np.isfinite(totals.sums).all())
             for judge in judging:
-                try:
-                    judge.update(predictions, arrays, weight)
-                except ValueError:
-                    if np.isfinite(totals.sums).all():
-                        raise
-                    undefined.append(judge)  # of predictions that are not finite
+                judge.update(predictions, arrays, weight, finite)
         everything = {"loss": totals.mean}
         for judge in judging:
-            everything |= judge.results() if judge not in undefined else judge.undefined()
+            everything |= judge.results()
         return everything
 
     def _of_all(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:

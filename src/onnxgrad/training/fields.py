@@ -87,8 +87,8 @@ class Fields:
         if axes < 2 or self.weight is None:
             if weight.ndim > 2 or (weight.ndim == 2 and weight.shape[1] != 1):
                 raise ValueError(
-                    f"sample weights of shape {weight.shape}: this loss takes one for each row, as "
-                    "its terms are those of rows, of several outputs or of another model"
+                    f"{self.weight!r} must have shape (rows,), not {weight.shape}: the terms of "
+                    "this loss are those of rows, of several outputs or of another model"
                 )
             return weight
         if weight.ndim < axes and weight.size == len(weight):

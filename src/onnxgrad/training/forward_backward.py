@@ -133,7 +133,7 @@ class OrtGradientForwardBackward:
     def cls_type_(self) -> type[OrtGradientForwardBackwardFunction]:
         """The class of what `new_instance` returns; its attributes are the graphs."""
         attributes = {name: _Graph(self, name) for name in _GRAPHS}
-        return type(self.class_name, (OrtGradientForwardBackwardFunction,), attributes)
+        return type(printable(self.class_name), (OrtGradientForwardBackwardFunction,), attributes)
 
     @cached_property
     def sessions(self) -> tuple[ort.InferenceSession, ort.InferenceSession]:
@@ -178,8 +178,18 @@ class OrtGradientForwardBackward:
         """
         return write_models(self.graphs(), folder, f"{prefix or ''}{self.class_name}.", suffix)
 
-    def check(self, what: str, value: Any, dtype: ir.DataType | None, shape: Dims | None) -> Tensor:
-        """Return `value` in a form that can be bound, or raise if it does not fit."""
+    def check(
+        self,
+        what: str,
+        value: Any,
+        dtype: ir.DataType | None,
+        shape: Dims | None,
+        in_row: bool = False,
+    ) -> Tensor:
+        """Return `value` in a form that can be bound, or raise if it does not fit.
+
+        Axes of length one may differ; with `in_row`, all numbers may be in one row (1, n).
+        """
         if value is None:
             raise ValueError(f"{what} is None")
         if isinstance(value, ort.OrtValue):
@@ -191,7 +201,9 @@ class OrtGradientForwardBackward:
         if kind != dtype:
             raise ValueError(f"{what} must hold {dtype}, not {kind}")
         if mismatch := shape_mismatch(given, shape):
-            fitting = _fitting(given, shape)
+            fitting = _without_axes_of_one(given, shape)
+            if in_row and given == (1, math.prod(int(d or 0) for d in shape or ())):
+                fitting = tuple(int(d or 0) for d in shape or ())
             if fitting is None:
                 raise ValueError(f"{what} {mismatch}")
             return self.reshaped(value, fitting)
@@ -225,13 +237,11 @@ class OrtGradientForwardBackward:
         return f"{type(self).__name__}(...)"
 
 
-def _fitting(given: tuple[int, ...], shape: Dims | None) -> tuple[int, ...] | None:
-    """Return `shape` if `given` differs in axes of length one, or has all numbers in one row."""
+def _without_axes_of_one(given: tuple[int, ...], shape: Dims | None) -> tuple[int, ...] | None:
+    """Return `shape` if it is static, and `given` differs in axes of length one; else None."""
     lengths = tuple(d for d in shape or () if isinstance(d, int))
-    if shape is None or len(lengths) < len(shape):
-        return None
     same = [n for n in given if n != 1] == [n for n in lengths if n != 1]
-    return lengths if same or given == (1, math.prod(lengths)) else None
+    return lengths if same and shape is not None and len(lengths) == len(shape) else None
 
 
 class _Graph:
@@ -336,7 +346,7 @@ class OrtGradientForwardBackwardFunction:
         for name, y, g in zip(parent.output_names, outputs, grad_outputs, strict=True):
             dtype, shape = session_dtype(y.data_type()), tuple(y.shape())
             if g is not None:
-                g = parent.check(f"gradient of {name!r}", g, dtype, shape)
+                g = parent.check(f"gradient of {name!r}", g, dtype, shape, in_row=True)
             elif dtype is not None:
                 g = np.zeros(shape, dtype.numpy())
             if name in parent.partition.cotangents:

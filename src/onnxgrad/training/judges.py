@@ -43,9 +43,15 @@ class Judge:
     info: LossInfo
     prefix: str
     begun: bool = False
+    undefined: bool = False  # as predictions are not finite
 
-    def update(self, predictions: Arrays, arrays: Arrays, weight: np.ndarray | None) -> None:
-        """Take a batch: the predictions by output, and the data by input."""
+    def update(
+        self, predictions: Arrays, arrays: Arrays, weight: np.ndarray | None, finite: bool
+    ) -> None:
+        """Take a batch: the predictions by output, and the data by input.
+
+        If the loss is not `finite`, metrics that refuse the predictions are NaN.
+        """
         assert self.info.prediction is not None
         shown, labels = predictions[self.info.prediction], arrays[self.label]
         if weight is not None and weight.ndim > 1:  # one for each row, or for each label
@@ -57,16 +63,20 @@ class Judge:
         for metric in self.metrics:
             if not self.begun:
                 metric.begin(prediction_info(self.info, shown))
-            metric.update(shown, labels, weight)
+            try:
+                metric.update(shown, labels, weight)
+            except ValueError:
+                if finite:
+                    raise
+                self.undefined = True
         self.begun = True
-
-    def undefined(self) -> dict[str, Any]:
-        """Return NaN for each metric by name."""
-        return dict.fromkeys((f"{self.prefix}{m.name}" for m in self.metrics), float("nan"))
 
     def results(self) -> dict[str, Any]:
         """Return the metrics by name."""
-        return {f"{self.prefix}{m.name}": m.compute() for m in self.metrics}
+        nan = float("nan")
+        return {
+            f"{self.prefix}{m.name}": nan if self.undefined else m.compute() for m in self.metrics
+        }
 
 
 def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:

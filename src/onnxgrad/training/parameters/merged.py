@@ -125,12 +125,14 @@ class _Merged:
     """The uses of the initializers of a model that several nodes read, by parameter."""
 
     def __init__(self, proto: ModelProto) -> None:
-        self.proto = proto
         self.tensors = {t.name: t for t in proto.graph.initializer if t.data_type in FLOATS}
         self.from_torch = proto.producer_name == "pytorch"
         aliases = self.aliases = initializer_aliases(proto)
         self.aliased = self.from_torch and any(not evidence.counted(name) for name in aliases)
-        self.functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
+        self.functions = {
+            (f.domain, f.name, f.overload): (f.input, _readers(all_nodes(f.node)))
+            for f in proto.functions
+        }
         self.nodes = list(all_nodes(proto.graph.node))
         self.readers = _readers(self.nodes)
         self.makers = {y: n for n in self.nodes for y in n.output}
@@ -143,11 +145,12 @@ class _Merged:
                     via = name if root != name else ""
                     self.uses[root].append(_Use(node, index, via, role))
         self.uses = {name: uses for name, uses in self.uses.items() if len(uses) > 1}
-        self.known = [name for name in (*self.tensors, *aliases) if readable(name)]
         nodes = self.nodes if self.uses else ()
-        self.modules = ModuleNames(map(_metadata, nodes), self.known)
-        modules = {module_of(n.name, _metadata(n)) for n in nodes}
-        self.paths = {m[: dot.start()] for m in modules for dot in re.finditer(r"\.|$", m)}
+        known = [name for name in (*self.tensors, *aliases) if readable(name)] if nodes else []
+        self.modules = ModuleNames(map(_metadata, nodes), known)
+        self.owners = {path for name in known for path in _paths(name)}
+        self.paths = {p for n in nodes for p in _paths(module_of(n.name, _metadata(n)))}
+        self.calls = Counter(map(self._called, self.paths))
 
     def groups(self, name: str) -> list[list[_Use]]:
         """Return the uses of a tensor, those of each parameter together, first what keeps it."""
@@ -170,9 +173,9 @@ class _Merged:
     def _role(self, node: NodeProto, index: int, readers: _Readers) -> str:
         """Return the letter of an operand, behind moves and inside of functions; "a": arithmetic"""
         function = self.functions.get((node.domain, node.op_type, node.overload))
-        if function is not None and index < len(function.input):
-            inner = _readers(all_nodes(function.node))
-            uses = inner[function.input[index]]
+        if function is not None and index < len(function[0]):
+            inner = function[1]
+            uses = inner[function[0][index]]
             return self._role(*uses[0], inner) if uses else ""
         if node.op_type in MOVES and index == 0 and (uses := readers[node.output[0]]):
             return self._role(*uses[0], readers)
@@ -194,7 +197,7 @@ class _Merged:
             several = not self.from_torch or use.node.op_type in RECURRENT  # of one module
             module = "" if several else module_of(use.node.name, metadata)
             base = self._called(module)
-            clear = bool(module) and sum(self._called(path) == base for path in self.paths) == 1
+            clear = bool(module) and self.calls[base] == 1
             layer = "" if clear else self._layer(use, tensor)
             use.key, use.certain = f"{base}:{use.role}:{layer}", self.aliased and clear
             use.name = f"{module or use.node.name or use.node.output[0]}.{word}"
@@ -203,8 +206,7 @@ class _Merged:
         """Return the module of a path in which "norm_1" may be the second call of "norm"."""
         parts: list[str] = []
         for part in path.split("."):
-            base, whole = re.sub(r"_\d+$", "", part), ".".join([*parts, part, ""])
-            own = any(name.startswith(whole) for name in self.known)
+            base, own = re.sub(r"_\d+$", "", part), ".".join([*parts, part]) in self.owners
             again = not own and ".".join([*parts, base]) in self.paths
             parts.append(base if again else part)
         return ".".join(parts)
@@ -271,9 +273,9 @@ class _Separation:
                     entry = model.graph.value_info.add()
                     entry.CopyFrom(stated[original])
                     entry.name = name
-        for name in self.kept:
-            node = next(n for n in model.graph.node if name in n.output)
-            model.graph.node.remove(node)
+        for i in reversed(range(len(model.graph.node))):
+            if not self.kept.isdisjoint(model.graph.node[i].output):
+                del model.graph.node[i]
         return model
 
     def _name(self, original: str, part: list[_Use]) -> str:
@@ -282,7 +284,7 @@ class _Separation:
         if via and all(any(node is use.node for use in part) for node, _ in others):
             self.kept.add(via)
             return via
-        new = part[0].name or f"{original}.{_FIXED if part[0].key == _FIXED else 'copy'}"
+        new = part[0].name or f"{original}.{_FIXED}"
         if new in self.taken:
             return unused(new, self.taken)
         self.taken.add(new)
@@ -300,15 +302,20 @@ def _readers(nodes: Iterable[NodeProto]) -> _Readers:
     return readers
 
 
+def _paths(name: str) -> list[str]:
+    """Return "a", "a.b" and "a.b.c" for "a.b.c"."""
+    return [name[: dot.start()] for dot in re.finditer(r"\.|$", name)]
+
+
 def _metadata(node: NodeProto) -> dict[str, str]:
     return {entry.key: entry.value for entry in node.metadata_props}
 
 
 def _word(use: _Use) -> str:
     """Return what PyTorch calls a parameter in this role; "" for no role of a weight."""
-    return (
-        _ARITHMETIC.get(use.node.op_type, "bias") if use.role == "a" else _WORDS.get(use.role, "")
-    )
+    if use.role == "a":
+        return _ARITHMETIC.get(use.node.op_type, "bias")
+    return _WORDS.get(use.role, "")
 
 
 def _copy(graph: GraphProto, tensor: TensorProto, name: str) -> None:

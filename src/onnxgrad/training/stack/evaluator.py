@@ -49,13 +49,16 @@ class StackedEvaluator(Evaluator):
         for arrays, results in self._results(self._losses, values, source, parts):
             sums += np.stack([np.asarray(y, np.float64) for y in results[:parts]])
             counts += np.array([float(np.sum(y)) for y in results[parts : 2 * parts]])
-            self._judge(judging, arrays, results[2 * parts :])
+            finite = np.isfinite(sums.sum(axis=0)).tolist()
+            self._judge(judging, arrays, results[2 * parts :], finite)
         with np.errstate(invalid="ignore", divide="ignore"):
             losses = np.array(one.written.factors) @ (sums / counts[:, None])
         scores = [{n: v for judge in own for n, v in judge.results().items()} for own in judging]
         return {"loss": losses} | {n: np.array([s[n] for s in scores]) for n in scores[0]}
 
-    def _judge(self, judging: list[list[Judge]], arrays: Arrays, predictions: list) -> None:
+    def _judge(
+        self, judging: list[list[Judge]], arrays: Arrays, predictions: list, finite: list[bool]
+    ) -> None:
         """Let the metrics of every member take a batch."""
         one = self.described
         weight = None if one.row_weight is None else arrays.get(one.row_weight)
@@ -64,7 +67,7 @@ class StackedEvaluator(Evaluator):
         for k, own in enumerate(judging):
             of_member = {n: y[k] for n, y in zip(one.predictions, predictions, strict=False)}
             for judge in own:
-                judge.update(of_member, arrays, weight)
+                judge.update(of_member, arrays, weight, finite[k])
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
