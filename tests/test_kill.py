@@ -180,30 +180,23 @@ def test_broken_off_in_an_event(whole, handlers, new_threads, tmp_path, event, s
     equal(fit(build(og.Checkpoint(tmp_path, every_steps=3)), resume=tmp_path), whole)
 
 
-class Failing(og.Callback):
-    """Has the evaluation of a number broken off by `act`, in the middle of its metrics."""
-
-    def __init__(self, number, act):
-        self.number, self.act = number, act
-
-    def on_train_begin(self, trainer, state, control):
-        metric, calls = trainer.metrics[0], []
-        update = metric.update
-
-        def updating(*arguments):
-            update(*arguments)
-            calls.append(None)
-            if len(calls) == self.number:
-                self.act()
-
-        metric.update = updating
-
-
 @pytest.mark.parametrize(("number", "act"), [(3, "INT"), (4, "TERM"), (8, "error")])
-def test_broken_off_in_an_evaluation(whole, handlers, tmp_path, number, act):
+def test_broken_off_in_an_evaluation(whole, handlers, tmp_path, monkeypatch, number, act):
     do, error = ACTS[act]
+    trainer, calls = build(og.Checkpoint(tmp_path, every_steps=7)), []
+    metric = type(trainer.metrics[0])
+    update = metric.update
+
+    def updating(*arguments):
+        update(*arguments)
+        calls.append(None)
+        if len(calls) == number:  # in the middle of the metrics of an evaluation
+            do()
+
+    monkeypatch.setattr(metric, "update", updating)
     with pytest.raises(error):
-        fit(build(og.Checkpoint(tmp_path, every_steps=7), Failing(number, do)))
+        fit(trainer)
+    monkeypatch.undo()
     assert og.TrainState.load(checkpoints(tmp_path)[-1]).pending
     equal(fit(build(og.Checkpoint(tmp_path)), resume=tmp_path), whole)
 
