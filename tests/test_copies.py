@@ -69,13 +69,20 @@ def check(made, way):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"batch_norm": "train", "optimizer": og.ema(og.adam(), 0.9)},
-        {"optimizer": "schedule_free", "metrics": ["mae"], "callbacks": [og.EarlyStopping()]},
-        {"learning_rate": og.cosine(0.1, steps=99), "callbacks": [og.Progress()]},
-        {"large": True},
+        pytest.param({}, id="defaults"),
+        pytest.param(
+            {"batch_norm": "train", "optimizer": og.ema(og.adam(), 0.9)}, id="batch norm, average"
+        ),
+        pytest.param(
+            {"optimizer": "schedule_free", "metrics": ["mae"], "callbacks": [og.EarlyStopping()]},
+            id="schedule free, early stopping",
+        ),
+        pytest.param(
+            {"learning_rate": og.cosine(0.1, steps=99), "callbacks": [og.Progress()]},
+            id="cosine, progress",
+        ),
+        pytest.param({"large": True}, id="large"),
     ],
-    ids=str,
 )
 def test_a_trainer(way, options, monkeypatch):
     if options.get("large"):
