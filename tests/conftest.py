@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import threading
 from pathlib import Path
 
+import numpy as np
 import onnxruntime as ort
 import pytest
 
@@ -30,6 +32,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="of the tests marked sweep run one of N; which one depends on the commit",
     )
+
+
+_STATES: dict[int, dict] = {}  # of the generators of modules, by `id`, as their import left them
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let each test draw the same numbers, whatever tests ran before it."""
+    for value in vars(getattr(item, "module", item)).values():
+        if isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            bits.state = _STATES.setdefault(id(value), copy.deepcopy(bits.state))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
