@@ -16,20 +16,22 @@ from onnxgrad.reporting import logger, warn_once
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
-_ROWS, _OTHERS = 3, 2  # lengths of symbolic dimensions: of first axes, and of others
+# lengths of symbolic dimensions, of first axes and of others; a Squeeze without axes removes ones
+_LENGTHS, _ONES = (3, 2), (1, 1)
 _KEPT = 64  # models whose run is remembered: a training prepares a model several times
-_runs: dict[bytes, dict[str, Any]] = {}
+_runs: dict[tuple[bytes, tuple[int, int]], dict[str, Any]] = {}
 
 
 def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
     """Return a function that returns what holds of the stated shape of an output of `proto`.
 
-    The model runs once, on random inputs, when the first output is asked for. The rank is that of
-    the run, and lengths that it contradicts are unknown. A model that fails on them is believed.
+    The model runs on random inputs when the first output is asked for. The rank is that of the run,
+    unless it is another where all lengths are one; lengths that the run contradicts are unknown. A
+    model that fails on these inputs is believed.
     """
 
     def confirm(y: ir.Value, stated: Dims) -> Dims:
-        shapes = _run(proto)
+        shapes = _run(proto, _LENGTHS)
         node = y.producer()
         if (actual := shapes.get(str(y.name))) is None or node is None or node.graph is None:
             return stated
@@ -37,6 +39,8 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
         for x in node.graph.inputs:
             sizes.update(zip(dims(x) or (), shapes.get(str(x.name), ()), strict=False))
         if len(actual) != len(stated):
+            if len(_run(proto, _ONES).get(str(y.name), actual)) != len(actual):
+                return stated
             confirmed: Dims = (None,) * len(actual)
         else:
             known = [d if isinstance(d, int) else sizes.get(d) for d in stated]
@@ -52,21 +56,21 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
     return confirm
 
 
-def _run(proto: ModelProto) -> dict[str, tuple[int, ...]]:
+def _run(proto: ModelProto, lengths: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of inputs and outputs in a run; none if the model fails."""
-    key = sha1(without_data(proto).SerializeToString()).digest()
+    key = sha1(without_data(proto).SerializeToString()).digest(), lengths
     if key not in _runs:
         if len(_runs) == _KEPT:
             del _runs[next(iter(_runs))]
-        _runs[key] = _shapes(proto)
+        _runs[key] = _shapes(proto, *lengths)
     return _runs[key]
 
 
-def _shapes(proto: ModelProto) -> dict[str, tuple[int, ...]]:
+def _shapes(proto: ModelProto, rows: int, others: int) -> dict[str, tuple[int, ...]]:
     names = [y.name for y in proto.graph.output if y.type.HasField("tensor_type")]
     try:
         running = session(proto, CPU, work=0.0)
-        feed = random_feed(running.get_inputs(), _ROWS, _OTHERS, random_state=0)
+        feed = random_feed(running.get_inputs(), rows, others, random_state=0)
         results = running.run(names, feed)
     except Exception as e:  # of several types
         logger.debug("shapes of outputs are taken as stated: %s", e)
