@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import islice
 from typing import Any, Self
 
 import numpy as np
@@ -61,6 +62,7 @@ class Writer:
         self.graph = graph
         self.outer = outer
         self.primal: ir.Node | None = None  # whose gradient is being written
+        self.target: Any = outer.target if outer else None  # what the graph will run on
         self._before: ir.Node | None = None  # insert nodes before it; None: at the end
         self._written: dict[ir.Node, None] = {}
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
@@ -127,6 +129,15 @@ class Writer:
     def written(self) -> list[ir.Node]:
         """The nodes that were written, in the order of the calls."""
         return list(self._written)
+
+    @property
+    def count(self) -> int:
+        """How many nodes were written."""
+        return len(self._written)
+
+    def written_since(self, count: int) -> list[ir.Node]:
+        """Return the nodes written since there were `count`, in the order of the calls."""
+        return list(islice(reversed(self._written), self.count - count))[::-1]
 
     # -- writing nodes ------------------------------------------------------------------------
 

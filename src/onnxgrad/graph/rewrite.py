@@ -1,0 +1,118 @@
+"""Rewrites: functions that replace one node by others, applied until none of them applies.
+
+A rewrite is registered for an operator, in a group that says when it runs:
+
+>>> import onnx_ir as ir
+>>> from onnxgrad import Emit
+>>> @rewrites("Neg", group="doc.example")
+... def cancel_double_negation(op, node):
+...     # -(-x) = x
+...     before = node.inputs[0].producer()
+...     return [before.inputs[0]] if before is not None and before.op_type == "Neg" else None
+>>> x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([3]))
+>>> graph = ir.Graph([x], [], nodes=[], opset_imports={"": 20})
+>>> op = Emit(graph)
+>>> op.give([op.Tanh(op.Neg(op.Neg(x)))])
+>>> rewrite(graph, GROUPS["doc.example"])
+True
+>>> [node.op_type for node in graph]
+['Tanh']
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import onnx_ir as ir
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.tidy import drop_unused, replace_node
+from onnxgrad.graph.traversal import all_nodes, subgraphs
+
+# (op, node) -> one value for each output of the node, or None to leave the node as it is. `op`
+# writes in front of the node. A rewrite that changes the node in place returns its outputs.
+Rewrite: TypeAlias = Callable[[Emit, ir.Node], "Sequence[ir.Value] | None"]
+Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and operator
+
+GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
+_MOST = 100  # rewrites for each node of a graph: some that undo each other would never end
+
+
+def rewrites(*op_types: str, group: str, domain: str = "") -> Callable[[Rewrite], Rewrite]:
+    """Register the decorated function in a group, as a rewrite of the named operators."""
+
+    def register(function: Rewrite) -> Rewrite:
+        for op_type in op_types:
+            GROUPS[group][domain, op_type].append(function)
+        return function
+
+    return register
+
+
+def rewrite(
+    graph: ir.Graph, table: Table, target: Any = None, keep: Collection[str | None] = ()
+) -> bool:
+    """Apply rewrites to the nodes of `graph` and its subgraphs; return whether any applied.
+
+    Nodes are visited in topological order, those that a rewrite writes before those behind it, and
+    all of them again until no rewrite applies. A replaced node is removed, and so is in the end
+    what no output needs. New values have the types and shapes of those that they replace.
+
+    Args:
+        graph: a graph, which is changed in place.
+        table: the rewrites of each operator, tried in their order.
+        target: what the result will run on, for rewrites that ask: `op.target`.
+        keep: names of results that keep their names, as those of graph outputs do.
+
+    Raises:
+        RuntimeError: the rewrites undo each other.
+    """
+    op = Emit(graph)
+    op.target = target
+    left = _MOST * (1 + sum(1 for _ in all_nodes(graph)))
+    applied = False
+    while count := _visit(op, table, keep, left):
+        applied, left = True, left - count
+        drop_unused(graph)
+    return applied
+
+
+def _visit(op: Emit, table: Table, keep: Collection[str | None], left: int) -> int:
+    """Visit the nodes of the graph of `op` once; return how many rewrites applied, of `left`."""
+    waiting, count = deque(op.graph), 0
+    while waiting:
+        node = waiting.popleft()
+        if node.graph is not op.graph:  # removed meanwhile
+            continue
+        for function in table.get((node.domain, node.op_type), ()):
+            new = _apply(op, node, function, keep)
+            if new is not None:
+                waiting.extendleft(reversed(new))
+                count += 1
+                break
+        else:
+            for body in subgraphs(node):
+                count += _visit(Emit(body, outer=op), table, keep, left - count)
+        if count > left:
+            raise RuntimeError(f"rewrites of {node.op_type} and of what they write do not end")
+    return count
+
+
+def _apply(
+    op: Emit, node: ir.Node, function: Rewrite, keep: Collection[str | None]
+) -> list[ir.Node] | None:
+    """Apply a rewrite to a node; return the nodes that it writes, or None if it does not apply."""
+    count = op.count
+    with op.at(node):
+        values = function(op, node)
+        if values is None:
+            return None
+        written = op.written_since(count)
+        if any(y is not old for y, old in zip(values, node.outputs, strict=True)):
+            for y, old in zip(values, node.outputs, strict=True):
+                if y.producer() in written and None not in (old.type, old.shape):
+                    op.set_type_like(y, old)
+            replace_node(op, node, values, keep)
+    return written
