@@ -22,8 +22,7 @@ import onnx
 import covered
 from microsoft_rows import CASES
 from onnxgrad.autodiff.primal.function_bodies import has_body
-from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
+from onnxgrad.graph.operators import OPERATORS, Operator
 from test_control import CASES as SUBGRAPH_CASES
 
 FLOATS = {"tensor(float)", "tensor(double)", "seq(tensor(float))"}
@@ -66,8 +65,8 @@ def text() -> str:
     for schema in covered.operators():
         key = (schema.domain, schema.name)
         name = f"`{schema.name}`" + (f" ({schema.domain})" if schema.domain else "")
-        if key in NON_DIFFERENTIABLE:
-            parts["Declared without a gradient"].append(f"| {name} | {NON_DIFFERENTIABLE[key]} |")
+        if why := _operator(key).no_gradient:
+            parts["Declared without a gradient"].append(f"| {name} | {why} |")
         elif (how := _how(schema)) is None:
             why = next(w for names, w in WHY.items() if re.fullmatch(names, schema.name))
             parts["Not differentiated yet"].append(f"| {name} | {why} |")
@@ -76,15 +75,15 @@ def text() -> str:
             cases = sum(
                 bool(re.search(rf"\b{key[1]} ?[<(]", t)) for t, _ in SUBGRAPH_CASES.values()
             )
-            count = cases if key in _with_subgraphs() else rows[key]
+            count = cases if _operator(key).subgraph_rule else rows[key]
             numbers = f"{count or ''} | {shipped[key] or ''}"
             doc, unsupported = _doc(key), "; ".join(dict.fromkeys(_unsupported(key)))
             more = f"{doc} | {'; '.join(kinks.get(schema.name, ()))} | {unsupported}"
             cells = f"{name} | {how} | {yes} | {no} | {numbers} | {more}"
             parts["With a gradient"].append(f"| {cells} |")
     counts = Counter(match.group(1) for c in CASES if (match := re.search(r"= (\w+)", c.node)))
-    for key in sorted(LOWERINGS):
-        if key[0] == "com.microsoft":
+    for key in sorted(OPERATORS):
+        if key[0] == "com.microsoft" and _operator(key).lowering:
             line = f"| `{key[1]}` | {counts[key[1]]} | {_doc(key)} |"
             parts["Of onnxruntime"].append(line)
     return "\n".join([HEAD.format(version=onnx.__version__), *_tables(parts)])
@@ -98,23 +97,20 @@ def _tables(parts: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _how(schema: Any) -> str | None:
-    key = (schema.domain, schema.name)
-    if key in RULES:
+    operator = _operator((schema.domain, schema.name))
+    if operator.rule or operator.subgraph_rule:
         return "rule"
-    if key in LOWERINGS or key in ON_DEMAND:
-        return "lowering"
-    return "rule" if key in _with_subgraphs() else "body" if has_body(schema) else None
+    return "lowering" if operator.lowering else "body" if has_body(schema) else None
 
 
-def _with_subgraphs() -> dict[tuple[str, str], Any]:
-    """Return the rules of operators with subgraphs."""
-    return {key: f for key, f in SUBGRAPH_RULES.items() if key not in ON_DEMAND}
+def _operator(key: tuple[str, str]) -> Operator:
+    return OPERATORS.get(key, Operator())
 
 
 def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, str]:
     """Return the names of the float inputs with a gradient, and of those without."""
     floats = [(i, x.name) for i, x in enumerate(schema.inputs) if not FLOATS.isdisjoint(x.types)]
-    if ("", schema.name) in _with_subgraphs():
+    if _operator(("", schema.name)).subgraph_rule:
         return ", ".join([*(name for _, name in floats), "captured values"]), ""
     if answers is None:
         return ", ".join(name for _, name in floats), ""
@@ -125,7 +121,8 @@ def _operands(schema: Any, answers: dict[int, set[str]] | None) -> tuple[str, st
 
 def _doc(key: tuple[str, str]) -> str:
     """Return the docstring as two cells: its first paragraph, the mathematics, and the rest."""
-    function = (LOWERINGS | ON_DEMAND | _with_subgraphs() | RULES).get(key)
+    operator = _operator(key)
+    function = operator.rule or operator.subgraph_rule or operator.lowering
     doc = inspect.getdoc(function) if function else ""
     first, _, rest = (doc or "").replace("|", "\\|").partition("\n\n")
     mathematics = _slope(key[1], function) or " ".join(first.split()).rstrip(".")
@@ -160,7 +157,7 @@ def _kinks() -> dict[str, list[str]]:
 
 def _unsupported(key: tuple[str, str]) -> Iterator[str]:
     """Yield the reasons of `Unsupported` in a rule and in the functions of rules that it calls."""
-    function = RULES.get(key)
+    function = _operator(key).rule
     waiting, seen = [function] if function else [], set()
     while waiting:
         function = waiting.pop()

@@ -13,7 +13,8 @@ from onnx import defs, helper
 from cases import model
 from convolution_cases import CASES
 from onnxgrad import NoGradientRule, onnx_derivative
-from onnxgrad.autodiff.rules import RULES, Unsupported, taken_gradients
+from onnxgrad.autodiff.registry import Unsupported, taken_gradients
+from onnxgrad.graph.operators import OPERATORS, add
 from table import ROWS
 from test_convolution import model as model_of_convolution
 from test_shipped import FROZEN, NOT_IN_FLOAT32, NOT_RUN, but_for
@@ -77,8 +78,10 @@ def _differentiated() -> tuple[dict[Key, set[str]], dict[Key, dict[int, set[str]
     """Return what `in_gradients` and `by_input` do: every row is differentiated once."""
     found: dict[Key, set[str]] = defaultdict(set)
     answers: dict[Key, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    before = dict(RULES)
-    RULES.update({key: _recorded(f, answers[key]) for key, f in before.items()})
+    before = dict(OPERATORS)
+    for key, operator in before.items():
+        if operator.rule is not None:
+            add(*key, rule=_recorded(operator.rule, answers[key]))
     try:
         for made in rows():
             try:
@@ -88,7 +91,7 @@ def _differentiated() -> tuple[dict[Key, set[str]], dict[Key, dict[int, set[str]
             for node in gradient.graph.node:
                 found[node.domain, node.op_type].add(made.graph.node[-1].op_type)
     finally:
-        RULES.update(before)
+        OPERATORS.update(before)
     return found, answers
 
 

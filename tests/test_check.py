@@ -9,7 +9,7 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import check_gradient, random_feed
-from onnxgrad.autodiff.rules import RULES
+from onnxgrad.graph.operators import OPERATORS, Operator
 
 
 def parse(text: str, **weights) -> onnx.ModelProto:
@@ -35,7 +35,7 @@ def tanh() -> onnx.ModelProto:
 )
 def test_a_wrong_rule_is_found(monkeypatch, wrong):
     assert check_gradient(tanh()).ok
-    monkeypatch.setitem(RULES, ("", "Tanh"), wrong)
+    monkeypatch.setitem(OPERATORS, ("", "Tanh"), Operator(rule=wrong))
     report = check_gradient(tanh())
     assert not report.ok
     assert report.max_error > 1e-6
@@ -49,7 +49,7 @@ def test_a_gradient_of_another_size_is_found(monkeypatch):
     )
     assert check_gradient(model).ok
     too_long = lambda op, node, *gs: (op.Concat(gs[1], gs[1], gs[1], axis=0),)  # noqa: E731
-    monkeypatch.setitem(RULES, ("", "Split"), too_long)
+    monkeypatch.setitem(OPERATORS, ("", "Split"), Operator(rule=too_long))
     monkeypatch.setattr("onnxgrad.autodiff.reverse.taken_gradients", lambda rule: 2)
     report = check_gradient(model)
     assert [row.ok for row in report.rows] == [True, False]
@@ -64,7 +64,7 @@ def test_a_wrong_second_order_is_found(monkeypatch):
         slope = 1.0 - y * y
         return (g * op.Cast(op.Cast(op.Round(slope * 2.0**20), to=7), to=1) * 2.0**-20,)
 
-    monkeypatch.setitem(RULES, ("", "Tanh"), rule)
+    monkeypatch.setitem(OPERATORS, ("", "Tanh"), Operator(rule=rule))
     model = parse("g (float[N,2] x) => (float[N,2] y) { y = Tanh(x) }")
     assert check_gradient(model, rtol=1e-4).ok
     assert not check_gradient(model, rtol=1e-4, order=2).ok
@@ -220,14 +220,12 @@ def test_an_input_that_is_no_tensor():
 
 
 def test_a_wrong_lowering_is_found(monkeypatch):
-    from onnxgrad.autodiff.primal.lowerings import LOWERINGS
-
     model = parse("g (float[N,2] x) => (float[N,2] y) { t = Swish(x)  y = Mul(t, w) }", w=[2, 3])
     model.opset_import[0].version = 24
     model.ir_version = 11
     assert check_gradient(model).ok
     wrong = lambda op, node: [op.Mul(node.inputs[0], op.Tanh(node.inputs[0]))]  # noqa: E731
-    monkeypatch.setitem(LOWERINGS, ("", "Swish"), wrong)
+    monkeypatch.setitem(OPERATORS, ("", "Swish"), Operator(lowering=wrong))
     assert [row.ok for row in check_gradient(model).rows] == [False, False, False]
 
 

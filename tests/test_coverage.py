@@ -16,8 +16,7 @@ from onnx import defs
 
 import covered
 from onnxgrad.autodiff.primal.function_bodies import has_body
-from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
+from onnxgrad.graph.operators import OPERATORS, Operator
 
 FLAGS = set(
     """align_corners allowzero antialias causal ceil_mode count_include_pad exclude_outside
@@ -80,8 +79,9 @@ def of_operators() -> list:
     made = []
     for schema in covered.operators():
         key = (schema.domain, schema.name)
-        known = key in RULES or key in LOWERINGS or key in ON_DEMAND or has_body(schema)
-        if not schema.domain and known and key not in NON_DIFFERENTIABLE:
+        operator = OPERATORS.get(key, Operator())
+        known = operator.rule or operator.lowering or has_body(schema)
+        if not schema.domain and known and not operator.no_gradient:
             made += [(schema.name, a) for a in schema.attributes.values()]
     return made
 
@@ -111,7 +111,7 @@ def test_attribute_has_cases(name, attribute, tested):
 
 
 def test_gradients_can_be_differentiated():
-    known = {*RULES, *NON_DIFFERENTIABLE, *LOWERINGS, *SUBGRAPH_RULES}
+    known = {key for key, operator in OPERATORS.items() if operator.is_covered}
     assert {key: rows for key, rows in covered.in_gradients().items() if key not in known} == {}
 
 

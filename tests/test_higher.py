@@ -19,7 +19,7 @@ from onnxgrad import (
     rule,
     vjp,
 )
-from onnxgrad.autodiff.rules import RULES
+from onnxgrad.graph.operators import OPERATORS
 from pages import code_of
 from running import run_named
 from table import ROWS
@@ -355,7 +355,7 @@ def test_rule_that_is_not_linear_has_no_forward_mode():
             jvp(made)
         vjp(made)
     finally:
-        RULES.pop(("own", "Identity2"), None)
+        OPERATORS.pop(("own", "Identity2"), None)
 
 
 # -- Jacobians --------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from onnxgrad import (
     onnx_derivative,
 )
 from onnxgrad.autodiff.primal import prepare as preparing
-from onnxgrad.autodiff.primal.lowerings import LOWERINGS
 from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.model.convert import to_proto
 from running import in_sweep, run
 
@@ -127,8 +127,10 @@ def test_every_lowering_has_a_case():
     tested = {re.search(r"= (\w+)", case.node).group(1) for case in CASES}
     of_floats = {
         name
-        for (domain, name), function in LOWERINGS.items()
-        if domain == "com.microsoft" and not function.__module__.endswith("microsoft_quantized")
+        for (domain, name), operator in OPERATORS.items()
+        if domain == "com.microsoft"
+        and (lowering := operator.lowering) is not None
+        and not lowering.__module__.endswith("microsoft_quantized")
     }
     assert of_floats <= tested  # those of integers: test_quantized_training.py
 

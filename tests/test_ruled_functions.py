@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.autodiff.rules import RULES
+from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.training import compiled
 from onnxgrad.training.parallel_runner import Together
 from running import run_named
@@ -44,7 +44,7 @@ def stepped(rate=RATE) -> np.ndarray:
 
 @pytest.fixture(autouse=True)
 def rule():
-    before = dict(RULES)
+    before = dict(OPERATORS)
 
     @og.rule("Round8", domain="my")
     def straight(op, node, g):
@@ -52,8 +52,8 @@ def rule():
         return (g,)
 
     yield
-    RULES.clear()
-    RULES.update(before)
+    OPERATORS.clear()
+    OPERATORS.update(before)
 
 
 @pytest.mark.parametrize("opset", [17, 18, 19])

@@ -12,7 +12,7 @@ import pytest
 import convolution_cases
 from cases import FLOAT, Row, feed, model, run, typed
 from onnxgrad import DerivativeOptions, NoGradientRule, check_gradient, onnx_derivative
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES
+from onnxgrad.graph.operators import OPERATORS
 from table import ROWS
 
 ONE_THREAD = pytest.mark.usefixtures("one_thread")  # not where threads are what is tested
@@ -116,7 +116,9 @@ def operators(text: str) -> set[str]:
 def test_every_rule_has_a_row():
     rows = [row.body for row in ROWS] + [case.node for case in convolution_cases.CASES]
     tested = set().union(*map(operators, rows))
-    assert {name for domain, name in RULES if not domain} <= tested
+    assert {
+        name for (domain, name), operator in OPERATORS.items() if operator.rule and not domain
+    } <= tested
 
 
 def slopes(body: str, *arrays, opset: int = 20) -> list[np.ndarray]:
@@ -260,7 +262,9 @@ def test_products_of_quantized_are_refused(name):
 
 def test_every_operator_without_gradient_has_a_case():
     cases = {*FLAT, *PRODUCTS_OF_QUANTIZED, *WITHOUT_FLOATS}
-    assert {name for domain, name in NON_DIFFERENTIABLE if not domain} == cases
+    assert {
+        name for (domain, name), one in OPERATORS.items() if one.no_gradient and not domain
+    } == cases
     for name in WITHOUT_FLOATS:
         kinds = {t for x in onnx.defs.get_schema(name, 26).inputs for t in x.types}
         assert kinds.isdisjoint({"tensor(float)", "tensor(double)"}), name

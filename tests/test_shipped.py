@@ -14,7 +14,7 @@ import pytest
 from onnx.backend.test.loader import load_model_tests
 
 from onnxgrad import check_gradient
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES
+from onnxgrad.graph.operators import OPERATORS, Operator
 from shipped import FLOATS, Case, cases, errors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,8 +44,8 @@ NOT_TWICE = {
 
 
 def differentiable(node: onnx.NodeProto) -> bool:
-    constant = (node.domain, node.op_type) in NON_DIFFERENTIABLE
-    return not constant and node.domain not in PREVIEW
+    operator = OPERATORS.get((node.domain, node.op_type), Operator())
+    return not operator.no_gradient and node.domain not in PREVIEW
 
 
 FROZEN, FED = (cases(frozen, differentiable) for frozen in (True, False))
@@ -120,11 +120,11 @@ def expanded() -> list:
 
 def applies(case) -> bool:
     graph, arrays = case.model.graph, case.data_sets[0][0]
-    operators = {(node.domain, node.op_type) for node in graph.node}
+    operators = [OPERATORS.get((n.domain, n.op_type), Operator()) for n in graph.node]
     types = [[v.type.tensor_type.elem_type for v in vs] for vs in (graph.input, graph.output)]
     return (
-        operators <= {*RULES, *NON_DIFFERENTIABLE}
-        and not operators.isdisjoint(RULES)
+        all(one.rule or one.no_gradient for one in operators)
+        and any(one.rule for one in operators)
         and not any(FLOATS.isdisjoint(of) for of in types)
         and all(isinstance(a, (np.ndarray, np.generic)) for a in arrays)
         and not re.search("dropout|bernoulli", case.name)  # random

@@ -12,7 +12,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
-from onnxgrad.autodiff.rules import RULES
+from onnxgrad.graph.operators import OPERATORS
 from pages import DOCS, TUTORIALS, code_of
 
 RECIPES = sorted((DOCS / "recipes").glob("*.py"))
@@ -35,10 +35,10 @@ def elsewhere(tmp_path, monkeypatch):
     """Files are written to a temporary folder, and rules are forgotten."""
     plt.switch_backend("Agg")
     monkeypatch.chdir(tmp_path)
-    before = dict(RULES)
+    before = dict(OPERATORS)
     yield
-    RULES.clear()
-    RULES.update(before)
+    OPERATORS.clear()
+    OPERATORS.update(before)
     plt.close("all")
 
 

@@ -33,12 +33,12 @@ from .autodiff.partition import (
     Saved as Saved,
     partition as partition,
 )
-from .autodiff.registration import (
+from .autodiff.registry import (
+    Unsupported as Unsupported,
+)
+from .autodiff.user_rules import (
     lowering as lowering,
     rule as rule,
-)
-from .autodiff.rules import (
-    Unsupported as Unsupported,
 )
 from .data.arrow import (
     arrow_dataset as arrow_dataset,

@@ -1,5 +1,4 @@
-"""Differentiating ONNX graphs."""
+"""Gradients of graphs. Importing this package registers its rules and lowerings."""
 
-from onnxgrad.autodiff import control, on_demand
-
-__all__ = ["control", "on_demand"]
+from onnxgrad.autodiff import control, rules
+from onnxgrad.autodiff.primal import lowerings

@@ -10,9 +10,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE
 from onnxgrad.errors import printable
-from onnxgrad.graph.operators import ELEMENTWISE
+from onnxgrad.graph.operators import ELEMENTWISE, operator_of
 from onnxgrad.graph.shapes import Dim, constant, dims, einsum_terms, rank, static
 from onnxgrad.graph.traversal import reads
 
@@ -87,7 +86,7 @@ def _leading_to(graph: ir.Graph, outputs: Sequence[ir.Value]) -> set[ir.Node]:
     """Return the nodes through which a gradient of the outputs flows."""
     needed, nodes = set(outputs), set()
     for node in reversed(graph):
-        if (node.domain, node.op_type) in NON_DIFFERENTIABLE or needed.isdisjoint(node.outputs):
+        if operator_of(node).no_gradient or needed.isdisjoint(node.outputs):
             continue
         nodes.add(node)
         floats = (x for x in reads(node) if x.dtype is None or x.dtype.is_floating_point())

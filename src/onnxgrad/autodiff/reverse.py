@@ -9,16 +9,10 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.remedies import remedy
 from onnxgrad.autodiff.quantized import refuse_quantized
-from onnxgrad.autodiff.rules import (
-    NON_DIFFERENTIABLE,
-    RULES,
-    SUBGRAPH_RULES,
-    Unsupported,
-    taken_gradients,
-)
-from onnxgrad.autodiff.rules.registry import Rule
+from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import Dims, dims, is_real
 from onnxgrad.graph.traversal import reads
 from onnxgrad.reporting import logger
@@ -65,9 +59,7 @@ def sweep(
                     cotangents[straight_through[y]].append(op.total(cotangents[y]))
                 needed = has_cotangent and y not in straight_through
                 gs.append(op.total(cotangents[y]) if needed else None)
-            if (node.domain, node.op_type) in NON_DIFFERENTIABLE or not any(
-                g is not None for g in gs
-            ):
+            if operator_of(node).no_gradient or not any(g is not None for g in gs):
                 continue
             logger.debug("gradient of %s (%s)", node.op_type, node.name)
             for x, dx in _apply(op, node, gs, active, wrt):
@@ -107,10 +99,13 @@ def dependent(
 def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[ir.Value]):
     """Apply the rule of `node`; return pairs of an input or a captured value and its gradient."""
     untyped = _first_untyped(node, active)
-    if untyped is None and (node.domain, node.op_type) in SUBGRAPH_RULES:
-        return SUBGRAPH_RULES[node.domain, node.op_type](op, node, gs, active)
+    operator = operator_of(node)
+    if untyped is None and operator.subgraph_rule is not None:
+        return operator.subgraph_rule(op, node, gs, active)
+    if untyped is None and operator.on_demand and operator.lowering is not None:
+        return _apply_lowered(op, node, operator.lowering, gs, active)
     at = untyped or node
-    function = RULES.get((at.domain, at.op_type))
+    function = operator_of(at).rule
     if function is None:
         raise _error(at, wrt, _no_rule(at))
     if untyped is not None:
@@ -126,6 +121,26 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
         gradients = (gradients,)
     _check_gradients(node, function, gradients)
     return zip(node.inputs, gradients, strict=False)
+
+
+def _apply_lowered(
+    op: Emit, node: ir.Node, lowering: Lowering, gs: list, active: set[ir.Value]
+) -> Iterable[tuple[ir.Value, ir.Value]]:
+    """Replace `node` by its lowering; return pairs of a value that it reads and its gradient.
+
+    The fused kernels of RNN, GRU and LSTM keep nothing for the backward pass, so they are lowered
+    to a Scan, which is slower. Nodes that need no gradient keep their fused kernels.
+    """
+    wrt = [x for x in reads(node) if x in active]
+    before = Emit(op.graph, outer=op)
+    with before.at(node):
+        outputs = lowering(before, node)
+    if outputs is None:
+        raise _error(node, wrt, "its lowering left it as it is, and it has no rule")
+    for old, new in zip(node.outputs, outputs, strict=True):
+        ir.convenience.replace_all_uses_with(old, new)
+    seeds = {y: g for y, g in zip(outputs, gs, strict=True) if g is not None}
+    return sweep(op, seeds, wrt, nodes=before.written).items()
 
 
 def _check_gradients(node: ir.Node, function: Rule, gradients: Sequence) -> None:

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from onnxgrad.autodiff.quantized import between, is_quantized, live_values
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.traversal import reads
 
@@ -84,7 +84,7 @@ class StraightThrough:
         """Write the formula of `node`, if it reads or returns integers that stand for floats."""
         formula = self._formula(node)
         if formula is None:
-            if (node.domain, node.op_type) not in NON_DIFFERENTIABLE:
+            if not operator_of(node).no_gradient:
                 self._reached.update(y for y in node.outputs if _is_float(y))
             return
         with self._op.at(node if _is_float(node.outputs[0]) else following):
@@ -109,7 +109,7 @@ class StraightThrough:
             return _FORMULAS[node.op_type]
         if self._steps.keys().isdisjoint(reads(node)):
             return None
-        if (node.domain, node.op_type) in NON_DIFFERENTIABLE:
+        if operator_of(node).no_gradient:
             return None
         if node.domain or node.op_type not in _MOVES:
             raise _error(

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE
 from onnxgrad.errors import printable
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import nodes_behind, reads
 
@@ -18,7 +18,7 @@ def reached(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
     """Return the floats that depend differentiably on `starts`, which are among them."""
     values = set(starts)
     for node in graph:
-        if (node.domain, node.op_type) in NON_DIFFERENTIABLE or values.isdisjoint(reads(node)):
+        if operator_of(node).no_gradient or values.isdisjoint(reads(node)):
             continue
         values.update(y for y in node.outputs if y.dtype is None or is_real(y))
     return values
@@ -59,7 +59,7 @@ def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value
 
 def shown(node: ir.Node) -> str:
     """Return a node for messages, with the reason if it has no gradient."""
-    reason = NON_DIFFERENTIABLE.get((node.domain, node.op_type))
+    reason = operator_of(node).no_gradient
     where = f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"
     return f"{where}, {reason}" if reason else where
 

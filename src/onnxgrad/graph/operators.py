@@ -1,9 +1,61 @@
-"""What the standard operators do, as far as the package asks: one table, and sets read from it.
+"""One record for each operator: what it does, and what becomes of its nodes in a gradient.
 
-Operators of other domains have no traits.
+The traits of standard operators stand in one table below. Rules and lowerings fill in the rest
+where they are defined, and `autodiff/user_rules` does so for users.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import onnx_ir as ir
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What is known of an operator; nothing where a field has its default.
+
+    Attributes:
+        traits: see below; empty for operators of other domains.
+        rule: writes the gradients of the inputs: (op, node, cotangents) -> one for each input.
+        subgraph_rule: the same with captured values: (op, node, list of cotangents, values that
+            depend on what is differentiated) -> pairs of a value and its gradient.
+        no_gradient: why it has none; no path goes through its nodes.
+        lowering: rewrites a node before the sweep: (op, node) -> values, or None to leave it.
+        on_demand: the lowering is for the sweep, which applies it to nodes with a cotangent, as it
+            slows down the forward pass.
+        of_user: whether a user registered its rule or lowering.
+    """
+
+    traits: frozenset[str] = frozenset()
+    rule: Callable[..., Any] | None = None
+    subgraph_rule: Callable[..., list[tuple[ir.Value, ir.Value]]] | None = None
+    no_gradient: str = ""
+    lowering: Callable[..., Any] | None = None
+    on_demand: bool = False
+    of_user: bool = False
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the sweep, or a lowering before it, knows what to do."""
+        return bool(self.rule or self.subgraph_rule or self.no_gradient or self.lowering)
+
+
+OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
+_UNKNOWN = Operator()
+
+
+def operator_of(node: ir.Node) -> Operator:
+    """Return the record of the operator of `node`."""
+    return OPERATORS.get((node.domain, node.op_type), _UNKNOWN)
+
+
+def add(domain: str, name: str, **fields: Any) -> None:
+    """Set fields of the record of an operator."""
+    OPERATORS[domain, name] = replace(OPERATORS.get((domain, name), _UNKNOWN), **fields)
+
 
 # elementwise     an element of the result depends on those at its position only; operands broadcast
 # unary           the result has the shape of the first operand, which the others do not change
@@ -57,10 +109,14 @@ _TRAITS = {
 }
 
 
+for _names, _traits in _TRAITS.items():
+    for _name in _names.split():
+        add("", _name, traits=frozenset(_traits.split()))
+
+
 def _having(trait: str) -> frozenset[str]:
     """Return the operators that have a trait."""
-    rows = (operators for operators, traits in _TRAITS.items() if trait in traits.split())
-    return frozenset(" ".join(rows).split())
+    return frozenset(name for (_, name), operator in OPERATORS.items() if trait in operator.traits)
 
 
 ELEMENTWISE = _having("elementwise")

@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.registry import rule
 
 DOMAIN = "onnxgrad.parallel"  # of nodes that no file contains
 

@@ -5,9 +5,4 @@ iteration, and then its gradient. The forward pass saves these states and the ra
 the body draws; other results only where `motion` finds them worth saving.
 """
 
-from onnxgrad.autodiff.control.conditional import conditional
-from onnxgrad.autodiff.control.loop import loop
-from onnxgrad.autodiff.control.scan import scan
-from onnxgrad.autodiff.rules import SUBGRAPH_RULES
-
-SUBGRAPH_RULES.update({("", "If"): conditional, ("", "Loop"): loop, ("", "Scan"): scan})
+from onnxgrad.autodiff.control import conditional, loop, scan

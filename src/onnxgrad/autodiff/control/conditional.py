@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output
+from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import release
@@ -16,6 +17,7 @@ from onnxgrad.graph.traversal import captured
 _BRANCHES = ("then_branch", "else_branch")
 
 
+@subgraph_rule("If")
 def conditional(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) -> Pairs:
     """y = If(c, f, h):  dx = If(c, f'ᵀ g, h'ᵀ g), for all x that the branches capture."""
     wrt = [v for v in captured(node) if v in active]

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control import lookups, motion
 from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
 from onnxgrad.autodiff.control.iterations import Iterations
+from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, is_stated
@@ -20,6 +21,7 @@ _COUNTER = ir.TensorType(ir.DataType.INT64)
 _CONDITION = ir.TensorType(ir.DataType.BOOL)
 
 
+@subgraph_rule("Loop")
 def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) -> Pairs:
     """a_t+1, z_t = f(a_t, v):  da_t = f_a'ᵀ (da_t+1, dz_t),  dv = Σ f_v'ᵀ (da_t+1, dz_t)."""
     states = max(len(node.inputs) - 2, 0)

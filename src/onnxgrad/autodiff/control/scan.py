@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnxgrad.autodiff.control.copies import Pairs, add_output, new
 from onnxgrad.autodiff.control.iterations import Carried, Iterations
 from onnxgrad.autodiff.control.motion import Product, move_out, put_off, show, transcendental
+from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
@@ -28,6 +29,7 @@ class Stack:
 _Output = tuple[ir.Value, int, int]  # of the backward body: value, and axis and direction to stack
 
 
+@subgraph_rule("Scan")
 def scan(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) -> Pairs:
     """a_t+1, z_t = f(a_t, x_t, v): as Loop, and dx_t = f_x'ᵀ (da_t+1, dz_t)."""
     count = node.attributes.get_int("num_scan_inputs", 0)

@@ -17,11 +17,9 @@ from onnx import (
 )
 from onnx_ir.passes.common import InlinePass
 
-from onnxgrad.autodiff.primal.lowerings.registry import LOWERINGS, ON_DEMAND
-from onnxgrad.autodiff.rules import RULES
-from onnxgrad.autodiff.rules.registry import OF_USERS
 from onnxgrad.errors import ModelError, escaping, first_line, printable
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.model.opsets import WORKING_OPSET, convert
 from onnxgrad.model.rewrites import declare_once, own_results, unshadow, use_standard_domain
@@ -284,7 +282,8 @@ def _bind(model: ModelProto) -> list[FunctionProto]:
 
 def _has_rule(key: tuple[str, str] | None) -> bool:
     """Return whether calls of a function stay what they are, for its rule or a user's lowering."""
-    return key in RULES or (key in OF_USERS and (key in LOWERINGS or key in ON_DEMAND))
+    operator = None if key is None else OPERATORS.get(key)
+    return operator is not None and bool(operator.rule or operator.of_user)
 
 
 def _key(function: FunctionProto) -> Key:

@@ -19,15 +19,14 @@ from onnx_ir.passes.common import (
 from onnxgrad.autodiff.primal import function_bodies
 from onnxgrad.autodiff.primal.branches import take_static_branches
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
-from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
-from onnxgrad.autodiff.primal.lowerings.registry import Lowering
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
+from onnxgrad.autodiff.registry import Lowering
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows
 from onnxgrad.graph.inference.loop_states import note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import infer_file
+from onnxgrad.graph.operators import OPERATORS, operator_of
 from onnxgrad.graph.shapes import is_real, rank
 from onnxgrad.graph.tidy import replace_node, tidy
 from onnxgrad.graph.traversal import all_nodes
@@ -68,7 +67,10 @@ def prepare(
         exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
             state different symbols. None: it is that of all inputs.
     """
-    table = dict(LOWERINGS | ON_DEMAND if on_demand else LOWERINGS)
+    table = {
+        key: operator.lowering for key, operator in OPERATORS.items()
+        if operator.lowering and (on_demand or not operator.on_demand)
+    }  # fmt: skip
     if keep_dropout:
         del table["", "Dropout"]
     model = _in_working_opset(proto)
@@ -162,24 +164,22 @@ def _assume_types(graph: ir.Graph) -> bool:
     changed = False
     for node in all_nodes(graph):
         y, floats = node.outputs[0], [x for x in node.inputs if x is not None and is_real(x)]
-        if node.domain and (node.domain, node.op_type) in RULES and y.type is None and floats:
+        if node.domain and operator_of(node).rule and y.type is None and floats:
             y.type, changed = floats[0].type, True
     return changed
 
 
 def _of_untyped(model: ir.Model) -> dict[tuple[str, str], Lowering]:
     """Return the lowerings on demand of nodes whose results have no type without them."""
-    untyped = {(n.domain, n.op_type) for n in all_nodes(model.graph) if n.outputs[0].type is None}
-    return {key: ON_DEMAND[key] for key in untyped & ON_DEMAND.keys()}
+    untyped = [n for n in all_nodes(model.graph) if n.outputs[0].type is None]
+    found = {(n.domain, n.op_type): operator_of(n) for n in untyped}
+    return {key: one.lowering for key, one in found.items() if one.lowering and one.on_demand}
 
 
 def _needs_body(model: ir.Model, node: ir.Node) -> bool:
     """Return whether `node` has neither rule nor lowering, or is too new for the runtime."""
-    key = (node.domain, node.op_type)
-    supported = (
-        key in RULES or key in NON_DIFFERENTIABLE or key in LOWERINGS or key in SUBGRAPH_RULES
-    )
-    return not supported or not exists(node, min(model.opset_imports[""], NEWEST_OPSET))
+    newest = min(model.opset_imports[""], NEWEST_OPSET)
+    return not operator_of(node).is_covered or not exists(node, newest)
 
 
 def _free_outputs(model: ir.Model) -> None:
@@ -189,7 +189,7 @@ def _free_outputs(model: ir.Model) -> None:
     """
     replaced = [
         n for n in all_nodes(model.graph)
-        if (n.domain, n.op_type) in ON_DEMAND or n.op_identifier() in model.functions
+        if operator_of(n).on_demand or n.op_identifier() in model.functions
     ]  # fmt: skip
     outputs = [(n.graph, y) for n in replaced for y in n.outputs if y.is_graph_output()]
     main = Emit(model.graph) if outputs else None

@@ -24,22 +24,3 @@ from onnxgrad.autodiff.rules import (
     shape,
     spectral,
 )
-from onnxgrad.autodiff.rules.registry import (
-    NON_DIFFERENTIABLE,
-    RULES,
-    SUBGRAPH_RULES,
-    Unsupported,
-    elementwise,
-    rule,
-    taken_gradients,
-)
-
-__all__ = [
-    "NON_DIFFERENTIABLE",
-    "RULES",
-    "SUBGRAPH_RULES",
-    "Unsupported",
-    "elementwise",
-    "rule",
-    "taken_gradients",
-]

@@ -9,7 +9,7 @@ from math import log, pi, sqrt
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import elementwise, rule
+from onnxgrad.autodiff.registry import elementwise, rule
 from onnxgrad.graph.shapes import dims, equal, rank
 
 elementwise(

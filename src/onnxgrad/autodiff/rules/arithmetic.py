@@ -10,7 +10,7 @@ from math import log, pi, sqrt
 
 import numpy as np
 
-from onnxgrad.autodiff.rules.registry import elementwise, rule
+from onnxgrad.autodiff.registry import elementwise, rule
 
 elementwise(
     Abs=lambda op, x, y: op.Sign(x),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import wide
-from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.sampling import arange, samples_of, taps
 from onnxgrad.graph.shapes import dims, rank, static
 

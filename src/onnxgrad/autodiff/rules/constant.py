@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxgrad.autodiff.rules.registry import constant
+from onnxgrad.autodiff.registry import constant
 from onnxgrad.graph.operators import BOOLEAN, RANDOM
 
 constant(

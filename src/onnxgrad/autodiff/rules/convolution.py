@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.correlation import correlate
-from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.windows import (
     Windows,
     at_least_zero,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.registry import rule
 
 
 @rule("CumSum")

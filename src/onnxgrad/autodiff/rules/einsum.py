@@ -11,7 +11,7 @@ from string import ascii_letters
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import Unsupported, rule
+from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.graph.shapes import broadcast, dims, einsum_terms, equal, rank
 
 DOTS = "..."

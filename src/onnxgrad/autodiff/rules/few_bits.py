@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import gated
-from onnxgrad.autodiff.rules.registry import Unsupported, rule
 
 _FROZEN = Unsupported(
     "it is part of a quantized weight, which stays as it is: train adapters beside it or other "

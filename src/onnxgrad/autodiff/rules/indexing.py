@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import attributes_of, output, positions_of, wide
 from onnxgrad.autodiff.rules.last_write import last_of_elements, last_of_rows
-from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.autodiff.rules.shape import moved, scatter_flat
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import attributes_of
-from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.graph.shapes import rank
 
 

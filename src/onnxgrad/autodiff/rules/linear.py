@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.graph.shapes import rank
 
 

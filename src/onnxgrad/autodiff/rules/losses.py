@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import narrowed, output, widened
-from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.autodiff.rules.shape import scatter_flat
 
 

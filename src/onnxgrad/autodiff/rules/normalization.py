@@ -10,9 +10,8 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.autodiff.registry import lowering, rule
 from onnxgrad.autodiff.rules.common import narrowed, output, widened
-from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.graph.operators import NORM_GRADIENT
 from onnxgrad.graph.shapes import dims, rank, static
 

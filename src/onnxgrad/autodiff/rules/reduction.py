@@ -6,7 +6,7 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.graph.shapes import dims, static
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import wide
-from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.autodiff.rules.sampling import arange, as_real
 from onnxgrad.autodiff.rules.shape import scatter_flat
 

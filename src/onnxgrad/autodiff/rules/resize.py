@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, wide
-from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.graph.shapes import dims, equal, rank, static
 
 LARGEST_BLOCK = 64  # in larger blocks, float32 positions may round to a neighbour

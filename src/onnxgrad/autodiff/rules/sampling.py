@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import wide
-from onnxgrad.autodiff.rules.registry import Unsupported, rule
 from onnxgrad.graph.shapes import rank
 
 _LAST = 2**63 - 1  # end of a Slice up to the last element

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.graph import sequence_nodes
 from onnxgrad.graph.shapes import dims
 

@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import attributes_of, positions_of, wide
-from onnxgrad.autodiff.rules.registry import rule
 from onnxgrad.graph.shapes import dims, rank, static
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import rule
+from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import Vector, quotient, unified
 from onnxgrad.graph.shapes import dims, rank

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.registry import Unsupported
+from onnxgrad.autodiff.registry import Unsupported
 from onnxgrad.graph.shapes import dims, rank, static
 
 _LARGE = 2**19  # elements of all windows of an image, from which they exceed the cache

@@ -14,6 +14,3 @@ from onnxgrad.autodiff.primal.lowerings import (
     sequences,
     svm,
 )
-from onnxgrad.autodiff.primal.lowerings.registry import LOWERINGS, ON_DEMAND, lowering
-
-__all__ = ["LOWERINGS", "ON_DEMAND", "lowering"]

@@ -20,7 +20,7 @@ from onnxgrad.autodiff.primal.lowerings.attention import (
 )
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend
-from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, rank
 

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
-from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
 

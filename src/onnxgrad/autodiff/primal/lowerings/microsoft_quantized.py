@@ -12,8 +12,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN
-from onnxgrad.autodiff.primal.lowerings.registry import LOWERINGS, lowering
+from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.graph.shapes import Dims, dims, rank
 
 FLOAT = ir.DataType.FLOAT
@@ -202,7 +203,10 @@ def standard(op: Emit, node: Any) -> list[ir.Value] | None:
     return [y]
 
 
-QUANTIZED = {name for (domain, name), f in LOWERINGS.items() if f.__module__ == __name__}
+QUANTIZED = {
+    name for (_, name), operator in OPERATORS.items()
+    if operator.lowering is not None and operator.lowering.__module__ == __name__
+}  # fmt: skip
 
 
 # -- operators whose weights are kept in few bits: onnx does not infer the shape of their result --

@@ -20,7 +20,7 @@ from onnxgrad.autodiff.primal.lowerings.recurrent_activations import (
     Function,
     activation_functions,
 )
-from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dim, Dims, constant, dims
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.sequence_nodes import counters, elements
 from onnxgrad.graph.sequences import is_sequence

@@ -21,7 +21,7 @@ from onnxgrad.autodiff.primal.lowerings.ml import (
     refused,
     two_scores,
 )
-from onnxgrad.autodiff.primal.lowerings.registry import lowering
+from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import NOT_CLASSES
 from onnxgrad.graph.shapes import dims

@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from onnxgrad.autodiff import control  # noqa: F401 - registers its rules
-from onnxgrad.autodiff.on_demand import lowered
-from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
-from onnxgrad.autodiff.primal.lowerings.registry import Lowering
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
-from onnxgrad.autodiff.rules.registry import OF_USERS, Rule
-
-_TABLES: tuple[dict[tuple[str, str], Any], ...] = (
-    LOWERINGS,
-    NON_DIFFERENTIABLE,
-    ON_DEMAND,
-    RULES,
-    SUBGRAPH_RULES,
-)
+from onnxgrad.autodiff.registry import Lowering, Rule
+from onnxgrad.graph.operators import OPERATORS, Operator
 
 
 def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
@@ -64,8 +52,7 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for name in op_types:
-            _forget(domain, name)
-            RULES[domain, name] = function
+            _register(domain, name, rule=function)
         return function
 
     return register
@@ -108,19 +95,13 @@ def lowering(
     """
 
     def register(function: Lowering) -> Lowering:
-        _forget(domain, op_type)
-        if on_demand:
-            ON_DEMAND[domain, op_type] = function
-            SUBGRAPH_RULES[domain, op_type] = lowered
-        else:
-            LOWERINGS[domain, op_type] = function
+        _register(domain, op_type, lowering=function, on_demand=on_demand)
         return function
 
     return register
 
 
-def _forget(domain: str, op_type: str) -> None:
-    """Remove what is registered for an operator."""
-    OF_USERS.add((domain, op_type))
-    for table in _TABLES:
-        table.pop((domain, op_type), None)
+def _register(domain: str, name: str, **fields: Any) -> None:
+    """Replace all that is registered for an operator."""
+    traits = OPERATORS.get((domain, name), Operator()).traits
+    OPERATORS[domain, name] = Operator(traits=traits, of_user=True, **fields)

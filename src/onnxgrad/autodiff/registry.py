@@ -1,4 +1,4 @@
-"""The registry of rules: a table from operators to the functions that write their gradients."""
+"""Registration of the rules and lowerings of the package, in the records of operators."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
+from onnxgrad.graph.operators import add
+
 Rule: TypeAlias = Callable[..., Any]  # (op, node, *gradients of the outputs) -> one per input
 
-RULES: dict[tuple[str, str], Rule] = {}
-NON_DIFFERENTIABLE: dict[tuple[str, str], str] = {}  # operators without gradient, with the reason
-# Operators with subgraphs: (op, node, cotangents of the outputs, values that depend on the
-# requested inputs) -> pairs of an input or captured value of the node and its gradient
-SUBGRAPH_RULES: dict[tuple[str, str], Callable[..., list[tuple[ir.Value, ir.Value]]]] = {}
-OF_USERS: set[tuple[str, str]] = set()  # operators with a rule or a lowering that a user registered
+Lowering: TypeAlias = Callable[..., Any]  # (op, node) -> one value per output, or None
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,32 @@ def rule(*op_types: str, domain: str = "") -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for name in op_types:
-            RULES[domain, name] = function
+            add(domain, name, rule=function)
+        return function
+
+    return register
+
+
+def subgraph_rule(op_type: str) -> Callable[[Rule], Rule]:
+    """Register the decorated function as the rule of an operator with subgraphs."""
+
+    def register(function: Rule) -> Rule:
+        add("", op_type, subgraph_rule=function)
+        return function
+
+    return register
+
+
+def lowering(
+    op_type: str, domain: str = "", on_demand: bool = False
+) -> Callable[[Lowering], Lowering]:
+    """Register the decorated function as the lowering of an operator of the package.
+
+    `onnxgrad.lowering` is that of users.
+    """
+
+    def register(function: Lowering) -> Lowering:
+        add(domain, op_type, lowering=function, on_demand=on_demand)
         return function
 
     return register
@@ -74,7 +96,8 @@ def _by_slope(slope: Callable[[Any, ir.Value, ir.Value], Any]) -> Rule:
 
 def constant(reasons: Mapping[str, str], domain: str = "") -> None:
     """Declare operators without gradient, each with the reason."""
-    NON_DIFFERENTIABLE.update({(domain, name): why for name, why in reasons.items()})
+    for name, why in reasons.items():
+        add(domain, name, no_gradient=why)
 
 
 @cache
