@@ -116,6 +116,15 @@ def test_nothing_applies():
     assert to_proto(one).SerializeToString() == before
 
 
+def test_what_was_written_in_vain_is_removed():
+    def tries(op, node):
+        op.Exp(op.Mul(node.inputs[0], 2.0))
+
+    one = model("y = Tanh(x)")
+    assert not rewrite(one.graph, {("", "Tanh"): [tries]})
+    assert [node.op_type for node in one.graph] == ["Tanh"]
+
+
 def test_rewrites_that_undo_each_other():
     table = {
         ("", "Neg"): [lambda op, node: [op.Abs(node.inputs[0])]],

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import drop_unused, replace_node
+from onnxgrad.graph.tidy import detach, drop_unused, replace_node
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 # (op, node) -> one value for each output of the node, or None to leave the node as it is. `op`
@@ -75,7 +75,7 @@ def rewrite(
     applied = False
     while count := _visit(op, table, keep, left):
         applied, left = True, left - count
-        drop_unused(graph)
+        drop_unused(graph, keep)
     return applied
 
 
@@ -107,9 +107,12 @@ def _apply(
     count = op.count
     with op.at(node):
         values = function(op, node)
-        if values is None:
-            return None
         written = op.written_since(count)
+        if values is None:  # what it has tried stays unread
+            for unread in written:
+                detach(unread)
+            op.graph.remove(written, safe=True)
+            return None
         if any(y is not old for y, old in zip(values, node.outputs, strict=True)):
             for y, old in zip(values, node.outputs, strict=True):
                 if y.producer() in written and None not in (old.type, old.shape):

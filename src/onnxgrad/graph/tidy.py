@@ -25,21 +25,23 @@ def tidy(model: ir.Model) -> None:
         RemoveUnusedFunctionsPass()(model)
 
 
-def drop_unused(graph: ir.Graph) -> None:
+def drop_unused(graph: ir.Graph, keep: Collection[str | None] = ()) -> None:
     """Remove, in place, the nodes that no output of `graph` needs, in its subgraphs too.
 
-    The subgraphs of removed nodes are detached: a value that they capture still counts as used.
+    Those that compute a value with a name of `keep` stay. The subgraphs of removed nodes are
+    detached: a value that they capture still counts as used.
     """
     needed: set[ir.Value | None] = set(graph.outputs)
     unused = []
     for node in reversed(graph):
-        if needed.isdisjoint(node.outputs):
+        kept = keep and any(y.name in keep for y in node.outputs)
+        if not kept and needed.isdisjoint(node.outputs):
             unused.append(node)
             release(subgraphs(node))
         else:
             needed.update(node.inputs)
             for subgraph in subgraphs(node):
-                drop_unused(subgraph)
+                drop_unused(subgraph, keep)
                 needed.update(subgraph.outputs, *(n.inputs for n in all_nodes(subgraph)))
     for node in unused:
         detach(node)

@@ -7,7 +7,7 @@ lowering, or by their function body in ONNX.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -19,7 +19,6 @@ from onnx_ir.passes.common import (
 from onnxgrad.autodiff.primal import function_bodies
 from onnxgrad.autodiff.primal.branches import take_static_branches
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
-from onnxgrad.autodiff.registry import Lowering
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows
@@ -27,8 +26,9 @@ from onnxgrad.graph.inference.loop_states import note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.operators import OPERATORS, operator_of
+from onnxgrad.graph.rewrite import Rewrite, Table, rewrite
 from onnxgrad.graph.shapes import is_real, rank
-from onnxgrad.graph.tidy import replace_node, tidy
+from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
@@ -67,12 +67,6 @@ def prepare(
         exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
             state different symbols. None: it is that of all inputs.
     """
-    table = {
-        key: operator.lowering for key, operator in OPERATORS.items()
-        if operator.lowering and (on_demand or not operator.on_demand)
-    }  # fmt: skip
-    if keep_dropout:
-        del table["", "Dropout"]
     model = _in_working_opset(proto)
     if outputs is not None:
         _select(model, outputs)
@@ -84,16 +78,9 @@ def prepare(
     (infer if own else infer_file)(model, trust_branches, confirm)
     while take_static_branches(model, keep) or _assume_types(model.graph):
         infer(model, trust_branches)
-    table |= _of_untyped(model)
-    _lower(model, table, keep)
-    while function_bodies.expand(
-        model, [n for n in all_nodes(model.graph) if _needs_body(model, n)]
-    ):
+    table = _lowerings(model, on_demand, keep_dropout)
+    while _lower(model, table, keep) or take_static_branches(model, keep):
         infer(model, trust_branches)
-        _lower(model, table, keep)
-    while take_static_branches(model, keep):
-        infer(model, trust_branches)
-        _lower(model, table, keep)
     fold_sizes(model.graph)
     _drop_imports(model)
     _free_outputs(model)
@@ -169,11 +156,19 @@ def _assume_types(graph: ir.Graph) -> bool:
     return changed
 
 
-def _of_untyped(model: ir.Model) -> dict[tuple[str, str], Lowering]:
-    """Return the lowerings on demand of nodes whose results have no type without them."""
-    untyped = [n for n in all_nodes(model.graph) if n.outputs[0].type is None]
-    found = {(n.domain, n.op_type): operator_of(n) for n in untyped}
-    return {key: one.lowering for key, one in found.items() if one.lowering and one.on_demand}
+def _lowerings(model: ir.Model, on_demand: bool, keep_dropout: bool) -> Table:
+    """Return the lowerings to apply before the sweep.
+
+    Those on demand are among them if `on_demand`, or if no type of a result is known without them.
+    """
+    untyped = {operator_of(n) for n in all_nodes(model.graph) if n.outputs[0].type is None}
+    table = {
+        key: [one.lowering] for key, one in OPERATORS.items()
+        if one.lowering is not None and (on_demand or not one.on_demand or one in untyped)
+    }  # fmt: skip
+    if keep_dropout:
+        del table["", "Dropout"]
+    return table
 
 
 def _needs_body(model: ir.Model, node: ir.Node) -> bool:
@@ -201,36 +196,40 @@ def _free_outputs(model: ir.Model) -> None:
         graph.outputs[list(graph.outputs).index(y)] = result
 
 
-def _lower(model: ir.Model, table: Mapping, keep: Collection[str]) -> None:
-    """Apply the lowerings of `table`, and infer the shapes of the new nodes.
+def _lower(model: ir.Model, table: Table, keep: Collection[str]) -> bool:
+    """Apply lowerings, and expand function bodies, to a fixed point; return whether nodes are new.
 
-    onnx's inference stops at operators of other domains; so shapes are inferred up to each of them
-    before it is lowered.
+    onnx's inference stops at operators of other domains, and so shapes are inferred node by node up
+    to each that is lowered. One of another domain waits while the rank of its first input is
+    unknown, unless no other can be lowered.
     """
-    waiting = [n for n in all_nodes(model.graph) if (n.domain, n.op_type) in table]
-    stuck = False  # whether the inputs of all waiting nodes remain without a rank
-    opset = model.opset_imports[""]
-    while waiting:
-        left, inferred = list[ir.Node](), set[ir.Node]()
-        main = Emit(model.graph)
-        emitters: dict[ir.Graph, Emit] = {model.graph: main}
-        foreign = any(node.domain or not exists(node, opset) for node in waiting)
-        for node in waiting:
-            if foreign:  # onnx infers no shape after such a node
-                infer_behind(node, opset, inferred)
-            if node.domain and not stuck and rank(node.inputs[0]) is None:
-                left.append(node)
-                continue
-            assert isinstance(node.graph, ir.Graph)
-            op = emitters.setdefault(node.graph, Emit(node.graph, outer=main))
-            with op.at(node):
-                outputs = table[node.domain, node.op_type](op, node)
-                if outputs is not None:
-                    replace_node(op, node, outputs, keep)
-        stuck = len(left) == len(waiting)
-        if foreign or any(op.wrote for op in emitters.values()):
-            infer(model)
-        waiting = left
+    before, lowered = set(all_nodes(model.graph)), True
+    while lowered:
+        done, opset = set[ir.Node](), model.opset_imports[""]
+        lowered = any(
+            rewrite(model.graph, _with_shapes(table, opset, done, ranks), keep=keep)
+            for ranks in (True, False)
+        )
+        uncovered = [n for n in all_nodes(model.graph) if _needs_body(model, n)]
+        for node in uncovered:
+            infer_behind(node, opset, done)
+        lowered |= function_bodies.expand(model, uncovered)
+    return any(node not in before for node in all_nodes(model.graph))
+
+
+def _with_shapes(table: Table, opset: int, done: set[ir.Node], ranks: bool) -> Table:
+    """Return rewrites that infer the shapes before a node first, and with `ranks` wait for them."""
+
+    def after_inference(function: Rewrite) -> Rewrite:
+        def apply(op: Emit, node: ir.Node) -> Sequence[ir.Value] | None:
+            infer_behind(node, opset, done)
+            if ranks and node.domain and rank(node.inputs[0]) is None:
+                return None
+            return function(op, node)
+
+        return apply
+
+    return {key: list(map(after_inference, functions)) for key, functions in table.items()}
 
 
 def _drop_imports(model: ir.Model) -> None:
