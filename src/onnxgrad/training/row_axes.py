@@ -154,7 +154,7 @@ class RowAxes:
     def _check_unambiguous(self, lengths: Mapping[str, tuple[int, ...]]) -> None:
         if self._ambiguous:
             names = [n for n in (*self.features, self.label) if n and self.symbol in (self._of(n))]
-            shown = ", ".join(f"{n!r} {_shown(self._of(n))}" for n in names)
+            shown = ", ".join(f"{n!r} {self._shown(n)}" for n in names)
             raise ValueError(
                 f"which axis is that of the rows? The model declares {shown}: say it with "
                 f"batch_axes={{{names[0]!r}: axis}}, or pass batches as dicts"
@@ -162,12 +162,17 @@ class RowAxes:
         for name in lengths if self.symbol is not None else ():
             if name not in self.batch_axes and self._of(name).count(self.symbol) > 1:
                 raise ValueError(
-                    f"{name!r} has the rows on several axes {_shown(self._of(name))}: say which "
+                    f"{name!r} has the rows on several axes {self._shown(name)}: say which "
                     f"with batch_axes={{{name!r}: axis}}, or None if every batch gets it whole"
                 )
 
     def _of(self, name: str) -> Dims:
         return self.shapes.get(name) or ()
+
+    def _shown(self, name: str) -> str:
+        """Return the declared shape of an input, in which the rows are called as in the file."""
+        rows = self.called[0] if len(self.called) == 1 else "rows"
+        return _shown([rows if d == BATCH else d for d in self._of(name)])
 
     def _means_rows(self, symbol: Any) -> bool:
         names = self.called if symbol == BATCH else [symbol]
