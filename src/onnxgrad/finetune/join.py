@@ -243,7 +243,8 @@ def _shared(
             ) from None
         if x in chosen:
             continue
-        have, want = dims(before[other]), dims(before[x])  # inference names all lengths
+        # inference gives all lengths names
+        have, want = (dims(ir.Value(shape=before[v].shape)) for v in (other, x))
         lengths = [(a, symbols.get(b, b)) for a, b in zip(have or (), want or (), strict=False)]
         if any(a != b for a, b in lengths if None not in (a, b)):
             raise ValueError(
