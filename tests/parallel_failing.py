@@ -118,8 +118,14 @@ def compared() -> None:
             tell(f"{name}: NOTHING")
         except ValueError as e:
             tell(f"{name}: {e}")
-    tell(f"COMPARED {len(OTHER)}")
+    tell(f"COMPARED {len(OTHER) + 1}")  # with the slots below
     trainer = fit(callbacks=[og.History(f"{FOLDER}/h.csv")] if rank == 0 else [])  # which writes
+    if rank:
+        trainer.state.slots = {"w": {name: x + 1 for name, x in trainer.state.slots["w"].items()}}
+    try:
+        trainer.partial_fit(X, Y, batch_size=10)
+    except ValueError as e:
+        tell(f"slot w.m: {e}")
     tell(f"TRAINED {trainer.state.step}")
 
 
@@ -138,6 +144,9 @@ CASES = {
     "interrupt": lambda: fit(callbacks=[Failing("on_step_end", interrupt)]),
     "exit": lambda: fit(callbacks=[Failing("on_step_end", lambda: sys.exit(5))]),
     "model": lambda: fit("missing.onnx" if rank else MODEL),
+    "before": lambda: fail() if rank else fit(),  # without a trainer
+    "never": lambda: rank or fit(),
+    "fewer": lambda: [fit() for _ in range(2 - rank)],
     "data": lambda: fit(data=("missing.parquet" if rank else X, "y" if rank else Y)),
     "length": lambda: fit(data=(Stream(),), batch_size=None),
     "batch": lambda: fit(data=(Sampled(),), batch_size=None),

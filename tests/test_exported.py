@@ -273,5 +273,7 @@ def test_an_output_that_states_another_shape(way, stated, caplog, tmp_path):
         way == "only run" and stated == "[7, 2]"
     )  # a length of the rows counts as of one batch
     assert ("file states" in caplog.text) != example
+    if stated.startswith("[N"):
+        assert f"(?{stated[2:-1]}" in caplog.text  # and in the next file, if it states another one
     for found, expected in zip(*results, strict=True):
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-5, atol=1e-6)

@@ -424,6 +424,12 @@ REWRITTEN = {  # {key: (before, after with names, after with a number)}
     "labels": ('["cat", "dog", "owl"]', '["ant", "bee"]', None),
     "character": ("cat\ndog\nowl\n", "ant\nbee\n", None),
     "model.classes": ("cat, dog, owl", "ant, bee", None),
+    "class names": ("cat|dog|owl", "ant|bee", None),
+    "settings": (
+        '{"model": {"names": ["cat", "dog", "owl"], "size": {"a": 3}}}',
+        '{"model": {"names": ["ant", "bee"], "size": {"a": 3}}}',
+        '{"model": {"size": {"a": 3}}}',
+    ),
     "config": (
         '{"id2label": {"0": "cat", "1": "dog", "2": "owl"}, "num_labels": 3, "size": 3}',
         '{"id2label": {"0": "ant", "1": "bee"}, "num_labels": 2, "size": 3}',

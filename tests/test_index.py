@@ -140,6 +140,25 @@ def test_indices_that_cannot_repeat_cost_nothing(body):
     assert not [n for n in nodes if n.op_type in ("Equal", "Where")]
 
 
+@pytest.mark.parametrize(
+    "indices",
+    [
+        "f = Range(zero, most, half)  j = Cast<to=7>(f)",
+        "f = Constant<value_floats=[0.2, 0.7, 1.2]>()  j = Cast<to=7>(f)",
+        "k = Range(first, past, by)  s = Cast<to=2>(k)  j = Cast<to=7>(s)",
+    ],
+)
+def test_distinct_numbers_that_are_one_index_after_a_cast(indices):
+    text = f"""<ir_version: 9, opset_import: ["": 20]> g (float[4] x, float[3] u) => (float[4] y)
+        <float zero = {{0}}, float most = {{1.5}}, float half = {{0.5}}, int64 first = {{1}},
+         int64 past = {{514}}, int64 by = {{256}}, int64[2] column = {{3, 1}}> {{
+            {indices}  i = Reshape(j, column)  y = ScatterND(x, i, u) }}"""
+    report = check_gradient(
+        onnx.parser.parse_model(text), feed={"x": X[0], "u": X[1, :3]}, weights=[]
+    )
+    assert report.ok, str(report)
+
+
 def test_the_last_write_holds_in_every_iteration():
     text = """<ir_version: 9, opset_import: ["": 20]>
         g (float[4] x, int64[3, 3] i, float[3, 3] u) => (float[4] y, float[3, 4] all) {

@@ -171,6 +171,28 @@ def test_attach_inputs_of_one_name_that_are_two():
     ):
         with pytest.raises(ValueError, match=message):
             attach(encoder, decoder, rename=rename)
+    masked = parse("d (float[b,s,2] hidden, bool[b] p, bool[b] q) => (bool[b] y) { y = And(p, q) }")
+    with pytest.raises(ValueError, match="two inputs get one name"):
+        attach(encoder, masked, rename={"p": "r", "q": "r"})
+
+
+def test_attach_inputs_of_one_name_whose_lengths_are_not_stated(caplog):
+    encoder = parse("e (int64[b,s] ids) => (float[b,s] h) { h = Cast<to=1>(ids) }")
+    decoder = (
+        "d (int64[{}] ids, float[b,s] h) => (float[b,s] y) {{ c = Cast<to=1>(ids) y = Add(h, c) }}"
+    )
+    unnamed = parse("d (int64[?] ids, int64[?] h) => (int64[?] y) { y = Add(h, ids) }")
+    with pytest.raises(ValueError, match=r"\['b', 's'\] and \['b', 7\]"):
+        attach(encoder, parse(decoder.format("b,7")))
+    with caplog.at_level("WARNING", "onnxgrad"):
+        assert names(attach(encoder, parse(decoder.format("b,s"))).graph.input) == ["ids"]
+        assert not caplog.text
+        assert names(attach(encoder, parse(decoder.format("b,?"))).graph.input) == ["ids"]
+        attach(parse("e (int64[?] ids) => (int64[?] h) { h = Neg(ids) }"), unnamed)
+    assert caplog.text.count("'ids' of both models is one") == 2
+    caplog.clear()
+    attach(encoder, parse(decoder.format("b,?")), rename={"ids": "ids"})
+    assert not caplog.text
 
 
 REFUSED = {

@@ -371,6 +371,18 @@ def test_layers_without_adapters_are_named():
     with pytest.warns(UserWarning, match=r"'w_\*' matches get no adapter: 'w_x': LSTM .*'w_h'"):
         adapted = add_lora(model, "w_*", rank=1)
     assert fine_tuned(adapted) == ["w_out.lora_A.weight", "w_out.lora_B.weight"]
+    joined = with_tensors(  # as exporters order the gates
+        parse("""f (float[N,1,3] x) => (float[N,1,2] y) {
+            w = Concat<axis=1>(w_1, w_2) h, l, c = LSTM<hidden_size = 2>(x, w, r)
+            s = Squeeze(h, axis) y = MatMul(s, w_out) }"""),
+        w_1=RNG.normal(size=(1, 4, 3)).astype("f"),
+        w_2=RNG.normal(size=(1, 4, 3)).astype("f"),
+        r=RNG.normal(size=(1, 8, 2)).astype("f"),
+        w_out=RNG.normal(size=(2, 2)).astype("f"),
+        axis=np.array([1]),
+    )
+    with pytest.warns(UserWarning, match=r"no adapter: 'w_1': Concat .*'w_2'"):
+        add_lora(joined, "w_*", rank=1)
     integer = with_tensors(
         parse("""f (float[N,2,4,4] x) => (float[N,2] y) {
             q, s, z = DynamicQuantizeLinear(x) h = ConvInteger(q, w_conv, z) f = Cast<to=1>(h)

@@ -58,6 +58,13 @@ CASES = {
     # a layer that is applied twice has one bias, and one normalization in front of it
     f"""<{ONES}, {TWO}> {{ a = LayerNormalization(x, one, zero) b = Gemm(a, v, zero)
     c = LayerNormalization(b, one, zero) y = Gemm(c, v, zero) }}""": ["b.bias"],
+    # so does one whose weight is transposed in the graph
+    f"""<{ONES}, {TWO}> {{ t = Transpose(v) a = MatMul(x, t) b = Add(a, zero) s = Transpose(v)
+    c = MatMul(b, s) y = Add(c, zero) }}""": [],
+    # an exporter that stores equal tensors twice merges none: a normalization is applied twice
+    f"""<{ONES}, {TWO}, float[2] other = {{1, 1}}> {{ a = LayerNormalization(x, one)
+    b = MatMul(a, v) c = LayerNormalization(b, one) d = MatMul(c, w)
+    y = LayerNormalization(d, other) }}""": [],
     # a scale that is not fresh is shared
     """<float[2] s = {1, 2}> { a = LayerNormalization(x, s) y = LayerNormalization(a, s) }""": [],
     # a bound is no bias

@@ -369,3 +369,20 @@ def test_weights_of_16_bits():
         pytest.raises(og.ConvergenceError, match=expected + "Train the model in float32"),
     ):
         adagrad.fit(ids, ids % 3)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        og.Trainer(NORMED, "mse", loss_options={"ignore_nan": True}),
+        og.TrainerStack(NORMED, loss_options={"ignore_nan": True}, **MEMBERS),
+    ],
+)
+def test_labels_of_which_none_counts(trainer):
+    rows = np.setdiff1d(np.arange(len(X)), [3, 41])
+    missing = np.full_like(Y[rows], np.nan)
+    with pytest.warns(UserWarning, match="the loss of epoch 1 is nan: no label counts"):
+        trainer.fit(X[rows], missing)
+    if isinstance(trainer, og.Trainer):
+        with pytest.raises(og.ConvergenceError, match=r"No label counts: [^.]*$"):
+            trainer.fit(X[rows], Y[rows], validation=(X[rows], missing))

@@ -48,10 +48,19 @@ def test_all_end_with_the_reason_of_the_first(tmp_path, engine, case):
         assert max(steps) == (24 if case == "end" else 5)
 
 
-def test_an_error_before_training_ends_the_job_of_mpi(tmp_path):
-    code, text = ended("mpi", "model", tmp_path)
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("model", "cannot read 'missing.onnx'"),
+        ("before", REASONS["callback"]),
+        in_sweep("never", "process 1 has failed: its program has ended"),
+        ("fewer", "process 1 has failed: its program has ended"),
+    ],
+)
+def test_a_process_that_never_enters_a_call_ends_the_job_of_mpi(tmp_path, case, reason):
+    code, text = ended("mpi", case, tmp_path)
     assert code == 1
-    assert "cannot read 'missing.onnx'" in text
+    assert reason in text
 
 
 def test_after_a_failure_that_is_caught_the_group_trains_no_more(tmp_path):

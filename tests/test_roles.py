@@ -125,6 +125,19 @@ CASES = {
         model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
             M = Cast<to=1>(mask) V = Mul(W, M) Y = MatMul(X, V) }""",
               mask=np.tri(3, 4).astype(np.uint8), W=normal(3, 4)), {"W"}),
+    "a weight with a mask of signs": (
+        model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
+            M = Cast<to=1>(signs) V = Mul(W, M) Y = MatMul(X, V) }""",
+              signs=np.tri(3, 4).astype(np.int8) - np.int8(1), W=normal(3, 4)), {"W"}),
+    "integers of a bias": (
+        model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
+            F = Cast<to=1>(Q) b = Mul(F, scale) Y = Gemm(X, W, b) }""",
+              Q=np.array([900, -400, 70, 8], np.int32), scale=normal(4), W=normal(3, 4)), {"W"}),
+    "slopes of positions": (
+        model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
+            F = Cast<to=1>(positions) b = Mul(F, slopes) Y = Gemm(X, W, b) }""",
+              positions=np.arange(4, dtype=np.int32), slopes=normal(4), W=normal(3, 4)),
+        {"W", "slopes"}),
     "rounded data": (
         model("""agraph (float[N, 3] X) => (float[N, 4] Y) {
             Z = MatMul(X, W) D = Div(Z, act_scale) A = Add(D, zero) R = Round(A)

@@ -183,3 +183,9 @@ def test_callbacks_know_a_further_call():
     assert not made.state.further
     fit(made)
     assert seen == [False, True, False]
+
+
+def test_partial_fit_says_that_it_has_no_validation_data():
+    made = trainer(rate=og.plateau(0.1))
+    with pytest.raises(ValueError, match=r"\['validation_loss'\]: partial_fit has none, call fit"):
+        made.partial_fit(X, Y)

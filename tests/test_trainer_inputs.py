@@ -5,7 +5,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from running import in_sweep
+from running import in_sweep, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
@@ -361,3 +361,71 @@ def test_metrics_leave_out_what_the_loss_leaves_out():
     assert results["rmse"] == pytest.approx(np.sqrt(squares / w.sum(0)).mean())
     spread = np.nansum(w * (y - center) ** 2, axis=0)
     assert results["r2"] == pytest.approx((1 - squares / spread).mean(), rel=1e-5)
+
+
+# -- rows on axis 1, as recurrent networks have them ----------------------------------------------
+
+TIME_MAJOR = """
+    <ir_version: 9, opset_import: ["": 20]> f (float[FIRST,SECOND,2] x) => (float[OUT] y)
+    <float[2,3] w = {1, -1, 0.5, 0, 2, 1}, int64[1] zero = {0}>
+    { t = Tanh(x)  m = ReduceMean<keepdims = 0>(t, zero)  n = MatMul(NODE, w)  y = Identity(n) }"""
+CALLED = {"called batch": ("time", "batch", {}), "stated": ("T", "N", {"x": 1})}
+
+
+def time_major(called: str, whole: bool):
+    """Return a model that predicts each time step, or the whole; and axes of its rows."""
+    first, second, axes = CALLED[called]
+    out = f"{second},3" if whole else f"{first},{second},3"
+    text = TIME_MAJOR.replace("FIRST", first).replace("SECOND", second).replace("OUT", out)
+    own = {} if not axes else {"batch_axes": axes | {"label": 0 if whole else 1}}
+    return onnx.parser.parse_model(text.replace("NODE", "m" if whole else "t")), own
+
+
+@pytest.mark.parametrize("called", CALLED)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("loss", ["squared_error", "cross_entropy"])
+def test_rows_on_axis_1(called, whole, loss):
+    model, axes = time_major(called, whole)
+    regression = loss == "squared_error"
+    x = RNG.normal(size=(4, 12, 2)).astype("f")
+    shape = (12,) if whole else (4, 12)
+    y = RNG.normal(size=(*shape, 3)).astype("f") if regression else RNG.integers(0, 3, shape)
+    weight = RNG.uniform(1, 2, y.shape).astype("f")
+    cuts = [slice(0, 5), slice(5, 10), slice(10, 12)]
+    rows = (lambda a, c: a[c]) if whole else (lambda a, c: a[:, c])
+    batches = [(x[:, c], rows(y, c), rows(weight, c)) for c in cuts]
+    metrics = ["mae", "r2"] if regression else ["accuracy", "f1_macro"]
+
+    def trained(*data, **options):
+        trainer = og.Trainer(
+            model,
+            loss,
+            loss_options={} if regression else {"axis": -1},
+            optimizer="sgd",
+            learning_rate=0.1,
+            metrics=metrics,
+            **axes,
+        )
+        return trainer.fit(*data, batch_size=5, shuffle=False, validation=batches, **options)
+
+    one, other = trained(x, y, sample_weight=weight), trained(batches)
+    np.testing.assert_allclose(one.state.weights["w"], other.state.weights["w"], rtol=1e-5)
+    assert one.state.step == other.state.step == 3
+    prediction = run(one.model, {"x": x})[0]
+    np.testing.assert_allclose(one.predict(x, batch_size=5), prediction, rtol=1e-5)
+    found = one.evaluate(x, y, sample_weight=weight, batch_size=5)
+    assert found == pytest.approx(one.evaluate(batches))
+    assert found == pytest.approx(one.evaluate(x, y, sample_weight=weight))
+    if regression:
+        error = np.average(np.abs(prediction - y), weights=weight)
+        assert found["mae"] == pytest.approx(error, rel=1e-5)
+    else:
+        right = np.average(prediction.argmax(-1) == y, weights=weight)
+        assert found["accuracy"] == pytest.approx(right)
+    assert {f"validation_{name}" for name in found} < one.history[0].keys()
+    stack = og.TrainerStack(model, loss, learning_rate=[0.1, 0.2], metrics=metrics, **axes)
+    if regression:
+        stack.fit(x, y, batch_size=5)
+        assert stack.evaluate(x, y, batch_size=5)["mae"] == pytest.approx(
+            [np.abs(p - y).mean() for p in stack.predict(x, batch_size=5)], rel=1e-5
+        )

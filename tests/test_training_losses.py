@@ -553,7 +553,7 @@ def test_wrong_arguments(loss, options, message):
             model("y = LogSoftmax(x)", "N,5", "y (N,5)"), "bce", {},
             "'y' holds log-probabilities",
         ),
-        (tokens("N,5"), "mse", {"label_shapes": {"z": (4, 5)}}, "in label_shapes 'z'"),
+        (tokens("N,5"), "mse", {"label_shapes": {"z": (4, 5)}}, "Unknown label 'z'"),
         (tokens("N,5"), lambda op, f, y: op.ReduceSum(f - y, keepdims=0), {}, "one number for"),
         (tokens("N,5"), lambda op, f, y: op.ReduceSum(f - y, [0], keepdims=0), {}, "(5,), and its"),
         (tokens("N,5"), lambda op, f, y: op.ReduceSum(f - y, keepdims=1), {}, "(1, 1), and its"),

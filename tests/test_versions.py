@@ -8,6 +8,7 @@ import pytest
 
 from cases import run
 from onnxgrad import DerivativeOptions, ModelError, add_loss_output, check_gradient, onnx_derivative
+from running import run_named
 
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
 
@@ -147,3 +148,32 @@ def test_what_is_not_converted_in_branches_is_refused(body, opset, match):
     )
     with pytest.raises(ModelError, match=match):
         onnx_derivative(made)
+
+
+@pytest.mark.parametrize("dtype", ["float", "float16", "double"])
+@pytest.mark.parametrize("branch", [False, True])
+@pytest.mark.parametrize(
+    "node", ["Clip<max = 0.5>(x)", "Clip<min = 0.0>(x)", "Pad<pads = [1, 0, 0, 0], value = 0.5>(x)"]
+)
+def test_numbers_that_were_attributes_have_the_dtype_of_x(node, branch, dtype):
+    """The converter writes them in float32; onnxruntime has no such Clip of float64 to compare."""
+    body = f"y = {node}"
+    if branch:
+        body = (
+            "z = ReduceSum<keepdims = 0>(x)  c = Greater(z, z)  y = If<then_branch = t () => "
+            f"({dtype}[M, 3] p) {{ p = Neg(x) }}, else_branch = e () => ({dtype}[M, 3] q) {{ "
+            f"q = {node} }}>(c)"
+        )
+    made = onnx.parser.parse_model(
+        f'<ir_version: 6, opset_import: ["": 9]> '
+        f"g ({dtype}[2, 3] x) => ({dtype}[M, 3] y) {{ {body} }}"
+    )
+    x = np.float32([[-1, 0.25, 2], [0.125, 0.75, -3]])
+    y = np.pad(x, [(1, 0), (0, 0)], constant_values=0.5) if "Pad" in node else x
+    lowest, most = 0.0 if "min" in node else -np.inf, 0.5 if "max" in node else np.inf
+    kind = {"float": np.float32, "float16": np.float16, "double": np.float64}[dtype]
+    named = run_named(onnx_derivative(made, options=ONES), x=x.astype(kind))
+    dx, found = named["x_grad"], named["y"]
+    assert found.dtype == dx.dtype == kind
+    np.testing.assert_array_equal(found, np.clip(y, lowest, most))
+    np.testing.assert_array_equal(dx, (lowest <= x) & (x <= most))

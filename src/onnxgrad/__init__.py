@@ -4,6 +4,7 @@ The public names are listed in `__init__.pyi`; each module is imported when a na
 used.
 """
 
+import os
 from importlib.util import find_spec
 
 import lazy_loader
@@ -15,3 +16,8 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 if find_spec("sklearn") is None:  # or `from onnxgrad import *` would raise
     __all__ = [name for name in __all__ if name not in ("OnnxClassifier", "OnnxRegressor")]
 __version__ = "0.1.0"
+
+if not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"}.isdisjoint(os.environ):  # started by MPI
+    from onnxgrad.parallel.engines import end_together
+
+    end_together()  # also if this process fails before it has a trainer

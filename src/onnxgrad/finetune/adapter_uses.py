@@ -14,13 +14,14 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 from onnxgrad.model.constants import FLOATS, ConstantRef, standard
 from onnxgrad.model.traversal import all_nodes, own_names, subgraphs
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.training.parameters.operands import letter
+from onnxgrad.training.parameters.operands import MOVES, letter
 
 LINEAR, LEFT, EMBEDDING, CONV = "linear", "left", "embedding", "conv"
 _QUANTIZED = (
     TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4,
     TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2,
 )  # fmt: skip
+_JOINED = MOVES | {"Concat"}
 _MICROSOFT = "com.microsoft"
 _PRODUCTS = (("", "MatMul"), (_MICROSOFT, "FusedMatMul"), (_MICROSOFT, "TransposeMatMul"))
 
@@ -166,8 +167,7 @@ def _target(
             target.uses.append(use)
         else:
             target.reason = use or "it is an output of a graph"
-            factor = node is not None and letter(node, index) in ("f", "q")
-            target.missed |= factor and len(shape) > 1
+            target.missed |= len(shape) > 1 and _is_factor(path.key, readers, fixed)
         integers = node is not None and node.op_type in (_NBITS, "MatMulInteger", "QLinearMatMul")
         target.quantized |= path.quantized or (integers and isinstance(use, Use))
         target.quantized |= stored not in FLOATS and len(shape) > 1  # though without an adapter
@@ -189,6 +189,18 @@ def _mixed(uses: list[Use]) -> str:
         if not (same or swapped) or use.group != first.group or use.dtype != first.dtype:
             return f"{_named(first.node)} and {_named(use.node)} use it in different ways"
     return ""
+
+
+def _is_factor(key: Key, readers: dict[Key, list[Reader]], fixed: set[str]) -> bool:
+    """Return whether a layer multiplies by a constant, or by several that are joined to one."""
+    waiting = [key]
+    for name in waiting:  # the loop appends to it
+        for graph, node, index in readers.get(name, ()):
+            if node is not None and letter(node, index) in ("f", "q"):
+                return True
+            if node is not None and node.op_type in _JOINED:
+                waiting += [(id(graph), y) for y in node.output if y in fixed]
+    return False
 
 
 def _through_moves(

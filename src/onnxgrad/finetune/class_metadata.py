@@ -53,7 +53,7 @@ class NewClasses:
             if entry.key.startswith("onnxgrad."):
                 kept.append(entry)
                 continue
-            word = re.split(r"[./:]", entry.key.lower().replace("-", "_").strip())[-1]
+            word = re.split(r"[./:]", re.sub("[- ]", "_", entry.key.lower().strip()))[-1]
             value, written = _parsed(entry.value, word)
             changed = self._changed(word, value)
             if changed is _GONE:
@@ -107,7 +107,9 @@ class NewClasses:
         """Return the new value of a configuration that has classes among others."""
         words = _LISTS | _COUNTS - {"vocab_size"}
         changed = {
-            key: self._changed(str(key).lower(), v) if str(key).lower() in words else v
+            key: self._changed(str(key).lower(), v)
+            if str(key).lower() in words
+            else (self._of_dict(v) if isinstance(v, dict) else v)
             for key, v in value.items()
         }
         if all(changed[key] is value[key] for key in value):
@@ -129,7 +131,7 @@ def _parsed(text: str, word: str) -> tuple[Any, Callable[[Any], str]]:
         if isinstance(value, (list, tuple, dict)):
             return value, write
         return text, str
-    for separator in ("\n", ", ", ",") if word in _LISTS | _INPUTS_TOO else ():
+    for separator in ("\n", ", ", ",", "; ", ";", "|") if word in _LISTS | _INPUTS_TOO else ():
         if separator in text.strip(separator):
             return _split(text, separator)
     return (_Characters(text), "".join) if word in _ALPHABETS else (text, str)

@@ -32,10 +32,11 @@ def attach(
     """Return one model that feeds outputs of `backbone` to inputs of `head`.
 
     Its inputs are those of `backbone`, and those of `head` that are not fed; inputs of one name,
-    type and shape are one. Shapes are the same if their symbols are, or are joined by `mapping`.
-    Its outputs are those of `head`, and those of `backbone` that feed nothing. The opset is the
-    newer one; local functions are inlined. Values and nodes of `head` whose names `backbone` has
-    get the prefix; inputs and outputs of the result keep their names.
+    type and shape are one. Shapes are the same if their symbols are, or are joined by `mapping`;
+    where one does not state a length, the logger warns that the inputs are one. Its outputs are
+    those of `head`, and those of `backbone` that feed nothing. The opset is the newer one; local
+    functions are inlined. Values and nodes of `head` whose names `backbone` has get the prefix;
+    inputs and outputs of the result keep their names.
 
     Args:
         backbone: model, serialized model or path; never modified.
@@ -90,7 +91,7 @@ def _join(
     pairs = _pairs(below.graph, above.graph, mapping)
     fed = {x.name for _, x in pairs}
     chosen = _rename_inputs(above.graph, fed, rename)
-    shared = _shared(below.graph, above.graph, pairs, chosen)
+    shared = _shared(below.graph, above.graph, pairs, chosen, before)
     kept = [y for y in below.graph.outputs if y not in [v for v, _ in pairs]]
     for y in above.graph.outputs:
         if y.name in {v.name for v in kept}:
@@ -196,7 +197,7 @@ def _rename_inputs(
     """Give inputs of the head new names; return these inputs.
 
     Raises:
-        ValueError: an unknown input, one that is fed, or a name that the head has already.
+        ValueError: an unknown input, one that is fed, or a name that the head has, or gets twice.
     """
     inputs = {str(x.name): x for x in graph.inputs if x.const_value is None}
     for old, new in rename.items():
@@ -206,13 +207,21 @@ def _rename_inputs(
             raise ValueError(f"rename={{{old!r}: ...}}: mapping feeds this input")
         if not new or (new != old and new in all_names(graph)):
             raise ValueError(f"rename={{{old!r}: {new!r}}}: the head has this name already")
+    if len(set(rename.values())) < len(rename):
+        raise ValueError(f"rename={dict(rename)}: two inputs get one name")
     for old, new in rename.items():
         inputs[old].name = new
     return {inputs[old] for old in rename}
 
 
-def _shared(below: ir.Graph, above: ir.Graph, fed: _Pairs, chosen: set[ir.Value]) -> _Pairs:
-    """Return the pairs of inputs (of `above`, of `below`) that are one.
+def _shared(
+    below: ir.Graph,
+    above: ir.Graph,
+    fed: _Pairs,
+    chosen: set[ir.Value],
+    before: Mapping[ir.Value, Stated],
+) -> _Pairs:
+    """Return the pairs of inputs (of `above`, of `below`) that are one; `before`: as stated.
 
     Raises:
         ValueError: they have one name, and different types or shapes; for those that were `chosen`
@@ -227,15 +236,29 @@ def _shared(below: ir.Graph, above: ir.Graph, fed: _Pairs, chosen: set[ir.Value]
     for x, other in pairs:
         try:
             _check(other, x)
-            have, want = dims(other) or (), [symbols.get(d, d) for d in dims(x) or ()]
-            for a, b in zip(have, want, strict=False):
-                if isinstance(a, str) and isinstance(b, str) and a != b:
-                    raise ValueError(f"its shape is {list(have)} and {list(dims(x) or ())}")
         except ValueError as e:
             raise ValueError(
                 f"both models have an input {x.name!r}, and {e}: pass rename={{{x.name!r}: name}} "
-                "to make the head's another input, or its own name as name to make them one"
+                "to make the head's another input"
             ) from None
+        if x in chosen:
+            continue
+        # inference gives all lengths names
+        have, want = (dims(ir.Value(shape=before[v].shape)) for v in (other, x))
+        lengths = [(a, symbols.get(b, b)) for a, b in zip(have or (), want or (), strict=False)]
+        if any(a != b for a, b in lengths if None not in (a, b)):
+            raise ValueError(
+                f"both models have an input {x.name!r}, and its shape is {list(have or ())} and "
+                f"{list(want or ())}: pass rename={{{x.name!r}: name}} to make the head's another "
+                "input, or its own name as name to make them one"
+            )
+        if None in (have, want) or any(None in pair for pair in lengths):
+            logger.warning(
+                "the input %r of both models is one, as no shape says otherwise: pass "
+                "rename={%r: name} if they are two",
+                x.name,
+                x.name,
+            )
     return pairs
 
 

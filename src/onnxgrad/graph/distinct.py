@@ -7,6 +7,8 @@ import onnx_ir as ir
 
 from onnxgrad.graph.shapes import constant, dims
 
+_MOVES = frozenset(("Expand", "Range", "Reshape", "Slice", "Unsqueeze"))
+
 
 def distinct_along(i: ir.Value, axis: int) -> bool:
     """Return whether `i` is proven to hold no index twice along `axis`, counted from the end."""
@@ -18,7 +20,7 @@ def distinct_along(i: ir.Value, axis: int) -> bool:
     node = _producer(i)
     if node is not None and node.op_type == "TopK":
         return node.attributes.get_int("axis", -1) in (axis, axis + len(shape))
-    return node is not None and node.op_type == "Cast" and distinct_along(_first(node), axis)
+    return node is not None and _keeps_distinct(node) and distinct_along(_first(node), axis)
 
 
 def distinct_rows(i: ir.Value) -> bool:
@@ -50,19 +52,12 @@ def _axis_of(v: ir.Value) -> int | None:
     shape, known, node = dims(v), constant(v), _producer(v)
     if shape is None or known is not None:
         return None if known is None else _axis_of_array(known)
-    if node is None or node.op_type not in (
-        "Range",
-        "Cast",
-        "Slice",
-        "Expand",
-        "Reshape",
-        "Unsqueeze",
-    ):
+    if node is None or (node.op_type not in _MOVES and not _keeps_distinct(node)):
         return None
     x = _first(node)
     if node.op_type == "Range":
         start, step = constant(x), constant(node.inputs[2])
-        ascends = start is not None and start >= 0 and step is not None and step > 0
+        ascends = start is not None and start >= 0 and step is not None and step >= 1
         return -1 if ascends else None
     before, axis = dims(x), _axis_of(x)
     if before is None or axis is None or node.op_type in ("Cast", "Slice"):
@@ -80,12 +75,22 @@ def _axis_of(v: ir.Value) -> int | None:
 
 def _axis_of_array(array: np.ndarray) -> int | None:
     """Return the axis of `_axis_of` for a constant."""
+    if array.dtype.kind == "f":
+        return None  # a Cast makes one index of several
     for axis in range(-array.ndim, 0):
         line = np.moveaxis(array, axis, -1).reshape(-1, array.shape[axis])
         alike = line.size and np.all(line == line[0]) and np.all(line >= 0)
         if alike and len(np.unique(line[0])) == line.shape[1]:
             return axis
     return None
+
+
+def _keeps_distinct(node: ir.Node) -> bool:
+    """Return whether `node` is a Cast that keeps numbers distinct which differ by one or more."""
+    return node.op_type == "Cast" and node.outputs[0].dtype in (
+        ir.DataType.INT32,
+        ir.DataType.INT64,
+    )
 
 
 def _producer(v: ir.Value) -> ir.Node | None:

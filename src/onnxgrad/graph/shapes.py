@@ -44,6 +44,12 @@ def dims(value: ir.Value | None) -> Dims | None:
     return tuple([d if isinstance(d, int) else d.value for d in shape])
 
 
+def lengths(shape: Dims | None) -> str:
+    """Return a shape for messages, with a question mark for each length that is not static."""
+    shown = ["?" if not isinstance(d, int) else str(d) for d in shape or ()]
+    return f"({shown[0]},)" if len(shown) == 1 else f"({', '.join(shown)})"
+
+
 def rank(value: ir.Value | None) -> int | None:
     """Return the number of axes of `value`, or None if it is unknown."""
     return None if value is None or value.shape is None else len(value.shape)

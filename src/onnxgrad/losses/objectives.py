@@ -144,7 +144,7 @@ class TrainingLoss:
         }
         for name in self.label_shapes:
             if name not in (*labels, *labels.values()):
-                raise unknown("output in label_shapes", name, labels)
+                raise unknown("label", name, [*labels, *labels.values()])
         with op:
             found = {
                 name: self._terms(op, prediction, (name, labels[name]))

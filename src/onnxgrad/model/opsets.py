@@ -83,6 +83,10 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
         ) from e
     if version < 11:
         _state_resize(model.graph, upsampled, {})
+        dtypes = {v.type.tensor_type.elem_type for v in model.graph.input}
+        dtypes |= {t.data_type for t in model.graph.initializer}
+        if not dtypes.isdisjoint((TensorProto.FLOAT16, TensorProto.DOUBLE)):
+            _cast_bounds(model.graph, onnx.shape_inference.infer_shapes(model).graph, {})
     return model
 
 
@@ -271,3 +275,28 @@ def _state_resize(
             attributes["nearest_mode"] = "floor" if longer else "ceil"
         for name, value in attributes.items():
             node.attribute.add(name=name, type=onnx.AttributeProto.STRING, s=value.encode())
+
+
+def _cast_bounds(
+    graph: onnx.GraphProto, inferred: onnx.GraphProto, outer: Mapping[str, int]
+) -> None:
+    """Give bounds of Clip and what Pad fills with the dtype of x: the converter writes float32.
+
+    `inferred` is `graph` with inferred types; `outer` has the dtypes in enclosing graphs.
+    """
+    values = (*inferred.input, *inferred.value_info, *inferred.output)
+    dtypes = {**outer, **{v.name: v.type.tensor_type.elem_type for v in values}}
+    dtypes |= {t.name: t.data_type for t in graph.initializer}
+    constants = {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
+    for node, same in zip(graph.node, inferred.node, strict=True):
+        for inner, other in zip(subgraphs(node), subgraphs(same), strict=True):
+            _cast_bounds(inner, other, dtypes)
+        dtype = dtypes.get(node.input[0], 0) if node.op_type in ("Clip", "Pad") else 0
+        for name in node.input[1:]:
+            tensor = constants.get(name)
+            if dtype and tensor is not None and tensor.data_type == TensorProto.FLOAT != dtype:
+                with np.errstate(over="ignore"):  # no bound is the largest float32
+                    array = numpy_helper.to_array(tensor).astype(
+                        onnx.helper.tensor_dtype_to_np_dtype(dtype)  # noqa: TID251
+                    )
+                tensor.CopyFrom(numpy_helper.from_array(array))

@@ -1,7 +1,6 @@
 """Several processes that train one model: how they exchange numbers, and graphs that ask for it."""
 
 from onnxgrad.parallel.collectives import all_reduce, broadcast, exchanges
-from onnxgrad.parallel.engines import end_together
 from onnxgrad.parallel.groups import Alone, DataParallel, Group, group_of, join
 from onnxgrad.parallel.part import Part
 from onnxgrad.parallel.pieces import Exchange, Piece, cut
@@ -16,7 +15,6 @@ __all__ = [
     "all_reduce",
     "broadcast",
     "cut",
-    "end_together",
     "exchanges",
     "group_of",
     "join",

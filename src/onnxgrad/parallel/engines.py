@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import pickle
 import sys
@@ -10,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -21,10 +23,9 @@ PATIENCE = 60.0  # seconds that a process which failed waits for the others to f
 _POLL, _TAG, _SHOWN = 0.2, 31_999, 200
 _calls = itertools.count(1)  # of `together`, as many in all processes
 _unfinished: list[Any] = []  # exchanges that were given up; their arrays must stay in memory
-_begun = False  # whether this process has entered a call
-_broken: ref[Any] | None = (
-    None  # the engine whose processes did not leave a call in the same exchange
-)
+_told: dict[int, dict[int, str]] = {}  # by MPI: why processes left each call, or will not enter
+# the engine whose processes did not leave a call in the same exchange
+_broken: ref[Any] | None = None
 
 Wait = Callable[[], None]
 
@@ -58,10 +59,10 @@ class _Processes:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Let the block, which all processes enter, end in all of them, or fail in all."""
-        global _begun, _broken
+        global _broken
         if _broken is not None and _broken() is self._engine():
             raise self._lost("a call before left exchanges unfinished, so that none can follow")
-        self._call, self._left, _begun = next(_calls), {}, True
+        self._call, self._left = next(_calls), {}
         try:
             yield
             self.gather(None)
@@ -217,9 +218,9 @@ class MpiGroup(_Processes):
         from mpi4py import MPI
 
         super().__init__()
+        end_together()
         self._engine, self._mpi, self._all = ref(MPI), MPI, MPI.COMM_WORLD
         self.rank, self.size = self._all.Get_rank(), self._all.Get_size()
-        self._sent: list[Any] = []
 
     def sum(self, array: np.ndarray) -> Wait:
         """Begin to replace an array by its sum."""
@@ -260,14 +261,14 @@ class MpiGroup(_Processes):
     def _tell(self, reason: str) -> None:
         others = [rank for rank in range(self.size) if rank != self.rank]
         told = (self._call, reason)
-        self._sent += [self._all.isend(told, rank, _TAG) for rank in others]
+        _unfinished.extend(self._all.isend(told, rank, _TAG) for rank in others)
 
     def _listen(self) -> None:
         status = self._mpi.Status()
         while self._all.iprobe(self._mpi.ANY_SOURCE, _TAG, status):
             call, reason = self._all.recv(source=status.Get_source(), tag=_TAG)
-            if call == self._call:
-                self._left[status.Get_source()] = reason
+            _told.setdefault(call, {})[status.Get_source()] = reason
+        self._left |= _told.get(self._call, {})
 
     def _abandoned(self) -> None:
         error = sys.exc_info()[1]
@@ -283,13 +284,12 @@ def abort(code: int) -> None:
         module.COMM_WORLD.Abort(code)
 
 
+@cache
 def end_together() -> None:
-    """Let an error that no process handles end all of those that `mpirun` has started.
+    """Let a process that ends, by an error or otherwise, end those that MPI has started with it.
 
     Without it, the process waits for the others while it ends, and they wait for it.
     """
-    if world() is None or getattr(sys.excepthook, "of_group", False):
-        return
     before = sys.excepthook
 
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
@@ -298,14 +298,16 @@ def end_together() -> None:
             time.sleep(1)  # the process whose error it was ends the others, after its traceback
         abort(_code_of(error))
 
-    hook.of_group = True  # type: ignore[attr-defined]
     sys.excepthook = hook
+    atexit.register(_tell_of_end)
 
 
-def abort_before_call() -> None:
-    """End all processes of MPI if this one ends before it has entered a call: others wait there."""
-    if not _begun:
-        abort(2)
+def _tell_of_end() -> None:
+    """Let the call that this process will never enter fail in the others."""
+    if world() is not None:
+        group = MpiGroup()
+        group._call = next(_calls)
+        group._tell("its program has ended")
 
 
 def _code_of(error: BaseException | None) -> int:

@@ -16,8 +16,6 @@ from onnxgrad.parallel.engines import (
     MpiGroup,
     TorchGroup,
     Wait,
-    abort_before_call,
-    end_together,
     world,
 )
 from onnxgrad.runtime.session import launched
@@ -173,14 +171,10 @@ def _in_mpi(parallel: DataParallel | bool | None) -> bool:
 def join() -> bool:
     """Enter the group of the launcher that has started this process, if one has.
 
-    Return whether this process is the first one, or the only one. One that ends before it trains
-    ends the others that MPI has started.
+    Return whether this process is the first one, or the only one.
     """
     if launched(*_MPI_SIZES) > 1:
         import mpi4py.MPI  # noqa: F401  # which enters it
-
-        end_together()
-        atexit.register(abort_before_call)
     elif launched("WORLD_SIZE") > 1 and "MASTER_ADDR" in os.environ:
         import torch.distributed as distributed
 

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.graph.shapes import Dim, Dims, dims
+from onnxgrad.graph.shapes import Dim, Dims, dims, lengths
 from onnxgrad.model.external import without_data
 from onnxgrad.model.feeds import random_feed
 from onnxgrad.reporting import logger, warn_once
@@ -48,8 +48,8 @@ def confirmed_by_run(proto: ModelProto) -> Callable[[ir.Value, Dims], Dims]:
             confirmed = tuple(d if n in (None, length) else None for d, n, length in pairs)
         if confirmed != stated:
             warn_once(
-                f"the output {y.name!r} has another shape than the file states when the model "
-                "runs: what it states is ignored"
+                f"the file states the shape {lengths(stated)} of the output {y.name!r}, which is "
+                f"{actual} when the model runs: what it states is ignored"
             )
         return confirmed
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from onnxgrad.errors import first_line
 from onnxgrad.model import weights as constants
 from onnxgrad.model.read import read
 from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.reporting import frames_inside
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.runtime.session import session
@@ -25,6 +27,13 @@ _RATE = "Lower the learning rate, or scale the data"
 _NO_TERM = "no label counts: all are ignored, or have the weight zero"
 _ELSEWHERE = f"Another process has the rows at fault, and names them. {_RATE}"
 _NO_MATTER = "This is no matter of the learning rate: with the weights of the file"
+
+
+def warn_of_no_label(loss: Any, epoch: int) -> None:
+    """Warn if the loss of an epoch, all of whose steps were finite, is NaN."""
+    if np.isnan(loss).all():
+        message = f"the loss of epoch {epoch} is nan: {_NO_TERM}"
+        warnings.warn(message, stacklevel=frames_inside() + 1)
 
 
 def cause_in_file(file: ModelProto, outputs: Sequence[str], batch: Batch) -> str | None:
@@ -170,7 +179,7 @@ def cause_in_evaluation(
 
 
 def _at_end(clause: str) -> str:
-    return f"{_upper(clause)}. {_RATE}"
+    return _upper(clause) if clause == _NO_TERM else f"{_upper(clause)}. {_RATE}"
 
 
 def _upper(clause: str) -> str:

@@ -104,7 +104,7 @@ class Evaluator:
         one = self.described
         parts = len(one.written.sums)
         totals = Totals.of(tuple(one.written.factors), {})
-        judging = judges(one.labels, metrics)
+        judging = judges(one.labels, metrics, self.row_axes)
         self.failed = None
         batches = self._results(self._losses, values, source, parts)
         for arrays, results in batches if group is None else self._of_all(batches, group):
@@ -168,13 +168,23 @@ class Evaluator:
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
         """Return the predictions for the data of a source, by output."""
         parts = [results for _, results in self._results(self._predictions, values, source)]
-        rows = self.fields.row_axes.symbol
         predictions = {}
-        for i, (name, value) in enumerate(self.described.predictions.items()):
-            shape = dims(value) or ()
-            axis = shape.index(rows) if rows in shape else 0
-            predictions[name] = np.concatenate([np.atleast_1d(part[i]) for part in parts], axis)
+        for i, name in enumerate(self.described.predictions):
+            every = [np.atleast_1d(part[i]) for part in parts]
+            predictions[name] = np.concatenate(every, self.row_axis(name))
         return predictions
+
+    def row_axis(self, output: str, label: str | None = None) -> int:
+        """Return the axis of the rows of an output; that of its label if none is declared."""
+        axes = self.fields.row_axes
+        shape = dims(self.described.predictions[output]) or ()
+        if axes.symbol in shape:
+            return shape.index(axes.symbol)
+        return 0 if label is None else axes.stated(label) or 0
+
+    def row_axes(self, output: str, label: str) -> tuple[int, int]:
+        """Return the axes of the rows of an output and of its label."""
+        return self.row_axis(output, label), self.fields.row_axes.stated(label) or 0
 
     def _results(
         self, running: ort.InferenceSession, values: Arrays, source: BatchSource, parts: int = 0

@@ -129,7 +129,6 @@ class Fields:
         new.left_out = frozenset(name for name in (*self.labels, self.weight) if name is not None)
         new.labels, new.label, new.weight = [], None, None
         new.fields = {name: self.fields[name] for name in self.features}
-        new._set_axes({n: a for n, a in self.row_axes.batch_axes.items() if n in new.fields})
         return new
 
     def arrays(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, np.ndarray]:

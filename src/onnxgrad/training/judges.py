@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,16 @@ def select_metrics(metrics: Any) -> ByOutput:
 
 @dataclass
 class Judge:
-    """The metrics of one output; `prefix` begins their names."""
+    """The metrics of one output; `prefix` begins their names.
+
+    `axes` are those of the rows in a prediction and in its labels. Metrics see them first.
+    """
 
     metrics: Sequence[Metric]  # of this evaluation only
     label: str
     info: LossInfo
     prefix: str
+    axes: tuple[int, int]
     begun: bool = False
     undefined: bool = False  # as predictions are not finite
 
@@ -54,7 +58,10 @@ class Judge:
         """
         assert self.info.prediction is not None
         shown, labels = predictions[self.info.prediction], arrays[self.label]
+        first = prediction_info(self.info, shown, self.axes[0])
+        shown, labels = _rows_first(shown, self.axes[0]), _rows_first(labels, self.axes[1])
         if weight is not None and weight.ndim > 1:  # one for each row, or for each label
+            weight = _rows_first(weight, self.axes[1])
             of_rows = weight.size == len(weight)
             weight = weight.ravel() if of_rows else np.broadcast_to(weight, labels.shape)
         if self.info.shift:  # (N, T, V) and (N, T), as in the loss
@@ -62,7 +69,7 @@ class Judge:
             weight = weight if weight is None or weight.ndim == 1 else weight[:, 1:]
         for metric in self.metrics:
             if not self.begun:
-                metric.begin(prediction_info(self.info, shown))
+                metric.begin(first)
             try:
                 metric.update(shown, labels, weight)
             except ValueError:
@@ -79,7 +86,11 @@ class Judge:
         }
 
 
-def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
+def judges(
+    labels: Mapping[str, LossInfo],
+    metrics: ByOutput,
+    axes: Callable[[str, str], tuple[int, int]],
+) -> list[Judge]:
     """Return the judges of the outputs that have metrics, for one evaluation.
 
     They have copies of the metrics, since evaluations may run at the same time.
@@ -87,6 +98,7 @@ def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
     Args:
         labels: what is known of each label input.
         metrics: by output; the names of those of a named output begin with it, as "box_mae".
+        axes: returns the axes of the rows of an output and its labels.
 
     Raises:
         ValueError: metrics without labels, of an unknown output, or of one of several outputs that
@@ -107,8 +119,13 @@ def judges(labels: Mapping[str, LossInfo], metrics: ByOutput) -> list[Judge]:
             raise unknown("output in metrics", output, _named(by_output))
         label, info = next(iter(by_output.values())) if output is None else by_output[output]
         prefix = "" if output is None else f"{output}_"
-        result.append(Judge([_copied(metric) for metric in listed], label, info, prefix))
+        own = [_copied(metric) for metric in listed]
+        result.append(Judge(own, label, info, prefix, axes(str(info.prediction), label)))
     return result
+
+
+def _rows_first(array: np.ndarray, axis: int) -> np.ndarray:
+    return np.moveaxis(array, axis, 0) if axis else array
 
 
 def _copied(metric: Metric) -> Metric:
@@ -125,12 +142,13 @@ def _named(names: Iterable[str | None]) -> list[str]:
     return [name for name in names if name is not None]
 
 
-def prediction_info(info: LossInfo, prediction: np.ndarray) -> PredictionInfo:
-    """Return what metrics need to know of a prediction."""
+def prediction_info(info: LossInfo, prediction: np.ndarray, rows: int = 0) -> PredictionInfo:
+    """Return what metrics need to know of a prediction, whose axis `rows` they see first."""
     axis = 1 if info.axis is None else info.axis
+    before = rows and axis % prediction.ndim < rows % prediction.ndim
     return PredictionInfo(
         classes=None if info.classes is None else prediction.shape[axis],
-        axis=axis,
+        axis=axis % prediction.ndim + 1 if before else axis,
         threshold=info.threshold,
         from_logits=bool(info.from_logits),
         ignore_index=info.ignore_index,

@@ -15,6 +15,7 @@ from onnxgrad.reporting import logger
 from onnxgrad.training.batches import BatchSource, Slice
 from onnxgrad.training.callbacks.base import Control
 from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals
 from onnxgrad.training.rates import Rates
@@ -231,6 +232,7 @@ class Loop:
         with self.interrupts.held():
             state.epoch, state.position, state.running = state.epoch + 1, 0, {}
             state.history.append(entry)
+        warn_of_no_label(loss, state.epoch)
         if self.log_epochs:
             logger.info("epoch %d/%d loss %g", self._number, self._epochs, loss)
 

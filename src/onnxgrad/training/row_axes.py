@@ -26,8 +26,8 @@ class RowAxes:
     - `called`: symbols of the file for the first axis of the inputs, which `shapes` call `BATCH`.
 
     The rows are a symbolic dimension: the first of the label if a feature has it too, or else the
-    first of the first feature. Where these two differ, and label and features have both, it is the
-    one that is called "batch".
+    first of the first feature. One that is called "batch" goes before the first one, if label and
+    features have it.
     """
 
     shapes: Mapping[str, Dims | None]
@@ -60,8 +60,9 @@ class RowAxes:
         first = next((s[0] for s in features if isinstance(s[0], str)), None)
         own = label[0] if label else None
         if isinstance(own, str) and any(own in s for s in features):
-            by_name = [d for d in (own, first) if d in label and self._means_rows(d)]
-            return by_name[0] if len(set(by_name)) == 1 else own
+            shared = [d for d in label if isinstance(d, str) and any(d in s for s in features)]
+            by_name = {d for d in shared if self._means_rows(d)}
+            return by_name.pop() if len(by_name) == 1 else own
         if isinstance(own, int) and first not in label:  # a static batch
             return None
         return first
@@ -145,16 +146,14 @@ class RowAxes:
             return False
         features = [s for name in self.features if (s := self.shapes[name])]
         first = next((s[0] for s in features if isinstance(s[0], str)), symbol)
-        if first in self._of(self.label or "") and self._means_rows(symbol) != self._means_rows(
-            first
-        ):
+        if self._means_rows(symbol) and not self._means_rows(first):
             return False
         return first != symbol and not any(s[0] == symbol for s in features)
 
     def _check_unambiguous(self, lengths: Mapping[str, tuple[int, ...]]) -> None:
         if self._ambiguous:
             names = [n for n in (*self.features, self.label) if n and self.symbol in (self._of(n))]
-            shown = ", ".join(f"{n!r} {_shown(self._of(n))}" for n in names)
+            shown = ", ".join(f"{n!r} {self._shown(n)}" for n in names)
             raise ValueError(
                 f"which axis is that of the rows? The model declares {shown}: say it with "
                 f"batch_axes={{{names[0]!r}: axis}}, or pass batches as dicts"
@@ -162,12 +161,17 @@ class RowAxes:
         for name in lengths if self.symbol is not None else ():
             if name not in self.batch_axes and self._of(name).count(self.symbol) > 1:
                 raise ValueError(
-                    f"{name!r} has the rows on several axes {_shown(self._of(name))}: say which "
+                    f"{name!r} has the rows on several axes {self._shown(name)}: say which "
                     f"with batch_axes={{{name!r}: axis}}, or None if every batch gets it whole"
                 )
 
     def _of(self, name: str) -> Dims:
         return self.shapes.get(name) or ()
+
+    def _shown(self, name: str) -> str:
+        """Return the declared shape of an input, in which the rows are called as in the file."""
+        rows = self.called[0] if len(self.called) == 1 else "rows"
+        return _shown([rows if d == BATCH else d for d in self._of(name)])
 
     def _means_rows(self, symbol: Any) -> bool:
         names = self.called if symbol == BATCH else [symbol]

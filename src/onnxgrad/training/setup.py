@@ -316,7 +316,8 @@ class Setup:
             return ByEpoch(start_learning_rate(rate), state.losses)
         unseen = [m for m in rate.monitors if m.startswith("validation_")]
         if unseen and self.held_out is None:
-            raise ValueError(f"the learning rate depends on {unseen}: pass validation= data")
+            remedy = "pass validation= data" if self.fits else "partial_fit has none, call fit"
+            raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
         if batches is not None:
             rate = rate.over(batches * epochs)
         rate.rate(0, state.schedule)  # raises if it needs the number of steps

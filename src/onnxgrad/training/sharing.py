@@ -165,6 +165,11 @@ class Sharing:
         values = state.values
         own |= {f"weight {n}": _digest(w) for n, w in values.weights.items()}
         own |= {f"buffer {n}": _digest(b) for n, b in values.buffers.items()}
+        if not self.options.shard_optimizer:  # with which a process may have those of its part
+            slots = [
+                (f"slot {n}.{s}", a) for n, each in values.slots.items() for s, a in each.items()
+            ]
+            own |= {name: _digest(a) for name, a in slots}
         self._require_equal(own)
 
     def _require_equal(self, own: Mapping[str, str]) -> None:

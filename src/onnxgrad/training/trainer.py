@@ -20,7 +20,7 @@ from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
-from onnxgrad.parallel import DataParallel, end_together
+from onnxgrad.parallel import DataParallel
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.arguments import check_choice, check_count, check_recompute, select_rate
 from onnxgrad.training.callbacks.progress import Progress
@@ -144,7 +144,6 @@ class Trainer(Settings):
         seed: int = 0,
         parallel: DataParallel | bool | None = None,
     ) -> None:
-        end_together()
         self.loss, self.loss_options, self.loss_weights = loss, loss_options, loss_weights
         self.optimizer, self.learning_rate = select_optimizer(optimizer), select_rate(learning_rate)
         self.clip_norm, self.accumulate = clip_norm, check_count("accumulate", accumulate)

@@ -10,12 +10,12 @@ none is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import Dims, dims, is_stated, rank
+from onnxgrad.graph.shapes import Dims, dims, is_stated, lengths, rank
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.reporting import warn_once
 
@@ -65,11 +65,11 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
 
     If a stated shape is contradicted, remove those of the outputs of the graph instead.
     """
-    lengths = (d for x in graph.inputs for d in dims(x) or ())
-    symbols = {d for d in lengths if isinstance(d, str) and is_stated(d)}
+    named = (d for x in graph.inputs for d in dims(x) or ())
+    symbols = {d for d in named if isinstance(d, str) and is_stated(d)}
     wrong = [y for y, shape in stated.items() if _contradict(dims(y), shape, symbols)]
     if wrong:
-        _warn([str(y.name) for y in wrong if _is_another(dims(y) or (), stated[y])])
+        _warn([(y, stated[y]) for y in wrong if _is_another(dims(y) or (), stated[y])])
         results = [y for y in graph.outputs if y.producer() is not None]
         for y in results:
             y.shape = None
@@ -90,12 +90,14 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
     return changed
 
 
-def _warn(names: list[str]) -> None:
-    if names:
-        more = f" and {len(names) - 3} more values" if len(names) > 3 else ""
+def _warn(wrong: Sequence[tuple[ir.Value, Dims]]) -> None:
+    if wrong:
+        more = f", and of {len(wrong) - 3} more values others" if len(wrong) > 3 else ""
+        listed = (f"{y.name!r} {lengths(shape)}, not {lengths(dims(y))}" for y, shape in wrong[:3])
         warn_once(
-            f"the shapes that the file states for {', '.join(map(repr, names[:3]))}{more} are not "
-            "those that its nodes compute: they are ignored"
+            "the file states shapes that its nodes do not compute, which are ignored: of "
+            + "; of ".join(listed)
+            + more
         )
 
 

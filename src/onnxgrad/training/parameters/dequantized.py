@@ -24,8 +24,9 @@ class StoredIntegers:
     """Which values of a graph are stored integers, or are computed from them.
 
     Attributes:
-        sizes: `{value: number of integers}`, of values computed from stored integers and from
-            constants, and of rows that are gathered from them and have no scale yet.
+        sizes: `{value: elements that a scale of it may have}`, of values computed from stored
+            integers and from constants, and of rows that are gathered from them and have no scale
+            yet. As many as integers; of -1, 0 and 1, which may be a mask of a weight, fewer.
         results: results of products of data with integers that have no scale yet.
     """
 
@@ -37,7 +38,7 @@ class StoredIntegers:
             op, inputs = node.op_type, [x for x in node.inputs if x is not None]
             for x in inputs:
                 if x not in self.sizes and _stores_integers(x, op):
-                    self.sizes[x] = x.const_value.size if x.const_value is not None else 0
+                    self.sizes[x] = _most_scales(x)
                     unscaled.add(x)
             known = [x for x in inputs if x in self.sizes]
             others = [x for x in inputs if x not in self.sizes]
@@ -58,7 +59,7 @@ class StoredIntegers:
                 unscaled.update(() if scaled else node.outputs)
 
     def beside(self, node: ir.Node, index: int) -> int:
-        """Return how many integers operand `index` scales or shifts; 0 if none."""
+        """Return how many elements operand `index` may have as a scale or shift; 0: it is none."""
         others = [x for i, x in enumerate(node.inputs) if i != index and x is not None]
         if node.op_type in _SCALES and any(x in self.results for x in others):
             return max(self.sizes.values())
@@ -67,7 +68,7 @@ class StoredIntegers:
         return 0
 
     def scaled_by(self, value: ir.Value) -> int:
-        """Return how many integers `value` scales or shifts, through nodes that move it."""
+        """Return the same for `value`, through nodes that move it."""
         found = 0
         for node, index in value.uses():
             moved = node.outputs if node.op_type in MOVES and index == 0 else ()
@@ -79,7 +80,16 @@ def _stores_integers(x: ir.Value, op_type: str) -> bool:
     """Return whether `x` is a constant of integers that are no mask of zeros and ones."""
     if x.const_value is None or x.producer() is not None or x.dtype is None or x.is_graph_input():
         return False
-    wide = x.dtype.name in ("INT32", "INT64", "UINT32", "UINT64") and op_type in _UNPACKS
-    if not (wide or x.dtype.name in _FEW_BITS) or x.const_value.size < 2:
+    size, kind = x.const_value.size, x.dtype.name
+    wide = kind in ("INT32", "INT64", "UINT32", "UINT64") and op_type in _UNPACKS
+    bias = kind == "INT32" and op_type == "Cast" and size in x.const_value.shape.numpy()
+    if not (wide or bias or kind in _FEW_BITS) or size < 2:
         return False
-    return not evidence.is_binary(x.const_value.numpy().astype(np.float32))
+    array = x.const_value.numpy().astype(np.float32)
+    return not evidence.is_binary(array) and not (bias and evidence.is_ramp(array))
+
+
+def _most_scales(x: ir.Value) -> int:
+    assert x.const_value is not None
+    signs = bool((np.abs(x.const_value.numpy().astype(np.float32)) <= 1).all())
+    return x.const_value.size - signs

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto
 
 from onnxgrad.errors import printable
@@ -62,7 +63,7 @@ def separate_merged(model: ModelLike) -> ModelProto:
     """
     proto = read(model)
     separated = separate_statistics(proto)
-    merged = _Merged(separated)
+    merged = _Merged(separated, proto)
     groups = {name: parts for name in merged.uses if len(parts := merged.groups(name)) > 1}
     if not groups:
         return separated
@@ -124,8 +125,9 @@ class _Use:
 class _Merged:
     """The uses of the initializers of a model that several nodes read, by parameter."""
 
-    def __init__(self, proto: ModelProto) -> None:
+    def __init__(self, proto: ModelProto, file: ModelProto) -> None:
         self.tensors = {t.name: t for t in proto.graph.initializer if t.data_type in FLOATS}
+        self.stored = file.graph.initializer
         self.from_torch = proto.producer_name == "pytorch"
         aliases = self.aliases = initializer_aliases(proto)
         self.aliased = self.from_torch and any(not evidence.counted(name) for name in aliases)
@@ -162,7 +164,7 @@ class _Merged:
         roles = {use.role for use in uses}
         tied = {"f", "t"} <= roles  # an embedding and a layer
         doubtful = tied or not all(use.certain for use in uses)
-        if doubtful and not evidence.is_all(external.array(self.tensors[name])):
+        if doubtful and not self._is_fresh(name):
             for use in uses:
                 use.key = use.key if use.certain and not tied else name
         groups: dict[str, list[_Use]] = {}
@@ -211,6 +213,14 @@ class _Merged:
             parts.append(base if again else part)
         return ".".join(parts)
 
+    def _is_fresh(self, name: str) -> bool:
+        """Return whether a tensor is one number, and the only one: else nothing merges its like."""
+        one, array = self.tensors[name], external.array(self.tensors[name])
+        if not evidence.is_all(array):
+            return False
+        likes = [t for t in self.stored if (t.data_type, t.dims) == (one.data_type, one.dims)]
+        return sum(np.array_equal(external.array(t), array) for t in likes) < 2
+
     def _features(self, name: str) -> bool:
         """Return whether a tensor has several elements along one axis, as biases have."""
         return sum(n > 1 for n in self.tensors[name].dims) == 1
@@ -231,8 +241,11 @@ class _Merged:
 
     def _factors(self, node: NodeProto) -> Iterator[str]:
         for i, x in enumerate(node.input):
-            if letter(node, i) == "f" and (root := self.aliases.get(x, x)) in self.tensors:
-                yield root
+            if letter(node, i) == "f":
+                while (maker := self.makers.get(x)) is not None and maker.op_type in MOVES:
+                    x = maker.input[0]
+                if (root := self.aliases.get(x, x)) in self.tensors:
+                    yield root
 
     def _after(self, node: NodeProto) -> list[NodeProto]:
         """Return the next products behind `node`, not beyond normalizations and sums of results"""

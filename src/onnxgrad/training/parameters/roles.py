@@ -103,7 +103,7 @@ class Roles:
 
     def _judge(self, name: str, use: Use, array: np.ndarray) -> Verdict:
         node, kind, where = use.node, letter(use.node, use.index), _named(use.node)
-        if use.integers > array.size:
+        if use.integers >= max(array.size, 1):
             return Verdict(False, f"scale or zero point of stored integers ({where})", certain=True)
         if self._is_ramp(use, array):
             why = f"numbers of classes, of which {where} computes the expected one"
@@ -197,7 +197,7 @@ class Roles:
         if evidence.is_wave(array):
             return Verdict(False, f"table of sines and cosines at positions ({where})")
         indices, around = use.node.inputs[1], self.around
-        if around.stored.scaled_by(use.node.outputs[0]) > array.size:
+        if around.stored.scaled_by(use.node.outputs[0]) >= max(array.size, 1):
             return Verdict(False, f"scales of stored integers ({where})", certain=True)
         nearest = indices is not None and around.origin(indices, MOVES) == "TopK"
         if nearest and indices not in around.weighted:

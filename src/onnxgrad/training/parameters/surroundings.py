@@ -40,7 +40,7 @@ class Use:
     value: ir.Value  # the operand: the constant, or a value computed from it
     via: frozenset[str]  # the operators that compute `value` from the constant
     at_positions: bool  # whether one of them has an operand computed from shapes
-    integers: int  # how many integers, stored instead of a weight, it scales or shifts
+    integers: int  # elements that a scale of integers may have; 0: it scales and shifts none
 
 
 class Surroundings(Flow):

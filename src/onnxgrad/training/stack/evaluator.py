@@ -44,7 +44,7 @@ class StackedEvaluator(Evaluator):
         """Return `loss`, and the metrics by name, each as an array of (members, ...)."""
         one = self.described
         parts = len(one.written.sums)
-        judging = [judges(one.labels, metrics) for _ in range(self.members)]
+        judging = [judges(one.labels, metrics, self.row_axes) for _ in range(self.members)]
         sums, counts = np.zeros((parts, self.members)), np.zeros(parts)
         for arrays, results in self._results(self._losses, values, source, parts):
             sums += np.stack([np.asarray(y, np.float64) for y in results[:parts]])
@@ -73,11 +73,8 @@ class StackedEvaluator(Evaluator):
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:
         """Return the predictions of all members, (members, ...), by output."""
         parts = [results for _, results in self._results(self._predictions, values, source)]
-        rows = self.fields.row_axes.symbol
         predictions = {}
         for i, (name, value) in enumerate(self.described.predictions.items()):
-            shape = dims(value) or ()
-            axis = shape.index(rows) if rows in shape else 0
-            listed = [part[i] if shape else part[i][:, None] for part in parts]
-            predictions[name] = np.concatenate(listed, axis + 1)
+            listed = [part[i] if dims(value) else part[i][:, None] for part in parts]
+            predictions[name] = np.concatenate(listed, self.row_axis(name) + 1)
         return predictions

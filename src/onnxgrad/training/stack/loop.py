@@ -11,6 +11,7 @@ import numpy as np
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.batches import Batch, BatchSource, Slice
+from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.rates import Rates
 from onnxgrad.training.stack.runner import StackRunner
@@ -110,6 +111,7 @@ class StackLoop:
             "learning_rate": rates,
         }
         state.history.append(entry)
+        warn_of_no_label(loss, state.epoch)
         if self.evaluate is not None:
             weights = evaluated_members(self._values(), self.optimizers)
             entry.update(self.evaluate(stacked(weights)))
