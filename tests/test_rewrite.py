@@ -65,6 +65,13 @@ def test_names_to_keep():
     assert next(iter(one.graph)).outputs[0].name == "b"
 
 
+@pytest.mark.parametrize("keep", [(), ("a",)])
+def test_a_copy_with_a_name_to_keep_stays(keep):
+    table = {("", "Identity"): [lambda op, node: [node.inputs[0]]]}
+    one = model("a = Identity(x)  b = Identity(a)  y = Identity(b)")
+    check(one, table, ["Identity"] * (1 + len(keep)), keep=keep)
+
+
 def test_other_readers_keep_what_they_read():
     check(model("a = Neg(x)  b = Neg(a)  y = Sub(b, a)"), NEG, ["Neg", "Sub"])
 

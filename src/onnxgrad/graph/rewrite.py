@@ -113,9 +113,17 @@ def _apply(
                 detach(unread)
             op.graph.remove(written, safe=True)
             return None
+        if node.op_type == "Identity" and values[0] is node.inputs[0] and _stays(op, node, keep):
+            return None
         if any(y is not old for y, old in zip(values, node.outputs, strict=True)):
             for y, old in zip(values, node.outputs, strict=True):
                 if y.producer() in written and None not in (old.type, old.shape):
                     op.set_type_like(y, old)
             replace_node(op, node, values, keep)
     return written
+
+
+def _stays(op: Emit, node: ir.Node, keep: Collection[str | None]) -> bool:
+    """Return whether a copy has a name to keep, for which another copy would be written."""
+    (y,) = node.outputs
+    return y in op.graph.outputs or y.name in keep

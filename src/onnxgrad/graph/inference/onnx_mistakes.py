@@ -145,7 +145,12 @@ def _dft(node: ir.Node, inferred: Dims) -> Dims:
     return tuple(None if i in axes else d for i, d in enumerate(inferred))
 
 
-_RIGHT = {"DFT": _dft, "Einsum": _einsum}
+def _attention(node: ir.Node, inferred: Dims) -> Dims:
+    """Correct the width of packed heads of a symbolic length: onnx takes it for 0."""
+    return tuple(None if d == 0 else d for d in inferred)
+
+
+_RIGHT = {"Attention": _attention, "DFT": _dft, "Einsum": _einsum}
 
 
 @contextmanager
