@@ -2,12 +2,13 @@
 
 The dialect: opset 18 to 26, no local functions, no tensor `Constant` nodes, no initializer that is
 also an input, a symbol for every input axis without one. Operators without a rule are replaced by a
-lowering, or by their function body in ONNX.
+lowering, or by their function body in ONNX. `PASSES` lists what is done, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -67,67 +68,73 @@ def prepare(
         exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
             state different symbols. None: it is that of all inputs.
     """
+    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt)
     model = _in_working_opset(proto)
-    if outputs is not None:
-        _select(model, outputs)
-    if batch is not None:
-        name_rows(model.graph, batch, exempt)
-    note_ranks(all_nodes(model.graph))
-    trust_branches = outputs is not None  # for a loss: trainers check the shapes that they feed
-    confirm = None if own else confirmed_by_run(proto)
-    (infer if own else infer_file)(model, trust_branches, confirm)
-    while take_static_branches(model, keep) or _assume_types(model.graph):
-        infer(model, trust_branches)
-    table = _lowerings(model, on_demand, keep_dropout)
-    while _lower(model, table, keep) or take_static_branches(model, keep):
-        infer(model, trust_branches)
-    fold_sizes(model.graph)
-    _drop_imports(model)
-    _free_outputs(model)
-    _lower_opset(model)
+    for apply in PASSES:
+        apply(model, asked)
     return model
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """The arguments of `prepare`."""
+
+    proto: ModelProto
+    batch: str | None
+    outputs: Collection[str] | None
+    keep: Collection[str]
+    on_demand: bool
+    own: bool
+    keep_dropout: bool
+    exempt: Collection[str] | None
+
+    @property
+    def trusts_branches(self) -> bool:
+        """Whether declared shapes behind an If are believed: trainers check what they feed."""
+        return self.outputs is not None
+
+
 def _in_working_opset(proto: ModelProto) -> ir.Model:
-    """Return a copy without functions and Constants, whose inputs and outputs are distinct."""
+    """Return a copy without functions, Constants and initializers among the inputs."""
     model = to_ir(raise_opset(inlined(external.without_data(proto), lifted=True)))
     external.with_data(model, proto)
     RemoveInitializersFromInputsPass()(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)  # of a new opset
-    _separate_repeated_outputs(model.graph)
-    _free_names(model.graph)
     return model
 
 
-def _lower_opset(model: ir.Model) -> None:
+def _lower_opset(model: ir.Model, asked: _Asked) -> None:
     """Let the opset be one that the runtime has, if all operators exist there."""
     if all(exists(n, NEWEST_OPSET) for n in all_nodes(model.graph)):
         model.opset_imports[""] = min(model.opset_imports[""], NEWEST_OPSET)
 
 
-def _select(model: ir.Model, outputs: Iterable[str]) -> None:
-    """Keep the outputs of these names, in this order, and the nodes that they need."""
+def _select_outputs(model: ir.Model, asked: _Asked) -> None:
+    """Keep the outputs that are asked for, in this order, and the nodes that they need."""
+    if asked.outputs is None:
+        return
     by_name = {str(y.name): y for y in reversed(model.graph.outputs)}
-    for name in outputs:
+    for name in asked.outputs:
         if name not in by_name:
             raise unknown("output", name, [str(y.name) for y in model.graph.outputs])
-    model.graph.outputs[:] = [by_name[name] for name in outputs]
+    model.graph.outputs[:] = [by_name[name] for name in asked.outputs]
     tidy(model)
 
 
-def _free_names(graph: ir.Graph) -> None:
+def _free_names(model: ir.Model, asked: _Asked) -> None:
     """Rename the axes that onnxruntime added when it fused Gather nodes into a Split.
 
     It fails on a graph that has values of this name, if it fuses more of them.
     """
-    op = Emit(graph)
-    for value in list(graph.initializers.values()):
+    op = Emit(model.graph)
+    for value in list(model.graph.initializers.values()):
         if str(value.name).startswith("squeeze_axes"):
             value.name = op.name("axes_of_squeeze")
 
 
-def _separate_repeated_outputs(graph: ir.Graph) -> None:
+def _separate_outputs(model: ir.Model, asked: _Asked) -> None:
     """Copy an output that the graph lists several times, so that each has its own cotangent."""
+    graph = model.graph
     listed: set[ir.Value] = set()
     for i, y in enumerate(list(graph.outputs)):
         if y in listed:
@@ -143,6 +150,39 @@ def listed_as(y: ir.Value) -> ir.Value:
     return y.meta.get(_LISTED_AS, y)
 
 
+def _name_rows(model: ir.Model, asked: _Asked) -> None:
+    """Give the rows of all inputs one symbol, which inference carries on."""
+    if asked.batch is not None:
+        name_rows(model.graph, asked.batch, asked.exempt)
+
+
+def _infer(model: ir.Model, asked: _Asked) -> None:
+    """Infer the types and shapes that all following passes read."""
+    note_ranks(all_nodes(model.graph))
+    if asked.own:
+        infer(model, asked.trusts_branches)
+    else:
+        infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
+
+
+def _take_branches(model: ir.Model, asked: _Asked) -> None:
+    """Replace each If that always takes one branch: the other may not fit the shapes."""
+    while take_static_branches(model, asked.keep) or _assume_types(model.graph):
+        infer(model, asked.trusts_branches)
+
+
+def _rewrite_operators(model: ir.Model, asked: _Asked) -> None:
+    """Replace operators without a rule, by their lowerings or by their bodies in ONNX."""
+    table = _lowerings(model, asked)
+    while _lower(model, table, asked.keep) or take_static_branches(model, asked.keep):
+        infer(model, asked.trusts_branches)
+
+
+def _fold_sizes(model: ir.Model, asked: _Asked) -> None:
+    """Write what is computed from static lengths as constants, which rules can read."""
+    fold_sizes(model.graph)
+
+
 def _assume_types(graph: ir.Graph) -> bool:
     """Give results of foreign operators with a rule the dtype of the first float that they read.
 
@@ -156,17 +196,17 @@ def _assume_types(graph: ir.Graph) -> bool:
     return changed
 
 
-def _lowerings(model: ir.Model, on_demand: bool, keep_dropout: bool) -> Table:
+def _lowerings(model: ir.Model, asked: _Asked) -> Table:
     """Return the lowerings to apply before the sweep.
 
-    Those on demand are among them if `on_demand`, or if no type of a result is known without them.
+    Those on demand are among them if asked for, or if no type of a result is known without them.
     """
     untyped = {operator_of(n) for n in all_nodes(model.graph) if n.outputs[0].type is None}
     table = {
         key: [one.lowering] for key, one in OPERATORS.items()
-        if one.lowering is not None and (on_demand or not one.on_demand or one in untyped)
+        if one.lowering is not None and (asked.on_demand or not one.on_demand or one in untyped)
     }  # fmt: skip
-    if keep_dropout:
+    if asked.keep_dropout:
         del table["", "Dropout"]
     return table
 
@@ -177,7 +217,7 @@ def _needs_body(model: ir.Model, node: ir.Node) -> bool:
     return not operator_of(node).is_covered or not exists(node, newest)
 
 
-def _free_outputs(model: ir.Model) -> None:
+def _free_outputs(model: ir.Model, asked: _Asked) -> None:
     """Copy graph outputs of nodes that may be replaced later, with their results.
 
     These are operators that are lowered on demand, and calls of functions that have a rule.
@@ -232,10 +272,26 @@ def _with_shapes(table: Table, opset: int, done: set[ir.Node], ranks: bool) -> T
     return {key: list(map(after_inference, functions)) for key, functions in table.items()}
 
 
-def _drop_imports(model: ir.Model) -> None:
+def _drop_imports(model: ir.Model, asked: _Asked) -> None:
     """Remove the opset imports of domains that no node uses."""
     functions = model.functions.values()
     graphs = (model.graph, *(function.graph for function in functions))
     used = {n.domain for graph in graphs for n in all_nodes(graph)}
     for domain in model.opset_imports.keys() - used - {f.domain for f in functions} - {""}:
         del model.opset_imports[domain]
+
+
+# in this order; `_in_working_opset` goes before, as it makes what they are applied to
+PASSES: tuple[Callable[[ir.Model, _Asked], None], ...] = (
+    _separate_outputs,  # before one of two of the same name is selected
+    _free_names,
+    _select_outputs,  # before inference: what no output needs may be what nothing covers
+    _name_rows,
+    _infer,
+    _take_branches,  # before lowerings, which would refuse what never runs
+    _rewrite_operators,
+    _fold_sizes,  # behind lowerings, which write sizes as exporters do
+    _drop_imports,
+    _free_outputs,
+    _lower_opset,  # last, when operators of a newer opset have been rewritten
+)
