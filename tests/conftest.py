@@ -91,6 +91,19 @@ def git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.fixture(autouse=True)
+def rules_as_before():
+    """Take back what a test registers: other tests see what the package has."""
+    from onnxgrad.autodiff import registration
+
+    tables = (*registration._TABLES, registration.OF_USERS)
+    before = [copy.copy(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
 @pytest.fixture
 def new_threads():
     """Return a function that returns the living threads that this test has started."""

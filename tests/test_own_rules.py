@@ -17,21 +17,9 @@ from onnxgrad import (
     onnx_derivative,
     rule,
 )
-from onnxgrad.autodiff.primal.lowerings import LOWERINGS, ON_DEMAND
-from onnxgrad.autodiff.rules import NON_DIFFERENTIABLE, RULES, SUBGRAPH_RULES
 from pages import code_of
 
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
-
-
-@pytest.fixture(autouse=True)
-def rules_as_before():
-    tables = (LOWERINGS, NON_DIFFERENTIABLE, ON_DEMAND, RULES, SUBGRAPH_RULES)
-    before = [dict(table) for table in tables]
-    yield
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
 
 
 def model(body: str, opset: int = 18, functions: str = "") -> onnx.ModelProto:
