@@ -14,6 +14,9 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
+import onnxgrad.autodiff  # noqa: F401  # registers the rules and lowerings of the package
+from onnxgrad.graph.operators import OPERATORS
+
 # Workers of pytest-xdist share the cores: threads of PyTorch and numpy would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -89,6 +92,15 @@ def git(*arguments: str) -> str:
         ["git", *arguments], cwd=folder, capture_output=True, check=True, text=True
     )
     return done.stdout.strip()
+
+
+@pytest.fixture(autouse=True)
+def rules_as_before():
+    """Take back what a test registers: other tests see what the package has."""
+    before = dict(OPERATORS)
+    yield
+    OPERATORS.clear()
+    OPERATORS.update(before)
 
 
 @pytest.fixture

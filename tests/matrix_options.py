@@ -66,7 +66,7 @@ IN_MEMORY = ("arrays", "dict", "memmap", "dataset", "parquet")
 BATCHED = ("list", "tuple", "dicts", "tuple of dicts", "generator", "reused", "once", "loader")
 UNCOUNTED = ("generator", "reused", "once")  # whose length is unknown before an epoch has ended
 WITHOUT_STATES = ("memmap", "dataset", "parquet", "loader")  # what a state does not go into
-VALIDATION = ("", "share", "tuple", "list", "generator", "loader")
+VALIDATION = ("", "tuple", "list", "generator", "loader")
 UNWEIGHTED = ("dicts", "tuple of dicts")
 
 
@@ -134,6 +134,9 @@ def drawn(number: int) -> Options:
     kind = one(*(k for k in (*IN_MEMORY, *BATCHED) if not carry or k not in WITHOUT_STATES))
     call = "fit" if kind == "once" else one("fit", "partial_fit", plain=0.8)
     plain_fit = call == "fit" and kind != "once"
+    validation = one(*VALIDATION[: -1 if carry else None])
+    if rng.random() < (0.4 if kind in ("arrays", "dict") and not carry else 0.05):
+        validation = "share"
     loss = one("squared_error", "cross_entropy")
     weightings = ["", *(["rows"] if kind not in UNWEIGHTED else [])]
     weightings += ["classes"] if loss == "cross_entropy" else []
@@ -155,7 +158,7 @@ def drawn(number: int) -> Options:
         schedule="constant" if not plain_fit else one("constant", "cosine", "steps", plain=0.4),
         kind=kind,
         shuffle=bool(kind in ("arrays", "dict") and rng.random() < 0.4),
-        validation=one(*VALIDATION[: -1 if carry else None]) if call == "fit" else "",
+        validation=validation if call == "fit" else "",
         resume="" if not plain_fit else one("", "step", "epoch", plain=0.5),
         call=call,
         recompute=one("none", "cheap", "all", plain=0.6),

@@ -591,6 +591,24 @@ def test_three_threads_write_data_of_their_own(here, monkeypatch):
     assert set(weight("out.onnx").ravel()) == {4}
 
 
+def test_data_of_a_save_that_has_not_ended_are_no_leftovers(here, monkeypatch):
+    monkeypatch.setattr(external, "IN_MODEL", 0)
+    write = external.write_filled
+
+    def meanwhile(*arguments):
+        monkeypatch.setattr(external, "write_filled", write)
+        save(linear(1000, 1), "out.onnx")
+        assert Path("out.onnx.1.data").stat().st_size
+        write(*arguments)
+
+    monkeypatch.setattr(external, "write_filled", meanwhile)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(linear(1000, 2), "out.onnx")
+    assert set(weight("out.onnx").ravel()) == {2}
+    assert sorted(os.listdir()) == ["d.npz", "m.onnx", "out.onnx", "out.onnx.1.data"]
+
+
 def test_three_processes_write_one_file(here):
     code = """
 import sys

@@ -92,8 +92,8 @@ def test_slots_of_large_and_small_weights_survive_a_warm_start(name):
     model = add_loss_output(network())
     whole = OrtGradientOptimizer(model, max_iter=4, **options).fit(x, y)
     half = OrtGradientOptimizer(model, max_iter=2, warm_start=True, **options).fit(x, y).fit(x, y)
-    for n, array in whole.trained_coef_.items():
-        np.testing.assert_array_equal(half.trained_coef_[n], array)
+    for n in ("w", "b", "u"):
+        np.testing.assert_array_equal(half.trained_coef_[n], whole.trained_coef_[n])
 
 
 @dataclass(frozen=True)

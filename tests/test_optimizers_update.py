@@ -220,6 +220,7 @@ def test_slots_of_any_shape_survive_a_warm_start(optimizer):
     model = add_loss_output(network())
     whole = OrtGradientOptimizer(model, max_iter=4, **options).fit(x, y)
     half = OrtGradientOptimizer(model, max_iter=2, warm_start=True, **options).fit(x, y).fit(x, y)
+    assert len(whole.trained_coef_) == 3
     for n, array in whole.trained_coef_.items():
         np.testing.assert_array_equal(half.trained_coef_[n], array)
 

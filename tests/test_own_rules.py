@@ -17,18 +17,9 @@ from onnxgrad import (
     onnx_derivative,
     rule,
 )
-from onnxgrad.graph import operators
 from pages import code_of
 
 ONES = DerivativeOptions.FillGrad | DerivativeOptions.KeepOutputs
-
-
-@pytest.fixture(autouse=True)
-def rules_as_before():
-    before = dict(operators.OPERATORS)
-    yield
-    operators.OPERATORS.clear()
-    operators.OPERATORS.update(before)
 
 
 def model(body: str, opset: int = 18, functions: str = "") -> onnx.ModelProto:

@@ -59,11 +59,12 @@ def target_of(path: str | os.PathLike) -> Path:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike) -> Iterator[Path]:
+def replacing(path: str | os.PathLike, locks: ExitStack | None = None) -> Iterator[Path]:
     """Yield a new empty file beside `path`, which replaces `path` if the block raises no error.
 
     The new file has the mode of the old one, and its owner where that is permitted. Other hard
-    links of the old file keep its data. What processes that were killed left here is removed.
+    links of the old file keep its data. What processes that were killed left here is removed. The
+    new file is locked until the block ends, or `locks` if they are given.
 
     Raises:
         OSError: `path` cannot be written; an existing file is unchanged.
@@ -73,7 +74,8 @@ def replacing(path: str | os.PathLike) -> Iterator[Path]:
     remove_leftovers(target)
     with _named(path), ExitStack() as stack:
         # private until it gets the mode of the old file; a new file has the mode of the umask
-        temporary = _create_locked(target, 0o666 if old is None else 0o600, stack)
+        mode = 0o666 if old is None else 0o600
+        temporary = _create_locked(target, mode, stack if locks is None else locks)
         try:
             yield temporary
             _finish(temporary, old)

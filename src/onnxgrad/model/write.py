@@ -68,7 +68,7 @@ def save_filled(
     """Do the same for a model of which `arrays` have the elements that `emptied` left out."""
     target = target_of(path)
     remove_leftovers(target, r"\.\d+\.data")
-    home, before = target.parent, _numbered_data(target) and data_files(target)
+    home = target.parent
     large = external.inline_nbytes(proto) > external.IN_MODEL
     if (large or external.files_of(proto)) and Path(path).parent.resolve() != home:
         reason = f"models with external data cannot be read through links: save to {target}"
@@ -76,7 +76,7 @@ def save_filled(
     with ExitStack() as locks, ExitStack() as undo:
         if large:
             data = _reserve(_numbered(target, ".data"), undo, locks)
-            with replacing(data) as temporary:
+            with replacing(data, locks) as temporary:  # until a model refers to them
                 proto = external.written_out(proto, temporary, data, arrays)
         copies = {file: _copied(file, home, undo, locks) for file in external.files_of(proto)}
         if copies:
@@ -89,15 +89,16 @@ def save_filled(
             else:
                 text = formats.get(kind).serialize_proto(filled(proto, arrays))
                 temporary.write_bytes(text)
+            before = _numbered_data(target).difference(copies.values()) and data_files(target)
         undo.pop_all()
     for file in _numbered_data(target).difference(copies.values()):
-        if _is_shared(file):
-            continue
         with ExitStack() as stack, suppress(FileNotFoundError):  # others may save there, too
-            size = file.stat().st_size
-            if file in before or (not size and locked(file, stack)):
+            size, free = file.stat().st_size, locked(file, stack)
+            if _is_shared(file):
+                continue
+            if file in before or (not size and free):
                 file.unlink()
-            elif size:
+            elif size and free is not False:
                 warnings.warn(
                     f"{file} belongs to no model in its folder: a process that was killed while it "
                     "saved may have left it; remove it if so",
@@ -159,7 +160,7 @@ def _copied(file: Path, home: Path, undo: ExitStack, locks: ExitStack) -> Path:
         copy = next(others)
     if not copy.exists():
         copy = _reserve(chain([copy], others), undo, locks)
-        with replacing(copy) as temporary:
+        with replacing(copy, locks) as temporary:
             shutil.copy2(real, temporary)
     return copy
 
