@@ -79,8 +79,10 @@ def test_the_command_line_ends_the_job_of_mpi(tmp_path):
     first, second = ([tmp_path / name, *options] for name in ("data.npz", "missing.npz"))
     command = [*start, *first, ":", *start[3:], *second]
     done = subprocess.run(map(str, command), capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 2, done.stderr
+    # 2 of the process without data, or 1 of the other, if mpirun sees it end before
+    assert done.returncode in (1, 2), done.stderr
     assert "missing.npz" in done.stderr
+    assert "unexpected" not in done.stderr
     assert not (tmp_path / "new.onnx").exists()
 
 

@@ -15,7 +15,7 @@ from onnxgrad.cli.options import argument, option
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.signature import takes_options
 from onnxgrad.cli.words import in_options
-from onnxgrad.errors import escape
+from onnxgrad.errors import ProcessLostError, escape
 from onnxgrad.model.files import one_line
 
 DONE, FAILED, INVALID = 0, 1, 2  # exit codes; 128 + n after signal n
@@ -84,7 +84,8 @@ def _guarded(command: Callable[..., None], name: str) -> Callable[..., None]:
                 escape(e)
                 raise
             expected = isinstance(e, (ValueError, OSError, NotImplementedError, ImportError))
-            hint = "" if expected else " (unexpected: --debug shows where)"
+            known = expected or isinstance(e, ProcessLostError)
+            hint = "" if known else " (unexpected: --debug shows where)"
             message = one_line(e) if isinstance(e, OSError) else in_options(str(e), options)
             complain(f"{message or type(e).__name__}{hint}")
             raise typer.Exit(INVALID if expected else FAILED) from None
