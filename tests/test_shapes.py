@@ -13,7 +13,8 @@ from cases import feed, model, run
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.inference.infer import infer, name_rows
-from onnxgrad.graph.shapes import broadcast, dims, equal, output_shape, rank, static as lengths
+from onnxgrad.graph.output_shapes import output_shape
+from onnxgrad.graph.shapes import broadcast, dims, equal, rank, static as lengths
 from onnxgrad.model.convert import to_proto
 from table import ROWS
 

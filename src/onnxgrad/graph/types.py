@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.graph import sequences, shapes
+from onnxgrad.graph import output_shapes, sequences
 from onnxgrad.graph.operators import BOOLEAN, INT64
+from onnxgrad.graph.shapes import Dims
 
 _OUTPUT_DTYPE = dict.fromkeys(INT64, ir.DataType.INT64) | dict.fromkeys(BOOLEAN, ir.DataType.BOOL)
 
@@ -28,12 +29,12 @@ def output_types(
     return [None if dtype is None else ir.TensorType(dtype) for _ in range(outputs)]
 
 
-def output_shape(op_type: str, operands: Sequence, attributes: Mapping) -> shapes.Dims | None:
+def output_shape(op_type: str, operands: Sequence, attributes: Mapping) -> Dims | None:
     """Return the shape of the first output, or of its elements if it is a sequence.
 
     None is an unknown rank, and as a dimension an unknown length.
     """
-    module = sequences if op_type in sequences.OPERATORS else shapes
+    module = sequences if op_type in sequences.OPERATORS else output_shapes
     return module.output_shape(op_type, operands, attributes)
 
 

@@ -22,8 +22,9 @@ from onnxgrad.graph.inference.schema_types import complete_types
 from onnxgrad.graph.inference.sequence_types import correct_types
 from onnxgrad.graph.inference.size_limits import check_constants, check_ranks
 from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
+from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.sequences import OPERATORS
-from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, output_shape, static
+from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, static
 from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
 from onnxgrad.reporting import warn_once
 

@@ -10,7 +10,8 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnx import infer_node
-from onnxgrad.graph.shapes import Dims, constant, dims, einsum_shape, static
+from onnxgrad.graph.output_shapes import einsum_shape
+from onnxgrad.graph.shapes import Dims, constant, dims, static
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 _HIDDEN = "onnxgrad.hidden"  # a domain without operators, so that onnx infers nothing

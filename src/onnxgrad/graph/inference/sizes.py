@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnx import infer_node
+from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.shapes import (
     Dim,
     broadcast,
@@ -18,7 +19,6 @@ from onnxgrad.graph.shapes import (
     constant,
     dims,
     is_stated,
-    output_shape,
     static,
 )
 from onnxgrad.graph.traversal import conditional_nodes, subgraphs
