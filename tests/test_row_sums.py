@@ -21,7 +21,7 @@ MODEL = """
     f (float[N,4] x, float[N,2,4,4] images, float[3,N,4] steps, int64[N,3] ids) => ({dtype} s)
     <float[5,4] table = {{{table}}}, float[4,4] w = {{{w}}}, float[1,12,4] r = {{{r}}},
      float[1,12,3] h = {{{h}}}, float[4] v = {{0.5, -1.0, 2.0, 0.1}}, float two = {{2.0}},
-     float[2,2,3,3] k = {{{k}}},
+     float[2,2,3,3] k = {{{k}}}, float[6,5] rows = {{{rows}}},
      int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] six = {{6}}, int64[1] last = {{-1}},
      int64[1] least = {{-100}},
      int64[3] heads = {{3, -1, 2}}, int64[2] flat = {{-1, 4}}, int64 first = {{0}}> {{
@@ -50,6 +50,9 @@ SUMS = {
     "  a = Expand(two, c)  b = Mul(a, x)  s = ReduceSum(b)",
     "length of an axis": "n = Shape<start = 1>(x)  f = Cast<to = 1>(n)  a = Div(x, f)"
     "  b = ReduceSum(a)  s = Identity(b)",
+    "largest of each row": "a = ArgMax<axis = 1>(x)  b = Cast<to = 1>(a)  s = ReduceSum(b)",
+    "positions that nothing reads": "y, i = MaxPool<kernel_shape = [2,2]>(images)"
+    "  s = ReduceSum(y)",
     "rows are counted": "n = Size(x)  s = Cast<to = 1>(n)",
 }  # fmt: skip
 MIXED = {
@@ -71,6 +74,8 @@ MIXED = {
     "reversed": "a = Slice(x, last, least, zero, last)  b = Mul(a, x)  s = ReduceSum(b)",
     "rows from the wrong axis": "a = Reshape(steps, flat)  b = Concat<axis = 1>(x, x, x)"
     "  c = Reshape(b, flat)  d = Mul(a, c)  s = ReduceSum(d)",
+    "rows that meet rows of a table": "a = GatherElements<axis = 1>(rows, ids)"
+    "  s = ReduceSumSquare(a)",
     "numbers of rows": "n = Shape<start = 0, end = 1>(x)  e = Squeeze(n)  o = Squeeze(one)"
     "  p = Range(first, e, o)  f = Cast<to = 1>(p)  g = Unsqueeze(f, one)  a = Mul(x, g)"
     "  s = ReduceSum(a)",
@@ -90,7 +95,7 @@ def numbers(n):
 
 
 def model(nodes):
-    parts = {"table": 20, "w": 16, "r": 48, "h": 36, "k": 36}
+    parts = {"table": 20, "w": 16, "r": 48, "h": 36, "k": 36, "rows": 30}
     text = MODEL.format(
         nodes=nodes, dtype="float", **{name: numbers(n) for name, n in parts.items()}
     )

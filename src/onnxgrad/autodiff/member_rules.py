@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.batch_axis import reduced_axes
 from onnxgrad.autodiff.member_axis import MemberAxis
+from onnxgrad.graph.axes import named_axes
 from onnxgrad.graph.operators import ELEMENTWISE, UNARY
 from onnxgrad.graph.shapes import constant, dims, einsum_terms, rank
 
@@ -47,7 +47,7 @@ def _elementwise(m: MemberAxis, node: Any) -> Outputs:
 
 
 def _reduced(m: MemberAxis, node: Any) -> Outputs:
-    axes = reduced_axes(node)
+    axes = named_axes(node)
     if not axes or not _only_first(m, node):
         return None
     shifted = sorted(a + 1 for a in axes)

@@ -10,9 +10,10 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.batch_axis import Axes, axes_of_outputs, reduced_axes
+from onnxgrad.autodiff.batch_axis import Axes
 from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.errors import printable
+from onnxgrad.graph.axes import SUMMED, follow, places
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
@@ -21,7 +22,6 @@ from onnxgrad.graph.shapes import Dims, coefficient, dims, is_real, rank, static
 from onnxgrad.graph.traversal import nodes_behind, reads, subgraphs
 
 _ROWS = "onnxgrad_batch"  # the symbol of the rows, in all inputs that have them
-_ADDS = frozenset(("ReduceL1", "ReduceSum", "ReduceSumSquare"))
 _SAME = frozenset(("Cast", "Identity", "Neg", "Reshape", "Squeeze", "Unsqueeze"))
 _SHAPE_OPERAND = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
 _OF_SIZES = ARITHMETIC | VIEWS | frozenset(("Cast", "Concat", "Equal", "Gather", "Slice", "Where"))
@@ -124,7 +124,7 @@ class _Rows:
     def node(self, node: ir.Node) -> None:
         """Follow the rows through a node; raise `NotASum` if it mixes them, or may do so."""
         read, name = reads(node), node.op_type
-        if _draws(node) or _counts_positions(node):
+        if _draws(node):
             raise _mixes(node)
         if not node.domain and name in ("Shape", "Size"):
             self._sized(node)
@@ -137,8 +137,8 @@ class _Rows:
             self._linear(node)
         elif self.axes.keys().isdisjoint(read):
             self._made(node)
-        elif name in _ADDS and not node.domain and self._adds_rows(node):
-            self.sums.update(node.outputs)
+        elif name == "Reshape" and not node.domain:
+            self._reshaped(node)
         else:
             self._by_row(node)
 
@@ -192,22 +192,26 @@ class _Rows:
             self.axes[y] = rows[0]
             self._check_rows(node, y)
 
-    def _adds_rows(self, node: ir.Node) -> bool:
-        x = node.inputs[0]
-        reduced = reduced_axes(node)
-        return x in self.axes and reduced is not None and self.axes[x] in reduced
-
     def _by_row(self, node: ir.Node) -> None:
         outer = {self.outer.get(x, 1) for x in reads(node) if x in self.axes}
-        if node.op_type == "Reshape" and not node.domain:
-            self._reshaped(node)
-            return
-        for y, axis in zip(node.outputs, axes_of_outputs(node, self.axes), strict=True):
-            if axis is None or len(outer) > 1:
+        for y, place in zip(node.outputs, follow(node, self.axes), strict=True):
+            if place == SUMMED:
+                self.sums.add(y)
+            elif isinstance(place, int) and len(outer) == 1 and self._meets_rows(node, y, place):
+                self.axes[y], self.outer[y] = place, next(iter(outer))
+                self._check_rows(node, y)
+            elif y.uses() or y is node.outputs[0]:
                 raise _mixes(node)
-            self.axes[y] = axis
-            self._check_rows(node, y)
-            self.outer[y] = next(iter(outer))
+
+    def _meets_rows(self, node: ir.Node, y: ir.Value, place: int) -> bool:
+        """Return whether rows meet nothing but rows: a part of a batch has other positions."""
+        k = node.outputs.index(y)
+        others = [(i, dims(x)) for i, x in enumerate(node.inputs) if x and x not in self.axes]
+        return all(
+            shape is not None
+            and all(d == 1 or places(node, i, a)[k] != place for a, d in enumerate(shape))
+            for i, shape in others
+        )
 
     def _reshaped(self, node: ir.Node) -> None:
         """A Reshape: the lengths before the rows must be the same product as before."""
@@ -228,7 +232,7 @@ class _Rows:
 
     def _check_rows(self, node: ir.Node, y: ir.Value) -> None:
         shape, axis = dims(y), self.axes[y]
-        if shape is None or not 0 <= axis < len(shape) or not _counts_rows(shape[axis]):
+        if shape is None or axis >= len(shape) or not _counts_rows(shape[axis]):
             raise _mixes(node)
 
 
@@ -237,11 +241,6 @@ def _draws(node: ir.Node) -> bool:
     inner = ir.traversal.RecursiveGraphIterator
     nodes = [node, *(n for graph in subgraphs(node) for n in inner(graph))]
     return any(n.op_type in RANDOM and not n.domain for n in nodes)
-
-
-def _counts_positions(node: ir.Node) -> bool:
-    """Return whether positions in the whole batch are read: the indices of a MaxPool."""
-    return node.op_type == "MaxPool" and any(y.uses() for y in node.outputs[1:])
 
 
 def _keeps_sums(x: ir.Value, y: ir.Value) -> bool:

@@ -102,6 +102,8 @@ def lowering(
 
 
 def _register(domain: str, name: str, **fields: Any) -> None:
-    """Replace all that is registered for an operator."""
-    traits = OPERATORS.get((domain, name), Operator()).traits
-    OPERATORS[domain, name] = Operator(traits=traits, of_user=True, **fields)
+    """Replace the rules and lowerings of an operator; what is known of it otherwise stays."""
+    old = OPERATORS.get((domain, name), Operator())
+    OPERATORS[domain, name] = Operator(
+        traits=old.traits, naming=old.naming, axes=old.axes, of_user=True, **fields
+    )

@@ -8,10 +8,10 @@ import onnx_ir as ir
 
 from onnxgrad.finetune.layers import known_value
 from onnxgrad.finetune.tail import INDEX, Tail
+from onnxgrad.graph.axes import keeps_axis
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY
 from onnxgrad.graph.shapes import dims, rank, static
 from onnxgrad.graph.traversal import captured
-from onnxgrad.losses.class_axis import keeps_axis
 
 _MICROSOFT = frozenset("Gelu QuickGelu FastGelu".split())
 _MOVES = frozenset("Cast Identity Reshape Squeeze Unsqueeze Flatten Transpose Expand".split())

@@ -1,16 +1,31 @@
 """One record for each operator: what it does, and what becomes of its nodes in a gradient.
 
 The traits of standard operators stand in one table below. Rules and lowerings fill in the rest
-where they are defined, and `autodiff/user_rules` does so for users.
+where they are defined, `axes` does so for axes, and `autodiff/user_rules` for users.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
+
+
+class Naming(NamedTuple):
+    """How an operator names axes of its first operand; an Unsqueeze, of its output.
+
+    Attributes:
+        attribute: it holds them.
+        operand: the index of the operand that holds them, if there is no such attribute.
+        default: what is named if both are missing or empty, from the rank, the inputs and the
+            attributes; None if that is not known.
+    """
+
+    attribute: str
+    operand: int | None = None
+    default: Callable[[int, Sequence, Mapping], Sequence[int] | None] = lambda *_: None
 
 
 @dataclass(frozen=True)
@@ -27,6 +42,8 @@ class Operator:
         on_demand: the lowering is for the sweep, which applies it to nodes with a cotangent, as it
             slows down the forward pass.
         of_user: whether a user registered its rule or lowering.
+        naming: how it names axes.
+        axes: where axes of its operands stand in its outputs: see `graph/axes`.
     """
 
     traits: frozenset[str] = frozenset()
@@ -36,6 +53,8 @@ class Operator:
     lowering: Callable[..., Any] | None = None
     on_demand: bool = False
     of_user: bool = False
+    naming: Naming | None = None
+    axes: Callable[..., Any] | None = None
 
     @property
     def is_covered(self) -> bool:

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from onnxgrad.errors import ModelError
+from onnxgrad.graph.axes import axes_named_by
 from onnxgrad.graph.operators import ELEMENTWISE, UNARY
 from onnxgrad.graph.shapes import (
     Dim,
@@ -136,7 +137,7 @@ def _index_length(lengths: Sequence[Dim]) -> Dim:
 def _resized(shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
     """Return the shape after a Resize: axes of constant scale 1 keep their length."""
     scales = constant(inputs[2]) if len(inputs) > 2 else None
-    axes = [axis % len(shape) for axis in attributes.get("axes") or range(len(shape))]
+    axes = axes_named_by("Resize", inputs, attributes) or ()
     result = [None if i in axes else d for i, d in enumerate(shape)]
     if scales is not None and len(scales) == len(axes):
         for axis, scale in zip(axes, scales, strict=True):
@@ -147,26 +148,16 @@ def _resized(shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]) -> Di
 def _with_axes(
     op_type: str, shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]
 ) -> Dims | None:
-    """Return the shape after an Unsqueeze, Squeeze or reduction, if its axes are constant."""
-    operand = inputs[1] if len(inputs) > 1 else None
-    axes = constant(operand)
-    if operand is None and op_type.startswith("Reduce") and not _names_axes(attributes):
-        return (1,) * len(shape) if attributes.get("keepdims", 1) else ()
-    if axes is None or axes.size == 0:
+    """Return the shape after an Unsqueeze, Squeeze or reduction, if its axes are known."""
+    named = axes_named_by(op_type, inputs, attributes)
+    if named is None:
         return None
-    n = len(shape) + (axes.size if op_type == "Unsqueeze" else 0)
-    named = {int(a) % n for a in axes}
     if op_type == "Unsqueeze":
         old = iter(shape)
-        return tuple(1 if i in named else next(old) for i in range(n))
+        return tuple(1 if i in named else next(old) for i in range(len(shape) + len(named)))
     if op_type != "Squeeze" and attributes.get("keepdims", 1):
         return tuple(1 if i in named else d for i, d in enumerate(shape))
     return tuple(d for i, d in enumerate(shape) if i not in named)
-
-
-def _names_axes(attributes: Mapping[str, Any]) -> bool:
-    """Return whether a reduction without an operand for its axes may not reduce all of them."""
-    return "axes" in attributes or bool(attributes.get("noop_with_empty_axes"))
 
 
 def _reshaped(shape: Dims, target: list[int], attributes: Mapping[str, Any]) -> Dims:

@@ -8,13 +8,13 @@ where a Reshape is not proven to keep it, or where two branches disagree.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import prod
 
 import onnx_ir as ir
 
 from onnxgrad.errors import printable
+from onnxgrad.graph.axes import places
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
-from onnxgrad.graph.shapes import Dims, constant, dims, einsum_terms, rank
+from onnxgrad.graph.shapes import dims, einsum_terms, rank
 from onnxgrad.graph.traversal import reads, subgraphs
 
 # An axis; None if no linear operator precedes the value; or why it cannot be decided.
@@ -28,7 +28,7 @@ _KEEPS = UNARY - {"CumSum", "CumProd"} - _SOFTMAX | frozenset(
     "AveragePool GlobalAveragePool GlobalMaxPool GroupNormalization LRN LpNormalization MaxPool "
     "DepthToSpace MeanVarianceNormalization Pad Resize RMSNormalization Slice Split Tile".split()
 )
-_ADDS_AXES_IN_FRONT = ELEMENTWISE - UNARY | {"Expand"}
+_STAYS = _KEEPS | {"Concat", "Gather"}  # where it stands, also if they mix or select classes
 _REDUCES = frozenset("ReduceMean ReduceSum ReduceMax ReduceMin ReduceLogSumExp ReduceL2".split())
 
 
@@ -206,65 +206,11 @@ def axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
     before, after = dims(x), dims(y)
     if before is None or after is None:
         return f"the rank of {(x if before is None else y).name!r} is unknown"
-    if node.op_type == "Transpose":
-        perm = node.attributes.get_ints("perm", range(len(before))[::-1])
-        return list(perm).index(axis)
-    if node.op_type in _ADDS_AXES_IN_FRONT:
-        return axis + len(after) - len(before)
-    if node.op_type in _REDUCES or node.op_type in ("Squeeze", "Unsqueeze"):
-        kept = _kept_axes(node, len(before), len(after))
-        if kept is not None:
-            return kept.get(axis, f"{_shown(node)} removes it")
-    if node.op_type == "Gather":
-        at = node.attributes.get_int("axis", 0) % len(before)
-        more = len(after) - len(before)
-        if at != axis:
-            return axis + more if at < axis else axis
-        return axis if more == 0 else f"{_shown(node)} splits it"
-    if len(before) == len(after) and node.op_type in _KEEPS | {"Concat"}:
+    place = places(node, list(node.inputs).index(x), axis)[list(node.outputs).index(y)]
+    if isinstance(place, int):
+        return place
+    if len(before) == len(after) and node.op_type in _STAYS:
         return axis
-    same = [i for i in range(len(after)) if keeps_axis(before, axis, after, i)]
-    if len(same) == 1 and node.op_type in VIEWS:
-        return same[0]
+    if node.op_type in _REDUCES | {"Squeeze"}:
+        return f"{_shown(node)} removes it"
     return f"{_shown(node)} reshapes {_shape(x)} to {_shape(y)}"
-
-
-def _kept_axes(node: ir.Node, before: int, after: int) -> dict[int, int] | None:
-    """Return `{axis of the operand: axis of the output}`, or None if the axes are not constant."""
-    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    if axes is None or not axes.size:
-        return None
-    wider = max(before, after)
-    named = {int(a) % wider for a in axes.ravel()}
-    rest = [i for i in range(wider) if i not in named]
-    if node.op_type == "Unsqueeze":
-        return dict(enumerate(rest))
-    if before == after:  # a reduction that keeps axes of length 1
-        return {i: i for i in rest}
-    return {i: j for j, i in enumerate(rest)}
-
-
-def keeps_axis(before: Dims, axis: int, after: Dims, other: int) -> bool:
-    """Return whether a Reshape is proven to keep `axis` as `other`.
-
-    It is if two of these have the same number of elements: the axes in front, the axis, those
-    behind. For all three together have.
-
-    Examples:
-        >>> keeps_axis(("N", 5, 4, 2), 1, ("N", 5, 8), 1), keeps_axis(("N", 6), 1, ("N", 2, 3), 1)
-        (True, False)
-    """
-    pairs = (
-        (before[:axis], after[:other]),
-        ((before[axis],), (after[other],)),
-        (before[axis + 1 :], after[other + 1 :]),
-    )
-    return sum(_volume(a) is not None and _volume(a) == _volume(b) for a, b in pairs) >= 2
-
-
-def _volume(shape: Dims) -> tuple[int, list[str]] | None:
-    """Return the product of static lengths, and the symbolic dimensions; None if any is unknown."""
-    if None in shape:
-        return None
-    symbols = sorted(d for d in shape if isinstance(d, str))
-    return prod(d for d in shape if isinstance(d, int)), symbols
