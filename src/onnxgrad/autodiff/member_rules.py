@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.member_axis import MemberAxis
 from onnxgrad.graph.axes import named_axes
-from onnxgrad.graph.operators import ELEMENTWISE, UNARY
+from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS, UNARY, operator_of
 from onnxgrad.graph.shapes import constant, dims, einsum_terms, rank
 
 Outputs = list[ir.Value] | None
@@ -46,51 +46,39 @@ def _elementwise(m: MemberAxis, node: Any) -> Outputs:
     return _write(m, node, [m.expanded(first), *others])
 
 
-def _reduced(m: MemberAxis, node: Any) -> Outputs:
-    axes = named_axes(node)
-    if not axes or not _only_first(m, node):
+# -- axes that have names -----------------------------------------------------------------------
+
+
+def _along(m: MemberAxis, node: Any) -> Outputs:
+    """Write an operator along axes of its first operand."""
+    first, *rest = node.inputs
+    return _shifted(m, node, [m.of(first), *rest]) if _only_first(m, node) else None
+
+
+def _shifted(m: MemberAxis, node: Any, inputs: list) -> Outputs:
+    """Write the node with other inputs, and each axis that it names one further behind."""
+    naming, named = operator_of(node).naming, named_axes(node)
+    if naming is None or not named:
         return None
-    shifted = sorted(a + 1 for a in axes)
-    return _write(m, node, [m.of(node.inputs[0]), shifted], noop_with_empty_axes=0)
-
-
-def _along(default: int) -> Rule:
-    """Return the rule of an operator whose attribute `axis` names an axis of the first operand."""
-
-    def rule(m: MemberAxis, node: Any) -> Outputs:
-        n = rank(node.inputs[0])
-        if not n or not _only_first(m, node):
-            return None
-        axis = node.attributes.get_int("axis", default) % n
-        return _write(m, node, [m.of(node.inputs[0]), *node.inputs[1:]], axis=axis + 1)
-
-    return rule
+    shifted = [a + 1 for a in named]
+    value = {"axis": shifted[0], "perm": [0, *shifted]}.get(naming.attribute, shifted)
+    if naming.operand is None:
+        return _write(m, node, inputs, **{naming.attribute: value})
+    inputs += [None] * (naming.operand + 1 - len(inputs))
+    inputs[naming.operand] = np.array(value)
+    return _write(m, node, inputs)
 
 
 def _expanded_along(m: MemberAxis, node: Any) -> Outputs:
-    n = rank(node.inputs[0])
-    if not n:
-        return None
-    axis = node.attributes.get_int("axis", 0) % n
-    return _write(m, node, [m.expanded(x) for x in node.inputs], axis=axis + 1)
+    return _shifted(m, node, [m.expanded(x) for x in node.inputs])
 
 
 def _gather(m: MemberAxis, node: Any) -> Outputs:
     data, indices = node.inputs
-    n = rank(data)
-    if not n:
-        return None
-    axis = node.attributes.get_int("axis", 0) % n
-    if indices not in m:
-        return _write(m, node, [m.of(data), indices], axis=axis + 1)
-    return None if data in m or axis else _write(m, node, [data, m.of(indices)], axis=0)
-
-
-def _cumulative(m: MemberAxis, node: Any) -> Outputs:
-    n, axis = rank(node.inputs[0]), constant(node.inputs[1])
-    if not n or axis is None:
-        return None
-    return _write(m, node, [m.of(node.inputs[0]), m.op.const(np.int64(int(axis) % n + 1))])
+    if indices in m:
+        first = data not in m and named_axes(node) == [0]
+        return _write(m, node, [data, m.of(indices)], axis=0) if first else None
+    return _along(m, node)
 
 
 # -- products -----------------------------------------------------------------------------------
@@ -204,45 +192,6 @@ def _expand(m: MemberAxis, node: Any) -> Outputs:
     return _write(m, node, [m.aligned(x, n), target])
 
 
-def _transpose(m: MemberAxis, node: Any) -> Outputs:
-    n = rank(node.inputs[0])
-    if n is None:
-        return None
-    perm = list(node.attributes.get_ints("perm", None) or range(n)[::-1])
-    return _write(m, node, [m.of(node.inputs[0])], perm=[0, *(p + 1 for p in perm)])
-
-
-def _with_axes(m: MemberAxis, node: Any) -> Outputs:
-    """Write a Squeeze or Unsqueeze."""
-    n = rank(node.outputs[0] if node.op_type == "Unsqueeze" else node.inputs[0])
-    axes = constant(node.inputs[1] if len(node.inputs) > 1 else None)
-    if n is None or axes is None:
-        return None
-    return _write(m, node, [m.of(node.inputs[0]), [int(a) % n + 1 for a in axes.ravel()]])
-
-
-def _slice(m: MemberAxis, node: Any) -> Outputs:
-    x, starts, ends, axes, steps = (*node.inputs, None, None)[:5]
-    n, count = rank(x), (dims(starts) or (None,))[0]
-    named = constant(axes) if axes is not None else None
-    if named is None and axes is None and isinstance(count, int):
-        named = np.arange(count)
-    if n is None or named is None or not _only_first(m, node):
-        return None
-    shifted = m.op.const([int(a) % n + 1 for a in named])
-    inputs = [m.of(x), starts, ends, shifted, *([] if steps is None else [steps])]
-    return _write(m, node, inputs)
-
-
-def _pad(m: MemberAxis, node: Any) -> Outputs:
-    x, pads, value, axes = (*node.inputs, None, None)[:4]
-    n, named = rank(x), constant(axes)
-    if n is None or not _only_first(m, node) or (axes is not None and named is None):
-        return None
-    shifted = [int(a) % n + 1 for a in (range(n) if named is None else named)]
-    return _write(m, node, [m.of(x), pads, value, shifted])
-
-
 def _tile(m: MemberAxis, node: Any) -> Outputs:
     x, repeats = node.inputs
     if repeats in m:
@@ -296,23 +245,18 @@ def _layer_norm(m: MemberAxis, node: Any) -> Outputs:
     return [new, *node.outputs[1:]]
 
 
+# onnxruntime has kernels for few ranks, or few axes
+_LIMITED = frozenset(("MeanVarianceNormalization", "Resize", "ReverseSequence"))
+_NAMES_AXES = {name for (_, name), operator in OPERATORS.items() if operator.naming is not None}
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(
-        "ReduceL1 ReduceL2 ReduceLogSum ReduceLogSumExp ReduceMax ReduceMean ReduceMin ReduceProd "
-        "ReduceSum ReduceSumSquare".split(),
-        _reduced,
-    ),
+    **dict.fromkeys(_NAMES_AXES - _LIMITED, _along),
     **dict.fromkeys(
         "AveragePool Conv ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool "
         "InstanceNormalization LRN LpPool MaxPool SpaceToDepth".split(),
         _by_rows,
     ),
-    **dict.fromkeys(("LogSoftmax", "Softmax", "Hardmax", "TopK", "LpNormalization"), _along(-1)),
-    **dict.fromkeys(("ArgMax", "ArgMin", "Split"), _along(0)),
     "Concat": _expanded_along,
-    "CumProd": _cumulative,
-    "CumSum": _cumulative,
     "Einsum": _einsum,
     "Expand": _expand,
     "Flatten": _flatten,
@@ -321,15 +265,11 @@ RULES: dict[str, Rule] = {
     "Gemm": _gemm,
     "LayerNormalization": _layer_norm,
     "MatMul": _matmul,
-    "Pad": _pad,
     "RMSNormalization": _layer_norm,
     "Reshape": _reshape,
+    "ScatterElements": _expanded_along,
     "Shape": _shape,
     "Size": _size,
-    "Slice": _slice,
-    "Squeeze": _with_axes,
     "Tile": _tile,
-    "Transpose": _transpose,
     "Trilu": _last_axes,
-    "Unsqueeze": _with_axes,
 }
