@@ -218,7 +218,7 @@ class Setup:
         self._check_weighted(objective, fields)
         source, held_out = self._sources(fields, shuffle)
         if further:
-            state = trainer.state.begin_epoch(self.buffers)
+            state = trainer.state
         else:
             identity = identity_of(trainer, source, shuffle)
 
@@ -241,6 +241,8 @@ class Setup:
         step.warn(stacklevel=3)
         if step.rounding:
             warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
+        if further:  # nothing is refused from here on
+            state.begin_epoch(self.buffers)
         state.begin(runner, further)
         self.current_loop = Loop(
             trainer,

@@ -216,12 +216,11 @@ class TrainState:
         """Whether `fit` is running."""
         return self._runner is not None
 
-    def begin_epoch(self, buffers: Arrays) -> Self:
+    def begin_epoch(self, buffers: Arrays) -> None:
         """Prepare another epoch after those before; `buffers` are initial values of new ones."""
         self.position, self.pending, self.running, self.stop_reason = 0, False, {}, None
         values = self.values
         self.values = replace(values, buffers=buffers | values.buffers)
-        return self
 
     def begin(self, runner: OnDevice, further: bool = False) -> None:
         """Copy the values to the device of `runner`, where training changes them until `end`."""
