@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -217,14 +217,13 @@ class Setup:
         fields = Fields(objective, trainer.batch_axes)
         self._check_weighted(objective, fields)
         source, held_out = self._sources(fields, shuffle)
+        if held_out is not None:
+            values, metrics = self.buffers | trainer.evaluated(), trainer.metrics_by_output
+            self.evaluator.check_metrics(values, held_out, metrics)
         if further:
             state = trainer.state
         else:
-            identity = identity_of(trainer, source, shuffle)
-
-            def begun() -> TrainState:
-                return self._state(identity, resume)
-
+            begun = partial(self._state, identity_of(trainer, source, shuffle), resume)
             state = begun() if shared is None or resume is None else shared.from_first(begun)
         first, callbacks = state.epoch if further else 0, trainer.callbacks
         if shared is not None:
@@ -300,8 +299,7 @@ class Setup:
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
         fields.names = self.names
-        size = self.batch_size or fields.fixed_rows or self.default_size
-        return data.source(fields, size)
+        return data.source(fields, self.batch_size or fields.fixed_rows or self.default_size)
 
     def _validate(self, held_out: BatchSource) -> dict[str, Any]:
         """Return the entries of the history for validation data."""
