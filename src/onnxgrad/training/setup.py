@@ -30,7 +30,7 @@ from onnxgrad.training.compiled import Compiled, compiled_step
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
+from onnxgrad.training.holdout import Split, balanced, held_out_share, label_shapes
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
@@ -67,7 +67,7 @@ class Setup:
         trainer: Settings,
         data: Dataset,
         batch_size: int | None,
-        held_out: Dataset | float | None = None,
+        held_out: Dataset | float | Split | None = None,
         default_size: int = 32,
         shown: str | None = None,
         sharing: Sharing | None = None,
@@ -273,7 +273,10 @@ class Setup:
             return source, None
         if trainer.carry:
             raise ValueError("carry needs the order of the rows: pass validation data, not a share")
-        return held_out_share(source, self.held_out, trainer.seed)
+        both = held_out_share(source, self.held_out, trainer.seed)
+        for part in both:
+            fields.check_rows(part.rows)
+        return both
 
     def _check_weighted(self, objective: Minimized, fields: Fields) -> None:
         """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
@@ -392,6 +395,5 @@ class Setup:
 
 def _is_model(loss: Any) -> bool:
     """Return whether a loss is an ONNX model, or the path of one."""
-    if isinstance(loss, str):
-        return loss.endswith(".onnx")
-    return isinstance(loss, (ModelProto, bytes, os.PathLike))
+    path = isinstance(loss, str) and loss.endswith(".onnx")
+    return path or isinstance(loss, (ModelProto, bytes, os.PathLike))

@@ -28,6 +28,7 @@ from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.failed import failed_step
 from onnxgrad.training.fitted import BuildCache
+from onnxgrad.training.holdout import Split
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
@@ -220,7 +221,7 @@ class Trainer(Settings):
         if self.state.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         with in_group(self):
-            if validation is not None and not isinstance(validation, float):
+            if validation is not None and not isinstance(validation, (float, Split)):
                 validation = as_dataset(validation)
             data = as_dataset(X, y, sample_weight)
             if batch_size is not None:
