@@ -65,7 +65,8 @@ class Trainer(Settings):
         clip_norm: largest 2-norm of all gradients together; larger ones are scaled down to it.
         accumulate: number of micro-batches into which a batch is split, to save memory. The result
             is that of the whole batch, up to rounding; `batch_norm="train"` normalizes by the
-            statistics of each micro-batch.
+            statistics of each micro-batch. These have equal numbers of rows, so that there may be
+            more; with `batch_norm="train"`, a short or prime batch is not cut into single rows.
         batch_norm: "frozen" normalizes by the stored statistics, "train" by those of the batch,
             and updates the stored ones.
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
