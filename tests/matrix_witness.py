@@ -221,7 +221,8 @@ class Witness:
         for update in self.updates.values():
             update.p.grad = torch.zeros_like(update.p)
         rows = len(batch["label"])
-        count = micro_batches(rows, options.accumulate) if options.accumulate > 1 else 1
+        parts, statistics = options.accumulate, options.batch_norm == "train"
+        count = micro_batches(rows, parts, statistics) if parts > 1 else 1
         sums, totals = 0.0, 0.0
         for part in np.split(np.arange(rows), count):
             own = {n: a if n == "state" else a[part] for n, a in batch.items()}

@@ -412,6 +412,55 @@ def test_early_stopping_keeps_the_best_weights():
     assert target.best_loss_ is None
 
 
+@pytest.mark.parametrize("make", [OnnxClassifier, OnnxRegressor])
+def test_rows_that_are_named_are_those_of_the_user(make):
+    """Also where early stopping holds out others."""
+    file = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]>
+        f (float[N,4] x) => (float[N,1] y) <float[4,1] w = {1.0, 2.0, 3.0, 4.0}>
+        { [here] u = Sqrt(x)  y = MatMul(u, w) }""")
+    y = THREE > 6 if make is OnnxClassifier else Z
+    named = r"1 of 120 rows: 77$", r"output 'u'\) gives NaN in row 5;"
+    for row, value, message in ((77, np.nan, named[0]), (5, -1.0, named[1])):
+        data = np.abs(X)
+        data[row] = value
+        for seed in range(3):  # among the rows to train on, or among those that are held out
+            options = {"early_stopping": True, "validation_fraction": 0.5, "random_state": seed}
+            with pytest.raises((ValueError, og.ConvergenceError), match=message):
+                make(file, max_iter=2, **options).fit(data, y)
+
+
+def test_dicts_have_rows_that_are_held_out():
+    file = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]>
+        f (double[N,2] a, double[N,2] b) => (double[N,1] y) <double[4,1] w = {1.0, 2.0, 3.0, 4.0}>
+        { x = Concat<axis = 1>(a, b)  y = MatMul(x, w) }""")
+    options = {"early_stopping": True, "max_iter": 3, "random_state": 0}
+    two = OnnxRegressor(file, **options).fit({"a": X[:, :2], "b": X[:, 2:]}, Z)
+    assert len(two.validation_scores_) == 3
+
+
+@pytest.mark.parametrize("options", [
+    {"loss_options": {"ignore_nan": True}},
+    {"loss": "absolute_error", "loss_options": {"ignore_nan": True}, "early_stopping": True},
+    {"loss": og.LOSSES["squared_error"].with_options({"ignore_nan": True})},
+], ids=["option", "held out", "spec"])  # fmt: skip
+def test_labels_that_are_left_out(options):
+    """Those of a training without these rows, where they are all in one batch."""
+    y, kept = np.where(Z > 1, np.nan, Z), Z <= 1
+    options = {"max_iter": 4, "random_state": 0, "batch_size": 120, **options}
+    ours = OnnxRegressor(**options).fit(X, y)
+    assert np.isfinite(ours.predict(X)).all()
+    if "early_stopping" not in options:
+        expected = OnnxRegressor(**options).fit(X[kept], Z[kept])
+        np.testing.assert_allclose(ours.predict(X), expected.predict(X), rtol=1e-6)
+    assert np.isfinite(OnnxRegressor(**options).set_params(early_stopping=False)
+        .partial_fit(X, y).predict(X)).all()  # fmt: skip
+    for refused, labels in ((ours, np.where(Z > 1, np.inf, Z)), (OnnxRegressor(), y)):
+        with pytest.raises(ValueError, match="Input y contains"):
+            refused.fit(X, labels)
+
+
 def test_training_that_has_not_converged_says_so():
     with pytest.warns(ConvergenceWarning, match=r"max_iter=2 .*tol=None"):
         OnnxRegressor(max_iter=2).fit(X, Z)

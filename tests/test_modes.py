@@ -760,3 +760,39 @@ def test_a_folded_normalization_as_torch():
     weights, _ = steps(model)
     for name, tensor in trained.items():
         np.testing.assert_allclose(weights[name], tensor.detach().numpy(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [5, 3, 17])
+@pytest.mark.parametrize("form", ["arrays", "list"])
+def test_accumulating_does_not_cut_a_short_batch_into_single_rows(form, last):
+    """Against PyTorch, which steps on the halves of a whole batch and on a short one as it is."""
+    torch = pytest.importorskip("torch")
+    parts, size = (4 if last == 3 else 2), 32
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double()
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]> f (double[N,3] x) => (double[N,1] y)
+        { n = BatchNormalization(x, s, b, mean, var)  y = Gemm<transB = 1>(n, w, c) }""")
+    names = dict(zip("s b mean var w c".split(), [
+        net[0].weight, net[0].bias, net[0].running_mean, net[0].running_var, *net[1].parameters(),
+    ], strict=True))  # fmt: skip
+    for name, tensor in names.items():
+        array = tensor.detach().numpy().copy()
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    X = np.random.default_rng(0).normal(size=(size + last, 3))
+    Y = X.sum(axis=1, keepdims=True) ** 2
+    pairs = [(X[:size], Y[:size]), (X[size:], Y[size:])]
+    made = Trainer(
+        model, "mse", optimizer="sgd", learning_rate=0.1, batch_norm="train", accumulate=parts
+    )
+    made.fit(*((X, Y) if form == "arrays" else (pairs,)), batch_size=size, shuffle=False)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for count, (x, y) in zip((parts, 1), pairs, strict=True):
+        optimizer.zero_grad()
+        for a, b in zip(np.split(x, count), np.split(y, count), strict=True):
+            loss = torch.nn.functional.mse_loss(net(torch.from_numpy(a)), torch.from_numpy(b))
+            (loss / count).backward()
+        optimizer.step()
+    values = made.state.weights | made.state.buffers
+    for name in ("s", "b", "w", "c"):
+        np.testing.assert_allclose(values[name], names[name].detach(), rtol=1e-9)
+    np.testing.assert_allclose(values["mean"], names["mean"], rtol=1e-9)

@@ -6,7 +6,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnxgrad import Trainer, cosine
+from onnxgrad import Callback, Trainer, cosine
 from onnxgrad.training import setup
 
 RNG = np.random.default_rng(0)
@@ -73,3 +73,29 @@ def test_what_it_refuses():
         trainer.partial_fit(X * np.nan, Y)
     np.testing.assert_array_equal(trainer.partial_fit(X, Y).state.step, 4)
     assert not np.array_equal(weights, trainer.state.weights["w"])
+
+
+class Ctrl(Callback):
+    """Breaks off after so many steps, as Ctrl-C does."""
+
+    every_steps = 1
+
+    def on_step_end(self, trainer, state, control):
+        if state.step == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("refused", ["data", "a schedule"])
+def test_what_is_refused_leaves_the_state_as_it_was(refused, tmp_path):
+    trainer = Trainer(model(), "squared_error", learning_rate=0.1, callbacks=[Ctrl()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(X, Y, batch_size=20)
+    trainer.state.save(tmp_path / "before")
+    if refused == "a schedule":
+        trainer.learning_rate = cosine(0.1)
+    with pytest.raises(ValueError, match=r"NaN|steps"):
+        trainer.partial_fit(X * np.nan if refused == "data" else X, Y)
+    trainer.state.save(tmp_path / "after")
+    for file in (tmp_path / "before").iterdir():
+        assert (tmp_path / "after" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert (trainer.state.position, trainer.state.stop_reason) == (2, "interrupted")

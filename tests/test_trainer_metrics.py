@@ -231,3 +231,78 @@ def test_labels_that_are_ignored_have_no_balance():
     one = identity(class_weight="balanced", **options).fit(X, ignored)
     assert one.state.balanced == {0: 1.0}
     assert one.evaluate(X, ignored)["loss"] == pytest.approx(one.evaluate(X[kept], y[kept])["loss"])
+
+
+# -- metrics that do not fit ----------------------------------------------------------------------
+
+FIT = rows(16)
+
+
+class Narrow(og.Metric):
+    """A metric that takes labels of two axes only."""
+
+    name = "narrow"
+
+    def begin(self, prediction):
+        self.count = 0
+
+    def update(self, prediction, label, weight=None):
+        if label.ndim != 2:
+            raise ValueError(f"narrow takes (rows, outputs), not {label.shape}")
+
+    def compute(self):
+        return 0.0
+
+
+def regression(make, **options):
+    model = onnx.parser.parse_model("""
+        <ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)
+        <float[2,1] w = {1.0, 0.0}> { y = MatMul(x, w) }""")
+    return make(model, "mse", **options), (FIT[0], FIT[0][:, :1])
+
+
+def classes(make, **options):
+    return make(identity().model, "cross_entropy", train="w", **options), FIT
+
+
+def stack(*args, **options):
+    return og.TrainerStack(*args, learning_rate=[0.1, 0.2], **options)
+
+
+def only_once(data):
+    return lambda: iter([data])
+
+
+@pytest.mark.parametrize("make", [og.Trainer, stack])
+@pytest.mark.parametrize(("metric", "message", "problem", "forms"), [
+    ("f1_macro", "'f1_macro' compares classes", regression, "arrays share list iterable"),
+    ("top_5_accuracy", "of 2 classes is always 1", classes, "arrays iterable"),
+    (Narrow(), r"not \(16,\)", classes, "arrays list"),
+])  # fmt: skip
+def test_metrics_that_do_not_fit_are_refused_before_the_first_step(
+    make, metric, message, problem, forms
+):
+    for form in forms.split():
+        trainer, data = problem(make, metrics=[metric])
+        before = {n: w.copy() for n, w in trainer.state.weights.items()}
+        validation = {"arrays": data, "share": 0.5, "list": [data], "iterable": only_once(data)}
+        message = message if form != "share" else message.replace("16", "8")
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(*data, validation=validation[form])
+        assert not trainer.history
+        for name, w in trainer.state.weights.items():
+            np.testing.assert_array_equal(w, before[name])
+
+
+def test_validation_data_that_are_no_list_are_read_once_an_epoch():
+    calls = []
+
+    def validation():
+        calls.append(None)
+        return iter([FIT])
+
+    trainer = identity(metrics=["accuracy"]).fit(*FIT, validation=validation, epochs=2)
+    assert len(calls) == 2
+    assert trainer.history[-1]["validation_accuracy"] == 1
+    once = identity(metrics=["accuracy"]).fit(*FIT, validation=iter([FIT]))
+    assert once.history[-1]["validation_accuracy"] == 1

@@ -342,3 +342,16 @@ def test_a_loop_that_depends_on_weights_is_refused():
     stack = og.TrainerStack(model, "squared_error", learning_rate=RATES)
     with pytest.raises(ValueError, match=r"Loop .*cannot be stacked.*by a Trainer"):
         stack.fit(np.ones((4, 2), np.float32), np.ones((4, 1), np.float32))
+
+
+def test_validation_without_a_label_that_counts_is_no_fault_of_the_members():
+    X, y = data()
+    ignored = X[:10], np.full(10, -100)
+    stack = og.TrainerStack(mlp(), "cross_entropy", learning_rate=RATES)
+    with pytest.raises(og.ConvergenceError, match="no label counts: all are ignored") as raised:
+        stack.fit(X, y, validation=ignored)
+    assert "learning rate" not in str(raised.value)
+    assert not stack.state.frozen
+    assert [values.steps for values in stack.state.values] == [3, 3, 3]  # which are kept
+    stack.fit(X, y, validation=[(X[:10], y[:10]), ignored])
+    assert np.isfinite(stack.history[0]["validation_loss"]).all()

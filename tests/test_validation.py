@@ -228,3 +228,15 @@ def restored(trainer, best):
     """Return a state whose last entry is the best one."""
     (entry,) = [e for e in trainer.history if e["validation_loss"] == best][:1]
     return SimpleNamespace(history=[entry])
+
+
+def test_a_share_that_a_fixed_batch_does_not_divide():
+    fixed = model()
+    for value in (*fixed.graph.input, *fixed.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 8
+    made = og.Trainer(fixed, "mse")
+    x = np.zeros((32, *(d.dim_value for d in fixed.graph.input[0].type.tensor_type.shape.dim[1:])))
+    y = np.zeros((32, *(d.dim_value for d in fixed.graph.output[0].type.tensor_type.shape.dim[1:])))
+    assert made.fit(x, y, validation=0.25).history[-1]["validation_loss"] >= 0
+    with pytest.raises(ValueError, match="fixed batch of 8 rows: pass a multiple of it, not 29"):
+        made.fit(x, y, validation=0.1)

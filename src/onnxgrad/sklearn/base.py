@@ -28,6 +28,7 @@ from onnxgrad.sklearn.starting import converted, holds_text, is_estimator, takes
 from onnxgrad.training.arguments import select_rate
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
+from onnxgrad.training.holdout import Split
 
 _PROBED = 256  # rows for which a model is run to see what it predicts
 _MODELS = (ModelProto, bytes, os.PathLike)
@@ -136,10 +137,9 @@ class OnnxEstimator(BaseEstimator):
 
     def _train(self, X: Any, y: Any, weight: Any) -> None:
         """Train for all epochs, and set the attributes."""
-        validation, stopping = None, []
-        patience = self.n_iter_no_change
+        split, stopping, patience = None, [], self.n_iter_no_change
         if self.early_stopping:
-            X, y, weight, validation = self._held_out(X, y, weight)
+            split = self._split(y)
             monitor = f"validation_{self._metric_name}"
             stopping = [EarlyStopping(monitor, patience, min_delta=self.tol or 0.0)]
         elif self.tol is not None and np.isfinite(patience):
@@ -148,9 +148,9 @@ class OnnxEstimator(BaseEstimator):
             False,
             (X, self._encoded(y), self._weighted(y, weight)),
             [*self.callbacks, *stopping, *[Progress()] * bool(self.verbose)],
-            validation=validation,
+            validation=split,
             epochs=self.max_iter,
-            batch_size=self._batch_size(len(y)),
+            batch_size=self._batch_size(len(y if split is None else split.trained)),
             shuffle=self.shuffle,
         )
         self._record(stopping)
@@ -177,28 +177,22 @@ class OnnxEstimator(BaseEstimator):
                 stacklevel=4,
             )
 
-    def _held_out(self, X: Any, y: Any, weight: Any) -> tuple[Any, Any, Any, Any]:
-        """Return the rows to train on, and (X, y, weight) of those that are held out."""
-        if by_name(X):
-            raise ValueError("early_stopping holds out rows of arrays and tables, not of a dict")
-        parts = train_test_split(
-            X,
-            y,
-            *([] if weight is None else [weight]),
-            random_state=self._rng,
-            test_size=self.validation_fraction,
-            stratify=self._strata(y),
+    def _split(self, y: np.ndarray) -> Split:
+        """Return which rows to train on, and which are held out."""
+        split = Split(
+            *train_test_split(
+                np.arange(len(y)),
+                random_state=self._rng,
+                test_size=self.validation_fraction,
+                stratify=self._strata(y),
+            )
         )
-        (X, X_val, y, y_val), weights = parts[:4], parts[4:] or [None, None]
-        if len(y_val) < 2:
+        if len(split.held_out) < 2:
             raise ValueError(
                 "The validation set is too small. Increase 'validation_fraction' or the size of "
                 "your dataset."
             )
-        held_out = [X_val, self._encoded(y_val)]
-        if (w := self._weighted(y_val, weights[1])) is not None:
-            held_out.append(w)
-        return X, y, weights[0], tuple(held_out)
+        return split
 
     @property
     def _begun(self) -> bool:
@@ -290,15 +284,16 @@ class OnnxEstimator(BaseEstimator):
         """Return checked data; a table stays one where columns are the inputs of a model."""
         if reset:
             self._tables = self._needs_tables()
+        finite = "allow-nan" if self._ignores_nan() else True
+        checks = {"ensure_2d": False, "dtype": None, "ensure_all_finite": finite}
         if by_name(X) or (self._tables and is_table(X)):
-            rows = next(iter(X.values())) if by_name(X) else X
-            y = check_array(y, ensure_2d=False, dtype=None, input_name="y")
-            check_consistent_length(rows, y)
+            y = check_array(y, **checks, input_name="y")
             if is_table(X):
                 validate_data(self, X, skip_check_array=True, reset=reset)
         else:
-            X, y = validate_data(self, X, y, multi_output=True, reset=reset, **self._x_checks(X))
-            rows = X
+            both = self._x_checks(X), checks
+            X, y = validate_data(self, X, y, validate_separately=both, reset=reset)
+        check_consistent_length(next(iter(X.values())) if by_name(X) else X, y)
         y = self._checked_labels(y)
         if sample_weight is not None:
             empty = np.zeros((len(y), 1))
@@ -340,6 +335,10 @@ class OnnxEstimator(BaseEstimator):
 
     def _checked_labels(self, y: np.ndarray) -> np.ndarray:
         raise NotImplementedError
+
+    def _ignores_nan(self) -> bool:
+        """Return whether labels may be NaN, which the loss leaves out."""
+        return False
 
     def _learn_labels(self, y: np.ndarray) -> None:
         """Learn what the labels are, before there is a model."""

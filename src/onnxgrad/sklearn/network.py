@@ -65,13 +65,8 @@ class Network:
         trainer = self.trainer
         trainer.callbacks = Callbacks(callbacks)
         self._predictor = None
-        X = self._encoded(X)
-        if options.get("validation") is not None:
-            options["validation"] = (
-                self._encoded(options["validation"][0]),
-                *options["validation"][1:],
-            )
-        (trainer.partial_fit if further else trainer.fit)(X, y, sample_weight=weight, **options)
+        train = trainer.partial_fit if further else trainer.fit
+        train(self._encoded(X), y, sample_weight=weight, **options)
         setup = trainer.setup
         infos = setup.compiled.objective.labels.values() if setup and setup.compiled else ()
         self.from_logits = next((info.from_logits for info in infos), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +24,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         hidden_layer_sizes: units of the hidden layers of the perceptron.
         activation: "relu", "tanh", "logistic" or "identity", of its hidden layers.
         loss: as that of `Trainer`; None: the squared error.
-        loss_options: options of a loss that is a name.
+        loss_options: options of a loss that is a name; with `ignore_nan`, labels may be NaN.
         optimizer: name or optimizer of onnxgrad.
         learning_rate: number or schedule.
         max_iter: largest number of epochs.
@@ -102,6 +103,14 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         return y if y.dtype.kind == "f" else y.astype(np.float64)
+
+    def _ignores_nan(self) -> bool:
+        losses = self.loss.values() if isinstance(self.loss, Mapping) else [self.loss]
+        options = dict(self.loss_options or {})
+        each = [options, *(own for own in options.values() if isinstance(own, Mapping))]
+        return any(own.get("ignore_nan") for own in each) or any(
+            getattr(loss, "ignore_nan", False) for loss in losses
+        )
 
     def _learn_labels(self, y: np.ndarray) -> None:
         self._flat = y.ndim == 1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from onnxgrad.data.prefetch import prefetched
-from onnxgrad.data.readers import Reader, described
+from onnxgrad.data.readers import Batches, Reader, described
 from onnxgrad.parallel import Part
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
@@ -71,6 +71,7 @@ class BatchSource:
         batches: batches of an epoch, None if they are unknown.
         batch_size: rows of a batch, where the source cuts them.
         part: the rows of each batch that are read.
+        in_memory: whether reading batches changes nothing.
     """
 
     part: Part = WHOLE
@@ -78,6 +79,7 @@ class BatchSource:
     batches: int | None
     shuffles = True  # whether an epoch can have its rows in another order
     batch_size: int
+    in_memory = False
 
     @property
     def description(self) -> dict[str, Any]:
@@ -110,6 +112,8 @@ class ArraySource(BatchSource):
         axes: the axis of the rows of each, None for an array that every batch gets whole.
         batch_size: rows of a batch.
     """
+
+    in_memory = True
 
     def __init__(self, arrays: dict[str, np.ndarray], axes: Axes, batch_size: int) -> None:
         self.arrays, self.axes, self.batch_size = arrays, axes, int(batch_size)
@@ -206,6 +210,7 @@ class ReaderSource(BatchSource):
         self.batch_size, self.prefetch = int(batch_size), prefetch
         self.rows, self.batches = reader.rows, reader.count
         self.shuffles = reader.shuffles
+        self.in_memory = isinstance(reader, Batches) and not reader.reuses
         if self.rows is not None and self.batches is None:
             self.batches = -(-self.rows // self.batch_size)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +22,7 @@ from onnxgrad.runtime.session import session, work
 from onnxgrad.training.batches import Batch, BatchSource, Slice, rows_of
 from onnxgrad.training.causes import cause_in_evaluation
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.judges import ByOutput, judges
+from onnxgrad.training.judges import ByOutput, Judge, judges
 from onnxgrad.training.minimized import Minimized, Plan, minimized
 from onnxgrad.training.progress import Totals
 
@@ -104,23 +105,55 @@ class Evaluator:
         one = self.described
         parts = len(one.written.sums)
         totals = Totals.of(tuple(one.written.factors), {})
-        judging = judges(one.labels, metrics, self.row_axes)
+        judging = self._judges(metrics)
         self.failed = None
         batches = self._results(self._losses, values, source, parts)
         for arrays, results in batches if group is None else self._of_all(batches, group):
             numbers = [np.asarray(y, np.float64).reshape(1, 1) for y in results[: 2 * parts]]
             totals.add(np.hstack(numbers[:parts]), np.hstack(numbers[parts:]), 0)
-            predictions = dict(zip(one.predictions, results[2 * parts :], strict=False))
-            weight = None if one.row_weight is None else arrays.get(one.row_weight)
-            if weight is not None and (weight == 1).all():
-                weight = None  # as of batches that have none, for metrics that take none
             finite = bool(np.isfinite(totals.sums).all())
-            for judge in judging:
-                judge.update(predictions, arrays, weight, finite)
+            self._judge(judging, arrays, results[2 * parts :], finite)
         everything = {"loss": totals.mean}
         for judge in judging:
             everything |= judge.results()
         return everything
+
+    @escaping()
+    def check_metrics(self, values: Arrays, source: BatchSource, metrics: ByOutput) -> None:
+        """Raise `ValueError` for metrics that do not fit the first batch of a source.
+
+        A source that is not in memory is not read: of it, they see what the predictions are.
+        """
+        if not any(metrics.values()):
+            return
+        one, judging = self.described, self._judges(metrics)
+        if source.in_memory:
+            with closing(self._results(self._losses, values, source)) as results:
+                arrays, outputs = next(results)
+            parts = len(one.written.sums)
+            finite = all(np.isfinite(y).all() for y in outputs[:parts])
+            self._judge(judging, arrays, outputs[2 * parts :], finite)
+            return
+        for judge in judging:
+            info, axis = judge.info, 1 if judge.info.axis is None else judge.info.axis
+            shape = dims(one.predictions[str(info.prediction)])
+            if shape and (info.classes is None or isinstance(shape[axis], int)):
+                judge.begin(np.empty([d if isinstance(d, int) else 0 for d in shape]))
+
+    def _judges(self, metrics: ByOutput) -> list[Judge]:
+        return judges(self.described.labels, metrics, self.row_axes)
+
+    def _judge(
+        self, judging: list[Judge], arrays: Arrays, outputs: list[np.ndarray], finite: bool
+    ) -> None:
+        """Let metrics take a batch."""
+        one = self.described
+        predictions = dict(zip(one.predictions, outputs, strict=False))
+        weight = None if one.row_weight is None else arrays.get(one.row_weight)
+        if weight is not None and (weight == 1).all():
+            weight = None  # as of batches that have none, for metrics that take none
+        for judge in judging:
+            judge.update(predictions, arrays, weight, finite)
 
     def _of_all(self, batches: Iterator[Results], group: Group) -> Iterator[Results]:
         """Yield the batches of all processes: the labels and weights, and the outputs."""
@@ -188,7 +221,7 @@ class Evaluator:
 
     def _results(
         self, running: ort.InferenceSession, values: Arrays, source: BatchSource, parts: int = 0
-    ) -> Iterator[Results]:
+    ) -> Generator[Results, None, None]:
         """Yield every batch and the outputs for it; states go from batch to batch.
 
         A batch whose rows do not count is empty. The first `parts` outputs are losses: the first

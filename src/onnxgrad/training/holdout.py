@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,17 @@ from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.data import Dataset
 
 
-def held_out_share(source: BatchSource, share: float, seed: int) -> tuple[ArraySource, ArraySource]:
+@dataclass(frozen=True)
+class Split:
+    """The numbers of the rows to train on, and of those that are held out."""
+
+    trained: np.ndarray
+    held_out: np.ndarray
+
+
+def held_out_share(
+    source: BatchSource, share: float | Split, seed: int
+) -> tuple[ArraySource, ArraySource]:
     """Return the rows to train on, and the share of them that is held out, drawn by `seed`.
 
     Raises:
@@ -24,6 +35,8 @@ def held_out_share(source: BatchSource, share: float, seed: int) -> tuple[ArrayS
         raise ValueError(
             "validation=<share> needs arrays or tables in memory: pass other validation data"
         )
+    if isinstance(share, Split):
+        return source.take(share.trained), source.take(share.held_out)
     count = round(source.rows * share)
     if not 0 < share < 1 or count in (0, source.rows):
         raise ValueError(

@@ -49,6 +49,14 @@ class Judge:
     begun: bool = False
     undefined: bool = False  # as predictions are not finite
 
+    def begin(self, prediction: np.ndarray) -> None:
+        """Tell metrics once what predictions are; raise `ValueError` if these do not fit."""
+        if not self.begun:
+            info = prediction_info(self.info, prediction, self.axes[0])
+            for metric in self.metrics:
+                metric.begin(info)
+        self.begun = True
+
     def update(
         self, predictions: Arrays, arrays: Arrays, weight: np.ndarray | None, finite: bool
     ) -> None:
@@ -58,7 +66,7 @@ class Judge:
         """
         assert self.info.prediction is not None
         shown, labels = predictions[self.info.prediction], arrays[self.label]
-        first = prediction_info(self.info, shown, self.axes[0])
+        self.begin(shown)
         shown, labels = _rows_first(shown, self.axes[0]), _rows_first(labels, self.axes[1])
         if weight is not None and weight.ndim > 1:  # one for each row, or for each label
             weight = _rows_first(weight, self.axes[1])
@@ -68,15 +76,12 @@ class Judge:
             shown, labels = shown[:, :-1], labels[:, 1:]
             weight = weight if weight is None or weight.ndim == 1 else weight[:, 1:]
         for metric in self.metrics:
-            if not self.begun:
-                metric.begin(first)
             try:
                 metric.update(shown, labels, weight)
             except ValueError:
                 if finite:
                     raise
                 self.undefined = True
-        self.begun = True
 
     def results(self) -> dict[str, Any]:
         """Return the metrics by name."""

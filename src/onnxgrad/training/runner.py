@@ -146,7 +146,7 @@ class Runner:
         arrays, parts = piece.arrays, self.step.accumulate
         if parts > 1:
             assert self.fields is not None
-            count = micro_batches(piece.own, parts)
+            count = micro_batches(piece.own, parts, bool(self.step.buffers))
             one = {name: array[0] for name, array in arrays.items()}
             axes = self.fields.axes(one, cut=count > 1)
             arrays = {n: split_batches(array, count, axes[n]) for n, array in arrays.items()}
@@ -207,7 +207,7 @@ class Runner:
         numbers = np.arange(done, done + piece.batches) * part.size + part.rank
         if parts == 1:
             return numbers
-        count = micro_batches(piece.own, parts)
+        count = micro_batches(piece.own, parts, bool(self.step.buffers))
         return (numbers[:, None] << 20) + np.arange(count)
 
     def unpacked(self, now: Now, copies: bool = True) -> Values:
@@ -282,10 +282,15 @@ class Evaluation:
         return {"validation_loss": total / rows}
 
 
-def micro_batches(rows: int, parts: int) -> int:
-    """Return in how many equal micro-batches to split `rows`, none larger than rows / `parts`."""
-    largest = max(1, rows // parts) if rows % parts == 0 else -(-rows // parts)
-    return next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= largest)
+def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:
+    """Return in how many equal micro-batches to split `rows`, none larger than rows / `parts`.
+
+    If a step computes `statistics` of each, which a single row lacks, rows stay together that no
+    number divides, and those that are fewer than `parts`.
+    """
+    largest = -(-rows // parts)
+    count = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= largest)
+    return 1 if statistics and count == rows != parts else count
 
 
 def split_batches(array: np.ndarray, count: int, axis: int | None) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from onnxgrad.training.compiled import Compiled, compiled_step
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.holdout import balanced, held_out_share, label_shapes
+from onnxgrad.training.holdout import Split, balanced, held_out_share, label_shapes
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
@@ -67,7 +67,7 @@ class Setup:
         trainer: Settings,
         data: Dataset,
         batch_size: int | None,
-        held_out: Dataset | float | None = None,
+        held_out: Dataset | float | Split | None = None,
         default_size: int = 32,
         shown: str | None = None,
         sharing: Sharing | None = None,
@@ -217,14 +217,13 @@ class Setup:
         fields = Fields(objective, trainer.batch_axes)
         self._check_weighted(objective, fields)
         source, held_out = self._sources(fields, shuffle)
+        if held_out is not None:
+            values, metrics = self.buffers | trainer.evaluated(), trainer.metrics_by_output
+            self.evaluator.check_metrics(values, held_out, metrics)
         if further:
-            state = trainer.state.begin_epoch(self.buffers)
+            state = trainer.state
         else:
-            identity = identity_of(trainer, source, shuffle)
-
-            def begun() -> TrainState:
-                return self._state(identity, resume)
-
+            begun = partial(self._state, identity_of(trainer, source, shuffle), resume)
             state = begun() if shared is None or resume is None else shared.from_first(begun)
         first, callbacks = state.epoch if further else 0, trainer.callbacks
         if shared is not None:
@@ -241,6 +240,8 @@ class Setup:
         step.warn(stacklevel=3)
         if step.rounding:
             warnings.warn(straight_through_warning(step.rounding), stacklevel=3)
+        if further:  # nothing is refused from here on
+            state.begin_epoch(self.buffers)
         state.begin(runner, further)
         self.current_loop = Loop(
             trainer,
@@ -272,7 +273,10 @@ class Setup:
             return source, None
         if trainer.carry:
             raise ValueError("carry needs the order of the rows: pass validation data, not a share")
-        return held_out_share(source, self.held_out, trainer.seed)
+        both = held_out_share(source, self.held_out, trainer.seed)
+        for part in both:
+            fields.check_rows(part.rows)
+        return both
 
     def _check_weighted(self, objective: Minimized, fields: Fields) -> None:
         """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
@@ -298,8 +302,7 @@ class Setup:
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:
         """Return the source of batches; one batch for all rows, if they are fewer than its size."""
         fields.names = self.names
-        size = self.batch_size or fields.fixed_rows or self.default_size
-        return data.source(fields, size)
+        return data.source(fields, self.batch_size or fields.fixed_rows or self.default_size)
 
     def _validate(self, held_out: BatchSource) -> dict[str, Any]:
         """Return the entries of the history for validation data."""
@@ -392,6 +395,5 @@ class Setup:
 
 def _is_model(loss: Any) -> bool:
     """Return whether a loss is an ONNX model, or the path of one."""
-    if isinstance(loss, str):
-        return loss.endswith(".onnx")
-    return isinstance(loss, (ModelProto, bytes, os.PathLike))
+    path = isinstance(loss, str) and loss.endswith(".onnx")
+    return path or isinstance(loss, (ModelProto, bytes, os.PathLike))

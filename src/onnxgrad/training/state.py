@@ -216,12 +216,11 @@ class TrainState:
         """Whether `fit` is running."""
         return self._runner is not None
 
-    def begin_epoch(self, buffers: Arrays) -> Self:
+    def begin_epoch(self, buffers: Arrays) -> None:
         """Prepare another epoch after those before; `buffers` are initial values of new ones."""
         self.position, self.pending, self.running, self.stop_reason = 0, False, {}, None
         values = self.values
         self.values = replace(values, buffers=buffers | values.buffers)
-        return self
 
     def begin(self, runner: OnDevice, further: bool = False) -> None:
         """Copy the values to the device of `runner`, where training changes them until `end`."""
@@ -301,19 +300,20 @@ class TrainState:
         saving.write(Path(folder), *self.contents())
 
     def contents(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
-        """Return what `save` writes: arrays by file, and numbers."""
-        if self._runner is not None and not self._runner.whole:
+        """Return what `save` writes at once: arrays by file, and numbers."""
+        runner = self._runner
+        if runner is not None and not runner.whole:
             raise RuntimeError(
                 "each process has the slots of some weights only (shard_optimizer), and training "
                 "broke off before they were sent: the checkpoint before this step is the last one"
             )
-        values = self.values
-        arrays = {
-            "weights": values.weights,
-            "slots": saving.flat(values.slots),
-            "buffers": values.buffers,
-            "kept": {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()},
-        }
+        if runner is not None and runner.in_place:
+            values = self._with(runner.unpacked(runner.now, copies=False))
+        else:
+            values = self.values
+        kept = {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()}
+        every = values.weights, saving.flat(values.slots), values.buffers, kept
+        arrays = dict(zip(_ARRAYS, every, strict=True))
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         return arrays, numbers | {"step": values.steps, "identity": dict(self.identity)}
 

@@ -28,6 +28,7 @@ from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.failed import failed_step
 from onnxgrad.training.fitted import BuildCache
+from onnxgrad.training.holdout import Split
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.loop import Loop
@@ -64,7 +65,8 @@ class Trainer(Settings):
         clip_norm: largest 2-norm of all gradients together; larger ones are scaled down to it.
         accumulate: number of micro-batches into which a batch is split, to save memory. The result
             is that of the whole batch, up to rounding; `batch_norm="train"` normalizes by the
-            statistics of each micro-batch.
+            statistics of each micro-batch. These have equal numbers of rows, so that there may be
+            more; with `batch_norm="train"`, a short or prime batch is not cut into single rows.
         batch_norm: "frozen" normalizes by the stored statistics, "train" by those of the batch,
             and updates the stored ones.
         dropout: `{pattern: p}`, zeroes elements with probability p behind the nodes whose name or
@@ -220,7 +222,7 @@ class Trainer(Settings):
         if self.state.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         with in_group(self):
-            if validation is not None and not isinstance(validation, float):
+            if validation is not None and not isinstance(validation, (float, Split)):
                 validation = as_dataset(validation)
             data = as_dataset(X, y, sample_weight)
             if batch_size is not None:

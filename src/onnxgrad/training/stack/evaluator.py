@@ -11,7 +11,7 @@ from onnxgrad.errors import escaping
 from onnxgrad.graph.shapes import dims
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.evaluation import Arrays, Evaluator
-from onnxgrad.training.judges import ByOutput, Judge, judges
+from onnxgrad.training.judges import ByOutput, Judge
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.stack.objective import stacked_objective
 
@@ -44,30 +44,32 @@ class StackedEvaluator(Evaluator):
         """Return `loss`, and the metrics by name, each as an array of (members, ...)."""
         one = self.described
         parts = len(one.written.sums)
-        judging = [judges(one.labels, metrics, self.row_axes) for _ in range(self.members)]
+        judging, self.failed = self._judges(metrics), None
         sums, counts = np.zeros((parts, self.members)), np.zeros(parts)
         for arrays, results in self._results(self._losses, values, source, parts):
             sums += np.stack([np.asarray(y, np.float64) for y in results[:parts]])
             counts += np.array([float(np.sum(y)) for y in results[parts : 2 * parts]])
-            finite = np.isfinite(sums.sum(axis=0)).tolist()
+            finite = np.isfinite(sums.sum(axis=0))
             self._judge(judging, arrays, results[2 * parts :], finite)
         with np.errstate(invalid="ignore", divide="ignore"):
             losses = np.array(one.written.factors) @ (sums / counts[:, None])
-        scores = [{n: v for judge in own for n, v in judge.results().items()} for own in judging]
-        return {"loss": losses} | {n: np.array([s[n] for s in scores]) for n in scores[0]}
+        scores: dict[str, list] = {}
+        for judge in judging:
+            for name, value in judge.results().items():
+                scores.setdefault(name, []).append(value)
+        return {"loss": losses} | {name: np.array(listed) for name, listed in scores.items()}
 
-    def _judge(
-        self, judging: list[list[Judge]], arrays: Arrays, predictions: list, finite: list[bool]
-    ) -> None:
-        """Let the metrics of every member take a batch."""
-        one = self.described
-        weight = None if one.row_weight is None else arrays.get(one.row_weight)
-        if weight is not None and (weight == 1).all():
-            weight = None  # as of batches that have none, for metrics that take none
-        for k, own in enumerate(judging):
-            of_member = {n: y[k] for n, y in zip(one.predictions, predictions, strict=False)}
-            for judge in own:
-                judge.update(of_member, arrays, weight, finite[k])
+    def _judges(self, metrics: ByOutput) -> list[Judge]:
+        """Return the judges of all members, those of one after those of another."""
+        one = super()._judges
+        return [judge for _ in range(self.members) for judge in one(metrics)]
+
+    def _judge(self, judging: list[Judge], arrays: Arrays, outputs: list, finite: Any) -> None:
+        """Let the metrics of every member take a batch; `finite`: of each, or of all."""
+        count = len(judging) // self.members
+        for k, fine in enumerate(np.broadcast_to(finite, self.members).tolist()):
+            own = judging[k * count : (k + 1) * count]
+            super()._judge(own, arrays, [y[k] for y in outputs], fine)
 
     @escaping()
     def predict(self, values: Arrays, source: BatchSource) -> dict[str, np.ndarray]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.autodiff.quantized import straight_through_warning
+from onnxgrad.errors import ConvergenceError
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import start_learning_rate
@@ -64,6 +65,8 @@ class StackSetup(Setup):
             held_out = self._source(self.held_out, self.evaluator.fields)
         elif self.held_out is not None:
             source, held_out = held_out_share(source, self.held_out, trainer.seed)
+        if held_out is not None:
+            self.evaluator.check_metrics(state.weights, held_out, trainer.metrics_by_output)
         schedules = [self._schedule(rate, source, epochs) for rate in rates]
         if objective.buffers:
             names = [str(b.name) for b in objective.buffers]
@@ -107,6 +110,9 @@ class StackSetup(Setup):
     def _validated(self, weights: Arrays, held_out: BatchSource) -> dict[str, np.ndarray]:
         """Return the entries of the history for validation data."""
         results = self._stacked.evaluate_members(weights, held_out, self.trainer.metrics_by_output)
+        if self.evaluator.failed is None and np.isnan(results["loss"]).any():
+            cause = self.evaluator.cause({n: w[0] for n, w in weights.items()})
+            raise ConvergenceError(f"the validation loss of all members is NaN: {cause}")
         return {f"validation_{name}": value for name, value in results.items()}
 
     @property
