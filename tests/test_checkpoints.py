@@ -3,11 +3,9 @@
 import shutil
 import warnings
 
-import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from safetensors.numpy import load
 
 import onnxgrad as og
 from onnxgrad.report.run import load_run
@@ -158,31 +156,3 @@ def test_the_best_checkpoint_is_kept_by_its_mark(tmp_path):
     fit(tmp_path, 5, keep=1, monitor="loss", mode="max")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000000004", "step-0000000020"]
     assert saving.mark_of(step(tmp_path, 4))["name"] == "step-0000000004"
-
-
-def test_arrays_of_every_dtype_and_layout(tmp_path):
-    """Against the reader of safetensors; in reverse order of size, so that they are aligned."""
-    kinds = "bool int8 uint8 int16 uint16 float16 int32 uint32 float32 int64 uint64 float64".split()
-    grid = np.arange(6).reshape(2, 3)
-    weights = {
-        f'"{kind}" ü/{i}': a.astype(kind) for kind in kinds for i, a in enumerate([grid, grid.T])
-    }
-    weights |= {"scalar": np.float32(3), "none": np.zeros((0, 4)), "big": grid.astype(">i4")}
-    half = grid.T.astype(ml_dtypes.bfloat16)
-    state = og.TrainState()
-    state.weights = {**weights, "half": half}
-    state.save(tmp_path / "s")
-    content = load((tmp_path / "s" / "weights.safetensors").read_bytes())
-    assert (content.pop("half") == half.view(np.uint16)).all()
-    assert content.keys() == weights.keys()
-    loaded = og.TrainState.load(tmp_path / "s").weights
-    assert loaded["half"].dtype == half.dtype
-    assert (loaded["half"] == half).all()
-    for name, array in weights.items():
-        for read in (content[name], loaded[name]):
-            assert (read.dtype, read.shape) == (array.dtype.newbyteorder("="), array.shape)
-            np.testing.assert_array_equal(read, array)
-    state.kept = {"mine": {"text": np.array(["a"])}}
-    with pytest.raises(TypeError, match="'mine/text' has the dtype <U1"):
-        state.save(tmp_path / "other")
-    assert not (tmp_path / "other").exists()

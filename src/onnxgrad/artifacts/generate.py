@@ -179,8 +179,7 @@ class _Files:
                 write_ort(files[key], new / name)
             arrays = models.weights | models.slots | models.buffers
             metadata = {"format": CHECKPOINT, "model": digest}
-            with open(files["checkpoint"], "wb") as file:
-                file.writelines(serialized(arrays, metadata))
+            files["checkpoint"].write_bytes(serialized(arrays, metadata))
             text = json.dumps(manifest, indent=1)
             (new / f"{self.prefix}{MANIFEST}").write_text(text, encoding="utf-8")
         return manifest

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load as load_arrays
+from safetensors.numpy import load as load_arrays, save as save_arrays
 
 Arrays = dict[str, np.ndarray]
 
@@ -63,16 +63,17 @@ def write(
     partial = _beside(folder, PARTIAL)
     digests: dict[str, str] = {}
 
-    def put(name: str, parts: Iterable[bytes | memoryview]) -> None:
-        digests[name] = _write_synced(partial / name, parts)
+    def put(name: str, data: bytes) -> None:
+        digests[name] = _digest(data)
+        _write_synced(partial / name, data)
 
     try:
         partial.mkdir()
         for name, group in arrays.items():
             put(f"{name}.safetensors", serialized(group))
-        put(_STATE, [json.dumps(dict(numbers), indent=1, default=_plain).encode()])
+        put(_STATE, json.dumps(dict(numbers), indent=1, default=_plain).encode())
         manifest = {"format": FORMAT, "mark": dict(mark or {}), "files": dict(digests)}
-        put(_MANIFEST, [json.dumps(manifest, indent=1).encode()])
+        put(_MANIFEST, json.dumps(manifest, indent=1).encode())
         _sync(partial)
         _move(partial, folder)
     except BaseException as e:
@@ -96,7 +97,7 @@ def read(folder: Path) -> tuple[dict[str, Arrays], dict[str, Any]]:
             data = (folder / name).read_bytes()
         except FileNotFoundError:
             raise ValueError(f"the state in {folder} is incomplete: {name} is missing") from None
-        if _hash(data).hexdigest() != digest:
+        if _digest(data) != digest:
             raise ValueError(
                 f"the state in {folder} is damaged: {name} is not the file that was written there"
             )
@@ -182,8 +183,8 @@ def _present(folder: Path) -> Path:
     return folder
 
 
-def _hash(data: bytes = b"") -> Any:
-    return hashlib.blake2b(data, digest_size=16)
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _beside(folder: Path, suffix: str) -> Path:
@@ -202,16 +203,11 @@ def _move(partial: Path, folder: Path) -> None:
     _sync(folder.parent)
 
 
-def _write_synced(path: Path, parts: Iterable[bytes | memoryview]) -> str:
-    """Write the parts of a file, and return its digest."""
-    digest = _hash()
+def _write_synced(path: Path, data: bytes) -> None:
     with open(path, "wb") as file:
-        for part in parts:
-            digest.update(part)
-            file.write(part)
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return digest.hexdigest()
 
 
 def _sync(folder: Path) -> None:
@@ -224,33 +220,16 @@ def _sync(folder: Path) -> None:
             os.close(descriptor)
 
 
-def serialized(
-    arrays: Arrays, metadata: Mapping[str, str] | None = None
-) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a file of safetensors: its header, and each array, which is not copied.
-
-    Raises:
-        TypeError: the form has no such dtype.
-    """
-    short = [name for name, array in arrays.items() if array.dtype == ml_dtypes.bfloat16]
-    held = {n: a.view(np.uint16) if n in short else a for n, a in arrays.items()}
-    held = dict(sorted(held.items(), key=lambda item: -item[1].dtype.itemsize))  # aligned
-    header: dict[str, Any] = {"__metadata__": {_BFLOAT16: json.dumps(short), **(metadata or {})}}
-    end = 0
-    for name, array in held.items():
-        kind, start, end = array.dtype.kind, end, end + array.nbytes
-        if kind not in "fiub" or array.dtype.itemsize > 8:
-            raise TypeError(
-                f"{name!r} has the dtype {array.dtype}, which no file of safetensors has"
-            )
-        dtype = "BOOL" if kind == "b" else f"{kind.upper()}{8 * array.dtype.itemsize}"
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": (start, end)}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for array in held.values():
-        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-        yield little.reshape(-1).view(np.uint8).data
+def serialized(arrays: Arrays, metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return arrays as the content of a file of safetensors."""
+    held, short = {}, []
+    for name, array in arrays.items():
+        array = np.ascontiguousarray(array).reshape(np.shape(array))  # which adds an axis to ()
+        if array.dtype == ml_dtypes.bfloat16:
+            short.append(name)
+            array = array.view(np.uint16)
+        held[name] = array
+    return save_arrays(held, metadata={_BFLOAT16: json.dumps(short), **(metadata or {})})
 
 
 def deserialized(data: bytes) -> Arrays:

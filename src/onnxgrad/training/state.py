@@ -300,20 +300,19 @@ class TrainState:
         saving.write(Path(folder), *self.contents())
 
     def contents(self) -> tuple[dict[str, Arrays], dict[str, Any]]:
-        """Return what `save` writes at once: arrays by file, and numbers."""
-        runner = self._runner
-        if runner is not None and not runner.whole:
+        """Return what `save` writes: arrays by file, and numbers."""
+        if self._runner is not None and not self._runner.whole:
             raise RuntimeError(
                 "each process has the slots of some weights only (shard_optimizer), and training "
                 "broke off before they were sent: the checkpoint before this step is the last one"
             )
-        if runner is not None and runner.in_place:
-            values = self._with(runner.unpacked(runner.now, copies=False))
-        else:
-            values = self.values
-        kept = {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()}
-        every = values.weights, saving.flat(values.slots), values.buffers, kept
-        arrays = dict(zip(_ARRAYS, every, strict=True))
+        values = self.values
+        arrays = {
+            "weights": values.weights,
+            "slots": saving.flat(values.slots),
+            "buffers": values.buffers,
+            "kept": {f"{key}/{n}": a for key, group in self.kept.items() for n, a in group.items()},
+        }
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         return arrays, numbers | {"step": values.steps, "identity": dict(self.identity)}
 
