@@ -130,6 +130,10 @@ class Writer:
         """The nodes that were written, in the order of the calls."""
         return list(self._written)
 
+    def has_written(self, value: ir.Value) -> bool:
+        """Return whether a node that was written computes `value`."""
+        return value.producer() in self._written
+
     @property
     def count(self) -> int:
         """How many nodes were written."""
@@ -250,7 +254,7 @@ class Writer:
         named `name` is renamed; if it is protected, `value` gets a numeric suffix. The returned
         value is added to `protected`.
         """
-        if value.producer() not in self._written or value in protected:
+        if not self.has_written(value) or value in protected:
             value = self.copy_of(value)
         if name in self._names:
             existing = ir.convenience.create_value_mapping(self.graph).get(name)

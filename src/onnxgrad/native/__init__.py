@@ -14,15 +14,11 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import GROUPS, rewrite
+from onnxgrad.native import cubic, masks, products, scatter, side_by_side, wide
 from onnxgrad.native.blocked import blocked_convolutions
-from onnxgrad.native.cubic import cubic_by_products
-from onnxgrad.native.masks import masks_as_factors
 from onnxgrad.native.max_pools import max_pools
-from onnxgrad.native.products import transposed_operands
 from onnxgrad.native.scanned import scanned_outside
-from onnxgrad.native.scatter import scatter_rows
-from onnxgrad.native.side_by_side import images_side_by_side
-from onnxgrad.native.wide import narrow
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -41,17 +37,13 @@ class Target:
         return Target(Device.of(device), threads(work), rows)
 
 
-# each rewrites the nodes of one graph in place, and leaves alone what it does not improve
-PASSES: tuple[Callable[[Emit, Target], None], ...] = (
-    cubic_by_products,
-    masks_as_factors,
+PHASES: tuple[str | Callable[[Emit, Target], None], ...] = (
+    "native.nodes",  # before blocks: they see which gradients come from convolutions
     blocked_convolutions,
     max_pools,
-    images_side_by_side,
-    scatter_rows,
-    transposed_operands,
+    "native.plain",  # what is not in blocks of channels
     scanned_outside,
-    narrow,
+    "native.width",  # in the end, since all others may write wide nodes
 )
 
 
@@ -59,5 +51,8 @@ def to_native(graph: ir.Graph, target: Target) -> None:
     """Rewrite `graph` in place into the form that is fastest on `target`; other devices keep it."""
     if target.device.kind != "cpu":
         return
-    for rewrite in PASSES:
-        rewrite(Emit(graph), target)  # nodes of another pass may be further down
+    for phase in PHASES:
+        if isinstance(phase, str):
+            rewrite(graph, GROUPS[phase], target)
+        else:
+            phase(Emit(graph), target)

@@ -17,6 +17,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import current
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.model.convert import to_proto
 from onnxgrad.runtime.device import CPU
@@ -128,6 +129,7 @@ class Layout:
 
     def current(self, x: ir.Value) -> ir.Value:
         """Return what replaces `x`, or `x` itself."""
+        x = current(x)
         while x in self._replaced:
             x = self._replaced[x]
         return x
