@@ -14,6 +14,7 @@ import onnxgrad as og
 from onnxgrad import native
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import blocked_layout
+from onnxgrad.native.phases import PLAIN
 from onnxgrad.training import epoch
 from small_models import parse
 
@@ -176,7 +177,7 @@ FEW = [
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
 def test_images_side_by_side(case, rows, monkeypatch):
     seen = []
-    monkeypatch.setattr(native, "PHASES", ["native.plain"])
+    monkeypatch.setattr(native, "PHASES", [PLAIN])
     see_steps(monkeypatch, seen.extend)
     assert_same_as_plain(case, monkeypatch, rows, 3)
     wide = [n for n in seen if n.op_type.startswith("Conv") and n.inputs[0].shape[0] == 1]
@@ -306,7 +307,7 @@ def test_frozen_weights_are_left_to_the_optimizer_of_onnxruntime(operators):
 
 
 def test_without_blocks_convolutions_stay(monkeypatch, operators):
-    monkeypatch.setattr("onnxgrad.native.blocked.block_size", lambda: 0)
+    monkeypatch.setattr("onnxgrad.native.blocked_layout.block_size", lambda: 0)
     assert_same_as_plain(CASES[0], monkeypatch, 4, 4)
     assert not operators[DOMAIN, "Conv"]
 

@@ -22,7 +22,7 @@ True
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
@@ -71,7 +71,7 @@ def rewrite(
 
     Args:
         graph: a graph, which is changed in place.
-        table: the rewrites of each operator, tried in their order.
+        table: the rewrites of each operator, tried in their order, those of all operators first.
         target: what the result will run on, for rewrites that ask: `op.target`.
         keep: names of results that keep their names, as those of graph outputs do.
 
@@ -93,30 +93,31 @@ def _visit(op: Emit, table: Table, keep: Collection[str | None], left: int) -> i
     waiting, count = deque(op.graph), 0
     while waiting:
         node = waiting.popleft()
-        if node.graph is not op.graph or any(_REPLACED in y.meta for y in node.outputs):
-            continue  # removed meanwhile, or will be
-        own, others = ((node.domain, op_type) for op_type in (node.op_type, _ANY))
-        for function in (*table.get(own, ()), *table.get(others, ())):
-            new = _apply(op, node, function, keep)
-            if new is not None:
-                waiting.extendleft(reversed(new))
-                count += 1
-                break
-        else:
-            for body in subgraphs(node):
-                count += _visit(Emit(body, outer=op), table, keep, left - count)
+        every, own = ((node.domain, op_type) for op_type in (_ANY, node.op_type))
+        functions = (*table.get(every, ()), *table.get(own, ()))
+        new = _apply(op, node, functions, keep) if functions else None
+        if new is not None:
+            waiting.extendleft(reversed(new))
+            count += 1
+        elif node.graph is op.graph:
+            for body in list(subgraphs(node)):
+                with op.at(node):  # what a rewrite writes outside of the body stands before it
+                    count += _visit(Emit(body, outer=op), table, keep, left - count)
         if count > left:
             raise RuntimeError(f"rewrites of {node.op_type} and of what they write do not end")
     return count
 
 
 def _apply(
-    op: Emit, node: ir.Node, function: Rewrite, keep: Collection[str | None]
+    op: Emit, node: ir.Node, functions: Iterable[Rewrite], keep: Collection[str | None]
 ) -> list[ir.Node] | None:
-    """Apply a rewrite to a node; return the nodes that it writes, or None if it does not apply."""
+    """Apply the first rewrite that applies; return the nodes that it writes, or None."""
+    if node.graph is not op.graph or any(_REPLACED in y.meta for y in node.outputs):
+        return None  # removed meanwhile, or will be
     count = op.count
     with op.at(node):
-        values = function(op, node)
+        found = (new for f in functions if (new := f(op, node)) is not None)
+        values = next(found, None)
         written = op.written_since(count)
         if values is None:  # what it has tried stays unread
             for unread in written:

@@ -66,7 +66,7 @@ class Writer:
         self._before: ir.Node | None = None  # insert nodes before it; None: at the end
         self._written: dict[ir.Node, None] = {}
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
-        self._places: dict[ir.Node, tuple[float, ...]] = {}  # sorted as the nodes; see `_precedes`
+        self._places: dict[ir.Node, tuple[float, ...]] = {}  # sorted as the nodes; see `precedes`
         self._constants: dict[Any, ir.Value] = {}
         self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
         self._numbers: Counter[str] = Counter()  # the last suffix of each name
@@ -119,6 +119,11 @@ class Writer:
     def root(self) -> Writer:
         """The emitter of the outermost graph."""
         return self if self.outer is None else self.outer.root
+
+    @property
+    def place(self) -> ir.Node | None:
+        """The node that nodes are written before, or None for the end of the graph."""
+        return self._before
 
     @property
     def wrote(self) -> bool:
@@ -184,12 +189,12 @@ class Writer:
         key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
         shared = self._shared.get(key)
         node = None if shared is None else shared[0].producer()
-        if shared is None or node is None or not self._precedes(node):
+        if shared is None or node is None or not self.precedes(node):
             shared = self._append(domain, op_type, values, attributes, attrs, outputs)
             self._shared[key] = shared
         return shared
 
-    def _precedes(self, node: ir.Node) -> bool:
+    def precedes(self, node: ir.Node) -> bool:
         """Return whether `node` is in the graph, and stands before the place of writing."""
         if node.graph is not self.graph or self._before is None:
             return node.graph is self.graph

@@ -7,18 +7,26 @@ writes these into a step that is about to become a session.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import GROUPS, rewrite
-from onnxgrad.native import cubic, masks, products, scatter, side_by_side, wide
-from onnxgrad.native.blocked import blocked_convolutions
-from onnxgrad.native.max_pools import max_pools
-from onnxgrad.native.scanned import scanned_outside
+from onnxgrad.native import (
+    blocked,
+    blocked_norms,
+    blocked_pointwise,
+    cubic,
+    masks,
+    max_pools,
+    products,
+    scanned,
+    scatter,
+    side_by_side,
+    wide,
+)
+from onnxgrad.native.phases import PHASES
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import threads
 
@@ -37,22 +45,8 @@ class Target:
         return Target(Device.of(device), threads(work), rows)
 
 
-PHASES: tuple[str | Callable[[Emit, Target], None], ...] = (
-    "native.nodes",  # before blocks: they see which gradients come from convolutions
-    blocked_convolutions,
-    max_pools,
-    "native.plain",  # what is not in blocks of channels
-    scanned_outside,
-    "native.width",  # in the end, since all others may write wide nodes
-)
-
-
 def to_native(graph: ir.Graph, target: Target) -> None:
     """Rewrite `graph` in place into the form that is fastest on `target`; other devices keep it."""
-    if target.device.kind != "cpu":
-        return
-    for phase in PHASES:
-        if isinstance(phase, str):
+    if target.device.kind == "cpu":
+        for phase in PHASES:
             rewrite(graph, GROUPS[phase], target)
-        else:
-            phase(Emit(graph), target)

@@ -13,6 +13,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims
 from onnxgrad.model.draft import Draft
+from onnxgrad.native.phases import NODES
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
@@ -25,7 +26,7 @@ _OPTIONS = (
 )
 
 
-@rewrites("Resize", group="native.nodes")
+@rewrites("Resize", group=NODES)
 def cubic_by_products(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """A cubic `Resize` of images is a product for each of the last two axes that changes."""
     x, y = node.inputs[0], node.outputs[0]

@@ -16,13 +16,14 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import VIEWS
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, equal, static
+from onnxgrad.native.phases import NODES
 
 _FLOAT = ir.DataType.FLOAT
 _STEEP = float(np.finfo(np.float32).max)  # its product with any normal number is 4 or more
 _NEAR = 8  # nodes between a convolution and a mask
 
 
-@rewrites("Cast", group="native.nodes")
+@rewrites("Cast", group=NODES)
 def relu_slope(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """1 where y is not 0, else 0, for y = Relu(x), is HardSigmoid(alpha y) with a huge alpha."""
     (mask,) = node.inputs
@@ -36,7 +37,7 @@ def relu_slope(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     return [op.HardSigmoid(y, alpha=_STEEP, beta=0.0)]
 
 
-@rewrites("Where", group="native.nodes")
+@rewrites("Where", group=NODES)
 def clip_gradient(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Where(mask, g, 0) = g mask, for the mask of a Clip and a `g` that comes from a convolution.
 

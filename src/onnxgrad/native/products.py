@@ -7,6 +7,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import coefficient, dims
+from onnxgrad.native.phases import NODES
 
 # Rows and columns of aT b from which a transposed copy of a pays: the kernel transposes a anew for
 # every 128 columns. Measured with 1 thread: 0.73-0.88 of the time of these products, 0.93-0.96 of a
@@ -16,7 +17,7 @@ _COPIED = 1 << 25  # bytes of a copy, at most
 _PLAIN = {"transB": 0, "alpha": 1.0, "beta": 1.0}
 
 
-@rewrites("Gemm", group="native.nodes")
+@rewrites("Gemm", group=NODES)
 def transposed_operand(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """aT b, the gradient of a weight, reads a transposed copy of a.
 

@@ -11,9 +11,10 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, static
+from onnxgrad.native.phases import NODES
 
 
-@rewrites("ScatterElements", group="native.nodes")
+@rewrites("ScatterElements", group=NODES)
 def scattered_rows(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """ScatterND adds the rows that a ScatterElements adds along the first axis."""
     if op.target.threads != 1 or (rows := _rows(node)) is None:

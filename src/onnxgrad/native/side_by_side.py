@@ -14,11 +14,12 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import static
 from onnxgrad.native.blocked_layout import sizes
+from onnxgrad.native.phases import PLAIN
 
 FEW = 16  # pixels, from which one image is enough for a product of matrices
 
 
-@rewrites("Conv", "ConvTranspose", group="native.plain")
+@rewrites("Conv", "ConvTranspose", group=PLAIN)
 def images_side_by_side(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """A convolution of images of few pixels is one of a wide image."""
     (y,), (x, w) = node.outputs, node.inputs[:2]

@@ -14,11 +14,12 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
+from onnxgrad.native.phases import WIDTH
 
 _WIDTH = 64
 
 
-@rewrites("Concat", group="native.width")
+@rewrites("Concat", group=WIDTH)
 def narrow_concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """A Concat of more than 64 parts is a tree of Concats."""
     parts: list[Any] = list(node.inputs)
@@ -31,7 +32,7 @@ def narrow_concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     return [op.Concat(*parts, axis=axis)]
 
 
-@rewrites("Split", group="native.width")
+@rewrites("Split", group=WIDTH)
 def narrow_split(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """A Split into more than 64 parts is a tree of Splits."""
     axis = node.attributes.get_int("axis", 0)
