@@ -29,7 +29,6 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import (
-    detach,
     drop_unused,
     has_name_to_keep,
     remove_node,
@@ -120,9 +119,8 @@ def _apply(
         values = next(found, None)
         written = op.written_since(count)
         if values is None:  # what it has tried stays unread
-            for unread in written:
-                detach(unread)
-            op.graph.remove(written, safe=True)
+            for unread in written[::-1]:
+                remove_node(unread)
             return None
         copies = node.op_type == "Identity" and values[0] is node.inputs[0]
         if copies and has_name_to_keep(node.outputs[0], keep):

@@ -80,10 +80,13 @@ def has_name_to_keep(y: ir.Value, keep: Collection[str | None] = ()) -> bool:
 
 
 def remove_node(node: ir.Node) -> None:
-    """Remove a node whose results nothing reads from its graph."""
+    """Remove a node whose results nothing reads from its graph.
+
+    A safe removal looks at all outputs of the graph for each node: too slow for thousands.
+    """
     detach(node)
     assert node.graph is not None
-    node.graph.remove(node, safe=True)
+    node.graph.remove(node)
 
 
 def release(graphs: Iterable[ir.Graph]) -> None:
