@@ -12,7 +12,10 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad import native
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import blocked_layout
+from onnxgrad.native.phases import PLAIN
+from onnxgrad.training import epoch
 from small_models import parse
 
 DOMAIN = blocked_layout.DOMAIN
@@ -174,8 +177,8 @@ FEW = [
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.id)
 def test_images_side_by_side(case, rows, monkeypatch):
     seen = []
-    passes = (native.images_side_by_side, lambda op, target: seen.extend(op.graph))
-    monkeypatch.setattr(native, "PASSES", passes)
+    monkeypatch.setattr(native, "PHASES", [PLAIN])
+    see_steps(monkeypatch, seen.extend)
     assert_same_as_plain(case, monkeypatch, rows, 3)
     wide = [n for n in seen if n.op_type.startswith("Conv") and n.inputs[0].shape[0] == 1]
     assert len(wide) == case.native
@@ -185,12 +188,20 @@ def test_images_side_by_side(case, rows, monkeypatch):
 def operators(monkeypatch):
     """Return the operators of the steps that are built, counted."""
     counts: Counter[tuple[str, str]] = Counter()
-
-    def count(op, target):
-        counts.update((n.domain, n.op_type) for n in op.graph)
-
-    monkeypatch.setattr(native, "PASSES", (*native.PASSES, count))
+    see_steps(
+        monkeypatch, lambda graph: counts.update((n.domain, n.op_type) for n in all_nodes(graph))
+    )
     return counts
+
+
+def see_steps(monkeypatch, see):
+    """Call `see` with the graphs of steps in the native form."""
+
+    def seen(graph, target):
+        native.to_native(graph, target)
+        see(graph)
+
+    monkeypatch.setattr(epoch, "to_native", seen)
 
 
 def changes(case: Case, rows: int, batch: int, others=()) -> dict[str, np.ndarray]:
@@ -215,7 +226,7 @@ def assert_same_as_plain(case: Case, monkeypatch, rows: int, batch: int, others=
     """Assert that the native form changes the weights as the plain one does."""
     mine = changes(case, rows, batch, others)
     with monkeypatch.context() as plain:
-        plain.setattr(native, "PASSES", ())
+        plain.setattr(epoch, "to_native", lambda graph, target: None)
         wanted = changes(case, rows, batch, others)
     for name, want in wanted.items():
         scale = np.abs(want).max()
@@ -296,7 +307,7 @@ def test_frozen_weights_are_left_to_the_optimizer_of_onnxruntime(operators):
 
 
 def test_without_blocks_convolutions_stay(monkeypatch, operators):
-    monkeypatch.setattr("onnxgrad.native.blocked.block_size", lambda: 0)
+    monkeypatch.setattr("onnxgrad.native.blocked_layout.block_size", lambda: 0)
     assert_same_as_plain(CASES[0], monkeypatch, 4, 4)
     assert not operators[DOMAIN, "Conv"]
 
@@ -359,7 +370,7 @@ def test_statistics_of_the_batch_in_blocks(name, monkeypatch, operators):
     mine = trained()
     assert operators["", "BatchNormalization"] == 0
     with monkeypatch.context() as plain:
-        plain.setattr(native, "PASSES", ())
+        plain.setattr(epoch, "to_native", lambda graph, target: None)
         wanted = trained()
     for key, start in weights.items():
         scale = np.abs(wanted[key] - start).max()

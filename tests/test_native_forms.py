@@ -14,8 +14,8 @@ from onnxgrad import native
 from onnxgrad.runtime import session
 
 
-def trained(model, x, label, monkeypatch, passes):
-    """Return the weights after three steps with these passes, and the operators that ran."""
+def trained(model, x, label, monkeypatch, phases):
+    """Return the weights after three steps in these phases, and the operators that ran."""
     ran: list[onnx.ModelProto] = []
     load = session.ort.InferenceSession
 
@@ -23,7 +23,7 @@ def trained(model, x, label, monkeypatch, passes):
         ran.append(onnx.load_from_string(data))
         return load(data, *arguments, **options)
 
-    monkeypatch.setattr(native, "PASSES", passes)
+    monkeypatch.setattr(native, "PHASES", phases)
     monkeypatch.setattr(session.ort, "InferenceSession", recorded)
     trainer = og.Trainer(model, "squared_error", optimizer=og.momentum(0.9), learning_rate=0.01)
     trainer.fit(x, label, epochs=3, batch_size=len(x), shuffle=False)
@@ -39,10 +39,10 @@ def trained(model, x, label, monkeypatch, passes):
 
 
 def compare(model, x, label, monkeypatch, atol=1e-6):
-    """Return the operators of the step without and with the native passes; weights must agree."""
-    passes = native.PASSES
+    """Return the operators of the step without and with the native form; weights must agree."""
+    phases = native.PHASES
     plain, before = trained(model, x, label, monkeypatch, ())
-    other, after = trained(model, x, label, monkeypatch, passes)
+    other, after = trained(model, x, label, monkeypatch, phases)
     start = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
     assert plain.keys() == other.keys()
     for name, w in plain.items():
@@ -173,10 +173,10 @@ def test_a_mask_of_an_infinite_gradient_stays(monkeypatch):
     nodes = "h = Clip(c, low)  r = Sqrt(h)  s = Mul(r, r)  y = Conv(s, u)"
     model = small_convolutions(nodes, rng, low=0.0)
     x = rng.normal(size=(4, 2, 7, 6)).astype(np.float32)
-    passes = native.PASSES
+    phases = native.PHASES
     label = rng.normal(size=(4, 3, 3, 2)).astype(np.float32)
     plain, _ = trained(model, x, label, monkeypatch, ())
-    other, _ = trained(model, x, label, monkeypatch, passes)
+    other, _ = trained(model, x, label, monkeypatch, phases)
     for weight, same in zip(plain.values(), other.values(), strict=True):
         assert np.isfinite(weight).all()
         np.testing.assert_allclose(weight, same, rtol=1e-4, atol=1e-6)

@@ -10,9 +10,7 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad import native
-from onnxgrad.graph.emit import Emit
 from onnxgrad.native import Target
-from onnxgrad.native.products import transposed_operands
 from onnxgrad.runtime.device import CPU
 
 
@@ -47,7 +45,7 @@ def trained(sizes):
 @pytest.mark.parametrize("sizes", [(600, 520, 3), (520, 600, 512), (3, 4)])
 def test_transposed_operands_change_no_weight(monkeypatch, sizes):
     native_weights = trained(sizes)
-    monkeypatch.setattr(native, "PASSES", ())
+    monkeypatch.setattr(native, "PHASES", ())
     others = trained(sizes)
     assert len(others) == 2 * (len(sizes) - 1)
     for name, array in others.items():
@@ -72,5 +70,5 @@ def test_wide_products_of_float32_read_a_transposed_copy(a, b, node, is_transpos
         f'<ir_version: 9, opset_import: ["": 20]> g ({a} a, {b} b) => ({kind}[p, q] y) '
         f"{{ y = {node} }}"
     )
-    transposed_operands(Emit(model.graph), Target(CPU, 1, rows=32))
+    native.to_native(model.graph, Target(CPU, 1, rows=32))
     assert ("Transpose" in [n.op_type for n in model.graph]) == is_transposed

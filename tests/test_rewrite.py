@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad.graph.rewrite import rewrite
+from onnxgrad.graph.rewrite import current, rewrite
 from onnxgrad.model.convert import to_ir, to_proto
 from running import run_named
 
@@ -152,3 +152,46 @@ def test_the_target_reaches_subgraphs():
                    else_branch = h () => (float[2,3] v) { v = Tanh(x) }>"""
     assert not rewrite(model(nodes).graph, {("", "Tanh"): [see]}, target="cpu")
     assert seen == ["cpu", "cpu"]
+
+
+def test_a_written_output_takes_the_name_of_the_graph_output():
+    table = {("", "Tanh"): [lambda op, node: [op.Sqrt(op.Abs(node.inputs[0]))]]}
+    one = model("y = Tanh(x)  z = Neg(y)", "float[2,3] y, float[2,3] z")
+    assert rewrite(one.graph, table)
+    onnx.checker.check_model(to_proto(one), full_check=True)
+    assert [y.name for y in one.graph.outputs] == ["y", "z"]
+    assert [node.op_type for node in one.graph] == ["Abs", "Sqrt", "Neg"]
+
+
+def test_an_output_that_stays():
+    def top(op, node):
+        return [op.ReduceMax(node.inputs[0], [-1], keepdims=1), None]
+
+    nodes = "k = Constant<value_ints = [1]>()  v, i = TopK(x, k)  j = Cast<to = 1>(i)  y = {}"
+    shape = "float[2,1] y"
+    read = model(nodes.format("Add(v, j)"), shape)
+    check(read, {("", "TopK"): [top]}, ["Constant", "ReduceMax", "TopK", "Cast", "Add"])
+    check(model(nodes.format("Neg(v)"), shape), {("", "TopK"): [top]}, ["ReduceMax", "Neg"])
+
+
+def test_rewrites_of_every_operator():
+    table = {("", "*"): [lambda op, node: [op.Neg(x)] if (x := marked(node)) else None]}
+
+    def marked(node):
+        return node.outputs[0].meta.get("opposite of")
+
+    one = model("a = Abs(x)  b = Mul(x, x)  c = Sqrt(b)  y = Sub(c, a)")
+    by_name = {node.outputs[0].name: node.outputs[0] for node in one.graph}
+    by_name["c"].meta["opposite of"] = by_name["a"]
+    assert rewrite(one.graph, table)
+    assert [node.op_type for node in one.graph] == ["Abs", "Neg", "Sub"]
+
+
+def test_what_a_value_has_become():
+    one = model("a = Neg(x)  y = Tanh(a)")
+    a = next(iter(one.graph)).outputs[0]
+    assert current(a) is a
+    twice_ = {("", "Neg"): [twice], ("", "Add"): [lambda op, node: [op.Mul(node.inputs[0], 2.0)]]}
+    assert rewrite(one.graph, twice_)
+    assert current(a) is next(iter(one.graph)).outputs[0]
+    assert current(a).producer().op_type == "Mul"

@@ -163,6 +163,6 @@ WEIGHT_GRADIENT = "onnxgrad.weight_gradient"
 # metadata key of the result of a MaxPool: the gradient of its input
 POOL_GRADIENT = "onnxgrad.pool_gradient"
 
-# metadata key of the result of a BatchNormalization in training mode: its cotangent, and the
-# gradients of its input, scale and bias
+# metadata key of the gradients of a BatchNormalization in training mode: of "x", "scale" or "bias",
+# its result, and the cotangent of that
 NORM_GRADIENT = "onnxgrad.norm_gradient"

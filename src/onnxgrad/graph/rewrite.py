@@ -22,29 +22,37 @@ True
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import detach, drop_unused, replace_node
+from onnxgrad.graph.tidy import (
+    drop_unused,
+    has_name_to_keep,
+    remove_node,
+    replace_value,
+)
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 # (op, node) -> one value for each output of the node, or None to leave the node as it is. `op`
-# writes in front of the node. A rewrite that changes the node in place returns its outputs.
-Rewrite: TypeAlias = Callable[[Emit, ir.Node], "Sequence[ir.Value] | None"]
+# writes in front of the node. None among the values leaves one output as it is, and the node with
+# it. A rewrite that changes the node in place returns its outputs.
+Rewrite: TypeAlias = Callable[[Emit, ir.Node], "Sequence[ir.Value | None] | None"]
 Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and operator
 
 GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
+_ANY = "*"
+_REPLACED = "onnxgrad.replaced"  # in `meta` of a value: what a rewrite put in its place
 _MOST = 100  # rewrites for each node of a graph: some that undo each other would never end
 
 
 def rewrites(*op_types: str, group: str, domain: str = "") -> Callable[[Rewrite], Rewrite]:
-    """Register the decorated function in a group, as a rewrite of the named operators."""
+    """Register the decorated function in a group: for the named operators, or all of the domain."""
 
     def register(function: Rewrite) -> Rewrite:
-        for op_type in op_types:
+        for op_type in op_types or (_ANY,):
             GROUPS[group][domain, op_type].append(function)
         return function
 
@@ -62,7 +70,7 @@ def rewrite(
 
     Args:
         graph: a graph, which is changed in place.
-        table: the rewrites of each operator, tried in their order.
+        table: the rewrites of each operator, tried in their order, those of all operators first.
         target: what the result will run on, for rewrites that ask: `op.target`.
         keep: names of results that keep their names, as those of graph outputs do.
 
@@ -84,46 +92,51 @@ def _visit(op: Emit, table: Table, keep: Collection[str | None], left: int) -> i
     waiting, count = deque(op.graph), 0
     while waiting:
         node = waiting.popleft()
-        if node.graph is not op.graph:  # removed meanwhile
-            continue
-        for function in table.get((node.domain, node.op_type), ()):
-            new = _apply(op, node, function, keep)
-            if new is not None:
-                waiting.extendleft(reversed(new))
-                count += 1
-                break
-        else:
-            for body in subgraphs(node):
-                count += _visit(Emit(body, outer=op), table, keep, left - count)
+        every, own = ((node.domain, op_type) for op_type in (_ANY, node.op_type))
+        functions = (*table.get(every, ()), *table.get(own, ()))
+        new = _apply(op, node, functions, keep) if functions else None
+        if new is not None:
+            waiting.extendleft(reversed(new))
+            count += 1
+        elif node.graph is op.graph:
+            for body in list(subgraphs(node)):
+                with op.at(node):  # what a rewrite writes outside of the body stands before it
+                    count += _visit(Emit(body, outer=op), table, keep, left - count)
         if count > left:
             raise RuntimeError(f"rewrites of {node.op_type} and of what they write do not end")
     return count
 
 
 def _apply(
-    op: Emit, node: ir.Node, function: Rewrite, keep: Collection[str | None]
+    op: Emit, node: ir.Node, functions: Iterable[Rewrite], keep: Collection[str | None]
 ) -> list[ir.Node] | None:
-    """Apply a rewrite to a node; return the nodes that it writes, or None if it does not apply."""
+    """Apply the first rewrite that applies; return the nodes that it writes, or None."""
+    if node.graph is not op.graph or any(_REPLACED in y.meta for y in node.outputs):
+        return None  # removed meanwhile, or will be
     count = op.count
     with op.at(node):
-        values = function(op, node)
+        found = (new for f in functions if (new := f(op, node)) is not None)
+        values = next(found, None)
         written = op.written_since(count)
         if values is None:  # what it has tried stays unread
-            for unread in written:
-                detach(unread)
-            op.graph.remove(written, safe=True)
+            for unread in written[::-1]:
+                remove_node(unread)
             return None
-        if node.op_type == "Identity" and values[0] is node.inputs[0] and _stays(op, node, keep):
-            return None
-        if any(y is not old for y, old in zip(values, node.outputs, strict=True)):
-            for y, old in zip(values, node.outputs, strict=True):
+        copies = node.op_type == "Identity" and values[0] is node.inputs[0]
+        if copies and has_name_to_keep(node.outputs[0], keep):
+            return None  # another copy would be written
+        for y, old in zip(values, node.outputs, strict=True):
+            if y is not None and y is not old:
                 if y.producer() in written and None not in (old.type, old.shape):
                     op.set_type_like(y, old)
-            replace_node(op, node, values, keep)
+                old.meta[_REPLACED] = replace_value(op, old, y, keep)
+        if all(_REPLACED in old.meta for old in node.outputs):
+            remove_node(node)
     return written
 
 
-def _stays(op: Emit, node: ir.Node, keep: Collection[str | None]) -> bool:
-    """Return whether a copy has a name to keep, for which another copy would be written."""
-    (y,) = node.outputs
-    return y in op.graph.outputs or y.name in keep
+def current(x: ir.Value) -> ir.Value:
+    """Return what rewrites put in the place of `x`, or `x` itself."""
+    while _REPLACED in x.meta:
+        x = x.meta[_REPLACED]
+    return x

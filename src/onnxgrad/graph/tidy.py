@@ -51,15 +51,42 @@ def drop_unused(graph: ir.Graph, keep: Collection[str | None] = ()) -> None:
 def replace_node(
     op: Emit, node: ir.Node, outputs: Iterable[ir.Value], keep: Collection[str | None] = ()
 ) -> None:
-    """Replace `node` by what computes `outputs`; graph outputs and those in `keep` keep names."""
+    """Replace `node` by what computes `outputs`, each as `replace_value` does."""
     for old, new in zip(node.outputs, outputs, strict=True):
-        if old in op.graph.outputs or old.name in keep:
+        replace_value(op, old, new, keep)
+    remove_node(node)
+
+
+def replace_value(
+    op: Emit, old: ir.Value, new: ir.Value, keep: Collection[str | None] = ()
+) -> ir.Value:
+    """Let all nodes read `new` instead of `old`, and return it.
+
+    It takes the name of a graph output, and of `old` if that is in `keep`; it is copied if it has
+    a name to keep itself, or if `op` did not write it.
+    """
+    if has_name_to_keep(old, keep):
+        if not op.has_written(new) or has_name_to_keep(new, keep):
             new = op.copy_of(new)
-            new.name, old.name = old.name, None
-            new.shape, new.type = old.shape or new.shape, old.type or new.type
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        new.name, old.name = old.name, None
+        new.shape, new.type = old.shape or new.shape, old.type or new.type
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    return new
+
+
+def has_name_to_keep(y: ir.Value, keep: Collection[str | None] = ()) -> bool:
+    """Return whether `y` is an output of a graph, or has a name in `keep`."""
+    return y.is_graph_output() or y.name in keep
+
+
+def remove_node(node: ir.Node) -> None:
+    """Remove a node whose results nothing reads from its graph.
+
+    A safe removal looks at all outputs of the graph for each node: too slow for thousands.
+    """
     detach(node)
-    op.graph.remove(node, safe=True)
+    assert node.graph is not None
+    node.graph.remove(node)
 
 
 def release(graphs: Iterable[ir.Graph]) -> None:

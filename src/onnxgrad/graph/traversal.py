@@ -7,6 +7,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+_SEARCHED = 400  # values between one and those that it depends on, at most
+
 
 def reads(node: ir.Node) -> list[ir.Value]:
     """Return the inputs of `node`, then the values that its subgraphs capture, each once."""
@@ -76,6 +78,20 @@ def nodes_behind(values: Iterable[ir.Value]) -> set[ir.Node]:
             nodes.add(node)
             waiting += reads(node)
     return nodes
+
+
+def depends_on(value: ir.Value, wanted: set[ir.Value]) -> bool:
+    """Return whether `value` is computed from all `wanted`, by not too many nodes in between."""
+    missing, queue, seen = set(wanted), [value], {value}
+    while missing and queue and len(seen) < _SEARCHED:
+        node = queue.pop(0).producer()
+        for x in () if node is None else node.inputs:
+            if x is not None and x not in seen:
+                seen.add(x)
+                missing.discard(x)
+                if x not in wanted:
+                    queue.append(x)
+    return not missing
 
 
 def attribute_key(attr: ir.Attr) -> Any:

@@ -66,7 +66,7 @@ class Writer:
         self._before: ir.Node | None = None  # insert nodes before it; None: at the end
         self._written: dict[ir.Node, None] = {}
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
-        self._places: dict[ir.Node, tuple[float, ...]] = {}  # sorted as the nodes; see `_precedes`
+        self._places: dict[ir.Node, tuple[float, ...]] = {}  # sorted as the nodes; see `precedes`
         self._constants: dict[Any, ir.Value] = {}
         self._names: set[str] = outer._names if outer else all_names(graph) | set(names)
         self._numbers: Counter[str] = Counter()  # the last suffix of each name
@@ -121,6 +121,11 @@ class Writer:
         return self if self.outer is None else self.outer.root
 
     @property
+    def place(self) -> ir.Node | None:
+        """The node that nodes are written before, or None for the end of the graph."""
+        return self._before
+
+    @property
     def wrote(self) -> bool:
         """Whether any node was written."""
         return bool(self._written)
@@ -129,6 +134,10 @@ class Writer:
     def written(self) -> list[ir.Node]:
         """The nodes that were written, in the order of the calls."""
         return list(self._written)
+
+    def has_written(self, value: ir.Value) -> bool:
+        """Return whether a node that was written computes `value`."""
+        return value.producer() in self._written
 
     @property
     def count(self) -> int:
@@ -180,12 +189,12 @@ class Writer:
         key = (domain, op_type, outputs, tuple(values), tuple(map(attribute_key, attrs)))
         shared = self._shared.get(key)
         node = None if shared is None else shared[0].producer()
-        if shared is None or node is None or not self._precedes(node):
+        if shared is None or node is None or not self.precedes(node):
             shared = self._append(domain, op_type, values, attributes, attrs, outputs)
             self._shared[key] = shared
         return shared
 
-    def _precedes(self, node: ir.Node) -> bool:
+    def precedes(self, node: ir.Node) -> bool:
         """Return whether `node` is in the graph, and stands before the place of writing."""
         if node.graph is not self.graph or self._before is None:
             return node.graph is self.graph
@@ -250,7 +259,7 @@ class Writer:
         named `name` is renamed; if it is protected, `value` gets a numeric suffix. The returned
         value is added to `protected`.
         """
-        if value.producer() not in self._written or value in protected:
+        if not self.has_written(value) or value in protected:
             value = self.copy_of(value)
         if name in self._names:
             existing = ir.convenience.create_value_mapping(self.graph).get(name)

@@ -3,63 +3,32 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import WEIGHT_GRADIENT
+from onnxgrad.graph.rewrite import current, rewrites
 from onnxgrad.graph.shapes import constant, dims, static
-from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
-from onnxgrad.native.blocked_layout import Layout, block_size, sizes
-from onnxgrad.native.blocked_norms import Normalizations
-from onnxgrad.native.blocked_pointwise import between_convolutions
-from onnxgrad.native.max_pools import in_blocks
+from onnxgrad.native.blocked_layout import Layout, sizes
+from onnxgrad.native.phases import BLOCKS
 from onnxgrad.native.side_by_side import FEW
 
-_SEARCHED = 400  # nodes that a weight gradient consists of, at most
 
-
-def blocked_convolutions(op: Emit, target: Any) -> None:
-    """Rewrite convolutions and their gradients to the blocked layout, where that is faster."""
-    if not any(node.op_type in ("Conv", "ConvTranspose") for node in op.graph):
-        return
-    block = block_size()
-    if not block:
-        return
-    layout = Layout(op, block)
-    normalizations = Normalizations(layout, _reads)
-    for node in list(op.graph):
-        if any(y.is_graph_output() for y in node.outputs):
-            continue
-        with op.at(node):
-            if normalizations.rewrite(node):
-                continue
-            if len(node.outputs) == 1:
-                _rewrite(layout, node)
-            else:
-                in_blocks(layout, node)
-    if op.wrote:
-        drop_unused(op.graph)
-
-
-def _rewrite(layout: Layout, node: ir.Node) -> None:
-    y = node.outputs[0]
-    if WEIGHT_GRADIENT in y.meta:
-        _weight_gradient(layout, y)
-    elif node.op_type in ("Conv", "ConvTranspose") and not node.domain:
-        x, w, bias = (*node.inputs, None)[:3]
-        if x is None or w is None or not _is_image(x) or not _is_image(w):
-            return
-        if static(sizes(w)) is None:
-            return
-        form = _convolution if node.op_type == "Conv" else _transposed_convolution
-        blocked = form(layout, node, x, w, bias)
-        if blocked is not None:
-            layout.replace(y, blocked)
-    else:
-        between_convolutions(layout, node)
+@rewrites("Conv", "ConvTranspose", group=BLOCKS)
+def convolution(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A convolution whose weight is no constant, and its gradient with respect to its input."""
+    layout, (y,) = Layout(op), node.outputs
+    x, w, bias = (*node.inputs, None)[:3]
+    if x is None or w is None or not _is_image(x) or not _is_image(w) or WEIGHT_GRADIENT in y.meta:
+        return None
+    if static(sizes(w)) is None:
+        return None
+    form = _convolution if node.op_type == "Conv" else _transposed_convolution
+    blocked = form(layout, node, x, w, bias)
+    return None if blocked is None else [layout.plain(blocked, y)]
 
 
 def _is_image(x: ir.Value | None) -> bool:
@@ -113,35 +82,25 @@ def _transposed_convolution(
     return transposed(layout, x, w, windows, pixels, group, bias)
 
 
-def _weight_gradient(layout: Layout, dw: ir.Value) -> None:
+@rewrites(group=BLOCKS)
+def weight_gradient(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """The gradient of the weight of a convolution."""
+    dw = node.outputs[0]
+    if WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1:
+        return None
     x, g, windows, group = dw.meta[WEIGHT_GRADIENT]
-    x, g = layout.current(x), layout.current(g)
+    layout, x, g = Layout(op), current(x), current(g)
     shapes = [static(sizes(v)[1:]) for v in (x, g)]
     if not (_is_image(x) and _is_image(g) and _is_image(dw) and all(shapes)):
-        return
+        return None
     rows, per_group, *kernel = sizes(dw)
     channels, counts = sizes(x)[1], sizes(g)[2:]
     by_channel = group == rows == channels and per_group == 1
     if not layout.fits(rows) or not (by_channel or group == 1):
-        return
-    pads = windows.pads
-    if pads is None or not kernel or not _reads(dw, {x, g}):
-        return
+        return None
+    if windows.pads is None or not kernel or not depends_on(dw, {x, g}):
+        return None
     if not (layout.has(x) and layout.has(g)) and (prod(kernel) == 1 or prod(counts) < FEW):
-        return
-    own = Windows(kernel, windows.strides, windows.dilations, pads[:2])
-    layout.replace_plain(dw, correlated(layout, x, g, dw, own, group))
-
-
-def _reads(value: ir.Value, wanted: set[ir.Value]) -> bool:
-    """Return whether all `wanted` values are among those that `value` is computed from."""
-    missing, queue, seen = set(wanted), [value], {value}
-    while missing and queue and len(seen) < _SEARCHED:
-        node = queue.pop(0).producer()
-        for x in () if node is None else node.inputs:
-            if x is not None and x not in seen:
-                seen.add(x)
-                missing.discard(x)
-                if x not in wanted:
-                    queue.append(x)
-    return not missing
+        return None
+    own = Windows(kernel, windows.strides, windows.dilations, windows.pads[:2])
+    return [correlated(layout, x, g, dw, own, group)]

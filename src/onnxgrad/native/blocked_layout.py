@@ -22,6 +22,7 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.runtime.device import CPU
 
 DOMAIN = "com.microsoft.nchwc"
+_BLOCKS = "onnxgrad.blocks"  # in `meta` of a value: the same value in blocks
 _WIDEST = 32  # channels, a multiple of all blocks
 Pixels = Sequence[int]  # lengths of the two spatial axes
 
@@ -76,61 +77,58 @@ def sizes(x: ir.Value | None) -> tuple[Any, ...]:
 class Layout:
     """Writes operators on blocks of channels, and reorders each value at most once.
 
+    A value in the plain layout has the same numbers in blocks in its `meta`, once they are there.
+
     Args:
         op: the emitter of the graph.
-        block: channels of a block.
+        block: channels of a block; those of this processor by default.
     """
 
-    def __init__(self, op: Emit, block: int) -> None:
+    def __init__(self, op: Emit, block: int | None = None) -> None:
         self.op = op
-        self.block = block
-        self._blocked: dict[ir.Value, ir.Value] = {}  # by the same values in the plain layout
-        self._replaced: dict[ir.Value, ir.Value] = {}
-        op.graph.opset_imports.setdefault(DOMAIN, 1)
+        self._block = block
+
+    @property
+    def block(self) -> int:
+        """The channels of a block, or 0 if there are no blocks."""
+        return block_size() if self._block is None else self._block
 
     # -- values ------------------------------------------------------------------------------
 
     def fits(self, channels: Any) -> bool:
         """Return whether this number of channels is one of whole blocks."""
-        return isinstance(channels, int) and channels > 0 and channels % self.block == 0
+        size = self.block
+        return isinstance(channels, int) and channels > 0 and size > 0 and channels % size == 0
 
     def has(self, x: ir.Value) -> bool:
         """Return whether `x` is there in blocks, so that no node is needed."""
-        return x in self._blocked
+        node = x.meta[_BLOCKS].producer() if _BLOCKS in x.meta else None
+        return node is not None and self.op.precedes(node)
 
     def blocked(self, x: ir.Value) -> ir.Value:
         """Return `x` (N, C, H, W), of whole blocks of channels, in blocks."""
-        if x not in self._blocked:
-            self._blocked[x] = self._reordered(x, dims(x))
-        return self._blocked[x]
+        if not self.has(x):
+            x.meta[_BLOCKS] = self._reordered(x, dims(x))
+        return x.meta[_BLOCKS]
 
-    def plain(self, y: ir.Value) -> ir.Value:
-        """Return `y`, which is in blocks, in the plain layout."""
+    def forms(self, x: ir.Value) -> list[ir.Value]:
+        """Return `x`, and `x` in blocks if it is there."""
+        return [x, x.meta[_BLOCKS]] if self.has(x) else [x]
+
+    def plain(self, y: ir.Value, like: ir.Value | None = None) -> ir.Value:
+        """Return `y`, which is in blocks, in the plain layout; its shape is that of `like`."""
+        if like is not None:
+            y.shape = like.shape
         attributes = {"channels": sizes(y)[1], "channels_last": 0}
         result = self._written("ReorderOutput", [y], attributes, dims(y))
-        self._blocked[result] = y
+        result.meta[_BLOCKS] = y
         return result
 
-    def note(self, x: ir.Value, blocked: ir.Value) -> None:
-        """Remember that `blocked` is `x` in blocks."""
-        self._blocked[x] = blocked
-
-    def replace(self, old: ir.Value, blocked: ir.Value) -> None:
-        """Replace `old` by `blocked`, the same value in blocks."""
-        blocked.shape = old.shape
-        self.replace_plain(old, self.plain(blocked))
-
-    def replace_plain(self, old: ir.Value, new: ir.Value) -> None:
-        """Replace `old` by `new`, the same value in the plain layout."""
-        self.op.set_type_like(new, old)
-        ir.convenience.replace_all_uses_with(old, new)
-        self._replaced[old] = new
-
-    def current(self, x: ir.Value) -> ir.Value:
-        """Return what replaces `x`, or `x` itself."""
-        while x in self._replaced:
-            x = self._replaced[x]
-        return x
+    def note(self, x: ir.Value, blocked: ir.Value) -> bool:
+        """Note that `blocked` is `x` in blocks; return whether that is news."""
+        known = _BLOCKS in x.meta
+        x.meta.setdefault(_BLOCKS, blocked)
+        return not known
 
     def cells(self, x: ir.Value) -> ir.Value:
         """Return `x`, which is in blocks, as the tensor (N, C / block, H, W, block)."""
@@ -236,6 +234,7 @@ class Layout:
     def _written(
         self, op_type: str, inputs: list[Any], attributes: dict[str, Any], shape: Dims | None
     ) -> ir.Value:
+        self.op.root.graph.opset_imports.setdefault(DOMAIN, 1)
         y = self.op.emit(op_type, inputs, attributes, domain=DOMAIN)
         y.type = ir.TensorType(ir.DataType.FLOAT)
         y.shape = None if shape is None else ir.Shape(shape)

@@ -5,32 +5,68 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import Dims, constant, dims, equal, static
 from onnxgrad.native.blocked_layout import Layout, sizes
+from onnxgrad.native.phases import BLOCKS
 
 _FLOAT = ir.DataType.FLOAT
 
 
-def between_convolutions(layout: Layout, node: ir.Node) -> None:
-    """Rewrite a node whose operands are in blocks already, if it has a form for blocks."""
-    y, first = node.outputs[0], next(iter(node.inputs), None)
-    if node.domain or first is None or not _all_in_blocks(layout, node):
-        return
-    real = all(v is None or v.dtype == _FLOAT for v in (*node.inputs, y))
-    axis = node.attributes.get_int("axis", 0)
-    if node.op_type == "ReduceSum":
-        _sum_per_channel(layout, node, first)
-    elif node.op_type == "BatchNormalization" and real:
-        _normalization(layout, node, first)
-    elif node.op_type == "Concat" and axis in (1, -3):
-        if all(v is not None and layout.has(v) for v in node.inputs):
-            _on_blocks(layout, node, y)
-    elif any(_is_per_channel(v, dims(y)) for v in node.inputs):
-        if real and node.op_type in ("Add", "Mul", "Sub"):
-            _per_channel(layout, node)
-    elif node.op_type in ELEMENTWISE and all(_keeps_order(v, dims(y)) for v in node.inputs):
-        _on_blocks(layout, node, y)
+@rewrites(*ELEMENTWISE, group=BLOCKS)
+def elementwise(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """An elementwise operator, also with one number for each channel."""
+    layout, y = Layout(op), node.outputs[0]
+    if not _all_in_blocks(layout, node):
+        return None
+    if any(_is_per_channel(v, dims(y)) for v in node.inputs):
+        real = all(v is None or v.dtype == _FLOAT for v in (*node.inputs, y))
+        return _per_channel(layout, node) if real else None
+    return _on_blocks(layout, node) if all(_keeps_order(v, dims(y)) for v in node.inputs) else None
+
+
+@rewrites("Concat", group=BLOCKS)
+def concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A Concat of channels."""
+    layout, axis = Layout(op), node.attributes.get_int("axis", 0)
+    images = [v for v in node.inputs if v is not None and layout.has(v)]
+    return _on_blocks(layout, node) if axis in (1, -3) and len(images) == len(node.inputs) else None
+
+
+@rewrites("BatchNormalization", group=BLOCKS)
+def normalization(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A BatchNormalization in inference form is a convolution of 1 x 1."""
+    layout, (x, scale, bias, mean, var) = Layout(op), node.inputs
+    if len(node.outputs) > 1 or node.attributes.get_int("training_mode", 0) == 1:
+        return None
+    if (
+        x is None
+        or not layout.has(x)
+        or not all(v is not None and v.dtype == _FLOAT for v in node.inputs)
+    ):
+        return None
+    epsilon = node.attributes.get_float("epsilon", 1e-5)
+    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
+    return _affine(layout, x, factor, op.Sub(bias, op.Mul(mean, factor)))
+
+
+@rewrites("ReduceSum", group=BLOCKS)
+def sum_per_channel(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A sum over batch and pixels is a sum over the batch of the means of images."""
+    layout, x, y = Layout(op), node.inputs[0], node.outputs[0]
+    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    pixels = static(sizes(x)[2:])
+    if x is None or axes is None or not pixels or x.dtype != _FLOAT or y.shape is None:
+        return None
+    if not layout.has(x) or sorted(int(a) % 4 for a in axes.ravel()) != [0, 2, 3]:
+        return None
+    channels = sizes(x)[1]
+    means = layout.mean_of_pixels(layout.blocked(x))
+    total = op.Mul(op.ReduceSum(means, [0], keepdims=0), float(pixels[0] * pixels[1]))
+    shape = [1, channels, 1, 1] if node.attributes.get_int("keepdims", 1) else [channels]
+    return [layout.view(total, shape)]
 
 
 def _all_in_blocks(layout: Layout, node: ir.Node) -> bool:
@@ -59,20 +95,19 @@ def _is_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
     return own in ((shape[1], 1, 1), (1, shape[1], 1, 1))
 
 
-def _on_blocks(layout: Layout, node: ir.Node, y: ir.Value) -> None:
+def _on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
     """Apply the operator of `node` to its operands in blocks."""
+    y = node.outputs[0]
     joined = _joined(layout, node) if node.op_type in ("Add", "Relu") else None
     if joined is not None:
-        layout.replace(y, joined)
-        return
+        return [layout.plain(joined, y)]
     inputs = [layout.blocked(v) if v is not None and layout.has(v) else v for v in node.inputs]
     attributes = {a.name: a.value for a in node.attributes.values()}
-    result = layout.op.emit(node.op_type, inputs, attributes)
-    layout.op.set_type_like(result, y)
+    result = layout.op.set_type_like(layout.op.emit(node.op_type, inputs, attributes), y)
     if y.dtype == _FLOAT:
-        layout.replace(y, result)
-    else:  # a mask cannot be reordered; the plain one is removed if nothing reads it
-        layout.note(y, result)
+        return [layout.plain(result, y)]
+    # a mask cannot be reordered; the plain one is removed if nothing reads it
+    return [y] if layout.note(y, result) else None
 
 
 def _joined(layout: Layout, node: ir.Node) -> ir.Value | None:
@@ -93,58 +128,29 @@ def _joined(layout: Layout, node: ir.Node) -> ir.Value | None:
     return None
 
 
-def _per_channel(layout: Layout, node: ir.Node) -> None:
+def _per_channel(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
     """Write a sum, difference or product with a number per channel as a convolution of 1 x 1."""
-    op, y, (a, b) = layout.op, node.outputs[0], node.inputs
+    op, y = layout.op, node.outputs[0]
+    if node.op_type not in ("Add", "Mul", "Sub"):
+        return None
+    a, b = node.inputs
     left = _is_per_channel(a, dims(y))
     x, other = (b, a) if left else (a, b)
     if x is None or other is None or not layout.has(x) or not equal(dims(x), dims(y)):
-        return
+        return None
     numbers = layout.view(other, [sizes(y)[1]])
     if node.op_type == "Mul":
-        _affine(layout, y, x, numbers, None)
-    elif node.op_type == "Add":
-        _affine(layout, y, x, None, numbers)
-    elif left:
-        _affine(layout, y, x, _filled(layout, x, -1), numbers)
-    else:
-        _affine(layout, y, x, None, op.Neg(numbers))
-
-
-def _normalization(layout: Layout, node: ir.Node, x: ir.Value) -> None:
-    """Write a BatchNormalization in inference form as a convolution of 1 x 1."""
-    y, op = node.outputs[0], layout.op
-    _, scale, bias, mean, var = node.inputs
-    if len(node.outputs) > 1 or node.attributes.get_int("training_mode", 0) == 1:
-        return
-    epsilon = node.attributes.get_float("epsilon", 1e-5)
-    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
-    _affine(layout, y, x, factor, op.Sub(bias, op.Mul(mean, factor)))
+        return _affine(layout, x, numbers, None)
+    if node.op_type == "Add":
+        return _affine(layout, x, None, numbers)
+    if left:
+        minus = op.const(np.full(sizes(x)[1], -1, np.float32))
+        return _affine(layout, x, minus, numbers)
+    return _affine(layout, x, None, op.Neg(numbers))
 
 
 def _affine(
-    layout: Layout, y: ir.Value, x: ir.Value, factor: ir.Value | None, bias: ir.Value | None
-) -> None:
-    """Replace `y` by x * factor + bias, which are numbers per channel."""
-    layout.replace(y, layout.affine(layout.blocked(x), factor, bias))
-
-
-def _filled(layout: Layout, x: ir.Value, number: float) -> ir.Value:
-    """Return `number` for each channel of `x`."""
-    return layout.op.const(np.full(sizes(x)[1], number, np.float32))
-
-
-def _sum_per_channel(layout: Layout, node: ir.Node, x: ir.Value) -> None:
-    """Write a sum over batch and pixels as a sum over the batch of the means of images."""
-    y, op = node.outputs[0], layout.op
-    axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
-    pixels = static(sizes(x)[2:])
-    if axes is None or pixels is None or x.dtype != _FLOAT or y.shape is None:
-        return
-    if sorted(int(a) % 4 for a in axes.ravel()) != [0, 2, 3]:
-        return
-    channels = sizes(x)[1]
-    means = layout.mean_of_pixels(layout.blocked(x))
-    total = op.Mul(op.ReduceSum(means, [0], keepdims=0), float(pixels[0] * pixels[1]))
-    shape = [1, channels, 1, 1] if node.attributes.get_int("keepdims", 1) else [channels]
-    layout.replace_plain(y, layout.view(total, shape))
+    layout: Layout, x: ir.Value, factor: ir.Value | None, bias: ir.Value | None
+) -> list[ir.Value]:
+    """Return x * factor + bias, which are numbers per channel, in the plain layout."""
+    return [layout.plain(layout.affine(layout.blocked(x), factor, bias), x)]

@@ -6,15 +6,14 @@ to 64 x 64 on one thread, where the two products take 2 ms.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims
-from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.model.draft import Draft
+from onnxgrad.native.phases import NODES
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
@@ -27,39 +26,14 @@ _OPTIONS = (
 )
 
 
-def cubic_by_products(op: Emit, target: Any) -> None:
-    """Rewrite cubic `Resize` nodes of images whose lengths are static."""
-    for node in list(op.graph):
-        if node.op_type == "Resize" and not node.domain and _is_covered(node):
-            y = node.outputs[0]
-            with op.at(node):
-                resized = _resized(op, node)
-            if resized is not None:
-                ir.convenience.replace_all_uses_with(y, op.set_type_like(resized, y))
-    if op.wrote:
-        drop_unused(op.graph)
-
-
-def _is_covered(node: ir.Node) -> bool:
-    get, y = node.attributes, node.outputs[0]
-    return (
-        node.inputs[0] is not None
-        and node.inputs[0].dtype == ir.DataType.FLOAT
-        and get.get_string("mode", "nearest") == "cubic"
-        and get.get_string("coordinate_transformation_mode", "") != "tf_crop_and_resize"
-        and get.get_string("keep_aspect_ratio_policy", "stretch") == "stretch"
-        and "axes" not in get
-        and not y.is_graph_output()
-    )
-
-
-def _resized(op: Emit, node: ir.Node) -> ir.Value | None:
-    """Return the product for each of the last two axes that changes, or None if not covered."""
+@rewrites("Resize", group=NODES)
+def cubic_by_products(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A cubic `Resize` of images is a product for each of the last two axes that changes."""
     x, y = node.inputs[0], node.outputs[0]
     before, after, scales = dims(x), dims(y), _scales(node)
     if x is None or before is None or after is None or len(before) != 4 or scales is None:
         return None
-    if scales[0] != 1 or scales[1] != 1:
+    if not _is_covered(node, x) or scales[0] != 1 or scales[1] != 1:
         return None
     matrices = []
     for axis in (2, 3):
@@ -68,16 +42,25 @@ def _resized(op: Emit, node: ir.Node) -> ir.Value | None:
             return None
         if (old == new) != (scales[axis] == 1):  # onnxruntime interpolates only if others change
             return None
-        matrices.append(None if old == new else _matrix(node, old, new, scales[axis]))
-    if any(
-        m is not None and m.shape != (before[a], after[a])
-        for a, m in zip((2, 3), matrices, strict=True)
-    ):
-        return None
+        matrix = None if old == new else _matrix(node, op.opset, old, new, scales[axis])
+        if matrix is not None and matrix.shape != (old, new):
+            return None
+        matrices.append(matrix)
     high, wide = matrices
     if wide is not None:
         x = op.MatMul(x, wide)
-    return x if high is None else op.MatMul(np.ascontiguousarray(high.T), x)
+    return [x if high is None else op.MatMul(np.ascontiguousarray(high.T), x)]
+
+
+def _is_covered(node: ir.Node, x: ir.Value) -> bool:
+    get = node.attributes
+    return (
+        x.dtype == ir.DataType.FLOAT
+        and get.get_string("mode", "nearest") == "cubic"
+        and get.get_string("coordinate_transformation_mode", "") != "tf_crop_and_resize"
+        and get.get_string("keep_aspect_ratio_policy", "stretch") == "stretch"
+        and "axes" not in get
+    )
 
 
 def _scales(node: ir.Node) -> list[float] | None:
@@ -94,9 +77,9 @@ def _scales(node: ir.Node) -> list[float] | None:
     ]
 
 
-def _matrix(node: ir.Node, old: int, new: int, scale: float) -> np.ndarray:
+def _matrix(node: ir.Node, opset: int, old: int, new: int, scale: float) -> np.ndarray:
     """Return the matrix (old, new) that onnxruntime multiplies a line of elements by."""
-    draft = Draft("interpolation", opset=_opset(node))
+    draft = Draft("interpolation", opset=opset)
     eye = draft.input("eye", [1, 1, old, old])
     attributes = {k: v.value for k, v in node.attributes.items() if k in _OPTIONS}
     scales = np.array([1, 1, 1, scale], np.float32)
@@ -106,9 +89,3 @@ def _matrix(node: ir.Node, old: int, new: int, scale: float) -> np.ndarray:
     model = draft.model({"matrix": y})
     run = session(model, CPU, work=0.0).run
     return run(None, {"eye": np.eye(old, dtype=np.float32)[None, None]})[0][0, 0]
-
-
-def _opset(node: ir.Node) -> int:
-    graph = node.graph
-    assert graph is not None
-    return graph.opset_imports.get("", 18)

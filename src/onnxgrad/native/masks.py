@@ -8,63 +8,49 @@ and a Cast on one.
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import VIEWS
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, equal, static
+from onnxgrad.native.phases import NODES
 
 _FLOAT = ir.DataType.FLOAT
 _STEEP = float(np.finfo(np.float32).max)  # its product with any normal number is 4 or more
 _NEAR = 8  # nodes between a convolution and a mask
 
 
-def masks_as_factors(op: Emit, target: Any) -> None:
-    """Rewrite slopes of Relu, and gradients of Clip that come from convolutions, in place.
-
-    The results stay the same values, so that what is known of them stays valid.
-    """
-    for node in list(op.graph):
-        if node.domain or node.outputs[0].dtype != _FLOAT:
-            continue
-        with op.at(node):
-            if node.op_type == "Where":
-                _as_product(op, node)
-            elif node.op_type == "Cast" and (y := _sign_of_relu(node)) is not None:
-                _become(node, "HardSigmoid", [y], alpha=_STEEP, beta=0.0)
-
-
-def _become(node: ir.Node, op_type: str, inputs: list[ir.Value], **attributes: float) -> None:
-    node.op_type = op_type
-    node.attributes.clear()
-    node.attributes.update({k: ir.AttrFloat32(k, v) for k, v in attributes.items()})
-    node.resize_inputs(len(inputs))
-    for i, x in enumerate(inputs):
-        node.replace_input_with(i, x)
-
-
-def _sign_of_relu(node: ir.Node) -> ir.Value | None:
-    """Return y if `node` is 1 where y is not 0, and y the result of a Relu."""
+@rewrites("Cast", group=NODES)
+def relu_slope(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """1 where y is not 0, else 0, for y = Relu(x), is HardSigmoid(alpha y) with a huge alpha."""
     (mask,) = node.inputs
     cast = None if mask is None or mask.dtype != ir.DataType.BOOL else mask.producer()
-    if cast is None or cast.op_type != "Cast" or cast.domain:
+    if cast is None or cast.op_type != "Cast" or cast.domain or node.outputs[0].dtype != _FLOAT:
         return None
     (y,) = cast.inputs
     relu = None if y is None or y.dtype != _FLOAT else y.producer()
-    return y if relu is not None and relu.op_type == "Relu" and not relu.domain else None
+    if relu is None or relu.op_type != "Relu" or relu.domain:
+        return None
+    return [op.HardSigmoid(y, alpha=_STEEP, beta=0.0)]
 
 
-def _as_product(op: Emit, node: ir.Node) -> None:
-    """Rewrite the gradient of a Clip; a Where of the file may hide NaN, and 0 times it is NaN."""
+@rewrites("Where", group=NODES)
+def clip_gradient(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """Where(mask, g, 0) = g mask, for the mask of a Clip and a `g` that comes from a convolution.
+
+    A Where of the file may hide NaN, and 0 times it is NaN.
+    """
     mask, g, other = node.inputs
     if mask is None or g is None or not _is_zero(other) or not _is_inside(mask):
-        return
+        return None
     shape = dims(node.outputs[0])
-    if equal(dims(mask), shape) and equal(dims(g), shape) and _is_from_convolution(g):
-        _become(node, "Mul", [g, op.set_type_like(op.Cast(mask, to=_FLOAT), g)])
+    same = equal(dims(mask), shape) and equal(dims(g), shape)
+    if not same or g.dtype != _FLOAT or not _is_from_convolution(g):
+        return None
+    return [op.Mul(g, op.set_type_like(op.Cast(mask, to=_FLOAT), g))]
 
 
 def _is_inside(mask: ir.Value) -> bool:

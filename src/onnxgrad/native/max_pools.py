@@ -20,9 +20,10 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import POOL_GRADIENT
+from onnxgrad.graph.rewrite import current, rewrites
 from onnxgrad.graph.shapes import static
-from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.native.blocked_layout import DOMAIN, Layout, sizes
+from onnxgrad.native.phases import BLOCKS, PLAIN
 
 _FLOAT = ir.DataType.FLOAT
 _LEAST = 1 << 9  # elements of a row of the batch, from which the nodes cost less than the indices
@@ -99,24 +100,37 @@ def _read_only_by(indices: ir.Value, gradient: ir.Value) -> bool:
     return bool(users) and not indices.is_graph_output() and users <= own
 
 
-def max_pools(op: Emit, target: Any) -> None:
-    """Rewrite the pools that are not in blocks of channels."""
-    for pool in [p for p in map(pool_of, list(op.graph)) if p is not None]:
-        _plain(op, pool)
-    drop_unused(op.graph)
+def _pool_before(node: ir.Node) -> _Pool | None:
+    """Return the pool if `node` computes its gradient by indices."""
+    scatter = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] else node
+    if scatter is None or scatter.op_type not in ("MaxUnpool", "ScatterElements"):
+        return None
+    indices = scatter.inputs[1]
+    producer = None if indices is None else indices.producer()
+    if producer is not None and producer.op_type == "Reshape" and producer.inputs[0] is not None:
+        producer = producer.inputs[0].producer()
+    pool = None if producer is None else pool_of(producer)
+    return pool if pool is not None and pool.gradient is node.outputs[0] else None
 
 
-def _plain(op: Emit, pool: _Pool) -> None:
-    """Rewrite a pool in the plain layout, and its gradient."""
-    old = pool.node.outputs[0]
-    with op.at(pool.node):
-        attributes = {a.name: a.value for a in pool.node.attributes.values()}
-        y = op.set_type_like(op.MaxPool(pool.x, **attributes), old)
-    ir.convenience.replace_all_uses_with(old, y)
-    with op.at(pool.gradient.producer()):
-        dx = _on_plane(op, pool, _padded(op, pool.x, pool.padding), y)
-        dx = _cropped(op, dx, pool.x, pool.padding)
-    ir.convenience.replace_all_uses_with(pool.gradient, dx)
+@rewrites("MaxUnpool", "Reshape", group=PLAIN)
+def gradient_without_indices(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """The gradient of a pool that is not in blocks of channels."""
+    pool = _pool_before(node)
+    if pool is None:
+        return None
+    y = current(pool.node.outputs[0])
+    dx = _on_plane(op, pool, _padded(op, pool.x, pool.padding), y)
+    return [_cropped(op, dx, pool.x, pool.padding)]
+
+
+@rewrites("MaxPool", group=PLAIN)
+def pool_without_indices(op: Emit, node: ir.Node) -> list[ir.Value | None] | None:
+    """A pool whose indices nothing reads."""
+    if len(node.outputs) < 2 or node.outputs[1].uses() or node.outputs[1].is_graph_output():
+        return None
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    return [op.MaxPool(node.inputs[0], **attributes), None]
 
 
 def _padded(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels = ()) -> ir.Value:
@@ -154,39 +168,51 @@ def _on_plane(op: Emit, pool: _Pool, x: ir.Value, y: ir.Value) -> ir.Value:
     return _gradient(op, (x, y, pool.cotangent), (pooled, repeated), codes, [-1, codes.size])
 
 
-def in_blocks(layout: Layout, node: ir.Node) -> None:
-    """Rewrite a MaxPool whose input is in blocks, with its gradient."""
-    pool = pool_of(node)
+@rewrites("MaxPool", group=BLOCKS)
+def pool_in_blocks(op: Emit, node: ir.Node) -> list[ir.Value | None] | None:
+    """A pool in blocks, without the indices that only its gradient reads."""
+    pool, layout = pool_of(node), Layout(op)
     if pool is None or not layout.has(pool.x):
-        return
-    op, old, (_, channels, *_) = layout.op, node.outputs[0], sizes(pool.x)
+        return None
+    rows = zip(pool.counts, pool.strides, pool.kernel, pool.begin, pool.lengths, strict=True)
+    end = [max(0, (n - 1) * s + k - p - m) for n, s, k, p, m in rows]
+    y = _blocked_pool(op, pool, layout.blocked(pool.x), [*pool.begin, *end])
+    return [layout.plain(y, node.outputs[0]), None]
+
+
+@rewrites("MaxUnpool", "Reshape", group=BLOCKS)
+def gradient_in_blocks(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """The gradient of a pool in blocks."""
+    pool, layout = _pool_before(node), Layout(op)
+    y = None if pool is None else current(pool.node.outputs[0])
+    if pool is None or y is None or not layout.has(y) or not layout.has(pool.x):
+        return None
+    channels, inner = sizes(pool.x)[1], [0]
     whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
 
-    def pooled(v: ir.Value, pads: Pixels = (0, 0, 0, 0)) -> ir.Value:
-        windows = {"kernel_shape": pool.kernel, "strides": pool.strides, "pads": pads}
-        y = op.emit("MaxPool", [v], windows, domain=DOMAIN)
-        y.type, y.shape = old.type, old.shape
-        return y
-
-    def codes(v: ir.Value) -> ir.Value:
-        return pooled(op.Reshape(v, [-1, channels, *whole]))
+    def pooled(v: ir.Value) -> ir.Value:
+        return _blocked_pool(op, pool, op.Reshape(v, [-1, channels, *whole]))
 
     def repeated(v: ir.Value) -> ir.Value:
         image = op.Reshape(v, [-1, channels, *pool.counts])
         y = op.emit("Upsample", [image], {"scales": [1, 1, *pool.strides]}, domain=DOMAIN)
-        y.type = old.type
+        y.dtype = _FLOAT
         return y
 
-    rows = zip(pool.counts, pool.strides, pool.kernel, pool.begin, pool.lengths, strict=True)
-    end = [max(0, (n - 1) * s + k - p - m) for n, s, k, p, m in rows]
-    y = pooled(layout.blocked(pool.x), [*pool.begin, *end])
-    layout.replace(old, y)
-    with op.at(pool.gradient.producer()):
-        x, numbers = layout.cells(layout.blocked(pool.x)), _codes(pool, layout.block)
-        values = (_padded(op, x, pool.padding, [0]), y, layout.blocked(pool.cotangent))
-        dx = _gradient(op, values, (codes, repeated), numbers, [-1, numbers.size])
-        dx = _cropped(op, dx, x, pool.padding, [0])
-        layout.replace(pool.gradient, layout.view(dx, [0, channels, *pool.lengths]))
+    x, codes = layout.cells(layout.blocked(pool.x)), _codes(pool, layout.block)
+    values = (
+        _padded(op, x, pool.padding, inner),
+        layout.blocked(y),
+        layout.blocked(pool.cotangent),
+    )
+    dx = _gradient(op, values, (pooled, repeated), codes, [-1, codes.size])
+    dx = _cropped(op, dx, x, pool.padding, inner)
+    return [layout.plain(layout.view(dx, [0, channels, *pool.lengths]), node.outputs[0])]
+
+
+def _blocked_pool(op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)) -> ir.Value:
+    windows = {"kernel_shape": pool.kernel, "strides": pool.strides, "pads": pads}
+    return op.set_type_like(op.emit("MaxPool", [x], windows, domain=DOMAIN), pool.node.outputs[0])
 
 
 def _gradient(

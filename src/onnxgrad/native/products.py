@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import coefficient, dims
+from onnxgrad.native.phases import NODES
 
 # Rows and columns of aT b from which a transposed copy of a pays: the kernel transposes a anew for
 # every 128 columns. Measured with 1 thread: 0.73-0.88 of the time of these products, 0.93-0.96 of a
@@ -17,23 +17,19 @@ _COPIED = 1 << 25  # bytes of a copy, at most
 _PLAIN = {"transB": 0, "alpha": 1.0, "beta": 1.0}
 
 
-def transposed_operands(op: Emit, target: Any) -> None:
-    """Let Gemm nodes for aT b, the gradients of weights, read a transposed copy of a.
+@rewrites("Gemm", group=NODES)
+def transposed_operand(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """aT b, the gradient of a weight, reads a transposed copy of a.
 
     onnxruntime would fuse a Transpose of two axes back into the Gemm.
     """
-    for node in list(op.graph):
-        if not _is_wide(node) or _bytes(node.inputs[0], target.rows) > _COPIED:
-            continue
-        a, b = node.inputs
-        assert a is not None
-        rows = op.dim(a, 1)
-        with op.at(node):
-            copy = op.Transpose(op.Reshape(a, [1, -1, rows]), perm=[0, 2, 1])
-            y = op.Gemm(op.Reshape(copy, [rows, -1]), b)
-        op.set_type_like(y, node.outputs[0])
-        ir.convenience.replace_all_uses_with(node.outputs[0], y, replace_graph_outputs=True)
-        op.graph.remove(node, safe=True)
+    if not _is_wide(node) or _bytes(node.inputs[0], op.target.rows) > _COPIED:
+        return None
+    a, b = node.inputs
+    assert a is not None
+    rows = op.dim(a, 1)
+    copy = op.Transpose(op.Reshape(a, [1, -1, rows]), perm=[0, 2, 1])
+    return [op.Gemm(op.Reshape(copy, [rows, -1]), b)]
 
 
 def _bytes(a: ir.Value | None, rows: int) -> int:
@@ -47,7 +43,7 @@ def _bytes(a: ir.Value | None, rows: int) -> int:
 def _is_wide(node: ir.Node) -> bool:
     """Return whether `node` is the product aT b, in float32, with many rows and columns."""
     attributes = {name: a.value for name, a in node.attributes.items()}
-    if node.op_type != "Gemm" or node.domain or len(node.inputs) != 2:
+    if len(node.inputs) != 2:
         return False
     if attributes.pop("transA", 0) != 1 or any(attributes[n] != _PLAIN[n] for n in attributes):
         return False

@@ -6,32 +6,22 @@ one for each row. On several threads ScatterND loses sums where an index occurs 
 
 from __future__ import annotations
 
-from typing import Any
-
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, static
+from onnxgrad.native.phases import NODES
 
 
-def scatter_rows(op: Emit, target: Any) -> None:
-    """Let ScatterND add the rows that a ScatterElements adds along the first axis."""
-    if target.threads != 1:
-        return
-    for node in list(op.graph):
-        if node.domain or node.op_type != "ScatterElements":
-            continue
-        if (rows := _rows(node)) is None:
-            continue
-        with op.at(node):
-            x, _, u = node.inputs
-            rows = rows if rows.dtype == ir.DataType.INT64 else op.Cast(rows, to=ir.DataType.INT64)
-            y = op.ScatterND(x, op.Reshape(rows, [-1, 1]), u, reduction="add")
-        (old,) = node.outputs
-        op.set_type_like(y, old)
-        y.name, old.name = old.name, None
-        ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-        op.graph.remove(node, safe=True)
+@rewrites("ScatterElements", group=NODES)
+def scattered_rows(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """ScatterND adds the rows that a ScatterElements adds along the first axis."""
+    if op.target.threads != 1 or (rows := _rows(node)) is None:
+        return None
+    x, _, u = node.inputs
+    rows = op.Cast(rows, to=ir.DataType.INT64)
+    return [op.ScatterND(x, op.Reshape(rows, [-1, 1]), u, reduction="add")]
 
 
 def _rows(node: ir.Node) -> ir.Value | None:

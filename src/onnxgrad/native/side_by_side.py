@@ -7,39 +7,32 @@ onnxruntime multiplies matrices image by image, and prepares the weight for each
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import static
-from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.native.blocked_layout import sizes
+from onnxgrad.native.phases import PLAIN
 
 FEW = 16  # pixels, from which one image is enough for a product of matrices
 
 
-def images_side_by_side(op: Emit, target: Any) -> None:
-    """Rewrite convolutions of few pixels into one of a wide image."""
-    for node in list(op.graph):
-        if node.op_type in ("Conv", "ConvTranspose") and not node.domain:
-            with op.at(node):
-                _rewrite(op, node)
-    drop_unused(op.graph)
-
-
-def _rewrite(op: Emit, node: ir.Node) -> None:
+@rewrites("Conv", "ConvTranspose", group=PLAIN)
+def images_side_by_side(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A convolution of images of few pixels is one of a wide image."""
     (y,), (x, w) = node.outputs, node.inputs[:2]
     if x is None or w is None:
-        return
+        return None
     lengths, counts, kernel = (static(sizes(v)[2:]) for v in (x, y, w))
-    if not (lengths and counts and kernel and len(lengths) == 2) or y.is_graph_output():
-        return
+    if not (lengths and counts and kernel and len(lengths) == 2):
+        return None
     get, auto = node.attributes.get_ints, node.attributes.get_string("auto_pad", "NOTSET")
     if prod(lengths) >= FEW or node.attributes.get_int("group", 1) > 1 or auto != "NOTSET":
-        return
+        return None
     if "output_shape" in node.attributes or sizes(x)[0] == 1:
-        return
+        return None
     (_, s), (_, d) = get("strides", (1, 1)), get("dilations", (1, 1))
     top, left, bottom, _ = get("pads", (0,) * 4)
     extent = (kernel[1] - 1) * d + 1
@@ -51,7 +44,7 @@ def _rewrite(op: Emit, node: ir.Node) -> None:
         pitch = -(-max(before + left, reach, after * s) // s) * s
         result_pitch = pitch // s
         if right < 0:
-            return
+            return None
     else:
         before, after = counts[1], lengths[1]
         reach = (after - 1) * s + extent - left
@@ -59,7 +52,7 @@ def _rewrite(op: Emit, node: ir.Node) -> None:
         result_pitch = pitch * s
         added = (*get("output_padding", (0, 0)),)
         if -right >= s:
-            return
+            return None
         attributes["output_padding"] = [added[0], max(-right, 0)]
     attributes["pads"] = [top, left, bottom, max(right, 0)]
     wide = _joined(op, x, pitch)
@@ -69,9 +62,7 @@ def _rewrite(op: Emit, node: ir.Node) -> None:
     split = op.Reshape(result, op.vector(rows, counts[0], images, result_pitch))
     if result_pitch > counts[1]:
         split = op.Slice(split, [0], [counts[1]], [3])
-    new = op.set_type_like(op.Transpose(split, perm=[2, 0, 1, 3]), y)
-    new.meta.update(y.meta)
-    ir.convenience.replace_all_uses_with(y, new)
+    return [op.Transpose(split, perm=[2, 0, 1, 3])]
 
 
 def _joined(op: Emit, x: ir.Value, pitch: int) -> ir.Value:

@@ -12,30 +12,33 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
-from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.native.phases import WIDTH
 
 _WIDTH = 64
 
 
-def narrow(op: Emit, target: Any) -> None:
-    """Rewrite each `Split` and `Concat` of more than 64 parts as a tree."""
-    for node in list(op.graph):
-        wide = max(len(node.inputs), len(node.outputs)) > _WIDTH
-        if node.domain or not wide or any(y.is_graph_output() for y in node.outputs):
-            continue
-        axis = node.attributes.get_int("axis", 0)
-        with op.at(node):
-            if node.op_type == "Concat":
-                parts = [_concatenated(op, list(node.inputs), axis)]
-            elif node.op_type == "Split" and (sizes := _lengths(node, axis)) is not None:
-                parts = _split(op, node.inputs[0], sizes, axis)
-            else:
-                continue
-        for y, part in zip(node.outputs, parts, strict=True):
-            ir.convenience.replace_all_uses_with(y, op.set_type_like(part, y))
-    if op.wrote:
-        drop_unused(op.graph)
+@rewrites("Concat", group=WIDTH)
+def narrow_concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A Concat of more than 64 parts is a tree of Concats."""
+    parts: list[Any] = list(node.inputs)
+    if len(parts) <= _WIDTH:
+        return None
+    axis = node.attributes.get_int("axis", 0)
+    while len(parts) > _WIDTH:
+        groups = (parts[i : i + _WIDTH] for i in range(0, len(parts), _WIDTH))
+        parts = [op.Concat(*group, axis=axis) for group in groups]
+    return [op.Concat(*parts, axis=axis)]
+
+
+@rewrites("Split", group=WIDTH)
+def narrow_split(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """A Split into more than 64 parts is a tree of Splits."""
+    axis = node.attributes.get_int("axis", 0)
+    if len(node.outputs) <= _WIDTH or (sizes := _lengths(node, axis)) is None:
+        return None
+    return _split(op, node.inputs[0], sizes, axis)
 
 
 def _lengths(split: ir.Node, axis: int) -> np.ndarray | None:
@@ -45,13 +48,6 @@ def _lengths(split: ir.Node, axis: int) -> np.ndarray | None:
     shapes = [dims(y) for y in split.outputs]
     lengths = static(tuple(None if shape is None else shape[axis] for shape in shapes))
     return None if lengths is None else np.array(lengths)
-
-
-def _concatenated(op: Emit, parts: list[Any], axis: int) -> ir.Value:
-    while len(parts) > _WIDTH:
-        groups = (parts[i : i + _WIDTH] for i in range(0, len(parts), _WIDTH))
-        parts = [op.Concat(*group, axis=axis) for group in groups]
-    return op.Concat(*parts, axis=axis)
 
 
 def _split(op: Emit, v: Any, sizes: np.ndarray, axis: int) -> list[ir.Value]:

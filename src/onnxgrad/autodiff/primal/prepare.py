@@ -261,7 +261,7 @@ def _with_shapes(table: Table, opset: int, done: set[ir.Node], ranks: bool) -> T
     """Return rewrites that infer the shapes before a node first, and with `ranks` wait for them."""
 
     def after_inference(function: Rewrite) -> Rewrite:
-        def apply(op: Emit, node: ir.Node) -> Sequence[ir.Value] | None:
+        def apply(op: Emit, node: ir.Node) -> Sequence[ir.Value | None] | None:
             infer_behind(node, opset, done)
             if ranks and node.domain and rank(node.inputs[0]) is None:
                 return None

@@ -241,7 +241,8 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     if node.attributes.get_int("training_mode", 0):
         gradients = _training_gradients(op, node, axes, x, scale, bias, *gs)
         if g_mean is None and g_variance is None:
-            node.outputs[0].meta[NORM_GRADIENT] = (g, *gradients[:3])
+            for wanted, v in zip(("x", "scale", "bias"), gradients, strict=False):
+                v.meta[NORM_GRADIENT] = (wanted, node.outputs[0], g)
         return narrowed(op, gradients, node.inputs)
     g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon(node)))
     slope = scale * inverse
