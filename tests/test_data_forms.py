@@ -98,6 +98,12 @@ def unbatched():
     return torch().utils.data.DataLoader(list(PAIRS), batch_size=None)
 
 
+def frames():
+    """Return a function that generates frames of pandas."""
+    pytest.importorskip("pandas")
+    return lambda: (named()[c].to_pandas() for c in CUTS)
+
+
 def hugging_face():
     return pytest.importorskip("datasets").Dataset.from_dict(table().to_pydict())
 
@@ -125,7 +131,7 @@ FORMS = {  # data, and the columns of labels
     "list of frames": lambda path: ([(frame("pandas")[["a", "b"]][c], Y[c]) for c in CUTS], None),
     "list of tables": lambda path: ([named()[c] for c in CUTS], None),
     "record batches": lambda path: (named().to_batches(SIZE), None),
-    "generator of frames": lambda path: (lambda: (named()[c].to_pandas() for c in CUTS), None),
+    "generator of frames": lambda path: (frames(), None),
     "generator": lambda path: (lambda: iter(PAIRS), None),
     "filled arrays": lambda path: (filled(), None),
     "filled dicts": lambda path: (filled_dicts, None),

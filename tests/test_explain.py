@@ -341,7 +341,6 @@ def test_no_attention():
         explain.attention_rollout(cross, feed)
 
 
-@pytest.mark.newest  # the operator
 def test_attention_inside_of_an_operator():
     model = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["": 23]> f (float[N,2,T,4] x) => (float[N,2,T,4] y)'

@@ -13,9 +13,6 @@ from pages import TUTORIALS, load
 
 SCRIPT = TUTORIALS / "explained.py"
 
-# onnxruntime 1.20 fuses Transpose and MatMul in float64, for which it has no kernel
-pytestmark = pytest.mark.newest
-
 
 @pytest.fixture(scope="module")
 def explained():

@@ -15,7 +15,6 @@ from onnxgrad import derivative_family, onnx_derivative
 from pages import code_of
 from running import run_named
 
-# onnxruntime 1.20 has no Cos in float64, which the derivative of Sin needs
 RNG = np.random.default_rng(0)
 
 

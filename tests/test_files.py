@@ -472,6 +472,11 @@ def asked(small_disk):
     os.close(keys)
 
 
+def state_of(process):
+    """Return the letter that Linux has for what a process does: S where it waits."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def test_a_user_may_type_another_path(asked, here):
     process, keys = asked
     os.write(keys, b"m.onnx\n")  # exists: asks again
@@ -501,6 +506,8 @@ def test_a_user_may_leave_the_model_where_it_is_kept(asked, answer):
     if isinstance(answer, str):
         os.write(keys, answer.encode())
     else:
+        while state_of(process) != "S":  # between prompt and answer, input() misses a signal
+            time.sleep(0.01)
         process.send_signal(answer)
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1, errors

@@ -61,7 +61,7 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("opset", [14, 18, pytest.param(26, marks=pytest.mark.newest)])  # opset
+@pytest.mark.parametrize("opset", [14, 18, 26])
 @pytest.mark.parametrize("weight", [None, "weight"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", SUMS)

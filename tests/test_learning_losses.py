@@ -73,7 +73,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("opset", [14, 18, pytest.param(26, marks=pytest.mark.newest)])  # opset
+@pytest.mark.parametrize("opset", [14, 18, 26])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("columns", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)

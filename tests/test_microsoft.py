@@ -294,7 +294,9 @@ def test_tables_of_a_rotation_are_no_weights():
         ("com.microsoft.DynamicQuantizeMatMul(x, w)", "quantiz"),
         ("com.microsoft.Inverse(x)", "ORT_ENABLE_BASIC at most"),
         ("com.microsoft.nchwc.Conv(x, w)", "ORT_ENABLE_EXTENDED at most"),
-        ("com.microsoft.Attention<num_heads=2, do_rotary=1>(x, w)", "no kernel for do_rotary"),
+        pytest.param(  # onnxruntime 1.31 ends the process
+            "com.microsoft.Attention<num_heads=2, do_rotary=1>(x, w)", "no kernel for do_rotary",
+            marks=pytest.mark.newest),
         ("com.microsoft.MultiHeadAttention<num_heads=2>(x, x, x, , , , , , i, x)", "beam search"),
         ("com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2, sliding_window_cache=1>"
          "(x, w, w, w, w, i, i)", "ring of rows; use the model without cache"),

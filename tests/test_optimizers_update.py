@@ -138,9 +138,10 @@ def test_blocks_of_a_trainer(name, monkeypatch):
         assert not np.array_equal(w, weights(model)[n])
 
 
+# w0 is behind the sum: onnxruntime 1.31 rounds the scalar factor of a product to float32
 RANKS = """<ir_version: 9, opset_import: ["": 20]>
     f (double[N, 6] x) => (double[N, 3] y) {
-        a = MatMul(x, t2)  n = Mul(a, w0)  b = Add(n, w1)  h = Tanh(b)
+        a = MatMul(x, t2)  b = Add(a, w1)  n = Mul(b, w0)  h = Tanh(n)
         i = Reshape(h, pairs)  c = MatMul(i, w4)  j = Reshape(c, rows)
         k = MatMul(j, t3)  y = Reshape(k, out) }"""
 OF_RANK = {"w0": (), "w1": (4,), "t2": (6, 4), "t3": (1, 4, 3), "w4": (1, 2, 2, 2)}

@@ -114,7 +114,7 @@ def trained(rows: int, call: str, **options) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("call", ["fit", "partial_fit"])
 @pytest.mark.parametrize("rows", [800, 900, 250])  # a shorter last batch, one shorter batch
-@pytest.mark.parametrize("recompute", ["none", pytest.param("all", marks=pytest.mark.newest)])
+@pytest.mark.parametrize("recompute", ["none", "all"])
 def test_sessions_for_fixed_lengths_train_alike(rows, call, recompute, monkeypatch):
     own = trained(rows, call, recompute=recompute)
     monkeypatch.setattr(sessions, "COPIED", -1)  # one session for all lengths

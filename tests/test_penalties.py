@@ -160,7 +160,7 @@ def ortvalue(array):
     return ort.OrtValue.ortvalue_from_numpy(array)
 
 
-@pytest.mark.parametrize("opset", [14, 18, pytest.param(26, marks=pytest.mark.newest)])  # opset
+@pytest.mark.parametrize("opset", [14, 18, 26])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
 @pytest.mark.parametrize(
     ("choice", "pairs"),  # (l1, l2) of each weight

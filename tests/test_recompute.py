@@ -23,8 +23,6 @@ from onnxgrad.training.setup import Setup
 ROWS = 24
 MODES = ("none", "cheap", "all")
 
-pytestmark = pytest.mark.newest  # onnxruntime 1.31
-
 
 def parse(text: str, weights: dict[str, tuple[int, ...]], opset: int = 20) -> onnx.ModelProto:
     """Return a model whose weights are drawn; variances are positive."""

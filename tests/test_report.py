@@ -214,7 +214,6 @@ def test_rows_of_a_held_out_share_have_their_own_numbers(tmp_path):
     assert max(row["row"] for row in found["worst"]) >= 27
 
 
-@pytest.mark.newest  # which operators onnxruntime joins
 def test_operators_are_those_of_a_step(tmp_path):
     trained(tmp_path)
     rows = {row[0]: row for row in recorded(tmp_path)["operators"]["rows"]}

@@ -38,7 +38,6 @@ def test_script_has_a_title_and_text(path):
     assert re.search(r"^# %%\n# \w", path.read_text(), re.MULTILINE)
 
 
-@pytest.mark.newest  # the numbers of nodes depend on the newest opset of onnx
 def test_picture_of_the_idea_is_that_of_today(monkeypatch):
     """If this fails, run `python docs/idea.py`."""
     monkeypatch.syspath_prepend(str(DOCS))

@@ -11,9 +11,6 @@ import onnxruntime as ort
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import CPU, Device
 
-# Before 1.31, the outputs belong to the binding, and change when it runs again.
-_OUTPUTS_STAY = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 31)
-
 
 class Binding:
     """Runs a session on arrays and OrtValues, without copying those that are on its device.
@@ -35,8 +32,6 @@ class Binding:
         into: Mapping[str, np.ndarray] | None = None,
     ) -> list[ort.OrtValue]:
         """Return the outputs of these names, on the device; those of `into` in that memory."""
-        if not _OUTPUTS_STAY:
-            self._binding, self._bound = self._session.io_binding(), {}
         for name, value in inputs.items():
             self._bind(name, value)
         self._binding.clear_binding_outputs()  # outputs returned before keep their memory

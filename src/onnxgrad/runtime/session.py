@@ -26,7 +26,6 @@ from onnxgrad.runtime.device import Device, Provider
 WORK_PER_THREAD = 1e6
 # how many processes of this machine share its cores: torchrun, Open MPI, MPICH
 _SHARED = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-_HAS_FOLDER_OPTION = tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 21)
 _FOLDER = "session.model_external_initializers_file_folder_path"
 _FOLDING = "optimization.constant_folding_max_output_size_in_bytes"
 _FOLDED = 1 << 18  # bytes
@@ -161,10 +160,9 @@ def loaded(model: ModelProto, options: ort.SessionOptions, **more: Any) -> ort.I
             data = Path(folder).resolve() / "data"
             model = external.written_out(model, data, data)
         if files := {file: file.resolve() for file in external.files_of(model)}:
-            if _HAS_FOLDER_OPTION:  # older versions accept absolute paths
-                home = os.path.commonpath([file.parent for file in files.values()])
-                model = external.relocated(model, lambda file: files[file].relative_to(home))
-                options.add_session_config_entry(_FOLDER, home)
+            home = os.path.commonpath([file.parent for file in files.values()])
+            model = external.relocated(model, lambda file: files[file].relative_to(home))
+            options.add_session_config_entry(_FOLDER, home)
             options.add_session_config_entry("session.disable_prepacking", "1")
             more["disabled_optimizers"] = [*more.get("disabled_optimizers", ()), "ConstantFolding"]
         try:

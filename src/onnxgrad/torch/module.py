@@ -9,20 +9,13 @@ from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 from onnx import ModelProto
-from onnxruntime.capi.onnxruntime_pybind11_state import OrtValueVector
 
 try:
     import torch
     from torch import Tensor, nn
 except ImportError as e:
     raise ImportError("onnxgrad.torch needs PyTorch: pip install 'onnxgrad[torch]'") from e
-if not hasattr(OrtValueVector, "to_dlpacks"):
-    raise ImportError(
-        "onnxgrad.torch needs onnxruntime 1.21 or later, the first that takes tensors by DLPack, "
-        f"not {ort.__version__}: pip install 'onnxgrad[torch]'"
-    )
 
 from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.partition import RECOMPUTE
@@ -85,7 +78,7 @@ class OnnxModule(nn.Module):
             `recompute`, an input of a type that PyTorch does not have, or a model without any
             output of numbers.
         ModelError: `model` cannot be read.
-        ImportError: PyTorch is not installed, or onnxruntime is older than 1.21.
+        ImportError: PyTorch is not installed.
 
     Examples:
         >>> import onnx, torch

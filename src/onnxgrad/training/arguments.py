@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 
 from onnxgrad.errors import unknown
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
@@ -15,8 +14,6 @@ from onnxgrad.runtime.values import to_numpy
 from onnxgrad.schedules.base import Schedule, select as select_schedule
 from onnxgrad.schedules.epochwise import BaseLearningRate, LearningRateSGDNesterov
 from onnxgrad.training.state import INITS
-
-_RECOMPUTES = (1, 31)  # the first onnxruntime that runs every step that computes values again
 
 
 def check_arguments(trainer: Any) -> None:
@@ -45,18 +42,6 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
     if value not in choices:
         raise unknown(name, value, choices)
     return value
-
-
-def check_recompute(recompute: Any, choices: Sequence[str]) -> str:
-    """Return `recompute`, or raise `ValueError` if it is none of the choices, or cannot run."""
-    check_choice("recompute", recompute, choices)
-    version = tuple(map(int, ort.__version__.split(".")[:2]))
-    if recompute != "none" and version < _RECOMPUTES:  # older ones fail in a Reshape of the step
-        raise ValueError(
-            f"recompute={recompute!r} needs onnxruntime 1.31 or later, not {ort.__version__}: "
-            "update it, or use recompute='none'"
-        )
-    return recompute
 
 
 def select_rate(rate: Any) -> Schedule | BaseLearningRate:

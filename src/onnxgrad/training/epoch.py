@@ -30,10 +30,6 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
         to_native(body, target)
     count = len(step.carried)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
-    for value in list(body.initializers.values()):
-        if isinstance(value.const_value, ir.ExternalTensor):
-            # onnxruntime before 1.21 reads data from files for the outermost graph only
-            graph.register_initializer(body.initializers.pop(str(value.name)))
     inputs = [
         stacked_input(v, "batches" if i >= count else None) for i, v in enumerate(body.inputs)
     ]

@@ -22,7 +22,7 @@ from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
 from onnxgrad.parallel import DataParallel
 from onnxgrad.runtime.device import Device
-from onnxgrad.training.arguments import check_choice, check_count, check_recompute, select_rate
+from onnxgrad.training.arguments import check_choice, check_count, select_rate
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset, as_dataset
@@ -89,7 +89,6 @@ class Trainer(Settings):
             what `partition` calls cheap. "all": the forward pass in segments, also products and
             convolutions, as `torch.utils.checkpoint`. A deep transformer gains most; where the
             gradient of one convolution needs more memory than all activations, "all" needs more.
-            Needs onnxruntime 1.31 or later.
         device: "cpu", "cuda" or "cuda:1".
         seed: of the order of the rows, dropout and the split of validation data.
         parallel: how several processes train this model together, each of which calls `fit`: see
@@ -152,7 +151,7 @@ class Trainer(Settings):
         self.batch_norm = check_choice("batch_norm", batch_norm, ("frozen", "train"))
         self.class_weight = class_weight
         self.batch_axes, self.carry = dict(batch_axes or {}), dict(carry or {})
-        self.recompute = check_recompute(recompute, tuple(RECOMPUTE))
+        self.recompute = check_choice("recompute", recompute, tuple(RECOMPUTE))
         self.metrics_by_output = select_metrics(metrics)
         self.metrics = [m for listed in self.metrics_by_output.values() for m in listed]
         self.callbacks = Callbacks(callbacks)

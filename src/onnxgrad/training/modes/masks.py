@@ -84,7 +84,8 @@ def _shift(op: Emit, words: ir.Value, by: int, direction: str) -> ir.Value:
 def _mixed(op: Emit, z: ir.Value) -> ir.Value:
     """Return SplitMix64's output, uint64, for counters in int64.
 
-    onnxruntime shifts unsigned integers only, and before 1.22 multiplies signed ones only.
+    onnxruntime shifts unsigned integers only, and its versions from 1.16 to 1.21, for which there
+    are artifacts, multiply signed ones only.
     """
     for shift, factor in _ROUNDS:
         z = op.Cast(_folded(op, z, shift), to=ir.DataType.INT64) * _signed(factor)
