@@ -7,6 +7,8 @@ import onnx
 import pytest
 
 from onnxgrad import DerivativeOptions, check_gradient, get_train_initializer, onnx_derivative
+from onnxgrad.autodiff.primal.prepare import prepare
+from onnxgrad.model.convert import to_proto
 from running import run_named
 from test_control import normal
 
@@ -227,3 +229,24 @@ def test_sparse_constants(where, kept, places):
     feed = {"s": S, "n": TWO}
     report = check_gradient(model, feed={x.name: feed[x.name] for x in model.graph.input})
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize(
+    "outputs", ["float[3] y, float[3] z", "float[3] z, float[3] y, float[3] y"]
+)
+@pytest.mark.parametrize(
+    "node",
+    [
+        "y = If(no) <then_branch = t () => (float[3] p) { p = Neg(X) }, "
+        "else_branch = e () => (float[3] h) <float[3] k = {3, 2, 1}> { h = Mul(X, k) }>",
+        "y = Swish(X)",
+    ],
+    ids=["static If", "lowered"],
+)
+def test_what_replaces_an_output_stands_before_its_readers(node, outputs):
+    model = onnx.parser.parse_model(f"""<ir_version: 13, opset_import: ["": 24]>
+        g (float[3] X) => ({outputs}) <bool no = {{0}}> {{
+        {node} s = Sin(y)  z = Scan<num_scan_inputs = 1, body = b (float h) => (float k)
+        {{ k = Mul(h, h) }}>(s) }}""")
+    onnx.checker.check_model(to_proto(prepare(model)), full_check=True)
+    assert check_gradient(model).ok

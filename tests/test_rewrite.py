@@ -7,7 +7,8 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad.graph.rewrite import current, rewrite
+from onnxgrad.graph.rewrite import rewrite
+from onnxgrad.graph.tidy import current
 from onnxgrad.model.convert import to_ir, to_proto
 from running import run_named
 

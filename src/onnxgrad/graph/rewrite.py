@@ -29,6 +29,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import (
+    REPLACED,
     drop_unused,
     has_name_to_keep,
     remove_node,
@@ -44,7 +45,6 @@ Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and 
 
 GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
 _ANY = "*"
-_REPLACED = "onnxgrad.replaced"  # in `meta` of a value: what a rewrite put in its place
 _MOST = 100  # rewrites for each node of a graph: some that undo each other would never end
 
 
@@ -111,7 +111,7 @@ def _apply(
     op: Emit, node: ir.Node, functions: Iterable[Rewrite], keep: Collection[str | None]
 ) -> list[ir.Node] | None:
     """Apply the first rewrite that applies; return the nodes that it writes, or None."""
-    if node.graph is not op.graph or any(_REPLACED in y.meta for y in node.outputs):
+    if node.graph is not op.graph or any(REPLACED in y.meta for y in node.outputs):
         return None  # removed meanwhile, or will be
     count = op.count
     with op.at(node):
@@ -129,14 +129,7 @@ def _apply(
             if y is not None and y is not old:
                 if y.producer() in written and None not in (old.type, old.shape):
                     op.set_type_like(y, old)
-                old.meta[_REPLACED] = replace_value(op, old, y, keep)
-        if all(_REPLACED in old.meta for old in node.outputs):
+                replace_value(op, old, y, keep)
+        if all(REPLACED in old.meta for old in node.outputs):
             remove_node(node)
     return written
-
-
-def current(x: ir.Value) -> ir.Value:
-    """Return what rewrites put in the place of `x`, or `x` itself."""
-    while _REPLACED in x.meta:
-        x = x.meta[_REPLACED]
-    return x

@@ -11,6 +11,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 _MANY = 64  # inputs of a node
+REPLACED = "onnxgrad.replaced"  # in `meta` of a value: what was put in its place
 
 
 def tidy(model: ir.Model) -> None:
@@ -52,8 +53,9 @@ def replace_node(
     op: Emit, node: ir.Node, outputs: Iterable[ir.Value], keep: Collection[str | None] = ()
 ) -> None:
     """Replace `node` by what computes `outputs`, each as `replace_value` does."""
-    for old, new in zip(node.outputs, outputs, strict=True):
-        replace_value(op, old, new, keep)
+    with op.at(node):  # copies that keep names stand before their readers
+        for old, new in zip(node.outputs, outputs, strict=True):
+            replace_value(op, old, new, keep)
     remove_node(node)
 
 
@@ -71,7 +73,15 @@ def replace_value(
         new.name, old.name = old.name, None
         new.shape, new.type = old.shape or new.shape, old.type or new.type
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    old.meta[REPLACED] = new
     return new
+
+
+def current(x: ir.Value) -> ir.Value:
+    """Return what replaces `x` now, or `x` itself."""
+    while REPLACED in x.meta:
+        x = x.meta[REPLACED]
+    return x
 
 
 def has_name_to_keep(y: ir.Value, keep: Collection[str | None] = ()) -> bool:

@@ -8,8 +8,9 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import WEIGHT_GRADIENT
-from onnxgrad.graph.rewrite import current, rewrites
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
+from onnxgrad.graph.tidy import current
 from onnxgrad.graph.traversal import depends_on
 from onnxgrad.native.blocked_gradients import Windows, correlated, transposed
 from onnxgrad.native.blocked_layout import Layout, sizes

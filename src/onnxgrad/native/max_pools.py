@@ -20,8 +20,9 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import POOL_GRADIENT
-from onnxgrad.graph.rewrite import current, rewrites
+from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import static
+from onnxgrad.graph.tidy import current
 from onnxgrad.native.blocked_layout import DOMAIN, Layout, sizes
 from onnxgrad.native.phases import BLOCKS, PLAIN
 

@@ -29,7 +29,7 @@ from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.operators import OPERATORS, operator_of
 from onnxgrad.graph.rewrite import Rewrite, Table, rewrite
 from onnxgrad.graph.shapes import is_real, rank
-from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.tidy import current, tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
@@ -147,7 +147,7 @@ def _separate_outputs(model: ir.Model, asked: _Asked) -> None:
 
 def listed_as(y: ir.Value) -> ir.Value:
     """Return the output of which `y` is a copy, if the model lists it several times; else `y`."""
-    return y.meta.get(_LISTED_AS, y)
+    return current(y.meta.get(_LISTED_AS, y))
 
 
 def _name_rows(model: ir.Model, asked: _Asked) -> None:
