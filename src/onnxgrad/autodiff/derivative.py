@@ -10,6 +10,7 @@ from enum import IntFlag
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.guards import require_equal_lengths
 from onnxgrad.autodiff.primal.prepare import listed_as, prepare
 from onnxgrad.autodiff.reverse import sweep
@@ -17,7 +18,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims, has_reals, is_real, static
-from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.tidy import current
 from onnxgrad.graph.writer import PRIMAL
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_proto
@@ -182,10 +183,10 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     results = [op.name_output(gradients[x], f"{x.name}_grad", x, protected) for x in reached]
     names = {str(x.name): str(g.name) for x, g in zip(reached, results, strict=True)}
     graph.outputs[:] = [*results, *kept] if loss is None else [*kept[:1], *results, *kept[1:]]
-    tidy(model)
+    finish(model)
     if not options & flags.KeepYieldOp:
         data = [x for x in inputs if x.name not in request.labels]
-        require_equal_lengths(graph, data, dict(zip(reached, results, strict=True)))
+        require_equal_lengths(graph, data, dict(zip(reached, map(current, results), strict=True)))
     constants.note_constants(model, proto)
     if request.note_primal:
         _note_primal(graph)

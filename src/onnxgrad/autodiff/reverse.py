@@ -66,6 +66,8 @@ def sweep(
                 if x is None or dx is None or x not in active:
                     continue
                 if isinstance(dx, Unsupported):
+                    if (before := x.producer()) and operator_of(before).no_gradient:
+                        continue
                     raise _error(node, wrt, f"no gradient for its input {x.name!r}: {dx.reason}")
                 cotangents[x].append(
                     op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx

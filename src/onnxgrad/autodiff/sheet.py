@@ -10,13 +10,14 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_constants, as_inputs, by_name, choose_inputs
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.guards import require_equal_lengths
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, is_real, rank
-from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.tidy import current, tidy
 from onnxgrad.graph.traversal import all_nodes, reads, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, to_proto
@@ -140,7 +141,9 @@ class Sheet:
         protected = {*self.graph.inputs, *self.kept}
         derivatives = [self.op.name_output(v, name, v, protected) for name, v in results]
         self.graph.outputs[:] = [*self.kept, *derivatives]
-        tidy(self.model)
+        finish(self.model)
+        self.kept = list(map(current, self.kept))
+        self.differentiated = list(map(current, self.differentiated))
         for dummy, y in self._dummies.items():
             self._replace(dummy, y)
         if self._dummies:

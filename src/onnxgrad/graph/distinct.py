@@ -44,6 +44,20 @@ def distinct_rows(i: ir.Value) -> bool:
     return all(d == 1 or axis - n in proven for axis, d in enumerate(shape[:-1]))
 
 
+def distinct_positions(i: ir.Value) -> bool:
+    """Return whether no position in the flattened tensor occurs twice in `i`.
+
+    That is so if a MaxPool whose windows do not overlap has computed them.
+    """
+    node = _producer(i)
+    if node is None or node.op_type != "MaxPool":
+        return False
+    get, kernel = node.attributes.get_ints, node.attributes.get_ints("kernel_shape", ())
+    ones = (1,) * len(kernel)
+    sizes = zip(kernel, get("strides", ones), get("dilations", ones), strict=True)
+    return all(k <= s and d == 1 for k, s, d in sizes)
+
+
 def _axis_of(v: ir.Value) -> int | None:
     """Return the only axis along which `v` varies, if it holds distinct numbers from 0 on there.
 

@@ -12,7 +12,6 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph import sequence_nodes, sequences
-from onnxgrad.graph.parts import joined
 from onnxgrad.graph.shapes import dims, equal, rank, static
 from onnxgrad.graph.writer import Writer
 
@@ -42,19 +41,6 @@ class Emit(Writer):
             node.op_type, inputs, attributes, len(node.outputs), node.domain, fresh=True
         )
         return [self.set_type_like(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
-
-    def times(self, u: ir.Value, scalar: ir.Value) -> ir.Value:
-        """Return u * scalar; where u is a product by a scalar, the scalars are multiplied first.
-
-        `scalar` may also hold one number for each element of the first axis, as (K, 1, 1).
-        """
-        node, shape = u.producer(), dims(scalar)
-        single = shape == () or (shape is not None and shape[0] != 1 and {*shape[1:]} <= {1})
-        if single and node is not None and node.op_type == "Mul" and not node.domain:
-            for x, factor in (node.inputs, node.inputs[::-1]):
-                if dims(factor) == () and len(shape or ()) <= len(dims(x) or ()) != 0:
-                    return self.Mul(x, self.Mul(factor, scalar))
-        return self.Mul(u, scalar)
 
     def expand_to(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g` broadcast to the shape of `like`; both have the same dtype."""
@@ -119,7 +105,7 @@ class Emit(Writer):
         """
         if len(terms) > 1 and sequences.is_sequence(terms[0]):
             return sequence_nodes.total(self, terms)
-        return super().total(joined(self, terms))
+        return super().total(terms)
 
     def _filled(self, number: int, x: ir.Value) -> ir.Value:
         if not isinstance(x.type, ir.TensorType):

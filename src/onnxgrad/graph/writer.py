@@ -16,13 +16,13 @@ import onnx_ir as ir
 from onnxgrad.graph import sequences
 from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import constant, dims, equal, static
-from onnxgrad.graph.simplify import simplified
+from onnxgrad.graph.simplify import equal_operand
 from onnxgrad.graph.traversal import all_names, attribute_key
 from onnxgrad.graph.types import output_shape, output_types
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
 PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate
-_OWN = "onnxgrad.own"  # in `meta` of a constant that the package wrote, and no weight of a model
+_OWN = "onnxgrad.own"  # in `meta` of a node or a constant that the package wrote
 _LAST = math.inf  # behind all nodes that are inserted before one
 _current: ContextVar[Writer] = ContextVar("emit")
 
@@ -126,14 +126,14 @@ class Writer:
         return self._before
 
     @property
-    def wrote(self) -> bool:
-        """Whether any node was written."""
-        return bool(self._written)
-
-    @property
     def written(self) -> list[ir.Node]:
         """The nodes that were written, in the order of the calls."""
         return list(self._written)
+
+    @staticmethod
+    def is_own(node: ir.Node) -> bool:
+        """Return whether the package wrote `node`, and no file did."""
+        return _OWN in node.meta
 
     def has_written(self, value: ir.Value) -> bool:
         """Return whether a node that was written computes `value`."""
@@ -180,9 +180,9 @@ class Writer:
         """Return the `outputs` outputs of a node as `emit` does; only the first has a shape."""
         values = self._operands(op_type, inputs)
         if outputs == 1 and not domain and not fresh:
-            simpler = simplified(self, op_type, values, attributes)
-            if simpler is not None:
-                return [simpler]
+            same = equal_operand(self, op_type, values, attributes)
+            if same is not None:
+                return [same]
         attrs = ir.convenience.convert_attributes(attributes)
         if fresh or op_type in RANDOM:
             return self._append(domain, op_type, values, attributes, attrs, outputs)
@@ -233,6 +233,7 @@ class Writer:
             if (place := self._places.get(self._before)) is not None:
                 self._places[node] = (*place[:-1], number, _LAST)
         self._written[node] = None
+        node.meta[_OWN] = True
         if self.primal is not None:
             node.meta[PRIMAL] = self.primal
         return list(node.outputs)

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.losses.loss_models import GRADIENT, LOSS, loss_onnx
@@ -241,7 +242,7 @@ def grad_penalty_elastic_error(
     op, x = draft.op, draft.input("X", shape)
     with op:
         summed, gradient = _penalty(op, x, l1_weight, l2_weight)
-        return draft.model({LOSS: op.Reshape(summed, []), GRADIENT: gradient})
+        return draft.model({LOSS: op.Reshape(summed, []), GRADIENT: gradient}, finish)
 
 
 def update_penalty_elastic_error(
@@ -251,7 +252,7 @@ def update_penalty_elastic_error(
     draft = Draft("update_penalty_elastic_error", opset, dtype)
     op, x = draft.op, draft.input("X", shape)
     with op:
-        return draft.model({"Y": op.set_type_like(x - _penalty(op, x, l1, l2)[1], x)})
+        return draft.model({"Y": op.set_type_like(x - _penalty(op, x, l1, l2)[1], x)}, finish)
 
 
 def n_penalty_elastic_error(
@@ -273,7 +274,9 @@ def n_penalty_elastic_error(
     weights = [draft.input(name) for name in weight_names(n_tensors)]
     with op:
         terms = [penalty(op, w, l1_weight, l2_weight) for w in weights]
-        return draft.model({"Y": op.Reshape(op.total(terms) + op.Reshape(loss, [1, 1]), [])})
+        return draft.model(
+            {"Y": op.Reshape(op.total(terms) + op.Reshape(loss, [1, 1]), [])}, finish
+        )
 
 
 def _penalty(op: Any, x: ir.Value, l1: float, l2: float) -> tuple[ir.Value, ir.Value]:

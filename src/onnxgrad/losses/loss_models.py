@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.data.fields import Field
 from onnxgrad.graph.emit import Emit
@@ -72,7 +73,7 @@ def loss_onnx(
         values = {"sum": summed, "rows": rows, "gradient": gradient}
         if "mean" in outputs.values():
             values["mean"] = summed / op.Cast(op.Size(predicted), to=draft.dtype)
-        return draft.model({name: values[quantity] for name, quantity in outputs.items()})
+        return draft.model({name: values[quantity] for name, quantity in outputs.items()}, finish)
 
 
 def checked_feed(

@@ -74,7 +74,7 @@ class Written:
         seeds: dict[ir.Value, list[ir.Value]] = {}
         with op:
             for total, scale, own in zip(self.sums, scales, self.gradients, strict=True):
-                value, g = (total, scale) if own is None else (own[0], op.times(own[1], scale))
+                value, g = (total, scale) if own is None else (own[0], op.Mul(own[1], scale))
                 seeds.setdefault(value, []).append(op.set_type_like(g, value) if own else g)
             return {value: op.total(gs) for value, gs in seeds.items()}
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto
 
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import check_options, unknown
 from onnxgrad.graph.emit import Emit
@@ -81,12 +82,20 @@ def penalty(
     if flat.shape is None:
         flat.shape = ir.Shape([1, f"elements of {w.name}"])
     terms = []
-    for coefficient, norm in ((l1, op.Abs), (l2, lambda x: x * x)):
+    for coefficient, norm in ((l1, _absolute), (l2, _squares)):
         if coefficient or (zeros and coefficient is not None):
-            summed = op.ReduceSum(norm(flat), keepdims=1)
+            summed = norm(op, flat)
             summed.shape = ir.Shape([1, 1])
             terms.append(coefficient * summed)
     return op.total(terms)
+
+
+def _absolute(op: Emit, x: ir.Value) -> ir.Value:
+    return op.ReduceSum(op.Abs(x), keepdims=1)
+
+
+def _squares(op: Emit, x: ir.Value) -> ir.Value:
+    return op.ReduceSumSquare(x, keepdims=1)
 
 
 def add_penalties(
@@ -380,9 +389,9 @@ def penalty_onnx(
         if not terms:
             return None
         if not gradient:
-            return draft.model({"Y": op.Reshape(op.total(terms), [])})
+            return draft.model({"Y": op.Reshape(op.total(terms), [])}, finish)
         gradients = sweep(op, {term: op.ones_like(term) for term in terms}, weights)
-    return draft.model({f"{w.name}_grad": g for w, g in gradients.items()})
+    return draft.model({f"{w.name}_grad": g for w, g in gradients.items()}, finish)
 
 
 def _written(op: Any, learning_penalty: BaseLearningPenalty, name: str, w: ir.Value) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,8 +69,12 @@ class Draft:
         self.op.name(str(value.name))
         self.graph.inputs.append(value)
 
-    def model(self, outputs: Mapping[str, ir.Value]) -> ModelProto:
+    def model(
+        self, outputs: Mapping[str, ir.Value], finish: Callable[[ir.Model], None] = tidy
+    ) -> ModelProto:
         """Return the model that computes `outputs`, `{name: value}`.
+
+        `finish` removes what they do not need; that of `autodiff.forms` makes gradients cheaper.
 
         Raises:
             ValueError: an output has the name of an input, or the opset lacks an operator.
@@ -84,7 +88,7 @@ class Draft:
                 )
             self.graph.outputs.append(named)
         model = ir.Model(self.graph, ir_version=8, producer_name="onnxgrad")
-        tidy(model)
+        finish(model)
         infer(model)
         for (
             value,

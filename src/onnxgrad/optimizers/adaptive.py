@@ -74,7 +74,7 @@ class ScaleByAdam(_Moments):
             v = new["largest"] = op.Max(slots["largest"], v)
         eps = _like(op, self._correction(root) * (self.eps / unit), u)
         quotient = new.get("m", u) / (op.Sqrt(v) + eps)
-        return op.times(quotient, _like(op, scale, u)), new
+        return quotient * _like(op, scale, u), new
 
     def _correction(self, root: Any) -> Any:
         """Return the factor of eps, for sqrt(1 - b2^t)."""
@@ -122,7 +122,7 @@ class ScaleByAdamax(_Moments):
         m = self._first(slots, u)
         norm = op.Max(self.b2 * slots["norm"], op.Abs(u) + self.eps)
         first = (1 - self.b1) / (1.0 - power(op, self.b1, double(op, inputs.step)))
-        return op.times(m / norm, _like(op, first, u)), {"m": m, "norm": norm}
+        return m / norm * _like(op, first, u), {"m": m, "norm": norm}
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class ScaleByRadam(_Moments):
         t = double(op, inputs.step)
         first, second = self._corrections(op, t)
         longest = 2 / (1 - self.b2) - 1
-        mean = op.times(m, _like(op, first, u))
+        mean = m * _like(op, first, u)
         if longest <= 5:  # rho stays below it
             return mean, {"m": m, "v": v}
         decayed = power(op, self.b2, t)
@@ -232,7 +232,7 @@ class ScaleByAdagrad(Optimizer):
         total = slots["sum"] + u * u
         u = u / (op.Sqrt(total) + self.eps)
         if self.lr_decay:
-            u = op.times(u, 1.0 / (1.0 + self.lr_decay * (inputs.step - 1.0)))
+            u = u * (1.0 / (1.0 + self.lr_decay * (inputs.step - 1.0)))
         return u, {"sum": total}
 
 

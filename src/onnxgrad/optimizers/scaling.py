@@ -8,7 +8,6 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.graph import shapes
 from onnxgrad.optimizers.base import (
     Inputs,
     Optimizer,
@@ -34,11 +33,8 @@ class ScaleByLearningRate(Optimizer):
     elementwise = True
 
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
-        """Write the product, of each term of a sum if they are products by scalars themselves."""
-        node, rate = u.producer(), inputs.minus_learning_rate
-        if node is not None and node.op_type == "Add" and all(map(_is_scaled, node.inputs)):
-            return op.Add(*(op.times(term, rate) for term in node.inputs)), {}
-        return op.times(u, rate), {}
+        """Write the product."""
+        return u * inputs.minus_learning_rate, {}
 
 
 @dataclass(frozen=True)
@@ -102,11 +98,3 @@ class AddDecayedWeights(Optimizer):
     def update(self, op: Any, u: Any, slots: Slots, inputs: Inputs) -> tuple[ir.Value, Slots]:
         """Write the sum."""
         return (u + self.decay * inputs.weight if self.decay else u), {}
-
-
-def _is_scaled(u: ir.Value | None) -> bool:
-    """Return whether `u` is the product of a tensor and a scalar."""
-    node = None if u is None else u.producer()
-    if node is None or node.op_type != "Mul" or node.domain:
-        return False
-    return [shapes.dims(x) == () for x in node.inputs].count(True) == 1

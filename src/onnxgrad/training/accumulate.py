@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_names
@@ -56,7 +57,7 @@ def build_accumulating_step(
     summed.reported = [*(_total(op, s) for s in summed.reported[: len(inverses)]), *totals]
     step = write_step(op, summed, optimizer, options, micro_batches)
     step.model = ir.Model(graph, ir_version=one.model.ir_version)
-    tidy(step.model)
+    finish(step.model)
     step.work, step.unreached = multiply_adds * micro_batches, unreached
     step.recomputes = options.recompute != "none"
     return step

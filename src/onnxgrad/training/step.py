@@ -16,6 +16,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.derivative import as_constants
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.recompute import Recomputation
@@ -23,7 +24,6 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.straight_through import StraightThrough
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
@@ -186,7 +186,7 @@ def build_step(
     )
     gradients, unreached = write_gradients(op, objective, seeds, options.recompute)
     step = write_step(op, gradients, optimizer, options)
-    tidy(objective.model)
+    finish(objective.model)
     step.model, step.inverse_rows, step.work = objective.model, inverse_rows, multiply_adds
     step.unreached, step.recomputes = unreached, options.recompute != "none"
     return step
@@ -217,7 +217,7 @@ def build_gradients(objective: Objective) -> ModelProto:
         *(op.name_output(y, f"{b.name}.new", b, protected) for b, y in parts.buffers.items()),
         *reported,
     ]
-    tidy(objective.model)
+    finish(objective.model)
     return to_proto(objective.model)
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
-from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import emptied
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
@@ -98,7 +98,7 @@ def update_groups(
                 updated += update_in_blocks(op, g, group.optimizer, group.slots, inputs)
             else:
                 u, new = group.optimizer.update(op, g, group.slots, inputs)
-                updated += [_sum(op, group.state, u), *(new[slot] for slot in group.slots)]
+                updated += [op.Add(group.state, u), *(new[slot] for slot in group.slots)]
     return Update(groups, updated, rate, number, cotangents)
 
 
@@ -146,7 +146,7 @@ def update_of(group: Group, number_like: ir.Value, opset: int) -> ModelProto:
         for before, after in results.items()
     )
     model = ir.Model(graph, ir_version=8, producer_name="onnxgrad")
-    tidy(model)
+    finish(model)
     return to_proto(model)
 
 
@@ -208,7 +208,7 @@ def build_update(
         op.name_output(new[old], f"{old.name}.new", old, protected) for old in (*states, *slots)
     )
     model = ir.Model(graph, ir_version=8, producer_name="onnxgrad")
-    tidy(model)
+    finish(model)
     return to_proto(model)
 
 
@@ -247,11 +247,3 @@ def _undo_blocks(op: Emit, group: Group, new: dict[ir.Value, ir.Value]) -> None:
     for slot, value in group.slots.items():
         if dims(value):
             group.slots[slot] = whole(value, str(value.name))
-
-
-def _sum(op: Emit, state: ir.Value, u: ir.Value) -> ir.Value:
-    """Return state + u, as one node if u is a sum itself."""
-    node = u.producer()
-    if node is not None and node.op_type == "Add":
-        return op.Sum(state, *node.inputs)
-    return op.Add(state, u)

@@ -24,11 +24,11 @@ from onnxgrad.autodiff.check.runtimes import (
     on_onnxruntime,
     on_reference,
 )
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dims, dims, is_real
-from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import in_precision, to_ir, to_proto
 
 _FLOOR = 1e-5  # relative to the size of the outputs: smaller differences are rounding
@@ -105,7 +105,7 @@ class _GradientModel:
         gs = [op.name_output(g, f"{x.name}_grad", x, protected) for x, g in gradients.items()]
         graph.outputs[:] = [*gs, *seeds]
         self.names = [str(x.name) for x in gradients]
-        tidy(model)
+        finish(model)
         self.proto = to_proto(model)
 
     def without_outputs(self) -> ModelProto:

@@ -10,7 +10,6 @@ from math import log, pi, sqrt
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import elementwise, rule
-from onnxgrad.graph.shapes import dims, equal, rank
 
 elementwise(
     # Two casts, as onnxruntime's Sign takes several times as long on large tensors.
@@ -144,30 +143,6 @@ def _is_selected(y) -> bool:
 
 @rule("LogSoftmax")
 def log_softmax(op, node, g):
-    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis.
-
-    Where g is zeros with u at the index of a label, it is u that is summed, and added to the rest.
-    """
+    """y = log softmax(x):  dx = g - e^y sum(g), the sum over the softmax axis."""
     (y,), axis = node.outputs, node.attributes.get_int("axis", -1)
-    label = _label(op, g, axis)
-    if label is None:
-        return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)
-    i, u = label
-    others = op.Exp(y) * -op.ReduceSum(u, [axis], keepdims=1)
-    return (op.ScatterElements(others, i, u, axis=axis, reduction="add"),)
-
-
-def _label(op, g, axis: int):
-    """Return i and u if `g` is zeros with u added at the indices i along `axis`, else None."""
-    node, n = g.producer(), rank(g)
-    if node is None or node.domain or node.op_type != "ScatterElements" or n is None:
-        return None
-    zeros, i, u = node.inputs
-    filled = zeros.producer()
-    if filled is None or filled.op_type != "Expand" or not op.is_all(filled.inputs[0], 0):
-        return None
-    same_axis = node.attributes.get_int("axis", 0) % n == axis % n
-    added = node.attributes.get_string("reduction", "none") == "add"
-    rows, labels = list(dims(g) or ()), list(dims(i) or (None,) * n)
-    rows[axis] = labels[axis] = 1  # a label for every row: the others have their sum, too
-    return (i, u) if same_axis and added and equal(tuple(rows), tuple(labels)) else None
+    return (g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1),)

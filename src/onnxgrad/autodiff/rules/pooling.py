@@ -22,6 +22,7 @@ from onnxgrad.autodiff.rules.windows import (
     windows_of,
     with_padding,
 )
+from onnxgrad.graph.distinct import distinct_positions
 from onnxgrad.graph.operators import POOL_GRADIENT
 from onnxgrad.graph.shapes import dims, rank, static
 
@@ -99,22 +100,11 @@ def max_unpool(op, node, g):
     """
     x, indices = node.inputs[:2]
     dx = op.Gather(op.Reshape(g, [-1]), indices, axis=0)
-    if not _distinct(indices):
+    if not distinct_positions(indices):
         size = op.Reshape(op.Size(g), [1])
         wins = last_writes(op, op.Reshape(indices, [-1]), size)
         dx = op.Where(op.Reshape(wins, op.Shape(indices), allowzero=1), dx, 0.0)
     return op.set_type_like(dx, x), None, None
-
-
-def _distinct(indices) -> bool:
-    """Return whether no index can occur twice: a MaxPool without overlap produced them."""
-    node = indices.producer()
-    if node is None or node.op_type != "MaxPool" or node.domain:
-        return False
-    get, kernel = node.attributes.get_ints, node.attributes.get_ints("kernel_shape", ())
-    ones = (1,) * len(kernel)
-    sizes = zip(kernel, get("strides", ones), get("dilations", ones), strict=True)
-    return all(k <= s and d == 1 for k, s, d in sizes)
 
 
 @rule("AveragePool")

@@ -6,7 +6,6 @@ from math import prod
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import attributes_of, widened
-from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import dims, static
 
 
@@ -24,10 +23,8 @@ def dequantize_linear(op, node, g):
 
 
 def _quantized_gradient(x):
-    """Return None if x is an integer or was rounded, else that its dtype allows no gradient."""
-    before = x.producer()
-    rounded = before is not None and operator_of(before).no_gradient
-    if rounded or not x.dtype.is_floating_point():
+    """Return None if x is an integer, else that its dtype allows no gradient."""
+    if not x.dtype.is_floating_point():
         return None
     return Unsupported(f"{x.dtype.name} is too coarse for a gradient; use float16 or wider")
 

@@ -88,7 +88,7 @@ def reduce_prod(op, node, g):
 @rule("ReduceSumSquare")
 def reduce_sum_square(op, node, g):
     """y = sum x^2:  dx = 2 g x."""
-    return (op.times(2.0 * node.inputs[0], _keep(op, node, g)),)
+    return (2.0 * node.inputs[0] * _keep(op, node, g),)
 
 
 def _sum(op, node, v):

@@ -36,7 +36,7 @@ class StackedObjective(Minimized):
                 scale = scale if factor == 1 else factor * scale
                 value, g = total, op.set_type_like(op.Expand(scale, [self.members]), total)
                 if own is not None:
-                    value, g = own[0], op.set_type_like(op.times(own[1], scale), own[0])
+                    value, g = own[0], op.set_type_like(op.Mul(own[1], scale), own[0])
                 seeds.setdefault(value, []).append(g)
             return {value: op.total(gs) for value, gs in seeds.items()}
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
+from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.tidy import tidy
 from onnxgrad.native import Target
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.device import Device
@@ -57,7 +57,7 @@ def build_stacked_step(objective: StackedObjective, optimizers: Sequence[Optimiz
     graph.outputs[:] = [
         op.name_output(after, f"{before.name}.new", before, protected) for before, after in new
     ] + reported
-    tidy(objective.model)
+    finish(objective.model)
     step = Step(
         model=objective.model,
         groups=[],

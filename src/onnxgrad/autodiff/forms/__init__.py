@@ -1,0 +1,23 @@
+"""Cheaper forms of what rules, losses and optimizers write: rewrites that run after the sweep.
+
+Rules write plainly, and do not look at what makes or reads a value. What is faster for one
+combination of nodes is a rewrite of the group `GRADIENT`, which `finish` applies.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from onnxgrad.autodiff.forms import labels, scalars, sums
+from onnxgrad.autodiff.forms.group import GRADIENT
+from onnxgrad.graph.rewrite import GROUPS, rewrite
+from onnxgrad.graph.tidy import drop_unused, tidy
+
+__all__ = ["finish", "labels", "scalars", "sums"]
+
+
+def finish(model: ir.Model) -> None:
+    """Remove, in place, what no output needs, and bring the rest into its cheapest form."""
+    drop_unused(model.graph)
+    rewrite(model.graph, GROUPS[GRADIENT])
+    tidy(model)

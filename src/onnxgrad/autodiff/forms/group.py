@@ -1,0 +1,25 @@
+"""The group of rewrites that run after the sweep, and what several of them ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+GRADIENT = "gradient"
+
+
+def is_made_by(v: ir.Value, op_type: str) -> bool:
+    """Return whether a node of a standard operator computes `v`."""
+    node = v.producer()
+    return node is not None and (node.domain, node.op_type) == ("", op_type)
+
+
+def is_own(op: Any, v: ir.Value, op_type: str) -> bool:
+    """Return whether a node of a standard operator computes `v`, and the package wrote it."""
+    return is_made_by(v, op_type) and op.is_own(v.producer())
+
+
+def read_once(v: ir.Value) -> bool:
+    """Return whether one node reads `v`, and no output is."""
+    return len(list(v.uses())) == 1 and not v.is_graph_output()

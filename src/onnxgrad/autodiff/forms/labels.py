@@ -1,0 +1,50 @@
+"""Losses that read one class of each row: the gradients of their LogSoftmax."""
+
+from __future__ import annotations
+
+from onnxgrad.autodiff.forms.group import GRADIENT, is_made_by
+from onnxgrad.graph.rewrite import rewrites
+from onnxgrad.graph.shapes import dims, equal, rank
+
+
+@rewrites("Sub", group=GRADIENT)
+def scatter_into_softmax(op, node):
+    """g - e^y sum(g) = scatter(-e^y sum(u), i, u), where g is zeros with u added at i.
+
+    This is the gradient of a LogSoftmax, i the index of the label of each row.
+    """
+    g, product = node.inputs
+    label = _label(op, g) if is_made_by(product, "Mul") else None
+    if label is None:
+        return None
+    (i, u, axis), factors = label, product.producer().inputs
+    for shares, total in (factors, factors[::-1]):
+        one_shape = op.is_own(node) or equal(dims(shares), dims(g))  # nothing is broadcast
+        if one_shape and _is_sum(op, total, g, axis):
+            others = op.Mul(shares, op.Neg(op.ReduceSum(u, [axis], keepdims=1)))
+            return [op.ScatterElements(others, i, u, axis=axis, reduction="add")]
+    return None
+
+
+def _label(op, g):
+    """Return i, u and an axis if `g` is zeros with u added at the indices i along that axis."""
+    node, n = g.producer(), rank(g)
+    if not is_made_by(g, "ScatterElements") or n is None:
+        return None
+    (zeros, i, u), axis = node.inputs, node.attributes.get_int("axis", 0) % n
+    if not is_made_by(zeros, "Expand") or not op.is_all(zeros.producer().inputs[0], 0):
+        return None
+    rows, labels = list(dims(g) or ()), list(dims(i) or (None,) * n)
+    rows[axis] = labels[axis] = 1  # a label for every row: the others have their sum, too
+    added = node.attributes.get_string("reduction", "none") == "add"
+    return (i, u, axis) if added and equal(tuple(rows), tuple(labels)) else None
+
+
+def _is_sum(op, total, g, axis):
+    """Return whether `total` is the sum of `g` along an axis, which is kept."""
+    node = total.producer()
+    if not is_made_by(total, "ReduceSum") or node.inputs[0] is not g:
+        return False
+    axes = op.known_value(node.inputs[1]) if len(node.inputs) > 1 else None
+    kept = bool(node.attributes.get_int("keepdims", 1))
+    return kept and axes is not None and [int(a) % len(dims(g) or ()) for a in axes] == [axis]

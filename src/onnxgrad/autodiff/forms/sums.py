@@ -1,0 +1,107 @@
+"""Sums of squares, of kept axes, and of tensors that are zero outside of a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import onnx_ir as ir
+
+from onnxgrad.autodiff.forms.group import GRADIENT, is_made_by, is_own, read_once
+from onnxgrad.graph.rewrite import rewrites
+from onnxgrad.graph.shapes import constant, dims, equal, is_real, static
+from onnxgrad.graph.types import output_shape
+
+
+@rewrites("Add", group=GRADIENT)
+def add_at_once(op, node):
+    """x + (a + b) = sum(x, a, b), where nothing else reads a + b, and all have one shape."""
+    for x, y in (node.inputs, node.inputs[::-1]):
+        if op.is_own(node) and is_own(op, y, "Add") and is_real(y) and read_once(y):
+            terms = [x, *y.producer().inputs]
+            if all(equal(dims(v), dims(node.outputs[0])) for v in terms):
+                return [op.Sum(*terms)]
+    return None
+
+
+@rewrites("ReduceSum", group=GRADIENT)
+def sum_squares(op, node):
+    """sum(x x), which no pass over memory computes twice."""
+    product, keepdims = node.inputs[0], node.attributes.get_int("keepdims", 1)
+    # without axes, and with noop_with_empty_axes, ReduceSumSquare does not square
+    if not is_made_by(product, "Mul") or "noop_with_empty_axes" in node.attributes:
+        return None
+    x, other = product.producer().inputs
+    if x is not other or not is_real(x):  # onnxruntime has it for few integers
+        return None
+    return [op.ReduceSumSquare(x, *node.inputs[1:], keepdims=keepdims)]
+
+
+@rewrites("Reshape", group=GRADIENT)
+def sum_without_kept_axes(op, node):
+    """A Reshape that removes the axes of length 1 which a ReduceSum keeps."""
+    total, target = node.inputs[0].producer(), constant(node.inputs[1])
+    if not is_made_by(node.inputs[0], "ReduceSum") or target is None or len(total.inputs) < 2:
+        return None
+    shape = output_shape("ReduceSum", total.inputs, {"keepdims": 0})
+    if shape is None or static(shape) != tuple(target) or 0 in target:  # 0 copies a length
+        return None
+    if not total.attributes.get_int("keepdims", 1) or "noop_with_empty_axes" in total.attributes:
+        return None
+    return [op.ReduceSum(*total.inputs, keepdims=0)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """`value`, with `before` zeros in front of it along `axis` and `after` behind it."""
+
+    value: ir.Value
+    axis: int
+    before: int
+    length: int
+    after: int
+
+    def adjoins(self, other: _Part) -> bool:
+        """Return whether `other` begins where this part ends."""
+        return self.axis == other.axis and self.before + self.length == other.before
+
+
+@rewrites("Add", "Sum", group=GRADIENT)
+def join_parts(op, node):
+    """pad(a) + pad(b) = concat(a, b), where the parts adjoin, as the gradients of slices do."""
+    terms = list(node.inputs)
+    parts = {x: part for x in terms if (part := _part(x)) is not None}
+    order = sorted(parts.values(), key=lambda part: (part.axis, part.before))
+    repeated = len(parts) < sum(x in parts for x in terms)
+    if len(order) < 2 or repeated or not all(a.adjoins(b) for a, b in pairwise(order)):
+        return None
+    first, last, like = order[0], order[-1], next(iter(parts))
+    if not all(op.is_own(node) or equal(dims(x), dims(like)) for x in parts):
+        return None  # one may be broadcast
+    whole = op.Concat(*(part.value for part in order), axis=first.axis)
+    if first.before or last.after:
+        n = len(dims(whole) or ())
+        before, after = [0] * n, [0] * n
+        before[first.axis], after[first.axis] = first.before, last.after
+        whole = op.Pad(whole, [*before, *after])
+    terms = [op.set_type_like(whole, like), *(x for x in terms if x not in parts)]
+    return [whole if len(terms) == 1 else op.Add(*terms) if len(terms) == 2 else op.Sum(*terms)]
+
+
+def _part(x):
+    """Return the part of `x` outside of which a Pad wrote zeros, along one axis; else None."""
+    node = x.producer()
+    if not is_made_by(x, "Pad") or len(node.inputs) != 2:
+        return None
+    value, pads = node.inputs[0], constant(node.inputs[1])
+    shape, mode = dims(value), node.attributes.get_string("mode", "constant")
+    if value is None or shape is None or pads is None or mode != "constant" or np.any(pads < 0):
+        return None
+    before, after = pads.reshape(2, -1)
+    axes = np.flatnonzero(before + after)
+    length = shape[axes[0]] if len(axes) == 1 else None
+    if not isinstance(length, int):
+        return None
+    axis = int(axes[0])
+    return _Part(value, axis, int(before[axis]), length, int(after[axis]))

@@ -1,0 +1,295 @@
+"""Each rewrite that runs after the sweep, before and after, where other nodes read inner values."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+
+from onnxgrad import DerivativeOptions, onnx_derivative
+from onnxgrad.autodiff.forms import finish
+from onnxgrad.graph.emit import Emit
+from onnxgrad.model.convert import to_proto
+from running import in_sweep, run_named
+from test_native_rewrites import assert_ordered
+
+FLOAT = ir.DataType.FLOAT
+READ = pytest.mark.parametrize("read", [False, True], ids=["read once", "read again"])
+ROWS = pytest.mark.parametrize("rows", ["N", 0, 1, 3], ids=str)
+
+
+def value(name: str, *shape: int | str, dtype: ir.DataType = FLOAT) -> ir.Value:
+    return ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape))
+
+
+def emitter(*inputs: ir.Value) -> Emit:
+    return Emit(ir.Graph(list(inputs), [], nodes=[], opset_imports={"": 20}, name="forms"))
+
+
+def check(op: Emit, results: list[ir.Value], read: bool, feed: dict) -> list[str]:
+    """Finish the graph, compare its numbers with those before; return the operators of the rest.
+
+    With `read`, a further output reads every inner value.
+    """
+    inner = [node.outputs[0] for node in op.graph] if read else []
+    op.give([*results, *(op.Neg(v) for v in inner if v.dtype != ir.DataType.BOOL)])
+    model = ir.Model(op.graph, ir_version=9)
+    before = run_named(to_proto(model), feed)
+    finish(model)
+    proto = to_proto(model)
+    assert_ordered(op.graph)
+    if all(y.shape is not None for y in op.graph.outputs):
+        onnx.checker.check_model(proto)
+    after = run_named(proto, feed)
+    assert before.keys() == after.keys()
+    for name, wanted in before.items():
+        assert after[name].shape == wanted.shape
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
+    return [node.op_type for node in op.graph]
+
+
+def numbers(*shape: int, seed: int = 0) -> np.ndarray:
+    """Return multiples of 1/4, many of them equal and some zero."""
+    return np.random.default_rng(seed).integers(-3, 4, shape).astype(np.float32) / 4
+
+
+@READ
+@ROWS
+@pytest.mark.parametrize("swap", [False, True])
+def test_scalars_are_multiplied_first(rows, swap, read):
+    x, s, t = value("x", rows, 2), value("s"), value("t")
+    op = emitter(x, s, t)
+    with op:
+        inner = op.Mul(s, x) if swap else op.Mul(x, s)
+        y = op.Mul(t, inner) if swap else op.Mul(inner, t)
+    feed = {"x": numbers(3 if rows == "N" else rows, 2), "s": np.float32(3), "t": np.float32(0.5)}
+    kinds = check(op, [y], read, feed)
+    if not read:
+        assert kinds == ["Mul", "Mul"]
+        assert tuple(next(iter(op.graph)).outputs[0].shape) == ()
+
+
+@READ
+@ROWS
+def test_scalars_of_members(rows, read):
+    x, s, t = value("x", 4, rows, 2), value("s"), value("t", 4, 1, 1)
+    op = emitter(x, s, t)
+    y = op.Mul(op.Mul(x, s), t)
+    n = 3 if rows == "N" else rows
+    feed = {"x": numbers(4, n, 2), "s": np.float32(3), "t": numbers(4, 1, 1, seed=1)}
+    check(op, [y], read, feed)
+    if not read:
+        assert tuple(next(iter(op.graph)).outputs[0].shape) == (4, 1, 1)
+
+
+@READ
+@ROWS
+def test_terms_of_a_sum_are_scaled(rows, read):
+    x, z, s, r, t = value("x", rows, 2), value("z", rows, 2), value("s"), value("r"), value("t")
+    op = emitter(x, z, s, r, t)
+    with op:
+        y = (x * s + r * z) * t
+    n = 3 if rows == "N" else rows
+    feed = {"x": numbers(n, 2), "z": numbers(n, 2, seed=1)}
+    feed |= {"s": np.float32(3), "r": np.float32(-2), "t": np.float32(0.5)}
+    kinds = check(op, [y], read, feed)
+    if not read:
+        assert kinds.count("Mul") == 4
+        assert kinds[-1] == "Add"
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_scalars_whose_product_is_too_small(dtype):
+    """In float16, 1e-4 * 1e-4 is 0: a gradient must not be."""
+    kind = ir.DataType.from_numpy(np.dtype(dtype))
+    x, s, t = value("x", 2, dtype=kind), value("s", dtype=kind), value("t", dtype=kind)
+    op = emitter(x, s, t)
+    y = op.Mul(op.Mul(x, s), t)
+    op.give([y])
+    model = ir.Model(op.graph, ir_version=9)
+    finish(model)
+    feed = {"x": np.full(2, 1e4, dtype), "s": dtype(1e-4), "t": dtype(1e-4)}
+    [found] = run_named(to_proto(model), feed).values()
+    np.testing.assert_allclose(found, np.full(2, 1e-4), rtol=2e-3)
+
+
+def test_products_of_the_file_stay():
+    """s t may overflow where x s t does not."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        f (float[2] x, float s, float t) => (float[2] y) { u = Mul(x, s)  y = Mul(u, t) }""")
+    gradient = onnx_derivative(model, inputs=["x"])
+    feed = {"x": np.full(2, 1e-30, np.float32), "s": np.float32(1e30), "t": np.float32(1e10)}
+    kept = onnx_derivative(model, inputs=["x"], options=DerivativeOptions.KeepOutputs)
+    y = run_named(kept, feed | {"y_grad": np.zeros(2, np.float32)})["y"]
+    np.testing.assert_allclose(y, np.full(2, 1e10), rtol=1e-5)
+    assert [node.op_type for node in gradient.graph.node].count("Mul") == 2
+
+
+@READ
+@ROWS
+def test_doubled(rows, read):
+    x, s = value("x", rows, 2), value("s")
+    op = emitter(x, s)
+    u = op.Mul(x, s)
+    y = op.Add(u, u)
+    feed = {"x": numbers(3 if rows == "N" else rows, 2), "s": np.float32(3)}
+    assert "Add" not in check(op, [y], read, feed)
+
+
+@READ
+@ROWS
+def test_products_broadcast_by_themselves(rows, read):
+    x, z = value("x", 3, 1), value("z", rows, 3, 2)
+    op = emitter(x, z)
+    y = op.Mul(op.set_type_like(op.Expand(x, op.shape_of(z)), z), z)
+    feed = {"x": numbers(3, 1), "z": numbers(3 if rows == "N" else rows, 3, 2)}
+    kinds = check(op, [y], read, feed)
+    assert read or kinds == ["Mul"]
+
+
+def test_an_expand_that_gives_the_shape_stays():
+    x, z = value("x", 3, 1), value("z", 2)
+    op = emitter(x, z)
+    assert "Expand" in check(
+        op, [op.Mul(op.Expand(x, [4, 3, 2]), z)], False, {"x": numbers(3, 1), "z": numbers(2)}
+    )
+
+
+@READ
+@ROWS
+@pytest.mark.parametrize("keepdims", [0, 1])
+def test_sums_of_squares(rows, keepdims, read):
+    x = value("x", rows, 2)
+    op = emitter(x)
+    y = op.ReduceSum(op.Mul(x, x), [0], keepdims=keepdims)
+    kinds = check(op, [y], read, {"x": numbers(3 if rows == "N" else rows, 2)})
+    assert "ReduceSumSquare" in kinds
+    assert read or kinds == ["ReduceSumSquare"]
+
+
+def test_a_sum_over_no_axes_squares_nothing():
+    x, axes = value("x", 2, 3), value("axes", 0, dtype=ir.DataType.INT64)
+    op = emitter(x, axes)
+    y = op.ReduceSum(op.Mul(x, x), axes, noop_with_empty_axes=1)
+    feed = {"x": numbers(2, 3), "axes": np.zeros(0, np.int64)}
+    assert check(op, [y], False, feed) == ["Mul", "ReduceSum"]
+
+
+@READ
+def test_axes_that_are_not_kept(read):
+    x = value("x", 2, 3)
+    op = emitter(x)
+    y = op.Reshape(op.ReduceSum(x, [0], keepdims=1), [3])
+    kinds = check(op, [y], read, {"x": numbers(2, 3)})
+    assert read or kinds == ["ReduceSum"]
+
+
+def test_axes_that_were_never_reduced():
+    """With noop_with_empty_axes, a ReduceSum without axes returns its operand."""
+    x, axes = value("x", 1, 3), value("axes", 0, dtype=ir.DataType.INT64)
+    op = emitter(x, axes)
+    total = op.ReduceSum(x, axes, keepdims=1, noop_with_empty_axes=1)
+    total.shape = ir.Shape([1, 3])
+    feed = {"x": numbers(1, 3), "axes": np.zeros(0, np.int64)}
+    check(op, [op.Reshape(total, [3])], False, feed)
+
+
+@READ
+@pytest.mark.parametrize("count", [2, 3, 9, in_sweep(70)])
+@pytest.mark.parametrize("order", [1, -1])
+def test_parts_of_one_tensor(count, order, read):
+    parts = [value(f"p{i}", 2, i % 3) for i in range(count)]
+    op, starts = emitter(*parts), np.cumsum([0, *(i % 3 for i in range(count))])
+    total = int(starts[-1])
+    padded = [
+        op.Pad(p, [0, int(a), 0, total - int(b)])
+        for p, a, b in zip(parts, starts, starts[1:], strict=False)
+    ]
+    feed = {p.name: numbers(2, i % 3, seed=i) for i, p in enumerate(parts)}
+    check(op, [op.total(padded[::order])], read, feed)
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_parts_that_do_not_adjoin(gap, overlap):
+    a, b, c = value("a", 2, 2), value("b", 2, 3), value("c", 2, 7)
+    op = emitter(a, b, c)
+    start = 1 if overlap else 2 + gap
+    terms = [op.Pad(a, [0, 0, 0, 5]), op.Pad(b, [0, start, 0, 4 - start]), c]
+    feed = {"a": numbers(2, 2), "b": numbers(2, 3, seed=1), "c": numbers(2, 7, seed=2)}
+    kinds = check(op, [op.total(terms)], False, feed)
+    assert ("Concat" in kinds) == (not overlap and not gap)
+
+
+@READ
+@ROWS
+@pytest.mark.parametrize("axis", [-1, 1])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_labels(rows, axis, repeated, read):
+    """The gradient of a LogSoftmax whose result is gathered by labels."""
+    columns = 2 if repeated else 1
+    x, i, u = (
+        value("x", rows, 5),
+        value("i", rows, columns, dtype=ir.DataType.INT64),
+        value("u", rows, columns),
+    )
+    op = emitter(x, i, u)
+    with op:
+        y = op.LogSoftmax(x, axis=axis)
+        zeros = op.set_type_like(op.Expand(np.float32(0), op.Shape(x)), x)
+        g = op.ScatterElements(zeros, i, u, axis=axis, reduction="add")
+        op.set_type_like(g, x)
+        dx = g - op.Exp(y) * op.ReduceSum(g, [axis], keepdims=1)
+    n = 3 if rows == "N" else rows
+    index = np.array([[1, 1], [0, 4], [3, 3]])[:n, :columns]
+    feed = {"x": numbers(n, 5), "i": index, "u": numbers(n, columns, seed=1) + 1}
+    kinds = check(op, [dx], read, feed)
+    assert "Sub" not in kinds
+
+
+def test_labels_of_some_rows():
+    """Rows without a label have no sum: their gradient stays as it is."""
+    x, i, u = value("x", 3, 5), value("i", 2, 1, dtype=ir.DataType.INT64), value("u", 2, 1)
+    op = emitter(x, i, u)
+    with op:
+        zeros = op.set_type_like(op.Expand(np.float32(0), op.Shape(x)), x)
+        g = op.set_type_like(op.ScatterElements(zeros, i, u, axis=1, reduction="add"), x)
+        dx = g - op.Exp(op.LogSoftmax(x)) * op.ReduceSum(g, [1], keepdims=1)
+    feed = {"x": numbers(3, 5), "i": np.array([[1], [4]]), "u": numbers(2, 1) + 1}
+    assert "Sub" in check(op, [dx], False, feed)
+
+
+def test_a_gradient_that_others_wrote_is_joined():
+    """The rewrites do not ask who wrote the pattern."""
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        f (float[2] a, float[3] b) => (float[5] y) <int64[2] p = {0, 3}, int64[2] q = {2, 0}>
+        { u = Pad(a, p)  v = Pad(b, q)  y = Add(u, v) }""")
+    kept = onnx_derivative(model, options=DerivativeOptions.KeepOutputs)
+    assert "Concat" in [node.op_type for node in kept.graph.node]
+    feed = {"a": numbers(2), "b": numbers(3, seed=1), "y_grad": numbers(5, seed=2)}
+    found = run_named(kept, feed)
+    np.testing.assert_allclose(found["y"], np.concatenate([feed["a"], feed["b"]]))
+    np.testing.assert_allclose(found["a_grad"], feed["y_grad"][:2])
+
+
+def test_squares_of_integers_stay():
+    x = value("x", 2, 3, dtype=ir.DataType.INT64)
+    op = emitter(x)
+    y = op.ReduceSum(op.Mul(x, x), [0])
+    feed = {"x": np.arange(6).reshape(2, 3)}
+    assert check(op, [y], False, feed) == ["Mul", "ReduceSum"]
+
+
+def test_parts_that_the_file_broadcasts():
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        f (float[2] a, float[1,3] b) => (float[y0,5] y)
+        <int64[2] p = {0, 3}, int64[4] q = {1, 0, 0, 2}>
+        { u = Pad(a, p)  v = Pad(b, q)  y = Add(u, v) }""")
+    feed = {"a": numbers(2), "b": numbers(1, 3, seed=1)}
+    before = run_named(model, feed)["y"]
+    found = run_named(
+        onnx_derivative(model, options=DerivativeOptions.KeepOutputs),
+        feed | {"y_grad": np.ones_like(before)},
+    )
+    np.testing.assert_array_equal(found["y"], before)
