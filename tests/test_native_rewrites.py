@@ -1,4 +1,7 @@
-"""Each rewrite of the native form, before and after, where other nodes read every inner value."""
+"""Each rewrite of the native form, before and after, where other nodes read every inner value.
+
+The random graphs go through the rewrites that run after the sweep, too.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
+from onnxgrad.autodiff.forms import GRADIENT
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.graph.emit import Emit
@@ -83,7 +87,7 @@ def check(model: ir.Model, feeds: list[dict[str, np.ndarray]], threads: int = 1)
     """Apply all phases; assert that the order is right and the numbers stay after each of them."""
     names = [str(y.name) for y in model.graph.outputs]
     before = [run_named(to_proto(model), feed) for feed in feeds]
-    for phase in PHASES:
+    for phase in (GRADIENT, *PHASES):
         if not rewrite(model.graph, GROUPS[phase], Target(CPU, threads, 4)):
             continue
         assert_ordered(model.graph)
@@ -261,7 +265,7 @@ class Draw:
         op, a, b = self.op, self.pick(), self.pick()
         w = next(v for v in op.graph.inputs if v.name == "w")
         fresh = {"fresh": bool(self.rng.random() < 0.3)}
-        kind = int(self.rng.integers(12))
+        kind = int(self.rng.integers(17))
         if kind == 0:
             return op.emit("Mul", [a, b], {}, **fresh)
         if kind == 1:
@@ -294,6 +298,25 @@ class Draw:
             rows = op.Range(np.int64(0), op.Squeeze(op.Shape(a, end=1)), np.int64(1))
             index = op.Expand(op.Reshape(rows, [-1, 1]), op.Shape(a))
             return op.ScatterElements(b, index, a, axis=0, reduction="add")
+        if kind == 11:
+            half, third = op.ReduceMax(a, keepdims=0), op.const(0.25)
+            terms = [op.Mul(a, half), op.emit("Mul", [third, b], {}, **fresh)]
+            return op.Mul(op.Add(*terms) if self.rng.random() < 0.5 else terms[0], op.Neg(third))
+        if kind == 12:
+            total = op.ReduceSum(op.emit("Mul", [a, a], {}, **fresh), [1], keepdims=1)
+            return op.Mul(op.set_type_like(op.Expand(total, op.Shape(b)), b), b)
+        if kind == 13:
+            cut = int(self.rng.integers(1, 4))
+            parts = op.Slice(a, [0], [cut], [1]), op.Slice(b, [cut], [4], [1])
+            padded = [op.Pad(parts[0], [0, 0, 0, 4 - cut]), op.Pad(parts[1], [0, cut, 0, 0])]
+            return op.total([*padded, b][: int(self.rng.integers(2, 4))])
+        if kind == 14:
+            return op.Add(a, op.emit("Add", [b, a], {}, **fresh))
+        if kind == 15:
+            label = op.const(np.zeros((1, 1), np.int64))
+            index = op.Expand(label, op.Concat(op.Shape(a, end=1), [1], axis=0))
+            index.shape = ir.Shape([a.shape[0], 1])
+            return op.Mul(op.GatherElements(op.LogSoftmax(a, axis=1), index, axis=1), b)
         return op.Tanh(op.Add(a, b))
 
     def model(self) -> ir.Model:

@@ -10,7 +10,6 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 
-_MANY = 64  # inputs of a node
 REPLACED = "onnxgrad.replaced"  # in `meta` of a value: what was put in its place
 
 
@@ -106,17 +105,8 @@ def release(graphs: Iterable[ir.Graph]) -> None:
 
 
 def detach(node: ir.Node) -> None:
-    """Remove all inputs of `node`, so that it no longer counts as a user of them.
-
-    `resize_inputs` copies all inputs for each one that it removes: too slow for thousands.
-    """
-    if len(node.inputs) < _MANY or not hasattr(ir.Value, "_remove_usage"):
-        node.resize_inputs(0)
-        return
-    for i, x in enumerate(node.inputs):
-        if x is not None:
-            x._remove_usage(node, i)
-    node._inputs = ()
+    """Remove all inputs of `node`, so that it no longer counts as a user of them."""
+    node.resize_inputs(0)
 
 
 def free(graph: ir.Graph, names: Collection[str | None]) -> None:

@@ -13,7 +13,7 @@ from onnxgrad.autodiff.forms.group import GRADIENT
 from onnxgrad.graph.rewrite import GROUPS, rewrite
 from onnxgrad.graph.tidy import drop_unused, tidy
 
-__all__ = ["finish", "labels", "scalars", "sums"]
+__all__ = ["GRADIENT", "finish", "labels", "scalars", "sums"]
 
 
 def finish(model: ir.Model) -> None:
