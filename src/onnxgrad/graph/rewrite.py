@@ -35,7 +35,7 @@ from onnxgrad.graph.tidy import (
     remove_node,
     replace_value,
 )
-from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.graph.traversal import subgraphs
 
 # (op, node) -> one value for each output of the node, or None to leave the node as it is. `op`
 # writes in front of the node. None among the values leaves one output as it is, and the node with
@@ -45,7 +45,7 @@ Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and 
 
 GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
 _ANY = "*"
-_MOST = 100  # rewrites for each node of a graph: some that undo each other would never end
+_MOST = 100  # rounds, and rewrites for each node: some that undo each other would never end
 
 
 def rewrites(*op_types: str, group: str, domain: str = "") -> Callable[[Rewrite], Rewrite]:
@@ -79,31 +79,35 @@ def rewrite(
     """
     op = Emit(graph)
     op.target = target
-    left = _MOST * (1 + sum(1 for _ in all_nodes(graph)))
     applied = False
-    while count := _visit(op, table, keep, left):
-        applied, left = True, left - count
+    for _ in range(_MOST):
+        if not _visit(op, table, keep):
+            return applied
+        applied = True
         drop_unused(graph, keep)
-    return applied
+    raise RuntimeError("rewrites do not end: some undo each other")
 
 
-def _visit(op: Emit, table: Table, keep: Collection[str | None], left: int) -> int:
-    """Visit the nodes of the graph of `op` once; return how many rewrites applied, of `left`."""
+def _visit(op: Emit, table: Table, keep: Collection[str | None]) -> int:
+    """Visit the nodes of the graph of `op` once; return how many rewrites applied."""
     waiting, count = deque(op.graph), 0
-    while waiting:
-        node = waiting.popleft()
-        every, own = ((node.domain, op_type) for op_type in (_ANY, node.op_type))
-        functions = (*table.get(every, ()), *table.get(own, ()))
-        new = _apply(op, node, functions, keep) if functions else None
-        if new is not None:
-            waiting.extendleft(reversed(new))
-            count += 1
-        elif node.graph is op.graph:
-            for body in list(subgraphs(node)):
-                with op.at(node):  # what a rewrite writes outside of the body stands before it
-                    count += _visit(Emit(body, outer=op), table, keep, left - count)
-        if count > left:
-            raise RuntimeError(f"rewrites of {node.op_type} and of what they write do not end")
+    most = _MOST * (1 + len(waiting))
+    with op:
+        while waiting:
+            node = waiting.popleft()
+            functions = table.get((node.domain, node.op_type), ())
+            if (every := table.get((node.domain, _ANY))) is not None:
+                functions = (*every, *functions)
+            new = _apply(op, node, functions, keep) if functions else None
+            if new is not None:
+                waiting.extendleft(reversed(new))
+                count += 1
+            elif node.attributes and node.graph is op.graph:
+                for body in list(subgraphs(node)):
+                    with op.at(node):  # what a rewrite writes outside of the body stands before it
+                        count += _visit(Emit(body, outer=op), table, keep)
+            if count > most:
+                raise RuntimeError(f"rewrites of {node.op_type} and of what they write do not end")
     return count
 
 
@@ -114,22 +118,22 @@ def _apply(
     if node.graph is not op.graph or any(REPLACED in y.meta for y in node.outputs):
         return None  # removed meanwhile, or will be
     count = op.count
-    with op.at(node):
-        found = (new for f in functions if (new := f(op, node)) is not None)
-        values = next(found, None)
-        written = op.written_since(count)
-        if values is None:  # what it has tried stays unread
-            for unread in written[::-1]:
-                remove_node(unread)
-            return None
-        copies = node.op_type == "Identity" and values[0] is node.inputs[0]
-        if copies and has_name_to_keep(node.outputs[0], keep):
-            return None  # another copy would be written
-        for y, old in zip(values, node.outputs, strict=True):
-            if y is not None and y is not old:
-                if y.producer() in written and None not in (old.type, old.shape):
-                    op.set_type_like(y, old)
-                replace_value(op, old, y, keep)
-        if all(REPLACED in old.meta for old in node.outputs):
-            remove_node(node)
+    op.place = node
+    found = (new for f in functions if (new := f(op, node)) is not None)
+    values = next(found, None)
+    if values is None:
+        for unread in op.written_since(count)[::-1]:  # what it has tried
+            remove_node(unread)
+        return None
+    copies = node.op_type == "Identity" and values[0] is node.inputs[0]
+    if copies and has_name_to_keep(node.outputs[0], keep):
+        return None  # another copy would be written
+    written = op.written_since(count)
+    for y, old in zip(values, node.outputs, strict=True):
+        if y is not None and y is not old:
+            if y.producer() in written and None not in (old.type, old.shape):
+                op.set_type_like(y, old)
+            replace_value(op, old, y, keep)
+    if all(REPLACED in old.meta for old in node.outputs):
+        remove_node(node)
     return written

@@ -63,7 +63,7 @@ class Writer:
         self.outer = outer
         self.primal: ir.Node | None = None  # whose gradient is being written
         self.target: Any = outer.target if outer else None  # what the graph will run on
-        self._before: ir.Node | None = None  # insert nodes before it; None: at the end
+        self.place: ir.Node | None = None  # insert nodes before it; None: at the end
         self._written: dict[ir.Node, None] = {}
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
         self._places: dict[ir.Node, tuple[float, ...]] = {}  # sorted as the nodes; see `precedes`
@@ -90,12 +90,12 @@ class Writer:
     @contextmanager
     def at(self, node: ir.Node | None) -> Iterator[Self]:
         """Write nodes before `node` inside of the block, or at the end of the graph for None."""
-        previous, self._before = self._before, node
+        previous, self.place = self.place, node
         try:
             with self:
                 yield self
         finally:
-            self._before = previous
+            self.place = previous
 
     def give(self, values: Iterable[ir.Value]) -> None:
         """Set the outputs of the graph to `values`; inputs, outer and repeated values are copied.
@@ -119,11 +119,6 @@ class Writer:
     def root(self) -> Writer:
         """The emitter of the outermost graph."""
         return self if self.outer is None else self.outer.root
-
-    @property
-    def place(self) -> ir.Node | None:
-        """The node that nodes are written before, or None for the end of the graph."""
-        return self._before
 
     @property
     def written(self) -> list[ir.Node]:
@@ -196,11 +191,11 @@ class Writer:
 
     def precedes(self, node: ir.Node) -> bool:
         """Return whether `node` is in the graph, and stands before the place of writing."""
-        if node.graph is not self.graph or self._before is None:
+        if node.graph is not self.graph or self.place is None:
             return node.graph is self.graph
-        if node not in self._places or self._before not in self._places:
+        if node not in self._places or self.place not in self._places:
             self._places = {n: (i, _LAST) for i, n in enumerate(self.graph)}
-        return self._places[node] < self._places[self._before]
+        return self._places[node] < self._places[self.place]
 
     def _operands(self, op_type: str, inputs: Any) -> list[Any]:
         """Return the operands as values; numbers get the dtype of the first one that has any."""
@@ -225,13 +220,13 @@ class Writer:
         shape = output_shape(op_type, values, attributes)
         node.outputs[0].shape = None if shape is None else ir.Shape(shape)
         number = len(self._written)  # grows with every node
-        if self._before is None:
+        if self.place is None:
             self.graph.append(node)
             self._places[node] = (_LAST, number, _LAST)
         else:
-            self.graph.insert_before(self._before, node)
-            if (place := self._places.get(self._before)) is not None:
-                self._places[node] = (*place[:-1], number, _LAST)
+            self.graph.insert_before(self.place, node)
+            if (at := self._places.get(self.place)) is not None:
+                self._places[node] = (*at[:-1], number, _LAST)
         self._written[node] = None
         node.meta[_OWN] = True
         if self.primal is not None:

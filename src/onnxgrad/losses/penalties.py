@@ -82,20 +82,12 @@ def penalty(
     if flat.shape is None:
         flat.shape = ir.Shape([1, f"elements of {w.name}"])
     terms = []
-    for coefficient, norm in ((l1, _absolute), (l2, _squares)):
+    for coefficient, v, total in ((l1, op.Abs(flat), op.ReduceSum), (l2, flat, op.ReduceSumSquare)):
         if coefficient or (zeros and coefficient is not None):
-            summed = norm(op, flat)
+            summed = total(v, keepdims=1)
             summed.shape = ir.Shape([1, 1])
             terms.append(coefficient * summed)
     return op.total(terms)
-
-
-def _absolute(op: Emit, x: ir.Value) -> ir.Value:
-    return op.ReduceSum(op.Abs(x), keepdims=1)
-
-
-def _squares(op: Emit, x: ir.Value) -> ir.Value:
-    return op.ReduceSumSquare(x, keepdims=1)
 
 
 def add_penalties(
