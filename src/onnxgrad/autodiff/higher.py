@@ -18,6 +18,7 @@ from onnxgrad.autodiff.matrices import (
     Forward,
     all_blocks,
     all_named,
+    cotangents_of,
     is_single,
     jacobians_by_columns,
     jacobians_by_rows,
@@ -25,6 +26,7 @@ from onnxgrad.autodiff.matrices import (
     total_size,
     with_gradients,
 )
+from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
@@ -75,9 +77,7 @@ def vjp(
     """
     with garbage_kept():
         sheet = Sheet(model, weights, inputs, outputs)
-        seeds = [(y, sheet.input_like(y, "grad")) for y in sheet.differentiated]
-        gradients = sheet.gradients(seeds, sheet.wrt)
-        sheet.drop_unreached(gradients)
+        gradients = sheet.gradients(sheet.cotangents())
         return sheet.finish(all_named(sheet, "grad", sheet.wrt, gradients))
 
 
@@ -176,10 +176,11 @@ def hvp(
         [[8.0, 4.0], [8.0, 8.0]]
     """
     with garbage_kept():
-        sheet, gradients = with_gradients(Sheet(model, weights, inputs, outputs))
-        vectors = [(g, sheet.input_like(x, "vector")) for x, g in gradients.items()]
-        products = sheet.gradients(vectors, list(gradients))
-        return sheet.finish(all_named(sheet, "hvp", list(gradients), products))
+        first = Sheet(model, weights, inputs, outputs)
+        sheet, gradients = with_gradients(first, cotangents_of(first))
+        vectors = {g: sheet.input_like(x, "vector") for x, g in gradients.items()}
+        products = sweep(sheet.op, vectors, sheet.wrt)
+        return sheet.finish(all_named(sheet, "hvp", sheet.wrt, products))
 
 
 def jacobian(
@@ -315,10 +316,9 @@ def hessian(
         if per_row:
             _require_inputs_with_rows(sheet, batched)
         _keep_single_output(sheet, per_row)
-        sheet, gradients = with_gradients(sheet, per_row)
-        wrt = list(gradients)
-        blocks = {x: row_blocks(sheet, g, wrt, per_row) for x, g in gradients.items()}
-        return sheet.finish(all_blocks(sheet, blocks, wrt, per_row, "hessian"))
+        sheet, gradients = with_gradients(sheet, cotangents_of(sheet, per_row))
+        blocks = {x: row_blocks(sheet, g, sheet.wrt, per_row) for x, g in gradients.items()}
+        return sheet.finish(all_blocks(sheet, blocks, sheet.wrt, per_row, "hessian"))
 
 
 def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
