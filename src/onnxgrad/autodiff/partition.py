@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
@@ -20,7 +20,7 @@ from onnxgrad.errors import NoGradientRule, unknown
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.traversal import nodes_after, nodes_behind, reads
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import as_input, name_rest
@@ -195,49 +195,28 @@ class _Sides:
     """The two sides of a joint graph: the nodes before the YieldOp, and what those after it read.
 
     Attributes:
-        before: the nodes that do not depend on the cotangents, in order.
-        reads: the values that each of them reads.
+        reads: the nodes that do not depend on the cotangents, in order, and what each reads.
         forward: those of them that the outputs of the model need.
         demands: results of them that the nodes after the YieldOp, or the gradients, need.
         cotangents: `{output: name of its cotangent}`.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
-        self.reads: dict[ir.Node, list[ir.Value]] = {}
-        self.before: list[ir.Node] = []
-        after: set[ir.Value] = set()  # results of nodes that depend on the cotangents
-        read_after: dict[ir.Value, None] = dict.fromkeys(graph.outputs)
         self.yielding = _yielding(graph)
         without = self.yielding.attributes.get_ints("non_differentiable_outputs", ())
         outputs = [y for i, y in enumerate(self.yielding.inputs) if i not in without]
         pairs = zip(outputs, self.yielding.outputs, strict=True)
         self.cotangents = {str(y.name): str(g.name) for y, g in pairs if y is not None}
-        for node in graph:
-            read = reads(node)
-            if node is self.yielding:
-                after.update(node.outputs)
-            elif after.isdisjoint(read):
-                self.reads[node] = read
-                self.before.append(node)
-            else:
-                after.update(node.outputs)
-                read_after |= dict.fromkeys(read)
+        after = nodes_after(graph, self.yielding.outputs)
+        others = {self.yielding, *after}
+        self.reads = {node: reads(node) for node in graph if node not in others}
+        read_after = dict.fromkeys([*graph.outputs, *(x for node in after for x in reads(node))])
         self.demands = [v for v in read_after if v.producer() in self.reads]
-        self.forward = self._needed_by(self.yielding.inputs)
+        self.forward = nodes_behind(reads(self.yielding))
 
     def may_repeat(self, node: ir.Node, recompute: str) -> bool:
         """Return whether the backward pass may compute `node` again."""
         return is_repeatable(node) and (node not in self.forward or RECOMPUTE[recompute](node))
-
-    def _needed_by(self, outputs: Iterable[ir.Value | None]) -> set[ir.Node]:
-        """Return the nodes before the YieldOp that `outputs` need."""
-        needed = set(outputs)
-        nodes = set()
-        for node in reversed(self.before):
-            if not needed.isdisjoint(node.outputs):
-                nodes.add(node)
-                needed.update(self.reads[node])
-        return nodes
 
 
 def _yielding(graph: ir.Graph) -> ir.Node:
@@ -265,7 +244,7 @@ def _choose(sides: _Sides, recompute: str, sizes: Sizes) -> list[ir.Value]:
         return 0 if value in outputs else sizes[value]
 
     chosen = cheapest(sides.demands, price, made_of)
-    saved = [y for node in sides.before for y in node.outputs if y in chosen]
+    saved = [y for node in sides.reads for y in node.outputs if y in chosen]
     for v in saved:
         if not _is_tensor(v):
             raise NoGradientRule(
