@@ -29,7 +29,7 @@ class OriginalModel:
     def __init__(
         self, proto: ModelProto, load: Callable[[ModelProto], Function], weights: Sequence[str]
     ) -> None:
-        self._proto, self._load = _readable(proto), load
+        self._proto, self._load = proto, load
         self._weights = {s.name: s.array() for s in constant_refs(self._proto) if s.name in weights}
         self._inputs = {x.name for x in proto.graph.input}
         fed = [t.name for t in proto.graph.initializer if t.name in self._weights]
@@ -52,16 +52,6 @@ class OriginalModel:
         """Return `x` rounded to the dtype in which the model stores it: attributes are float32."""
         weight = self._weights.get(name)
         return x if weight is None else x.astype(weight.dtype).astype(x.dtype)
-
-
-def _readable(proto: ModelProto) -> ModelProto:
-    """Return `proto` with an IR version that onnxruntime accepts."""
-    if proto.ir_version <= 13:
-        return proto
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    copy.ir_version = 13
-    return copy
 
 
 def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
