@@ -197,8 +197,9 @@ class _Copies:
 
     def _copy(self, node: ir.Node) -> None:
         operands = [x if x is None else self.copies.get(x, x) for x in node.inputs]
-        if _updates_statistics(node):  # onnxruntime overwrites these operands
-            for i in (3, 4):
+        in_training = node.attributes.get_int("training_mode", 0)
+        if node.op_type == "BatchNormalization" and in_training:
+            for i in (3, 4):  # onnxruntime overwrites these operands
                 operands[i] = self._another(node.inputs[i])
         computed = [x is not None and x.producer() is not None for x in operands]
         for i, x in enumerate(operands):
@@ -241,12 +242,6 @@ def _nbytes(graph: ir.Graph) -> dict[ir.Value, int]:
     sizes = Sizes(to_proto(ir.Model(graph, ir_version=10)), LENGTH)
     del graph.inputs[len(graph.inputs) - len(free) :]
     return {y: sizes[y] for node in graph for y in node.outputs if _is_tensor(y)}
-
-
-def _updates_statistics(node: ir.Node) -> bool:
-    return node.op_type == "BatchNormalization" and bool(
-        node.attributes.get_int("training_mode", 0)
-    )
 
 
 def _is_tensor(value: ir.Value) -> bool:

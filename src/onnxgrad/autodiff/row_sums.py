@@ -153,18 +153,13 @@ class _Rows:
 
     def _sized(self, node: ir.Node) -> None:
         """A Shape or Size: the number of rows times a constant is a sum over rows."""
-        x, y = node.inputs[0], node.outputs[0]
-        shape = dims(x)
-        if node.op_type == "Shape" and shape is not None:
-            attributes = node.attributes
-            shape = shape[attributes.get_int("start", 0) : attributes.get_int("end", None)]
-        if shape is not None and all(isinstance(d, int) for d in shape):
-            return
-        symbols = [d for d in shape or (None,) if not isinstance(d, int)]
+        get, shape = node.attributes.get_int, dims(node.inputs[0])
+        read = (None,) if shape is None else shape[get("start", 0) : get("end", None)]
+        symbols = [d for d in read if not isinstance(d, int)]
         if node.op_type == "Size" and len(symbols) == 1 and _counts_rows(symbols[0]):
-            self.sums.add(y)
-        else:
-            self.sizes.add(y)
+            self.sums.add(node.outputs[0])
+        elif symbols:
+            self.sizes.add(node.outputs[0])
 
     def _linear(self, node: ir.Node) -> None:
         """A node that reads sums: it must be linear in them."""
