@@ -158,11 +158,11 @@ def _adjoint(sheet: Sheet) -> ModelProto:
 def _forward(forward: Forward) -> ModelProto:
     """Return the model of J v."""
     sheet = forward.sheet
-    seeds = _Seeds(sheet, forward.wrt, "fwd", "nfwd")
+    seeds = _Seeds(sheet, sheet.wrt, "fwd", "nfwd")
 
     def write(d: ir.Value) -> dict[ir.Value, ir.Value]:
         tangents = forward.push(seeds.at(d))
-        return {y: sheet.or_zeros(tangents, y) for y in forward.outputs}
+        return {y: sheet.or_zeros(tangents, y) for y in sheet.differentiated}
 
     stacked = sheet.each(sheet.op.Max(*seeds.counts), write)
     return _finish(sheet, stacked, "fwd", "nfwd")

@@ -20,8 +20,7 @@ from onnxgrad.autodiff.matrices import (
     all_named,
     cotangents_of,
     is_single,
-    jacobians_by_columns,
-    jacobians_by_rows,
+    jacobians,
     row_blocks,
     total_size,
     with_gradients,
@@ -126,8 +125,8 @@ def jvp(
     with garbage_kept():
         forward = Forward(Sheet(model, weights, inputs, outputs))
         sheet = forward.sheet
-        tangents = forward.push({x: sheet.input_like(x, "tangent") for x in forward.wrt})
-        return sheet.finish(all_named(sheet, "tangent", forward.outputs, tangents))
+        tangents = forward.push({x: sheet.input_like(x, "tangent") for x in sheet.wrt})
+        return sheet.finish(all_named(sheet, "tangent", sheet.differentiated, tangents))
 
 
 def hvp(
@@ -260,9 +259,8 @@ def _jacobian(
     if per_row:
         _require_inputs_with_rows(sheet, batched)
     columns, rows = (total_size(v, per_row) for v in (sheet.wrt, sheet.differentiated))
-    if mode == "forward" or (mode == "auto" and columns < rows):
-        return jacobians_by_columns(sheet, per_row)
-    return jacobians_by_rows(sheet, per_row)
+    forward = mode == "forward" or (mode == "auto" and columns < rows)
+    return jacobians(sheet, per_row, forward)
 
 
 def hessian(
@@ -317,8 +315,8 @@ def hessian(
             _require_inputs_with_rows(sheet, batched)
         _keep_single_output(sheet, per_row)
         sheet, gradients = with_gradients(sheet, cotangents_of(sheet, per_row))
-        blocks = {x: row_blocks(sheet, g, sheet.wrt, per_row) for x, g in gradients.items()}
-        return sheet.finish(all_blocks(sheet, blocks, sheet.wrt, per_row, "hessian"))
+        blocks = {x: row_blocks(sheet, g, per_row) for x, g in gradients.items()}
+        return sheet.finish(all_blocks(sheet, blocks, per_row, "hessian"))
 
 
 def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:

@@ -18,18 +18,15 @@ class Forward:
     """The forward mode of a sheet: its gradients, differentiated with respect to the cotangents.
 
     Attributes:
-        sheet: a sheet with gradients, made from the given one.
-        wrt: the inputs and weights in that sheet.
-        outputs: the differentiated outputs in that sheet.
+        sheet: a sheet of the given one and its gradients, with the same outputs.
     """
 
     def __init__(self, first: Sheet) -> None:
         cotangents = first.cotangents()
         self.sheet, self._gradients = with_gradients(first, cotangents, keep=False)
-        self.wrt, self.outputs = self.sheet.wrt, self.sheet.differentiated
         inputs = {x.name: x for x in self.sheet.graph.inputs}
         opened = (inputs[g.name] for g in cotangents.values())
-        self._output_of = dict(zip(opened, self.outputs, strict=True))
+        self._output_of = dict(zip(opened, self.sheet.differentiated, strict=True))
         for cotangent, y in self._output_of.items():
             self.sheet.remove_at_end(cotangent, y)
 
@@ -45,29 +42,27 @@ class Forward:
         return {y: _shaped(self.sheet, v, y, x, batched) for y, v in stacked.items()}
 
 
-def jacobians_by_columns(first: Sheet, batched: bool) -> ModelProto:
-    """Return the model of the Jacobians, in forward mode."""
-    forward = Forward(first)
-    columns = {x: forward.columns(x, batched) for x in forward.wrt}
-    jacobians = {y: {x: c[y] for x, c in columns.items() if y in c} for y in forward.outputs}
-    sheet = forward.sheet
-    return sheet.finish(all_blocks(sheet, jacobians, forward.wrt, batched, "jacobian"))
+def jacobians(sheet: Sheet, batched: bool, forward: bool) -> ModelProto:
+    """Return the model of the Jacobians, in forward or in reverse mode."""
+    if forward:
+        mode = Forward(sheet)
+        sheet = mode.sheet
+        columns = {x: mode.columns(x, batched) for x in sheet.wrt}
+        blocks = {
+            y: {x: column[y] for x, column in columns.items() if y in column}
+            for y in sheet.differentiated
+        }
+    else:
+        blocks = {y: row_blocks(sheet, y, batched) for y in sheet.differentiated}
+        sheet.drop_unreached(x for row in blocks.values() for x in row)
+    return sheet.finish(all_blocks(sheet, blocks, batched, "jacobian"))
 
 
-def jacobians_by_rows(sheet: Sheet, batched: bool) -> ModelProto:
-    """Return the model of the Jacobians, in reverse mode."""
-    jacobians = {y: row_blocks(sheet, y, sheet.wrt, batched) for y in sheet.differentiated}
-    sheet.drop_unreached(x for row in jacobians.values() for x in row)
-    return sheet.finish(all_blocks(sheet, jacobians, sheet.wrt, batched, "jacobian"))
-
-
-def row_blocks(
-    sheet: Sheet, y: ir.Value, wrt: Sequence[ir.Value], batched: bool
-) -> dict[ir.Value, ir.Value]:
+def row_blocks(sheet: Sheet, y: ir.Value, batched: bool) -> dict[ir.Value, ir.Value]:
     """Return the Jacobian of `y` with respect to each of `wrt` that it depends on."""
 
     def write(unit: ir.Value) -> Derivatives:
-        return sweep(sheet.op, {y: unit}, wrt)
+        return sweep(sheet.op, {y: unit}, sheet.wrt)
 
     stacked = sheet.loop(y, write, batched, axis=int(batched))
     return {x: _shaped(sheet, v, y, x, batched) for x, v in stacked.items()}
@@ -109,14 +104,13 @@ def all_named(
 def all_blocks(
     sheet: Sheet,
     blocks: Mapping[ir.Value, Derivatives],
-    wrt: Sequence[ir.Value],
     batched: bool,
     suffix: str,
 ) -> list[Result]:
     """Return the block of every pair y, x as `<y>_<x>_<suffix>`: zeros if it is missing."""
     results = []
     for y, row in blocks.items():
-        for x in wrt:
+        for x in sheet.wrt:
             block = row.get(x)
             if block is None:
                 shape = _shape(sheet, y, x, batched)
