@@ -16,7 +16,7 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.directions import count_of, pack, packed_dims, pick, seed_input, unpack
+from onnxgrad.autodiff.directions import count_of, pack, packed_dims, seed_input, unpack
 from onnxgrad.autodiff.matrices import Forward, with_gradients
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Result, Sheet
@@ -79,7 +79,7 @@ def derivative_family(
     """
     files = family_paths("f.onnx" if path is None else path)
     with garbage_kept():
-        origin = _converted(read(model), dtype)
+        origin = _in_dtype(read(model), dtype)
         first = Sheet(origin, weights, inputs, outputs)
         _check(first)
         family = dict(zip(files, _models(first, origin, outputs), strict=True))
@@ -117,7 +117,7 @@ def family_paths(path: str | os.PathLike) -> dict[str, Path]:
     return {name: first.with_name(f"{name}.onnx") for name in names}
 
 
-def _converted(proto: ModelProto, dtype: str | None) -> ModelProto:
+def _in_dtype(proto: ModelProto, dtype: str | None) -> ModelProto:
     if dtype is None:
         return proto
     if dtype not in _DTYPES:
@@ -206,7 +206,8 @@ class _Seeds:
 
     def at(self, index: ir.Value) -> dict[ir.Value, ir.Value]:
         """Return each value with its seed of the direction `index`; none beyond the last."""
-        return {x: pick(self._sheet, stacked, index, x) for x, stacked in self._stacked}
+        op = self._sheet.op
+        return {x: op.set_type_like(op.Gather(v, index, axis=0), x) for x, v in self._stacked}
 
 
 def _finish(

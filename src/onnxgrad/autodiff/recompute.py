@@ -90,7 +90,8 @@ class Recomputation:
         last = dict(first)
         for i, node in enumerate(nodes):
             last.update((x, i) for x in reads(node) if x in first)
-        read = passes.read_behind(self.forward)
+        behind = (node for node in passes.before if node not in self.forward)
+        read = {*passes.demands, *(x for node in behind for x in reads(node))}
         fixed = {y for node in passes.before if not may_repeat(node) for y in node.outputs}
         lifetimes = [
             Lifetime(i, last[v], self.nbytes.get(v, 0), v in read)
@@ -140,11 +141,6 @@ class _Passes:
         own = set(self.before)
         read = (x for node in self.after for x in reads(node))
         self.demands = dict.fromkeys(x for x in read if x.producer() in own)
-
-    def read_behind(self, forward: Collection[ir.Node]) -> set[ir.Value]:
-        """Return what `after`, and the nodes of `before` behind the forward pass, read."""
-        own = (x for node in self.before if node not in forward for x in reads(node))
-        return {*self.demands, *own}
 
 
 class _Copies:

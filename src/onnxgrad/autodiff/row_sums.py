@@ -19,7 +19,7 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.operators import ARITHMETIC, RANDOM, VIEWS
 from onnxgrad.graph.shapes import Dims, coefficient, dims, is_real, rank, static
-from onnxgrad.graph.traversal import nodes_behind, reads, subgraphs
+from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
 
 _ROWS = "onnxgrad_batch"  # the symbol of the rows, in all inputs that have them
 _SAME = frozenset(("Cast", "Identity", "Neg", "Reshape", "Squeeze", "Unsqueeze"))
@@ -233,8 +233,7 @@ class _Rows:
 
 def _draws(node: ir.Node) -> bool:
     """Return whether random numbers are drawn, also in a subgraph: others for a part."""
-    inner = ir.traversal.RecursiveGraphIterator
-    nodes = [node, *(n for graph in subgraphs(node) for n in inner(graph))]
+    nodes = (node, *(n for graph in subgraphs(node) for n in all_nodes(graph)))
     return any(n.op_type in RANDOM and not n.domain for n in nodes)
 
 
