@@ -59,6 +59,8 @@ def check_gradient(
         ValueError: an unknown name, another `order`, nothing to check, or random outputs.
         ModelError: `model` cannot be read.
         NoGradientRule: an operator on a path has no rule.
+        RuntimeError: no runtime computes the model, or its gradient; for example, `feed` has other
+            lengths where inputs share a symbolic dimension.
 
     Examples:
         >>> import onnx, onnxgrad as og
@@ -130,6 +132,8 @@ def _judge(problem: Problem) -> GradientReport:
         return _best(reports)
     coarse = _reports(problem, [COARSE], original=True)
     fine = _reports(problem, METHODS, original=False)
+    if not fine and not coarse:
+        return compare(COARSE, problem, original=True)  # raises NoKernelError, which says why
     if not fine or (coarse and not coarse[-1].ok):
         return _best(coarse)
     best = _best(fine)
