@@ -32,14 +32,14 @@ def cheapest(
     computed again. Of several cheapest sets, the one nearest to the demands is returned.
     """
     demands = list(demands)
-    left, ends = _network(demands, price, made_of)
+    residual, ends = _network(demands, price, made_of)
     exhausted: set[NetworkNode] = set()  # nodes from which no more flow can pass
     for demand in demands:
-        while (path := _path(left, (demand, False), ends, exhausted)) is not None:
-            more = min(left[a][b] for a, b in pairwise(path))
+        while (path := _path(residual, (demand, False), ends, exhausted)) is not None:
+            more = min(residual[a][b] for a, b in pairwise(path))
             for a, b in pairwise(path):
-                left[a][b] -= more
-                left[b][a] = left[b].get(a, 0) + more
+                residual[a][b] -= more
+                residual[b][a] = residual[b].get(a, 0) + more
     return {
         value for value, computed in exhausted if not computed and (value, True) not in exhausted
     }
@@ -68,11 +68,11 @@ def _network(
 
 
 def _path(
-    left: Capacities, start: NetworkNode, ends: set[NetworkNode], exhausted: set[NetworkNode]
+    residual: Capacities, start: NetworkNode, ends: set[NetworkNode], exhausted: set[NetworkNode]
 ) -> list[NetworkNode] | None:
     """Return a shortest augmenting path from `start`, or None if there is none.
 
-    `left` is how much more flow can pass along each edge. `exhausted` is extended.
+    `residual` is how much more flow can pass along each edge. `exhausted` is extended.
     """
     if start in exhausted:
         return None
@@ -83,7 +83,7 @@ def _path(
             while path[-1] != start:
                 path.append(previous[path[-1]])
             return path[::-1]
-        for following, capacity in left[node].items():
+        for following, capacity in residual[node].items():
             if capacity and following not in previous and following not in exhausted:
                 previous[following] = node
                 queue.append(following)
