@@ -18,7 +18,6 @@ from onnxgrad.autodiff.matrices import (
     Forward,
     all_blocks,
     all_named,
-    cotangents_of,
     is_single,
     jacobians,
     row_blocks,
@@ -176,7 +175,8 @@ def hvp(
     """
     with garbage_kept():
         first = Sheet(model, weights, inputs, outputs)
-        sheet, gradients = with_gradients(first, cotangents_of(first))
+        single = len(first.differentiated) == 1 and is_single(first.differentiated[0], False)
+        sheet, gradients = with_gradients(first, first.cotangents(ones=single))
         vectors = {g: sheet.input_like(x, "vector") for x, g in gradients.items()}
         products = sweep(sheet.op, vectors, sheet.wrt)
         return sheet.finish(all_named(sheet, "hvp", sheet.wrt, products))
@@ -314,7 +314,7 @@ def hessian(
         if per_row:
             _require_inputs_with_rows(sheet, batched)
         _keep_single_output(sheet, per_row)
-        sheet, gradients = with_gradients(sheet, cotangents_of(sheet, per_row))
+        sheet, gradients = with_gradients(sheet, sheet.cotangents(ones=True))
         blocks = {x: row_blocks(sheet, g, per_row) for x, g in gradients.items()}
         return sheet.finish(all_blocks(sheet, blocks, per_row, "hessian"))
 

@@ -86,14 +86,6 @@ def with_gradients(
     return sheet, opened
 
 
-def cotangents_of(sheet: Sheet, per_row: bool = False) -> dict[ir.Value, ir.Value]:
-    """Return ones for a single output of one element (in each row), otherwise new inputs."""
-    outputs = sheet.differentiated
-    if len(outputs) == 1 and is_single(outputs[0], per_row):
-        return {outputs[0]: sheet.op.ones_like(outputs[0])}
-    return sheet.cotangents()
-
-
 def all_named(
     sheet: Sheet, suffix: str, values: Sequence[ir.Value], derivatives: Derivatives
 ) -> list[Result]:
@@ -102,10 +94,7 @@ def all_named(
 
 
 def all_blocks(
-    sheet: Sheet,
-    blocks: Mapping[ir.Value, Derivatives],
-    batched: bool,
-    suffix: str,
+    sheet: Sheet, blocks: Mapping[ir.Value, Derivatives], batched: bool, suffix: str
 ) -> list[Result]:
     """Return the block of every pair y, x as `<y>_<x>_<suffix>`: zeros if it is missing."""
     results = []

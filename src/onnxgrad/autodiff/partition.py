@@ -178,14 +178,8 @@ def _split(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Part
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
             v.shape = ir.Shape([None] * rank)  # an input needs a shape
     report = _report(joint, saved, least)
-    return Partition(
-        _forward(joint, report),
-        _backward(model, saved),
-        cotangents,
-        gradients,
-        report,
-        joint,
-    )
+    forward, backward = _forward(joint, report), _backward(model, saved)
+    return Partition(forward, backward, cotangents, gradients, report, joint)
 
 
 def _yielding(graph: ir.Graph) -> ir.Node:

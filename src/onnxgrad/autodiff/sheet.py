@@ -97,8 +97,10 @@ class Sheet:
         self.graph.inputs.append(new)
         return new
 
-    def cotangents(self) -> dict[ir.Value, ir.Value]:
-        """Return a new input `<y>_grad` for each of `differentiated`."""
+    def cotangents(self, ones: bool = False) -> dict[ir.Value, ir.Value]:
+        """Return a new input `<y>_grad`, or ones, for each of `differentiated`."""
+        if ones:
+            return {y: self.op.ones_like(y) for y in self.differentiated}
         return {y: self.input_like(y, "grad") for y in self.differentiated}
 
     def free(self, name: str) -> None:
