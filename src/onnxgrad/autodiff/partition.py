@@ -178,7 +178,7 @@ def _split(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Part
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
             v.shape = ir.Shape([None] * rank)  # an input needs a shape
     report = _report(joint, saved, least)
-    forward, backward = _forward(joint, report), _backward(model, saved)
+    forward, backward = _forward(model, saved), _backward(model, saved)
     return Partition(forward, backward, cotangents, gradients, report, joint)
 
 
@@ -242,15 +242,11 @@ def _report(joint: ModelProto, saved: list[ir.Value], sizes: Sizes) -> tuple[Sav
     )
 
 
-def _forward(joint: ModelProto, saved: tuple[Saved, ...]) -> ModelProto:
-    model = to_ir(joint)
-    graph = model.graph
-    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
-    for tensor in saved:
-        if tensor.shape is not None:
-            values[tensor.name].shape = ir.Shape(tensor.shape)
-    kept = dict.fromkeys([*_yielding(graph).inputs, *(values[tensor.name] for tensor in saved)])
-    graph.outputs[:] = [v for v in kept if v is not None]
+def _forward(joint: ir.Model, saved: list[ir.Value]) -> ModelProto:
+    kept = dict.fromkeys(v.name for v in (*_yielding(joint.graph).inputs, *saved) if v is not None)
+    model = joint.clone()
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+    model.graph.outputs[:] = [values[str(name)] for name in kept]
     return _finished(model)
 
 
