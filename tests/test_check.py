@@ -146,6 +146,7 @@ def test_a_point_to_check_at():
         ({"inputs": ["X"]}, "Unknown input 'X'. Did you mean 'x'"),
         ({"weights": ["W"]}, "Unknown weight 'W'. Did you mean 'w'"),
         ({"feed": {"z": 1}}, "Unknown input 'z'"),
+        ({"inputs": ["x", "x"]}, "input 'x' is named twice"),
         ({"order": 3}, "order must be 1 or 2, not 3"),
         ({"inputs": [], "weights": []}, "no float input or weight"),
     ],
@@ -153,6 +154,13 @@ def test_a_point_to_check_at():
 def test_wrong_arguments(options, message):
     with pytest.raises(ValueError, match=message):
         check_gradient(tanh(), **options)
+
+
+def test_other_lengths_where_inputs_share_a_symbol_are_refused():
+    """The gradient models refuse them, too; onnxruntime broadcasts."""
+    model = parse("g (float[N] a, float[N] b) => (float[N] y) { y = Mul(a, b) }")
+    with pytest.raises(RuntimeError, match="axis 0 of 'b' is as long as axis 0 of 'a'"):
+        check_gradient(model, feed={"a": [1.0, 2.0], "b": [3.0]})
 
 
 def test_a_model_without_float_output():

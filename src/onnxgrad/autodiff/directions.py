@@ -75,8 +75,3 @@ def pack(sheet: Sheet, stacked: ir.Value, like: ir.Value) -> ir.Value:
         flat = op.Transpose(stacked, perm=[1, 0, 2])
         return op.Reshape(flat, op.vector(op.dim(like, 0), -1))
     return op.Transpose(op.Reshape(stacked, op.vector(-1, op.numel(like, 0))), perm=[1, 0])
-
-
-def pick(sheet: Sheet, stacked: ir.Value, index: ir.Value, like: ir.Value) -> ir.Value:
-    """Return `stacked[index]`, which has the shape of `like`."""
-    return sheet.op.set_type_like(sheet.op.Gather(stacked, index, axis=0), like)

@@ -16,8 +16,9 @@ from pathlib import Path
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.directions import count_of, pack, packed_dims, pick, seed_input, unpack
-from onnxgrad.autodiff.matrices import Forward, all_named, reopened
+from onnxgrad.autodiff.directions import count_of, pack, packed_dims, seed_input, unpack
+from onnxgrad.autodiff.matrices import Forward, with_gradients
+from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Result, Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
@@ -78,7 +79,7 @@ def derivative_family(
     """
     files = family_paths("f.onnx" if path is None else path)
     with garbage_kept():
-        origin = _converted(read(model), dtype)
+        origin = _in_dtype(read(model), dtype)
         first = Sheet(origin, weights, inputs, outputs)
         _check(first)
         family = dict(zip(files, _models(first, origin, outputs), strict=True))
@@ -116,7 +117,7 @@ def family_paths(path: str | os.PathLike) -> dict[str, Path]:
     return {name: first.with_name(f"{name}.onnx") for name in names}
 
 
-def _converted(proto: ModelProto, dtype: str | None) -> ModelProto:
+def _in_dtype(proto: ModelProto, dtype: str | None) -> ModelProto:
     if dtype is None:
         return proto
     if dtype not in _DTYPES:
@@ -147,9 +148,8 @@ def _adjoint(sheet: Sheet) -> ModelProto:
     seeds = _Seeds(sheet, sheet.differentiated, "adj", "nadj")
 
     def write(a: ir.Value) -> dict[ir.Value, ir.Value]:
-        gradients = sheet.gradients(seeds.at(a), sheet.wrt)
-        sheet.drop_unreached(gradients)
-        return {x: _or_zeros(sheet, gradients, x) for x in sheet.wrt}
+        gradients = sheet.gradients(seeds.at(a))
+        return {x: sheet.or_zeros(gradients, x) for x in sheet.wrt}
 
     stacked = sheet.each(sheet.op.Max(*seeds.counts), write)
     return _finish(sheet, stacked, "adj", "nadj")
@@ -158,11 +158,11 @@ def _adjoint(sheet: Sheet) -> ModelProto:
 def _forward(forward: Forward) -> ModelProto:
     """Return the model of J v."""
     sheet = forward.sheet
-    seeds = _Seeds(sheet, forward.wrt, "fwd", "nfwd")
+    seeds = _Seeds(sheet, sheet.wrt, "fwd", "nfwd")
 
     def write(d: ir.Value) -> dict[ir.Value, ir.Value]:
-        tangents = forward.push(dict(seeds.at(d)))
-        return {y: _or_zeros(sheet, tangents, y) for y in forward.outputs}
+        tangents = forward.push(seeds.at(d))
+        return {y: sheet.or_zeros(tangents, y) for y in sheet.differentiated}
 
     stacked = sheet.each(sheet.op.Max(*seeds.counts), write)
     return _finish(sheet, stacked, "fwd", "nfwd")
@@ -170,16 +170,14 @@ def _forward(forward: Forward) -> ModelProto:
 
 def _forward_over_adjoint(first: Sheet) -> ModelProto:
     """Return the model of H(u) v + J^T w."""
-    cotangents = [first.input_like(y, "grad") for y in first.differentiated]
-    gradients = first.gradients(zip(first.differentiated, cotangents, strict=True), first.wrt)
-    sheet, opened = reopened(first, all_named(first, "grad", first.wrt, gradients))
-    del sheet.kept[len(sheet.kept) - len(opened) :]
+    seeds = first.cotangents()
+    sheet, gradients = with_gradients(first, seeds, keep=False)
     inputs = {x.name: x for x in sheet.graph.inputs}
-    wrt = [inputs[x.name] for x in first.wrt]
+    cotangents = [inputs[u.name] for u in seeds.values()]
     for u in cotangents:
-        sheet.graph.inputs.remove(inputs[u.name])
+        sheet.graph.inputs.remove(u)
     adjoint = _Seeds(sheet, sheet.kept, "adj", "nadj")
-    forward = _Seeds(sheet, wrt, "fwd", "nfwd")
+    forward = _Seeds(sheet, sheet.wrt, "fwd", "nfwd")
     both = _Seeds(sheet, sheet.kept, "fwd_adj", "nfwd_x_nadj")
     op = sheet.op
     nadj = op.Max(*adjoint.counts)
@@ -188,12 +186,11 @@ def _forward_over_adjoint(first: Sheet) -> ModelProto:
     def write(k: ir.Value) -> dict[ir.Value, ir.Value]:
         width = op.Reshape(nadj, [])
         u, v = adjoint.at(op.Mod(k, width)), forward.at(op.Div(k, width))
-        along = [(g, seed) for g, (_, seed) in zip(opened, v, strict=True)]
-        results = sheet.gradients([*along, *both.at(k)], wrt)
-        for cotangent, (_, seed) in zip(cotangents, u, strict=True):
-            ir.convenience.replace_all_uses_with(inputs[cotangent.name], seed)
+        along = {gradients[x]: seed for x, seed in v.items()}
+        results = sweep(op, along | both.at(k), sheet.wrt)
+        ir.convenience.replace_all_uses_with(cotangents, list(u.values()))
         sheet.graph.sort()  # the seeds were written after the nodes that read them
-        return {x: _or_zeros(sheet, results, x) for x in wrt}
+        return {x: sheet.or_zeros(results, x) for x in sheet.wrt}
 
     return _finish(sheet, sheet.each(count, write), "fwd_adj", "nfwd_x_nadj")
 
@@ -207,14 +204,10 @@ class _Seeds:
         self.counts = [count_of(sheet, seeds, x) for x, seeds in packed]
         self._stacked = [(x, unpack(sheet, seeds, x)) for x, seeds in packed]
 
-    def at(self, index: ir.Value) -> list[tuple[ir.Value, ir.Value]]:
+    def at(self, index: ir.Value) -> dict[ir.Value, ir.Value]:
         """Return each value with its seed of the direction `index`; none beyond the last."""
-        return [(x, pick(self._sheet, stacked, index, x)) for x, stacked in self._stacked]
-
-
-def _or_zeros(sheet: Sheet, derivatives: Mapping[ir.Value, ir.Value], x: ir.Value) -> ir.Value:
-    v = derivatives[x] if x in derivatives else sheet.op.zeros_like(x)
-    return sheet.op.set_type_like(v, x)
+        op = self._sheet.op
+        return {x: op.set_type_like(op.Gather(v, index, axis=0), x) for x, v in self._stacked}
 
 
 def _finish(

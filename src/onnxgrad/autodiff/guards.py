@@ -46,19 +46,24 @@ def _guard(op: Emit, x: ir.Value, axes: Mapping[int, _Axis]) -> None:
     for axis, (other, i) in axes.items():  # one by one: together, swapped lengths would pass
         own = [d if isinstance(d, int) else op.dim(x, j) for j, d in enumerate(dims(x) or ())]
         own[axis] = op.dim(other, i)
-        checked = op.emit("Reshape", [checked, op.vector(*own)], {"allowzero": 1}, fresh=True)
-        node = op.set_type_like(checked, x).producer()
-        assert node is not None
-        node.name = f"axis {axis} of {x.name!r} is as long as axis {i} of {other.name!r}"
+        name = f"axis {axis} of {x.name!r} is as long as axis {i} of {other.name!r}"
+        checked = _reshaped(op, checked, op.vector(*own), name)
     for consumer, i in uses:
         consumer.replace_input_with(i, checked)
 
 
 def _shape_gradient(op: Emit, x: ir.Value, gradient: ir.Value) -> None:
     """Reshape the gradient of an unused input to the shape that the input has at run time."""
-    shaped = op.emit("Reshape", [gradient, op.Shape(x)], {"allowzero": 1}, fresh=True)
+    name = f"the gradient has the lengths of {x.name!r}"
+    shaped = _reshaped(op, gradient, op.Shape(x), name)
     shaped.name, gradient.name = gradient.name, op.name(str(gradient.name))
-    node = op.set_type_like(shaped, gradient).producer()
-    assert node is not None
-    node.name = f"the gradient has the lengths of {x.name!r}"
     op.graph.outputs[:] = [shaped if y is gradient else y for y in op.graph.outputs]
+
+
+def _reshaped(op: Emit, x: ir.Value, shape: list[int] | ir.Value, name: str) -> ir.Value:
+    """Return the output of a new Reshape called `name`, which fails if `shape` is another one."""
+    y = op.emit("Reshape", [x, shape], {"allowzero": 1}, fresh=True)
+    node = op.set_type_like(y, x).producer()
+    assert node is not None
+    node.name = name
+    return y

@@ -19,12 +19,12 @@ from onnxgrad.autodiff.matrices import (
     all_blocks,
     all_named,
     is_single,
-    jacobians_by_columns,
-    jacobians_by_rows,
+    jacobians,
     row_blocks,
     total_size,
     with_gradients,
 )
+from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
@@ -75,9 +75,7 @@ def vjp(
     """
     with garbage_kept():
         sheet = Sheet(model, weights, inputs, outputs)
-        seeds = [(y, sheet.input_like(y, "grad")) for y in sheet.differentiated]
-        gradients = sheet.gradients(seeds, sheet.wrt)
-        sheet.drop_unreached(gradients)
+        gradients = sheet.gradients(sheet.cotangents())
         return sheet.finish(all_named(sheet, "grad", sheet.wrt, gradients))
 
 
@@ -126,8 +124,8 @@ def jvp(
     with garbage_kept():
         forward = Forward(Sheet(model, weights, inputs, outputs))
         sheet = forward.sheet
-        tangents = forward.push({x: sheet.input_like(x, "tangent") for x in forward.wrt})
-        return sheet.finish(all_named(sheet, "tangent", forward.outputs, tangents))
+        tangents = forward.push({x: sheet.input_like(x, "tangent") for x in sheet.wrt})
+        return sheet.finish(all_named(sheet, "tangent", sheet.differentiated, tangents))
 
 
 def hvp(
@@ -176,10 +174,12 @@ def hvp(
         [[8.0, 4.0], [8.0, 8.0]]
     """
     with garbage_kept():
-        sheet, gradients = with_gradients(Sheet(model, weights, inputs, outputs))
-        vectors = [(g, sheet.input_like(x, "vector")) for x, g in gradients.items()]
-        products = sheet.gradients(vectors, list(gradients))
-        return sheet.finish(all_named(sheet, "hvp", list(gradients), products))
+        first = Sheet(model, weights, inputs, outputs)
+        single = len(first.differentiated) == 1 and is_single(first.differentiated[0], False)
+        sheet, gradients = with_gradients(first, first.cotangents(ones=single))
+        vectors = {g: sheet.input_like(x, "vector") for x, g in gradients.items()}
+        products = sweep(sheet.op, vectors, sheet.wrt)
+        return sheet.finish(all_named(sheet, "hvp", sheet.wrt, products))
 
 
 def jacobian(
@@ -259,9 +259,8 @@ def _jacobian(
     if per_row:
         _require_inputs_with_rows(sheet, batched)
     columns, rows = (total_size(v, per_row) for v in (sheet.wrt, sheet.differentiated))
-    if mode == "forward" or (mode == "auto" and columns < rows):
-        return jacobians_by_columns(sheet, per_row)
-    return jacobians_by_rows(sheet, per_row)
+    forward = mode == "forward" or (mode == "auto" and columns < rows)
+    return jacobians(sheet, per_row, forward)
 
 
 def hessian(
@@ -315,10 +314,9 @@ def hessian(
         if per_row:
             _require_inputs_with_rows(sheet, batched)
         _keep_single_output(sheet, per_row)
-        sheet, gradients = with_gradients(sheet, per_row)
-        wrt = list(gradients)
-        blocks = {x: row_blocks(sheet, g, wrt, per_row) for x, g in gradients.items()}
-        return sheet.finish(all_blocks(sheet, blocks, wrt, per_row, "hessian"))
+        sheet, gradients = with_gradients(sheet, sheet.cotangents(ones=True))
+        blocks = {x: row_blocks(sheet, g, per_row) for x, g in gradients.items()}
+        return sheet.finish(all_blocks(sheet, blocks, per_row, "hessian"))
 
 
 def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:

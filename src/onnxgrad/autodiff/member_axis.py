@@ -30,7 +30,6 @@ class MemberAxis:
     def __init__(self, op: Emit, count: int, stacked: Mapping[ir.Value, ir.Value]) -> None:
         self.op, self.count, self._of = op, count, dict(stacked)
         self._same: dict[ir.Value, ir.Value] = {}  # what replaces values that all members share
-        self._checked = 0  # nodes that were written and checked
 
     def __contains__(self, x: ir.Value | None) -> bool:
         return x in self._of
@@ -109,27 +108,25 @@ class MemberAxis:
         Raises:
             ValueError: a node with subgraphs, or a sequence, depends on them.
         """
-        self._checked = len(self.op.written)
         for node in list(graph):
             if self._of.keys().isdisjoint(reads(node)):
                 continue
             self._refuse(node)
+            count = self.op.count
             with self.op.at(node):
                 outputs = self._written(node, rules)
-            self._check()
+            self._check(self.op.written_since(count))
             for old, new in zip(node.outputs, outputs, strict=True):
                 if old not in self._same:
                     self._of[old] = new
         graph.outputs[:] = self.all_of(graph.outputs)
         drop_unused(graph)
 
-    def _check(self) -> None:
+    def _check(self, written: Iterable[ir.Node]) -> None:
         """Raise if a new node reads a value that is replaced, and whose name stands for another."""
-        written = self.op.written
-        for node in written[self._checked :]:
+        for node in written:
             if not self._of.keys().isdisjoint(node.inputs):
                 raise RuntimeError(f"{node.op_type} reads a value of one member: {node}")
-        self._checked = len(written)
 
     def _refuse(self, node: ir.Node) -> None:
         values = [v for v in (*node.inputs, *node.outputs) if v is not None]

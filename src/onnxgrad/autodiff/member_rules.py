@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.member_axis import MemberAxis
+from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.axes import named_axes
 from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS, UNARY, operator_of
 from onnxgrad.graph.shapes import constant, dims, einsum_terms, rank
@@ -23,7 +24,7 @@ Rule = Callable[[MemberAxis, Any], Outputs]
 
 def _write(m: MemberAxis, node: Any, inputs: list, **changed: Any) -> list[ir.Value]:
     """Write the node with other inputs and attributes; its outputs get the leading axis."""
-    attributes = {a.name: a.value for a in node.attributes.values()} | changed
+    attributes = attributes_of(node) | changed
     outputs = m.op.emit_many(node.op_type, inputs, attributes, outputs=len(node.outputs))
     return [m.typed(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
 
@@ -50,7 +51,7 @@ def _elementwise(m: MemberAxis, node: Any) -> Outputs:
 
 
 def _along(m: MemberAxis, node: Any) -> Outputs:
-    """Write an operator along axes of its first operand."""
+    """Write an operator along axes of its first operand, those that it names or the last ones."""
     first, *rest = node.inputs
     return _shifted(m, node, [m.of(first), *rest]) if _only_first(m, node) else None
 
@@ -58,7 +59,9 @@ def _along(m: MemberAxis, node: Any) -> Outputs:
 def _shifted(m: MemberAxis, node: Any, inputs: list) -> Outputs:
     """Write the node with other inputs, and each axis that it names one further behind."""
     naming, named = operator_of(node).naming, named_axes(node)
-    if naming is None or not named:
+    if naming is None:
+        return _write(m, node, inputs)
+    if not named:
         return None
     shifted = [a + 1 for a in named]
     value = {"axis": shifted[0], "perm": [0, *shifted]}.get(naming.attribute, shifted)
@@ -100,14 +103,11 @@ def _product(m: MemberAxis, a: ir.Value, b: ir.Value, x: ir.Value, y: ir.Value) 
     if b not in m and width == 2:
         return op.MatMul(x, y)
     if width == 2 and n > 2:
-        inner = op.dim(y, 2) if b in m else op.dim(y, 1)
-        start = int(a in m)
-        rows = [op.dim(x, i + start) for i in range(n - 1)]
-        flat = [m.count, -1] if a in m else [-1]
-        flat_x = op.Reshape(x, op.vector(*flat, op.dim(y, 1)))
-        shape: list[Any] = [None, (dims(a) or ())[-1]]
-        flat_x.type, flat_x.shape = a.type, ir.Shape([m.count, *shape] if a in m else shape)
-        return op.Reshape(op.MatMul(flat_x, y), op.vector(m.count, *rows, inner))
+        inner, lead = op.dim(y, 2), [m.count] if a in m else []
+        rows = [op.dim(x, i + len(lead)) for i in range(n - 1)]
+        flat = op.Reshape(x, op.vector(*lead, -1, op.dim(y, 1)))
+        flat.type, flat.shape = a.type, ir.Shape([*lead, None, (dims(a) or ())[-1]])
+        return op.Reshape(op.MatMul(flat, y), op.vector(m.count, *rows, inner))
     both = max(n, width)
     return op.MatMul(m.aligned(a, both), m.aligned(b, both))
 
@@ -119,16 +119,13 @@ def _gemm(m: MemberAxis, node: Any) -> Outputs:
         op.mT(m.of(v)) if node.attributes.get_int(name, 0) else m.of(v)
         for v, name in ((a, "transA"), (b, "transB"))
     )
-    product = m.typed(op.MatMul(x, y), node.outputs[0])
-    dtype = node.outputs[0].dtype
+    result = m.typed(op.MatMul(x, y), node.outputs[0])
     if alpha != 1:
-        product = m.typed(op.Mul(product, op.const(alpha, dtype)), node.outputs[0])
-    if c is None or beta == 0:
-        return [product]
-    added = m.aligned(c, 2)
-    if beta != 1:
-        added = op.Mul(added, op.const(beta, dtype))
-    return [m.typed(op.Add(product, added), node.outputs[0])]
+        result = m.typed(result * alpha, node.outputs[0])
+    if c is not None and beta != 0:
+        added = m.aligned(c, 2)
+        result = m.typed(result + (added if beta == 1 else added * beta), node.outputs[0])
+    return [result]
 
 
 def _einsum(m: MemberAxis, node: Any) -> Outputs:
@@ -151,8 +148,8 @@ def _shape(m: MemberAxis, node: Any) -> Outputs:
     n = rank(node.inputs[0])
     if n is None:
         return None
-    start, end = (node.attributes.get_int(name, d) for name, d in (("start", 0), ("end", n)))
-    start, end = (min(n, max(0, i + n if i < 0 else i)) for i in (start, end))
+    get = node.attributes.get_int
+    start, end, _ = slice(get("start", 0), get("end", None)).indices(n)
     new = m.op.Shape(m.of(node.inputs[0]), start=start + 1, end=end + 1)
     return [m.share(node.outputs[0], new)]
 
@@ -199,13 +196,6 @@ def _tile(m: MemberAxis, node: Any) -> Outputs:
     return _write(m, node, [m.of(x), m.op.Concat([1], repeats, axis=0)])
 
 
-def _last_axes(m: MemberAxis, node: Any) -> Outputs:
-    """Write an operator on the last axes."""
-    if not _only_first(m, node):
-        return None
-    return _write(m, node, [m.of(node.inputs[0]), *node.inputs[1:]])
-
-
 # -- layers -------------------------------------------------------------------------------------
 
 
@@ -218,8 +208,7 @@ def _by_rows(m: MemberAxis, node: Any) -> Outputs:
     lengths = [op.dim(new, i) for i in range(2, 1 + (rank(x) or 0))]
     merged = op.Reshape(new, op.vector(-1, *lengths))
     merged.type, merged.shape = x.type, ir.Shape([None, *(dims(x) or ())[1:]])
-    attributes = {a.name: a.value for a in node.attributes.values()}
-    result = op.emit(node.op_type, [merged, *node.inputs[1:]], attributes)
+    result = op.emit(node.op_type, [merged, *node.inputs[1:]], attributes_of(node))
     result.type, result.shape = y.type, ir.Shape([None, *(dims(y) or ())[1:]])
     lengths = [op.dim(result, i) for i in range(1, rank(y) or 0)]
     return [m.typed(op.Reshape(result, op.vector(m.count, -1, *lengths)), y)]
@@ -232,14 +221,12 @@ def _layer_norm(m: MemberAxis, node: Any) -> Outputs:
     if not n or x not in m or any(v.uses() or v.is_graph_output() for v in node.outputs[1:]):
         return None
     op, axis = m.op, node.attributes.get_int("axis", -1) % n
-    attributes = {a.name: a.value for a in node.attributes.values()} | {"axis": axis + 1}
-    if scale not in m and bias not in m:
-        inputs = [v for v in (m.of(x), scale, bias) if v is not None]
-    else:
+    behind, inputs = scale in m or bias in m, [m.of(x), *node.inputs[1:]]
+    if behind:
         one = op.const(1.0, scale.dtype)
-        inputs = [m.of(x), op.set_type_like(op.Expand(one, m.shape(scale)), scale)]
-    new = m.typed(op.emit(node.op_type, inputs, attributes), y)
-    if len(inputs) == 2 and inputs[1] is not scale:
+        inputs[1:] = [op.set_type_like(op.Expand(one, m.shape(scale)), scale)]
+    new = m.typed(op.emit(node.op_type, inputs, attributes_of(node) | {"axis": axis + 1}), y)
+    if behind:
         new = m.typed(op.Mul(new, m.aligned(scale, n)), y)
         new = new if bias is None else m.typed(op.Add(new, m.aligned(bias, n)), y)
     return [new, *node.outputs[1:]]
@@ -271,5 +258,5 @@ RULES: dict[str, Rule] = {
     "Shape": _shape,
     "Size": _size,
     "Tile": _tile,
-    "Trilu": _last_axes,
+    "Trilu": _along,
 }

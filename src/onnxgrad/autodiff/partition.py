@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.derivative import (
-    DerivativeOptions,
-    DerivativeRequest,
-    derivative,
-)
+from onnxgrad.autodiff.control.copies import is_tensor
+from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
 from onnxgrad.errors import NoGradientRule, unknown
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.traversal import nodes_after, nodes_behind, reads
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.surgery import as_input, name_rest
@@ -174,70 +171,15 @@ def _joint(
 
 def _split(joint: ModelProto, gradients: dict[str, str], recompute: str) -> Partition:
     model = to_ir(joint)
-    sides = _Sides(model.graph)
+    cotangents = _cotangents(_yielding(model.graph))
     sizes, least = Sizes(joint, LENGTH), Sizes(joint, 1)
-    saved = _choose(sides, recompute, sizes)
+    saved = _choose(model.graph, recompute, sizes)
     for v in saved:
         if v.shape is None and (rank := least.rank(v)) is not None and rank == sizes.rank(v):
             v.shape = ir.Shape([None] * rank)  # an input needs a shape
     report = _report(joint, saved, least)
-    return Partition(
-        _forward(joint, report),
-        _backward(model, saved),
-        sides.cotangents,
-        gradients,
-        report,
-        joint,
-    )
-
-
-class _Sides:
-    """The two sides of a joint graph: the nodes before the YieldOp, and what those after it read.
-
-    Attributes:
-        before: the nodes that do not depend on the cotangents, in order.
-        reads: the values that each of them reads.
-        forward: those of them that the outputs of the model need.
-        demands: results of them that the nodes after the YieldOp, or the gradients, need.
-        cotangents: `{output: name of its cotangent}`.
-    """
-
-    def __init__(self, graph: ir.Graph) -> None:
-        self.reads: dict[ir.Node, list[ir.Value]] = {}
-        self.before: list[ir.Node] = []
-        after: set[ir.Value] = set()  # results of nodes that depend on the cotangents
-        read_after: dict[ir.Value, None] = dict.fromkeys(graph.outputs)
-        self.yielding = _yielding(graph)
-        without = self.yielding.attributes.get_ints("non_differentiable_outputs", ())
-        outputs = [y for i, y in enumerate(self.yielding.inputs) if i not in without]
-        pairs = zip(outputs, self.yielding.outputs, strict=True)
-        self.cotangents = {str(y.name): str(g.name) for y, g in pairs if y is not None}
-        for node in graph:
-            read = reads(node)
-            if node is self.yielding:
-                after.update(node.outputs)
-            elif after.isdisjoint(read):
-                self.reads[node] = read
-                self.before.append(node)
-            else:
-                after.update(node.outputs)
-                read_after |= dict.fromkeys(read)
-        self.demands = [v for v in read_after if v.producer() in self.reads]
-        self.forward = self._needed_by(self.yielding.inputs)
-
-    def may_repeat(self, node: ir.Node, recompute: str) -> bool:
-        """Return whether the backward pass may compute `node` again."""
-        return is_repeatable(node) and (node not in self.forward or RECOMPUTE[recompute](node))
-
-    def _needed_by(self, outputs: Iterable[ir.Value | None]) -> set[ir.Node]:
-        """Return the nodes before the YieldOp that `outputs` need."""
-        needed = set(outputs)
-        nodes = set()
-        for node in reversed(self.before):
-            if not needed.isdisjoint(node.outputs):
-                nodes.add(node)
-                needed.update(self.reads[node])
-        return nodes
+    forward, backward = _forward(model, saved), _backward(model, saved)
+    return Partition(forward, backward, cotangents, gradients, report, joint)
 
 
 def _yielding(graph: ir.Graph) -> ir.Node:
@@ -247,37 +189,45 @@ def _yielding(graph: ir.Graph) -> ir.Node:
     raise ValueError("no gradient depends on a cotangent of the outputs: there is no backward pass")
 
 
-def _choose(sides: _Sides, recompute: str, sizes: Sizes) -> list[ir.Value]:
+def _cotangents(yielding: ir.Node) -> dict[str, str]:
+    """Return `{output: name of its cotangent}`."""
+    without = yielding.attributes.get_ints("non_differentiable_outputs", ())
+    outputs = [y for i, y in enumerate(yielding.inputs) if i not in without]
+    pairs = zip(outputs, yielding.outputs, strict=True)
+    return {str(y.name): str(g.name) for y, g in pairs if y is not None}
+
+
+def _choose(graph: ir.Graph, recompute: str, sizes: Sizes) -> list[ir.Value]:
     """Return the values to save, of the fewest bytes, in the order of the graph."""
-    outputs = set(sides.yielding.inputs)  # returned by the forward model in any case
+    yielding = _yielding(graph)
+    outputs = set(yielding.inputs)  # returned by the forward model in any case
+    after = nodes_after(graph, yielding.outputs)
+    others, forward = {yielding, *after}, nodes_behind(reads(yielding))
+    read = {node: reads(node) for node in graph if node not in others}  # before the cotangents
+    read_after = dict.fromkeys([*graph.outputs, *(x for node in after for x in reads(node))])
 
     def made_of(value: ir.Value) -> list[ir.Value] | None:
         node = value.producer()
         assert node is not None
-        must_repeat = not _is_tensor(value) and is_repeatable(node)  # cannot be saved
-        if not (sides.may_repeat(node, recompute) or must_repeat):
+        may_repeat = node not in forward or RECOMPUTE[recompute](node) or not is_tensor(value)
+        if not may_repeat or not is_repeatable(node):
             return None
-        return [x for x in sides.reads[node] if x.producer() in sides.reads]
+        return [x for x in read[node] if x.producer() in read]
 
     def price(value: ir.Value) -> float:
-        if not _is_tensor(value):
+        if not is_tensor(value):  # cannot be saved
             return inf
         return 0 if value in outputs else sizes[value]
 
-    chosen = cheapest(sides.demands, price, made_of)
-    saved = [y for node in sides.before for y in node.outputs if y in chosen]
+    chosen = cheapest((v for v in read_after if v.producer() in read), price, made_of)
+    saved = [y for node in read for y in node.outputs if y in chosen]
     for v in saved:
-        if not _is_tensor(v):
+        if not is_tensor(v):
             raise NoGradientRule(
                 f"{v.name!r} is a sequence of random numbers, which cannot pass from the forward "
                 "to the backward model: draw them outside of the Loop that collects them"
             )
     return saved
-
-
-def _is_tensor(value: ir.Value) -> bool:
-    """Return whether `value` is a tensor, and so can be saved."""
-    return isinstance(value.type, ir.TensorType)
 
 
 def _report(joint: ModelProto, saved: list[ir.Value], sizes: Sizes) -> tuple[Saved, ...]:
@@ -292,15 +242,11 @@ def _report(joint: ModelProto, saved: list[ir.Value], sizes: Sizes) -> tuple[Sav
     )
 
 
-def _forward(joint: ModelProto, saved: tuple[Saved, ...]) -> ModelProto:
-    model = to_ir(joint)
-    graph = model.graph
-    values = ir.convenience.create_value_mapping(graph, include_subgraphs=False)
-    for tensor in saved:
-        if tensor.shape is not None:
-            values[tensor.name].shape = ir.Shape(tensor.shape)
-    kept = dict.fromkeys([*_yielding(graph).inputs, *(values[tensor.name] for tensor in saved)])
-    graph.outputs[:] = [v for v in kept if v is not None]
+def _forward(joint: ir.Model, saved: list[ir.Value]) -> ModelProto:
+    kept = dict.fromkeys(v.name for v in (*_yielding(joint.graph).inputs, *saved) if v is not None)
+    model = joint.clone()
+    values = ir.convenience.create_value_mapping(model.graph, include_subgraphs=False)
+    model.graph.outputs[:] = [values[str(name)] for name in kept]
     return _finished(model)
 
 

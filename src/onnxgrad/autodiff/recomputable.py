@@ -41,7 +41,7 @@ class Sizes:
     def __getitem__(self, value: ir.Value) -> int:
         """Return the bytes of a value of the joint graph."""
         source = value if _is_named(dims(value)) else self._inferred[str(value.name)]
-        return _size(source, self.length)
+        return ceil(_elements(source, self.length) * source.dtype.itemsize) if source.dtype else 0
 
     def rank(self, value: ir.Value) -> int | None:
         """Return the rank of `value`, which with a Squeeze may depend on the lengths."""
@@ -68,11 +68,6 @@ def _is_named(shape: Dims | None) -> bool:
         isinstance(d, int) or (d is not None and d.isidentifier() and not d.startswith("unk__"))
         for d in shape
     )
-
-
-def _size(value: ir.Value, length: int) -> int:
-    elements = _elements(value, length)
-    return ceil(elements * value.dtype.itemsize) if value.dtype else 0
 
 
 def _elements(value: ir.Value, length: int) -> int:

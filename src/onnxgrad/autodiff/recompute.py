@@ -18,7 +18,7 @@ from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatab
 from onnxgrad.autodiff.segments import Lifetime, cuts
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
-from onnxgrad.graph.traversal import captured, reads, subgraphs
+from onnxgrad.graph.traversal import captured, nodes_after, nodes_behind, reads, subgraphs
 from onnxgrad.model.convert import to_proto
 
 # two passes over memory, which cost little beside the product or convolution that reads the result
@@ -46,15 +46,13 @@ class Recomputation:
     def __init__(self, op: Emit, seeds: Iterable[ir.Value], recompute: str) -> None:
         self.op, self.recompute, self.seeds = op, recompute, set(seeds)
         self.forward = {node: i for i, node in enumerate(op.graph)}
-        self.nbytes: dict[ir.Value, int] = {}
-        if recompute != "none":
-            self.nbytes = _nbytes(op.graph)
+        self.nbytes = {} if recompute == "none" else _nbytes(op.graph)
 
     def write(self, needed: Iterable[ir.Value]) -> None:
         """Write the copies into the backward pass, as far as the values `needed` depend on it."""
         if self.recompute == "none":
             return
-        passes = _Passes(self.op.graph, self.forward, self.seeds, set(needed))
+        passes = _Passes(self.op.graph, self.forward, self.seeds, needed)
         crossing, last = self._segments(passes)
         kept = crossing | (self._cheap(passes, crossing) if self.recompute == "cheap" else last)
         copies = _Copies(self.op, passes, kept)
@@ -92,7 +90,8 @@ class Recomputation:
         last = dict(first)
         for i, node in enumerate(nodes):
             last.update((x, i) for x in reads(node) if x in first)
-        read = passes.read_behind(self.forward)
+        behind = (node for node in passes.before if node not in self.forward)
+        read = {*passes.demands, *(x for node in behind for x in reads(node))}
         fixed = {y for node in passes.before if not may_repeat(node) for y in node.outputs}
         lifetimes = [
             Lifetime(i, last[v], self.nbytes.get(v, 0), v in read)
@@ -120,7 +119,7 @@ class _Passes:
 
     Nodes that the backward pass wrote, but that depend on no cotangent, are among `before`.
     `demands` are the results of `before` that `after` reads, and `depth` is the length of the
-    longest path to each node. `needed` is extended.
+    longest path to each node.
     """
 
     def __init__(
@@ -128,35 +127,20 @@ class _Passes:
         graph: ir.Graph,
         forward: Collection[ir.Node],
         seeds: set[ir.Value],
-        needed: set[ir.Value],
+        needed: Iterable[ir.Value],
     ) -> None:
-        self.before: list[ir.Node] = []
-        self.after: list[ir.Node] = []
-        self.depth: dict[ir.Node, int] = {}
-        self.demands: dict[ir.Value, None] = {}
-        live = []
-        for node in reversed(graph):
-            if not needed.isdisjoint(node.outputs):
-                live.append(node)
-                needed.update(reads(node))
-        behind = set(seeds)
-        for node in reversed(live):
-            read = reads(node)
-            producers = (x.producer() for x in read)
-            self.depth[node] = 1 + max((self.depth.get(p, 0) for p in producers if p), default=0)
-            if node in forward or behind.isdisjoint(read):
-                self.before.append(node)
-            else:
-                self.after.append(node)
-                behind.update(node.outputs)
-                self.demands |= dict.fromkeys(x for x in read if x.producer() in self.depth)
+        needed_nodes = nodes_behind(needed)
+        live = [node for node in graph if node in needed_nodes]
+        self.after = nodes_after((node for node in live if node not in forward), seeds)
         later = set(self.after)
-        self.demands = {x: None for x in self.demands if x.producer() not in later}
-
-    def read_behind(self, forward: Collection[ir.Node]) -> set[ir.Value]:
-        """Return what `after`, and the nodes of `before` behind the forward pass, read."""
-        own = (x for node in self.before if node not in forward for x in reads(node))
-        return {*self.demands, *own}
+        self.before = [node for node in live if node not in later]
+        self.depth: dict[ir.Node, int] = {}
+        for node in live:
+            producers = (x.producer() for x in reads(node))
+            self.depth[node] = 1 + max((self.depth.get(p, 0) for p in producers if p), default=0)
+        own = set(self.before)
+        read = (x for node in self.after for x in reads(node))
+        self.demands = dict.fromkeys(x for x in read if x.producer() in own)
 
 
 class _Copies:
@@ -209,8 +193,9 @@ class _Copies:
 
     def _copy(self, node: ir.Node) -> None:
         operands = [x if x is None else self.copies.get(x, x) for x in node.inputs]
-        if _updates_statistics(node):  # onnxruntime overwrites these operands
-            for i in (3, 4):
+        in_training = node.attributes.get_int("training_mode", 0)
+        if node.op_type == "BatchNormalization" and in_training:
+            for i in (3, 4):  # onnxruntime overwrites these operands
                 operands[i] = self._another(node.inputs[i])
         computed = [x is not None and x.producer() is not None for x in operands]
         for i, x in enumerate(operands):
@@ -253,12 +238,6 @@ def _nbytes(graph: ir.Graph) -> dict[ir.Value, int]:
     sizes = Sizes(to_proto(ir.Model(graph, ir_version=10)), LENGTH)
     del graph.inputs[len(graph.inputs) - len(free) :]
     return {y: sizes[y] for node in graph for y in node.outputs if _is_tensor(y)}
-
-
-def _updates_statistics(node: ir.Node) -> bool:
-    return node.op_type == "BatchNormalization" and bool(
-        node.attributes.get_int("training_mode", 0)
-    )
 
 
 def _is_tensor(value: ir.Value) -> bool:

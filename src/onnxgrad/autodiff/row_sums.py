@@ -19,7 +19,7 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.operators import ARITHMETIC, RANDOM, VIEWS
 from onnxgrad.graph.shapes import Dims, coefficient, dims, is_real, rank, static
-from onnxgrad.graph.traversal import nodes_behind, reads, subgraphs
+from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
 
 _ROWS = "onnxgrad_batch"  # the symbol of the rows, in all inputs that have them
 _SAME = frozenset(("Cast", "Identity", "Neg", "Reshape", "Squeeze", "Unsqueeze"))
@@ -51,15 +51,15 @@ def require_sums(
         NotASum: it is not proven; the message says which node may mix rows.
     """
     replace_calls(Emit(model.graph), model)
-    follow = _Rows(_with_lengths(model, axes, lengths))
+    rows = _Rows(_with_lengths(model, axes, lengths))
     infer(model)
     fold_sizes(model.graph)
     needed = nodes_behind(outputs)
     for node in model.graph:
         if node in needed:
-            follow.node(node)
+            rows.visit(node)
     for y in outputs:
-        if y not in follow.sums:
+        if y not in rows.sums:
             raise NotASum(f"{y.name!r} is no sum over rows")
 
 
@@ -121,7 +121,7 @@ class _Rows:
         self.sums: set[ir.Value] = set()
         self.sizes: set[ir.Value] = set()
 
-    def node(self, node: ir.Node) -> None:
+    def visit(self, node: ir.Node) -> None:
         """Follow the rows through a node; raise `NotASum` if it mixes them, or may do so."""
         read, name = reads(node), node.op_type
         if _draws(node):
@@ -146,25 +146,20 @@ class _Rows:
         return self.sums.isdisjoint(read) and self.axes.keys().isdisjoint(read)
 
     def _has_shape_operand(self, node: ir.Node) -> bool:
-        """Whether the sizes that `node` reads are only the shape of its result."""
+        """Return whether sizes that depend on the rows enter only through the shape operand."""
         operand = _SHAPE_OPERAND.get(node.op_type)
         others = [x for i, x in enumerate(node.inputs) if i != operand]
         return operand is not None and not node.domain and self.sizes.isdisjoint(others)
 
     def _sized(self, node: ir.Node) -> None:
         """A Shape or Size: the number of rows times a constant is a sum over rows."""
-        x, y = node.inputs[0], node.outputs[0]
-        shape = dims(x)
-        if node.op_type == "Shape" and shape is not None:
-            attributes = node.attributes
-            shape = shape[attributes.get_int("start", 0) : attributes.get_int("end", None)]
-        if shape is not None and all(isinstance(d, int) for d in shape):
-            return
-        symbols = [d for d in shape or (None,) if not isinstance(d, int)]
+        get, shape = node.attributes.get_int, dims(node.inputs[0])
+        read = (None,) if shape is None else shape[get("start", 0) : get("end", None)]
+        symbols = [d for d in read if not isinstance(d, int)]
         if node.op_type == "Size" and len(symbols) == 1 and _counts_rows(symbols[0]):
-            self.sums.add(y)
-        else:
-            self.sizes.add(y)
+            self.sums.add(node.outputs[0])
+        elif symbols:
+            self.sizes.add(node.outputs[0])
 
     def _linear(self, node: ir.Node) -> None:
         """A node that reads sums: it must be linear in them."""
@@ -189,8 +184,7 @@ class _Rows:
                 continue
             if not self._has_shape_operand(node) or node.op_type == "Reshape" or len(rows) != 1:
                 raise _mixes(node)
-            self.axes[y] = rows[0]
-            self._check_rows(node, y)
+            self._place(node, y, rows[0])
 
     def _by_row(self, node: ir.Node) -> None:
         outer = {self.outer.get(x, 1) for x in reads(node) if x in self.axes}
@@ -198,8 +192,7 @@ class _Rows:
             if place == SUMMED:
                 self.sums.add(y)
             elif isinstance(place, int) and len(outer) == 1 and self._meets_rows(node, y, place):
-                self.axes[y], self.outer[y] = place, next(iter(outer))
-                self._check_rows(node, y)
+                self._place(node, y, place, *outer)
             elif y.uses() or y is node.outputs[0]:
                 raise _mixes(node)
 
@@ -221,25 +214,26 @@ class _Rows:
         shape = dims(y) or ()
         rows = [i for i, d in enumerate(shape) if not isinstance(d, int)]
         front = static((dims(x) or ())[: self.axes[x]])
-        if len(rows) != 1 or not _counts_rows(shape[rows[0]]) or front is None:
+        if len(rows) != 1 or front is None:
             raise _mixes(node)
         times, _ = coefficient(str(shape[rows[0]]))
         before = prod(front) * self.outer.get(x, 1)
         outer, rest = divmod(before, prod(static(shape[: rows[0]]) or ()))
         if rest or times % outer:
             raise _mixes(node)
-        self.axes[y], self.outer[y] = rows[0], outer
+        self._place(node, y, rows[0], outer)
 
-    def _check_rows(self, node: ir.Node, y: ir.Value) -> None:
-        shape, axis = dims(y), self.axes[y]
+    def _place(self, node: ir.Node, y: ir.Value, axis: int, outer: int = 1) -> None:
+        """Note where the rows are in `y`; raise if the length of that axis does not count them."""
+        shape = dims(y)
         if shape is None or axis >= len(shape) or not _counts_rows(shape[axis]):
             raise _mixes(node)
+        self.axes[y], self.outer[y] = axis, outer
 
 
 def _draws(node: ir.Node) -> bool:
     """Return whether random numbers are drawn, also in a subgraph: others for a part."""
-    inner = ir.traversal.RecursiveGraphIterator
-    nodes = [node, *(n for graph in subgraphs(node) for n in inner(graph))]
+    nodes = (node, *(n for graph in subgraphs(node) for n in all_nodes(graph)))
     return any(n.op_type in RANDOM and not n.domain for n in nodes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,14 +16,15 @@ from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, is_real, rank
-from onnxgrad.graph.tidy import current, tidy
-from onnxgrad.graph.traversal import all_nodes, reads, subgraphs
+from onnxgrad.graph.tidy import current, drop_unused, tidy
+from onnxgrad.graph.traversal import nodes_after, subgraphs
 from onnxgrad.model import weights as constants
 from onnxgrad.model.convert import non_tensor, to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.reporting import logger
 
 Result = tuple[str, ir.Value]  # an output, and the name that it gets
+Derivatives = Mapping[ir.Value, ir.Value]  # from a value to a derivative of it, or its cotangent
 
 
 class Sheet:
@@ -69,11 +69,11 @@ class Sheet:
         self.graph = self.model.graph
         self._original_inputs = list(self.graph.inputs)
         self._select(outputs)
-        self._optional = chosen if inputs is None else []
-        chosen_weights = as_inputs(self.origin, self.graph, weights)
-        self._optional = [*self._optional, *(chosen_weights if weights is None else [])]
+        self.inputs, chosen_weights = chosen, as_inputs(self.origin, self.graph, weights)
         self.wrt = [*chosen, *chosen_weights]
-        self.inputs = chosen
+        self._by_default = chosen if inputs is None else []
+        if weights is None:
+            self._by_default = [*self._by_default, *chosen_weights]
         self.kept = list(self.graph.outputs)
         self.differentiated = [y for y in self.kept if is_real(y)]
         self.op = Emit(self.graph)
@@ -97,6 +97,12 @@ class Sheet:
         self.graph.inputs.append(new)
         return new
 
+    def cotangents(self, ones: bool = False) -> dict[ir.Value, ir.Value]:
+        """Return a new input `<y>_grad`, or ones, for each of `differentiated`."""
+        if ones:
+            return {y: self.op.ones_like(y) for y in self.differentiated}
+        return {y: self.input_like(y, "grad") for y in self.differentiated}
+
     def free(self, name: str) -> None:
         """Rename the node output or initializer called `name`, if there is one."""
         existing = ir.convenience.create_value_mapping(self.graph).get(name)
@@ -104,14 +110,16 @@ class Sheet:
             existing.name = self.op.name(name)
         self.op.name(name)
 
-    def gradients(
-        self, seeds: Iterable[tuple[ir.Value, ir.Value]], wrt: Sequence[ir.Value]
-    ) -> dict[ir.Value, ir.Value]:
-        """Write the gradients of `wrt`, and return them, as `sweep` does.
+    def gradients(self, cotangents: Derivatives) -> dict[ir.Value, ir.Value]:
+        """Write the gradients of `wrt`, and return them, as `sweep` does."""
+        gradients = sweep(self.op, cotangents, self.wrt)
+        self.drop_unreached(gradients)
+        return gradients
 
-        `seeds` are pairs of a value and its cotangent.
-        """
-        return sweep(self.op, dict(seeds), wrt)
+    def or_zeros(self, derivatives: Derivatives, x: ir.Value) -> ir.Value:
+        """Return the derivative of `x`, of its type and shape: zeros if it has none."""
+        v = derivatives[x] if x in derivatives else self.op.zeros_like(x)
+        return self.op.set_type_like(v, x)
 
     def drop_unreached(self, reached: Iterable[ir.Value]) -> None:
         """Remove from `wrt` the values chosen by default that are not in `reached`.
@@ -125,7 +133,7 @@ class Sheet:
                 f"no differentiable path from any of {[x.name for x in self.wrt]} to any of "
                 f"{[y.name for y in self.kept]}: every derivative is zero"
             )
-        unreached = [x for x in self._optional if x not in reached]
+        unreached = [x for x in self._by_default if x not in reached]
         as_constants(self.graph, [w for w in unreached if w not in self.inputs])
         self.wrt = [x for x in self.wrt if x not in unreached]
 
@@ -177,27 +185,21 @@ class Sheet:
 
         The tensor whose shape it returns need not be computed then.
         """
-        shape, axes = dims(node.inputs[0]), self._axes_of_inputs()
-        if shape is None:
-            return
-        first, end = (node.attributes.get_int(k, d) for k, d in (("start", 0), ("end", len(shape))))
-        sources = [d if isinstance(d, int) else axes.get(d) for d in shape[first:end]]
-        if None not in sources:
-            lengths = [d if isinstance(d, int) else op.dim(*d) for d in sources if d is not None]
+        inputs = [x for x in self.graph.inputs if x not in self._dummies]
+        axes = {d: (x, i) for x in inputs for i, d in enumerate(dims(x) or ())}
+        get, shape = node.attributes.get_int, dims(node.inputs[0])
+        wanted = (None,) if shape is None else shape[get("start", 0) : get("end", None)]
+        if all(isinstance(d, int) or (d and d in axes) for d in wanted):
+            lengths = (d if isinstance(d, int) else op.dim(*axes[d]) for d in wanted)
             replacement = op.const(op.vector(*lengths))
             ir.convenience.replace_all_uses_with(node.outputs[0], replacement)
-
-    def _axes_of_inputs(self) -> dict[Any, tuple[ir.Value, int]]:
-        """Return `{symbol: (input, axis)}` for the symbolic dimensions of the inputs."""
-        inputs = [x for x in self.graph.inputs if x not in self._dummies]
-        return {d: (x, i) for x in inputs for i, d in enumerate(dims(x) or ())}
 
     # -- loops over unit vectors --------------------------------------------------------------
 
     def loop(
         self,
         like: ir.Value,
-        write: Callable[[ir.Value], Mapping[ir.Value, ir.Value]],
+        write: Callable[[ir.Value], Derivatives],
         batched: bool,
         axis: int,
     ) -> dict[ir.Value, ir.Value]:
@@ -209,16 +211,10 @@ class Sheet:
         """
         count = self.op.numel(like, int(batched))  # elements, or those of a row
 
-        def write_unit(index: ir.Value) -> Mapping[ir.Value, ir.Value]:
-            return write(self._unit(like, count, index, batched))
-
-        return self.each(count, write_unit, axis)
+        return self.each(count, lambda i: write(self._unit(like, count, i, batched)), axis)
 
     def each(
-        self,
-        count: int | ir.Value,
-        write: Callable[[ir.Value], Mapping[ir.Value, ir.Value]],
-        axis: int = 0,
+        self, count: int | ir.Value, write: Callable[[ir.Value], Derivatives], axis: int = 0
     ) -> dict[ir.Value, ir.Value]:
         """Return the results of `write` for the indices 0 ... count-1, stacked along a new `axis`.
 
@@ -252,28 +248,22 @@ class Sheet:
         self, index: ir.Value, count: int | ir.Value, results: list[ir.Value]
     ) -> list[ir.Value]:
         """Return `results` for `index` = 0 ... count-1, stacked along axis 0 by a `Scan`."""
-        op, nodes = self.op, _depending(self.graph, index)
-        inside, outs = {y for node in nodes for y in node.outputs}, list[ir.Value]()
-        for v in results:
-            if v not in inside or v in outs:  # a body returns its own results, each once
-                v = op.copy_of(v)
-                nodes.append(v.producer())  # type: ignore[arg-type]
-            outs.append(v)
+        op, nodes = self.op, nodes_after(self.graph, [index])
         self.graph.remove(nodes)
-        needed = _needed(nodes, outs)
-        if not outs:
+        body = ir.Graph([index], [], nodes=nodes, name=op.name("body"))
+        Emit(body, outer=op).give(results)
+        drop_unused(body)
+        if not results:
             return []
         nonempty = isinstance(count, int) and count > 0
         iterations = count if nonempty else op.Max(op.const(op.vector(count)), [1])  # at least one
-        body = ir.Graph([index], outs, nodes=needed, name=op.name("body"))
         attributes = {"body": body, "num_scan_inputs": 1}
         numbers = self._numbers(iterations)
-        stacked = list(op.emit_many("Scan", [numbers], attributes, outputs=len(outs)))
-        for i, out in enumerate(outs):
-            stacked[i].type = out.type
-            if not nonempty:
-                stacked[i] = op.Slice(stacked[i], [0], op.vector(count), [0])
-            stacked[i].shape = ir.Shape([None, *(dims(out) or ())])
+        stacked = op.emit_many("Scan", [numbers], attributes, outputs=len(results))
+        if not nonempty:
+            stacked = [op.Slice(v, [0], op.vector(count), [0]) for v in stacked]
+        for v, y in zip(stacked, body.outputs, strict=True):
+            v.shape = ir.Shape([None, *(dims(y) or ())])
         return stacked
 
     def _numbers(self, count: int | ir.Value) -> ir.Value:
@@ -330,29 +320,3 @@ def _consumers(graph: ir.Graph, value: ir.Value) -> tuple[list[ir.Node], bool]:
                 queue += [y for y in node.outputs if y not in seen]
                 seen.update(node.outputs)
     return shape_nodes, in_subgraph
-
-
-def _depending(graph: ir.Graph, value: ir.Value) -> list[ir.Node]:
-    """Return the nodes that depend on `value`."""
-    dependent, nodes = {value}, []
-    for node in graph:
-        if not dependent.isdisjoint(reads(node)):
-            nodes.append(node)
-            dependent.update(node.outputs)
-    return nodes
-
-
-def _needed(nodes: Sequence[ir.Node], outputs: Iterable[ir.Value]) -> list[ir.Node]:
-    """Return those of `nodes` that the outputs need, and detach the inputs of the others."""
-    needed: set[ir.Value | None] = set(outputs)
-    needed_nodes = []
-    for node in reversed(nodes):
-        inner = [n for subgraph in subgraphs(node) for n in all_nodes(subgraph)]
-        if needed.isdisjoint(node.outputs):
-            for n in (node, *inner):
-                n.resize_inputs(0)
-        else:
-            needed_nodes.append(node)
-            needed.update(v for n in (node, *inner) for v in n.inputs)
-            needed.update(v for subgraph in subgraphs(node) for v in subgraph.outputs)
-    return needed_nodes[::-1]

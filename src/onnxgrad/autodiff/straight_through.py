@@ -13,9 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import ml_dtypes
 import onnx_ir as ir
 
 from onnxgrad.autodiff.quantized import between, is_quantized, live_values
+from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import operator_of
@@ -23,13 +25,6 @@ from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.traversal import reads
 
 FLOAT = ir.DataType.FLOAT
-_LIMITS = {
-    **{ir.DataType[f"UINT{n}"]: (0, 2**n - 1) for n in (4, 8, 16)},
-    **{ir.DataType[f"INT{n}"]: (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (4, 8, 16)},
-    **{ir.DataType[f"FLOAT8{n}"]: (-57344, 57344) for n in ("E5M2", "E5M2FNUZ")},
-    ir.DataType.FLOAT8E4M3FN: (-448, 448),
-    ir.DataType.FLOAT8E4M3FNUZ: (-240, 240),
-}
 # operators that move or combine integers: which operands hold the data, None for all
 _MOVES: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys("Concat Max Min Add Sub Mul Clip Sum".split()),
@@ -103,13 +98,12 @@ class StraightThrough:
         Raises:
             NoGradientRule: it computes with integers that stand for floats, and has no formula.
         """
-        if self._steps.keys().isdisjoint(reads(node)) and node.op_type == "DequantizeLinear":
+        on_floats = self._steps.keys().isdisjoint(reads(node))
+        if on_floats and node.op_type == "DequantizeLinear":
             return None  # of weights: its rule gives the gradient of the scale
         if not node.domain and node.op_type in _FORMULAS:
             return _FORMULAS[node.op_type]
-        if self._steps.keys().isdisjoint(reads(node)):
-            return None
-        if operator_of(node).no_gradient:
+        if on_floats or operator_of(node).no_gradient:
             return None
         if node.domain or node.op_type not in _MOVES:
             raise _error(
@@ -156,12 +150,15 @@ class StraightThrough:
     ) -> ir.Value:
         """Return v / scale where it is within the range of the integers `y`, else zero."""
         op = self._op
-        low, high = _LIMITS[y.dtype or ir.DataType.UINT8]
+        dtype = y.dtype or ir.DataType.UINT8
+        rounds = not dtype.is_floating_point()
+        limits = (ml_dtypes.iinfo if rounds else ml_dtypes.finfo)(dtype.numpy())
         v = op.Cast(v, to=FLOAT) / self.shaped(scale, axis, v)
-        integer = op.Round(v) if y.dtype is None or not y.dtype.is_floating_point() else v
+        integer = op.Round(v) if rounds else v
         if zero is not None:
             integer = integer + self.shaped(zero, axis, v)
-        outside = op.Or(op.Less(integer, float(low)), op.Greater(integer, float(high)))
+        low, high = op.Less(integer, float(limits.min)), op.Greater(integer, float(limits.max))
+        outside = op.Or(low, high)
         result = op.Where(outside, 0.0, v)
         result.type, result.shape = ir.TensorType(FLOAT), v.shape
         return result
@@ -200,7 +197,7 @@ class StraightThrough:
         operands = [self.steps(x, x_zero, None, x_scale), self.steps(w, w_zero, 0, w_scale)]
         if bias is not None:
             operands.append(self._op.Cast(bias, to=FLOAT) * (x_scale * w_scale))
-        y = self._op.emit("Conv", operands, _attributes(node))
+        y = self._op.emit("Conv", operands, attributes_of(node))
         y.type, y.shape = ir.TensorType(FLOAT), node.outputs[0].shape
         return [self.rounded(y, y_scale, y_zero, node.outputs[0])]
 
@@ -213,7 +210,7 @@ class StraightThrough:
         """Return conv(x - x_zero, w - w_zero)."""
         x, w, x_zero, w_zero = (*node.inputs, None, None)[:4]
         operands = [self.steps(x, x_zero, None), self.steps(w, w_zero, 0)]
-        return [self._op.emit("Conv", operands, _attributes(node))]
+        return [self._op.emit("Conv", operands, attributes_of(node))]
 
     def moved(self, node: Any) -> list[ir.Value]:
         """Return the results of the same operator for floats."""
@@ -227,7 +224,7 @@ class StraightThrough:
         if node.op_type == "Cast" and not _is_float(node.outputs[0]):
             return [self._op.copy_of(inputs[0])]
         results = self._op.emit_many(
-            node.op_type, inputs, _attributes(node), len(node.outputs), fresh=True
+            node.op_type, inputs, attributes_of(node), len(node.outputs), fresh=True
         )
         for result, y in zip(results, node.outputs, strict=True):
             result.type, result.shape = ir.TensorType(FLOAT), y.shape
@@ -247,10 +244,6 @@ _FORMULAS: dict[str, _Formula] = {
 
 def _is_float(value: ir.Value) -> bool:
     return value.dtype is None or (value.dtype.is_floating_point() and value.dtype.bitwidth >= 16)
-
-
-def _attributes(node: ir.Node) -> dict[str, Any]:
-    return {a.name: a.value for a in node.attributes.values()}
 
 
 def _require_no_blocks(node: ir.Node) -> None:

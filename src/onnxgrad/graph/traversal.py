@@ -80,6 +80,16 @@ def nodes_behind(values: Iterable[ir.Value]) -> set[ir.Node]:
     return nodes
 
 
+def nodes_after(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> list[ir.Node]:
+    """Return those of `nodes`, in topological order, that depend on any of `values`."""
+    after, found = set(values), []
+    for node in nodes:
+        if not after.isdisjoint(reads(node)):
+            found.append(node)
+            after.update(node.outputs)
+    return found
+
+
 def depends_on(value: ir.Value, wanted: set[ir.Value]) -> bool:
     """Return whether `value` is computed from all `wanted`, by not too many nodes in between."""
     missing, queue, seen = set(wanted), [value], {value}

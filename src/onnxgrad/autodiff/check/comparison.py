@@ -24,12 +24,10 @@ from onnxgrad.autodiff.check.runtimes import (
     on_onnxruntime,
     on_reference,
 )
-from onnxgrad.autodiff.forms import finish
-from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import Dims, dims, is_real
-from onnxgrad.model.convert import in_precision, to_ir, to_proto
+from onnxgrad.autodiff.sheet import Sheet
+from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.model.convert import in_precision
 
 _FLOOR = 1e-5  # relative to the size of the outputs: smaller differences are rounding
 _EPS32 = float(np.finfo(np.float32).eps)  # constants that `prepare` folds are of float32
@@ -84,42 +82,6 @@ class Problem:
     seed: int
 
 
-class _GradientModel:
-    """The model of the gradients, and of the outputs of `model`, into which it is written.
-
-    Attributes:
-        cotangents: `{name of a cotangent input: its shape}`, one for each float output.
-        names: the names of `wrt` that have a gradient.
-        proto: the model, whose outputs are the gradients, then the float outputs.
-    """
-
-    def __init__(self, model: ir.Model, wrt: list[str]) -> None:
-        """`model` is in the working dialect."""
-        graph, op = model.graph, Emit(model.graph)
-        inputs = {str(x.name): x for x in graph.inputs}
-        seeds = {y: _cotangent(op, y) for y in graph.outputs if is_real(y)}
-        self.cotangents = {str(g.name): dims(g) for g in seeds.values()}
-        graph.inputs.extend(seeds.values())
-        gradients = sweep(op, seeds, [inputs[name] for name in wrt])
-        protected = set(graph.inputs)
-        gs = [op.name_output(g, f"{x.name}_grad", x, protected) for x, g in gradients.items()]
-        graph.outputs[:] = [*gs, *seeds]
-        self.names = [str(x.name) for x in gradients]
-        finish(model)
-        self.proto = to_proto(model)
-
-    def without_outputs(self) -> ModelProto:
-        """Return the model of the gradients alone."""
-        model = ModelProto()
-        model.CopyFrom(self.proto)
-        del model.graph.output[len(self.names) :]
-        return model
-
-
-def _cotangent(op: Emit, y: ir.Value) -> ir.Value:
-    return ir.Value(name=op.name(f"{y.name}_grad"), type=y.type, shape=y.shape)
-
-
 def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
     """Return the report of one comparison.
 
@@ -134,9 +96,9 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
     """
     rng = np.random.default_rng(problem.seed)
     primal = method.convert(problem.primal)
-    model = to_ir(primal)
-    dtypes = {x.name: x.dtype for x in model.graph.inputs if x.dtype is not None}
-    point = {n: x.astype(dtypes[n].numpy()) for n, x in problem.point.items() if n in dtypes}
+    sheet = Sheet(primal, [], problem.wrt)
+    dtypes = {str(x.name): x.dtype.numpy() for x in sheet.graph.inputs if x.dtype is not None}
+    point = {n: x.astype(dtypes[n]) for n, x in problem.point.items() if n in dtypes}
     function: Function
     if original:
         function = OriginalModel(method.convert(problem.original), method.load, problem.weights)
@@ -149,28 +111,32 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
         rtol = max(rtol, problem.accuracy.differences)
 
     rows: list[GradientRow] = []
-    wrt, last = problem.wrt, min(problem.order, method.max_order)
+    last = min(problem.order, method.max_order)
     for order in range(1, last + 1):
-        gradient = _GradientModel(model, wrt)
+        seeds = sheet.cotangents()
+        reached = sweep(sheet.op, seeds, sheet.wrt)
+        proto = sheet.finish([(f"{x.name}_grad", g) for x, g in reached.items()])
+        wrt = [str(x.name) for x in sheet.wrt]
         factors = [np.where(np.isfinite(y), _normal(rng, y), 0).astype(y.dtype) for y in outputs]
-        pairs = zip(gradient.cotangents.items(), factors, strict=True)
-        cotangents = {name: _of_rank(u, shape) for (name, shape), u in pairs}
-        run, n = method.either(gradient.proto), len(gradient.names)
+        pairs = zip(seeds.values(), factors, strict=True)
+        cotangents = {str(g.name): _of_rank(u, dims(g)) for g, u in pairs}
+        run, n = method.either(proto), len(seeds)
         results = run(point | cotangents)
         if order == 1:
-            values = results[n:]
+            values = results[:n]
             rows.append(_row_of_values(values, problem.values, problem.accuracy.outputs))
             if precise and _ROUGH < _row_of_values(values, outputs, _ROUGH).error < 1e-2:
                 raise NoKernelError("a kernel approximates")
-        gradients = dict(zip(gradient.names, results[:n], strict=True))
+        gradients = dict(zip((str(x.name) for x in reached), results[n:], strict=True))
         weighted = _WeightedSum(function, point, outputs, factors, gradients)
         rows += [
             _row(method, weighted, name, _normal(rng, point[name]), rtol, order) for name in wrt
         ]
         if order < last:
-            wrt, point, outputs = [*wrt, *cotangents], point | cotangents, results[:n]
-            model = prepare(gradient.without_outputs(), own=True)
-            function = partial(_first, n, run)
+            names = [str(g.name) for g in sheet.graph.outputs[len(sheet.kept) :]]
+            sheet = Sheet(proto, [], [*wrt, *cotangents], names)
+            point, outputs = point | cotangents, results[n:]
+            function = partial(_behind, n, run)
     return GradientReport(tuple(rows), method.name)
 
 
@@ -187,8 +153,8 @@ def _outputs(function: Function, point: Feed, problem: Problem, precise: bool) -
     return outputs
 
 
-def _first(n: int, function: Function, feed: Feed) -> list[np.ndarray]:
-    return function(feed)[:n]
+def _behind(n: int, function: Function, feed: Feed) -> list[np.ndarray]:
+    return function(feed)[n:]
 
 
 def _of_rank(u: np.ndarray, shape: Dims | None) -> np.ndarray:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from onnx import ModelProto, ValueInfoProto
+from onnx import ModelProto
 
 from onnxgrad.autodiff.check.runtimes import Feed, Function
+from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.weights import constant_refs, replace
 
 
@@ -29,7 +30,7 @@ class OriginalModel:
     def __init__(
         self, proto: ModelProto, load: Callable[[ModelProto], Function], weights: Sequence[str]
     ) -> None:
-        self._proto, self._load = _readable(proto), load
+        self._proto, self._load = proto, load
         self._weights = {s.name: s.array() for s in constant_refs(self._proto) if s.name in weights}
         self._inputs = {x.name for x in proto.graph.input}
         fed = [t.name for t in proto.graph.initializer if t.name in self._weights]
@@ -54,28 +55,9 @@ class OriginalModel:
         return x if weight is None else x.astype(weight.dtype).astype(x.dtype)
 
 
-def _readable(proto: ModelProto) -> ModelProto:
-    """Return `proto` with an IR version that onnxruntime accepts."""
-    if proto.ir_version <= 13:
-        return proto
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    copy.ir_version = 13
-    return copy
-
-
 def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     """Return `proto` with the named initializers among its inputs, so that they can be fed."""
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    copy.ir_version = max(copy.ir_version, 4)
-    declared = {x.name for x in copy.graph.input}
-    for tensor in copy.graph.initializer:
-        if tensor.name in names and tensor.name not in declared:
-            value = ValueInfoProto(name=tensor.name)
-            value.type.tensor_type.elem_type = tensor.data_type
-            value.type.tensor_type.shape.SetInParent()
-            for d in tensor.dims:
-                value.type.tensor_type.shape.dim.add(dim_value=d)
-            copy.graph.input.append(value)
-    return copy
+    model = to_ir(proto)
+    weights = [model.graph.initializers[name] for name in names]
+    model.graph.inputs.extend(w for w in weights if not w.is_graph_input())
+    return to_proto(model)

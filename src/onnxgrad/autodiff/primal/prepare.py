@@ -49,7 +49,6 @@ def prepare(
     outputs: Collection[str] | None = None,
     keep: Collection[str] = (),
     on_demand: bool = False,
-    own: bool = False,
     keep_dropout: bool = False,
     exempt: Collection[str] | None = None,
 ) -> ir.Model:
@@ -63,12 +62,11 @@ def prepare(
             all.
         keep: names of node outputs that keep their names.
         on_demand: also lower the operators that the sweep lowers if they have a gradient.
-        own: `proto` was written from a prepared model: trust the shapes that it states.
         keep_dropout: keep each Dropout without effect, so that training can switch it on.
         exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
             state different symbols. None: it is that of all inputs.
     """
-    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt)
+    asked = _Asked(proto, batch, outputs, keep, on_demand, keep_dropout, exempt)
     model = _in_working_opset(proto)
     for apply in PASSES:
         apply(model, asked)
@@ -84,7 +82,6 @@ class _Asked:
     outputs: Collection[str] | None
     keep: Collection[str]
     on_demand: bool
-    own: bool
     keep_dropout: bool
     exempt: Collection[str] | None
 
@@ -159,10 +156,7 @@ def _name_rows(model: ir.Model, asked: _Asked) -> None:
 def _infer(model: ir.Model, asked: _Asked) -> None:
     """Infer the types and shapes that all following passes read."""
     note_ranks(all_nodes(model.graph))
-    if asked.own:
-        infer(model, asked.trusts_branches)
-    else:
-        infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
+    infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
 
 
 def _take_branches(model: ir.Model, asked: _Asked) -> None:
