@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -251,6 +253,7 @@ def test_a_weight_that_is_lost_is_found(monkeypatch, text):
     """What reads a weight of a subgraph reads a copy, which is no weight: its gradient is zero."""
     from onnxgrad.autodiff.primal import local_functions
     from onnxgrad.model import weights
+    from onnxgrad.model.scopes import rename_values
 
     text = f"g (float[N,2] x) => (float[N,k] y) <int64 turns = {{2}}, bool yes = {{1}}> {text}"
     model = parse(text)
@@ -258,10 +261,9 @@ def test_a_weight_that_is_lost_is_found(monkeypatch, text):
 
     def losing(model, everything):
         weights.lift(model, everything)
-        for tensor in [t for t in model.graph.initializer if t.name == "w"]:
-            model.graph.initializer.add().CopyFrom(tensor)
-            model.graph.initializer[-1].name = "copy"
-            weights.rename_uses(model.graph, "w", "copy")
+        kept = [copy.deepcopy(t) for t in model.graph.initializer if t.name == "w"]
+        rename_values(model.graph, {(id(model.graph), "w"): "copy"})
+        model.graph.initializer.extend(kept)
 
     monkeypatch.setattr(local_functions, "lift", losing)
     report = check_gradient(model, weights=["w"])

@@ -17,7 +17,7 @@ from onnxgrad.errors import ModelError
 from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Use, attributes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.constants import standard
-from onnxgrad.model.traversal import graphs_of, names, nodes_of
+from onnxgrad.model.traversal import graphs_of, names
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -153,8 +153,7 @@ def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> N
 class _Removal:
     def __init__(self, model: ModelProto) -> None:
         self.model = model
-        nodes = nodes_of(model)
-        self.graphs = list(graphs_of(model, nodes))
+        self.graphs = graphs_of(model)
         self.producers: dict[str, tuple[GraphProto, NodeProto]] = {}
         self.readers: dict[str, list[tuple[GraphProto, NodeProto]]] = {}
         self.reads: Counter[str] = Counter()

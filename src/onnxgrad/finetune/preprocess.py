@@ -22,7 +22,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.rewrites import unused
+from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import names
 
 # metadata by which PyTorch's exporter says that a constant is no parameter: `trainable` reads it

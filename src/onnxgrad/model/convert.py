@@ -10,6 +10,7 @@ from onnxgrad.errors import ModelError, escaping, first_line
 from onnxgrad.graph.precision import set_precision
 from onnxgrad.model.opsets import min_ir_version
 from onnxgrad.model.rewrites import normalized
+from onnxgrad.model.traversal import keep_only
 
 _ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
 _OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
@@ -37,9 +38,11 @@ def to_ir(proto: ModelProto) -> ir.Model:
             kept = ModelProto()
             kept.CopyFrom(proto)
         dropped = {o.name for o in kept.graph.output if non_tensor(o)}
-        _keep(kept.graph.output, lambda o: o.name not in dropped)
-        _keep(kept.graph.node, lambda n: n.op_type not in _ON_MAPS or n.output[0] not in dropped)
-        _keep(kept.graph.value_info, lambda v: v.name not in dropped)
+        keep_only(kept.graph.output, lambda o: o.name not in dropped)
+        keep_only(
+            kept.graph.node, lambda n: n.op_type not in _ON_MAPS or n.output[0] not in dropped
+        )
+        keep_only(kept.graph.value_info, lambda v: v.name not in dropped)
     proto = kept
     for node in proto.graph.node:
         if node.domain == "ai.onnx.ml" and node.op_type in _ON_MAPS:
@@ -74,9 +77,3 @@ def tensor_behind(proto: ModelProto, name: str) -> str | None:
         if name in node.output and node.op_type in _OF_TENSORS:
             return node.input[0]
     return None
-
-
-def _keep(repeated, condition) -> None:
-    kept = [item for item in repeated if condition(item)]
-    del repeated[:]
-    repeated.extend(kept)

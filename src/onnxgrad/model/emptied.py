@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.model.external import copy_fields, is_empty, is_external, nbytes
+from onnxgrad.model.external import holds, is_empty, nbytes, without_elements
 from onnxgrad.model.weights import replace
 
 LARGE = 1 << 28  # bytes of weights where another copy of them matters
@@ -25,22 +25,11 @@ def emptied(model: ModelProto, names: Collection[str] | None = None) -> ModelPro
     chosen = {
         t.name
         for t in model.graph.initializer
-        if (names is None or t.name in names) and not is_external(t) and nbytes(t) > _EACH
+        if (names is None or t.name in names) and holds(t, _EACH)
     }
     if sum(nbytes(t) for t in model.graph.initializer if t.name in chosen) <= LARGE:
         return model
-    copy = ModelProto()
-    copy_fields(model, copy, "graph")
-    copy_fields(model.graph, copy.graph, "initializer")
-    for tensor in model.graph.initializer:
-        new = copy.graph.initializer.add()
-        if tensor.name in chosen:
-            new.name, new.data_type = tensor.name, tensor.data_type
-            new.doc_string = tensor.doc_string
-            new.dims.extend(tensor.dims)
-        else:
-            new.CopyFrom(tensor)
-    return copy
+    return without_elements(model, lambda tensor: tensor.name in chosen)
 
 
 def filled(model: ModelProto, arrays: Mapping[str, np.ndarray]) -> ModelProto:

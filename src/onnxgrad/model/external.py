@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -20,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
 from onnxgrad.errors import ModelError
+from onnxgrad.model.traversal import walk
 
 IN_MODEL = 1 << 30
 SMALL = 1000  # bytes; shape inference of onnx_ir reads no larger constants
@@ -30,42 +30,23 @@ _ALIGNMENT = 4096  # bytes
 _LARGE = 1 << 16  # bytes of an initializer that is not worth a copy
 _NONE: Mapping[str, np.ndarray] = MappingProxyType({})
 _IN_ORIGIN = "onnxgrad.in-origin"  # location of a stand-in; its offset is an index of the tensors
-
-
-@dataclass
-class _Reference:
-    """A tensor, and the part of a file that holds its data."""
-
-    tensor: TensorProto
-    file: Path
-    offset: int
-    size: int
+# the fields of a TensorProto that hold its elements if they are in the model
+ELEMENTS = (
+    "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
+    "raw_data",
+)  # fmt: skip
 
 
 def tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
     """Yield the names and tensors of `model`, those in subgraphs and functions included."""
-    yield from _of_graph(model.graph)
-    for function in model.functions:
-        yield from _of_nodes(function.node)
-
-
-def _of_graph(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
-    yield from ((tensor.name, tensor) for tensor in graph.initializer)
-    yield from _of_nodes(graph.node)
-
-
-def _of_nodes(nodes: Iterable[NodeProto]) -> Iterator[tuple[str, TensorProto]]:
-    for node in nodes:
+    for graph, node in walk(model.graph, *model.functions):
+        if node is None:
+            yield from ((t.name, t) for t in getattr(graph, "initializer", ()))
+            continue
         for a in node.attribute:
             if a.type == AttributeProto.TENSOR:
                 yield node.output[0] if node.op_type == "Constant" else a.t.name, a.t
-            elif a.type == AttributeProto.TENSORS:
-                yield from ((tensor.name, tensor) for tensor in a.tensors)
-            elif a.type == AttributeProto.GRAPH:
-                yield from _of_graph(a.g)
-            elif a.type == AttributeProto.GRAPHS:
-                for graph in a.graphs:
-                    yield from _of_graph(graph)
+            yield from ((tensor.name, tensor) for tensor in a.tensors)
 
 
 def resolve(model: ModelProto, path: Path | None, where: str) -> None:
@@ -77,16 +58,20 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
     Raises:
         ModelError: the data are missing, too short, or outside of the folder of the model.
     """
-    references = [_reference(t, name, path, where) for name, t in tensors(model) if is_external(t)]
+    places = [(t, *_place(t, name, path, where)) for name, t in tensors(model) if is_external(t)]
     if path is None:
         return
     try:
-        total = path.stat().st_size + sum(reference.size for reference in references)
-        for reference in references:
-            if total <= IN_MODEL or reference.size <= SMALL:
-                _load(reference)
-            else:
-                refer(reference.tensor, reference.file, reference.offset, reference.size)
+        total = path.stat().st_size + sum(size for *_, size in places)
+        for tensor, file, offset, size in places:
+            if total > IN_MODEL and size > SMALL:
+                refer(tensor, file, offset, size)
+                continue
+            with file.open("rb") as data:
+                data.seek(offset)
+                tensor.raw_data = data.read(size)
+            tensor.ClearField("external_data")
+            tensor.ClearField("data_location")
     except OSError as e:
         raise ModelError(f"the external data of {where} cannot be read: {e}") from None
 
@@ -96,7 +81,8 @@ def is_external(tensor: TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL
 
 
-def _reference(tensor: TensorProto, name: str, path: Path | None, where: str) -> _Reference:
+def _place(tensor: TensorProto, name: str, path: Path | None, where: str) -> tuple[Path, int, int]:
+    """Return the file with the elements of `tensor`, their offset, and their size, all checked."""
     entries = {e.key: e.value for e in tensor.external_data}
     location = entries.get("location", "?")
     subject = f"{where} stores {name!r} in the external file {location!r}"
@@ -130,7 +116,7 @@ def _reference(tensor: TensorProto, name: str, path: Path | None, where: str) ->
         raise ModelError(
             f"{subject}, which is truncated: {available} bytes where {offset + size} are needed"
         )
-    return _Reference(tensor, file, offset, size)
+    return file, offset, size
 
 
 def nbytes(tensor: TensorProto) -> int:
@@ -138,15 +124,6 @@ def nbytes(tensor: TensorProto) -> int:
     kind = ir.DataType(tensor.data_type)
     unsized = kind in (ir.DataType.STRING, ir.DataType.UNDEFINED)
     return 0 if unsized else ceil(prod(tensor.dims) * kind.itemsize)
-
-
-def _load(reference: _Reference) -> None:
-    with reference.file.open("rb") as file:
-        file.seek(reference.offset)
-        data = file.read(reference.size)
-    reference.tensor.ClearField("external_data")
-    reference.tensor.ClearField("data_location")
-    reference.tensor.raw_data = data
 
 
 def refer(tensor: TensorProto, file: os.PathLike | str, offset: int, size: int) -> None:
@@ -186,19 +163,19 @@ def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto
 
 
 def is_empty(tensor: TensorProto) -> bool:
-    """Return whether a tensor lacks its elements: see `model.emptied`."""
-    held = ("float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data")
-    has = tensor.HasField("raw_data") or any(getattr(tensor, field) for field in held)
+    """Return whether a tensor lacks its elements: see `without_elements`."""
+    has = tensor.HasField("raw_data") or any(getattr(tensor, field) for field in ELEMENTS)
     return nbytes(tensor) > 0 and not is_external(tensor) and not has
+
+
+def holds(tensor: TensorProto, size: int) -> bool:
+    """Return whether the model itself holds the tensor, and that has more than `size` bytes."""
+    return not is_external(tensor) and nbytes(tensor) > size
 
 
 def inline_nbytes(model: ModelProto) -> int:
     """Return the size in bytes of the initializers that `written_out` would write."""
-    return sum(nbytes(t) for t in model.graph.initializer if _is_written(t))
-
-
-def _is_written(tensor: TensorProto) -> bool:
-    return not is_external(tensor) and nbytes(tensor) > SMALL
+    return sum(nbytes(t) for t in model.graph.initializer if holds(t, SMALL))
 
 
 def written_out(
@@ -209,21 +186,13 @@ def written_out(
     It refers to the file `location`, to which the caller moves `file`. `arrays` are the elements of
     initializers that lack them.
     """
-    result = ModelProto()
-    copy_fields(model, result, "graph")
-    copy_fields(model.graph, result.graph, "initializer")
+    result = without_elements(model, lambda tensor: holds(tensor, SMALL))
     with file.open("wb") as out:
-        for tensor in model.graph.initializer:
-            new = result.graph.initializer.add()
-            if not _is_written(tensor):
-                new.CopyFrom(tensor)
-                continue
-            new.name, new.data_type = tensor.name, tensor.data_type
-            new.doc_string = tensor.doc_string
-            new.dims.extend(tensor.dims)
-            out.write(bytes(-out.tell() % _ALIGNMENT))
-            refer(new, location, out.tell(), nbytes(tensor))
-            out.write(_elements(tensor, arrays))
+        for tensor, new in zip(model.graph.initializer, result.graph.initializer, strict=True):
+            if holds(tensor, SMALL):
+                out.write(bytes(-out.tell() % _ALIGNMENT))
+                refer(new, location, out.tell(), nbytes(tensor))
+                out.write(_elements(tensor, arrays))
     return result
 
 
@@ -245,37 +214,31 @@ def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]
     """
     before, after = _around(model, "graph")
     nodes, others = _around(model.graph, "initializer")
-    parts: list[tuple[bytes, TensorProto | None]] = [(nodes, None)]
-    for tensor in model.graph.initializer:
-        data = nbytes(tensor) if is_empty(tensor) else 0
-        raw = _field(TensorProto.RAW_DATA_FIELD_NUMBER, data) if data else b""
-        length = tensor.ByteSize() + len(raw) + data
-        parts.append((_field(GraphProto.INITIALIZER_FIELD_NUMBER, length), None))
-        parts.append((raw, tensor))
-    parts.append((others, None))
-    size = sum(len(head) for head, _ in parts)
-    size += sum(t.ByteSize() + (nbytes(t) if is_empty(t) else 0) for t in model.graph.initializer)
+    missing = [nbytes(t) if is_empty(t) else 0 for t in model.graph.initializer]
+    heads = [_head(TensorProto.RAW_DATA_FIELD_NUMBER, n) if n else b"" for n in missing]
+    tensors = list(zip(model.graph.initializer, heads, strict=True))
+    sizes = [t.ByteSize() + len(head) + n for (t, head), n in zip(tensors, missing, strict=True)]
+    fields = [_head(GraphProto.INITIALIZER_FIELD_NUMBER, size) for size in sizes]
+    size = len(nodes) + sum(map(len, fields)) + sum(sizes) + len(others)
     with file.open("wb") as out:
-        out.write(before + _field(ModelProto.GRAPH_FIELD_NUMBER, size))
-        for head, tensor in parts:
-            out.write(head if tensor is None else tensor.SerializeToString() + head)
-            if tensor is not None and head:
+        out.write(before + _head(ModelProto.GRAPH_FIELD_NUMBER, size) + nodes)
+        for field, (tensor, head) in zip(fields, tensors, strict=True):
+            out.write(field + tensor.SerializeToString() + head)
+            if head:
                 out.write(_elements(tensor, arrays))
-        out.write(after)
+        out.write(others + after)
 
 
 def _around(message: Any, name: str) -> tuple[bytes, bytes]:
     """Return the fields before and behind one, which may be too large to copy, as bytes."""
-    before, number = type(message)(), message.DESCRIPTOR.fields_by_name[name].number
-    copy_fields(message, before, name)
-    after = type(message)()
-    after.CopyFrom(before)
-    for field, _ in list(before.ListFields()):
-        (before if field.number > number else after).ClearField(field.name)
+    number = message.DESCRIPTOR.fields_by_name[name].number
+    before, after = type(message)(), type(message)()
+    _copy_fields(message, before, lambda field: field.number < number)
+    _copy_fields(message, after, lambda field: field.number > number)
     return before.SerializeToString(), after.SerializeToString()
 
 
-def _field(number: int, length: int) -> bytes:
+def _head(number: int, length: int) -> bytes:
     """Return what begins a field of protobuf that has a length."""
     data = bytearray([number << 3 | 2])
     while length > 0x7F:
@@ -284,23 +247,44 @@ def _field(number: int, length: int) -> bytes:
     return bytes([*data, length])
 
 
+def without_elements(model: ModelProto, chosen: Callable[[TensorProto], bool]) -> ModelProto:
+    """Return a copy of `model` without the elements of the chosen initializers."""
+    result = ModelProto()
+    _copy_fields(model, result, lambda field: field.name != "graph")
+    _copy_fields(model.graph, result.graph, lambda field: field.name != "initializer")
+    for tensor in model.graph.initializer:
+        new = result.graph.initializer.add()
+        if chosen(tensor):
+            new.name, new.data_type = tensor.name, tensor.data_type
+            new.doc_string = tensor.doc_string
+            new.dims.extend(tensor.dims)
+        else:
+            new.CopyFrom(tensor)
+    return result
+
+
+def _copy_fields(old: Any, new: Any, chosen: Callable[[Any], bool]) -> None:
+    """Copy the chosen fields of a message; others may be too large to copy."""
+    for field, value in old.ListFields():
+        if not chosen(field):
+            continue
+        if hasattr(value, "extend"):
+            getattr(new, field.name).extend(value)
+        elif hasattr(value, "ListFields"):
+            getattr(new, field.name).CopyFrom(value)
+        else:
+            setattr(new, field.name, value)
+
+
 def without_data(model: ModelProto) -> ModelProto:
     """Return a copy of `model` whose large initializers lack their data: see `with_data`.
 
     They count as external data, so that a rewrite that copies the model does not copy them.
     """
-    result = ModelProto()
-    copy_fields(model, result, "graph")
-    copy_fields(model.graph, result.graph, "initializer")
+    result = without_elements(model, lambda tensor: holds(tensor, _LARGE))
     for i, tensor in enumerate(model.graph.initializer):
-        new = result.graph.initializer.add()
-        if is_external(tensor) or nbytes(tensor) < _LARGE:
-            new.CopyFrom(tensor)
-            continue
-        new.name, new.data_type = tensor.name, tensor.data_type
-        new.doc_string = tensor.doc_string
-        new.dims.extend(tensor.dims)
-        refer(new, _IN_ORIGIN, i, nbytes(tensor))
+        if holds(tensor, _LARGE):
+            refer(result.graph.initializer[i], _IN_ORIGIN, i, nbytes(tensor))
     return result
 
 
@@ -320,14 +304,9 @@ def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
     return model
 
 
-def copy_fields(old: Any, new: Any, without: str) -> None:
-    """Copy all fields of a message except `without`, which may be too large to copy."""
-    for field, value in old.ListFields():
-        if field.name == without:
-            continue
-        if hasattr(value, "extend"):
-            getattr(new, field.name).extend(value)
-        elif hasattr(value, "ListFields"):
-            getattr(new, field.name).CopyFrom(value)
-        else:
-            setattr(new, field.name, value)
+def restore_data(model: ModelProto, origin: ModelProto) -> None:
+    """Give `model`, converted from `without_data(origin)`, the data, in place."""
+    origins = {tensor.name: tensor for tensor in origin.graph.initializer}
+    for tensor in model.graph.initializer:
+        if is_external(tensor) and tensor.name in origins:
+            tensor.CopyFrom(origins[tensor.name])

@@ -1,6 +1,7 @@
-"""Notes about fine-tuning in the metadata of a model: its adapters, and its new head.
+"""Notes in the metadata of a model.
 
-They say what trains by default, and how adapters are merged. A finished model has none.
+Those of adapters and of a new head say what trains by default, and how adapters are merged. A
+finished model has none of these.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.errors import ModelError
+from onnxgrad.model.traversal import keep_only
 
 ADAPTERS = "onnxgrad.adapters"  # a list of dicts, an adapter each; "tensors": what it trains
 HEAD = "onnxgrad.head"  # a list of names: the tensors of a new head
+CONSTANTS = "onnxgrad.constants"  # a list of names: initializers that are no weights
+SPARSE = "onnxgrad.sparse"  # a list of names: initializers that were sparse
+LOSS = "onnxgrad.loss"  # of `add_loss_output`, a dict: names of label and prediction, and more
 
 _WORDS = ("kind", "form", "module")  # entries of an adapter that are no names of values
 
@@ -39,9 +44,7 @@ def read_note(proto: ModelProto, key: str) -> list[Any]:
 
 def write_note(proto: ModelProto, key: str, note: list[Any]) -> None:
     """Replace the note of `key`, in place; an empty list removes it."""
-    kept = [entry for entry in proto.metadata_props if entry.key != key]
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(kept)
+    keep_only(proto.metadata_props, lambda entry: entry.key != key)
     if note:
         proto.metadata_props.add(key=key, value=json.dumps(note))
 
@@ -94,9 +97,13 @@ def rename_notes(proto: ModelProto, new_names: Mapping[str, str]) -> None:
             return [renamed(entry) for entry in note]
         return new_names.get(note, note) if isinstance(note, str) else note
 
-    for key in (ADAPTERS, HEAD):
-        if note := read_note(proto, key):
-            write_note(proto, key, renamed(note))
+    for entry in proto.metadata_props:
+        if entry.key in (ADAPTERS, HEAD, CONSTANTS, SPARSE):
+            entry.value = json.dumps(renamed(read_note(proto, entry.key)))
+        elif entry.key == LOSS:
+            loss = json.loads(entry.value)
+            values = {k: renamed(v) for k, v in loss.items() if k in ("label", "prediction")}
+            entry.value = json.dumps(loss | values)
 
 
 def fine_tuned(proto: ModelProto) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Callable, Iterator
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import onnx
@@ -20,15 +22,15 @@ from onnx import (
 )
 
 from onnxgrad.errors import ModelError, first_line
-from onnxgrad.model.rewrites import rename_uses, unused
-from onnxgrad.model.traversal import all_nodes, names, subgraphs
+from onnxgrad.model.external import restore_data, without_data
+from onnxgrad.model.scopes import rename_values, unused
+from onnxgrad.model.traversal import all_nodes, keep_only, names, names_in, subgraphs, walk
 
 # onnxruntime has these in the standard domain; onnx has the first from opset 17 on
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
 _CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
-
-_LARGE = 1 << 16  # bytes of a tensor whose values no conversion reads
+_Fact = TypeVar("_Fact")
 
 WORKING_OPSET = 18
 NEWEST_OPSET = 26  # the newest that onnxruntime 1.31 loads
@@ -82,11 +84,9 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
             f"the model cannot be converted from opset {version} to {target}: {first_line(e)}"
         ) from e
     if version < 11:
-        _state_resize(model.graph, upsampled, {})
-        dtypes = {v.type.tensor_type.elem_type for v in model.graph.input}
-        dtypes |= {t.data_type for t in model.graph.initializer}
-        if not dtypes.isdisjoint((TensorProto.FLOAT16, TensorProto.DOUBLE)):
-            _cast_bounds(model.graph, onnx.shape_inference.infer_shapes(model).graph, {})
+        _state_resize(model.graph, upsampled)
+        if not {TensorProto.FLOAT16, TensorProto.DOUBLE}.isdisjoint(_dtypes(model.graph).values()):
+            _cast_bounds(model)
     return model
 
 
@@ -96,85 +96,52 @@ def lowered(model: ModelProto, target: int) -> ModelProto:
     Raises:
         ModelError: an operator, or what it does, is newer.
     """
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    external = {t.name: t for t in model.graph.initializer if t.external_data}
     try:
-        converted = _converted(copy, target)
+        return _converted(model, target)
     except Exception as e:  # the converter raises several undeclared types
         raise ModelError(
             f"the model cannot be converted to opset {target}: {first_line(e)}. Export it at that "
             "opset, or choose a newer one"
         ) from e
-    for tensor in converted.graph.initializer:
-        if tensor.name in external:
-            tensor.CopyFrom(external[tensor.name])
-    del converted.metadata_props[:]
-    converted.metadata_props.extend(model.metadata_props)
-    return converted
 
 
 def _converted(proto: ModelProto, target: int) -> ModelProto:
-    """Return `proto`, which is modified, at another opset.
+    """Return a copy of `proto` at another opset.
 
     The converter fails for operators that onnxruntime has in the standard domain and onnx does not,
     or only in later opsets; the optimizer of onnxruntime writes them at any opset. They are moved
     to another domain during the conversion.
     """
-    proto.opset_import.add(domain=_HIDDEN, version=1)
-    _free_names(proto.graph)
-    for node in all_nodes(proto.graph.node):
+    bare = without_data(proto)  # the converter would copy the data several times
+    bare.opset_import.add(domain=_HIDDEN, version=1)
+    _free_names(bare.graph)
+    for node in all_nodes(bare.graph.node):
         if not node.domain and (node.op_type in _NOT_STANDARD or _trains(node)):
             node.domain = _HIDDEN
-    read = {name for node in all_nodes(proto.graph.node) for name in node.input}
-    read.update(y.name for y in proto.graph.output)
-    data = _taken_out(proto.graph)
-    converted = version_converter.convert_version(proto, target)
-    _put_back(converted.graph, data)
+    read = {name for node in all_nodes(bare.graph.node) for name in node.input}
+    read.update(names_in(bare.graph.output))
+    converted = version_converter.convert_version(bare, target)
+    restore_data(converted, proto)
     for node in all_nodes(converted.graph.node):
         if node.domain == _HIDDEN:
             node.domain = ""
             if _trains(node):
                 _state_training(node, read)
-    for hidden in [o for o in converted.opset_import if o.domain == _HIDDEN]:
-        converted.opset_import.remove(hidden)
+    keep_only(converted.opset_import, lambda entry: entry.domain != _HIDDEN)
     return converted
-
-
-def _taken_out(graph: onnx.GraphProto) -> dict[str, bytes]:
-    """Move the data of large initializers out of `graph`, in place, and return them by name.
-
-    The converter reads shapes, and would copy the data several times.
-    """
-    data: dict[str, bytes] = {}
-    for tensor in graph.initializer:
-        if len(tensor.raw_data) > _LARGE and tensor.data_location != TensorProto.EXTERNAL:
-            data[tensor.name] = tensor.raw_data
-            tensor.ClearField("raw_data")
-            tensor.data_location = TensorProto.EXTERNAL
-            tensor.external_data.add(key="location", value="taken out")
-    return data
-
-
-def _put_back(graph: onnx.GraphProto, data: dict[str, bytes]) -> None:
-    """Undo `_taken_out`, in place, and in `data`, so that nothing is held twice."""
-    for tensor in graph.initializer:
-        if tensor.name in data:
-            tensor.raw_data = data.pop(tensor.name)
-            tensor.ClearField("data_location")
-            del tensor.external_data[:]
 
 
 def _free_names(graph: onnx.GraphProto) -> None:
     """Rename results that have names which the converter may give to its own, unchecked."""
-    taken = set(names(graph))
-    for inner in (graph, *(g for node in all_nodes(graph.node) for g in subgraphs(node))):
-        kept = {y.name for y in graph.output} if inner is graph else set()
-        for node in inner.node:
-            for i, old in enumerate(node.output):
-                if _CONVERTER_NAME.fullmatch(old) and old not in kept:
-                    node.output[i] = unused(f"result{old}", taken)
-                    rename_uses(inner, old, node.output[i])
+    taken, outputs = set(names(graph)), names_in(graph.output)
+    entries = list(walk(graph))  # keeps the graphs alive, and so their ids unique
+    results = ((g, y) for g, node in entries if node is not None for y in node.output)
+    chosen = {
+        (id(g), y): unused(f"result{y}", taken)
+        for g, y in results
+        if _CONVERTER_NAME.fullmatch(y) and not (g is graph and y in outputs)
+    }
+    rename_values(graph, chosen)
 
 
 def _trains(node: NodeProto) -> bool:
@@ -247,24 +214,44 @@ def _has_shape(value: onnx.ValueInfoProto) -> bool:
     return value.type.tensor_type.HasField("shape")
 
 
-def _state_resize(
-    graph: onnx.GraphProto, upsampled: set[str], outer: Mapping[str, onnx.TensorProto]
-) -> None:
+def _in_scope(
+    graph: onnx.GraphProto,
+    describe: Callable[[onnx.GraphProto], dict[str, _Fact]],
+    outer: ChainMap[str, _Fact],
+) -> Iterator[tuple[NodeProto, ChainMap[str, _Fact]]]:
+    """Yield the nodes of `graph` and its subgraphs with what `describe` says of values in scope."""
+    known = outer.new_child(describe(graph))
+    for node in graph.node:
+        yield node, known
+        for inner in subgraphs(node):
+            yield from _in_scope(inner, describe, known)
+
+
+def _constants(graph: onnx.GraphProto) -> dict[str, TensorProto]:
+    constants = {t.name: t for t in graph.initializer}
+    return constants | {
+        n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"
+    }
+
+
+def _dtypes(graph: onnx.GraphProto) -> dict[str, int]:
+    values = (*graph.input, *graph.value_info, *graph.output)
+    dtypes = {v.name: v.type.tensor_type.elem_type for v in values}
+    return dtypes | {t.name: t.data_type for t in graph.initializer}
+
+
+def _state_resize(graph: onnx.GraphProto, upsampled: set[str]) -> None:
     """Add the attributes to each Resize that it implied before opset 11; the converter does not.
 
     Coordinates were multiples of 1 / scale. For nearest, onnxruntime rounds them down where the
-    axis gets longer, and up where it gets shorter. `outer` has the constants of enclosing graphs.
+    axis gets longer, and up where it gets shorter.
     """
-    tensors = {**outer, **{t.name: t for t in graph.initializer}}
-    tensors |= {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
-    for node in graph.node:
-        for inner in subgraphs(node):
-            _state_resize(inner, upsampled, tensors)
+    for node, constants in _in_scope(graph, _constants, ChainMap()):
         if node.op_type != "Resize":
             continue
         attributes = {"coordinate_transformation_mode": "asymmetric"}
         if not any(a.name == "mode" and a.s != b"nearest" for a in node.attribute):
-            tensor = tensors.get(node.input[2])
+            tensor = constants.get(node.input[2])
             scales = np.array([0.5, 2]) if tensor is None else numpy_helper.to_array(tensor)
             longer = node.output[0] in upsampled or (scales >= 1).all()
             if not longer and (scales > 1).any():
@@ -274,29 +261,19 @@ def _state_resize(
                 )
             attributes["nearest_mode"] = "floor" if longer else "ceil"
         for name, value in attributes.items():
-            node.attribute.add(name=name, type=onnx.AttributeProto.STRING, s=value.encode())
+            node.attribute.add(name=name, type=AttributeProto.STRING, s=value.encode())
 
 
-def _cast_bounds(
-    graph: onnx.GraphProto, inferred: onnx.GraphProto, outer: Mapping[str, int]
-) -> None:
-    """Give bounds of Clip and what Pad fills with the dtype of x: the converter writes float32.
-
-    `inferred` is `graph` with inferred types; `outer` has the dtypes in enclosing graphs.
-    """
-    values = (*inferred.input, *inferred.value_info, *inferred.output)
-    dtypes = {**outer, **{v.name: v.type.tensor_type.elem_type for v in values}}
-    dtypes |= {t.name: t.data_type for t in graph.initializer}
-    constants = {n.output[0]: n.attribute[0].t for n in graph.node if n.op_type == "Constant"}
-    for node, same in zip(graph.node, inferred.node, strict=True):
-        for inner, other in zip(subgraphs(node), subgraphs(same), strict=True):
-            _cast_bounds(inner, other, dtypes)
+def _cast_bounds(model: ModelProto) -> None:
+    """Give bounds of Clip and what Pad fills with the dtype of x: the converter writes float32."""
+    inferred = onnx.shape_inference.infer_shapes(model).graph
+    nodes = _in_scope(model.graph, _constants, ChainMap())
+    same = _in_scope(inferred, _dtypes, ChainMap())
+    for (node, constants), (_, dtypes) in zip(nodes, same, strict=True):
         dtype = dtypes.get(node.input[0], 0) if node.op_type in ("Clip", "Pad") else 0
         for name in node.input[1:]:
             tensor = constants.get(name)
             if dtype and tensor is not None and tensor.data_type == TensorProto.FLOAT != dtype:
                 with np.errstate(over="ignore"):  # no bound is the largest float32
-                    array = numpy_helper.to_array(tensor).astype(
-                        onnx.helper.tensor_dtype_to_np_dtype(dtype)  # noqa: TID251
-                    )
+                    array = numpy_helper.to_array(tensor).astype(ir.DataType(dtype).numpy())
                 tensor.CopyFrom(numpy_helper.from_array(array))

@@ -13,7 +13,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.model.constants import standard
+from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.traversal import names
@@ -250,10 +250,7 @@ def get_onnx_opset(onx: ModelLike, domain: str = "") -> int:
         >>> og.get_onnx_opset(model)
         20
     """
-    versions: dict[str, int] = {}
-    for entry in read(onx).opset_import:
-        name = standard(entry.domain)
-        versions[name] = max(entry.version, versions.get(name, 0))
+    versions = opset_versions(read(onx).opset_import)
     if standard(domain) not in versions:
         raise unknown("domain", domain, versions)
     return versions[standard(domain)]

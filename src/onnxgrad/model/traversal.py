@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
+from typing import Any
 
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto
+
+GraphLike = GraphProto | FunctionProto  # what has nodes
 
 
 def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
@@ -17,41 +20,81 @@ def subgraphs(node: NodeProto) -> Iterator[GraphProto]:
             yield from attribute.graphs
 
 
-def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
-    """Yield `nodes`, each followed by the nodes of its subgraphs, at any depth."""
-    stack = [iter(nodes)]
+def walk(*graphs: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
+    """Yield (graph, None), then (graph, node) for each node, followed by the same of its subgraphs.
+
+    A stack, and no recursion, as graphs may be nested deeper than Python allows.
+    """
+    stack = [chain.from_iterable(map(_entries, graphs))]
     while stack:
-        node = next(stack[-1], None)
-        if node is None:
+        entry = next(stack[-1], None)
+        if entry is None:
             stack.pop()
             continue
+        yield entry
+        if entry[1] is not None:
+            stack.append(chain.from_iterable(map(_entries, subgraphs(entry[1]))))
+
+
+def _entries(graph: GraphLike) -> Iterator[tuple[GraphLike, NodeProto | None]]:
+    yield graph, None
+    yield from ((graph, node) for node in graph.node)
+
+
+def all_nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """Yield `nodes`, each followed by the nodes of its subgraphs, at any depth."""
+    for node in nodes:
         yield node
-        stack.append(chain.from_iterable(graph.node for graph in subgraphs(node)))
+        yield from (inner for _, inner in walk(*subgraphs(node)) if inner is not None)
 
 
 def nodes_of(model: ModelProto) -> list[NodeProto]:
     """Return the nodes of `model`, those of subgraphs and local functions too."""
-    return [n for graph in (model.graph, *model.functions) for n in all_nodes(graph.node)]
+    return [node for _, node in walk(model.graph, *model.functions) if node is not None]
 
 
-def graphs_of(model: ModelProto, nodes: Iterable[NodeProto]) -> Iterator[GraphProto]:
-    """Yield the main graph, and the subgraphs of `nodes`, which are those of `nodes_of`."""
-    yield model.graph
-    for node in nodes:
-        yield from subgraphs(node)
+def graphs_of(model: ModelProto) -> list[GraphProto]:
+    """Return the main graph of `model` and all subgraphs, those in local functions too."""
+    return [g for g in all_graphs(model.graph, *model.functions) if isinstance(g, GraphProto)]
 
 
-def own_names(graph: GraphProto) -> Iterator[str]:
+def all_graphs(*graphs: GraphLike) -> Iterator[GraphLike]:
+    """Yield `graphs`, each followed by its subgraphs, at any depth."""
+    return (graph for graph, node in walk(*graphs) if node is None)
+
+
+def reads(node: NodeProto) -> Iterator[str]:
+    """Yield the names of the values that `node` reads, and of those that its subgraphs capture."""
+    yield from node.input
+    for graph in subgraphs(node):
+        own = set(own_names(graph))
+        inner = chain(names_in(graph.output), *map(reads, graph.node))
+        yield from (name for name in inner if name not in own)
+
+
+def names_in(values: Iterable[Any]) -> list[str]:
+    """Return the names of inputs or outputs: a function has these only, a graph has types too."""
+    return [value if isinstance(value, str) else value.name for value in values]
+
+
+def own_names(graph: GraphLike) -> Iterator[str]:
     """Yield the names of the values of `graph`, without those of its subgraphs."""
-    yield from (x.name for x in (*graph.input, *graph.initializer))
-    yield from (s.values.name for s in graph.sparse_initializer)
+    yield from names_in(graph.input)
+    if isinstance(graph, GraphProto):
+        yield from (tensor.name for tensor in graph.initializer)
+        yield from (sparse.values.name for sparse in graph.sparse_initializer)
     for node in graph.node:
         yield from node.output
 
 
-def names(graph: GraphProto) -> Iterator[str]:
+def names(graph: GraphLike) -> Iterator[str]:
     """Yield the names of all values of `graph` and its subgraphs."""
-    yield from own_names(graph)
-    for node in graph.node:
-        for inner in subgraphs(node):
-            yield from names(inner)
+    return (name for inner in all_graphs(graph) for name in own_names(inner))
+
+
+def keep_only(entries: Any, condition: Callable[[Any], bool]) -> None:
+    """Remove the other entries of a repeated field, in place."""
+    kept = [entry for entry in entries if condition(entry)]
+    if len(kept) < len(entries):
+        del entries[:]
+        entries.extend(kept)

@@ -9,17 +9,20 @@ stored.
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 import onnx_ir as ir
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+from onnx import GraphProto, ModelProto, NodeProto
 
 from onnxgrad.errors import unknown
 from onnxgrad.graph.operators import ARITHMETIC, REORDERS, SELECTS
-from onnxgrad.model.constants import FLOATS, ConstantRef, GraphLike, scan, standard
-from onnxgrad.model.rewrites import own_results, rename_uses
-from onnxgrad.model.traversal import own_names, subgraphs
+from onnxgrad.model.constants import FLOATS, ConstantRef, scan, standard
+from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
+from onnxgrad.model.rewrites import own_results
+from onnxgrad.model.scopes import rename_values, unused
+from onnxgrad.model.traversal import GraphLike, names_in, own_names, subgraphs, walk
 
 __all__ = [
     "FLOATS",
@@ -51,9 +54,6 @@ _SCALES = frozenset("GroupQueryAttention Resize RotaryEmbedding Upsample".split(
 
 _MOVES = REORDERS | SELECTS
 
-METADATA = "onnxgrad.constants"  # metadata: initializers that are no weights, names as JSON
-SPARSE = "onnxgrad.sparse"  # metadata: initializers that were sparse, names as JSON
-
 
 def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
     """Yield references to the constants of `model` in graph order, each with a unique name.
@@ -67,14 +67,11 @@ def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
     noted_names = noted(model)
     refs = list(scan(model))  # keeps the graphs alive, and so their ids unique
     settings = _settings(model) if any(ref.default for ref in refs) else set()
-    constants = {ref.name for ref in refs}
-    taken = set(_computed(model.graph))
+    seen = _computed(model.graph)
+    taken = seen | {ref.name for ref in refs}
     for ref in refs:
-        name, i = ref.name, 0
-        while name in taken or (i and name in constants):
-            i += 1
-            name = f"{ref.name}_{i}"
-        taken.add(name)
+        name = unused(ref.name, taken) if ref.name in seen else ref.name
+        seen.add(name)
         setting = (id(ref.graph), ref.graph_name) in settings
         ours = ref.graph is model.graph and not {name, ref.name}.isdisjoint(noted_names)
         ref.default = ref.default and not (ours or setting)
@@ -84,7 +81,7 @@ def constant_refs(model: ModelProto) -> Iterator[ConstantRef]:
 
 def noted(model: ModelProto) -> set[str]:
     """Return the names that `note_constants` recorded in `model`."""
-    return _names_in(model, METADATA)
+    return set(read_note(model, CONSTANTS))
 
 
 def note_constants(model: ir.Model, origin: ModelProto) -> None:
@@ -98,23 +95,19 @@ def note_constants(model: ir.Model, origin: ModelProto) -> None:
     values = model.graph.initializers.items()
     ours = [n for n, v in values if v.dtype and v.dtype.is_floating_point() and n not in weights]
     sparse = [ref.name for ref in refs if ref.sparse]
-    for key, names in ((METADATA, ours), (SPARSE, sparse)):
+    for key, names in ((CONSTANTS, ours), (SPARSE, sparse)):
         if names:
             model.metadata_props[key] = json.dumps(names)
 
 
 def stored(model: ModelProto, names: Collection[str]) -> dict[str, np.ndarray]:
     """Return a mask of the stored elements for each of the named tensors that is sparse."""
-    sparse = _names_in(model, SPARSE)
+    sparse = read_note(model, SPARSE)
     return {
-        ref.name: ref.array() != 0 if ref.stored is None else ref.stored()
+        ref.name: ref.stored() if ref.sparse else ref.array() != 0
         for ref in constant_refs(model)
         if ref.name in names and (ref.sparse or ref.name in sparse)
     }
-
-
-def _names_in(model: ModelProto, key: str) -> set[str]:
-    return {name for e in model.metadata_props if e.key == key for name in json.loads(e.value)}
 
 
 def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
@@ -163,34 +156,34 @@ def lift(model: ModelProto, refs: Iterable[ConstantRef] | None = None) -> None:
     are those of `constant_refs`, which is called if they are None.
     """
     refs = list(constant_refs(model) if refs is None else refs)
+    moved = []
     for ref in refs:
-        if ref.function is not None or ref.attribute is not None:
-            continue
-        if ref.node is None and ref.graph is model.graph and not ref.sparse:
-            continue
-        tensor = TensorProto()
-        tensor.CopyFrom(ref.read())
-        tensor.name = ref.name
-        if ref.node is None:
-            rename_uses(ref.graph, ref.take_away(), ref.name)
-        elif ref.node.op_type == "Constant":
-            take_out(model, ref.graph, ref.node, ref.name)
-        else:
-            ref.as_operand(ref.name)
-        model.graph.initializer.append(tensor)
+        is_lifted = ref.node is None and ref.graph is model.graph and not ref.sparse
+        if ref.function is None and ref.attribute is None and not is_lifted:
+            tensor = model.graph.initializer.add()
+            tensor.CopyFrom(ref.read())
+            tensor.name = ref.name
+            moved.append(ref)
+    take_out(model, moved)
     own_results(model, {ref.name for ref in refs})
 
 
-def take_out(model: ModelProto, graph: GraphLike, node: NodeProto, name: str) -> None:
-    """Replace the Constant `node` of `graph` by the initializer `name` of the main graph."""
-    old = node.output[0]
-    if graph is model.graph and old != name and any(y.name == old for y in graph.output):
-        del node.attribute[:]  # outputs of the model keep their names
-        node.op_type = "Identity"
-        node.input.append(name)
-        return
-    graph.node.remove(node)
-    rename_uses(graph, old, name)
+def take_out(model: ModelProto, refs: Collection[ConstantRef]) -> None:
+    """Replace constants of graphs, in place, by the initializers of the main graph of their names.
+
+    What is an attribute of an `ai.onnx.ml` node becomes an input too.
+    """
+    operands = {id(ref) for ref in refs if ref.node is not None and ref.node.op_type != "Constant"}
+    others = [ref for ref in refs if id(ref) not in operands]
+    rename_values(model.graph, {(id(ref.graph), ref.graph_name): ref.name for ref in others})
+    for ref in refs:
+        if id(ref) in operands:
+            ref.as_operand(ref.name)
+        elif ref.node is not None:
+            ref.graph.node.remove(ref.node)
+        else:
+            ref.graph_name = ref.name
+            ref.take_away()
 
 
 def is_setting(value: ir.Value) -> bool:
@@ -225,33 +218,26 @@ def _settings(model: ModelProto) -> set[_Key]:
     """
     settings: set[_Key] = set()
     for graph in (model.graph, *model.functions):
-        _add_settings(graph, [], settings, set())
+        _add_settings(graph, ChainMap(), settings, set())
     return settings
 
 
 def _add_settings(
-    graph: GraphLike, outer: list[tuple[int, set[str]]], settings: set[_Key], others: set[_Key]
+    graph: GraphLike, outer: ChainMap[str, _Key], settings: set[_Key], others: set[_Key]
 ) -> None:
     """Add the settings of `graph` to `settings`, and the values that have other uses to `others`.
 
-    `outer` has the ids and value names of the enclosing graphs.
+    `outer` has the values of the enclosing graphs by name.
     """
-    if isinstance(graph, GraphProto):
-        own, outputs = set(own_names(graph)), [y.name for y in graph.output]
-    else:
-        own = {*graph.input, *(y for node in graph.node for y in node.output)}
-        outputs = list(graph.output)
-    scopes = [*outer, (id(graph), own)]
+    scope = outer.new_child({name: (id(graph), name) for name in own_names(graph)})
 
     def keys(names: Iterable[str]) -> list[_Key]:
-        if not outer:
-            return [(id(graph) if n in own else 0, n) for n in names]
-        return [(next((g for g, values in scopes[::-1] if n in values), 0), n) for n in names]
+        return [scope.get(name, (0, name)) for name in names]
 
-    others.update(keys(outputs))
+    others.update(keys(names_in(graph.output)))
     for node in reversed(graph.node):
         for inner in subgraphs(node):
-            _add_settings(inner, scopes, settings, others)
+            _add_settings(inner, scope, settings, others)
         results = settings.intersection(keys(node.output))
         moves = node.op_type in _MOVES and bool(results)
         computes = node.op_type in ARITHMETIC and bool(results - others)
@@ -260,12 +246,13 @@ def _add_settings(
             (settings if sets else others).add(key)
 
 
-def _computed(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of all values that are not constants, in subgraphs too."""
-    constants = {t.name for t in graph.initializer}
-    yield from (x.name for x in graph.input if x.name not in constants)
-    for node in graph.node:
-        if node.op_type != "Constant":
-            yield from node.output
-        for inner in subgraphs(node):
-            yield from _computed(inner)
+def _computed(graph: GraphProto) -> set[str]:
+    """Return the names of all values that are not constants, in subgraphs too."""
+    computed: set[str] = set()
+    for inner, node in walk(graph):
+        if node is None:
+            assert isinstance(inner, GraphProto)
+            computed.update({x.name for x in inner.input} - {t.name for t in inner.initializer})
+        elif node.op_type != "Constant":
+            computed.update(node.output)
+    return computed

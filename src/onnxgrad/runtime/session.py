@@ -106,7 +106,7 @@ def _state_shapes(graph: ir.Graph, model: ModelProto, lengths: Mapping[str, int]
     It infers none behind a Reshape to a computed shape, as that in front of what is recomputed.
     """
     stated: dict[str, set[tuple[int | None, ...]]] = {}
-    for own in graphs_of(model, nodes_of(model)):
+    for own in graphs_of(model):
         for value in own.value_info:
             kind = value.type.tensor_type
             if kind.HasField("shape"):

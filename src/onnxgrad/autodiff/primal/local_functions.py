@@ -22,8 +22,9 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.model.constants import ConstantRef, standard
 from onnxgrad.model.opsets import WORKING_OPSET, convert
-from onnxgrad.model.rewrites import declare_once, own_results, unshadow, use_standard_domain
-from onnxgrad.model.traversal import all_nodes, subgraphs
+from onnxgrad.model.rewrites import declare_once, own_results, use_standard_domain
+from onnxgrad.model.scopes import unshadow
+from onnxgrad.model.traversal import all_nodes, walk
 from onnxgrad.model.weights import constant_refs, lift, take_out
 
 Key = tuple[str, str, str]  # domain, name, overload
@@ -218,11 +219,15 @@ def _mark(ref: ConstantRef) -> None:
 
 def _share_constants(model: ModelProto) -> None:
     """Replace the marked Constants of all inlined calls by initializers of the main graph."""
-    for graph in [model.graph, *(g for n in all_nodes(model.graph.node) for g in subgraphs(n))]:
-        for node in [n for n in graph.node if n.op_type == "Constant"]:
-            mark = node.attribute[0].t.name if node.attribute else ""
-            if mark.startswith(_MARK):
-                take_out(model, graph, node, mark.removeprefix(_MARK))
+    marked = []
+    for graph, node in walk(model.graph):
+        if node is not None and node.op_type == "Constant" and node.attribute:
+            tensor = node.attribute[0].t
+            if tensor.name.startswith(_MARK):
+                name = tensor.name.removeprefix(_MARK)
+                ref = ConstantRef(name, tensor, False, graph, node, graph_name=node.output[0])
+                marked.append(ref)
+    take_out(model, marked)
 
 
 # -- attributes --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, defs
 
 from onnxgrad.errors import ModelError
 from onnxgrad.limits import check_limit
-from onnxgrad.model.traversal import all_nodes, graphs_of, nodes_of
+from onnxgrad.model.traversal import all_graphs, all_nodes
 from onnxgrad.model.validate.nodes import Key, check_node, key_of, title
 from onnxgrad.model.validate.order import Order, sorted_order
 from onnxgrad.model.validate.tensors import (
@@ -68,7 +68,7 @@ def repair(model: ModelProto) -> None:
         nodes = [NodeProto.FromString(model.graph.node[i].SerializeToString()) for i in order]
         del model.graph.node[:]
         model.graph.node.extend(nodes)
-    for graph in (*model.functions, *graphs_of(model, nodes_of(model))):
+    for graph in all_graphs(model.graph, *model.functions):
         forget_negative(graph.value_info)
         if isinstance(graph, GraphProto):
             forget_negative((*graph.input, *graph.output))

@@ -7,7 +7,7 @@ from collections import defaultdict
 from onnx import ModelProto, NodeProto, TensorProto
 
 from onnxgrad.model.constants import standard
-from onnxgrad.model.rewrites import unused
+from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import names, nodes_of
 
 _OPERANDS = {1: "weight", 2: "bias", 3: "running_mean", 4: "running_var"}

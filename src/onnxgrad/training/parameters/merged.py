@@ -15,7 +15,7 @@ from onnxgrad.errors import printable
 from onnxgrad.model import external
 from onnxgrad.model.constants import FLOATS
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.rewrites import unused
+from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import all_nodes, names, nodes_of
 from onnxgrad.reporting import frames_inside
 from onnxgrad.training.modes.merged import initializer_aliases, separate_statistics

@@ -1,0 +1,139 @@
+"""Renaming of values.
+
+Names have scopes: a subgraph sees those of the graphs that enclose it, a local function only its
+own.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from itertools import count
+
+from onnx import GraphProto, ModelProto
+
+from onnxgrad.model.traversal import (
+    GraphLike,
+    keep_only,
+    names,
+    names_in,
+    own_names,
+    subgraphs,
+)
+
+# (graph, "input" | "initializer" | "result" | "node", old name) -> new name
+Choose = Callable[[GraphLike, str, str], str]
+
+
+def rename(graph: GraphLike, choose: Choose, kept: Iterable[str] = ()) -> dict[str, str]:
+    """Rename the values and nodes of `graph` and its subgraphs, in place, except those `kept`.
+
+    The inputs and outputs of a function have to be among these.
+
+    Returns:
+        New names by old ones; that of the outermost value, if several have the same old name.
+    """
+    new_names = {name: name for name in kept}
+    _rename(graph, ChainMap(dict(new_names)), choose, new_names)
+    return new_names
+
+
+def _rename(
+    graph: GraphLike, scope: ChainMap[str, str], choose: Choose, new_names: dict[str, str]
+) -> None:
+    """Rename the values of `graph`; the first map of `scope` receives their new names."""
+    own = scope.maps[0]
+    for kind, name in _declared(graph):
+        if name and name not in own:
+            own[name] = choose(graph, kind, name)
+            new_names.setdefault(name, own[name])
+    if isinstance(graph, GraphProto):
+        for value in (
+            *graph.input,
+            *graph.initializer,
+            *(sparse.values for sparse in graph.sparse_initializer),
+            *graph.output,
+        ):
+            value.name = scope.get(value.name, value.name)
+        keep_only(graph.quantization_annotation, lambda entry: entry.tensor_name in scope)
+        for annotation in graph.quantization_annotation:
+            annotation.tensor_name = scope[annotation.tensor_name]
+            for parameter in annotation.quant_parameter_tensor_names:
+                parameter.value = scope.get(parameter.value, parameter.value)
+    for node in graph.node:
+        for field in (node.input, node.output):
+            field[:] = [scope.get(name, name) for name in field]
+        for configuration in node.device_configurations:
+            for spec in configuration.sharding_spec:
+                spec.tensor_name = scope.get(spec.tensor_name, spec.tensor_name)
+        if node.name:
+            node.name = choose(graph, "node", node.name)
+        for inner in subgraphs(node):
+            _rename(inner, scope.new_child(), choose, new_names)
+    # another value may get the name of one that does not exist
+    keep_only(graph.value_info, lambda value: value.name in scope)
+    for value in graph.value_info:
+        value.name = scope[value.name]
+
+
+def _declared(graph: GraphLike) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the name of the values that `graph` defines."""
+    yield from (("input", name) for name in names_in(graph.input))
+    if isinstance(graph, GraphProto):
+        yield from (("initializer", t.name) for t in graph.initializer)
+        yield from (("initializer", s.values.name) for s in graph.sparse_initializer)
+    yield from (("result", name) for node in graph.node for name in node.output)
+
+
+def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> dict[str, str]:
+    """Give values of `graph` and its subgraphs new names, in place: {(id of graph, name): new}.
+
+    The outputs of `graph` keep their names: an Identity copies those that are renamed.
+
+    Returns:
+        As `rename`.
+    """
+    if not chosen:
+        return {}
+    outputs = names_in(graph.output)
+
+    def choose(owner: GraphLike, kind: str, name: str) -> str:
+        return name if kind == "node" else chosen.get((id(owner), name), name)
+
+    new_names = rename(graph, choose)
+    if isinstance(graph, GraphProto):
+        copied = {old: y.name for y, old in zip(graph.output, outputs, strict=True)}
+        for old, new in copied.items():
+            if new != old:
+                graph.node.add(op_type="Identity", input=[new], output=[old])
+        for y, old in zip(graph.output, outputs, strict=True):
+            y.name = old
+    return new_names
+
+
+def unshadow(model: ModelProto, reserved: Iterable[str] = ()) -> None:
+    """Rename the values of subgraphs that have the name of a value of an enclosing graph.
+
+    onnxruntime's optimizer writes such names. The new names are not `reserved`.
+    """
+    for holder in (model.graph, *model.functions):
+        taken = {*names(holder), *reserved}
+        shadows = list(_shadows(holder, frozenset()))  # keeps the graphs alive, and so their ids
+        rename_values(holder, {(id(g), name): unused(name, taken) for g, name in shadows})
+
+
+def _shadows(graph: GraphLike, outer: Set[str]) -> Iterator[tuple[GraphLike, str]]:
+    """Yield the values of `graph` and its subgraphs that have the name of an outer one."""
+    own = [name for name in own_names(graph) if name]
+    yield from ((graph, name) for name in own if name in outer)
+    visible = outer | set(own)
+    for node in graph.node:
+        for inner in subgraphs(node):
+            yield from _shadows(inner, visible)
+
+
+def unused(name: str, taken: set[str]) -> str:
+    """Return `name` with the first numeric suffix that is not in `taken`, and add it there."""
+    new = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
+    taken.add(new)
+    return new
