@@ -6,17 +6,20 @@ Every part is visited once, in the order of the file; only unsorted nodes cost m
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, defs
 
 from onnxgrad.errors import ModelError
 from onnxgrad.limits import check_limit
-from onnxgrad.model.traversal import all_graphs, all_nodes
+from onnxgrad.model.constants import opset_versions, standard
+from onnxgrad.model.notes import CONSTANTS, LOSS
+from onnxgrad.model.traversal import all_graphs, all_nodes, subgraphs
 from onnxgrad.model.validate.nodes import Key, check_node, key_of, title
-from onnxgrad.model.validate.order import Order, sorted_order
+from onnxgrad.model.validate.order import Order, cycle_of, sorted_order
 from onnxgrad.model.validate.tensors import (
     check_sparse,
     check_tensor,
@@ -27,7 +30,7 @@ from onnxgrad.model.validate.tensors import (
 
 _DEEPEST = 30  # levels of nested subgraphs; protobuf does not write more
 _NEWEST_IR = max(13, onnx.IR_VERSION)
-_METADATA = {"onnxgrad.constants": list, "onnxgrad.loss": dict}  # written by us, as JSON
+_METADATA = {CONSTANTS: list, LOSS: dict}  # written by us, as JSON
 
 
 def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
@@ -47,9 +50,9 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
     checked = _Checked({_key(f): f for f in model.functions})
     if len(checked.functions) < len(model.functions):
         raise ModelError("two functions of the model have the same name: rename one")
-    for function in _callees_first(checked):
+    for function in _callees_first(checked.functions):
         _check_function(function, checked)
-    opsets = _opsets(model.opset_import)
+    opsets = opset_versions(model.opset_import)
     size = _Scope(checked, opsets, inside=False).check_graph(model.graph, promised)
     check_limit("nodes", size, "the model has too many nodes")
     for entry in model.metadata_props:
@@ -97,7 +100,7 @@ def _check_versions(model: ModelProto) -> None:
                 "it imports a domain that is not UTF-8: it is damaged, export it again"
             )
         for entry in holder.opset_import:
-            domain = "" if entry.domain == "ai.onnx" else entry.domain
+            domain = standard(entry.domain)
             opset = f"opset {entry.version} of the domain {shown(entry.domain)}"
             if entry.version < (domain in newest):
                 raise ModelError(f"it imports {opset}: versions start at 1, correct it")
@@ -113,61 +116,37 @@ def _check_versions(model: ModelProto) -> None:
         )
 
 
-def _opsets(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
-    versions: dict[str, int] = {}
-    for entry in imports:
-        domain = "" if entry.domain == "ai.onnx" else entry.domain
-        versions[domain] = max(entry.version, versions.get(domain, 0))
-    versions["ai.onnx"] = versions.setdefault("", 0)
-    return versions
-
-
 def _is_json(text: str, kind: type) -> bool:
     """Return whether `text` is the JSON of a `kind`, list or dict, of strings."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return (
-        isinstance(value, (list, dict))
-        and isinstance(value, kind)
-        and all(isinstance(v, str) for v in value)
-    )
+    return isinstance(value, kind) and all(isinstance(v, str) for v in value)
 
 
 # -- functions -----------------------------------------------------------------------------------
 
 
 def _key(function: FunctionProto) -> Key:
-    domain = "" if function.domain == "ai.onnx" else function.domain
-    return domain, function.name, function.overload
+    return standard(function.domain), function.name, function.overload
 
 
-def _callees_first(checked: _Checked) -> list[FunctionProto]:
+def _callees_first(functions: Mapping[Key, FunctionProto]) -> list[FunctionProto]:
     """Return the functions sorted so that each comes after those that it calls."""
-    functions = checked.functions
+    numbers = {key: i for i, key in enumerate(functions)}
     callees = {
-        key: list(dict.fromkeys(k for n in all_nodes(f.node) if (k := key_of(n)) in functions))
+        numbers[key]: [numbers[k] for n in all_nodes(f.node) if (k := key_of(n)) in functions]
         for key, f in functions.items()
     }
-    done: dict[Key, None] = {}
-    for start in functions:
-        path = {start: iter(callees[start])} if start not in done else {}
-        while path:
-            key = next(reversed(path))
-            callee = next(path[key], None)
-            if callee is None:
-                del path[key]
-                done[key] = None
-            elif callee in path:
-                chain = list(path)
-                cycle = " -> ".join(shown(k[1]) for k in [*chain[chain.index(callee) :], callee])
-                raise ModelError(
-                    f"its functions call each other without end: {cycle}; break the cycle"
-                )
-            elif callee not in done:
-                path[callee] = iter(callees[callee])
-    return [functions[key] for key in done]
+    in_order = list(functions.values())
+    try:
+        return [in_order[i] for i in TopologicalSorter(callees).static_order()]
+    except CycleError as e:
+        cycle = " -> ".join(shown(in_order[i].name) for i in reversed(cycle_of(e)))
+        raise ModelError(
+            f"its functions call each other without end: {cycle}; break the cycle"
+        ) from None
 
 
 def _check_function(function: FunctionProto, checked: _Checked) -> None:
@@ -178,7 +157,7 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
     for kind, names in (("input", function.input), ("output", function.output)):
         if len(set(names)) < len(names) or "" in names:
             raise ModelError(f"{subject} has an {kind} twice, or without a name: rename it")
-    scope = _Scope(checked, _opsets(function.opset_import), inside=True)
+    scope = _Scope(checked, opset_versions(function.opset_import), inside=True)
     order = scope.check_nodes(function.node, dict.fromkeys(function.input), [], subject)
     for name, reader in order.free.items():
         raise ModelError(_undefined(name, reader))
@@ -261,18 +240,18 @@ class _Scope:
         functions, opsets = self.checked.functions, self.opsets
         for node in nodes:
             function = functions.get(key_of(node)) if functions else None
-            opset = opsets.get(node.domain, 0)
-            graphs = check_node(node, opset, function, self.inside, self.needed)
+            opset = opsets.get(standard(node.domain), 0)
+            check_node(node, opset, function, self.inside, self.needed)
             if function is None:
                 self.size += 1
             else:
                 self._call(node, key_of(node))
-            order.read(node)
-            for graph in graphs:
+            order.read(node, node.input)
+            for graph in subgraphs(node):
                 inner = f"the subgraph {shown(graph.name)} of {title(node)}"
                 inner_order = self._check_graph(graph, [*outer, defined], inner, node)
                 inner_order.refuse_unsorted(inner)
-                order.capture(inner_order.free)
+                order.read(node, inner_order.free)
             order.write(node)
         order.close()
         return order

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, defs
+from onnx import AttributeProto, FunctionProto, NodeProto, defs
 
 from onnxgrad.errors import ModelError
+from onnxgrad.model.constants import standard
 from onnxgrad.model.validate.tensors import check_sparse, check_tensor, shown
 
 _KINDS = AttributeProto.AttributeType
-_FIELD = {  # the field of AttributeProto that holds the value
+_FIELD = {  # the field of AttributeProto that holds the value, if it is one message
     AttributeProto.TENSOR: "t",
     AttributeProto.GRAPH: "g",
     AttributeProto.SPARSE_TENSOR: "sparse_tensor",
     AttributeProto.TYPE_PROTO: "tp",
 }
-_TYPES = frozenset(_KINDS.values())
 _PLAIN = frozenset(
     _KINDS.Value(name) for name in ("FLOAT", "INT", "STRING", "FLOATS", "INTS", "STRINGS")
 )
@@ -27,7 +27,7 @@ Key = tuple[str, str, str]  # domain, name and overload of a function
 
 
 class _Signature(NamedTuple):
-    """What the schema of an operator says."""
+    """What the schema of an operator says, or the call of a function has to agree with."""
 
     inputs: tuple[int, int]  # the least and the greatest number
     outputs: tuple[int, int]
@@ -40,7 +40,7 @@ class _Signature(NamedTuple):
 @lru_cache(maxsize=4096)
 def _signature(domain: str, op_type: str, opset: int) -> _Signature | None:
     """Return the signature of an operator, None if onnx has no schema for it."""
-    domain = "" if domain in STANDARD else domain
+    domain = standard(domain)
     if opset < 1 or not defs.has(op_type, opset, domain):
         return None
     schema: Any = defs.get_schema(op_type, opset, domain)
@@ -59,7 +59,7 @@ def _signature(domain: str, op_type: str, opset: int) -> _Signature | None:
 
 def key_of(node: NodeProto) -> Key:
     """Return the key of the local function that `node` calls, if it calls one."""
-    return ("" if node.domain == "ai.onnx" else node.domain, node.op_type, node.overload)
+    return standard(node.domain), node.op_type, node.overload
 
 
 def title(node: NodeProto) -> str:
@@ -78,7 +78,7 @@ def check_node(
     function: FunctionProto | None,
     inside: bool,
     needed: set[str],
-) -> list[GraphProto]:
+) -> None:
     """Raise unless `node` has the operands and attributes that its operator requires.
 
     Args:
@@ -88,25 +88,25 @@ def check_node(
         inside: whether the node is in a local function, to whose attributes it may refer.
         needed: the attributes of that function that the node requires are added to it.
 
-    Returns:
-        The subgraphs of the node.
-
     Raises:
         ModelError: with the node as its subject.
     """
     _check_header(node)
-    signature = None if function is not None else _signature(node.domain, node.op_type, opset)
-    graphs = _check_attributes(node, signature, inside, needed)
     if function is not None:
-        _check_call(node, function)
-    elif signature is not None:
-        _check_operands(node, signature)
-        _check_required(node, signature, opset)
+        most = (0, len(function.input)), (0, len(function.output))
+        signature = _Signature(*most, (), (), {}, frozenset())
+        _check_attributes(node, signature, inside, needed)
+        _check_operands(node, signature, "the function that it calls")
+        return
+    schema = _signature(node.domain, node.op_type, opset)
+    _check_attributes(node, schema, inside, needed)
+    if schema is not None:
+        _check_operands(node, schema, "its operator")
+        _check_required(node, schema, opset)
     elif opset < 1 and node.domain in STANDARD:
         raise ModelError(f"{title(node)} is of a domain without an opset: import one")
-    if signature is None and not (node.op_type.isprintable() and node.domain.isprintable()):
+    elif not (node.op_type.isprintable() and node.domain.isprintable()):
         raise ModelError(f"{title(node)} is no operator: correct its name")
-    return graphs
 
 
 def _check_header(node: NodeProto) -> None:
@@ -122,10 +122,9 @@ def _check_header(node: NodeProto) -> None:
 
 def _check_attributes(
     node: NodeProto, signature: _Signature | None, inside: bool, needed: set[str]
-) -> list[GraphProto]:
-    """Raise unless each attribute of `node` is valid and there once; return the subgraphs."""
+) -> None:
+    """Raise unless each attribute of `node` is valid and there once."""
     names: set[str] = set()
-    graphs: list[GraphProto] = []
     types = signature.types if signature is not None else {}
     for attribute in node.attribute:
         name, kind = attribute.name, attribute.type
@@ -133,9 +132,14 @@ def _check_attributes(
         if type(name) is not str:
             raise ModelError(f"{title(node)} has an attribute that is not UTF-8: export it again")
         if kind not in _PLAIN:
-            _check_value(attribute, node, graphs)
+            _check_value(attribute, node)
         if attribute.ref_attr_name:
-            _check_reference(attribute, node, inside)
+            if not inside:
+                raise ModelError(
+                    f"the attribute {shown(name)} of {title(node)} refers to the attribute "
+                    f"{shown(attribute.ref_attr_name)} of a function, but is outside of one: write "
+                    "its value"
+                )
             if signature is not None and name in signature.required:
                 needed.add(attribute.ref_attr_name)
         if kind != types.get(name, kind):
@@ -145,7 +149,6 @@ def _check_attributes(
             )
     if len(names) < len(node.attribute) or "" in names:
         raise ModelError(f"{title(node)} has an attribute twice, or without a name: remove it")
-    return graphs
 
 
 def _check_required(node: NodeProto, signature: _Signature, opset: int) -> None:
@@ -157,46 +160,31 @@ def _check_required(node: NodeProto, signature: _Signature, opset: int) -> None:
     if node.domain in STANDARD:
         if node.op_type == "Constant" and not names:
             raise ModelError(f"{title(node)} has no value: it is damaged, export it again")
-        if node.op_type in _BODIES:
+        if node.op_type in _WITH_BODIES:
             _check_bodies(node, opset)
 
 
-def _check_reference(attribute: AttributeProto, node: NodeProto, inside: bool) -> None:
-    if not inside:
-        raise ModelError(
-            f"the attribute {shown(attribute.name)} of {title(node)} refers to the attribute "
-            f"{shown(attribute.ref_attr_name)} of a function, but is outside of one: write its "
-            "value"
-        )
-
-
-def _check_value(attribute: AttributeProto, node: NodeProto, graphs: list[GraphProto]) -> None:
-    """Check an attribute of tensors, graphs or types; add its graphs to `graphs`."""
+def _check_value(attribute: AttributeProto, node: NodeProto) -> None:
+    """Raise unless an attribute of tensors, graphs or types has a value, and its tensors agree."""
     kind = attribute.type
-    if kind not in _TYPES or kind == AttributeProto.UNDEFINED:
-        what = f"the attribute {shown(attribute.name)} of {title(node)}"
-        raise ModelError(f"{what} has a type that ONNX lacks: export it again")
-    field = _FIELD.get(kind)
-    if attribute.ref_attr_name:
+    if kind not in _KINDS.values() or kind == AttributeProto.UNDEFINED:
+        problem = "has a type that ONNX lacks"
+    elif attribute.ref_attr_name:
         return
-    if field is not None and not attribute.HasField(field):
-        what = f"the attribute {shown(attribute.name)} of {title(node)}"
-        raise ModelError(f"{what} is empty: it is damaged, export it again")
-    if kind == AttributeProto.TENSOR:
-        check_tensor(attribute.t, lambda: f"the tensor of {title(node)}")
-    elif kind == AttributeProto.SPARSE_TENSOR:
-        check_sparse(attribute.sparse_tensor, f"the sparse tensor of {title(node)}")
-    elif kind == AttributeProto.TENSORS:
-        for tensor in attribute.tensors:
-            check_tensor(tensor, lambda: f"a tensor of {title(node)}")
-    elif kind == AttributeProto.GRAPH:
-        graphs.append(attribute.g)
-    elif kind == AttributeProto.GRAPHS:
-        graphs.extend(attribute.graphs)
+    elif kind in _FIELD and not attribute.HasField(_FIELD[kind]):
+        problem = "is empty: it is damaged"
+    else:
+        for tensor in (attribute.t,) if kind == AttributeProto.TENSOR else attribute.tensors:
+            check_tensor(tensor, lambda: f"the tensor of {title(node)}")
+        if kind == AttributeProto.SPARSE_TENSOR:
+            check_sparse(attribute.sparse_tensor, f"the sparse tensor of {title(node)}")
+        return
+    what = f"the attribute {shown(attribute.name)} of {title(node)}"
+    raise ModelError(f"{what} {problem}: export it again")
 
 
-def _check_operands(node: NodeProto, signature: _Signature) -> None:
-    """Raise unless `node` has as many inputs and outputs as its operator allows."""
+def _check_operands(node: NodeProto, signature: _Signature, owner: str) -> None:
+    """Raise unless `node` has as many inputs and outputs as `owner`, its operator, allows."""
     for kind, names, (least, most), single in (
         ("input", node.input, signature.inputs, signature.single_inputs),
         ("output", node.output, signature.outputs, signature.single_outputs),
@@ -205,7 +193,7 @@ def _check_operands(node: NodeProto, signature: _Signature) -> None:
         if not least <= n <= most:
             allowed = f"at least {least}" if n < least else f"at most {most}"
             raise ModelError(
-                f"{title(node)} has {n} {kind}s, and its operator {allowed}: correct the node"
+                f"{title(node)} has {n} {kind}s, and {owner} {allowed}: correct the node"
             )
         if "" in names:
             for i in single:
@@ -213,26 +201,9 @@ def _check_operands(node: NodeProto, signature: _Signature) -> None:
                     raise ModelError(f"{title(node)} leaves out {kind} {i}: name it")
 
 
-def _check_call(node: NodeProto, function: FunctionProto) -> None:
-    for kind, names, most in (
-        ("inputs", node.input, len(function.input)),
-        ("outputs", node.output, len(function.output)),
-    ):
-        if len(names) > most:
-            raise ModelError(
-                f"{title(node)} has {len(names)} {kind}, and the function that it calls has "
-                f"{most}: correct the node"
-            )
-
-
 # -- operators with subgraphs ----------------------------------------------------------------------
 
-_BODIES = {
-    "If": ("then_branch", "else_branch"),
-    "Loop": ("body",),
-    "Scan": ("body",),
-    "SequenceMap": ("body",),
-}
+_WITH_BODIES = ("If", "Loop", "Scan", "SequenceMap")
 
 
 def _check_bodies(node: NodeProto, opset: int) -> None:
@@ -253,12 +224,9 @@ def _check_bodies(node: NodeProto, opset: int) -> None:
                 f"{outputs} outputs do not allow: write the number of scanned inputs"
             )
     for attribute in node.attribute:
-        if attribute.name in _BODIES[node.op_type] and attribute.HasField("g"):
-            graph: GraphProto = attribute.g
-            for kind, count, required in (
-                ("inputs", len(graph.input), counts[0]),
-                ("outputs", len(graph.output), counts[1]),
-            ):
+        if attribute.type == AttributeProto.GRAPH and attribute.HasField("g"):
+            actual = len(attribute.g.input), len(attribute.g.output)
+            for kind, count, required in zip(("inputs", "outputs"), actual, counts, strict=True):
                 if count != required:
                     raise ModelError(
                         f"the {attribute.name!r} of {title(node)} has {count} {kind}, and the "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
 from onnx import NodeProto
 
 from onnxgrad.errors import ModelError
-from onnxgrad.model.traversal import subgraphs
+from onnxgrad.model.traversal import reads
 from onnxgrad.model.validate.nodes import title
 from onnxgrad.model.validate.tensors import shown
 
@@ -24,16 +24,9 @@ class Order:
     free: dict[str, NodeProto]  # name of a value not defined here -> a node that reads it
     late: list[tuple[str, NodeProto]] = field(default_factory=list)  # read before it is defined
 
-    def read(self, node: NodeProto) -> None:
-        """Record the inputs of the next node."""
-        defined = self.defined
-        for name in node.input:
-            if name not in defined and name:
-                self.late.append((name, node))
-
-    def capture(self, names: Mapping[str, NodeProto]) -> None:
-        """Record the values that a subgraph of the next node captures."""
-        self.late.extend((name, node) for name, node in names.items() if name not in self.defined)
+    def read(self, node: NodeProto, names: Iterable[str]) -> None:
+        """Record values that the next node reads, or that its subgraphs capture."""
+        self.late.extend((name, node) for name in names if name and name not in self.defined)
 
     def write(self, node: NodeProto) -> None:
         """Record the outputs of the next node."""
@@ -73,47 +66,28 @@ def sorted_order(nodes: Sequence[NodeProto]) -> list[int]:
         ModelError: there is a cycle; the message names its values.
     """
     producers = {y: i for i, node in enumerate(nodes) for y in node.output if y}
-    waits = [{producers[x] for x in _reads([node], ()) if x in producers} for node in nodes]
-    readers: dict[int, list[int]] = defaultdict(list)
-    for i, before in enumerate(waits):
-        for j in before:
-            readers[j].append(i)
-    ready = [i for i, before in enumerate(waits) if not before]
-    order: list[int] = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(i)
-        for j in readers[i]:
-            waits[j].discard(i)
-            if not waits[j]:
-                heapq.heappush(ready, j)
-    if len(order) < len(nodes):
-        raise ModelError(_cycle(nodes, waits))
+    waits = {i: {producers[x] for x in reads(n) if x in producers} for i, n in enumerate(nodes)}
+    sorter, order = TopologicalSorter(waits), list[int]()
+    try:
+        sorter.prepare()
+    except CycleError as e:
+        chain = [shown(next(filter(None, nodes[i].output))) for i in cycle_of(e)]
+        if len(chain) > 12:
+            chain = [*chain[:6], f"({len(chain) - 11} more)", *chain[-5:]]
+        raise ModelError(
+            f"its nodes depend on each other: {' -> '.join(chain)}; break the cycle"
+        ) from None
+    ready: list[int] = []  # a heap: nodes keep their order where they can
+    while sorter.is_active():
+        for i in sorter.get_ready():
+            heapq.heappush(ready, i)
+        order.append(heapq.heappop(ready))
+        sorter.done(order[-1])
     return order
 
 
-def _cycle(nodes: Sequence[NodeProto], waits: list[set[int]]) -> str:
-    """Return the message for nodes that depend on each other, from what each waits for."""
-    index = next(i for i, before in enumerate(waits) if before)
-    path: dict[int, None] = {}
-    while index not in path:
-        path[index] = None
-        index = min(waits[index])
-    cycle = list(path)[list(path).index(index) :]
-    chain = [shown(next(filter(None, nodes[i].output))) for i in (index, *reversed(cycle))]
-    if len(chain) > 12:
-        chain = [*chain[:6], f"({len(chain) - 11} more)", *chain[-5:]]
-    return f"its nodes depend on each other: {' -> '.join(chain)}; break the cycle"
-
-
-def _reads(nodes: Iterable[NodeProto], own: Iterable[str]) -> set[str]:
-    """Return the values that `nodes` and their subgraphs read, except `own`."""
-    names: set[str] = set()
-    for node in nodes:
-        names.update(node.input)
-        for graph in subgraphs(node):
-            tensors = (*graph.initializer, *(s.values for s in graph.sparse_initializer))
-            inner = {x.name for x in (*graph.input, *tensors)}
-            inner.update(y for n in graph.node for y in n.output)
-            names |= _reads(graph.node, inner) | {y.name for y in graph.output} - inner
-    return names.difference(own)
+def cycle_of(error: CycleError) -> list[int]:
+    """Return a cycle of numbers from the smallest on, with that at the end too."""
+    cycle: list[int] = error.args[1][1:]
+    start = cycle.index(min(cycle))
+    return [*cycle[start:], *cycle[: start + 1]]
