@@ -162,7 +162,7 @@ def test_data_in_constants_and_branches(tmp_path):
         convert_attribute=True,
     )  # fmt: skip
     read = select_model_inputs_outputs(tmp_path / "m.onnx")
-    assert [bool(t.external_data) for _, t in external.tensors(read)] == [True, True]
+    assert len(list(external.external_tensors(read))) == 2
     feed = {"x": rng.normal(size=(3, N)).astype(np.float32), "c": np.array(True)}
     np.testing.assert_allclose(run(read, feed, tmp_path)[0], run(whole, feed)[0], rtol=1e-5)
     new = {"k": np.ones((N, N), np.float32)}

@@ -6,6 +6,7 @@ A constant is an initializer, or an attribute of a node or a function.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -92,8 +93,7 @@ class ConstantRef:
     def stored(self) -> np.ndarray:
         """Return a mask of the elements that a sparse tensor stores."""
         assert isinstance(self.source, SparseTensorProto)
-        mask = SparseTensorProto()
-        mask.CopyFrom(self.source)
+        mask = deepcopy(self.source)
         mask.values.CopyFrom(numpy_helper.from_array(np.ones(mask.values.dims, bool)))
         return numpy_helper.to_array(dense(mask, ""))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import onnx
 import onnx_ir as ir
 from onnx import ModelProto
@@ -35,8 +37,7 @@ def to_ir(proto: ModelProto) -> ir.Model:
     kept = normalized(proto)
     if any(non_tensor(o) for o in proto.graph.output):
         if kept is proto:
-            kept = ModelProto()
-            kept.CopyFrom(proto)
+            kept = deepcopy(proto)
         dropped = {o.name for o in kept.graph.output if non_tensor(o)}
         keep_only(kept.graph.output, lambda o: o.name not in dropped)
         keep_only(

@@ -90,10 +90,7 @@ class Draft:
         model = ir.Model(self.graph, ir_version=8, producer_name="onnxgrad")
         finish(model)
         infer(model)
-        for (
-            value,
-            number,
-        ) in self._defaults.items():  # after `infer`: data may differ in shape
+        for value, number in self._defaults.items():  # after `infer`: data may differ in shape
             value.const_value = ir.tensor(np.full(1, number, self.dtype.numpy()), name=value.name)
             self.graph.initializers.add(value)
         opset = self.graph.opset_imports[""]

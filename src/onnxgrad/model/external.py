@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, numpy_helper
+from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 
 from onnxgrad.errors import ModelError
 from onnxgrad.model.traversal import walk
@@ -37,16 +38,16 @@ ELEMENTS = (
 )  # fmt: skip
 
 
-def tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
-    """Yield the names and tensors of `model`, those in subgraphs and functions included."""
+def external_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
+    """Yield the names and tensors whose elements are in files, in subgraphs and functions too."""
     for graph, node in walk(model.graph, *model.functions):
         if node is None:
-            yield from ((t.name, t) for t in getattr(graph, "initializer", ()))
-            continue
-        for a in node.attribute:
-            if a.type == AttributeProto.TENSOR:
-                yield node.output[0] if node.op_type == "Constant" else a.t.name, a.t
-            yield from ((tensor.name, tensor) for tensor in a.tensors)
+            found = [(t.name, t) for t in getattr(graph, "initializer", ())]
+        else:
+            constant = node.output[0] if node.op_type == "Constant" else ""
+            held = (t for a in node.attribute for t in (a.t, *a.tensors))
+            found = [(constant or t.name, t) for t in held]
+        yield from ((name, tensor) for name, tensor in found if is_external(tensor))
 
 
 def resolve(model: ModelProto, path: Path | None, where: str) -> None:
@@ -58,7 +59,7 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
     Raises:
         ModelError: the data are missing, too short, or outside of the folder of the model.
     """
-    places = [(t, *_place(t, name, path, where)) for name, t in tensors(model) if is_external(t)]
+    places = [(t, *_place(t, name, path, where)) for name, t in external_tensors(model)]
     if path is None:
         return
     try:
@@ -143,8 +144,7 @@ def array(tensor: TensorProto) -> np.ndarray:
 
 def files_of(model: ModelProto) -> set[Path]:
     """Return the files that `model` refers to."""
-    locations = (_location(t) for _, t in tensors(model) if is_external(t))
-    return {Path(location.value) for location in locations}
+    return {Path(_location(tensor).value) for _, tensor in external_tensors(model)}
 
 
 def _location(tensor: TensorProto) -> Any:
@@ -153,12 +153,10 @@ def _location(tensor: TensorProto) -> Any:
 
 def relocated(model: ModelProto, new_path: Callable[[Path], Path]) -> ModelProto:
     """Return a copy of `model` that refers to the new paths of its files."""
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    for _, tensor in tensors(copy):
-        if is_external(tensor):
-            location = _location(tensor)
-            location.value = new_path(Path(location.value)).as_posix()
+    copy = deepcopy(model)
+    for _, tensor in external_tensors(copy):
+        location = _location(tensor)
+        location.value = new_path(Path(location.value)).as_posix()
     return copy
 
 

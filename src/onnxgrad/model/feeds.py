@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -49,10 +49,16 @@ def random_feed(
     rng = np.random.default_rng(random_state)
     described = [_describe(x) for x in inputs]
     sizes: dict[Any, int] = {shape[0]: batch for _, _, shape in described if shape}
+
+    def length(d: int | str | None, axis: int) -> int:
+        if isinstance(d, int) and d >= 0:
+            return d
+        if axis == 0:
+            return batch
+        return sizes.get(d, empty_dimension) if isinstance(d, str) and d else empty_dimension
+
     return {
-        name: _draw(
-            rng, dtype, [_length(d, i, sizes, batch, empty_dimension) for i, d in enumerate(shape)]
-        )
+        name: _draw(rng, dtype, [length(d, axis) for axis, d in enumerate(shape)])
         for name, dtype, shape in described
     }
 
@@ -82,22 +88,10 @@ def session_dtype(kind: str) -> ir.DataType | None:
     return match and (_SESSION_TYPES.get(match[1]) or ir.DataType[match[1].upper()])
 
 
-def _length(
-    d: int | str | None, axis: int, sizes: Mapping[Any, int], batch: int, other: int
-) -> int:
-    if isinstance(d, int) and d >= 0:
-        return d
-    if axis == 0:
-        return batch
-    return sizes.get(d, other) if isinstance(d, str) and d else other
-
-
 def _draw(rng: np.random.Generator, dtype: ir.DataType, shape: list[int]) -> np.ndarray:
     if dtype.is_floating_point():
         return np.asarray(rng.standard_normal(shape)).astype(dtype.numpy())
     drawn = np.asarray(rng.integers(0, 2, shape))
-    return (
-        drawn.astype(str).astype(object)
-        if dtype == ir.DataType.STRING
-        else drawn.astype(dtype.numpy())
-    )
+    if dtype == ir.DataType.STRING:
+        return drawn.astype(str).astype(object)
+    return drawn.astype(dtype.numpy())

@@ -127,16 +127,11 @@ def _short(file: Path) -> str:
     return file.name[:100]  # so that no name of a file gets too long
 
 
-def _create(file: Path, mode: int) -> None:
-    """Create `file`, or raise if there is a file or a link of this name."""
-    os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
-
-
 def _create_locked(target: Path, mode: int, stack: ExitStack) -> Path:
     """Create and lock a file beside `target`."""
     while True:
         temporary = _beside(target)
-        _create(temporary, mode)
+        temporary.touch(mode, exist_ok=False)
         if locked(temporary, stack) is not False:  # else it was taken for a leftover before
             return temporary
 
@@ -190,7 +185,7 @@ def check_writable(
                 f"{path} exists: choose another file, or pass --overwrite"
             ) from None
         probe = _beside(target)
-        _create(probe, 0o600)
+        probe.touch(0o600, exist_ok=False)
         probe.unlink()
     except OSError as e:
         if e.errno is None:

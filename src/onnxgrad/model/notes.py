@@ -30,16 +30,14 @@ def read_note(proto: ModelProto, key: str) -> list[Any]:
     Raises:
         ModelError: the note is not a list in JSON.
     """
-    for entry in proto.metadata_props:
-        if entry.key == key:
-            try:
-                note = json.loads(entry.value)
-            except ValueError:
-                note = None
-            if not isinstance(note, list):
-                raise ModelError(f"the metadata {key!r} of the model is broken: remove it")
-            return note
-    return []
+    text = next((entry.value for entry in proto.metadata_props if entry.key == key), "[]")
+    try:
+        note = json.loads(text)
+    except ValueError:
+        note = None
+    if not isinstance(note, list):
+        raise ModelError(f"the metadata {key!r} of the model is broken: remove it")
+    return note
 
 
 def write_note(proto: ModelProto, key: str, note: list[Any]) -> None:

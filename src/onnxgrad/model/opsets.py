@@ -22,6 +22,7 @@ from onnx import (
 )
 
 from onnxgrad.errors import ModelError, first_line
+from onnxgrad.model.constants import opset_versions
 from onnxgrad.model.external import restore_data, without_data
 from onnxgrad.model.scopes import rename_values, unused
 from onnxgrad.model.traversal import all_nodes, keep_only, names, names_in, subgraphs, walk
@@ -47,9 +48,9 @@ def exists(node: ir.Node, opset: int) -> bool:
 @cache
 def _attributes(op_type: str, opset: int) -> frozenset[str] | None:
     """Return the names of the attributes of an operator; None if `opset` does not have it."""
-    return (
-        frozenset(defs.get_schema(op_type, opset).attributes) if defs.has(op_type, opset) else None
-    )
+    if not defs.has(op_type, opset):
+        return None
+    return frozenset(defs.get_schema(op_type, opset).attributes)
 
 
 def min_ir_version(imports: list[onnx.OperatorSetIdProto]) -> int:
@@ -75,14 +76,7 @@ def convert(model: ModelProto, version: int, target: int) -> ModelProto:
             "at opset 9 or newer"
         )
     upsampled = {n.output[0] for n in all_nodes(model.graph.node) if n.op_type == "Upsample"}
-    try:
-        model = _converted(model, target)
-    except ModelError:
-        raise
-    except Exception as e:  # the converter raises several undeclared types
-        raise ModelError(
-            f"the model cannot be converted from opset {version} to {target}: {first_line(e)}"
-        ) from e
+    model = _converted(model, target)
     if version < 11:
         _state_resize(model.graph, upsampled)
         if not {TensorProto.FLOAT16, TensorProto.DOUBLE}.isdisjoint(_dtypes(model.graph).values()):
@@ -98,11 +92,8 @@ def lowered(model: ModelProto, target: int) -> ModelProto:
     """
     try:
         return _converted(model, target)
-    except Exception as e:  # the converter raises several undeclared types
-        raise ModelError(
-            f"the model cannot be converted to opset {target}: {first_line(e)}. Export it at that "
-            "opset, or choose a newer one"
-        ) from e
+    except ModelError as e:
+        raise ModelError(f"{e}. Export it at that opset, or choose a newer one") from e
 
 
 def _converted(proto: ModelProto, target: int) -> ModelProto:
@@ -120,7 +111,13 @@ def _converted(proto: ModelProto, target: int) -> ModelProto:
             node.domain = _HIDDEN
     read = {name for node in all_nodes(bare.graph.node) for name in node.input}
     read.update(names_in(bare.graph.output))
-    converted = version_converter.convert_version(bare, target)
+    try:
+        converted = version_converter.convert_version(bare, target)
+    except Exception as e:  # the converter raises several undeclared types
+        version = opset_versions(proto.opset_import).get("")
+        raise ModelError(
+            f"the model cannot be converted from opset {version} to {target}: {first_line(e)}"
+        ) from e
     restore_data(converted, proto)
     for node in all_nodes(converted.graph.node):
         if node.domain == _HIDDEN:
@@ -168,10 +165,8 @@ def _state_training(node: NodeProto, read: set[str]) -> None:
     if any(a.name == "spatial" and not a.i for a in node.attribute):
         raise ModelError(f"{where}: spatial=0 was removed from ONNX: export the model again")
     del node.output[3:]
-    kept = [a for a in node.attribute if a.name in ("epsilon", "momentum")]
-    kept.append(AttributeProto(name="training_mode", type=AttributeProto.INT, i=1))
-    del node.attribute[:]
-    node.attribute.extend(kept)
+    keep_only(node.attribute, lambda a: a.name in ("epsilon", "momentum"))
+    node.attribute.add(name="training_mode", type=AttributeProto.INT, i=1)
 
 
 def _keep_channels(model: ModelProto) -> None:
@@ -179,16 +174,17 @@ def _keep_channels(model: ModelProto) -> None:
 
     From opset 7 on they broadcast to the last axes; the converter does not reshape them.
     """
-    for graph in (graph for node in model.graph.node for graph in subgraphs(node)):
-        for node in (n for n in all_nodes(graph.node) if n.op_type == "PRelu"):
+    for graph, node in walk(model.graph):
+        if node is not None and node.op_type == "PRelu" and graph is not model.graph:
             raise ModelError(
                 f"PRelu {node.name!r} (output {node.output[0]!r}) in the subgraph {graph.name!r} "
                 "before opset 7: export the model at opset 7 or newer"
             )
     graph = onnx.shape_inference.infer_shapes(model).graph
     values = (*graph.input, *graph.output, *graph.value_info)
-    shapes = {v.name: v.type.tensor_type.shape.dim for v in values if _has_shape(v)}
-    lengths = {n: [d.dim_value for d in shape] for n, shape in shapes.items()}
+    types = {v.name: v.type.tensor_type for v in values}
+    shapes = {name: kind.shape.dim for name, kind in types.items() if kind.HasField("shape")}
+    lengths = {name: [d.dim_value for d in dims] for name, dims in shapes.items()}
     lengths |= {t.name: list(t.dims) for t in graph.initializer}
     taken = set(names(graph))
     for index, node in reversed(list(enumerate(model.graph.node))):
@@ -204,14 +200,9 @@ def _keep_channels(model: ModelProto) -> None:
         if x > 2 and slope == 1:
             reshaped = unused(node.input[1], taken)
             unsqueeze = NodeProto(op_type="Unsqueeze", input=[node.input[1]], output=[reshaped])
-            axes = list(range(1, x - 1))
-            unsqueeze.attribute.add(name="axes", type=onnx.AttributeProto.INTS, ints=axes)
+            unsqueeze.attribute.add(name="axes", type=AttributeProto.INTS, ints=range(1, x - 1))
             node.input[1] = reshaped
             model.graph.node.insert(index, unsqueeze)
-
-
-def _has_shape(value: onnx.ValueInfoProto) -> bool:
-    return value.type.tensor_type.HasField("shape")
 
 
 def _in_scope(

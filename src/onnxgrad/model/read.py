@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import TypeAlias
 
@@ -45,11 +46,10 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     elif isinstance(model, (str, os.PathLike)):
         path, where = Path(model), f"{os.fspath(model)!r}"
         try:
-            proto = _parse(path.read_bytes(), where)
+            data = path.read_bytes()
         except (OSError, ValueError) as e:
-            if isinstance(e, ModelError):
-                raise
             raise ModelError(f"cannot read {where}: {getattr(e, 'strerror', None) or e}") from None
+        proto = _parse(data, where)
     else:
         raise TypeError(f"a model is a ModelProto, bytes or a path, not {type(model).__name__}")
     if not proto.graph.node and not proto.graph.output:
@@ -67,8 +67,7 @@ def read(model: ModelLike, promised: Collection[str] = (), broken: bool = False)
     except ModelError as e:
         raise ModelError(f"{where}: {e}") from None
     if fix and proto is model:
-        proto = ModelProto()
-        proto.CopyFrom(model)
+        proto = deepcopy(model)
     if fix:
         repair(proto)
     resolve(proto, path, where)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from hashlib import sha256
 from itertools import chain, count
 
@@ -105,8 +106,7 @@ def onnx_rename_weights(onx: ModelLike) -> ModelProto:
 
 
 def _copy(onx: ModelLike) -> ModelProto:
-    model = ModelProto()
-    model.CopyFrom(read(onx))
+    model = deepcopy(read(onx))
     if model.training_info:
         raise ModelError("names in the training_info of a model are not supported: remove it")
     return model
@@ -169,8 +169,7 @@ def _described(
             yield ("result", name), (f"r{i}", digest)
     elif isinstance(graph, GraphProto):
         for tensor in (*graph.initializer, *(s.values for s in graph.sparse_initializer)):
-            values = TensorProto()
-            values.CopyFrom(tensor)
+            values = deepcopy(tensor)
             for field in ("name", "doc_string", "external_data"):  # files are not read
                 values.ClearField(field)
             yield ("initializer", tensor.name), ("i", _digest(values))

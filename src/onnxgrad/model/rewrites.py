@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto
 
@@ -28,8 +29,7 @@ def normalized(proto: ModelProto) -> ModelProto:
     sparse = any(_has_sparse(*entry) for entry in walk(proto.graph, *proto.functions))
     if not sparse and all(o.domain != "ai.onnx" for o in proto.opset_import):
         return proto
-    copy = ModelProto()
-    copy.CopyFrom(proto)
+    copy = deepcopy(proto)
     use_standard_domain(copy)
     densify(copy)
     return copy
@@ -43,8 +43,7 @@ def dense_inside(proto: ModelProto) -> ModelProto:
     inner = (g for node in proto.graph.node for g in subgraphs(node))
     if not any(_has_sparse(*entry) for entry in walk(*inner, *proto.functions)):
         return proto
-    copy = ModelProto()
-    copy.CopyFrom(proto)
+    copy = deepcopy(proto)
     densify(copy)
     return copy
 

@@ -14,6 +14,7 @@ from onnx import GraphProto, ModelProto
 
 from onnxgrad.model.traversal import (
     GraphLike,
+    declared,
     keep_only,
     names,
     names_in,
@@ -43,7 +44,7 @@ def _rename(
 ) -> None:
     """Rename the values of `graph`; the first map of `scope` receives their new names."""
     own = scope.maps[0]
-    for kind, name in _declared(graph):
+    for kind, name in declared(graph):
         if name and name not in own:
             own[name] = choose(graph, kind, name)
             new_names.setdefault(name, own[name])
@@ -74,15 +75,6 @@ def _rename(
     keep_only(graph.value_info, lambda value: value.name in scope)
     for value in graph.value_info:
         value.name = scope[value.name]
-
-
-def _declared(graph: GraphLike) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the name of the values that `graph` defines."""
-    yield from (("input", name) for name in names_in(graph.input))
-    if isinstance(graph, GraphProto):
-        yield from (("initializer", t.name) for t in graph.initializer)
-        yield from (("initializer", s.values.name) for s in graph.sparse_initializer)
-    yield from (("result", name) for node in graph.node for name in node.output)
 
 
 def rename_values(graph: GraphLike, chosen: Mapping[tuple[int, str], str]) -> dict[str, str]:

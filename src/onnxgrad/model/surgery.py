@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -56,8 +57,7 @@ def get_train_initializer(onx: ModelLike) -> dict[str, tuple[np.ndarray, TensorP
     weights = {}
     for ref in constant_refs(read(onx)):
         if ref.default:
-            tensor = TensorProto()
-            tensor.CopyFrom(ref.read())
+            tensor = deepcopy(ref.read())
             tensor.name = ref.name
             weights[ref.name] = (ref.array(), tensor)
     return weights
@@ -216,8 +216,7 @@ def add_initializer(model: ModelLike, name: str, value: Any) -> ModelProto:
         >>> [tensor.name for tensor in model.graph.initializer]
         ['w']
     """
-    extended = ModelProto()
-    extended.CopyFrom(read(model, promised=[name]))
+    extended = deepcopy(read(model, promised=[name]))
     if not name:
         raise ValueError("the name of an initializer must not be empty: pass name=")
     if name in names(extended.graph):

@@ -77,14 +77,18 @@ def names_in(values: Iterable[Any]) -> list[str]:
     return [value if isinstance(value, str) else value.name for value in values]
 
 
+def declared(graph: GraphLike) -> Iterator[tuple[str, str]]:
+    """Yield "input", "initializer" or "result", and the name, of the values of `graph`."""
+    yield from (("input", name) for name in names_in(graph.input))
+    if isinstance(graph, GraphProto):
+        yield from (("initializer", t.name) for t in graph.initializer)
+        yield from (("initializer", s.values.name) for s in graph.sparse_initializer)
+    yield from (("result", name) for node in graph.node for name in node.output)
+
+
 def own_names(graph: GraphLike) -> Iterator[str]:
     """Yield the names of the values of `graph`, without those of its subgraphs."""
-    yield from names_in(graph.input)
-    if isinstance(graph, GraphProto):
-        yield from (tensor.name for tensor in graph.initializer)
-        yield from (sparse.values.name for sparse in graph.sparse_initializer)
-    for node in graph.node:
-        yield from node.output
+    return (name for _, name in declared(graph))
 
 
 def names(graph: GraphLike) -> Iterator[str]:

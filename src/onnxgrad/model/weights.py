@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import ChainMap
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from copy import deepcopy
 
 import numpy as np
 import onnx_ir as ir
@@ -117,8 +118,7 @@ def replace(model: ModelProto, values: Mapping[str, np.ndarray]) -> ModelProto:
         ValueError: an unknown name, a value of another shape, or of a kind that the tensor cannot
             hold.
     """
-    replaced = ModelProto()
-    replaced.CopyFrom(model)
+    replaced = deepcopy(model)
     refs = {ref.name: ref for ref in constant_refs(replaced)}
     for name, value in values.items():
         if name not in refs:
@@ -173,11 +173,10 @@ def take_out(model: ModelProto, refs: Collection[ConstantRef]) -> None:
 
     What is an attribute of an `ai.onnx.ml` node becomes an input too.
     """
-    operands = {id(ref) for ref in refs if ref.node is not None and ref.node.op_type != "Constant"}
-    others = [ref for ref in refs if id(ref) not in operands]
-    rename_values(model.graph, {(id(ref.graph), ref.graph_name): ref.name for ref in others})
+    named = (ref for ref in refs if not ref.operand)
+    rename_values(model.graph, {(id(ref.graph), ref.graph_name): ref.name for ref in named})
     for ref in refs:
-        if id(ref) in operands:
+        if ref.operand:
             ref.as_operand(ref.name)
         elif ref.node is not None:
             ref.graph.node.remove(ref.node)

@@ -58,7 +58,11 @@ def save(model: ModelLike, path: str | os.PathLike) -> None:
         20
     """
     proto = read(model)
-    _check_not_data(proto, model, target_of(path))
+    files, target = external.files_of(proto), target_of(path)
+    if isinstance(model, (str, os.PathLike)):
+        files |= data_files(model)
+    if target.exists() and any(file.exists() and file.samefile(target) for file in files):
+        raise ValueError(f"{target} is external data of the model: save to another path")
     save_filled(proto, {}, path)
 
 
@@ -115,15 +119,6 @@ def data_files(path: str | os.PathLike) -> set[Path]:
     except (OSError, DecodeError):
         return set()
     return {Path(path).parent.resolve() / file for file in external.files_of(model)}
-
-
-def _check_not_data(proto: ModelProto, model: ModelLike, target: Path) -> None:
-    """Raise ValueError if `target` holds external data of `model`, which is `proto` when read."""
-    files = external.files_of(proto)
-    if isinstance(model, (str, os.PathLike)):
-        files |= data_files(model)
-    if target.exists() and any(file.exists() and file.samefile(target) for file in files):
-        raise ValueError(f"{target} is external data of the model: save to another path")
 
 
 def _reserve(names: Iterator[Path], undo: ExitStack, locks: ExitStack) -> Path:
@@ -211,20 +206,23 @@ def write_models(
     """
     if isinstance(folder, type):
         return _mapped(models, lambda name, model: model.SerializeToString())
-    home, paths, affixes = Path(folder), dict[str, Path](), (prefix or "", suffix or "")
+    home, paths = Path(folder), set[Path]()
 
-    def check(name: str, model: Any) -> None:
-        if name in paths:
-            raise ValueError(f"two models would be written to the file {name}.onnx: rename one")
-        paths[name] = _inside(home, f"{name}.onnx")
+    def placed(name: str, model: Any) -> tuple[Path, Any]:
+        path = _inside(home, f"{name}.onnx")
+        if path in paths:
+            raise ValueError(f"two models would be written to the file {path.name}: rename one")
+        paths.add(path)
+        return path, model
 
-    def write(name: str, model: Any) -> str:
-        save(model, paths[name])
-        return str(paths[name])
+    def write(_: str, entry: tuple[Path, Any]) -> str:
+        path, model = entry
+        save(model, path)
+        return str(path)
 
-    _mapped(models, check, *affixes)
+    entries = _mapped(models, placed, prefix or "", suffix or "")
     home.mkdir(parents=True, exist_ok=True)
-    return _mapped(models, write, *affixes)
+    return _mapped(entries, write)
 
 
 def _mapped(

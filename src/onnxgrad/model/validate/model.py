@@ -6,7 +6,7 @@ Every part is visited once, in the order of the file; only unsorted nodes cost m
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -17,7 +17,7 @@ from onnxgrad.errors import ModelError
 from onnxgrad.limits import check_limit
 from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.notes import CONSTANTS, LOSS
-from onnxgrad.model.traversal import all_graphs, all_nodes, subgraphs
+from onnxgrad.model.traversal import GraphLike, all_graphs, all_nodes, names_in, subgraphs
 from onnxgrad.model.validate.nodes import Key, check_node, key_of, title
 from onnxgrad.model.validate.order import Order, cycle_of, sorted_order
 from onnxgrad.model.validate.tensors import (
@@ -29,8 +29,10 @@ from onnxgrad.model.validate.tensors import (
 )
 
 _DEEPEST = 30  # levels of nested subgraphs; protobuf does not write more
-_NEWEST_IR = max(13, onnx.IR_VERSION)
-_METADATA = {CONSTANTS: list, LOSS: dict}  # written by us, as JSON
+_METADATA: dict[str, type[list] | type[dict]] = {
+    CONSTANTS: list,
+    LOSS: dict,
+}  # written by us, as JSON
 
 
 def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
@@ -52,9 +54,11 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
         raise ModelError("two functions of the model have the same name: rename one")
     for function in _callees_first(checked.functions):
         _check_function(function, checked)
-    opsets = opset_versions(model.opset_import)
-    size = _Scope(checked, opsets, inside=False).check_graph(model.graph, promised)
-    check_limit("nodes", size, "the model has too many nodes")
+    scope = _Scope(checked, model.opset_import, None)
+    if scope.check(model.graph, "the graph", promised).late:
+        sorted_order(model.graph.node)  # raises for a cycle
+        checked.unsorted = True
+    check_limit("nodes", scope.size, "the model has too many nodes")
     for entry in model.metadata_props:
         if entry.key in _METADATA and not _is_json(entry.value, _METADATA[entry.key]):
             raise ModelError(f"its metadata {entry.key!r} is damaged: remove the entry")
@@ -85,8 +89,7 @@ class _Checked:
     """The functions of a model, and what the checks have learned of it."""
 
     functions: dict[Key, FunctionProto]
-    sizes: dict[Key, int] = field(default_factory=dict)  # nodes, those of called functions included
-    needed: dict[Key, frozenset[str]] = field(default_factory=dict)  # attributes calls must set
+    scopes: dict[Key, _Scope] = field(default_factory=dict)  # of those that are checked
     unsorted: bool = False
     negative: bool = False
 
@@ -109,14 +112,14 @@ def _check_versions(model: ModelProto) -> None:
                     f"it imports {opset}, and the newest of onnx {onnx.__version__} is "
                     f"{newest[domain]}: export the model at that, or upgrade onnx"
                 )
-    if not 0 <= model.ir_version <= _NEWEST_IR:
+    if not 0 <= model.ir_version <= onnx.IR_VERSION:
         raise ModelError(
             f"its IR version is {model.ir_version}, and the newest of onnx {onnx.__version__} is "
-            f"{_NEWEST_IR}: export the model at that, or upgrade onnx"
+            f"{onnx.IR_VERSION}: export the model at that, or upgrade onnx"
         )
 
 
-def _is_json(text: str, kind: type) -> bool:
+def _is_json(text: str, kind: type[list] | type[dict]) -> bool:
     """Return whether `text` is the JSON of a `kind`, list or dict, of strings."""
     try:
         value = json.loads(text)
@@ -151,24 +154,15 @@ def _callees_first(functions: Mapping[Key, FunctionProto]) -> list[FunctionProto
 
 def _check_function(function: FunctionProto, checked: _Checked) -> None:
     subject = f"the function {shown(function.name)}"
-    key = _key(function)
     if not function.name:
         raise ModelError("a function has no name: name it, or remove it")
     for kind, names in (("input", function.input), ("output", function.output)):
         if len(set(names)) < len(names) or "" in names:
             raise ModelError(f"{subject} has an {kind} twice, or without a name: rename it")
-    scope = _Scope(checked, opset_versions(function.opset_import), inside=True)
-    order = scope.check_nodes(function.node, dict.fromkeys(function.input), [], subject)
-    for name, reader in order.free.items():
-        raise ModelError(_undefined(name, reader))
-    order.refuse_unsorted(subject)
-    for name in function.output:
-        if name not in order.defined:
-            raise ModelError(f"output {shown(name)} of {subject} is not computed: remove it")
-    checked.negative |= check_values(function.value_info, "the value")
-    with_default = {a.name for a in function.attribute_proto}
-    checked.needed[key] = frozenset(scope.needed - with_default)
-    checked.sizes[key] = scope.size
+    scope = _Scope(checked, function.opset_import, set())
+    scope.check(function, subject).refuse_unsorted(subject)
+    scope.needed = (scope.needed or set()) - {a.name for a in function.attribute_proto}
+    checked.scopes[_key(function)] = scope
 
 
 # -- graphs --------------------------------------------------------------------------------------
@@ -177,94 +171,95 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
 class _Scope:
     """Checks graphs of the same opsets: the main graph and its subgraphs, or a function body."""
 
-    def __init__(self, checked: _Checked, opsets: Mapping[str, int], inside: bool) -> None:
+    def __init__(
+        self,
+        checked: _Checked,
+        imports: Iterable[onnx.OperatorSetIdProto],
+        needed: set[str] | None,
+    ) -> None:
         self.checked = checked
-        self.opsets = opsets
-        self.inside = inside  # whether in a function, to whose attributes nodes may refer
-        self.needed: set[str] = set()  # attributes that the nodes require of that function
+        self.opsets = opset_versions(imports)
+        self.needed = needed  # attributes that nodes require of the function; None: in none
         self.size = 0  # number of nodes, those of subgraphs and called functions included
 
-    def check_graph(self, graph: GraphProto, promised: Collection[str]) -> int:
-        """Check the main graph; return its number of nodes, those of called functions included."""
-        order = self._check_graph(graph, [], "the graph", None)
+    def check(self, graph: GraphLike, subject: str, promised: Collection[str] = ()) -> Order:
+        """Check the main graph or a function; return the order of its nodes."""
+        order = self._check_graph(graph, 0, subject, None)
         for name, reader in order.free.items():
             if name not in promised:
-                raise ModelError(_undefined(name, reader))
-        if order.late:
-            sorted_order(graph.node)  # raises for a cycle
-            self.checked.unsorted = True
-        return self.size
+                raise ModelError(
+                    f"{title(reader)} reads {shown(name)}, which is no input, no constant and no "
+                    "output of a node: add it, or correct the name"
+                )
+        return order
 
     def _check_graph(
-        self, graph: GraphProto, outer: list, subject: str, parent: NodeProto | None
+        self, graph: GraphLike, depth: int, subject: str, parent: NodeProto | None
     ) -> Order:
         """Check a graph, which is a subgraph of the node `parent` if there is one."""
         defined: dict[str, None] = {}
-        for x in graph.input:
-            _declare(x.name, "input", defined)
-        constants: dict[str, None] = {}
-        for tensor in graph.initializer:
-            _declare(tensor.name, "initializer", constants)
-            check_tensor(tensor, lambda t=tensor: f"initializer {shown(t.name)}")  # type: ignore
-        for sparse in graph.sparse_initializer:
-            _declare(sparse.values.name, "initializer", constants)
-            check_sparse(sparse, f"sparse initializer {shown(sparse.values.name)}")
-        for kind, values in (("input", graph.input), ("output", graph.output)):
-            self.checked.negative |= check_values(values, kind)
+        for name in names_in(graph.input):
+            _declare(name, "input", defined)
+        if isinstance(graph, GraphProto):
+            constants: dict[str, None] = {}
+            for tensor in graph.initializer:
+                _declare(tensor.name, "initializer", constants)
+                check_tensor(tensor, lambda t=tensor: f"initializer {shown(t.name)}")  # type: ignore
+            for sparse in graph.sparse_initializer:
+                _declare(sparse.values.name, "initializer", constants)
+                check_sparse(sparse, f"sparse initializer {shown(sparse.values.name)}")
+            for kind, values in (("input", graph.input), ("output", graph.output)):
+                self.checked.negative |= check_values(values, kind)
+            defined |= constants
         self.checked.negative |= check_values(graph.value_info, "the value")
-        defined |= constants
-        order = self.check_nodes(graph.node, defined, outer, subject)
-        for y in graph.output:
-            if not y.name:
+        order = self._check_nodes(graph.node, defined, depth, subject)
+        for name in names_in(graph.output):
+            if not name:
                 raise ModelError(f"an output of {subject} has no name: name it, or remove it")
-            if y.name not in order.defined:
+            if name not in order.defined:
                 if parent is None:
                     raise ModelError(
-                        f"output {shown(y.name)} of {subject} is not computed: remove it, or "
+                        f"output {shown(name)} of {subject} is not computed: remove it, or "
                         "name a value of the graph"
                     )
-                order.free.setdefault(y.name, parent)
+                order.free.setdefault(name, parent)
         return order
 
-    def check_nodes(
-        self, nodes: Sequence[NodeProto], defined: dict[str, None], outer: list, subject: str
+    def _check_nodes(
+        self, nodes: Sequence[NodeProto], defined: dict[str, None], depth: int, subject: str
     ) -> Order:
         """Check each node, and that each value is computed once; return the order of the nodes.
 
         `defined` has the names of the inputs and constants; those of the results are added to it.
-        `outer` has one such dict for each enclosing graph.
         """
-        if len(outer) > _DEEPEST:
+        if depth > _DEEPEST:
             raise ModelError(f"subgraphs are nested more than {_DEEPEST} deep: flatten the model")
         order = Order(nodes, defined, {})
         functions, opsets = self.checked.functions, self.opsets
         for node in nodes:
-            function = functions.get(key_of(node)) if functions else None
-            opset = opsets.get(standard(node.domain), 0)
-            check_node(node, opset, function, self.inside, self.needed)
-            if function is None:
-                self.size += 1
-            else:
-                self._call(node, key_of(node))
+            function = functions.get(key_of(node))
+            check_node(node, opsets.get(standard(node.domain), 0), function, self.needed)
+            self.size += 1 if function is None else self._size_of_call(node)
             order.read(node, node.input)
             for graph in subgraphs(node):
                 inner = f"the subgraph {shown(graph.name)} of {title(node)}"
-                inner_order = self._check_graph(graph, [*outer, defined], inner, node)
+                inner_order = self._check_graph(graph, depth + 1, inner, node)
                 inner_order.refuse_unsorted(inner)
                 order.read(node, inner_order.free)
             order.write(node)
         order.close()
         return order
 
-    def _call(self, node: NodeProto, key: Key) -> None:
-        """Count the nodes of the function that `node` calls, and check its attributes."""
-        self.size += self.checked.sizes[key]
+    def _size_of_call(self, node: NodeProto) -> int:
+        """Return the number of nodes of a function, after checking the attributes of its call."""
+        called = self.checked.scopes[key_of(node)]
         attributes = {a.name: a.ref_attr_name for a in node.attribute}
-        for name in self.checked.needed[key]:
+        for name in called.needed or ():
             if name not in attributes:
                 raise ModelError(f"{title(node)} lacks the attribute {shown(name)}: add it")
-            if attributes[name]:
+            if attributes[name] and self.needed is not None:
                 self.needed.add(attributes[name])
+        return called.size
 
 
 def _declare(name: str, kind: str, names: dict[str, None]) -> None:
@@ -273,10 +268,3 @@ def _declare(name: str, kind: str, names: dict[str, None]) -> None:
     if name in names:
         raise ModelError(f"{kind} {shown(name)} is declared twice: remove one, or rename it")
     names[name] = None
-
-
-def _undefined(name: str, reader: NodeProto) -> str:
-    return (
-        f"{title(reader)} reads {shown(name)}, which is no input, no constant and no output of a "
-        "node: add it, or correct the name"
-    )

@@ -76,8 +76,7 @@ def check_node(
     node: NodeProto,
     opset: int,
     function: FunctionProto | None,
-    inside: bool,
-    needed: set[str],
+    needed: set[str] | None,
 ) -> None:
     """Raise unless `node` has the operands and attributes that its operator requires.
 
@@ -85,8 +84,8 @@ def check_node(
         node: any node.
         opset: version of the opset of the node's domain, 0 if it is not imported.
         function: the local function that the node calls, if it does.
-        inside: whether the node is in a local function, to whose attributes it may refer.
-        needed: the attributes of that function that the node requires are added to it.
+        needed: the attributes that the node requires of the local function that it is in are added
+            to it; None: it is in none, to whose attributes it could refer.
 
     Raises:
         ModelError: with the node as its subject.
@@ -95,11 +94,11 @@ def check_node(
     if function is not None:
         most = (0, len(function.input)), (0, len(function.output))
         signature = _Signature(*most, (), (), {}, frozenset())
-        _check_attributes(node, signature, inside, needed)
+        _check_attributes(node, signature, needed)
         _check_operands(node, signature, "the function that it calls")
         return
     schema = _signature(node.domain, node.op_type, opset)
-    _check_attributes(node, schema, inside, needed)
+    _check_attributes(node, schema, needed)
     if schema is not None:
         _check_operands(node, schema, "its operator")
         _check_required(node, schema, opset)
@@ -121,7 +120,7 @@ def _check_header(node: NodeProto) -> None:
 
 
 def _check_attributes(
-    node: NodeProto, signature: _Signature | None, inside: bool, needed: set[str]
+    node: NodeProto, signature: _Signature | None, needed: set[str] | None
 ) -> None:
     """Raise unless each attribute of `node` is valid and there once."""
     names: set[str] = set()
@@ -134,7 +133,7 @@ def _check_attributes(
         if kind not in _PLAIN:
             _check_value(attribute, node)
         if attribute.ref_attr_name:
-            if not inside:
+            if needed is None:
                 raise ModelError(
                     f"the attribute {shown(name)} of {title(node)} refers to the attribute "
                     f"{shown(attribute.ref_attr_name)} of a function, but is outside of one: write "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 from onnx import SparseTensorProto, TensorProto, TypeProto, ValueInfoProto, numpy_helper
 
@@ -18,17 +19,6 @@ _BITS: dict[int, int] = {
     d.value: d.bitwidth for d in ir.DataType if d.name not in ("UNDEFINED", "STRING")
 }
 _DTYPES = {*_BITS, TensorProto.STRING}
-# the field that holds the elements if `raw_data` does not; `int32_data` for other types
-_FIELDS: dict[int, str] = {
-    TensorProto.FLOAT: "float_data",
-    TensorProto.COMPLEX64: "float_data",
-    TensorProto.DOUBLE: "double_data",
-    TensorProto.COMPLEX128: "double_data",
-    TensorProto.INT64: "int64_data",
-    TensorProto.UINT32: "uint64_data",
-    TensorProto.UINT64: "uint64_data",
-    TensorProto.STRING: "string_data",
-}
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
@@ -54,7 +44,7 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
     if kind not in _DTYPES:
         raise ModelError(f"{subject()} has the unknown data type {kind}: use a type of ONNX")
     count = prod(dims)
-    if (count <= 0 and min(dims) < 0) or (count > 0 and min(dims, default=0) < 0):
+    if min(dims, default=0) < 0:
         raise ModelError(f"{subject()} has the negative length {min(dims)}: correct its shape")
     if count * 16 > _MOST:
         raise ModelError(f"{subject()} has a shape of {_size(count)} elements: correct it")
@@ -62,7 +52,7 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
         return
     field, expected = "raw_data", (count * _BITS.get(kind, 8) + 7) // 8
     if kind == TensorProto.STRING or not tensor.HasField("raw_data"):
-        field = _FIELDS.get(kind, "int32_data")
+        field = onnx.helper.tensor_dtype_to_field(kind)  # noqa: TID251
         if _BITS.get(kind, 8) >= 8:
             expected = count * 2 if kind in _COMPLEX else count
     length = len(getattr(tensor, field))
