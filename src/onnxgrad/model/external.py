@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from functools import partial
+from itertools import chain
 from math import ceil, prod
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
+from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, numpy_helper
 
 from onnxgrad.errors import ModelError
 from onnxgrad.model.traversal import walk
@@ -42,12 +43,14 @@ def external_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
     """Yield the names and tensors whose elements are in files, in subgraphs and functions too."""
     for graph, node in walk(model.graph, *model.functions):
         if node is None:
-            found = [(t.name, t) for t in getattr(graph, "initializer", ())]
+            held = getattr(graph, "initializer", ())
         else:
-            constant = node.output[0] if node.op_type == "Constant" else ""
-            held = (t for a in node.attribute for t in (a.t, *a.tensors))
-            found = [(constant or t.name, t) for t in held]
-        yield from ((name, tensor) for name, tensor in found if is_external(tensor))
+            held = chain.from_iterable(
+                (a.t,) if a.type == AttributeProto.TENSOR else a.tensors for a in node.attribute
+            )
+        for tensor in filter(is_external, held):
+            own = node is not None and node.op_type == "Constant" and node.output[0]
+            yield own or tensor.name, tensor
 
 
 def resolve(model: ModelProto, path: Path | None, where: str) -> None:

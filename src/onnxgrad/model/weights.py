@@ -23,7 +23,7 @@ from onnxgrad.model.constants import FLOATS, ConstantRef, scan, standard
 from onnxgrad.model.notes import CONSTANTS, SPARSE, read_note
 from onnxgrad.model.rewrites import own_results
 from onnxgrad.model.scopes import rename_values, unused
-from onnxgrad.model.traversal import GraphLike, names_in, own_names, subgraphs, walk
+from onnxgrad.model.traversal import GraphLike, all_graphs, names_in, own_names, subgraphs, walk
 
 __all__ = [
     "FLOATS",
@@ -178,11 +178,14 @@ def take_out(model: ModelProto, refs: Collection[ConstantRef]) -> None:
     for ref in refs:
         if ref.operand:
             ref.as_operand(ref.name)
-        elif ref.node is not None:
-            ref.graph.node.remove(ref.node)
-        else:
+        elif ref.node is None:
             ref.graph_name = ref.name
             ref.take_away()
+    removed = {id(ref.node) for ref in refs if not ref.operand}
+    for graph in list(all_graphs(model.graph)):
+        for i in reversed(range(len(graph.node))):  # `remove` would compare with all before
+            if id(graph.node[i]) in removed:
+                del graph.node[i]
 
 
 def is_setting(value: ir.Value) -> bool:

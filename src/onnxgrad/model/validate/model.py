@@ -6,7 +6,7 @@ Every part is visited once, in the order of the file; only unsorted nodes cost m
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -197,6 +197,36 @@ class _Scope:
         self, graph: GraphLike, depth: int, subject: str, parent: NodeProto | None
     ) -> Order:
         """Check a graph, which is a subgraph of the node `parent` if there is one."""
+        if depth > _DEEPEST:
+            raise ModelError(f"subgraphs are nested more than {_DEEPEST} deep: flatten the model")
+        order = Order(graph.node, self._check_declared(graph))
+        functions, opsets = self.checked.functions, self.opsets
+        for node in graph.node:
+            function = functions.get(key_of(node)) if functions else None
+            check_node(node, opsets.get(standard(node.domain), 0), function, self.needed)
+            self.size += 1 if function is None else self._size_of_call(node)
+            order.read(node, node.input)
+            for subgraph in subgraphs(node):
+                inner = f"the subgraph {shown(subgraph.name)} of {title(node)}"
+                inner_order = self._check_graph(subgraph, depth + 1, inner, node)
+                inner_order.refuse_unsorted(inner)
+                order.read(node, inner_order.free)
+            order.write(node)
+        order.close()
+        for name in names_in(graph.output):
+            if not name:
+                raise ModelError(f"an output of {subject} has no name: name it, or remove it")
+            if name not in order.defined:
+                if parent is None:
+                    raise ModelError(
+                        f"output {shown(name)} of {subject} is not computed: remove it, or "
+                        "name a value of the graph"
+                    )
+                order.free.setdefault(name, parent)
+        return order
+
+    def _check_declared(self, graph: GraphLike) -> dict[str, None]:
+        """Check inputs, constants and types; return the names of the inputs and constants."""
         defined: dict[str, None] = {}
         for name in names_in(graph.input):
             _declare(name, "input", defined)
@@ -212,43 +242,7 @@ class _Scope:
                 self.checked.negative |= check_values(values, kind)
             defined |= constants
         self.checked.negative |= check_values(graph.value_info, "the value")
-        order = self._check_nodes(graph.node, defined, depth, subject)
-        for name in names_in(graph.output):
-            if not name:
-                raise ModelError(f"an output of {subject} has no name: name it, or remove it")
-            if name not in order.defined:
-                if parent is None:
-                    raise ModelError(
-                        f"output {shown(name)} of {subject} is not computed: remove it, or "
-                        "name a value of the graph"
-                    )
-                order.free.setdefault(name, parent)
-        return order
-
-    def _check_nodes(
-        self, nodes: Sequence[NodeProto], defined: dict[str, None], depth: int, subject: str
-    ) -> Order:
-        """Check each node, and that each value is computed once; return the order of the nodes.
-
-        `defined` has the names of the inputs and constants; those of the results are added to it.
-        """
-        if depth > _DEEPEST:
-            raise ModelError(f"subgraphs are nested more than {_DEEPEST} deep: flatten the model")
-        order = Order(nodes, defined, {})
-        functions, opsets = self.checked.functions, self.opsets
-        for node in nodes:
-            function = functions.get(key_of(node))
-            check_node(node, opsets.get(standard(node.domain), 0), function, self.needed)
-            self.size += 1 if function is None else self._size_of_call(node)
-            order.read(node, node.input)
-            for graph in subgraphs(node):
-                inner = f"the subgraph {shown(graph.name)} of {title(node)}"
-                inner_order = self._check_graph(graph, depth + 1, inner, node)
-                inner_order.refuse_unsorted(inner)
-                order.read(node, inner_order.free)
-            order.write(node)
-        order.close()
-        return order
+        return defined
 
     def _size_of_call(self, node: NodeProto) -> int:
         """Return the number of nodes of a function, after checking the attributes of its call."""

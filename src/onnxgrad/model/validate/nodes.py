@@ -19,6 +19,7 @@ _FIELD = {  # the field of AttributeProto that holds the value, if it is one mes
     AttributeProto.SPARSE_TENSOR: "sparse_tensor",
     AttributeProto.TYPE_PROTO: "tp",
 }
+_TYPES = frozenset(_KINDS.values()) - {AttributeProto.UNDEFINED}
 _PLAIN = frozenset(
     _KINDS.Value(name) for name in ("FLOAT", "INT", "STRING", "FLOATS", "INTS", "STRINGS")
 )
@@ -166,7 +167,7 @@ def _check_required(node: NodeProto, signature: _Signature, opset: int) -> None:
 def _check_value(attribute: AttributeProto, node: NodeProto) -> None:
     """Raise unless an attribute of tensors, graphs or types has a value, and its tensors agree."""
     kind = attribute.type
-    if kind not in _KINDS.values() or kind == AttributeProto.UNDEFINED:
+    if kind not in _TYPES:
         problem = "has a type that ONNX lacks"
     elif attribute.ref_attr_name:
         return

@@ -21,12 +21,14 @@ class Order:
 
     nodes: Sequence[NodeProto]
     defined: dict[str, None]
-    free: dict[str, NodeProto]  # name of a value not defined here -> a node that reads it
+    # name of a value not defined here -> a node that reads it
+    free: dict[str, NodeProto] = field(default_factory=dict)
     late: list[tuple[str, NodeProto]] = field(default_factory=list)  # read before it is defined
 
     def read(self, node: NodeProto, names: Iterable[str]) -> None:
         """Record values that the next node reads, or that its subgraphs capture."""
-        self.late.extend((name, node) for name in names if name and name not in self.defined)
+        defined = self.defined
+        self.late += [(name, node) for name in names if name not in defined and name]
 
     def write(self, node: NodeProto) -> None:
         """Record the outputs of the next node."""

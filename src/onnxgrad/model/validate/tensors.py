@@ -12,13 +12,11 @@ from onnx import SparseTensorProto, TensorProto, TypeProto, ValueInfoProto, nump
 
 from onnxgrad.errors import ModelError
 from onnxgrad.limits import check_limit
+from onnxgrad.model.external import nbytes
 
 _SHOWN = 100  # characters of a name, or lengths of a shape, in a message
 _MOST = (1 << 63) - 1  # the greatest size in bytes
-_BITS: dict[int, int] = {
-    d.value: d.bitwidth for d in ir.DataType if d.name not in ("UNDEFINED", "STRING")
-}
-_DTYPES = {*_BITS, TensorProto.STRING}
+_DTYPES = {d.value for d in ir.DataType if d != ir.DataType.UNDEFINED}
 _COMPLEX = (TensorProto.COMPLEX64, TensorProto.COMPLEX128)
 
 
@@ -50,10 +48,10 @@ def check_tensor(tensor: TensorProto, subject: Callable[[], str]) -> None:
         raise ModelError(f"{subject()} has a shape of {_size(count)} elements: correct it")
     if tensor.data_location == TensorProto.EXTERNAL:
         return
-    field, expected = "raw_data", (count * _BITS.get(kind, 8) + 7) // 8
+    field, expected = "raw_data", nbytes(tensor)
     if kind == TensorProto.STRING or not tensor.HasField("raw_data"):
         field = onnx.helper.tensor_dtype_to_field(kind)  # noqa: TID251
-        if _BITS.get(kind, 8) >= 8:
+        if kind == TensorProto.STRING or ir.DataType(kind).bitwidth >= 8:
             expected = count * 2 if kind in _COMPLEX else count
     length = len(getattr(tensor, field))
     if length != expected:
