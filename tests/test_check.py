@@ -262,8 +262,9 @@ def test_a_weight_that_is_lost_is_found(monkeypatch, text):
     def losing(model, everything):
         weights.lift(model, everything)
         kept = [copy.deepcopy(t) for t in model.graph.initializer if t.name == "w"]
-        rename_values(model.graph, {(id(model.graph), "w"): "copy"})
-        model.graph.initializer.extend(kept)
+        if kept:
+            rename_values(model.graph, {(id(model.graph), "w"): "copy"})
+            model.graph.initializer.extend(kept)
 
     monkeypatch.setattr(local_functions, "lift", losing)
     report = check_gradient(model, weights=["w"])

@@ -36,6 +36,7 @@ from onnxgrad.graph.tidy import (
     replace_value,
 )
 from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.graph.writer import PRIMAL
 
 # (op, node) -> one value for each output of the node, or None to leave the node as it is. `op`
 # writes in front of the node. None among the values leaves one output as it is, and the node with
@@ -118,7 +119,7 @@ def _apply(
     if node.graph is not op.graph or any(REPLACED in y.meta for y in node.outputs):
         return None  # removed meanwhile, or will be
     count = op.count
-    op.place = node
+    op.place, op.primal = node, node.meta.get(PRIMAL)
     found = (new for f in functions if (new := f(op, node)) is not None)
     values = next(found, None)
     if values is None:
