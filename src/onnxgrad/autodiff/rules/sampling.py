@@ -77,13 +77,6 @@ def as_real(op, number, dtype):
     return op.const(np.array([number], dtype.numpy()))
 
 
-def arange(op, n):
-    """Return 0, 1, ..., n - 1 as int64."""
-    if isinstance(n, int):
-        return op.const(np.arange(n))
-    return op.Range(np.int64(0), op.Squeeze(n, [0]), np.int64(1))
-
-
 def _polynomial(op, t, rows: list[np.ndarray]):
     """Return rows[0] + rows[1] t + rows[2] t^2 + ..., by Horner's rule."""
     if not rows:
