@@ -8,9 +8,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control import lookups, motion
-from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
+from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor, new
 from onnxgrad.autodiff.control.iterations import Iterations
+from onnxgrad.autodiff.control.motion import lookups, move_out, products
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
@@ -27,32 +27,23 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     states = max(len(node.inputs) - 2, 0)
     back = Iterations(op, node, gs, active, states, (2, 1))
     copy = back.copy
-    cotangents = {
-        y: op.set_type_like(ir.Value(name=op.name("slice")), y) for y in back.stack_cotangents
-    }
-    rows, products = lookups.put_off(back), motion.put_off(back)
-    carried, gradients = back.differentiate(
-        cotangents, [*(row.y for row in rows), *(product.y for product in products)]
-    )
-    lookups.show(rows)
-    motion.show(products)
-    factors: list[tuple[lookups.Lookup | motion.Product, ir.Value]] = []
-    factors += [(row, row.i) for row in rows]
-    factors += [(product, product.a) for product in products]
-    late = [(of, factor) for of, factor in factors if of.y in gradients]
+    cotangents = {y: new(op, y) for y in back.stack_cotangents}
+    deferred = [*lookups(back), *products(back)]
+    carried, gradients = back.differentiate(cotangents, deferred)
+    late = [d for d in deferred if d.y in gradients]
     if not carried and not late:
         release([copy.graph])
         return []
     counter = ir.Value(name=op.name("i"), type=_COUNTER, shape=ir.Shape(()))
     condition = ir.Value(name=op.name("condition"), type=_CONDITION, shape=ir.Shape(()))
     copy.graph.inputs[:] = [counter, condition, *(c.before for c in carried)]
-    stacked = list(dict.fromkeys(v for of, factor in late for v in (gradients[of.y], factor)))
+    stacked = list(dict.fromkeys(v for d in late for v in (gradients[d.y], d.a)))
     copy.set_outputs([condition, *(c.after for c in carried), *stacked])
     iterations = op.Squeeze(op.Shape(add_output(op, node, "body", copy.original.inputs[0])), [0])
     _bind(
         back, counter, iterations - 1, {cotangents[y]: g for y, g in back.stack_cotangents.items()}
     )
-    motion.move_out(copy.graph, op, may_not_run=True)
+    move_out(copy.graph, op, may_not_run=True)
     start_condition = None if carried else np.bool_(True)  # the last operand cannot be omitted
     operands = [iterations, start_condition, *(c.start for c in carried)]
     width = len(carried) + len(stacked)
@@ -61,12 +52,7 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
         (c.of, op.set_type_like(d, c.of)) for c, d in zip(carried, outputs, strict=False) if c.of
     ]
     stacks = dict(zip(stacked, outputs[len(carried) :], strict=True))
-    for of, factor in late:
-        g = stacks[gradients[of.y]]
-        if isinstance(of, lookups.Lookup):
-            pairs.append((of.x, of.gradient(op, g, stacks[factor])))
-        else:
-            pairs.append((of.w, of.gradient(op, stacks[factor], g)))
+    pairs += [(d.x, d.gradient(op, stacks[d.a], stacks[gradients[d.y]])) for d in late]
     return pairs
 
 
