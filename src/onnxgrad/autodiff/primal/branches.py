@@ -33,7 +33,7 @@ def take_static_branches(model: ir.Model, keep: Collection[str]) -> bool:
 
 @rewrites("If", group="static branches")
 def static_branch(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """If(true, f, h) = f,  If(false, f, h) = h: the nodes of the branch move to the place of the If.
+    """If(true, f, h) = f,  If(false, f, h) = h: the nodes of the branch take the place of the If.
 
     Names that occur several times, which separate branches may have, are changed.
     """
@@ -49,7 +49,7 @@ def static_branch(op: Emit, node: ir.Node) -> list[ir.Value] | None:
         value.name = op.name(str(value.name))
         op.root.graph.register_initializer(value)
     for y in (y for n in nodes for y in n.outputs if y.name and counts[y.name] > 1):
-        y.name = op.name(y.name)
+        y.name = op.name(str(y.name))
     branch.remove(nodes)
     op.graph.insert_before(node, nodes)
     release(b for b in subgraphs(node) if b is not branch)
