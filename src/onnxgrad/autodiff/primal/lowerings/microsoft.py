@@ -178,7 +178,7 @@ def quick_gelu(op: Emit, node: Any) -> list[ir.Value]:
 @lowering("BiasSplitGelu", DOMAIN)
 def bias_split_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = l gelu(r), [l, r] = x + b."""
-    left, right = op.emit_many("Split", [_biased(node)], {"axis": -1, "num_outputs": 2}, outputs=2)
+    left, right = op.split(_biased(node), 2, -1)
     return [left * _gelu(op, right)]
 
 
@@ -218,11 +218,14 @@ def bias_dropout(op: Emit, node: Any) -> list[ir.Value]:
 @lowering("BiasSoftmax", DOMAIN)
 def bias_softmax(op: Emit, node: Any) -> list[ir.Value]:
     """y = softmax(x + b), over all axes from `axis` on."""
-    scores, axis = _biased(node), node.attributes.get_int("axis", 1)
-    n = rank(scores)
-    if axis == -1 or (n is not None and axis == n - 1):
-        return [op.Softmax(scores, axis=-1)]
-    return [op.reshape_like(op.Softmax(op.Flatten(scores, axis=axis), axis=-1), scores)]
+    return [softmax_from(op, _biased(node), node.attributes.get_int("axis", 1))]
+
+
+def softmax_from(op: Emit, x: ir.Value, axis: int) -> ir.Value:
+    """Return softmax(x) over all axes from `axis` on."""
+    if axis in (-1, (rank(x) or 0) - 1):
+        return op.Softmax(x, axis=-1)
+    return op.reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
 
 
 @lowering("GridSample", DOMAIN)
@@ -245,7 +248,7 @@ def conv_transpose(op: Emit, node: Any) -> list[ir.Value] | None:
     y = op.emit("ConvTranspose", [x, w, bias], attributes)
     if pads is None:
         return [y]
-    starts, after = op.emit_many("Split", [pads], {"axis": 0, "num_outputs": 2}, outputs=2)
+    starts, after = op.split(pads, 2, 0)
     return [op.Slice(y, starts, op.Shape(y, start=2) - after, list(range(2, n)))]
 
 
