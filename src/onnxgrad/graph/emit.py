@@ -21,8 +21,8 @@ class Emit(Writer):
     """Writes nodes into a graph: the argument `op` of rules, lowerings, losses and optimizers.
 
     `op.MatMul(a, b)` writes a node and returns its output; inside `with op:`, so does `a * b`. The
-    methods of its base, `Writer`, create nodes, names and constants. Those of this class broadcast,
-    undo broadcasting, and add up sequences.
+    methods of its base, `Writer`, create nodes, names and constants. Those of this class count,
+    split, broadcast, undo broadcasting, and add up sequences.
 
     Examples:
         >>> import onnx_ir as ir

@@ -9,6 +9,7 @@ The last axis of all tensors is that of the samples: broadcasting along a short 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -159,10 +160,8 @@ def samples_of(op, images, channels, count, axes: list[Taps], lengths: list) -> 
         return op.Unsqueeze(v, [1 + k for k in range(n) if k != i]) if n > 1 else v
 
     def product(parts: list):
-        y = parts[0]
-        for part in parts[1:]:
-            y = y * part
-        return op.Unsqueeze(op.Reshape(y, op.vector(0, size, count)), [1])
+        y = op.Reshape(reduce(op.Mul, parts), op.vector(0, size, count))
+        return op.Unsqueeze(y, [1])
 
     index = spread(0, axes[0].index)
     for i in range(1, n):

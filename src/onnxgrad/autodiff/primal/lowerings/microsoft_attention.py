@@ -17,6 +17,7 @@ from onnxgrad.autodiff.primal.lowerings.attention import (
     heads_apart,
     heads_together,
 )
+from onnxgrad.autodiff.primal.lowerings.basic import total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend_visible
 from onnxgrad.autodiff.registry import lowering
@@ -35,9 +36,8 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     unknown = mask is not None and rank(mask) is None
     if unknown or get.get_int("do_rotary", 0):
         return None
-    joined = op.MatMul(x, weights)
-    joined = joined if b is None else joined + b
-    parts = op.split(joined, list(get.get_ints("qkv_hidden_sizes", ())) or 3, 2)
+    sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
+    parts = op.split(total(op.MatMul(x, weights), b), sizes, 2)
     q, k, v = (heads_apart(op, part, get.get_int("num_heads")) for part in parts)
     pasts = [None, None] if past is None else [op.Squeeze(p, [0]) for p in op.split(past, 2, 0)]
     (k, held), (v, held_v) = (

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.primal.lowerings.basic import total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, softmax_from
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.graph.shapes import Dims, dims, rank
@@ -156,8 +158,7 @@ def _integer_product(
         operands.pop()
     product = op.MatMulInteger(*operands)
     product.dtype = ir.DataType.INT32
-    y = op.Cast(product, to=FLOAT) * scale
-    return y if bias is None else y + bias
+    return total(op.Cast(product, to=FLOAT) * scale, bias)
 
 
 @lowering("QuantizeLinear", DOMAIN)
@@ -168,9 +169,8 @@ def standard(op: Emit, node: Any) -> list[ir.Value] | None:
     integer = x if node.op_type == "DequantizeLinear" else zero
     if integer is None or (integer.dtype not in _BYTES and op.opset < 21):
         return None
-    attributes = {name: a.value for name, a in node.attributes.items()}
     operands = [x, scale] if zero is None else [x, scale, zero]
-    y = op.emit(node.op_type, operands, attributes)
+    y = op.emit(node.op_type, operands, attributes_of(node))
     y.type = ir.TensorType(scale.dtype if integer is x else integer.dtype)
     y.shape = x.shape
     return [y]
