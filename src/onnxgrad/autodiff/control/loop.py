@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -78,7 +79,9 @@ def _bind(
         )
     saved = [*random, *steady.items()]
     stacks = {**stacks, **{v: add_output(op, back.node, "body", o) for v, o in saved}}
-    sequences = _record(back, {v: o for v, o in others.items() if is_tensor(v)})
+    recorded = {v: o for v, o in others.items() if is_tensor(v)}
+    again = _loop_again(back, op, back.node.inputs[:2], recorded.values()) if recorded else []
+    sequences = dict(zip(recorded, again[len(back.states) :], strict=True))
     replace = partial(ir.convenience.replace_all_uses_with, replace_graph_outputs=True)
     with copy.op.at(next(iter(copy.graph), None)) as inner:
         t = inner.set_type_like(last - counter, counter)
@@ -89,8 +92,11 @@ def _bind(
                 replace(value, inner.set_type_like(inner.Gather(stack, t, axis=0), value))
         for value, sequence in sequences.items():
             replace(value, inner.set_type_like(inner.SequenceAt(sequence, t), value))
-        for a, start in _run_again(back, t, [a for a in others if not is_tensor(a)]).items():
-            replace(a, inner.set_type_like(start, a))
+        if len(recorded) < len(others):  # ONNX has no sequences of sequences: run up to here
+            starts = _loop_again(back, inner, [t, np.bool_(True)])
+            for a, start in zip(back.states, starts, strict=True):
+                if a in others and not is_tensor(a):
+                    replace(a, inner.set_type_like(start, a))
 
 
 def _has_steady_shape(back: Iterations, value: ir.Value) -> bool:
@@ -102,41 +108,20 @@ def _has_steady_shape(back: Iterations, value: ir.Value) -> bool:
     return all(map(is_stated, dims(value) or (None,)))
 
 
-def _record(back: Iterations, originals: Mapping[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
-    """Run the forward loop once more, to record the values of `originals` in each iteration.
+def _loop_again(
+    back: Iterations, op: Emit, limits: Sequence[Any], recorded: Collection[ir.Value] = ()
+) -> list[ir.Value]:
+    """Write the forward Loop once more by `op`, up to `limits`: how many iterations, a condition.
 
-    `originals` maps values of the backward body to values of the forward body. Return, for the same
-    keys, sequences of these values.
+    Return the final states, then for each value of the forward body in `recorded`, the sequence of
+    its values in all iterations.
     """
-    op, node = back.op, back.node
-    if not originals:
-        return {}
-    copy, n = Copy(op, node, "body"), len(back.states)
-    values = [copy.counterpart(original) for original in originals.values()]
+    copy, n = Copy(back.op, back.node, "body"), len(back.states)
+    values = [copy.counterpart(v) for v in recorded]
     empty = [op.emit("SequenceEmpty", [], {"dtype": v.dtype}, fresh=True) for v in values]
     before = [ir.Value(name=op.name("recorded"), type=sequence.type) for sequence in empty]
     copy.graph.inputs[:] = [*copy.inputs, *before]
     after = [copy.op.SequenceInsert(s, v) for s, v in zip(before, values, strict=True)]
     copy.set_outputs([*copy.outputs[: 1 + n], *after])
-    operands = [*node.inputs, *empty]
-    outputs = op.emit_many("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)
-    return dict(zip(originals, outputs[n:], strict=True))
-
-
-def _run_again(
-    back: Iterations, t: ir.Value, states: Sequence[ir.Value]
-) -> dict[ir.Value, ir.Value]:
-    """Run the forward loop up to iteration `t`, inside of the backward body.
-
-    Return `{state: its value at the start of iteration t}`. It is for states that are sequences,
-    if more than single elements is needed: they cannot be recorded, as ONNX has no sequences of
-    sequences.
-    """
-    if not states:
-        return {}
-    copy, n = Copy(back.op, back.node, "body"), len(back.states)
-    copy.graph.inputs[:] = copy.inputs
-    copy.set_outputs(copy.outputs[: 1 + n])
-    operands = [t, np.bool_(True), *back.initial]
-    outputs = back.copy.op.emit_many("Loop", operands, {"body": copy.graph}, n, fresh=True)
-    return {a: outputs[back.states.index(a)] for a in states}
+    operands = [*limits, *back.initial, *empty]
+    return op.emit_many("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)
