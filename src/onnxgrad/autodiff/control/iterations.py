@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, is_tensor, new
+from onnxgrad.autodiff.control.copies import Copy, Pairs, is_tensor, new
 from onnxgrad.autodiff.reverse import dependent
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal
@@ -29,6 +29,12 @@ class Carried:
     start: ir.Value
     before: ir.Value
     after: ir.Value
+
+
+def final_gradients(op: Emit, carried: Iterable[Carried], results: Iterable[ir.Value]) -> Pairs:
+    """Return pairs of a value outside of the body and its gradient, which is among `results`."""
+    pairs = zip(carried, results, strict=False)
+    return [(c.of, op.set_type_like(d, c.of)) for c, d in pairs if c.of is not None]
 
 
 @dataclass

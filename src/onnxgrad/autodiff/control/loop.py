@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor, new
-from onnxgrad.autodiff.control.iterations import Iterations
+from onnxgrad.autodiff.control.iterations import Iterations, final_gradients
 from onnxgrad.autodiff.control.motion import lookups, move_out, products
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
@@ -49,12 +49,10 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     operands = [iterations, start_condition, *(c.start for c in carried)]
     width = len(carried) + len(stacked)
     outputs = op.emit_many("Loop", operands, {"body": copy.graph}, width, fresh=True)
-    pairs = [
-        (c.of, op.set_type_like(d, c.of)) for c, d in zip(carried, outputs, strict=False) if c.of
-    ]
     stacks = dict(zip(stacked, outputs[len(carried) :], strict=True))
-    pairs += [(d.x, d.gradient(op, stacks[d.a], stacks[gradients[d.y]])) for d in late]
-    return pairs
+    return final_gradients(op, carried, outputs) + [
+        (d.x, d.gradient(op, stacks[d.a], stacks[gradients[d.y]])) for d in late
+    ]
 
 
 def _bind(

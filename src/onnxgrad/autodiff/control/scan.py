@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from onnxgrad.autodiff.control.copies import Pairs, add_output, new
-from onnxgrad.autodiff.control.iterations import Carried, Deferred, Iterations
+from onnxgrad.autodiff.control.iterations import Carried, Deferred, Iterations, final_gradients
 from onnxgrad.autodiff.control.motion import move_out, products, transcendental
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
@@ -100,11 +100,7 @@ class _Backward:
         results = self._emit(stacks, outputs)
 
         stacked |= zip(outputs, results[n:], strict=True)
-        pairs = [
-            (c.of, op.set_type_like(d, c.of))
-            for c, d in zip(self.carried, results, strict=False)
-            if c.of
-        ]
+        pairs = final_gradients(op, self.carried, results)
         pairs += [(x, op.set_type_like(stacked[g], x)) for x, g in of_elements]
         return pairs + [(p.x, p.gradient(op, stacked[a], stacked[g])) for p, a, g in of_products]
 

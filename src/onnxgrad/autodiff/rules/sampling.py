@@ -194,11 +194,8 @@ def grid_sample(op, node, g):
     aligned = bool(node.attributes.get_int("align_corners", 0))
     mode = node.attributes.get_string("mode", "linear").removeprefix("bi")
     padding = node.attributes.get_string("padding_mode", "zeros")
-    dtype, lengths, count = (
-        wide(x.dtype),
-        [op.dim(x, i) for i in range(2, n)],
-        op.numel(grid, 1, -1),
-    )
+    dtype, count = wide(x.dtype), op.numel(grid, 1, -1)
+    lengths = [op.dim(x, i) for i in range(2, n)]
     points = op.Reshape(op.Cast(grid, to=dtype), op.vector(0, count, n - 2))
     axes, factors = [], []
     for i, length in enumerate(lengths):  # the last axis of x comes first in the grid

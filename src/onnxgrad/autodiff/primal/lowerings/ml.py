@@ -107,17 +107,16 @@ def label_of(op: Emit, node: ir.Node, winner: ir.Value) -> ir.Value:
 def post_transform(op: Emit, node: ir.Node, y: ir.Value, scores: int) -> ir.Value:
     """Return `y` (N, scores) after `post_transform`; a single score is changed by PROBIT only."""
     post = node.attributes.get_string("post_transform", "NONE")
-    if post == "PROBIT":
-        return _probit(op, y)
-    if post == "NONE" or (scores == 1 and post in ("LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO")):
-        return y
-    if post == "LOGISTIC":
-        return op.Sigmoid(y)
-    if post == "SOFTMAX":
-        return op.Softmax(y, axis=-1)
-    if post == "SOFTMAX_ZERO":
-        return _softmax_zero(op, y)
-    raise refused(node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX")
+    transforms = {
+        "NONE": lambda op, y: y,
+        "LOGISTIC": lambda op, y: op.Sigmoid(y),
+        "SOFTMAX": lambda op, y: op.Softmax(y, axis=-1),
+        "SOFTMAX_ZERO": _softmax_zero,
+        "PROBIT": _probit,
+    }
+    if post not in transforms:
+        raise refused(node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX")
+    return y if scores == 1 and post != "PROBIT" else transforms[post](op, y)
 
 
 def two_scores(op: Emit, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
