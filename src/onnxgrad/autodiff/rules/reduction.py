@@ -71,7 +71,7 @@ def reduce_extremum(op, node, g):
 
 @rule("ReduceProd")
 def reduce_prod(op, node, g):
-    """y = prod x:  dx = g times the product of the other elements."""
+    """y = prod x:  dx = g times the product of the other elements, right where some are zero."""
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)

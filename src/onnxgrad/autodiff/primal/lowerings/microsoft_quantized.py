@@ -71,11 +71,9 @@ def _is_quantized(*values: ir.Value | None) -> bool:
 @lowering("QLinearSoftmax", DOMAIN)
 @lowering("QLinearWhere", DOMAIN)
 def between_quantizations(op: Emit, node: Any) -> list[ir.Value] | None:
-    """y = Q(f(a, b, ...)), f the operator without the prefix QLinear.
-
-    Each quantized operand is followed by its scale and zero point; those of the result are last,
-    but the first of a Concat. A Where has its condition in front.
-    """
+    """y = Q(f(a, b, ...)), f the operator without the prefix QLinear."""
+    # each quantized operand is followed by its scale and zero point; those of the result are last,
+    # but the first of a Concat, and a Where has its condition in front
     name = node.op_type.removeprefix("QLinear")
     plain = 1 if name == "Where" else 0
     if name == "Concat":

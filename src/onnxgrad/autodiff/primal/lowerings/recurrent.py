@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,11 @@ def _recurrent(
     """Register a cell as the lowering of its operator: a Scan over time for each direction."""
 
     def register(cell: Cell) -> Cell:
-        lowering(op_type, on_demand=True)(
-            lambda op, node: _scanned(op, node, cell, gates, states, activations)
-        )
+        @lowering(op_type, on_demand=True)
+        @wraps(cell)
+        def lowered(op: Emit, node: ir.Node) -> list[ir.Value]:
+            return _scanned(op, node, cell, gates, states, activations)
+
         return cell
 
     return register
