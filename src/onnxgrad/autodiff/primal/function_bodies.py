@@ -34,7 +34,7 @@ def function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
             del inner.attributes[reference.name]
             if value is not None:
                 inner.attributes.add(ir.Attr(reference.name, value.type, value.value))
-        for y in inner.outputs:
+        for y in (y for y in inner.outputs if y.name):
             y.name = op.name(str(y.name))
     for v, x in zip_longest(body.inputs, node.inputs):
         for reader, index in v.uses():
@@ -48,7 +48,10 @@ def function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 def initializer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """Return the numbers of a Constant, which function bodies hold, as an initializer."""
-    tensor = ir.convenience.get_const_tensor(node.outputs[0])
+    [y] = node.outputs
+    if y.is_graph_output() or len(node.attributes) != 1:
+        return None
+    tensor = ir.convenience.get_const_tensor(y)
     if tensor is None or tensor.dtype == ir.DataType.STRING:
         return None
     return [op.const(tensor.numpy())]

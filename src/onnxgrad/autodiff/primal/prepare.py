@@ -208,7 +208,7 @@ def _lowerings(model: ir.Model, asked: _Asked) -> Table:
         del table["", "Dropout"]
     for key in operators_with_body():
         table[key] = [*table.get(key, ()), _missing_body]
-    table["", "Constant"] = [initializer]
+    table.setdefault(("", "Constant"), [initializer])
     return table
 
 
