@@ -57,6 +57,30 @@ def test_operators_and_numbers():
     assert written(op) == ["Mul", "Div", "Sub", "Neg", "Add"]
 
 
+@pytest.mark.parametrize("n", [3, np.int64([3]), np.int64(3)])
+def test_arange(n):
+    op = emitter(*inputs((1,)))
+    with op:
+        y = op.arange(n if isinstance(n, int) else op.const(n))
+    np.testing.assert_array_equal(run(op, y, np.float32([0])), [0, 1, 2])
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize(
+    ("parts", "lengths"), [(2, [2, 2]), ([1, 3], [1, 3]), (np.int64([1, 3]), [None, None])]
+)
+def test_split(parts, lengths, axis):
+    (x,) = inputs(("N", 4))
+    op = emitter(x)
+    with op:
+        left, right = op.split(x, op.const(parts) if isinstance(parts, np.ndarray) else parts, axis)
+    assert [dims(left), dims(right)] == [("N", n) for n in lengths]
+    a = np.arange(8, dtype=np.float32).reshape(2, 4)
+    expected = np.split(a, [2 if lengths == [2, 2] else 1], axis=1)
+    for y, part in zip((left, right), expected, strict=True):
+        np.testing.assert_array_equal(run(op, y, a), part)
+
+
 @pytest.mark.parametrize("dtype", ["FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE", "INT64"])
 def test_a_number_is_of_its_neighbours_dtype(dtype):
     [x] = inputs((2,), dtype=ir.DataType[dtype])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import onnx_ir as ir
 from onnx import ModelProto, defs
 
-from onnxgrad.autodiff.primal import function_bodies
+from onnxgrad.autodiff.primal.function_bodies import function_body
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, escaping
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.rewrite import rewrite
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import non_tensor, to_ir, to_proto
@@ -56,26 +58,22 @@ def _without_newer(model: ModelProto, target: int) -> ModelProto:
     if lost := [y.name for y in model.graph.output if non_tensor(y)]:
         raise ModelError(f"opset={target}: the outputs {lost} are no tensors: leave them out")
     new = to_ir(model)
+
+    def body_of_newer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+        return function_body(op, node) if _is_newer(node, target) else None
+
     while True:
         infer(new)
         newer = [n for n in all_nodes(new.graph) if _is_newer(n, target)]
         if not newer:
             note_constants(new, model)  # those of the bodies are no weights
             return to_proto(new)
-        if not _expand(new, newer):
+        if not rewrite(new.graph, {(n.domain, n.op_type): [body_of_newer] for n in newer}):
             node = newer[0]
             raise ModelError(
                 f"{node.op_type} (node {node.name!r}, output {node.outputs[0].name!r}) does not "
                 f"exist in opset {target}: choose a newer opset, or export the model without it"
             )
-
-
-def _expand(model: ir.Model, nodes: list[ir.Node]) -> bool:
-    """Inline the function bodies of nodes; return whether any has one that can be inlined."""
-    try:
-        return function_bodies.expand(model, nodes)
-    except ir.serde.SerdeError:  # that of an Attention lacks outputs
-        return False
 
 
 def _is_newer(node: ir.Node, target: int) -> bool:

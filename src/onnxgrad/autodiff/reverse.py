@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.remedies import remedy
+from onnxgrad.autodiff.primal.lowerings.microsoft import remedy
 from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.errors import NoGradientRule, printable

@@ -7,6 +7,7 @@ A node is written once: the same call again returns the output of the first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -20,8 +21,8 @@ class Emit(Writer):
     """Writes nodes into a graph: the argument `op` of rules, lowerings, losses and optimizers.
 
     `op.MatMul(a, b)` writes a node and returns its output; inside `with op:`, so does `a * b`. The
-    methods of its base, `Writer`, create nodes, names and constants. Those of this class broadcast,
-    undo broadcasting, and add up sequences.
+    methods of its base, `Writer`, create nodes, names and constants. Those of this class count,
+    split, broadcast, undo broadcasting, and add up sequences.
 
     Examples:
         >>> import onnx_ir as ir
@@ -41,6 +42,29 @@ class Emit(Writer):
             node.op_type, inputs, attributes, len(node.outputs), node.domain, fresh=True
         )
         return [self.set_type_like(y, old) for y, old in zip(outputs, node.outputs, strict=True)]
+
+    def arange(self, n: int | ir.Value) -> ir.Value:
+        """Return 0, 1, ..., n - 1 as int64; `n` may be an int64 tensor of one element."""
+        if isinstance(n, int):
+            return self.const(np.arange(n))
+        return self.Range(np.int64(0), n if rank(n) == 0 else self.Squeeze(n, [0]), np.int64(1))
+
+    def split(self, x: ir.Value, parts: Any, axis: int) -> list[ir.Value]:
+        """Return the parts of `x` along `axis`: so many equal ones, or of these lengths."""
+        shape, attributes, operands = dims(x), {"axis": axis}, [x]
+        if isinstance(parts, int):
+            whole, attributes["num_outputs"] = (shape or {axis: None})[axis], parts
+            lengths = [whole // parts if isinstance(whole, int) else None] * parts
+        else:
+            operands.append(self.const(parts))
+            [count] = static(dims(operands[1])) or ()
+            lengths = [None] * count if isinstance(parts, ir.Value) else list(parts)
+        outputs = self.emit_many("Split", operands, attributes, len(lengths))
+        if shape is not None:
+            for y, length in zip(outputs, lengths, strict=True):
+                y.shape = ir.Shape(shape)
+                y.shape[axis] = length
+        return outputs
 
     def expand_to(self, g: ir.Value, like: ir.Value) -> ir.Value:
         """Return `g` broadcast to the shape of `like`; both have the same dtype."""

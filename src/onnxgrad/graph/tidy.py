@@ -48,16 +48,6 @@ def drop_unused(graph: ir.Graph, keep: Collection[str | None] = ()) -> None:
     graph.remove(unused, safe=True)
 
 
-def replace_node(
-    op: Emit, node: ir.Node, outputs: Iterable[ir.Value], keep: Collection[str | None] = ()
-) -> None:
-    """Replace `node` by what computes `outputs`, each as `replace_value` does."""
-    with op.at(node):  # copies that keep names stand before their readers
-        for old, new in zip(node.outputs, outputs, strict=True):
-            replace_value(op, old, new, keep)
-    remove_node(node)
-
-
 def replace_value(
     op: Emit, old: ir.Value, new: ir.Value, keep: Collection[str | None] = ()
 ) -> ir.Value:

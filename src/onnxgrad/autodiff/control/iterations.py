@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, is_tensor, new
+from onnxgrad.autodiff.control.copies import Copy, Pairs, is_tensor, new
 from onnxgrad.autodiff.reverse import dependent
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal
@@ -29,6 +29,36 @@ class Carried:
     start: ir.Value
     before: ir.Value
     after: ir.Value
+
+
+def final_gradients(op: Emit, carried: Iterable[Carried], results: Iterable[ir.Value]) -> Pairs:
+    """Return pairs of a value outside of the body and its gradient, which is among `results`."""
+    pairs = zip(carried, results, strict=False)
+    return [(c.of, op.set_type_like(d, c.of)) for c, d in pairs if c.of is not None]
+
+
+@dataclass
+class Deferred:
+    """A node y = f(a, x) of the body; the gradient w.r.t. a captured x is computed after the loop.
+
+    Attributes:
+        y: the result.
+        a: the operand that differs from iteration to iteration.
+        x: the captured operand.
+        hidden: replaces `x` while the body is differentiated.
+        adjoint: (op, x, a, g) -> the gradient of `x`, from the `a` and the cotangents g of `y` of
+            all iterations, each stacked along axis 0.
+    """
+
+    y: ir.Value
+    a: ir.Value
+    x: ir.Value
+    hidden: ir.Value
+    adjoint: Callable[..., ir.Value]
+
+    def gradient(self, op: Emit, a: ir.Value, g: ir.Value) -> ir.Value:
+        """Return the gradient of x, from the stacked a and cotangents."""
+        return op.set_type_like(self.adjoint(op, self.x, a, g), self.x)
 
 
 class Iterations:
@@ -103,21 +133,32 @@ class Iterations:
                 needed.update(reads(node))
         return needed
 
+    def defer(self, node: ir.Node, a: int, x: int, adjoint: Callable[..., ir.Value]) -> Deferred:
+        """Hide the captured input `x` of `node` from the sweep; `a` is its other input."""
+        y, factor, captured = node.outputs[0], node.inputs[a], node.inputs[x]
+        assert factor is not None
+        assert captured is not None
+        hidden = new(self.op, captured)
+        node.replace_input_with(x, hidden)
+        return Deferred(y, factor, captured, hidden, adjoint)
+
     def differentiate(
-        self, cotangents: Mapping[ir.Value, ir.Value], also: Iterable[ir.Value] = ()
+        self, cotangents: Mapping[ir.Value, ir.Value], deferred: Sequence[Deferred]
     ) -> tuple[list[Carried], dict[ir.Value, ir.Value]]:
         """Append the gradient of one iteration to the copy of the body.
 
         `cotangents` maps slices to their cotangents. Return the gradients that are carried, those
         of states and the sums of those of captured values; and `{value: its gradient in this
-        iteration}` for the elements and the values `also` asked for.
+        iteration}` for the elements and the results of `deferred`.
         """
         op, inner, indices = self.op, self.copy.op, self._differentiated_states()
         ds = {i: new(inner, self.ends[i]) for i in indices}
         seeds = [*((self.ends[i], d) for i, d in ds.items()), *cotangents.items()]
-        single = [*(a for a in self.elements if a in self.varied), *also]
+        single = [a for a in self.elements if a in self.varied] + [one.y for one in deferred]
         wrt = [*(self.states[i] for i in indices), *single, *self.captured]
         gradients = self.copy.sweep(seeds, wrt)
+        for one in deferred:
+            ir.convenience.replace_all_uses_with(one.hidden, one.x)
         carried = []
         with inner:
             for i, d in ds.items():

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control import lookups, motion
-from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
-from onnxgrad.autodiff.control.iterations import Iterations
+from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor, new
+from onnxgrad.autodiff.control.iterations import Iterations, final_gradients
+from onnxgrad.autodiff.control.motion import lookups, move_out, products
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
@@ -27,47 +28,31 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     states = max(len(node.inputs) - 2, 0)
     back = Iterations(op, node, gs, active, states, (2, 1))
     copy = back.copy
-    cotangents = {
-        y: op.set_type_like(ir.Value(name=op.name("slice")), y) for y in back.stack_cotangents
-    }
-    rows, products = lookups.put_off(back), motion.put_off(back)
-    carried, gradients = back.differentiate(
-        cotangents, [*(row.y for row in rows), *(product.y for product in products)]
-    )
-    lookups.show(rows)
-    motion.show(products)
-    factors: list[tuple[lookups.Lookup | motion.Product, ir.Value]] = []
-    factors += [(row, row.i) for row in rows]
-    factors += [(product, product.a) for product in products]
-    late = [(of, factor) for of, factor in factors if of.y in gradients]
+    cotangents = {y: new(op, y) for y in back.stack_cotangents}
+    deferred = [*lookups(back), *products(back)]
+    carried, gradients = back.differentiate(cotangents, deferred)
+    late = [d for d in deferred if d.y in gradients]
     if not carried and not late:
         release([copy.graph])
         return []
     counter = ir.Value(name=op.name("i"), type=_COUNTER, shape=ir.Shape(()))
     condition = ir.Value(name=op.name("condition"), type=_CONDITION, shape=ir.Shape(()))
     copy.graph.inputs[:] = [counter, condition, *(c.before for c in carried)]
-    stacked = list(dict.fromkeys(v for of, factor in late for v in (gradients[of.y], factor)))
+    stacked = list(dict.fromkeys(v for d in late for v in (gradients[d.y], d.a)))
     copy.set_outputs([condition, *(c.after for c in carried), *stacked])
     iterations = op.Squeeze(op.Shape(add_output(op, node, "body", copy.original.inputs[0])), [0])
     _bind(
         back, counter, iterations - 1, {cotangents[y]: g for y, g in back.stack_cotangents.items()}
     )
-    motion.move_out(copy.graph, op, may_not_run=True)
+    move_out(copy.graph, op, may_not_run=True)
     start_condition = None if carried else np.bool_(True)  # the last operand cannot be omitted
     operands = [iterations, start_condition, *(c.start for c in carried)]
     width = len(carried) + len(stacked)
     outputs = op.emit_many("Loop", operands, {"body": copy.graph}, width, fresh=True)
-    pairs = [
-        (c.of, op.set_type_like(d, c.of)) for c, d in zip(carried, outputs, strict=False) if c.of
-    ]
     stacks = dict(zip(stacked, outputs[len(carried) :], strict=True))
-    for of, factor in late:
-        g = stacks[gradients[of.y]]
-        if isinstance(of, lookups.Lookup):
-            pairs.append((of.x, of.gradient(op, g, stacks[factor])))
-        else:
-            pairs.append((of.w, of.gradient(op, stacks[factor], g)))
-    return pairs
+    return final_gradients(op, carried, outputs) + [
+        (d.x, d.gradient(op, stacks[d.a], stacks[gradients[d.y]])) for d in late
+    ]
 
 
 def _bind(
@@ -92,7 +77,9 @@ def _bind(
         )
     saved = [*random, *steady.items()]
     stacks = {**stacks, **{v: add_output(op, back.node, "body", o) for v, o in saved}}
-    sequences = _record(back, {v: o for v, o in others.items() if is_tensor(v)})
+    recorded = {v: o for v, o in others.items() if is_tensor(v)}
+    again = _loop_again(back, op, back.node.inputs[:2], recorded.values()) if recorded else []
+    sequences = dict(zip(recorded, again[len(back.states) :], strict=True))
     replace = partial(ir.convenience.replace_all_uses_with, replace_graph_outputs=True)
     with copy.op.at(next(iter(copy.graph), None)) as inner:
         t = inner.set_type_like(last - counter, counter)
@@ -103,8 +90,11 @@ def _bind(
                 replace(value, inner.set_type_like(inner.Gather(stack, t, axis=0), value))
         for value, sequence in sequences.items():
             replace(value, inner.set_type_like(inner.SequenceAt(sequence, t), value))
-        for a, start in _run_again(back, t, [a for a in others if not is_tensor(a)]).items():
-            replace(a, inner.set_type_like(start, a))
+        if len(recorded) < len(others):  # ONNX has no sequences of sequences: run up to here
+            starts = _loop_again(back, inner, [t, np.bool_(True)])
+            for a, start in zip(back.states, starts, strict=True):
+                if a in others and not is_tensor(a):
+                    replace(a, inner.set_type_like(start, a))
 
 
 def _has_steady_shape(back: Iterations, value: ir.Value) -> bool:
@@ -116,41 +106,20 @@ def _has_steady_shape(back: Iterations, value: ir.Value) -> bool:
     return all(map(is_stated, dims(value) or (None,)))
 
 
-def _record(back: Iterations, originals: Mapping[ir.Value, ir.Value]) -> dict[ir.Value, ir.Value]:
-    """Run the forward loop once more, to record the values of `originals` in each iteration.
+def _loop_again(
+    back: Iterations, op: Emit, limits: Sequence[Any], recorded: Collection[ir.Value] = ()
+) -> list[ir.Value]:
+    """Write the forward Loop once more by `op`, up to `limits`: how many iterations, a condition.
 
-    `originals` maps values of the backward body to values of the forward body. Return, for the same
-    keys, sequences of these values.
+    Return the final states, then for each value of the forward body in `recorded`, the sequence of
+    its values in all iterations.
     """
-    op, node = back.op, back.node
-    if not originals:
-        return {}
-    copy, n = Copy(op, node, "body"), len(back.states)
-    values = [copy.counterpart(original) for original in originals.values()]
+    copy, n = Copy(back.op, back.node, "body"), len(back.states)
+    values = [copy.counterpart(v) for v in recorded]
     empty = [op.emit("SequenceEmpty", [], {"dtype": v.dtype}, fresh=True) for v in values]
     before = [ir.Value(name=op.name("recorded"), type=sequence.type) for sequence in empty]
     copy.graph.inputs[:] = [*copy.inputs, *before]
     after = [copy.op.SequenceInsert(s, v) for s, v in zip(before, values, strict=True)]
     copy.set_outputs([*copy.outputs[: 1 + n], *after])
-    operands = [*node.inputs, *empty]
-    outputs = op.emit_many("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)
-    return dict(zip(originals, outputs[n:], strict=True))
-
-
-def _run_again(
-    back: Iterations, t: ir.Value, states: Sequence[ir.Value]
-) -> dict[ir.Value, ir.Value]:
-    """Run the forward loop up to iteration `t`, inside of the backward body.
-
-    Return `{state: its value at the start of iteration t}`. It is for states that are sequences,
-    if more than single elements is needed: they cannot be recorded, as ONNX has no sequences of
-    sequences.
-    """
-    if not states:
-        return {}
-    copy, n = Copy(back.op, back.node, "body"), len(back.states)
-    copy.graph.inputs[:] = copy.inputs
-    copy.set_outputs(copy.outputs[: 1 + n])
-    operands = [t, np.bool_(True), *back.initial]
-    outputs = back.copy.op.emit_many("Loop", operands, {"body": copy.graph}, n, fresh=True)
-    return {a: outputs[back.states.index(a)] for a in states}
+    operands = [*limits, *back.initial, *empty]
+    return op.emit_many("Loop", operands, {"body": copy.graph}, n + len(empty), fresh=True)

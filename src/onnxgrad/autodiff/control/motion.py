@@ -4,18 +4,20 @@ The gradient of a captured matrix by which the iterations multiply is computed o
 of the stacked factors of all iterations. Products and transcendental functions of the forward pass
 are saved rather than computed again. Both only for tensors that are not larger than all that an
 iteration carries, reads and returns, so that memory stays proportional to that.
+
+So is the gradient of a captured tensor of which they gather rows, such as x[t] of a sequence, by
+one scatter: adding in every iteration would take time and memory in proportion to all of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import partial
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import new
-from onnxgrad.autodiff.control.iterations import Iterations
+from onnxgrad.autodiff.control.iterations import Deferred, Iterations
+from onnxgrad.autodiff.rules.shape import scatter_rows
 from onnxgrad.graph import invariant
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import TRANSCENDENTAL
@@ -25,43 +27,38 @@ from onnxgrad.graph.traversal import reads
 _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
 
 
-@dataclass
-class Product:
-    """y = alpha a w, or alpha a wT; the gradient with respect to w is computed after the loop."""
-
-    y: ir.Value
-    a: ir.Value
-    w: ir.Value
-    hidden: ir.Value  # replaces w while the body is differentiated
-    transposed: bool
-    alpha: float
-
-    def gradient(self, op: Emit, a: ir.Value, g: ir.Value) -> ir.Value:
-        """Return alpha Σ aT g, or its transpose, from the stacked a and cotangents g."""
-        rows, columns = op.dim(self.w, 0), op.dim(self.w, 1)
-        if self.transposed:
-            a, g = g, a
-        left = op.Reshape(a, op.vector(-1, rows))
-        right = op.Reshape(g, op.vector(-1, columns))
-        return op.set_type_like(op.Gemm(left, right, transA=1, alpha=self.alpha), self.w)
+def lookups(back: Iterations) -> list[Deferred]:
+    """Defer the gradients of captured tensors of which the body gathers single rows, y = x[i]."""
+    return [
+        back.defer(node, 1, 0, scatter_rows)
+        for node in back.copy.graph
+        if (node.domain, node.op_type, node.attributes.get_int("axis", 0)) == ("", "Gather", 0)
+        and node.inputs[0] in back.captured
+        and rank(node.inputs[0])
+        and rank(node.inputs[1]) == 0
+    ]
 
 
-def put_off(back: Iterations) -> list[Product]:
-    """Replace the captured matrices by which the body multiplies by placeholders, for the sweep."""
-    budget, products = _Budget(back), []
+def products(back: Iterations) -> list[Deferred]:
+    """Defer the gradients of captured matrices by which the body multiplies, y = alpha a w."""
+    budget, deferred = _Budget(back), []
     for node in back.copy.graph:
         get = node.attributes
         if node.domain or node.op_type not in ("MatMul", "Gemm") or get.get_int("transA", 0) == 1:
             continue
         (a, w), y = node.inputs[:2], node.outputs[0]
         fits = rank(w) == 2 and (rank(a) or 0) >= 2 and budget.covers(a, y)
-        if a is None or w is None or w not in back.captured or not fits:
-            continue
-        hidden = new(back.op, w)
-        node.replace_input_with(1, hidden)
-        transposed, alpha = bool(get.get_int("transB", 0)), get.get_float("alpha", 1.0)
-        products.append(Product(y, a, w, hidden, transposed, alpha))
-    return products
+        if w in back.captured and fits:
+            how = get.get_int("transB", 0), get.get_float("alpha", 1.0)
+            deferred.append(back.defer(node, 0, 1, partial(_product_adjoint, *how)))
+    return deferred
+
+
+def _product_adjoint(transposed, alpha, op, w, a, g):
+    """Return alpha Σ aT g, or its transpose if y = alpha a wT."""
+    factors = (g, a) if transposed else (a, g)
+    left, right = (op.Reshape(v, op.vector(-1, op.dim(w, i))) for i, v in enumerate(factors))
+    return op.Gemm(left, right, transA=1, alpha=alpha)
 
 
 def transcendental(back: Iterations) -> list[ir.Value]:
@@ -69,12 +66,6 @@ def transcendental(back: Iterations) -> list[ir.Value]:
     budget = _Budget(back)
     results = (n.outputs[0] for n in back.copy.graph if n.op_type in TRANSCENDENTAL)
     return [y for y in results if budget.covers(y)]
-
-
-def show(products: Iterable[Product]) -> None:
-    """Replace the placeholders by the captured matrices again, after the sweep."""
-    for p in products:
-        ir.convenience.replace_all_uses_with(p.hidden, p.w)
 
 
 def move_out(graph: ir.Graph, op: Emit, may_not_run: bool = False) -> None:

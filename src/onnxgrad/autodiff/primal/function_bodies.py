@@ -1,75 +1,97 @@
-"""Operators that ONNX defines by a function body: inline it."""
+"""Operators that ONNX defines by a function body, which is a lowering then."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 from onnx import defs
-from onnx_ir.passes.common import InlinePass, LiftConstantsToInitializersPass
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.traversal import all_nodes
 
 _FIRST = 18  # older bodies use forms of operators that newer opsets lack
-_DOMAIN = "onnxgrad.bodies"
 
 
-def expand(model: ir.Model, nodes: Iterable[ir.Node]) -> bool:
-    """Inline the bodies of those of `nodes` that have one, in place; return whether any has."""
-    expanded = False
-    for i, node in enumerate(nodes):
-        body = _body(node, model.opset_imports)
-        if body is not None:
-            function = ir.serde.deserialize_function(body)
-            function.domain, function.name = _DOMAIN, f"{node.op_type}_{i}"
-            function.opset_imports.clear()  # its operators mean the same at the model's version
-            model.functions[function.identifier()] = function
-            _state_defaults(node, model.opset_imports)
-            node.domain, node.op_type = function.domain, function.name
-            expanded = True
-    if expanded:
-        InlinePass(lambda function: function.domain == _DOMAIN)(model)
-        LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
-        model.opset_imports.pop(_DOMAIN, None)
-    return expanded
+def function_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """y = f(x), by the nodes of the newest function body that ONNX has; None if it has none."""
+    opset = op.root.graph.opset_imports.get(node.domain, 0)
+    if not opset or not defs.has(node.op_type, opset, node.domain):
+        return None
+    schema: Any = defs.get_schema(node.op_type, opset, node.domain)
+    body = _body(schema, node, opset)
+    if body is None:
+        return None
+    stated = {name: a.default_value for name, a in schema.attributes.items()}
+    attributes = {name: ir.serde.deserialize_attribute(a) for name, a in stated.items() if a.name}
+    attributes |= node.attributes
+    for inner in all_nodes(body):
+        for reference in [a for a in inner.attributes.values() if a.is_ref()]:
+            value = attributes.get(str(reference.ref_attr_name))
+            del inner.attributes[reference.name]
+            if value is not None:
+                inner.attributes.add(ir.Attr(reference.name, value.type, value.value))
+        for y in (y for y in inner.outputs if y.name):
+            y.name = op.name(str(y.name))
+    for v, x in zip_longest(body.inputs, node.inputs):
+        for reader, index in v.uses():
+            reader.replace_input_with(index, x)
+    nodes, results = list(body), list(body.outputs)
+    body.outputs.clear()
+    body.remove(nodes)
+    op.graph.insert_before(node, nodes)
+    return results
+
+
+def initializer(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """Return the numbers of a Constant, which function bodies hold, as an initializer."""
+    [y] = node.outputs
+    if y.is_graph_output() or len(node.attributes) != 1:
+        return None
+    tensor = ir.convenience.get_const_tensor(y)
+    if tensor is None or tensor.dtype == ir.DataType.STRING:
+        return None
+    return [op.const(tensor.numpy())]
+
+
+@cache
+def operators_with_body() -> list[tuple[str, str]]:
+    """Return domain and name of the operators that have a function body."""
+    return [(schema.domain, schema.name) for schema in defs.get_all_schemas() if has_body(schema)]
 
 
 def has_body(schema: Any) -> bool:
     """Return whether ONNX defines the operator by a function body of opset 18 or newer."""
-    versions = (
-        *schema.function_opset_versions,
-        *schema.context_dependent_function_opset_versions,
-    )
-    return max(versions, default=0) >= _FIRST
+    return any(v >= _FIRST for versions in _versions(schema) for v in versions)
 
 
-def _body(node: ir.Node, opsets: dict[str, int]) -> onnx.FunctionProto | None:
+def _versions(schema: Any) -> tuple[list[int], list[int]]:
+    """Return the opsets of the function bodies, and of those that depend on a node's inputs."""
+    return schema.function_opset_versions, schema.context_dependent_function_opset_versions
+
+
+def _body(schema: Any, node: ir.Node, opset: int) -> ir.Function | None:
     """Return the newest function body that ONNX has for `node`, or None."""
-    opset = opsets.get(node.domain, 0)
-    if not opset or not defs.has(node.op_type, opset, node.domain):
-        return None
-    schema: Any = defs.get_schema(node.op_type, opset, node.domain)
-    fixed = [v for v in schema.function_opset_versions if _FIRST <= v <= opset]
-    dependent = [v for v in schema.context_dependent_function_opset_versions if v <= opset]
+    fixed, dependent = (
+        [v for v in versions if _FIRST <= v <= opset] for versions in _versions(schema)
+    )
     body = onnx.FunctionProto()
     if fixed:
         body.ParseFromString(schema.get_function_with_opset_version(max(fixed)))
-    elif dependent and max(dependent) >= _FIRST:
+    elif dependent:
         types = [_type(x).SerializeToString() for x in node.inputs]
         proto = ir.to_proto(node).SerializeToString()
         text = schema.get_context_dependent_function_with_opset_version(
             max(dependent), proto, types
         )
         body.ParseFromString(text)
-    return body if body.node else None
-
-
-def _state_defaults(node: ir.Node, opsets: dict[str, int]) -> None:
-    """Add the default attributes that `node` omits, as its body refers to them."""
-    schema = defs.get_schema(node.op_type, opsets[node.domain], node.domain)
-    for name, attribute in schema.attributes.items():
-        if name not in node.attributes and attribute.default_value.name:
-            node.attributes[name] = ir.serde.deserialize_attribute(attribute.default_value)
+    try:
+        return ir.serde.deserialize_function(body) if body.node else None
+    except ir.serde.SerdeError:  # that of an Attention lacks outputs
+        return None
 
 
 def _type(x: ir.Value | None) -> onnx.TypeProto:

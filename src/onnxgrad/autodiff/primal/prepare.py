@@ -17,8 +17,12 @@ from onnx_ir.passes.common import (
     RemoveInitializersFromInputsPass,
 )
 
-from onnxgrad.autodiff.primal import function_bodies
 from onnxgrad.autodiff.primal.branches import take_static_branches
+from onnxgrad.autodiff.primal.function_bodies import (
+    function_body,
+    initializer,
+    operators_with_body,
+)
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
@@ -191,24 +195,28 @@ def _assume_types(graph: ir.Graph) -> bool:
 
 
 def _lowerings(model: ir.Model, asked: _Asked) -> Table:
-    """Return the lowerings to apply before the sweep.
+    """Return the lowerings, and the function bodies, to apply before the sweep.
 
     Those on demand are among them if asked for, or if no type of a result is known without them.
     """
     untyped = {operator_of(n) for n in all_nodes(model.graph) if n.outputs[0].type is None}
-    table = {
+    table: dict[tuple[str, str], list[Rewrite]] = {
         key: [one.lowering] for key, one in OPERATORS.items()
         if one.lowering is not None and (asked.on_demand or not one.on_demand or one in untyped)
     }  # fmt: skip
     if asked.keep_dropout:
         del table["", "Dropout"]
+    for key in operators_with_body():
+        table[key] = [*table.get(key, ()), _missing_body]
+    table.setdefault(("", "Constant"), [initializer])
     return table
 
 
-def _needs_body(model: ir.Model, node: ir.Node) -> bool:
-    """Return whether `node` has neither rule nor lowering, or is too new for the runtime."""
-    newest = min(model.opset_imports[""], NEWEST_OPSET)
-    return not operator_of(node).is_covered or not exists(node, newest)
+def _missing_body(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+    """Write the function body of a node that nothing covers, or that is too new for the runtime."""
+    newest = min(op.opset, NEWEST_OPSET)
+    covered = operator_of(node).is_covered and exists(node, newest)
+    return None if covered else function_body(op, node)
 
 
 def _free_outputs(model: ir.Model, asked: _Asked) -> None:
@@ -231,23 +239,18 @@ def _free_outputs(model: ir.Model, asked: _Asked) -> None:
 
 
 def _lower(model: ir.Model, table: Table, keep: Collection[str]) -> bool:
-    """Apply lowerings, and expand function bodies, to a fixed point; return whether nodes are new.
+    """Apply lowerings to a fixed point; return whether nodes are new.
 
     onnx's inference stops at operators of other domains, and so shapes are inferred node by node up
     to each that is lowered. One of another domain waits while the rank of its first input is
     unknown, unless no other can be lowered.
     """
-    before, lowered = set(all_nodes(model.graph)), True
-    while lowered:
-        done, opset = set[ir.Node](), model.opset_imports[""]
-        lowered = any(
-            rewrite(model.graph, _with_shapes(table, opset, done, ranks), keep=keep)
-            for ranks in (True, False)
-        )
-        uncovered = [n for n in all_nodes(model.graph) if _needs_body(model, n)]
-        for node in uncovered:
-            infer_behind(node, opset, done)
-        lowered |= function_bodies.expand(model, uncovered)
+    before, opset = set(all_nodes(model.graph)), model.opset_imports[""]
+    while any(
+        rewrite(model.graph, _with_shapes(table, opset, set(), ranks), keep=keep)
+        for ranks in (True, False)
+    ):
+        pass
     return any(node not in before for node in all_nodes(model.graph))
 
 

@@ -77,7 +77,7 @@ def mod(op, node, g):
 def range_(op, node, g):
     """y_i = a + i d:  da = sum g,  dd = sum i g."""
     start, _, delta = node.inputs
-    i = op.Cast(op.Range(np.int64(0), op.Size(g), np.int64(1)), to=g.dtype)
+    i = op.Cast(op.arange(op.Size(g)), to=g.dtype)
     dstart, ddelta = (op.ReduceSum(v, keepdims=0) for v in (g, g * i))
     return op.reshape_like(dstart, start), None, op.reshape_like(ddelta, delta)
 

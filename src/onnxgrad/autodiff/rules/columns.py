@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
 from onnxgrad.autodiff.rules.common import wide
-from onnxgrad.autodiff.rules.sampling import arange, samples_of, taps
+from onnxgrad.autodiff.rules.sampling import samples_of, taps
 from onnxgrad.graph.shapes import dims, rank, static
 
 
@@ -28,7 +28,7 @@ def col2im(op, node, g):
         k = op.Slice(block, [i], [i + 1], [0]) if kernel is None else int(kernel[i])
         reach = (k - 1) * dilation + 1
         count = _quotient(op, length - reach, stride) + 1
-        inner, first = arange(op, k) * dilation, arange(op, count) * stride
+        inner, first = op.arange(k) * dilation, op.arange(count) * stride
         inner = op.Unsqueeze(inner, [a for a in range(2 * n) if a != i])
         along = inner + op.Unsqueeze(first, [a for a in range(2 * n) if a != n + i])
         index = along if index is None else index * op.const(length, ir.DataType.INT64) + along
@@ -117,7 +117,5 @@ def _samples_at_offsets(op, node, kernel, rows, total):
 
 def _mesh(op, lengths: list, axis: int):
     """Return the index along `axis` of each element of an array with these lengths."""
-    line = op.Reshape(
-        arange(op, lengths[axis]), [-1 if a == axis else 1 for a in range(len(lengths))]
-    )
-    return op.Expand(line, op.vector(*lengths))
+    along = [-1 if a == axis else 1 for a in range(len(lengths))]
+    return op.Expand(op.Reshape(op.arange(lengths[axis]), along), op.vector(*lengths))

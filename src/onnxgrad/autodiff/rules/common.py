@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.shapes import rank
@@ -25,7 +24,7 @@ def output(op, node, i: int, dtype: ir.DataType) -> ir.Value:
 
 def positions_of(op, x):
     """Return the positions 0, ..., n-1 of the elements of flattened `x`, in the shape of `x`."""
-    return op.Reshape(op.Range(np.int64(0), op.Size(x), np.int64(1)), op.shape_of(x), allowzero=1)
+    return op.Reshape(op.arange(op.Size(x)), op.shape_of(x), allowzero=1)
 
 
 def wide(dtype: ir.DataType) -> ir.DataType:
@@ -46,6 +45,23 @@ def narrowed(op, gradients, inputs):
     """Return the gradients in the dtypes of their inputs."""
     pairs = zip(gradients, inputs, strict=False)
     return [g if g is None or x.dtype is None else op.Cast(g, to=x.dtype) for g, x in pairs]
+
+
+def product_of_others(op, u, multiplied, added):
+    """Return the product of the other elements of the group of each element of u.
+
+    `multiplied` and `added` return the product and the sum over the group of each element. Right
+    where some are zero: the product is zero if two of the others are; a single zero among them
+    stays a factor, so that second derivatives are right too.
+    """
+    zero = op.Equal(u, 0.0)
+    counted, zeros = op.Cast(zero, to=u.dtype), op.Where(zero, u, 0.0)
+    nonzero = op.Where(zero, 1.0, u)
+    rest = multiplied(nonzero) / nonzero
+    left = added(counted) - counted  # zeros among the others
+    rest_with_zero = rest * (added(zeros) - zeros)  # zero, but not its derivative
+    some = op.Where(op.Equal(left, 1.0), rest_with_zero, 0.0)
+    return op.Where(op.Equal(left, 0.0), rest, some)
 
 
 def gated(op, x, g):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from string import ascii_letters
 
-import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import Unsupported, rule
@@ -83,11 +82,7 @@ def _on_diagonals(op, dx, x, letters):
     """Return dx where all axes of x with the same letter have the same index, else zero."""
 
     def positions(axis):
-        n = op.dim(x, axis)
-        if isinstance(n, int):
-            line = op.const(np.arange(n))
-        else:
-            line = op.Range(np.int64(0), op.Squeeze(n), np.int64(1))
+        line = op.arange(op.dim(x, axis))
         return op.Unsqueeze(line, list(range(1, -axis))) if axis < -1 else line
 
     for i, c in enumerate(letters):

@@ -5,11 +5,19 @@ Kinks follow PyTorch: equal maxima get equal shares of the gradient.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import rule
-from onnxgrad.autodiff.rules.common import attributes_of, output, positions_of, wide
+from onnxgrad.autodiff.rules.common import (
+    attributes_of,
+    output,
+    positions_of,
+    product_of_others,
+    wide,
+)
 from onnxgrad.autodiff.rules.last_write import last_of_elements, last_of_rows
 from onnxgrad.autodiff.rules.shape import moved, scatter_flat
 
@@ -84,26 +92,15 @@ def _reduced(op, reduction, x, i, u, g, axis):
 
 
 def _multiplied(op, x, i, u, g, axis):
-    """y = x prod u, over the u with the same index:  dx = g prod u,  du = g x prod of the other u.
+    """y = x prod u, over u with the same index:  dx = g prod u,  du = g x prod of the other u."""
 
-    Right where some u are zero. The product of the others is zero if two of them are; a single zero
-    among them stays a factor, so that second derivatives are right too.
-    """
-
-    def by_index(v, start, reduction):
+    def by_index(start, reduction, v):
         v = op.ScatterElements(start, i, v, axis=axis, reduction=reduction)
         return op.GatherElements(v, i, axis=axis)
 
-    ones, none, zero = op.ones_like(x), op.zeros_like(x), op.Equal(u, 0.0)
-    counted, zeros, nonzero = (
-        op.Cast(zero, to=u.dtype),
-        op.Where(zero, u, 0.0),
-        op.Where(zero, 1.0, u),
-    )
-    rest = by_index(nonzero, ones, "mul") / nonzero
-    left = by_index(counted, none, "add") - counted  # zeros among the others
-    rest_with_zero = rest * (by_index(zeros, none, "add") - zeros)
-    others = op.Where(op.Equal(left, 0.0), rest, op.Where(op.Equal(left, 1.0), rest_with_zero, 0.0))
+    ones = op.ones_like(x)
+    added = partial(by_index, op.zeros_like(x), "add")
+    others = product_of_others(op, u, partial(by_index, ones, "mul"), added)
     dx = g * op.ScatterElements(ones, i, u, axis=axis, reduction="mul")
     return dx, op.GatherElements(g * x, i, axis=axis) * others
 

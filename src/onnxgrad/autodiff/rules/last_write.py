@@ -40,7 +40,7 @@ def last_of_rows(op, g, x, i):
             return g if wins.all() else op.Where(wins.reshape(wins.shape + trailing), g, 0.0)
     lead = op.Slice(op.shape_of(x), [0], op.vector(k))
     size = op.ReduceProd(lead, keepdims=1)
-    numbers = op.Range(np.int64(0), op.Squeeze(size, [0]), np.int64(1))
+    numbers = op.arange(size)
     places = op.GatherND(op.Reshape(numbers, lead, allowzero=1), i)
     wins = last_writes(op, op.Reshape(places, [-1]), size)
     after = op.Shape(op.Slice(op.shape_of(x), op.vector(k), [2**31 - 1]))

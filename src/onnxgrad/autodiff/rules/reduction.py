@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import rule
+from onnxgrad.autodiff.rules.common import product_of_others
 from onnxgrad.graph.shapes import dims, static
 
 
@@ -64,7 +66,7 @@ def reduce_extremum(op, node, g):
     if _reduces_nothing(op, node):
         return (g,)
     hits = op.Cast(op.Equal(x, _keep(op, node, node.outputs[0])), to=x.dtype)
-    return (hits * (_keep(op, node, g) / _sum(op, node, hits)),)
+    return (hits * (_keep(op, node, g) / _reduced(op, node, op.ReduceSum, hits)),)
 
 
 @rule("ReduceProd")
@@ -73,16 +75,8 @@ def reduce_prod(op, node, g):
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
-    zero = op.Equal(x, 0.0)
-    one_if_zero, zeros = op.Cast(zero, to=x.dtype), op.Where(zero, x, 0.0)
-    nonzero = op.Where(zero, 1.0, x)
-    rest = op.ReduceProd(nonzero, _axes(op, node), keepdims=1, **_noop(node)) / nonzero
-    left = _sum(op, node, one_if_zero) - one_if_zero  # number of zeros among the others
-    rest_with_zero = rest * (_sum(op, node, zeros) - zeros)  # zero, but not its derivative
-    without = op.Where(
-        op.Equal(left, 0.0), rest, op.Where(op.Equal(left, 1.0), rest_with_zero, 0.0)
-    )
-    return (_keep(op, node, g) * without,)
+    multiplied, added = (partial(_reduced, op, node, f) for f in (op.ReduceProd, op.ReduceSum))
+    return (_keep(op, node, g) * product_of_others(op, x, multiplied, added),)
 
 
 @rule("ReduceSumSquare")
@@ -91,8 +85,8 @@ def reduce_sum_square(op, node, g):
     return (2.0 * node.inputs[0] * _keep(op, node, g),)
 
 
-def _sum(op, node, v):
-    return op.ReduceSum(v, _axes(op, node), keepdims=1, **_noop(node))
+def _reduced(op, node, reduce, v):
+    return reduce(v, _axes(op, node), keepdims=1, **_noop(node))
 
 
 def _noop(node):

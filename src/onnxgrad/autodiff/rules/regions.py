@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import wide
-from onnxgrad.autodiff.rules.sampling import arange, as_real
+from onnxgrad.autodiff.rules.sampling import as_real
 from onnxgrad.autodiff.rules.shape import scatter_flat
 
 _LONG = ir.DataType.INT64
@@ -66,10 +66,10 @@ def _lines(op, node, axis: int, dtype) -> Lines:
     extent, real = end - start, as_real(op, length, dtype)
     clamped_extent = extent if half else op.Max(extent, 1.0)
     ratio = get.get_int("sampling_ratio", 0)
-    count, i, counted = op.const(float(ratio), dtype), op.Cast(arange(op, ratio), to=dtype), None
+    count, i, counted = op.const(float(ratio), dtype), op.Cast(op.arange(ratio), to=dtype), None
     if ratio <= 0:
         count = op.Max(op.Ceil(clamped_extent / float(bins)), 0.0)
-        i = op.Cast(arange(op, _most(op, count)), to=dtype)
+        i = op.Cast(op.arange(_most(op, count)), to=dtype)
         counted, count = op.Less(i, count), op.Max(count, 1.0)
     p = op.const(np.arange(bins, dtype=dtype.numpy()).reshape(-1, 1))
     u = (p + (i + 0.5) / count) / float(bins)
@@ -101,7 +101,7 @@ def _gradients_of_mean(op, node, lines: list[Lines], g):
     x, rois, batch = node.inputs
     x = op.Cast(x, to=g.dtype)
     images, channels, regions = op.dim(x, 0), op.dim(x, 1), op.dim(rois, 0)
-    own = op.Equal(op.Unsqueeze(batch, [1, 2, 3]), op.Unsqueeze(arange(op, images), [1]))
+    own = op.Equal(op.Unsqueeze(batch, [1, 2, 3]), op.Unsqueeze(op.arange(images), [1]))
     own = op.Cast(own, to=g.dtype)  # (R, 1, B, 1)
     weights = [_weights(op, line) for line in lines]
     matrices = [op.ReduceSum(weight, [2], keepdims=0) for weight, _ in weights]
@@ -129,7 +129,7 @@ def _gradients_of_mean(op, node, lines: list[Lines], g):
 def _weights(op, line: Lines):
     """Return the weights (R, P, I, length) of all elements, and d weight / d position."""
     first, t = op.Unsqueeze(line.first, [-1]), op.Unsqueeze(line.t, [-1])
-    index = op.Cast(arange(op, line.length), to=line.first.dtype)
+    index = op.Cast(op.arange(line.length), to=line.first.dtype)
     at_first, at_next = (op.Cast(op.Equal(first, i), to=t.dtype) for i in (index, index - 1.0))
     share, moving = line.used / line.count, line.moving / line.count
     rise = at_next - at_first
@@ -137,7 +137,7 @@ def _weights(op, line: Lines):
 
 
 def _ends(op, line: Lines, d):
-    """Return the gradients (R, 1) of start and end from d (R, P, I), that of the positions."""
+    """Return the gradients (R, 1) w.r.t. start and end of regions, from d w.r.t. the samples."""
     end = op.ReduceSum(d * line.by_end, [1, 2], keepdims=0)
     start = op.ReduceSum(d, [1, 2], keepdims=0) - end
     return op.Unsqueeze(start, [1]), op.Unsqueeze(end, [1])
@@ -166,7 +166,7 @@ def _maxima(op, x, batch, rows, columns, score) -> Maxima:
     The candidates are the elements of x at `rows` (R, P, I) and `columns` (R, Q, J), I times J.
     """
     channels = op.dim(x, 1)
-    plane = op.Unsqueeze(batch, [1]) * op.const(channels, _LONG) + arange(op, channels)
+    plane = op.Unsqueeze(batch, [1]) * op.const(channels, _LONG) + op.arange(channels)
     row = op.Unsqueeze(plane, [2, 3]) * op.const(op.dim(x, 2), _LONG) + op.Unsqueeze(rows, [1])
     row = op.Unsqueeze(row * op.const(op.dim(x, 3), _LONG), [3, 5])
     positions = _merged(op, row + op.Unsqueeze(columns, [1, 2, 4]), 4)
@@ -258,7 +258,7 @@ def _bins(op, node, regions, axis: int):
         op.Unsqueeze(op.Min(op.Max(v + start, 0.0), real), [-1])
         for v in (op.Floor(p * bin_), op.Ceil((p + 1.0) * bin_))
     )
-    element = low + op.Cast(arange(op, _most(op, high - low)), to=dtype)
+    element = low + op.Cast(op.arange(_most(op, high - low)), to=dtype)
     index = op.Cast(op.Min(element, real - 1.0), to=_LONG)
     return index, op.Cast(op.Less(element, high), to=dtype)
 

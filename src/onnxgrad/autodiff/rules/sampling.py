@@ -9,6 +9,7 @@ The last axis of all tensors is that of the samples: broadcasting along a short 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -75,13 +76,6 @@ def as_real(op, number, dtype):
     if isinstance(number, ir.Value):
         return op.Cast(number, to=dtype)
     return op.const(np.array([number], dtype.numpy()))
-
-
-def arange(op, n):
-    """Return 0, 1, ..., n - 1 as int64."""
-    if isinstance(n, int):
-        return op.const(np.arange(n))
-    return op.Range(np.int64(0), op.Squeeze(n, [0]), np.int64(1))
 
 
 def _polynomial(op, t, rows: list[np.ndarray]):
@@ -166,10 +160,8 @@ def samples_of(op, images, channels, count, axes: list[Taps], lengths: list) -> 
         return op.Unsqueeze(v, [1 + k for k in range(n) if k != i]) if n > 1 else v
 
     def product(parts: list):
-        y = parts[0]
-        for part in parts[1:]:
-            y = y * part
-        return op.Unsqueeze(op.Reshape(y, op.vector(0, size, count)), [1])
+        y = op.Reshape(reduce(op.Mul, parts), op.vector(0, size, count))
+        return op.Unsqueeze(y, [1])
 
     index = spread(0, axes[0].index)
     for i in range(1, n):
@@ -202,11 +194,8 @@ def grid_sample(op, node, g):
     aligned = bool(node.attributes.get_int("align_corners", 0))
     mode = node.attributes.get_string("mode", "linear").removeprefix("bi")
     padding = node.attributes.get_string("padding_mode", "zeros")
-    dtype, lengths, count = (
-        wide(x.dtype),
-        [op.dim(x, i) for i in range(2, n)],
-        op.numel(grid, 1, -1),
-    )
+    dtype, count = wide(x.dtype), op.numel(grid, 1, -1)
+    lengths = [op.dim(x, i) for i in range(2, n)]
     points = op.Reshape(op.Cast(grid, to=dtype), op.vector(0, count, n - 2))
     axes, factors = [], []
     for i, length in enumerate(lengths):  # the last axis of x comes first in the grid

@@ -177,7 +177,7 @@ def scatter_rows(op, x, i, g):
     row = None if shape is None else static(shape[1:])
     width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
     first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
-    positions = first + op.Range(np.int64(0), op.const(width, first.dtype), np.int64(1))
+    positions = first + op.arange(op.const(width, first.dtype))
     return scatter_flat(op, x, positions, g)
 
 

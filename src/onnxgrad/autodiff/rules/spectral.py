@@ -14,8 +14,6 @@ from onnxgrad.autodiff.rules.shape import scatter_flat
 from onnxgrad.autodiff.rules.windows import Vector, quotient, unified
 from onnxgrad.graph.shapes import dims, rank
 
-_ZERO, _ONE = np.int64(0), np.int64(1)
-
 
 @rule("DFT")
 def dft(op, node, g):
@@ -53,10 +51,9 @@ def stft(op, node, g):
         n = _vector(op, length)
     onesided = node.attributes.get_int("onesided", 1)
     du = _adjoint(op, g, x, n, -2, inverse=0, onesided=onesided)
-    counts = [op.Squeeze(v, [0]) for v in (op.const(_length(op, g, 1)), op.const(n))]
-    frames, offsets = (op.Range(_ZERO, count, _ONE) for count in counts)
+    frames, offsets = (op.arange(op.const(v)) for v in (_length(op, g, 1), n))
     times = op.Unsqueeze(frames * op.Cast(step, to=ir.DataType.INT64), [1]) + offsets
-    flat = op.Reshape(op.Range(_ZERO, op.Size(x), _ONE), op.Shape(x), allowzero=1)
+    flat = op.Reshape(op.arange(op.Size(x)), op.Shape(x), allowzero=1)
     windowed = du if w is None else du * op.Unsqueeze(w, [1])
     dx = op.reshape_like(scatter_flat(op, x, op.Gather(flat, times, axis=1), windowed), signal)
     if w is None:
@@ -100,14 +97,14 @@ def _weights(op, x, n: Vector, axis):
     middle one. The shape broadcasts against x.
     """
     n, r = op.const(n), rank(x)
-    k = op.Range(_ZERO, op.Squeeze(n / 2 + 1, [0]), _ONE)
+    k = op.arange(n / 2 + 1)
     once = op.Or(op.Equal(k, 0), op.Equal(k * 2, n))
     times = op.Where(once, op.const(1.0, x.dtype), op.const(2.0, x.dtype)) / op.Cast(n, to=x.dtype)
     if r is not None and isinstance(axis, int):
         return op.Reshape(times, [-1 if i == axis % r else 1 for i in range(r)])
     r = op.Size(op.Shape(x))
-    is_axis = op.Equal(op.Range(_ZERO, r, _ONE), op.Mod(op.const(_as_axes(axis)), r))
-    return op.Reshape(times, op.Where(is_axis, op.const(np.int64(-1)), _ONE))
+    is_axis = op.Equal(op.arange(r), op.Mod(op.const(_as_axes(axis)), r))
+    return op.Reshape(times, op.Where(is_axis, op.const(np.int64(-1)), np.int64(1)))
 
 
 def _axis(op, node) -> int | ir.Value:

@@ -6,7 +6,7 @@ whose keys are all masked gives zeros, and has gradient zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -36,23 +36,42 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
     visible = _visible(op, node, op.dim(q, _ROWS), op.dim(k, _ROWS), past_key, lengths)
     bias = _bias(op, q, k, mask, visible)
 
-    transposed = op.Transpose(k, perm=[0, 1, 3, 2])
-    exposed = scores = grouped(op, q, k, lambda a: op.MatMul(a * _scale(op, node, q), transposed))
-    cap, mode = get.get_float("softcap", 0.0), get.get_int("qk_matmul_output_mode", 0)
-    if cap > 0:
-        scores = op.Tanh(scores / cap) * cap
-        exposed = scores if mode else exposed
-    if bias is not None:
-        scores = op.set_type_like(scores + bias, scores)
-        exposed = scores if mode == 2 else exposed
     unmasked = mask is None and lengths is None and get.get_int("left_window_size", -1) < 0
     precision = get.get_int("softmax_precision", q.dtype)
-    weights = _softmax(op, scores, None if unmasked else bias, precision)
-    exposed = weights if mode == 3 else exposed
+    y, stages = attend(
+        op,
+        (q, k, v),
+        get.get_float("scale") if "scale" in get else scale_of(op, q),
+        get.get_float("softcap", 0.0),
+        bias,
+        lambda scores: _softmax(op, scores, None if unmasked else bias, precision),
+    )
+    exposed = stages[get.get_int("qk_matmul_output_mode", 0)]
     if len(node.outputs) > 3:  # with past keys, onnx infers a length of 0
         node.outputs[3].shape = exposed.shape
-    y = grouped(op, weights, v, lambda a: op.MatMul(a, v))
     return [heads_together(op, y) if packed else y, k, v, exposed][: len(node.outputs)]
+
+
+def attend(
+    op: Emit,
+    qkv: Sequence[ir.Value],
+    scale: Any,
+    softcap: float,
+    bias: ir.Value | None,
+    softmax: Callable[[ir.Value], ir.Value],
+) -> tuple[ir.Value, Sequence[ir.Value]]:
+    """Return softmax(c tanh(s Q KT / c) + bias) V, without tanh for c = 0, and its four stages.
+
+    These are s Q KT, what the softcap and the bias make of it, and the softmax of that.
+    """
+    q, k, v = qkv
+    transposed = op.Transpose(k, perm=[0, 1, 3, 2])
+    scores = grouped(op, q, k, lambda a: op.MatMul(a * scale, transposed))
+    capped = op.Tanh(scores / softcap) * softcap if softcap > 0 else scores
+    biased = capped if bias is None else op.set_type_like(capped + bias, capped)
+    weights = softmax(biased)
+    y = grouped(op, weights, v, lambda a: op.MatMul(a, v))
+    return y, (scores, capped, biased, weights)
 
 
 def heads_apart(op: Emit, x: ir.Value, heads: int) -> ir.Value:
@@ -78,12 +97,6 @@ def grouped(op: Emit, a: ir.Value, b: ir.Value, product: Callable) -> ir.Value:
     if dims(a) is not None:
         whole.shape = ir.Shape([*(dims(a) or ())[:3], (dims(y) or (None,))[-1]])
     return whole
-
-
-def _scale(op: Emit, node: ir.Node, q: ir.Value) -> Any:
-    if "scale" in node.attributes:
-        return node.attributes.get_float("scale")
-    return scale_of(op, q)
 
 
 def scale_of(op: Emit, q: ir.Value) -> Any:
@@ -127,8 +140,8 @@ def _visible(
     right = node.attributes.get_int("right_window_size", -1)
     if node.attributes.get_int("is_causal", 0):
         right = 0
-    j, conditions = positions(op, keys), []
-    position = op.Unsqueeze(positions(op, rows), [1])
+    j, conditions = op.arange(keys), []
+    position = op.Unsqueeze(op.arange(rows), [1])
     if past is not None:
         position = position + op.const(op.dim(past, _ROWS), ir.DataType.INT64)
     if lengths is not None:
@@ -140,13 +153,6 @@ def _visible(
     if left >= 0:
         conditions.append(op.GreaterOrEqual(j, position - left))
     return reduce(op.And, conditions) if conditions else None
-
-
-def positions(op: Emit, n: Length) -> ir.Value:
-    """Return 0, 1, ..., n - 1, int64."""
-    if isinstance(n, int):
-        return op.const(np.arange(n))
-    return op.Range(np.int64(0), op.Squeeze(n, [0]), np.int64(1))
 
 
 def _softmax(op: Emit, scores: ir.Value, bias: ir.Value | None, precision: int) -> ir.Value:

@@ -47,6 +47,12 @@ def product(op: Emit, a: Any, b: Any) -> ir.Value:
     return op.Squeeze(y, axes) if axes else y
 
 
+def total(*terms: ir.Value | None) -> ir.Value:
+    """Return the sum of the terms, without those that are left out."""
+    first, *others = (v for v in terms if v is not None)
+    return sum(others, start=first)
+
+
 @lowering("Swish")
 def swish(op: Emit, node: Any) -> list[ir.Value]:
     """y = x sigmoid(a x): onnxruntime 1.31 runs Swish at opset 24 only."""

@@ -57,9 +57,7 @@ def _rows(
     """Return each row of `x` (batch, rows, size), reshaped to `shape`."""
     if x is None:
         return [None] * rows
-    attributes = {"axis": 1, "num_outputs": rows}
-    parts = op.emit_many("Split", [op.Cast(x, to=dtype)], attributes, outputs=rows)
-    return [op.Reshape(part, shape) for part in parts]
+    return [op.Reshape(row, shape) for row in op.split(op.Cast(x, to=dtype), rows, 1)]
 
 
 def _scale(op: Emit, node: ir.Node, q: ir.Value, heads: int) -> float | ir.Value:

@@ -12,8 +12,9 @@ from typing import Any
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.basic import product
+from onnxgrad.autodiff.primal.lowerings.basic import product, total
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
 
@@ -140,9 +141,8 @@ def _activated(
 @lowering("GemmFastGelu", DOMAIN)
 def gemm_fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = fast_gelu(x w + b)."""
-    x, w, bias = (*node.inputs, None)[:3]
-    y = op.MatMul(x, w)
-    return [_fast_gelu(op, y if bias is None else y + bias)]
+    x, w, *bias = node.inputs
+    return [_fast_gelu(op, total(op.MatMul(x, w), *bias))]
 
 
 # -- activations ---------------------------------------------------------------------------------
@@ -152,13 +152,13 @@ def gemm_fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
 @lowering("BiasGelu", DOMAIN)
 def bias_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = x F(x), x = a + b, F the standard normal distribution function."""
-    return [_gelu(op, _biased(node))]
+    return [_gelu(op, total(*node.inputs[:2]))]
 
 
 @lowering("FastGelu", DOMAIN)
 def fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, x = a + b."""
-    return [_fast_gelu(op, _biased(node))]
+    return [_fast_gelu(op, total(*node.inputs[:2]))]
 
 
 def _fast_gelu(op: Emit, x: ir.Value) -> ir.Value:
@@ -178,13 +178,8 @@ def quick_gelu(op: Emit, node: Any) -> list[ir.Value]:
 @lowering("BiasSplitGelu", DOMAIN)
 def bias_split_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = l gelu(r), [l, r] = x + b."""
-    left, right = op.emit_many("Split", [_biased(node)], {"axis": -1, "num_outputs": 2}, outputs=2)
+    left, right = op.split(total(*node.inputs[:2]), 2, -1)
     return [left * _gelu(op, right)]
-
-
-def _biased(node: Any) -> ir.Value:
-    x, bias = (*node.inputs, None)[:2]
-    return x if bias is None else x + bias
 
 
 def _gelu(op: Emit, x: ir.Value) -> ir.Value:
@@ -199,8 +194,7 @@ def _gelu(op: Emit, x: ir.Value) -> ir.Value:
 @lowering("BiasAdd", DOMAIN)
 def bias_add(op: Emit, node: Any) -> list[ir.Value]:
     """y = x + b + z."""
-    x, bias, skip = node.inputs
-    return [x + bias + skip]
+    return [total(*node.inputs)]
 
 
 @lowering("BiasDropout", DOMAIN)
@@ -212,26 +206,29 @@ def bias_dropout(op: Emit, node: Any) -> list[ir.Value]:
     )
     mask.dtype = ir.DataType.BOOL
     y = op.set_type_like(y, x)
-    return [y if residual is None else y + residual, mask][: len(node.outputs)]
+    return [total(y, residual), mask][: len(node.outputs)]
 
 
 @lowering("BiasSoftmax", DOMAIN)
 def bias_softmax(op: Emit, node: Any) -> list[ir.Value]:
     """y = softmax(x + b), over all axes from `axis` on."""
-    scores, axis = _biased(node), node.attributes.get_int("axis", 1)
-    n = rank(scores)
-    if axis == -1 or (n is not None and axis == n - 1):
-        return [op.Softmax(scores, axis=-1)]
-    return [op.reshape_like(op.Softmax(op.Flatten(scores, axis=axis), axis=-1), scores)]
+    return [softmax_from(op, total(*node.inputs[:2]), node.attributes.get_int("axis", 1))]
+
+
+def softmax_from(op: Emit, x: ir.Value, axis: int) -> ir.Value:
+    """Return softmax(x) over all axes from `axis` on."""
+    if axis in (-1, (rank(x) or 0) - 1):
+        return op.Softmax(x, axis=-1)
+    return op.reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
 
 
 @lowering("GridSample", DOMAIN)
 def grid_sample(op: Emit, node: Any) -> list[ir.Value]:
     """y = the result of the standard operator, whose modes have other names since opset 20."""
-    attributes = {name: a.value for name, a in node.attributes.items()}
     names = {"bilinear": "linear", "bicubic": "cubic"} if op.opset >= 20 else {}
     mode = node.attributes.get_string("mode", "bilinear")
-    return [op.emit("GridSample", node.inputs, attributes | {"mode": names.get(mode, mode)})]
+    attributes = attributes_of(node) | {"mode": names.get(mode, mode)}
+    return [op.emit("GridSample", node.inputs, attributes)]
 
 
 @lowering("ConvTransposeWithDynamicPads", DOMAIN)
@@ -241,11 +238,10 @@ def conv_transpose(op: Emit, node: Any) -> list[ir.Value] | None:
     n = rank(x)
     if n is None:
         return None
-    attributes = {name: a.value for name, a in node.attributes.items()}
-    y = op.emit("ConvTranspose", [x, w, bias], attributes)
+    y = op.emit("ConvTranspose", [x, w, bias], attributes_of(node))
     if pads is None:
         return [y]
-    starts, after = op.emit_many("Split", [pads], {"axis": 0, "num_outputs": 2}, outputs=2)
+    starts, after = op.split(pads, 2, 0)
     return [op.Slice(y, starts, op.Shape(y, start=2) - after, list(range(2, n)))]
 
 
@@ -254,11 +250,10 @@ def conv_transpose(op: Emit, node: Any) -> list[ir.Value] | None:
 @lowering("Trilu", DOMAIN)
 def standard(op: Emit, node: Any) -> list[ir.Value]:
     """y = the result of the standard operator of the same name, which was added to ONNX later."""
-    attributes = {name: a.value for name, a in node.attributes.items()}
     inputs = list(node.inputs)
     if node.op_type == "GatherND":
         inputs[1] = op.Cast(inputs[1], to=ir.DataType.INT64)
-    return [op.emit(node.op_type, inputs, attributes)]
+    return [op.emit(node.op_type, inputs, attributes_of(node))]
 
 
 @lowering("ExpandDims", DOMAIN)

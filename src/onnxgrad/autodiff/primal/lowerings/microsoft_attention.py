@@ -16,10 +16,10 @@ from onnxgrad.autodiff.primal.lowerings.attention import (
     Length,
     heads_apart,
     heads_together,
-    positions,
 )
+from onnxgrad.autodiff.primal.lowerings.basic import total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
-from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend
+from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend_visible
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, rank
@@ -36,20 +36,10 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     unknown = mask is not None and rank(mask) is None
     if unknown or get.get_int("do_rotary", 0):
         return None
-    joined = op.MatMul(x, weights)
-    joined = joined if b is None else joined + b
-    sizes = get.get_ints("qkv_hidden_sizes", ())
-    attributes = {"axis": 2} if sizes else {"axis": 2, "num_outputs": 3}
-    operands = [joined, list(sizes)] if sizes else [joined]
-    heads = get.get_int("num_heads")
-    q, k, v = (
-        heads_apart(op, part, heads)
-        for part in op.emit_many("Split", operands, attributes, outputs=3)
-    )
-    pasts: list[ir.Value | None] = [None, None]
-    if past is not None:
-        parts = op.emit_many("Split", [past], {"axis": 0, "num_outputs": 2}, outputs=2)
-        pasts = [op.Squeeze(part, [0]) for part in parts]
+    sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
+    parts = op.split(total(op.MatMul(x, weights), b), sizes, 2)
+    q, k, v = (heads_apart(op, part, get.get_int("num_heads")) for part in parts)
+    pasts = [None, None] if past is None else [op.Squeeze(p, [0]) for p in op.split(past, 2, 0)]
     (k, held), (v, held_v) = (
         _with_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
     )
@@ -61,22 +51,17 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
 
 
 @lowering("MultiHeadAttention", DOMAIN)
-def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
-    """Y = softmax(s Q KT + bias) V."""
-    q, k, v, b, mask, bias, past_key, past_value, used, beams = (*node.inputs, *[None] * 9)[:10]
-    unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
-    if unknown or beams is not None:
-        return None
-    q, k, v = _heads(op, q, k, v, b, node.attributes.get_int("num_heads"))
-    (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
-    y, scores = _attend(op, node, q, k, v, mask, bias)
-    return [y, key, value, scores][: len(node.outputs)]
-
-
 @lowering("DecoderMaskedMultiHeadAttention", DOMAIN)
-def decoder_attention(op: Emit, node: Any) -> list[ir.Value] | None:
-    """Y = softmax(s Q KT + bias) V of a single row, with a shared buffer, or with K and V ready."""
-    q, k, v, mask, bias, past_key, past_value, used, _, beams, b = (*node.inputs, *[None] * 9)[:11]
+def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
+    """Y = softmax(s Q KT + bias) V.
+
+    That of a decoder is of a single row, with a shared buffer, or with K and V ready.
+    """
+    inputs = (*node.inputs, *[None] * 10)[:11]
+    if node.op_type == "MultiHeadAttention":
+        q, k, v, b, mask, bias, past_key, past_value, used, beams, _ = inputs
+    else:
+        q, k, v, mask, bias, past_key, past_value, used, _, beams, b = inputs
     unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
     if unknown or beams is not None:
         return None
@@ -118,8 +103,8 @@ def _heads(
         packed, n = (q, 3) if k is None else (k, 2)
         if bias is not None and k is None:
             packed = packed + op.Transpose(op.Reshape(bias, [3, heads, -1]), perm=[1, 0, 2])
-        parts = op.emit_many("Split", [packed], {"axis": 3, "num_outputs": n}, outputs=n)
-        separate = [op.Transpose(op.Squeeze(part, [3]), perm=[0, 2, 1, 3]) for part in parts]
+        parts = [op.Squeeze(part, [3]) for part in op.split(packed, n, 3)]
+        separate = [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
         return separate if k is None else [heads_apart(op, q, heads), *separate]
     assert v is not None
     parts = [q, k, v]
@@ -128,7 +113,7 @@ def _heads(
         parts[0] = q + op.Slice(bias, [0], op.vector(op.dim(q, 2)), [0])
     elif bias is not None:
         sizes = op.vector(op.dim(q, 2), op.dim(q, 2), op.dim(v, 2))
-        biases = op.emit_many("Split", [bias, sizes], {"axis": 0}, outputs=3)
+        biases = op.split(bias, sizes, 0)
         parts = [op.set_type_like(x + c, x) for x, c in zip(parts, biases, strict=True)]
     apart = parts[:1] if ready else parts
     return [*(heads_apart(op, x, heads) for x in apart), *parts[len(apart) :]]
@@ -154,8 +139,7 @@ def _attend(
         added = max(get.get_float("mask_filter_value", -10000.0), _lowest(q))
         hidden = op.Where(kept, zero, added)
         bias = hidden if bias is None else bias + hidden
-    scale = get.get_float("scale", 0.0)
-    y, scores, _ = attend(op, q, k, v, scale=scale, bias=bias, visible=visible)
+    y, scores, _ = attend_visible(op, (q, k, v), get.get_float("scale", 0.0), bias, visible)
     if visible is not None and has_output(node, 3):
         scores = op.set_type_like(op.Where(visible, scores, _lowest(q)), scores)
     return heads_together(op, y), scores
@@ -169,8 +153,8 @@ def _lowest(x: ir.Value) -> float:
 def _earlier(op: Emit, rows: Length, keys: Length) -> ir.Value:
     """Return which keys are not after each query; a single query attends to all."""
     offset = keys - rows
-    position = op.Unsqueeze(positions(op, rows), [1]) + op.const(offset, INT64)
-    earlier = op.LessOrEqual(positions(op, keys), position)
+    position = op.Unsqueeze(op.arange(rows), [1]) + op.const(offset, INT64)
+    earlier = op.LessOrEqual(op.arange(keys), position)
     return earlier if isinstance(rows, int) else op.Or(earlier, op.Equal(rows, np.int64(1)))
 
 
@@ -195,7 +179,7 @@ def _between(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     `mask` holds the ends (batch), then the starts (batch). There are no starts if its length is not
     2 batch: then it holds the ends only, or other lengths after them (3 batch + 2).
     """
-    j, count, batch = positions(op, keys), op.dim(mask, 0), op.dim(q, 0)
+    j, count, batch = op.arange(keys), op.dim(mask, 0), op.dim(q, 0)
     twice, alike = batch * 2, equal(dims(mask), (dims(q) or (None,))[:1])
     mask = op.Cast(mask, to=INT64)
     ends = mask if alike else op.Slice(mask, [0], op.vector(batch), [0])

@@ -5,6 +5,7 @@ Ainslie et al. 2023, arXiv:2305.13245; Su et al. 2021, arXiv:2104.09864.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,9 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.attention import (
     Length,
-    grouped,
+    attend,
     heads_apart,
     heads_together,
-    positions,
     scale_of,
 )
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
@@ -44,7 +44,7 @@ def rotary_embedding(op: Emit, node: Any) -> list[ir.Value] | None:
         return None
     rows_axis = 1 if rank(x) == 3 else _ROWS
     if rank(position) == 1:  # that of the first row
-        position = op.Unsqueeze(position + positions(op, op.dim(x, rows_axis)), [0])
+        position = op.Unsqueeze(position + op.arange(op.dim(x, rows_axis)), [0])
     cos, sin = (op.Unsqueeze(op.Gather(c, position), [3 - rows_axis]) for c in (cos, sin))
     if rank(x) == 4:
         return [rotated(op, x, cos, sin, get.get_int("interleaved", 0))]
@@ -64,11 +64,11 @@ def rotated(op: Emit, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: in
     turned, rest = x, None
     if not (isinstance(size, int) and isinstance(angles, int) and size == 2 * angles):
         sizes = op.vector(angles * 2, size - angles * 2)
-        turned, rest = op.emit_many("Split", [x, sizes], {"axis": -1}, outputs=2)
+        turned, rest = op.split(x, sizes, -1)
     if interleaved:
         turned = op.Reshape(turned, [0, 0, 0, -1, 2])
         cos, sin = op.Unsqueeze(cos, [-1]), op.Unsqueeze(sin, [-1])
-    a, b = op.emit_many("Split", [turned], {"axis": -1, "num_outputs": 2}, outputs=2)
+    a, b = op.split(turned, 2, -1)
     y = op.Concat(a * cos - b * sin, b * cos + a * sin, axis=-1)
     if interleaved:
         y = op.Reshape(y, [0, 0, 0, -1])
@@ -109,59 +109,45 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
         k, v = (_appended(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
     visible = _visible(op, node, rows, op.dim(k, _ROWS), before, lengths)
 
-    y, scores, weights = attend(
-        op,
-        q,
-        k,
-        v,
-        scale=get.get_float("scale", 0.0),
-        bias=bias,
-        visible=visible,
-        softcap=get.get_float("softcap", 0.0),
-        sink=op.Reshape(sink, [1, -1, 1, 1]) if sink is not None else None,
-        smooth=bool(get.get_int("smooth_softmax", 0)),
-    )
+    if sink is not None:
+        sink = op.Reshape(sink, [1, -1, 1, 1])
+    elif get.get_int("smooth_softmax", 0):
+        sink = op.Reshape(op.const(0.0, q.dtype), [1, 1, 1, 1])
+    scale, softcap = get.get_float("scale", 0.0), get.get_float("softcap", 0.0)
+    y, scores, weights = attend_visible(op, (q, k, v), scale, bias, visible, softcap, sink)
     exposed = weights
     if has_output(node, 3) and get.get_int("qk_output", 0) == 1:
         exposed = scores if visible is None else op.Where(visible, scores, 0.0)
     return [heads_together(op, y), k, v, exposed][: len(node.outputs)]
 
 
-def attend(
+def attend_visible(
     op: Emit,
-    q: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    scale: float = 0.0,
-    bias: ir.Value | None = None,
-    visible: ir.Value | None = None,
+    qkv: Sequence[ir.Value],
+    scale: float,
+    bias: ir.Value | None,
+    visible: ir.Value | None,
     softcap: float = 0.0,
     sink: ir.Value | None = None,
-    smooth: bool = False,
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return softmax(scores) V, the scores and their softmax; `scale` 0 means 1 / sqrt(head size).
 
-    `sink`, or zero if `smooth`, is the score of one more key, whose value is zero.
+    `sink` is the score of one more key, whose value is zero.
     """
-    factor = scale or scale_of(op, q)
-    transposed = op.Transpose(k, perm=[0, 1, 3, 2])
-    scores = grouped(op, q, k, lambda a: op.MatMul(a * factor, transposed))
-    if softcap > 0:
-        scores = op.Tanh(scores / softcap) * softcap
-    if bias is not None:
-        scores = op.set_type_like(scores + bias, scores)
-    masked = scores
-    if visible is not None:
-        masked = op.set_type_like(op.Where(visible, scores, -np.inf), scores)
-    if sink is None and smooth:
-        sink = op.Reshape(op.const(0.0, q.dtype), [1, 1, 1, 1])
-    if sink is None:
-        weights = op.Softmax(masked, axis=-1)
-    else:
+
+    def softmax(scores: ir.Value) -> ir.Value:
+        masked = scores
+        if visible is not None:
+            masked = op.set_type_like(op.Where(visible, scores, -np.inf), scores)
+        if sink is None:
+            return op.Softmax(masked, axis=-1)
         sizes = [op.dim(scores, axis) for axis in range(3)]
         more = op.Concat(masked, op.Expand(sink, op.vector(*sizes, 1)), axis=-1)
-        weights = op.set_type_like(op.Slice(op.Softmax(more, axis=-1), [0], [-1], [-1]), scores)
-    return grouped(op, weights, v, lambda a: op.MatMul(a, v)), scores, weights
+        return op.set_type_like(op.Slice(op.Softmax(more, axis=-1), [0], [-1], [-1]), scores)
+
+    factor = scale or scale_of(op, qkv[0])
+    y, (*_, scores, weights) = attend(op, qkv, factor, softcap, bias, softmax)
+    return y, scores, weights
 
 
 def _heads(
@@ -172,7 +158,7 @@ def _heads(
     if k is not None and v is not None:
         return [heads_apart(op, x, n) for x, n in ((q, heads), (k, shared), (v, shared))]
     x = heads_apart(op, q, heads + 2 * shared)
-    return op.emit_many("Split", [x, [heads, shared, shared]], {"axis": 1}, outputs=3)
+    return op.split(x, [heads, shared, shared], 1)
 
 
 def _past_rows(op: Emit, rows: Length, lengths: ir.Value, total: ir.Value) -> ir.Value:
@@ -187,7 +173,7 @@ def _rotary_positions(
     op: Emit, rows: Length, before: ir.Value | None, position: ir.Value | None
 ) -> ir.Value:
     """Return the positions (batch, rows) for the rotary embedding of Q and K."""
-    steps = op.Unsqueeze(positions(op, rows), [0])
+    steps = op.Unsqueeze(op.arange(rows), [0])
     if position is None:
         return steps if before is None else before + steps
     # of `position`, only the first number is read
@@ -206,7 +192,7 @@ def _sources(
     """
     past_length = op.const(op.dim(past, _ROWS), INT64)
     keys = op.Max(op.Reshape(op.Cast(total, to=INT64), [1]), op.Reshape(past_length, [1]))
-    t = op.Unsqueeze(positions(op, keys), [0])
+    t = op.Unsqueeze(op.arange(keys), [0])
     valid = op.Less(t, before + op.const(rows, INT64))
     source = op.Where(op.Less(t, before), t, t - before + past_length)
     source = op.Where(valid, source, np.int64(0))
@@ -233,10 +219,10 @@ def _visible(
 
     These are the last `local_window_size` keys up to its own, or all valid keys if not causal.
     """
-    j = positions(op, keys)
+    j = op.arange(keys)
     if not node.attributes.get_int("causal", 1):
         return op.LessOrEqual(j, op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1]))
-    position = op.Unsqueeze(positions(op, rows), [1])
+    position = op.Unsqueeze(op.arange(rows), [1])
     if before is not None:
         position = position + op.Reshape(before, [-1, 1, 1, 1])
     visible = op.LessOrEqual(j, position)

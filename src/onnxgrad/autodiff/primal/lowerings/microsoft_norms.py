@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.primal.lowerings.basic import total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -32,7 +33,7 @@ def simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
 def skip_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x = a + skip + b."""
     a, skip, scale, shift, bias = (*node.inputs, None, None)[:5]
-    x, epsilon = _summed(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
+    x, epsilon = total(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
     statistics = has_output(node, 1) or has_output(node, 2)
     results = op.emit_many(
         "LayerNormalization",
@@ -50,15 +51,11 @@ def skip_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
 def skip_simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s x / r, x = a + skip + b. The output `mean` is zero."""
     a, skip, scale, bias = (*node.inputs, None)[:4]
-    x, epsilon = _summed(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
+    x, epsilon = total(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
     need = has_output(node, 1) or has_output(node, 2)
     y, inverse = rms_normalized(op, x, scale, epsilon, -1, need)
     mean = op.zeros_like(inverse) if has_output(node, 1) else inverse
     return [y, mean, inverse, x][: len(node.outputs)]
-
-
-def _summed(a: ir.Value, skip: ir.Value, bias: ir.Value | None) -> ir.Value:
-    return a + skip if bias is None else a + skip + bias
 
 
 def rms_normalized(
@@ -122,7 +119,7 @@ def skip_group_norm(op: Emit, node: Any) -> list[ir.Value] | None:
         return None
     if rank(skip) == 2:  # (N, C): the same at all positions
         skip = op.Unsqueeze(skip, [1, 2])
-    x = op.set_type_like(_summed(a, skip, bias), a)
+    x = op.set_type_like(total(a, skip, bias), a)
     return [_group_normalized(op, node, x, scale, shift), x][: len(node.outputs)]
 
 

@@ -11,15 +11,23 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN
+from onnxgrad.autodiff.primal.lowerings.basic import total
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, softmax_from
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import OPERATORS
 from onnxgrad.graph.shapes import Dims, dims, rank
 
 FLOAT = ir.DataType.FLOAT
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
-_POOL_ATTRIBUTES = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
+_ATTRIBUTES = {  # those that an operator keeps without quantization
+    "AveragePool": _POOL,
+    "Concat": ("axis",),
+    "LeakyRelu": ("alpha",),
+    "Softmax": ("axis",),
+}
 
 
 def dequantized(
@@ -54,80 +62,45 @@ def _is_quantized(*values: ir.Value | None) -> bool:
 
 
 @lowering("QLinearAdd", DOMAIN)
-@lowering("QLinearMul", DOMAIN)
-def arithmetic(op: Emit, node: Any) -> list[ir.Value] | None:
-    """y = Q(a + b), or Q(a b)."""
-    a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = _operands(node, 8)
-    if not _is_quantized(a, b):
-        return None
-    left, right = dequantized(op, a, a_scale, a_zero), dequantized(op, b, b_scale, b_zero)
-    y = left + right if node.op_type == "QLinearAdd" else left * right
-    return [quantized(op, y, y_scale, y_zero, a)]
-
-
-@lowering("QLinearSigmoid", DOMAIN)
-@lowering("QLinearLeakyRelu", DOMAIN)
-@lowering("QLinearSoftmax", DOMAIN)
 @lowering("QLinearAveragePool", DOMAIN)
-@lowering("QLinearGlobalAveragePool", DOMAIN)
-def of_one_operand(op: Emit, node: Any) -> list[ir.Value] | None:
-    """y = Q(f(x)), f the operator without quantization."""
-    x, x_scale, x_zero, y_scale, y_zero = _operands(node, 5)
-    if not _is_quantized(x):
-        return None
-    n = rank(x) or 0
-    last = node.attributes.get_int("channels_last", 0)
-    if last and not n:
-        return None
-    real = dequantized(op, x, x_scale, x_zero)
-    if last:
-        real = op.Transpose(real, perm=[0, n - 1, *range(1, n - 1)])
-    y = _applied(op, node, real)
-    if y is None:
-        return None
-    if last:
-        y = op.Transpose(y, perm=[0, *range(2, n), 1])
-    return [quantized(op, y, y_scale, y_zero, x)]
-
-
-def _applied(op: Emit, node: ir.Node, x: ir.Value) -> ir.Value | None:
-    """Return the result of the operator that quantization has given the prefix QLinear."""
-    get, name = node.attributes, node.op_type.removeprefix("QLinear")
-    if name == "LeakyRelu":
-        return op.LeakyRelu(x, alpha=get.get_float("alpha", 0.01))
-    if name == "AveragePool":
-        attributes = {key: get[key].value for key in _POOL_ATTRIBUTES if key in get}
-        return op.emit(name, [x], attributes)
-    if name == "Softmax":
-        axis, n = get.get_int("axis", -1), rank(x)
-        if get.get_int("opset", 13) >= 13 or axis in (-1, None if n is None else n - 1):
-            return op.Softmax(x, axis=axis)
-        return op.reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
-    return op.emit(name, [x], {})
-
-
 @lowering("QLinearConcat", DOMAIN)
-def concat(op: Emit, node: Any) -> list[ir.Value] | None:
-    """y = Q(the tensors, one behind the other)."""
-    y_scale, y_zero, *triples = node.inputs
+@lowering("QLinearGlobalAveragePool", DOMAIN)
+@lowering("QLinearLeakyRelu", DOMAIN)
+@lowering("QLinearMul", DOMAIN)
+@lowering("QLinearSigmoid", DOMAIN)
+@lowering("QLinearSoftmax", DOMAIN)
+@lowering("QLinearWhere", DOMAIN)
+def between_quantizations(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = Q(f(a, b, ...)), f the operator without the prefix QLinear."""
+    # each quantized operand is followed by its scale and zero point; those of the result are last,
+    # but the first of a Concat, and a Where has its condition in front
+    name = node.op_type.removeprefix("QLinear")
+    plain = 1 if name == "Where" else 0
+    if name == "Concat":
+        y_scale, y_zero, *triples = node.inputs
+    else:
+        count = plain + 3 * (2 if name in ("Add", "Mul", "Where") else 1)
+        *triples, y_scale, y_zero = _operands(node, count + 2)[plain:]
     parts = [triples[i : i + 3] for i in range(0, len(triples), 3)]
     if not _is_quantized(*(x for x, *_ in parts)):
         return None
-    axis = node.attributes.get_int("axis", 1)
-    y = op.Concat(*(dequantized(op, *part) for part in parts), axis=axis)
-    return [quantized(op, y, y_scale, y_zero, parts[0][0])]
+    y = _applied(op, node, name, [*node.inputs[:plain], *(dequantized(op, *p) for p in parts)])
+    return None if y is None else [quantized(op, y, y_scale, y_zero, parts[0][0])]
 
 
-@lowering("QLinearWhere", DOMAIN)
-def where(op: Emit, node: Any) -> list[ir.Value] | None:
-    """y = Q(a where the condition holds, else b)."""
-    condition, a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = _operands(node, 9)
-    if not _is_quantized(a, b):
+def _applied(op: Emit, node: ir.Node, name: str, operands: list[Any]) -> ir.Value | None:
+    """Return the result of the operator without quantization, None if it takes an unknown rank."""
+    get, x = node.attributes, operands[0]
+    if name == "Softmax" and get.get_int("opset", 13) < 13:
+        return softmax_from(op, x, get.get_int("axis", -1))
+    attributes = {key: get[key].value for key in _ATTRIBUTES.get(name, ()) if key in get}
+    if not get.get_int("channels_last", 0):
+        return op.emit(name, operands, attributes)
+    n = rank(x)
+    if n is None:
         return None
-    chosen = op.Where(
-        condition, dequantized(op, a, a_scale, a_zero), dequantized(op, b, b_scale, b_zero)
-    )
-    return [quantized(op, chosen, y_scale, y_zero, a)]
+    y = op.emit(name, [op.Transpose(x, perm=[0, n - 1, *range(1, n - 1)])], attributes)
+    return op.Transpose(y, perm=[0, *range(2, n), 1])
 
 
 @lowering("QGemm", DOMAIN)
@@ -183,8 +156,7 @@ def _integer_product(
         operands.pop()
     product = op.MatMulInteger(*operands)
     product.dtype = ir.DataType.INT32
-    y = op.Cast(product, to=FLOAT) * scale
-    return y if bias is None else y + bias
+    return total(op.Cast(product, to=FLOAT) * scale, bias)
 
 
 @lowering("QuantizeLinear", DOMAIN)
@@ -195,9 +167,8 @@ def standard(op: Emit, node: Any) -> list[ir.Value] | None:
     integer = x if node.op_type == "DequantizeLinear" else zero
     if integer is None or (integer.dtype not in _BYTES and op.opset < 21):
         return None
-    attributes = {name: a.value for name, a in node.attributes.items()}
     operands = [x, scale] if zero is None else [x, scale, zero]
-    y = op.emit(node.op_type, operands, attributes)
+    y = op.emit(node.op_type, operands, attributes_of(node))
     y.type = ir.TensorType(scale.dtype if integer is x else integer.dtype)
     y.shape = x.shape
     return [y]

@@ -107,17 +107,16 @@ def label_of(op: Emit, node: ir.Node, winner: ir.Value) -> ir.Value:
 def post_transform(op: Emit, node: ir.Node, y: ir.Value, scores: int) -> ir.Value:
     """Return `y` (N, scores) after `post_transform`; a single score is changed by PROBIT only."""
     post = node.attributes.get_string("post_transform", "NONE")
-    if post == "PROBIT":
-        return _probit(op, y)
-    if post == "NONE" or (scores == 1 and post in ("LOGISTIC", "SOFTMAX", "SOFTMAX_ZERO")):
-        return y
-    if post == "LOGISTIC":
-        return op.Sigmoid(y)
-    if post == "SOFTMAX":
-        return op.Softmax(y, axis=-1)
-    if post == "SOFTMAX_ZERO":
-        return _softmax_zero(op, y)
-    raise refused(node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX")
+    transforms = {
+        "NONE": lambda op, y: y,
+        "LOGISTIC": lambda op, y: op.Sigmoid(y),
+        "SOFTMAX": lambda op, y: op.Softmax(y, axis=-1),
+        "SOFTMAX_ZERO": _softmax_zero,
+        "PROBIT": _probit,
+    }
+    if post not in transforms:
+        raise refused(node, f"post_transform {post!r} is not known; use NONE, LOGISTIC or SOFTMAX")
+    return y if scores == 1 and post != "PROBIT" else transforms[post](op, y)
 
 
 def two_scores(op: Emit, node: ir.Node, y: ir.Value, whole: float) -> ir.Value:
@@ -286,27 +285,7 @@ def tree_ensemble_classifier(op: Emit, node: Any) -> None:
     _set_types(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
 
 
-@lowering("OneHotEncoder", "ai.onnx.ml")
-def one_hot_encoder(op: Emit, node: Any) -> None:
-    """One more axis, with one element per category."""
-    [x] = node.inputs
-    ints = node.attributes.get_ints("cats_int64s", ())
-    count = len(ints or node.attributes.get_strings("cats_strings", ()))
-    shape = dims(x)
-    _set_types(node, (FLOAT, None if shape is None else (*shape, count)))
-
-
-@lowering("Binarizer", "ai.onnx.ml")
-@lowering("CategoryMapper", "ai.onnx.ml")
 @lowering("LabelEncoder", "ai.onnx.ml")
-def elementwise(op: Emit, node: Any) -> None:
-    """The shape of x, and the dtype of the values; without values, strings become ints and v.v."""
-    [x] = node.inputs
-    kinds = {"floats": FLOAT, "int64s": INT64, "strings": ir.DataType.STRING}
-    dtype: ir.DataType | None = INT64 if x.dtype == kinds["strings"] else kinds["strings"]
-    for name, kind in kinds.items():
-        if f"values_{name}" in node.attributes:
-            dtype = kind
-    if "values_tensor" in node.attributes:
-        dtype = node.attributes["values_tensor"].as_tensor().dtype
-    _set_types(node, (x.dtype if node.op_type == "Binarizer" else dtype, dims(x)))
+def label_encoder(op: Emit, node: Any) -> None:
+    """The shape of x: onnx does not infer that of the first version."""
+    _set_types(node, (None, dims(node.inputs[0])))

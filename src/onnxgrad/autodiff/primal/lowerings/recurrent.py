@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -49,57 +50,56 @@ class _Direction:
 Cell = Callable[[Emit, ir.Node, _Direction, ir.Value], tuple[list[ir.Value], Step]]
 
 
-@lowering("RNN", on_demand=True)
-def rnn(op: Emit, node: ir.Node) -> list[ir.Value]:
-    """H = f(X WT + H RT + b)."""
-    return _recurrent(op, node, _rnn, gates=1, states=1, activations=("Tanh",))
+def _recurrent(
+    op_type: str, gates: int, states: int, activations: Sequence[str]
+) -> Callable[[Cell], Cell]:
+    """Register a cell as the lowering of its operator: a Scan over time for each direction."""
 
+    def register(cell: Cell) -> Cell:
+        @lowering(op_type, on_demand=True)
+        @wraps(cell)
+        def lowered(op: Emit, node: ir.Node) -> list[ir.Value]:
+            return _scanned(op, node, cell, gates, states, activations)
 
-@lowering("GRU", on_demand=True)
-def gru(op: Emit, node: ir.Node) -> list[ir.Value]:
-    """z, r = f(X WT + H RT + b),  h = g(X WT + (r H) RT + b),  H = (1 - z) h + z H.
+        return cell
 
-    With linear_before_reset, h = g(X WT + r (H RT + b') + b). Cho et al. 2014, arXiv:1406.1078.
-    """
-    return _recurrent(op, node, _gru, gates=3, states=1, activations=("Sigmoid", "Tanh"))
-
-
-@lowering("LSTM", on_demand=True)
-def lstm(op: Emit, node: ir.Node) -> list[ir.Value]:
-    """i, o, f, c = f, f, f, g(X WT + H RT + P C + b),  C = f C + i c,  H = o h(C).
-
-    With peepholes, o sees the new C. Hochreiter & Schmidhuber 1997; Gers & Schmidhuber 2000.
-    """
-    return _recurrent(op, node, _lstm, gates=4, states=2, activations=("Sigmoid", "Tanh", "Tanh"))
+    return register
 
 
 # -- cells: the inputs of all time steps, computed outside of the Scan, and the step ---------------
 
 
-def _rnn(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+@_recurrent("RNN", gates=1, states=1, activations=("Tanh",))
+def rnn(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+    """H = f(X WT + H RT + b)."""
     r, [f] = op.Transpose(weights.r, perm=[1, 0]), weights.functions
 
     def step(op: Emit, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
         [h], [xw] = states, elements
         return [f(op, weights.clipped(op, op.MatMul(h, r) + xw))]
 
-    return [_of_input(op, x, weights.w, _added(op, weights.wb, weights.rb))], step
+    return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
 
 
-def _gru(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
-    (f, g), sizes = weights.functions, _sizes(op, weights.r, 2, 1)
+@_recurrent("GRU", gates=3, states=1, activations=("Sigmoid", "Tanh"))
+def gru(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+    """z, r = f(X WT + H RT + b),  h = g(X WT + (r H) RT + b),  H = (1 - z) h + z H.
+
+    With linear_before_reset, h = g(X WT + r (H RT + b') + b). Cho et al. 2014, arXiv:1406.1078.
+    """
+    (f, g), sizes = weights.functions, op.vector(op.dim(weights.r, 1) * 2, op.dim(weights.r, 1))
     linear = node.attributes.get_int("linear_before_reset", 0)
-    (w_zr, w_h), (r_zr, r_h) = (_split(op, v, sizes, 0) for v in (weights.w, weights.r))
+    (w_zr, w_h), (r_zr, r_h) = (op.split(v, sizes, 0) for v in (weights.w, weights.r))
     (wb_zr, wb_h), (rb_zr, rb_h) = (
-        (None, None) if b is None else _split(op, b, sizes, 0) for b in (weights.wb, weights.rb)
+        (None, None) if b is None else op.split(b, sizes, 0) for b in (weights.wb, weights.rb)
     )
-    bias_h = wb_h if linear else _added(op, wb_h, rb_h)
-    gates = _of_input(op, x, w_zr, _added(op, wb_zr, rb_zr))
+    bias_h = wb_h if linear else _sum_of_biases(op, wb_h, rb_h)
+    gates = _of_input(op, x, w_zr, _sum_of_biases(op, wb_zr, rb_zr))
     r_zr, r_h = (op.Transpose(r, perm=[1, 0]) for r in (r_zr, r_h))
 
     def step(op: Emit, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
         [h], (x_zr, x_h) = states, elements
-        z, r = _split(op, f(op, weights.clipped(op, op.MatMul(h, r_zr) + x_zr)), 2, 1)
+        z, r = op.split(f(op, weights.clipped(op, op.MatMul(h, r_zr) + x_zr)), 2, 1)
         if linear:
             product = op.MatMul(h, r_h)
             candidate = r * (product if rb_h is None else product + rb_h)
@@ -111,11 +111,16 @@ def _gru(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[lis
     return [gates, _of_input(op, x, w_h, bias_h)], step
 
 
-def _lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+@_recurrent("LSTM", gates=4, states=2, activations=("Sigmoid", "Tanh", "Tanh"))
+def lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
+    """i, o, f, c = f, f, f, g(X WT + H RT + P C + b),  C = f C + i c,  H = o h(C).
+
+    With peepholes, o sees the new C. Hochreiter & Schmidhuber 1997; Gers & Schmidhuber 2000.
+    """
     f, g, activate = weights.functions
     r, coupled = op.Transpose(weights.r, perm=[1, 0]), node.attributes.get_int("input_forget", 0)
-    p_i, p_o, p_f = (None,) * 3 if weights.p is None else _split(op, weights.p, 3, 0)
-    sizes = _sizes(op, weights.r, 3, 1)
+    p_i, p_o, p_f = (None,) * 3 if weights.p is None else op.split(weights.p, 3, 0)
+    sizes = op.vector(op.dim(weights.r, 1) * 3, op.dim(weights.r, 1))
 
     def gate(op: Emit, v: ir.Value, p: ir.Value | None, c: ir.Value) -> ir.Value:
         return f(op, weights.clipped(op, v if p is None else v + p * c))
@@ -124,10 +129,10 @@ def _lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[li
         (h, c), [xw] = states, elements
         summed = op.MatMul(h, r) + xw
         if weights.p is None:
-            gates, new = _split(op, weights.clipped(op, summed), sizes, 1)
-            i, o, forget = _split(op, f(op, gates), 3, 1)
+            gates, new = op.split(weights.clipped(op, summed), sizes, 1)
+            i, o, forget = op.split(f(op, gates), 3, 1)
         else:
-            i, o, forget, new = _split(op, summed, 4, 1)
+            i, o, forget, new = op.split(summed, 4, 1)
             i, forget = gate(op, i, p_i, c), gate(op, forget, p_f, c)
             new = weights.clipped(op, new)
         c = (1.0 - i if coupled else forget) * c + i * g(op, new)
@@ -135,7 +140,7 @@ def _lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[li
             o = gate(op, o, p_o, c)
         return [o * activate(op, c), c]
 
-    return [_of_input(op, x, weights.w, _added(op, weights.wb, weights.rb))], step
+    return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
 
 
 def _of_input(op: Emit, x: ir.Value, w: ir.Value, b: ir.Value | None) -> ir.Value:
@@ -147,16 +152,17 @@ def _of_input(op: Emit, x: ir.Value, w: ir.Value, b: ir.Value | None) -> ir.Valu
     return _shaped(whole, time, batch, wide)
 
 
-def _added(op: Emit, a: ir.Value | None, b: ir.Value | None) -> ir.Value | None:
+def _sum_of_biases(op: Emit, a: ir.Value | None, b: ir.Value | None) -> ir.Value | None:
     return None if a is None or b is None else a + b
 
 
 # -- inputs and outputs ---------------------------------------------------------------------------
 
 
-def _recurrent(
+def _scanned(
     op: Emit, node: ir.Node, cell: Cell, gates: int, states: int, activations: Sequence[str]
 ) -> list[ir.Value]:
+    """Return the outputs of the node, by one Scan for each direction."""
     get = node.attributes
     direction, by_rows = get.get_string("direction", "forward"), get.get_int("layout", 0)
     x = node.inputs[0]
@@ -174,7 +180,7 @@ def _recurrent(
         reverse = direction == "reverse" or i == 1
         results.append(_scan(op, node, weights, elements, step, mask, reverse))
     if lengths is not None:
-        results = [_masked(op, values, mask, lengths) for values in results]
+        results = [_zero_beyond_ends(op, values, mask, lengths) for values in results]
     joined = []
     for i, parts in enumerate(zip(*results, strict=True)):
         added = [op.Unsqueeze(v, [int(i == 0)]) for v in parts]
@@ -192,22 +198,22 @@ def _directions(
     n, k = 1 + (get.get_string("direction", "forward") == "bidirectional"), len(activations)
     w, r, b, _, *initial, p = (*node.inputs[1:], *[None] * 6)[:7]
     hidden = _hidden(node, w, r, gates)
-    wide = _times(gates, hidden)
+    wide = _multiple(gates, hidden)
     if get.get_int("layout", 0):
         initial = [None if v is None else op.Transpose(v, perm=[1, 0, 2]) for v in initial]
     parts = zip(
-        _apart(op, w, n, wide, size),
-        _apart(op, r, n, wide, hidden),
-        _apart(op, b, n, _times(2, wide)),
-        _apart(op, p, n, _times(3, hidden)),
-        *(_apart(op, v, n, batch, hidden) for v in initial[:states]),
+        _by_direction(op, w, n, wide, size),
+        _by_direction(op, r, n, wide, hidden),
+        _by_direction(op, b, n, _multiple(2, wide)),
+        _by_direction(op, p, n, _multiple(3, hidden)),
+        *(_by_direction(op, v, n, batch, hidden) for v in initial[:states]),
         strict=True,
     )
     functions = list(activation_functions(node, activations, n))
     clip = get.get_float("clip") if "clip" in get else None
     directions = []
     for i, (w_i, r_i, b_i, p_i, *initial_i) in enumerate(parts):
-        wb, rb = (None, None) if b_i is None else _split(op, b_i, 2, 0)
+        wb, rb = (None, None) if b_i is None else op.split(b_i, 2, 0)
         starts = [_zeros(op, x, r_i) if v is None else v for v in initial_i]
         directions.append(_Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip))
     return directions
@@ -221,19 +227,16 @@ def _hidden(node: ir.Node, w: ir.Value | None, r: ir.Value | None, gates: int) -
     return wide // gates if hidden is None and isinstance(wide, int) else hidden
 
 
-def _times(k: int, n: Dim) -> Dim:
+def _multiple(k: int, n: Dim) -> Dim:
     return k * n if isinstance(n, int) else None
 
 
-def _apart(op: Emit, v: ir.Value | None, n: int, *shape: Dim) -> list[Any]:
+def _by_direction(op: Emit, v: ir.Value | None, n: int, *shape: Dim) -> list[Any]:
     """Return `v` (directions, ...) split into its directions, without that axis."""
     if v is None:
         return [None] * n
-    each = [v]
-    if n > 1:
-        each = op.emit_many("Split", [v], {"axis": 0, "num_outputs": n}, outputs=n)
-        each = [_shaped(part, 1, *shape) for part in each]
-    return [_shaped(op.Squeeze(part, [0]), *shape) for part in each]
+    parts = op.split(v, n, 0) if n > 1 else [v]
+    return [_shaped(op.Squeeze(part, [0]), *shape) for part in parts]
 
 
 def _zeros(op: Emit, x: ir.Value, r: ir.Value) -> ir.Value:
@@ -260,12 +263,12 @@ def _mask(op: Emit, x: ir.Value, lengths: ir.Value) -> ir.Value:
     if isinstance(steps, int):
         t = op.const(np.arange(steps).reshape(-1, 1))
     else:
-        t = op.Unsqueeze(op.Range(np.int64(0), op.Squeeze(steps, [0]), np.int64(1)), [1])
+        t = op.Unsqueeze(op.arange(steps), [1])
     time, batch, _ = _dims(x)
     return _shaped(op.Unsqueeze(op.Less(t, n), [2]), time, batch, 1)
 
 
-def _masked(
+def _zero_beyond_ends(
     op: Emit, results: list[ir.Value], mask: ir.Value | None, lengths: ir.Value
 ) -> list[ir.Value]:
     """Return the results, with zeros beyond the end of sequences and for sequences of length 0."""
@@ -295,8 +298,8 @@ def _scan(
     body = ir.Graph([], [], nodes=[], name=op.name(f"{node.op_type.lower()}_step"))
     inner = Emit(body, outer=op)
     stacks = elements if mask is None else [*elements, mask]
-    states = [_inside(inner, v, "state", 0) for v in weights.states]
-    slices = [_inside(inner, v, "element", 1) for v in stacks]
+    states = [_input_of_body(inner, v, "state", 0) for v in weights.states]
+    slices = [_input_of_body(inner, v, "element", 1) for v in stacks]
     body.inputs.extend([*states, *slices])
     with inner:
         new = step(inner, states, slices[: len(elements)])
@@ -319,28 +322,9 @@ def _scan(
     return [_shaped(y, _dims(stacks[0])[0], *_dims(states[0])), *finals]
 
 
-def _inside(op: Emit, v: ir.Value, name: str, start: int) -> ir.Value:
+def _input_of_body(op: Emit, v: ir.Value, name: str, start: int) -> ir.Value:
     """Return an input of the body, of the type of `v` and its shape from axis `start` on."""
     return ir.Value(name=op.name(name), type=v.type, shape=ir.Shape(_dims(v)[start:]))
-
-
-def _split(op: Emit, v: ir.Value, sizes: int | list[int] | ir.Value, axis: int) -> list[ir.Value]:
-    """Return the parts of `v` along `axis`: that many equal ones, or two of these sizes."""
-    equal = isinstance(sizes, int)
-    n = sizes if isinstance(sizes, int) else 2
-    attributes = {"axis": axis, "num_outputs": n} if equal else {"axis": axis}
-    parts = op.emit_many("Split", [v] if equal else [v, op.const(sizes)], attributes, outputs=n)
-    shape, whole = list(_dims(v)), _dims(v)[axis]
-    each = whole // n if equal and isinstance(whole, int) else None
-    for i, part in enumerate(parts):
-        shape[axis] = sizes[i] if isinstance(sizes, list) else each
-        _shaped(part, *shape)
-    return parts
-
-
-def _sizes(op: Emit, r: ir.Value, *parts: int) -> list[int] | ir.Value:
-    """Return multiples of the number of hidden units: numbers, or a value if it is dynamic."""
-    return op.vector(*(k * op.dim(r, 1) for k in parts))
 
 
 def _dims(v: ir.Value) -> Dims:

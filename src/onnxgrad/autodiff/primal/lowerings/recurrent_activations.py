@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import onnx_ir as ir
@@ -12,22 +13,19 @@ from onnxgrad.graph.emit import Emit
 
 Function = Callable[[Emit, ir.Value], ir.Value]
 
-_ALPHA = {"leakyrelu": 0.01, "thresholdedrelu": 0.0, "hardsigmoid": 0.2, "elu": 1.0}
-_BETA = {"affine": 0.0, "hardsigmoid": 0.5}
-_TAKES_ALPHA = {*_ALPHA, "affine", "scaledtanh"}
-_TAKES_BETA = {*_BETA, "scaledtanh"}
-_ACTIVATIONS: dict[str, Callable[[Emit, Any, Any, Any], Any]] = {
-    "relu": lambda op, x, a, b: op.Relu(x),
-    "tanh": lambda op, x, a, b: op.Tanh(x),
-    "sigmoid": lambda op, x, a, b: op.Sigmoid(x),
-    "affine": lambda op, x, a, b: a * x + b,
-    "leakyrelu": lambda op, x, a, b: op.LeakyRelu(x, alpha=a),
-    "thresholdedrelu": lambda op, x, a, b: op.ThresholdedRelu(x, alpha=a),
-    "scaledtanh": lambda op, x, a, b: a * op.Tanh(b * x),
-    "hardsigmoid": lambda op, x, a, b: op.HardSigmoid(x, alpha=a, beta=b),
-    "elu": lambda op, x, a, b: op.Elu(x, alpha=a),
-    "softsign": lambda op, x, a, b: op.Softsign(x),
-    "softplus": lambda op, x, a, b: op.Softplus(x),
+# the function, and the defaults of those of alpha and beta that it takes, None for no default
+_ACTIVATIONS: dict[str, tuple[Callable[..., Any], *tuple[float | None, ...]]] = {
+    "relu": (lambda op, x: op.Relu(x),),
+    "tanh": (lambda op, x: op.Tanh(x),),
+    "sigmoid": (lambda op, x: op.Sigmoid(x),),
+    "affine": (lambda op, x, a, b: a * x + b, None, 0.0),
+    "leakyrelu": (lambda op, x, a: op.LeakyRelu(x, alpha=a), 0.01),
+    "thresholdedrelu": (lambda op, x, a: op.ThresholdedRelu(x, alpha=a), 0.0),
+    "scaledtanh": (lambda op, x, a, b: a * op.Tanh(b * x), None, None),
+    "hardsigmoid": (lambda op, x, a, b: op.HardSigmoid(x, alpha=a, beta=b), 0.2, 0.5),
+    "elu": (lambda op, x, a: op.Elu(x, alpha=a), 1.0),
+    "softsign": (lambda op, x: op.Softsign(x),),
+    "softplus": (lambda op, x: op.Softplus(x),),
 }
 
 
@@ -41,21 +39,19 @@ def activation_functions(node: ir.Node, default: Sequence[str], n: int) -> Itera
         raise _error(
             node, f"it has {len(default) * n} activations, not {len(names)}; correct the list"
         )
-    alphas, betas = (
-        iter(node.attributes.get_floats(f"activation_{k}", ())) for k in ("alpha", "beta")
-    )
+    stated = [iter(node.attributes.get_floats(f"activation_{k}", ())) for k in ("alpha", "beta")]
     for name in (name.lower() for name in names):
         if name not in _ACTIVATIONS:
             raise _error(node, f"no activation {name!r}; valid are {', '.join(_ACTIVATIONS)}")
-        a = next(alphas, _ALPHA.get(name)) if name in _TAKES_ALPHA else 0.0
-        b = next(betas, _BETA.get(name)) if name in _TAKES_BETA else 0.0
-        if a is None or b is None:
+        function, *defaults = _ACTIVATIONS[name]
+        numbers = [next(given, n) for given, n in zip(stated, defaults, strict=False)]
+        if None in numbers:
             raise _error(node, f"{name} without activation_alpha or activation_beta: write them")
-        yield _function(name, a, b)
+        yield partial(_apply, function, numbers)
 
 
-def _function(name: str, a: float, b: float) -> Function:
-    return lambda op, x: op.set_type_like(_ACTIVATIONS[name](op, x, a, b), x)
+def _apply(function: Callable[..., Any], numbers: list, op: Emit, x: ir.Value) -> ir.Value:
+    return op.set_type_like(function(op, x, *numbers), x)
 
 
 def _error(node: ir.Node, reason: str) -> NoGradientRule:

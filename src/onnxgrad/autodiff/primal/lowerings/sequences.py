@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
@@ -13,11 +15,10 @@ from onnxgrad.graph.shapes import constant, dims
 
 
 @lowering("SequenceAt")
-def at(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def at(op: Emit, node: Any) -> list[ir.Value] | None:
     """[a, b, c][1] = b."""
     s, i = node.inputs
     array = constant(i)
-    assert s is not None
     values = None if array is None else elements(op, s)
     if values is None or array is None:
         return None
@@ -26,10 +27,9 @@ def at(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 @lowering("ConcatFromSequence")
-def concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def concat(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = the elements of s, concatenated; x itself if s is x split along the same axis."""
     [s] = node.inputs
-    assert s is not None
     axis = node.attributes.get_int("axis", 0)
     new = node.attributes.get_int("new_axis", 0)
     before = s.producer()
@@ -39,7 +39,7 @@ def concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
         shape = dims(x)
         axes = (axis, before.attributes.get_int("axis", 0))
         same = axes[0] == axes[1] or (shape and (axes[0] - axes[1]) % len(shape) == 0)
-        if x is not None and shape and same and drops == bool(new):
+        if shape and same and drops == bool(new):
             length = shape[axes[1]]
             if isinstance(length, int) and length > 0:
                 return [x]
@@ -50,19 +50,17 @@ def concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 @lowering("SequenceLength")
-def length(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def length(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = the number of elements of s."""
     [s] = node.inputs
-    assert s is not None
     values = elements(op, s)
     return None if values is None else [op.const(np.int64(len(values)))]
 
 
 @lowering("OptionalGetElement")
-def element(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def element(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = the value in x, or x itself if it is not an Optional."""
     [x] = node.inputs
-    assert x is not None
     before = x.producer()
     if before is not None and before.op_type == "Optional":
         x = before.inputs[0]
@@ -72,7 +70,7 @@ def element(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 @lowering("SequenceMap")
-def sequence_map(op: Emit, node: ir.Node) -> list[ir.Value]:
+def sequence_map(op: Emit, node: Any) -> list[ir.Value]:
     """ys = sequences of the results of the body for each element of x, as a Loop.
 
     The inliner of onnx cannot expand the function body of the specification, as it has a subgraph.
@@ -82,7 +80,6 @@ def sequence_map(op: Emit, node: ir.Node) -> list[ir.Value]:
     index, condition = counters(op)
     with inner.at(next(iter(body), None)):
         for x, v in zip(node.inputs, body.inputs, strict=True):
-            assert x is not None
             element = inner.SequenceAt(x, index) if is_sequence(x) else x
             ir.convenience.replace_all_uses_with(v, element, replace_graph_outputs=True)
     starts = [op.emit("SequenceEmpty", [], {"dtype": y.dtype}, fresh=True) for y in body.outputs]
