@@ -83,7 +83,7 @@ def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any])
         target, length = constant(inputs[1]), static(shapes[1])
         if target is None:
             return None if length is None or length[0] > limit("rank") else (None,) * length[0]
-        return _reshaped(first, target.tolist(), attributes)
+        return reshaped(first, target.tolist(), attributes)
     if op_type == "Resize":
         return _resized(first, inputs, attributes)
     return None
@@ -160,9 +160,11 @@ def _with_axes(
     return tuple(d for i, d in enumerate(shape) if i not in named)
 
 
-def _reshaped(shape: Dims, target: list[int], attributes: Mapping[str, Any]) -> Dims:
+def reshaped(shape: Dims | None, target: Sequence[Dim], attributes: Mapping[str, Any]) -> Dims:
     """Return the shape after a Reshape; a length -1 is inferred, perhaps as a symbol."""
-    result: list[Dim] = list(target)
+    result = list(target)
+    if shape is None:
+        return tuple(None if d in (0, -1) else d for d in result)
     if not attributes.get("allowzero"):
         result = [shape[i] if d == 0 else d for i, d in enumerate(result)]
     if -1 not in result:
