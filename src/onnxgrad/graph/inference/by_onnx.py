@@ -36,18 +36,20 @@ def infer_node(
     try:
         if function is None:
             schema = defs.get_schema(node.op_type, version, node.domain)
-            data = {str(x.name): d for x in node.inputs if (d := _data(x, elements or {}))}
-            types = {str(x.name): _type(x) for x in node.inputs if x is not None}
+            operands = [x for x in node.inputs if x is not None]
+            data = {str(x.name): d for x in operands if (d := _data(x, elements or {}))}
+            types = {str(x.name): _type(x) for x in operands}
             inferred = infer_node_outputs(schema, ir.to_proto(node), types, data)
-            found = [inferred.get(str(y.name)) for y in node.outputs]
         else:
             attributes = [ir.serde.serialize_attribute(a) for a in node.attributes.values()]
-            operands = [_type(x) for x in node.inputs]
-            found = infer_function_output_types(ir.to_proto(function), operands, attributes)
+            found = infer_function_output_types(
+                ir.to_proto(function), [_type(x) for x in node.inputs], attributes
+            )
+            inferred = dict(zip((str(y.name) for y in node.outputs), found, strict=False))
     except Exception:  # of several types
         return
-    for y, proto in zip(node.outputs, found, strict=False):
-        if proto is not None:
+    for y in node.outputs:
+        if (proto := inferred.get(str(y.name))) is not None:
             y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
             shape = ir.serde.deserialize_type_proto_for_shape(proto)
             complete(y, dims(ir.Value(shape=shape)))
@@ -69,9 +71,9 @@ def _type(x: ir.Value | None) -> TypeProto:
     return TypeProto() if proto is None else proto
 
 
-def _data(x: ir.Value | None, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
+def _data(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
     """Return the elements of an operand, if they are few and do not change between runs."""
-    if x is None or x.is_graph_input():
+    if x.is_graph_input():
         return None
     if x in elements and x.dtype is not None:
         numbers = elements[x]

@@ -7,9 +7,9 @@ from itertools import count
 
 import onnx_ir as ir
 
-from onnxgrad.graph.inference.by_onnx import infer_node
+from onnxgrad.graph.inference.by_onnx import complete, infer_node
 from onnxgrad.graph.inference.loop_states import forget_declared, give_scalars
-from onnxgrad.graph.inference.size_limits import check_constants, check_ranks
+from onnxgrad.graph.inference.size_limits import check_constants
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, static
 from onnxgrad.graph.traversal import all_nodes, subgraphs
@@ -47,7 +47,6 @@ def infer(
         y.shape = None
     give_scalars(model.graph)
     nodes = list(all_nodes(model.graph))
-    check_ranks(nodes)
     forget_declared(nodes)
     _name_axes(model.graph)
     Walk(model.graph, model.functions).infer(model.graph)
@@ -57,7 +56,7 @@ def infer(
         if shape is not None and y not in untrusted:
             if confirm is not None and _adds_to(shape, dims(y)):
                 shape = confirm(y, shape)
-            _complete(y, shape)
+            complete(y, tuple(None if d in _PLACEHOLDERS or not is_stated(d) else d for d in shape))
 
 
 def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
@@ -149,17 +148,6 @@ def _adds_to(declared: Dims, inferred: Dims | None) -> bool:
     if inferred is None or len(inferred) != len(declared):
         return inferred is None
     return any(d and not is_stated(i) for d, i in zip(declared, inferred, strict=True))
-
-
-def _complete(value: ir.Value, declared: Dims) -> None:
-    """Set the dimensions of `value` that could not be inferred to the declared ones."""
-    shape = dims(value)
-    if shape is None or len(shape) == len(declared):
-        inferred = shape or (None,) * len(declared)
-        named = [d if d not in _PLACEHOLDERS and is_stated(d) else None for d in declared]
-        value.shape = ir.Shape(
-            [i if is_stated(i) else d for i, d in zip(inferred, named, strict=True)]
-        )
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

@@ -37,14 +37,16 @@ def _write_pads(node: ir.Node) -> None:
 
 
 def drop_windows(graph: ir.Graph, node: ir.Node) -> ir.Node | None:
-    """Cut the end of a pool in `ceil_mode`, in place; return the node that cuts its input, if any.
+    """Cut the end if `node` is a pool in `ceil_mode`, in place; return a node that cuts its input.
 
     A window that would start in the end padding is not computed, but onnx before opset 22 counts it
     in the shape. Where less padding is not enough, the elements that no window reads are cut off.
     """
+    if not node.op_type.endswith("Pool") or not node.attributes.get_int("ceil_mode", 0):
+        return None
     get, shape = node.attributes.get_ints, dims(node.inputs[0])
     lengths = None if shape is None else static(shape[2:])
-    if lengths is None or not node.attributes.get_int("ceil_mode", 0):
+    if lengths is None:
         return None
     n = len(lengths)
     kernel, strides, dilations = (

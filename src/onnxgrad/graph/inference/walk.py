@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import count
 
 import onnx_ir as ir
@@ -17,8 +17,7 @@ from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.sequences import is_empty, joined, note_empty
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-
-_POOLS = ("AveragePool", "LpPool", "MaxPool")
+from onnxgrad.limits import check_limit
 
 
 class Walk:
@@ -44,7 +43,7 @@ class Walk:
         for x in graph.initializers.values():
             if x.const_value is not None:
                 x.type = x.type or ir.TensorType(x.const_value.dtype)
-                x.shape = x.const_value.shape if x.shape is None else x.shape
+                complete(x, tuple(x.const_value.shape.numpy()))
         for node in graph:
             self._infer(node)
 
@@ -62,8 +61,9 @@ class Walk:
             self._infer_tensors(node)
         complete_types(node)
         for y in node.outputs:
-            shape = dims(y)
-            if shape is not None and None in shape and isinstance(y.type, ir.TensorType):
+            shape = dims(y) or ()
+            check_limit("rank", len(shape), f"result {y.name!r} has too many axes")
+            if None in shape and isinstance(y.type, ir.TensorType):
                 y.shape = ir.Shape([next(self._symbols) if d is None else d for d in shape])
         if op_type and (found := evaluated(node, self.elements)) is not None:
             self.elements[node.outputs[0]] = found
@@ -71,8 +71,9 @@ class Walk:
     def _infer_tensors(self, node: ir.Node) -> None:
         if not node.domain:
             spell_out(node)
-        if not node.domain and node.op_type in _POOLS and (new := drop_windows(self.main, node)):
-            self._infer(new)
+            new = drop_windows(self.main, node)
+            if new is not None:
+                self._infer(new)
         if all(y.type is not None and _is_complete(dims(y)) for y in node.outputs):
             return
         known = dims(node.outputs[0])
@@ -169,7 +170,10 @@ def _set(value: ir.Value, value_type: ir.TypeProtocol | None, shape: Dims | None
 
 
 def _set_stacked(
-    ends: Iterable[ir.Value], stacks: Iterable[ir.Value], length: int | str | None, axes: tuple
+    ends: Iterable[ir.Value],
+    stacks: Iterable[ir.Value],
+    length: int | str | None,
+    axes: Sequence[int],
 ) -> None:
     """Set the types and shapes of what a Loop or Scan stacks of the results of its body."""
     for i, (end, stack) in enumerate(zip(ends, stacks, strict=False)):
