@@ -51,8 +51,9 @@ def infer_node(
     for y in node.outputs:
         if (proto := inferred.get(str(y.name))) is not None:
             y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
-            shape = ir.serde.deserialize_type_proto_for_shape(proto)
-            complete(y, dims(ir.Value(shape=shape)))
+            shape = dims(ir.Value(shape=ir.serde.deserialize_type_proto_for_shape(proto)))
+            if not any(isinstance(d, int) and d < 0 for d in shape or ()):  # of what cannot run
+                complete(y, shape)
 
 
 def complete(value: ir.Value, shape: Dims | None) -> None:

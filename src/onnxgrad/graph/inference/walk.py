@@ -55,6 +55,8 @@ class Walk:
             self._infer_loop(node)
         elif op_type == "Scan":
             self._infer_scan(node)
+        elif op_type == "SequenceMap":
+            self._infer_map(node)
         elif op_type not in sequences.OPERATORS or not _infer_sequence(node):
             for body in subgraphs(node):
                 self.infer(body)
@@ -148,6 +150,16 @@ class Walk:
             _set(y, end.type, _stated(dims(end)) if shape is None else shape)
         axes = node.attributes.get_ints("scan_output_axes", ())
         _set_stacked(body.outputs[n:], node.outputs[n:], length, axes)
+
+    def _infer_map(self, node: ir.Node) -> None:
+        body = node.attributes["body"].as_graph()
+        for x, given in zip(body.inputs, node.inputs, strict=True):
+            if given is not None and given.type is not None:
+                _set(x, ir.TensorType(given.type.dtype), _stated(dims(given)))
+        self.infer(body)
+        for y, end in zip(node.outputs, body.outputs, strict=True):
+            kind = None if end.type is None else ir.SequenceType(end.type)
+            _set(y, kind, _stated(dims(end)))
 
 
 def _is_complete(shape: Dims | None) -> bool:
