@@ -6,8 +6,16 @@ from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
-from onnx import TensorProto, TypeProto, defs
-from onnx.shape_inference import infer_function_output_types, infer_node_outputs
+from onnx import (
+    IR_VERSION,
+    GraphProto,
+    ModelProto,
+    OperatorSetIdProto,
+    TensorProto,
+    ValueInfoProto,
+    defs,
+)
+from onnx.shape_inference import infer_shapes
 
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 
@@ -18,42 +26,48 @@ def infer_node(
     node: ir.Node,
     opsets: Mapping[str, int],
     elements: Mapping[ir.Value, np.ndarray] | None = None,
-    function: ir.Function | None = None,
+    functions: Mapping[ir.OperatorIdentifier, ir.Function] | None = None,
 ) -> None:
     """Set the unknown types and dimensions of the outputs of `node`; nothing where onnx fails.
 
-    Without them, rules compute shapes at run time.
+    Without them, rules compute shapes at run time. onnx infers a model of one node, which it does
+    for types, too, that the schema of the operator does not allow.
 
     Args:
         node: a node without subgraphs.
         opsets: the version of each domain.
         elements: of short vectors that are no constants.
-        function: that which the node calls.
+        functions: those of the model.
     """
-    version = opsets.get(node.domain, 0)
-    if function is None and not defs.has(node.op_type, version, node.domain):
+    called = functions if functions and node.op_identifier() in functions else {}
+    if not called and not defs.has(node.op_type, opsets.get(node.domain, 0), node.domain):
         return
+    operands = dict.fromkeys(x for x in node.inputs if x is not None)
     try:
-        if function is None:
-            schema = defs.get_schema(node.op_type, version, node.domain)
-            operands = [x for x in node.inputs if x is not None]
-            data = {str(x.name): d for x in operands if (d := _data(x, elements or {}))}
-            types = {str(x.name): _type(x) for x in operands}
-            inferred = infer_node_outputs(schema, ir.to_proto(node), types, data)
-        else:
-            attributes = [ir.serde.serialize_attribute(a) for a in node.attributes.values()]
-            found = infer_function_output_types(
-                ir.to_proto(function), [_type(x) for x in node.inputs], attributes
-            )
-            inferred = dict(zip((str(y.name) for y in node.outputs), found, strict=False))
+        graph = GraphProto(name="node", node=[ir.to_proto(node)])
+        graph.output.extend(ValueInfoProto(name=y.name) for y in node.outputs if y.name)
+        for x in operands:
+            if (data := _data(x, elements or {})) is not None:
+                graph.initializer.append(data)
+            elif x.type is not None:
+                graph.input.append(ir.serde.serialize_value(x))
+        model = ModelProto(ir_version=IR_VERSION, graph=graph)
+        model.opset_import.extend(
+            OperatorSetIdProto(domain=d, version=v) for d, v in opsets.items()
+        )
+        model.functions.extend(map(ir.to_proto, called.values()))
+        inferred = infer_shapes(model).graph.output
     except Exception:  # of several types
         return
+    types = {info.name: info.type for info in inferred if info.type.WhichOneof("value")}
+    symbols = {d for x in operands for d in dims(x) or ()}
     for y in node.outputs:
-        if (proto := inferred.get(str(y.name))) is not None:
+        if (proto := types.get(str(y.name))) is not None:
             y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
             shape = dims(ir.Value(shape=ir.serde.deserialize_type_proto_for_shape(proto)))
-            if not any(isinstance(d, int) and d < 0 for d in shape or ()):  # of what cannot run
-                complete(y, shape)
+            if shape is not None and all(not isinstance(d, int) or d >= 0 for d in shape):
+                # a negative length is that of a node that never runs
+                complete(y, tuple(d if isinstance(d, int) or d in symbols else None for d in shape))
 
 
 def complete(value: ir.Value, shape: Dims | None) -> None:
@@ -67,11 +81,6 @@ def complete(value: ir.Value, shape: Dims | None) -> None:
         value.shape = ir.Shape([k if s is None or is_stated(k) else s for k, s in pairs])
 
 
-def _type(x: ir.Value | None) -> TypeProto:
-    proto = None if x is None or x.type is None else ir.serde.serialize_value(x).type
-    return TypeProto() if proto is None else proto
-
-
 def _data(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
     """Return the elements of an operand, if they are few and do not change between runs."""
     if x.is_graph_input():
@@ -82,8 +91,11 @@ def _data(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto |
         tensor = ir.tensor(numbers.astype(x.dtype.numpy())) if known else None
     else:
         tensor = ir.convenience.get_const_tensor(x)
-    small = tensor is not None and tensor.size <= _SMALL
-    return ir.serde.serialize_tensor(tensor) if small and tensor is not None else None
+    if tensor is None or tensor.size > _SMALL:
+        return None
+    proto = ir.serde.serialize_tensor(tensor)
+    proto.name = str(x.name)
+    return proto
 
 
 def complete_types(node: ir.Node) -> None:

@@ -79,9 +79,7 @@ class Walk:
         if all(y.type is not None and _is_complete(dims(y)) for y in node.outputs):
             return
         known = dims(node.outputs[0])
-        infer_node(
-            node, self.main.opset_imports, self.elements, self.functions.get(node.op_identifier())
-        )
+        infer_node(node, self.main.opset_imports, self.elements, self.functions)
         if node.domain:
             return
         correct(node, known)
