@@ -13,6 +13,7 @@ from onnxgrad.graph.shapes import (
     Dim,
     Dims,
     broadcast,
+    broadcast_dim,
     coefficient,
     constant,
     dims,
@@ -119,19 +120,8 @@ def einsum_shape(shapes: Sequence[Dims | None], equation: str) -> Dims | None:
     middle = broadcast(*ellipses) if dots else ()
     if middle is None:
         return None
-    before, after = ([_index_length(lengths.get(i, [None])) for i in part] for part in (head, tail))
+    before, after = ([broadcast_dim(lengths.get(i, [None])) for i in part] for part in (head, tail))
     return (*before, *middle, *after)
-
-
-def _index_length(lengths: Sequence[Dim]) -> Dim:
-    """Return the length of an index from its lengths in the operands, where 1 broadcasts."""
-    others = {d for d in lengths if d not in (None, 1)}
-    sizes = [d for d in others if isinstance(d, int)]
-    if sizes:
-        return sizes[0]
-    if len(others) == 1 and None not in lengths:
-        return others.pop()
-    return None if others or None in lengths else 1
 
 
 def _resized(shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:

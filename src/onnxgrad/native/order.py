@@ -205,6 +205,5 @@ def nbytes(value: ir.Value) -> int:
 
 
 def _static_nbytes(value: ir.Value) -> int | None:
-    shape = static(dims(value))
-    known = shape is not None and value.dtype is not None
-    return int(prod(shape) * value.dtype.itemsize) if known else None
+    shape, dtype = static(dims(value)), value.dtype
+    return None if shape is None or dtype is None else int(prod(shape) * dtype.itemsize)

@@ -77,7 +77,7 @@ def _shape(node: ir.Node) -> Elements | None:
     if shape is None:
         return None
     start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
-    return _vector(shape[start:end])
+    return np.array(shape[start:end], object)
 
 
 def _size(node: ir.Node) -> Elements | None:
@@ -85,24 +85,11 @@ def _size(node: ir.Node) -> Elements | None:
     return None if shape is None else _product(shape)
 
 
-def _vector(items: Iterable[Any]) -> Elements:
-    listed = list(items)
-    result = np.empty(len(listed), object)
-    result[:] = listed
-    return result
-
-
-def _scalar(item: Any) -> Elements:
-    result = np.empty((), object)
-    result[()] = item
-    return result
-
-
 def _product(shape: Iterable[Dim]) -> Elements:
     result: Dim = 1
     for d in shape:
         result = _times(result, d)
-    return _scalar(result)
+    return np.array(result, object)
 
 
 def _times(a: Dim, b: Dim) -> Dim:
@@ -127,12 +114,9 @@ def _numbers(function: Callable[..., Any]) -> Callable[..., Elements]:
 
 
 def _each(function: Callable[..., Any]) -> Callable[..., Elements]:
-    def evaluated(node: ir.Node, *operands: Elements) -> Elements:
-        arrays = np.broadcast_arrays(*operands)
-        results = [function(*items) for items in zip(*(a.flat for a in arrays), strict=True)]
-        return _vector(results).reshape(arrays[0].shape)
-
-    return evaluated
+    """Return an elementwise function of operands that broadcast."""
+    vectorized = np.vectorize(function, [object])
+    return lambda node, *operands: vectorized(*operands)
 
 
 def _divided(a: int, b: int) -> int | None:
@@ -151,7 +135,7 @@ def _gather(node: ir.Node, x: Elements, i: Elements) -> Elements | None:
     if x.ndim != 1 or not all(isinstance(e, int) for e in i.flat):
         return None
     picked = [x[int(e)] for e in i.flat]
-    return _vector(picked).reshape(i.shape)
+    return np.array(picked, object).reshape(i.shape)
 
 
 def _slice(node: ir.Node, x: Elements, *bounds: Elements | None) -> Elements | None:
@@ -183,12 +167,12 @@ def _filled(node: ir.Node, shape: Elements) -> Elements | None:
     value = node.attributes.get_tensor("value", None)
     if value is None or value.dtype not in INTEGERS or shape.shape != (1,) or shape[0] > _MOST:
         return None
-    return _vector(value.numpy().tolist() * shape[0])
+    return np.array(value.numpy().tolist() * shape[0], object)
 
 
 def _range(node: ir.Node, start: Elements, end: Elements, step: Elements) -> Elements | None:
     numbers = range(*(int(v.item()) for v in (start, end, step)))
-    return _vector(numbers) if len(numbers) <= _MOST else None
+    return np.array(numbers, object) if len(numbers) <= _MOST else None
 
 
 def _reduce_prod(node: ir.Node, x: Elements, axes: Elements | None = None) -> Elements:
