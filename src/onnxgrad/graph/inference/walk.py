@@ -67,8 +67,10 @@ class Walk:
             check_limit("rank", len(shape), f"result {y.name!r} has too many axes")
             if None in shape and isinstance(y.type, ir.TensorType):
                 y.shape = ir.Shape([next(self._symbols) if d is None else d for d in shape])
-        if op_type and (found := evaluated(node, self.elements)) is not None:
-            self.elements[node.outputs[0]] = found
+        if op_type:
+            self.elements.pop(node.outputs[0], None)  # of an iteration that assumed another shape
+            found = evaluated(node, self.elements)
+            self.elements |= {} if found is None else {node.outputs[0]: found}
 
     def _infer_tensors(self, node: ir.Node) -> None:
         if not node.domain:
@@ -122,7 +124,8 @@ class Walk:
         for _, state, end, result in loop_states:
             if not isinstance(state.type, ir.TensorType | None):
                 end.type = state.type
-            result.type, result.shape = state.type or end.type, state.shape
+            result.type = state.type or end.type or result.type
+            result.shape = state.shape
         n = len(loop_states)
         _set_stacked(body.outputs[1 + n :], node.outputs[n:], None, ())
 
