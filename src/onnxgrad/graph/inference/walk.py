@@ -147,8 +147,8 @@ class Walk:
         for y, rank in zip(body.outputs, body.meta.get(RANKS, ()), strict=False):
             y.shape = ir.Shape([None] * rank) if y.shape is None and rank is not None else y.shape
         for y, start, end in zip(node.outputs, node.inputs[:n], body.outputs, strict=False):
-            shape = dims(start)
-            _set(y, end.type, _stated(dims(end)) if shape is None else shape)
+            _set(y, end.type, _stated(dims(end)))
+            complete(y, dims(start))
         axes = node.attributes.get_ints("scan_output_axes", ())
         _set_stacked(body.outputs[n:], node.outputs[n:], length, axes)
 
