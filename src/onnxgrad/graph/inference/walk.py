@@ -17,6 +17,7 @@ from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.sequences import is_empty, joined, note_empty
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.graph.types import output_types
 from onnxgrad.limits import check_limit
 
 
@@ -78,22 +79,28 @@ class Walk:
             new = drop_windows(self.main, node)
             if new is not None:
                 self._infer(new)
+        if not node.domain:  # first, as it is faster
+            self._infer_by_rules(node)
         if all(y.type is not None and _is_complete(dims(y)) for y in node.outputs):
             return
         known = dims(node.outputs[0])
         infer_node(node, self.main.opset_imports, self.elements, self.functions)
-        if node.domain:
+        if not node.domain:
+            correct(node, known)
+            self._infer_by_rules(node)
+
+    def _infer_by_rules(self, node: ir.Node) -> None:
+        y, attributes = node.outputs[0], {a.name: a.value for a in node.attributes.values()}
+        if _is_complete(dims(y)):
             return
-        correct(node, known)
-        y = node.outputs[0]
-        if not _is_complete(dims(y)):
-            attributes = {a.name: a.value for a in node.attributes.values()}
-            try:
-                complete(y, output_shape(node.op_type, node.inputs, attributes))
-            except ModelError:
-                if not self._is_conditional:
-                    raise
-            complete(y, shape_by_elements(node, self.elements))
+        try:
+            complete(y, output_shape(node.op_type, node.inputs, attributes))
+        except ModelError:
+            if not self._is_conditional:
+                raise
+        complete(y, shape_by_elements(node, self.elements))
+        if y.type is None and _is_complete(dims(y)) and node.op_type != "CastLike":
+            y.type = output_types(node.op_type, node.inputs, attributes, 1)[0]
 
     def _infer_branches(self, node: ir.Node) -> None:
         before, self._is_conditional = self._is_conditional, True
