@@ -94,12 +94,14 @@ class Walk:
         if _is_complete(dims(y)):
             return
         try:
-            complete(y, output_shape(node.op_type, node.inputs, attributes))
+            shape = output_shape(node.op_type, node.inputs, attributes)
         except ModelError:
             if not self._is_conditional:
                 raise
+            return
+        complete(y, shape)
         complete(y, shape_by_elements(node, self.elements))
-        if y.type is None and _is_complete(dims(y)) and node.op_type != "CastLike":
+        if y.type is None and shape is not None and node.op_type != "CastLike":
             y.type = output_types(node.op_type, node.inputs, attributes, 1)[0]
 
     def _infer_branches(self, node: ir.Node) -> None:
