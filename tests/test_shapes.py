@@ -162,6 +162,18 @@ def test_inference_that_fails_leaves_shapes_unknown():
     assert dims(next(iter(model.graph)).outputs[0]) is None
 
 
+def test_lengths_that_a_loop_changes_are_forgotten_with_what_follows_from_them():
+    g = graph("""g (float[N] x, int64 n, bool c) => (float y, float z)
+        <float e = {1.0}, int64 two = {2}> {
+        y, z = Loop(n, c, x) <body = b (int64 i, bool k, float[N] v) => (bool q, float w, float o) {
+            q = Identity(k)  d = Shape(v)  s = Mul(d, two)  o = Expand(e, s)
+            w = Concat<axis = 0>(v, o) }> }""")
+    (loop,) = g
+    body = loop.attributes["body"].as_graph()
+    values = (*body.inputs, *body.outputs, *loop.outputs)
+    assert not any(isinstance(d, str) and "N" in d for v in values for d in dims(v) or ())
+
+
 # -- what is claimed, against what is there -----------------------------------------------------
 
 

@@ -156,11 +156,12 @@ def _volume(shape: Dims) -> tuple[int, list[str]] | None:
 # -- the places of each operator ------------------------------------------------------------------
 
 
-def axes_of(*op_types: str, domain: str = "") -> Callable[[Any], Any]:
+def axes_of(*op_types: str, domain: str = "", first: bool = False) -> Callable[[Any], Any]:
     """Register the decorated function of operators: (node, operand, axis) -> its place.
 
     The rank of the operand is known, and the axis counted from the first. The result is the place
-    in all outputs, or a tuple of one for each.
+    in all outputs, or a tuple of one for each. With `first`, the function is asked of the first
+    operand only, as the axes of the others do not stay.
 
     Examples:
         >>> @axes_of("ScaleColumns", domain="doc.example")
@@ -173,72 +174,51 @@ def axes_of(*op_types: str, domain: str = "") -> Callable[[Any], Any]:
     """
 
     def register(function: Callable[[Any, int, int], Answer]) -> Any:
-        for op_type in op_types:
-            add(domain, op_type, axes=function)
-        return function
-
-    return register
-
-
-def axes_of_first(*op_types: str, domain: str = "") -> Callable[[Any], Any]:
-    """Register the decorated function of operators of which only axes of the first operand stay.
-
-    It takes (node, axis).
-    """
-
-    def register(function: Callable[[Any, int], Answer]) -> Any:
         def of_first(node: Any, operand: int, axis: int) -> Answer:
-            return None if operand else function(node, axis)
+            return None if operand else function(node, operand, axis)
 
-        axes_of(*op_types, domain=domain)(of_first)
+        for op_type in op_types:
+            add(domain, op_type, axes=of_first if first else function)
         return function
 
     return register
 
 
 @axes_of(*ELEMENTWISE, "Dropout")
+@axes_of("Expand", first=True)
 def _broadcast(node: Any, operand: int, axis: int) -> Place:
     width, n = rank(node.outputs[0]), len(node.inputs[operand].shape)
     return None if width is None or width < n else axis + width - n
 
 
-@axes_of_first("Expand")
-def _expanded(node: Any, axis: int) -> Place:
-    return _broadcast(node, 0, axis)
-
-
-@axes_of_first("Compress", "CumProd", "CumSum", "Hardmax", "LogSoftmax", "LpNormalization")
-@axes_of_first("MeanVarianceNormalization", "Slice", "Softmax", "Split", "TopK")
-def _unless_named(node: Any, axis: int) -> Place:
+@axes_of("Concat")
+@axes_of("Compress", "CumProd", "CumSum", "Hardmax", "LogSoftmax", "LpNormalization", first=True)
+@axes_of("MeanVarianceNormalization", "Slice", "Softmax", "Split", "TopK", first=True)
+def _unless_named(node: Any, _operand: int, axis: int) -> Place:
     named = named_axes(node)
     return None if named is None or axis in named else axis
 
 
-@axes_of("Concat")
-def _concatenated(node: Any, _operand: int, axis: int) -> Place:
-    return _unless_named(node, axis)
-
-
-@axes_of_first("LayerNormalization", "RMSNormalization")
-def _in_front_of_named(node: Any, axis: int) -> Place:
+@axes_of("LayerNormalization", "RMSNormalization", first=True)
+def _in_front_of_named(node: Any, _operand: int, axis: int) -> Place:
     named = named_axes(node)
     return None if named is None or axis >= named[0] else axis
 
 
-@axes_of_first("BatchNormalization", "LRN")
-def _but_channels(node: Any, axis: int) -> Place:
+@axes_of("BatchNormalization", "LRN", first=True)
+def _but_channels(node: Any, _operand: int, axis: int) -> Place:
     return None if axis == 1 or node.attributes.get_int("training_mode", 0) else axis
 
 
-@axes_of_first("Conv", "ConvTranspose", "DepthToSpace", "GroupNormalization")
-@axes_of_first("InstanceNormalization", "SpaceToDepth")
-def _rows(_node: Any, axis: int) -> Place:
+@axes_of("Conv", "ConvTranspose", "DepthToSpace", "GroupNormalization", first=True)
+@axes_of("InstanceNormalization", "SpaceToDepth", first=True)
+def _rows(_node: Any, _operand: int, axis: int) -> Place:
     return 0 if axis == 0 else None
 
 
-@axes_of_first("AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool")
-@axes_of_first("MaxPool")
-def _pooled(node: Any, axis: int) -> Answer:
+@axes_of("AveragePool", "GlobalAveragePool", "GlobalLpPool", "GlobalMaxPool", "LpPool", first=True)
+@axes_of("MaxPool", first=True)
+def _pooled(node: Any, _operand: int, axis: int) -> Answer:
     # the indices of a MaxPool are positions in the whole batch
     return (axis if axis < 2 else None, None)[: len(node.outputs)]
 
@@ -253,58 +233,58 @@ def _regions(_node: Any, operand: int, axis: int) -> Place:
     return axis if axis == (operand == 0) else None  # channels of the images, rows of the others
 
 
-@axes_of_first("Det", "Trilu")
-def _but_matrices(node: Any, axis: int) -> Place:
+@axes_of("Det", "Trilu", first=True)
+def _but_matrices(node: Any, _operand: int, axis: int) -> Place:
     return axis if axis < len(node.inputs[0].shape) - 2 else None
 
 
-@axes_of_first(*_REDUCTIONS.split(), "ArgMax", "ArgMin", "Squeeze")
-def _without_named(node: Any, axis: int) -> Place:
+@axes_of(*_REDUCTIONS.split(), "ArgMax", "ArgMin", "Squeeze", first=True)
+def _without_named(node: Any, _operand: int, axis: int) -> Place:
     named, squeezes = named_axes(node), node.op_type == "Squeeze"
     if named is None:
-        return _reshaped(node, axis) if squeezes else None
+        return _reshaped(node, 0, axis) if squeezes else None
     if axis in named:
         return SUMMED if node.op_type in ("ReduceL1", "ReduceSum", "ReduceSumSquare") else None
     keeps = not squeezes and node.attributes.get_int("keepdims", 1)
     return axis if keeps else axis - sum(a < axis for a in {*named})
 
 
-@axes_of_first("Unsqueeze")
-def _unsqueezed(node: Any, axis: int) -> Place:
+@axes_of("Unsqueeze", first=True)
+def _unsqueezed(node: Any, _operand: int, axis: int) -> Place:
     new = named_axes(node)
     if new is None:
-        return _reshaped(node, axis)
+        return _reshaped(node, 0, axis)
     return [i for i in range(len(node.inputs[0].shape) + len(new)) if i not in new][axis]
 
 
-@axes_of_first("Flatten", "Reshape")
-def _reshaped(node: Any, axis: int) -> Place:
+@axes_of("Flatten", "Reshape", first=True)
+def _reshaped(node: Any, _operand: int, axis: int) -> Place:
     before, after = dims(node.inputs[0]) or (), dims(node.outputs[0]) or ()
     same = [i for i in range(len(after)) if keeps_axis(before, axis, after, i)]
     return same[0] if len(same) == 1 else None
 
 
-@axes_of_first("Transpose")
-def _transposed(node: Any, axis: int) -> Place:
+@axes_of("Transpose", first=True)
+def _transposed(node: Any, _operand: int, axis: int) -> Place:
     return (named_axes(node) or []).index(axis)
 
 
-@axes_of_first("Pad")
-def _padded(node: Any, axis: int) -> Place:
+@axes_of("Pad", first=True)
+def _padded(node: Any, _operand: int, axis: int) -> Place:
     named, pads = named_axes(node), constant(node.inputs[1])
     if named is None or axis not in named:
         return None if named is None else axis
     return None if pads is None or pads[named.index(axis) :: len(named)].any() else axis
 
 
-@axes_of_first("Tile")
-def _tiled(node: Any, axis: int) -> Place:
+@axes_of("Tile", first=True)
+def _tiled(node: Any, _operand: int, axis: int) -> Place:
     repeats = constant(node.inputs[1])
     return axis if repeats is not None and repeats[axis] == 1 else None
 
 
-@axes_of_first("Resize")
-def _resized(node: Any, axis: int) -> Place:
+@axes_of("Resize", first=True)
+def _resized(node: Any, _operand: int, axis: int) -> Place:
     # each axis is resized by itself; equal lengths may hide a scale other than 1
     x, _, scales, sizes = (*node.inputs, None, None, None)[:4]
     named, option = named_axes(node) or [], node.attributes.get_string
@@ -320,8 +300,8 @@ def _resized(node: Any, axis: int) -> Place:
     return axis if stretches and before == after is not None else None
 
 
-@axes_of_first("OneHot")
-def _one_hot(node: Any, axis: int) -> Place:
+@axes_of("OneHot", first=True)
+def _one_hot(node: Any, _operand: int, axis: int) -> Place:
     new = node.attributes.get_int("axis", -1) % (len(node.inputs[0].shape) + 1)
     return axis + (axis >= new)
 
@@ -338,7 +318,7 @@ def _gathered(node: Any, operand: int, axis: int) -> Place:
 
 @axes_of("GatherElements")
 def _gathered_elements(node: Any, operand: int, axis: int) -> Place:
-    return axis if operand else _unless_named(node, axis)
+    return axis if operand else _unless_named(node, operand, axis)
 
 
 @axes_of("GatherND")
@@ -349,7 +329,9 @@ def _gathered_nd(node: Any, operand: int, axis: int) -> Place:
 
 @axes_of("ReverseSequence")
 def _sequences_reversed(node: Any, operand: int, axis: int) -> Place:
-    return node.attributes.get_int("batch_axis", 1) if operand else _unless_named(node, axis)
+    return (
+        node.attributes.get_int("batch_axis", 1) if operand else _unless_named(node, operand, axis)
+    )
 
 
 @axes_of("MatMul")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.graph.axes import named_axes, places
 from onnxgrad.graph.shapes import constant, dims
 
 _MOVES = frozenset(("Expand", "Range", "Reshape", "Slice", "Unsqueeze"))
+_WIDE = (ir.DataType.INT32, ir.DataType.INT64)
 
 
 def distinct_along(i: ir.Value, axis: int) -> bool:
@@ -19,26 +21,21 @@ def distinct_along(i: ir.Value, axis: int) -> bool:
         return True
     node = _producer(i)
     if node is not None and node.op_type == "TopK":
-        return node.attributes.get_int("axis", -1) in (axis, axis + len(shape))
+        return named_axes(node) == [axis + len(shape)]
     return node is not None and _keeps_distinct(node) and distinct_along(_first(node), axis)
 
 
 def distinct_rows(i: ir.Value) -> bool:
     """Return whether the vectors along the last axis of `i` are proven to be distinct indices."""
     shape, node = dims(i), _producer(i)
-    op_type = None if node is None else node.op_type
-    if node is not None and op_type == "Transpose":  # of a NonZero, whose two axes it swaps
+    if node is not None and node.op_type == "Transpose":  # of a NonZero, whose two axes it swaps
         before = _producer(_first(node))
         perm = tuple(node.attributes.get_ints("perm", (1, 0)))
         return before is not None and before.op_type == "NonZero" and perm == (1, 0)
     if shape is None:
         return False
     columns, n = [i], len(shape)
-    if (
-        node is not None
-        and op_type == "Concat"
-        and node.attributes.get_int("axis", 0) in (-1, n - 1)
-    ):
+    if node is not None and node.op_type == "Concat" and named_axes(node) == [n - 1]:
         columns = [x for x in node.inputs if x is not None]
     proven = {_axis_of(column) for column in columns}
     return all(d == 1 or axis - n in proven for axis, d in enumerate(shape[:-1]))
@@ -74,17 +71,11 @@ def _axis_of(v: ir.Value) -> int | None:
         ascends = start is not None and start >= 0 and step is not None and step >= 1
         return -1 if ascends else None
     before, axis = dims(x), _axis_of(x)
-    if before is None or axis is None or node.op_type in ("Cast", "Slice"):
+    if before is None or axis is None or node.op_type == "Slice":
         return axis
-    if node.op_type == "Expand":
-        return axis if before[axis] == shape[axis] is not None else None
-    if node.op_type == "Unsqueeze":
-        axes = constant(node.inputs[1])
-        named = set() if axes is None else {int(a) % len(shape) for a in axes}
-        kept = [i for i in range(len(shape)) if i not in named]
-        return kept[axis] - len(shape) if len(kept) == len(before) else None
-    other = [i - len(shape) for i, d in enumerate(shape) if d != 1]
-    return other[0] if len(before) == len(other) == 1 else None
+    [place] = places(node, 0, axis + len(before))
+    same = isinstance(place, int) and before[axis] == shape[place] is not None
+    return place - len(shape) if same and isinstance(place, int) else None
 
 
 def _axis_of_array(array: np.ndarray) -> int | None:
@@ -101,10 +92,7 @@ def _axis_of_array(array: np.ndarray) -> int | None:
 
 def _keeps_distinct(node: ir.Node) -> bool:
     """Return whether `node` is a Cast that keeps numbers distinct which differ by one or more."""
-    return node.op_type == "Cast" and node.outputs[0].dtype in (
-        ir.DataType.INT32,
-        ir.DataType.INT64,
-    )
+    return node.op_type == "Cast" and node.outputs[0].dtype in _WIDE
 
 
 def _producer(v: ir.Value) -> ir.Node | None:

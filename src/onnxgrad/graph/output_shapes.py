@@ -13,6 +13,7 @@ from onnxgrad.graph.shapes import (
     Dim,
     Dims,
     broadcast,
+    broadcast_dim,
     coefficient,
     constant,
     dims,
@@ -83,7 +84,7 @@ def _output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any])
         target, length = constant(inputs[1]), static(shapes[1])
         if target is None:
             return None if length is None or length[0] > limit("rank") else (None,) * length[0]
-        return _reshaped(first, target.tolist(), attributes)
+        return reshaped(first, target.tolist(), attributes)
     if op_type == "Resize":
         return _resized(first, inputs, attributes)
     return None
@@ -119,19 +120,8 @@ def einsum_shape(shapes: Sequence[Dims | None], equation: str) -> Dims | None:
     middle = broadcast(*ellipses) if dots else ()
     if middle is None:
         return None
-    before, after = ([_index_length(lengths.get(i, [None])) for i in part] for part in (head, tail))
+    before, after = ([broadcast_dim(lengths.get(i, [None])) for i in part] for part in (head, tail))
     return (*before, *middle, *after)
-
-
-def _index_length(lengths: Sequence[Dim]) -> Dim:
-    """Return the length of an index from its lengths in the operands, where 1 broadcasts."""
-    others = {d for d in lengths if d not in (None, 1)}
-    sizes = [d for d in others if isinstance(d, int)]
-    if sizes:
-        return sizes[0]
-    if len(others) == 1 and None not in lengths:
-        return others.pop()
-    return None if others or None in lengths else 1
 
 
 def _resized(shape: Dims, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims:
@@ -160,9 +150,11 @@ def _with_axes(
     return tuple(d for i, d in enumerate(shape) if i not in named)
 
 
-def _reshaped(shape: Dims, target: list[int], attributes: Mapping[str, Any]) -> Dims:
+def reshaped(shape: Dims | None, target: Sequence[Dim], attributes: Mapping[str, Any]) -> Dims:
     """Return the shape after a Reshape; a length -1 is inferred, perhaps as a symbol."""
-    result: list[Dim] = list(target)
+    result = list(target)
+    if shape is None:
+        return tuple(None if d in (0, -1) else d for d in result)
     if not attributes.get("allowzero"):
         result = [shape[i] if d == 0 else d for i, d in enumerate(result)]
     if -1 not in result:

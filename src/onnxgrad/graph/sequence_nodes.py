@@ -155,13 +155,9 @@ def erased_position(op: Writer, position: ir.Value, rest: ir.Value) -> ir.Value 
     if array is not None:
         i = int(array.reshape(()))
         return op.const(np.int64(i)) if i >= 0 else op.const(np.int64(i + 1)) if i < -1 else None
-    return _from_start(op, position, op.Add(op.SequenceLength(rest), np.int64(1)))
-
-
-def _from_start(op: Writer, position: ir.Value, length: ir.Value) -> ir.Value:
-    """Return `position` as int64, counted from the start of a sequence of `length` elements."""
     wide = op.Cast(position, to=ir.DataType.INT64)
-    return op.Where(op.Less(wide, np.int64(0)), op.Add(wide, length), wide)
+    from_end = op.Add(wide, op.Add(op.SequenceLength(rest), np.int64(1)))
+    return op.Where(op.Less(wide, np.int64(0)), from_end, wide)
 
 
 _MANY = 64  # elements of a sequence that are written one by one

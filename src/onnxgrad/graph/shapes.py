@@ -81,10 +81,11 @@ def broadcast(*shapes: Dims | None) -> Dims | None:
         return ranked[0]
     width = max(map(len, ranked), default=0)
     padded = [(1,) * (width - len(s)) + s for s in ranked]
-    return tuple(_broadcast_dim(column) for column in zip(*padded, strict=True))
+    return tuple(broadcast_dim(column) for column in zip(*padded, strict=True))
 
 
-def _broadcast_dim(column: Sequence[Dim]) -> Dim:
+def broadcast_dim(column: Sequence[Dim]) -> Dim:
+    """Return the length to which lengths broadcast; None if it is unknown."""
     others = {d for d in column if d != 1}
     if not others:
         return 1

@@ -8,7 +8,7 @@ than its share of what it reads runs at once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import prod
 
@@ -21,18 +21,12 @@ from onnxgrad.graph.traversal import reads, subgraphs
 JOINED = 4  # results of different depths that a node reads, at least
 
 
-def order_bodies(graph: ir.Graph) -> None:
-    """Order the nodes of the bodies of the Scans of `graph`, at any depth."""
+def order_all(graph: ir.Graph) -> None:
+    """Order the nodes of `graph` and of the bodies of its Scans, at any depth."""
     for node in graph:
         if node.op_type == "Scan":
             for body in subgraphs(node):
-                order_bodies(body)
-                order(body)
-
-
-def order_all(graph: ir.Graph) -> None:
-    """Order the nodes of `graph` and of the bodies of its Scans."""
-    order_bodies(graph)
+                order_all(body)
     order(graph)
 
 
@@ -56,8 +50,9 @@ def depth_first(graph: ir.Graph) -> list[ir.Node]:
     for node in graph:
         before = {p for x in reads(node) if (p := x.producer()) is not None and p in level}
         operands[node] = sorted(before, key=level.__getitem__)
-        level[node] = 1 + max((level[p] for p in before), default=0)
-        if len(before) >= JOINED and _spread(operands[node], level) > len(before):
+        levels = [level[p] for p in operands[node]] or [0]
+        level[node] = 1 + levels[-1]
+        if len(before) >= JOINED and levels[-1] - levels[0] > len(before):
             targets += before
     ends = dict.fromkeys(node for node in targets if node in level)
     done: dict[ir.Node, None] = {}
@@ -70,11 +65,6 @@ def depth_first(graph: ir.Graph) -> list[ir.Node]:
             if not missing:
                 done[stack.pop()] = None
     return [*done, *(node for node in graph if node not in done)]
-
-
-def _spread(nodes: Sequence[ir.Node], level: Mapping[ir.Node, int]) -> int:
-    """Return by how many levels nodes, sorted by them, differ at most."""
-    return level[nodes[-1]] - level[nodes[0]]
 
 
 def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
@@ -204,16 +194,16 @@ class Lives:
 
 def nbytes(value: ir.Value) -> int:
     """Return the bytes of a value; as many as the largest operand has, if its shape is unknown."""
-    shape = static(dims(value))
-    if shape is not None and value.dtype is not None:
-        return int(prod(shape) * value.dtype.itemsize)
+    known = _static_nbytes(value)
+    if known is not None:
+        return known
     node = value.producer()
     if node is None or node.op_type in ("Shape", "Size") or dims(value) == (None,):
         return 0
-    most = max((_static(x) for x in node.inputs if x is not None), default=0)
+    most = max((_static_nbytes(x) or 0 for x in node.inputs if x is not None), default=0)
     return most // len(node.outputs) if node.op_type == "Split" else most
 
 
-def _static(value: ir.Value) -> int:
-    shape = static(dims(value))
-    return int(prod(shape) * value.dtype.itemsize) if shape and value.dtype else 0
+def _static_nbytes(value: ir.Value) -> int | None:
+    shape, dtype = static(dims(value)), value.dtype
+    return None if shape is None or dtype is None else int(prod(shape) * dtype.itemsize)

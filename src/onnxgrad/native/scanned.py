@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.rewrite import rewrites
-from onnxgrad.graph.shapes import dims
+from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.graph.traversal import subgraphs
 from onnxgrad.native.phases import LOOPS
 
@@ -157,10 +157,9 @@ class _Scan:
             return not fixed
         if node.op_type == "Split":
             return scanned == [node.inputs[0]]
-        rank = len(dims(node.outputs[0]) or ())
-        ranks = [len(shape) if (shape := dims(x)) is not None else -1 for x in scanned]
-        low = all((shape := dims(x)) is not None and len(shape) <= rank for x in fixed)
-        return low and all(n == rank for n in ranks)
+        n = rank(node.outputs[0]) or 0
+        low = all((m := rank(x)) is not None and m <= n for x in fixed)
+        return low and all(rank(x) == n for x in scanned)
 
     def _is_fixed(self, x: ir.Value) -> bool:
         """Return whether `x` comes from outside of the body, or is a constant."""

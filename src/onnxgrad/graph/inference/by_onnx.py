@@ -1,114 +1,120 @@
-"""Shape inference by onnx itself, of which only the shapes and types are read back.
-
-`ShapeInferencePass` of onnx_ir builds a second model of all nodes to read them.
-"""
+"""The types and shapes that onnx infers for one node, from those of its operands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
-from onnx import AttributeProto, GraphProto, TypeProto, defs, shape_inference
-from onnx.shape_inference import infer_node_outputs
+from onnx import (
+    IR_VERSION,
+    GraphProto,
+    ModelProto,
+    OperatorSetIdProto,
+    TensorProto,
+    ValueInfoProto,
+    defs,
+)
+from onnx.shape_inference import infer_shapes
 
-from onnxgrad.graph.shapes import constant
+from onnxgrad.graph.shapes import Dims, dims, is_stated
 
-_LARGE = 1000  # bytes; larger constants are not passed
 _SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
 
 
-def infer_by_onnx(model: ir.Model, elements: bool) -> None:
-    """Set the types and shapes that onnx infers; nothing where it fails.
+def infer_node(
+    node: ir.Node,
+    opsets: Mapping[str, int],
+    elements: Mapping[ir.Value, np.ndarray] | None = None,
+    functions: Mapping[ir.OperatorIdentifier, ir.Function] | None = None,
+) -> None:
+    """Set the unknown types and dimensions of the outputs of `node`; nothing where onnx fails.
 
-    Without them, rules compute shapes at run time.
+    Without them, rules compute shapes at run time. onnx infers a model of one node, which it does
+    for types, too, that the schema of the operator does not allow.
 
     Args:
-        model: the model, which is modified in place.
-        elements: whether onnx follows the elements of vectors, from which shapes are computed.
+        node: a node without subgraphs.
+        opsets: the version of each domain.
+        elements: of short vectors that are no constants.
+        functions: those of the model.
     """
-    with _constants_as_inputs(model.graph):
-        proto = ir.to_proto(model)
+    called = functions if functions and node.op_identifier() in functions else {}
+    if not called and not defs.has(node.op_type, opsets.get(node.domain, 0), node.domain):
+        return
+    operands = dict.fromkeys(x for x in node.inputs if x is not None)
     try:
-        inferred = shape_inference.infer_shapes(
-            proto, check_type=False, strict_mode=False, data_prop=elements
+        graph = GraphProto(name="node", node=[ir.to_proto(node)])
+        graph.output.extend(ValueInfoProto(name=y.name) for y in node.outputs if y.name)
+        for x in operands:
+            if (data := _data(x, elements or {})) is not None:
+                graph.initializer.append(data)
+            elif x.type is not None:
+                graph.input.append(ir.serde.serialize_value(x))
+        model = ModelProto(ir_version=IR_VERSION, graph=graph)
+        model.opset_import.extend(
+            OperatorSetIdProto(domain=d, version=v) for d, v in opsets.items()
         )
+        model.functions.extend(map(ir.to_proto, called.values()))
+        inferred = infer_shapes(model).graph.output
     except Exception:  # of several types
         return
-    _read(model.graph, inferred.graph)
-
-
-def infer_node(node: ir.Node, opset: int) -> None:
-    """Set the unknown types and shapes of the outputs of `node`, from those of its inputs."""
-    if node.domain or not defs.has(node.op_type, opset):
-        return
-    inputs = [x for x in node.inputs if x is not None]
-    types = {str(x.name): ir.serde.serialize_value(x).type for x in inputs if x.type is not None}
-    small = (x for x in inputs if x.const_value is not None and x.const_value.size <= _SMALL)
-    data = {
-        str(x.name): ir.serde.serialize_tensor(x.const_value)
-        for x in small
-        if constant(x) is not None and x.const_value is not None
-    }
-    schema = defs.get_schema(node.op_type, opset)
-    try:
-        inferred = infer_node_outputs(schema, ir.to_proto(node), types, data)
-    except Exception:  # of several types; without shapes, rules compute them at run time
-        return
+    types = {info.name: info.type for info in inferred if info.type.WhichOneof("value")}
+    symbols = {d for x in operands for d in dims(x) or ()}
     for y in node.outputs:
-        if (proto := inferred.get(str(y.name))) is None:
-            continue
-        y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
-        y.shape = ir.serde.deserialize_type_proto_for_shape(proto) if y.shape is None else y.shape
+        if (proto := types.get(str(y.name))) is not None:
+            y.type = y.type or ir.serde.deserialize_type_proto_for_type(proto)
+            shape = dims(ir.Value(shape=ir.serde.deserialize_type_proto_for_shape(proto)))
+            if shape is not None and all(not isinstance(d, int) or d >= 0 for d in shape):
+                # a negative length is that of a node that never runs
+                complete(y, tuple(d if isinstance(d, int) or d in symbols else None for d in shape))
 
 
-@contextmanager
-def _constants_as_inputs(graph: ir.Graph) -> Iterator[None]:
-    """Let initializers be inputs during the block, the large ones without their values."""
-    initializers, inputs = dict(graph.initializers), list(graph.inputs)
-    listed = set(inputs)
-    for name, value in initializers.items():
-        tensor = value.const_value
-        if tensor is not None:
-            value.shape = ir.Shape(tensor.shape.numpy()) if value.shape is None else value.shape
-            value.dtype = value.dtype or tensor.dtype
-        if value not in listed:
-            graph.inputs.append(value)
-        if tensor is None or tensor.nbytes > _LARGE:
-            del graph.initializers[name]
-    try:
-        yield
-    finally:
-        graph.inputs[:] = inputs
-        graph.initializers.clear()
-        graph.initializers.update(initializers)
+def complete(value: ir.Value, shape: Dims | None) -> None:
+    """Set the dimensions of `value` that are unknown, or symbols that were generated."""
+    known = dims(value)
+    if known is None or shape is None or len(known) != len(shape):
+        chosen = shape if known is None else known
+        value.shape = None if chosen is None else ir.Shape(chosen)
+    elif not all(map(is_stated, known)):
+        pairs = zip(known, shape, strict=True)
+        value.shape = ir.Shape([k if s is None or is_stated(k) else s for k, s in pairs])
 
 
-def _read(graph: ir.Graph, inferred: GraphProto) -> None:
-    """Set the types and shapes of the values of `graph` and its subgraphs."""
-    types: dict[str, TypeProto] = {}
-    for infos in (inferred.value_info, inferred.output, inferred.input):
-        types.update((info.name, info.type) for info in infos)
-    for value in graph.inputs:
-        _set(value, types)
-    for node, proto in zip(graph, inferred.node, strict=True):
-        for y in node.outputs:
-            _set(y, types)
-        for attribute in proto.attribute:
-            if attribute.type == AttributeProto.GRAPH:
-                _read(node.attributes[attribute.name].as_graph(), attribute.g)
-            elif attribute.type == AttributeProto.GRAPHS:
-                inner = node.attributes[attribute.name].as_graphs()
-                for pair in zip(inner, attribute.graphs, strict=True):
-                    _read(*pair)
+def _data(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto | None:
+    """Return the elements of an operand, if they are few and do not change between runs."""
+    if x.is_graph_input():
+        return None
+    if x in elements and x.dtype is not None:
+        numbers = elements[x]
+        known = all(isinstance(n, int) for n in numbers.flat)
+        tensor = ir.tensor(numbers.astype(x.dtype.numpy())) if known else None
+    else:
+        tensor = ir.convenience.get_const_tensor(x)
+    if tensor is None or tensor.size > _SMALL:
+        return None
+    proto = ir.serde.serialize_tensor(tensor)
+    proto.name = str(x.name)
+    return proto
 
 
-def _set(value: ir.Value, types: dict[str, TypeProto]) -> None:
-    if (proto := types.get(value.name or "")) is None:
+def complete_types(node: ir.Node) -> None:
+    """Set the types that onnx does not infer, where the schema allows only one.
+
+    onnx does not infer those of several operators of `ai.onnx.ml`.
+    """
+    if all(y.type is not None for y in node.outputs) or not defs.has(node.op_type, node.domain):
         return
-    shape = ir.serde.deserialize_type_proto_for_shape(proto)
-    if shape is not None and shape != value.shape:
-        value.shape = shape
-    kind = ir.serde.deserialize_type_proto_for_type(proto)
-    if kind is not None and kind.dtype != value.dtype:
-        value.dtype = kind.dtype
+    outputs = defs.get_schema(node.op_type, domain=node.domain).outputs
+    for y, formal in zip(node.outputs, outputs, strict=False):
+        allowed = {_DTYPES.get(name) for name in formal.types}
+        dtype = allowed.pop() if len(allowed) == 1 else None
+        if y.type is None and dtype is not None:
+            y.type = ir.TensorType(dtype)
+
+
+_DTYPES = {
+    "tensor(float)": ir.DataType.FLOAT,
+    "tensor(int64)": ir.DataType.INT64,
+    "tensor(string)": ir.DataType.STRING,
+}

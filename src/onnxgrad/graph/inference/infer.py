@@ -3,37 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from itertools import chain, count
+from itertools import count
 
 import onnx_ir as ir
 
-from onnxgrad.errors import ModelError
-from onnxgrad.graph.inference.by_onnx import infer_by_onnx, infer_node
-from onnxgrad.graph.inference.loop_states import (
-    assume_states,
-    constants_in_bodies,
-    forget_declared,
-    give_scalars,
-    starts_as_states,
-    trust_ranks,
-)
-from onnxgrad.graph.inference.onnx_mistakes import corrected, drop_windows, hiding, spell_out
-from onnxgrad.graph.inference.schema_types import complete_types
-from onnxgrad.graph.inference.sequence_types import correct_types
-from onnxgrad.graph.inference.size_limits import check_constants, check_ranks
-from onnxgrad.graph.inference.vectors import Vectors, lacks_shapes
-from onnxgrad.graph.output_shapes import output_shape
-from onnxgrad.graph.sequences import OPERATORS
+from onnxgrad.graph.inference.by_onnx import complete, infer_node
+from onnxgrad.graph.inference.loop_states import forget_declared, give_scalars
+from onnxgrad.graph.inference.size_limits import check_constants
+from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, static
-from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
+from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.reporting import warn_once
 
 # Exporters write these for an unknown length: the same text twice does not mean the same length.
 _PLACEHOLDERS = {"", "?", "-1", "None", "none", "unk", "unknown"}
 
 CALLED = "onnxgrad.called"  # `meta` key of a graph: the symbols that `name_rows` has replaced
-
-_ROUNDS = 8  # at most, until types of sequences and hidden nodes no longer change
 
 
 def infer(
@@ -62,29 +47,16 @@ def infer(
         y.shape = None
     give_scalars(model.graph)
     nodes = list(all_nodes(model.graph))
-    check_ranks(nodes)
     forget_declared(nodes)
-    spell_out(nodes)
     _name_axes(model.graph)
-    _infer_with_onnx(model)
-    while drop_windows(model.graph):
-        nodes = list(all_nodes(model.graph))
-        for y in (y for node in nodes for y in node.outputs):
-            y.shape = None
-        _infer_with_onnx(model)
-    _complement(model, nodes)
-    while assume_states(nodes):
-        _infer_with_onnx(model)
-        _complement(model, nodes)
-    if trust_ranks(nodes):
-        _infer_with_onnx(model)
+    Walk(model.graph, model.functions).infer(model.graph)
     check_constants(nodes)
     untrusted = set() if trust_branches else _behind_subgraphs(nodes)
     for y, shape in declared.items():
         if shape is not None and y not in untrusted:
             if confirm is not None and _adds_to(shape, dims(y)):
                 shape = confirm(y, shape)
-            _complete(y, shape)
+            complete(y, tuple(None if d in _PLACEHOLDERS or not is_stated(d) else d for d in shape))
 
 
 def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
@@ -101,7 +73,7 @@ def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
         if not before:
             stack.pop()
             if top is not node and top not in done:
-                infer_node(top, opset)
+                infer_node(top, {"": opset})
                 done.add(top)
 
 
@@ -176,114 +148,6 @@ def _adds_to(declared: Dims, inferred: Dims | None) -> bool:
     if inferred is None or len(inferred) != len(declared):
         return inferred is None
     return any(d and not is_stated(i) for d, i in zip(declared, inferred, strict=True))
-
-
-def _complete(value: ir.Value, declared: Dims) -> None:
-    """Set the dimensions of `value` that could not be inferred to the declared ones."""
-    shape = dims(value)
-    if shape is None or len(shape) == len(declared):
-        inferred = shape or (None,) * len(declared)
-        named = [d if d not in _PLACEHOLDERS and is_stated(d) else None for d in declared]
-        value.shape = ir.Shape(
-            [i if is_stated(i) else d for i, d in zip(inferred, named, strict=True)]
-        )
-
-
-def _infer_with_onnx(model: ir.Model) -> None:
-    _run_inference(model)
-    for _ in range(_ROUNDS):
-        if not correct_types(model.graph):
-            break
-        for node in all_nodes(model.graph):
-            if node.op_type not in OPERATORS and not any(subgraphs(node)):
-                for y in node.outputs:
-                    y.shape = None
-        _run_inference(model)
-    hidden: set[ir.Node] = set()
-    for _ in range(_ROUNDS):
-        wrong = corrected(model.graph, model.opset_imports[""])
-        if not wrong:
-            break
-        hidden |= wrong
-        with hiding(model, hidden):
-            _run_inference(model)
-
-
-def _run_inference(model: ir.Model) -> None:
-    """Infer shapes with onnx, and the elements of short vectors, from which shapes follow."""
-    nodes = list(all_nodes(model.graph))
-    shapes = _without_elements(model, nodes) if lacks_shapes(nodes) else {}
-    if shapes is None:
-        return
-    vectors = Vectors(nodes, shapes)
-    hidden: list[ir.Node] = []
-    for _ in range(_ROUNDS):
-        before, hidden = hidden, vectors.too_long()
-        with hiding(model, hidden):
-            _run_pass(model)
-        if not hidden or hidden == before:
-            break
-        vectors.note(hidden)
-    if hidden:
-        _run_pass(model, elements=False)
-
-
-def _without_elements(model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Value, Dims] | None:
-    """Return the shapes that onnx infers without the elements of vectors; `model` is unchanged.
-
-    If they are complete, set them in `model` instead, and return None.
-    """
-    graphs = (subgraph for node in nodes for subgraph in subgraphs(node))
-    values = [y for node in nodes for y in node.outputs]
-    values += [x for graph in graphs for x in graph.inputs]
-    before = [y.shape for y in values]
-    _run_pass(model, elements=False)
-    inferred = {y: shape for y in values if (shape := dims(y)) is not None}
-    if len(inferred) == len(values) and all(is_stated(d) for d in chain(*inferred.values())):
-        return None
-    for y, old in zip(values, before, strict=True):
-        y.shape = old
-    return inferred
-
-
-def _run_pass(model: ir.Model, elements: bool = True) -> None:
-    with constants_in_bodies(model.graph), starts_as_states(model.graph):
-        infer_by_onnx(model, elements)
-
-
-def _complement(model: ir.Model, nodes: list[ir.Node]) -> None:
-    """Infer the shapes that onnx does not, then with onnx those that follow from them."""
-    conditional = conditional_nodes(model.graph)
-    if _refine(nodes, conditional):
-        _infer_with_onnx(model)
-        _refine(nodes, conditional)
-
-
-def _refine(nodes: Iterable[ir.Node], conditional: Container[ir.Node]) -> bool:
-    """Set unknown types, unknown and generated dimensions; return whether there was any.
-
-    Shapes that do not fit are an error, except in `conditional` nodes, which may never run.
-    """
-    changed = False
-    for node in nodes:
-        changed |= complete_types(node)
-        shape = dims(node.outputs[0])
-        if node.domain or (shape is not None and all(is_stated(d) for d in shape)):
-            continue
-        attributes = {a.name: a.value for a in node.attributes.values()}
-        try:
-            better = output_shape(node.op_type, node.inputs, attributes)
-        except ModelError:
-            if node not in conditional:
-                raise
-            continue
-        if better is not None and len(shape or better) == len(better):
-            current = shape or (None,) * len(better)
-            pairs = zip(current, better, strict=True)
-            merged = [d if b is None or is_stated(d) else b for d, b in pairs]
-            changed |= tuple(merged) != shape
-            node.outputs[0].shape = ir.Shape(merged)
-    return changed
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

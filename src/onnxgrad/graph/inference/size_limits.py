@@ -1,4 +1,4 @@
-"""Errors for results that would be too large, before their shapes or elements are computed."""
+"""Errors for results that would be too large, before their elements are computed."""
 
 from __future__ import annotations
 
@@ -7,26 +7,8 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.limits import check_limit, limit
-
-
-def check_ranks(nodes: Iterable[ir.Node]) -> None:
-    """Raise an error if a chain of Unsqueezes adds more axes than the limit `rank`.
-
-    Raises:
-        ModelError: it names the result.
-    """
-    axes: dict[ir.Value, int] = {}
-    for node in nodes:
-        added = node.op_type == "Unsqueeze"
-        if node.domain or not (added or node.op_type in ELEMENTWISE):
-            continue
-        n = max((axes.get(x, 0) for x in node.inputs if x is not None), default=0) + added
-        if n:
-            axes[node.outputs[0]] = n
-        check_limit("rank", n, f"result {node.outputs[0].name!r} has too many axes")
 
 
 def check_constants(nodes: Iterable[ir.Node]) -> None:

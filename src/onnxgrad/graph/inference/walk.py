@@ -1,0 +1,240 @@
+"""The types and shapes of a graph and its subgraphs, in one walk over its nodes in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+
+import onnx_ir as ir
+
+from onnxgrad.errors import ModelError
+from onnxgrad.graph import sequences
+from onnxgrad.graph.inference.by_onnx import complete, complete_types, infer_node
+from onnxgrad.graph.inference.elements import Elements, evaluated, shape_by_elements
+from onnxgrad.graph.inference.loop_states import RANKS, states
+from onnxgrad.graph.inference.onnx_mistakes import correct, drop_windows, spell_out
+from onnxgrad.graph.output_shapes import output_shape
+from onnxgrad.graph.sequences import is_empty, joined, note_empty
+from onnxgrad.graph.shapes import Dims, dims, is_stated
+from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.graph.types import output_types
+from onnxgrad.limits import check_limit
+
+
+class Walk:
+    """Infers types and shapes, by onnx and by what `output_shape` adds to it.
+
+    A length that stays unknown becomes a symbol, so that two values which share it are proven to
+    have the same.
+
+    Attributes:
+        elements: of vectors of few numbers or lengths, from which shapes are computed.
+    """
+
+    def __init__(self, graph: ir.Graph, functions: dict | None = None) -> None:
+        self.main, self.functions = graph, functions or {}
+        self.elements: dict[ir.Value, Elements] = {}
+        values = (y for node in all_nodes(graph) for y in node.outputs)
+        used = {d for y in (*graph.inputs, *values) for d in dims(y) or ()}
+        self._symbols = (f"unk__{i}" for i in count() if f"unk__{i}" not in used)
+        self._is_conditional = False  # whether it is in a branch, which may never run
+
+    def infer(self, graph: ir.Graph) -> None:
+        """Set the types and shapes of the results of `graph`, from those of its inputs."""
+        for x in graph.initializers.values():
+            if x.const_value is not None:
+                x.type = x.type or ir.TensorType(x.const_value.dtype)
+                complete(x, tuple(x.const_value.shape.numpy()))
+        for node in graph:
+            self._infer(node)
+
+    def _infer(self, node: ir.Node) -> None:
+        op_type = "" if node.domain else node.op_type
+        if op_type == "If":
+            self._infer_branches(node)
+        elif op_type == "Loop":
+            self._infer_loop(node)
+        elif op_type == "Scan":
+            self._infer_scan(node)
+        elif op_type == "SequenceMap":
+            self._infer_map(node)
+        elif op_type not in sequences.OPERATORS or not _infer_sequence(node):
+            for body in subgraphs(node):
+                self.infer(body)
+            self._infer_tensors(node)
+        complete_types(node)
+        for y in node.outputs:
+            shape = dims(y) or ()
+            check_limit("rank", len(shape), f"result {y.name!r} has too many axes")
+            if None in shape and isinstance(y.type, ir.TensorType):
+                y.shape = ir.Shape([next(self._symbols) if d is None else d for d in shape])
+        if op_type:
+            self.elements.pop(node.outputs[0], None)  # of an iteration that assumed another shape
+            found = evaluated(node, self.elements)
+            self.elements |= {} if found is None else {node.outputs[0]: found}
+
+    def _infer_tensors(self, node: ir.Node) -> None:
+        if not node.domain:
+            spell_out(node)
+            new = drop_windows(self.main, node)
+            if new is not None:
+                self._infer(new)
+        if not node.domain:  # first, as it is faster
+            self._infer_by_rules(node)
+        if all(y.type is not None and _is_complete(dims(y)) for y in node.outputs):
+            return
+        known = dims(node.outputs[0])
+        infer_node(node, self.main.opset_imports, self.elements, self.functions)
+        if not node.domain:
+            correct(node, known)
+            self._infer_by_rules(node)
+
+    def _infer_by_rules(self, node: ir.Node) -> None:
+        y, attributes = node.outputs[0], {a.name: a.value for a in node.attributes.values()}
+        if _is_complete(dims(y)):
+            return
+        try:
+            shape = output_shape(node.op_type, node.inputs, attributes)
+        except ModelError:
+            if not self._is_conditional:
+                raise
+            return
+        complete(y, shape)
+        complete(y, shape_by_elements(node, self.elements))
+        if y.type is None and shape is not None and node.op_type != "CastLike":
+            y.type = output_types(node.op_type, node.inputs, attributes, 1)[0]
+
+    def _infer_branches(self, node: ir.Node) -> None:
+        before, self._is_conditional = self._is_conditional, True
+        branches = list(subgraphs(node))
+        for branch in branches:
+            self.infer(branch)
+        self._is_conditional = before
+        for y, *ends in zip(node.outputs, *(b.outputs for b in branches), strict=True):
+            _set(y, next((v.type for v in ends if v.type is not None), None), joined(ends))
+
+    def _infer_loop(self, node: ir.Node) -> None:
+        """A state has the shape of its initial value, where an iteration does not change it.
+
+        The shape of a sequence is that of its elements, and of one that is empty initially, that of
+        the elements which the first iteration adds.
+        """
+        body, loop_states = node.attributes["body"].as_graph(), list(states(node))
+        for start, state, _, _ in loop_states:
+            if start is not None and start.type is not None:
+                state.type = start.type
+                note_empty(state, is_empty(start))
+            state.shape = _to_shape(_stated(dims(start)))
+        self.infer(body)
+        while sum(_settle(state, end) for _, state, end, _ in loop_states):  # no `any`: all of them
+            for y in (y for inner in all_nodes(body) for y in inner.outputs):
+                y.shape = None
+            self.infer(body)
+        for _, state, end, result in loop_states:
+            if not isinstance(state.type, ir.TensorType | None):
+                end.type = state.type
+            result.type = state.type or end.type or result.type
+            result.shape = state.shape
+        n = len(loop_states)
+        _set_stacked(body.outputs[1 + n :], node.outputs[n:], None, ())
+
+    def _infer_scan(self, node: ir.Node) -> None:
+        body = node.attributes["body"].as_graph()
+        n = len(node.inputs) - node.attributes["num_scan_inputs"].as_int()
+        length = None
+        for x, start in zip(body.inputs[:n], node.inputs[:n], strict=False):
+            _set(x, None if start is None else start.type, dims(start))
+        axes = node.attributes.get_ints("scan_input_axes", (0,) * len(node.inputs))
+        for x, stack, axis in zip(body.inputs[n:], node.inputs[n:], axes, strict=False):
+            shape = dims(stack)
+            _set(x, None if stack is None else stack.type, None)
+            if shape:
+                axis %= len(shape)
+                length = shape[axis] if length is None else length
+                x.shape = ir.Shape([*shape[:axis], *shape[axis + 1 :]])
+        self.infer(body)
+        for y, rank in zip(body.outputs, body.meta.get(RANKS, ()), strict=False):
+            y.shape = ir.Shape([None] * rank) if y.shape is None and rank is not None else y.shape
+        for y, start, end in zip(node.outputs, node.inputs[:n], body.outputs, strict=False):
+            _set(y, end.type, _stated(dims(end)))
+            complete(y, dims(start))
+        axes = node.attributes.get_ints("scan_output_axes", ())
+        _set_stacked(body.outputs[n:], node.outputs[n:], length, axes)
+
+    def _infer_map(self, node: ir.Node) -> None:
+        body = node.attributes["body"].as_graph()
+        for x, given in zip(body.inputs, node.inputs, strict=True):
+            if given is not None and given.type is not None:
+                _set(x, ir.TensorType(given.type.dtype), _stated(dims(given)))
+        self.infer(body)
+        for y, end in zip(node.outputs, body.outputs, strict=True):
+            kind = None if end.type is None else ir.SequenceType(end.type)
+            _set(y, kind, _stated(dims(end)))
+
+
+def _is_complete(shape: Dims | None) -> bool:
+    return shape is not None and all(map(is_stated, shape))
+
+
+def _stated(shape: Dims | None) -> Dims | None:
+    """Return a shape without generated symbols, which one iteration may give another length."""
+    return None if shape is None else tuple(d if is_stated(d) else None for d in shape)
+
+
+def _to_shape(shape: Dims | None) -> ir.Shape | None:
+    return None if shape is None else ir.Shape(shape)
+
+
+def _set(value: ir.Value, value_type: ir.TypeProtocol | None, shape: Dims | None) -> None:
+    """Set the type of `value`, and its unknown dimensions."""
+    value.type = value_type or value.type
+    complete(value, shape)
+
+
+def _set_stacked(
+    ends: Iterable[ir.Value],
+    stacks: Iterable[ir.Value],
+    length: int | str | None,
+    axes: Sequence[int],
+) -> None:
+    """Set the types and shapes of what a Loop or Scan stacks of the results of its body."""
+    for i, (end, stack) in enumerate(zip(ends, stacks, strict=False)):
+        shape = _stated(dims(end))
+        if shape is not None:
+            axis = (axes[i] if axes else 0) % (len(shape) + 1)
+            shape = (*shape[:axis], length, *shape[axis:])
+        _set(stack, end.type, shape)
+
+
+def _settle(state: ir.Value, end: ir.Value) -> bool:
+    """Correct the assumed shape of a state of a Loop; return whether it was wrong."""
+    assumed, actual = _stated(dims(state)), _stated(dims(end))
+    if assumed is None:
+        if not is_empty(state) or is_empty(end):
+            return False
+        note_empty(state, False)
+        state.shape = _to_shape(actual)
+        return True
+    if actual is None or len(actual) != len(assumed):
+        state.shape = None
+        return True
+    proven = tuple(a if a == b else None for a, b in zip(assumed, actual, strict=True))
+    state.shape = ir.Shape(proven)
+    return proven != assumed
+
+
+def _infer_sequence(node: ir.Node) -> bool:
+    """Set the type and shape of one of `sequences.OPERATORS`; return False if it is of tensors."""
+    [y] = node.outputs
+    attributes = {a.name: a.value for a in node.attributes.values()}
+    if node.op_type == "SequenceEmpty":  # write the default, so that `set_precision` converts it
+        node.attributes.setdefault("dtype", ir.AttrInt64("dtype", ir.DataType.FLOAT))
+    value_type = sequences.output_type(node.op_type, node.inputs, attributes)
+    if node.op_type == "Identity" and isinstance(value_type, ir.TensorType | None):
+        return False
+    first = node.inputs[0] if node.inputs else None
+    adds_none = node.op_type in ("Identity", "SequenceErase")
+    stays_empty = adds_none and first is not None and is_empty(first)
+    note_empty(y, stays_empty or node.op_type == "SequenceEmpty")
+    _set(y, value_type, sequences.output_shape(node.op_type, node.inputs, attributes))
+    return True
