@@ -34,12 +34,14 @@ def captured(node: ir.Node) -> list[ir.Value]:
     return [v for v in inputs if v not in own]
 
 
-def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
-    """Yield the nodes of `graph`, each before those of its subgraphs."""
+def all_nodes(graph: ir.Graph | ir.Function) -> list[ir.Node]:
+    """Return the nodes of `graph`, each before those of its subgraphs."""
+    nodes = []
     for node in graph:
-        yield node
+        nodes.append(node)
         for subgraph in subgraphs(node):
-            yield from all_nodes(subgraph)
+            nodes += all_nodes(subgraph)
+    return nodes
 
 
 def conditional_nodes(graph: ir.Graph) -> set[ir.Node]:

@@ -46,7 +46,7 @@ def infer(
     for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
         y.shape = None
     give_scalars(model.graph)
-    nodes = list(all_nodes(model.graph))
+    nodes = all_nodes(model.graph)
     forget_declared(nodes)
     _name_axes(model.graph)
     Walk(model.graph, model.functions).infer(model.graph)

@@ -27,7 +27,7 @@ def give_scalars(graph: ir.Graph) -> None:
     onnxruntime passes tensors of the declared shape, (1,) in files of PyTorch: their nodes get the
     scalar reshaped.
     """
-    for node in list(all_nodes(graph)):
+    for node in all_nodes(graph):
         if (node.domain, node.op_type) != ("", "Loop"):
             continue
         body = node.attributes["body"].as_graph()

@@ -11,7 +11,7 @@ from onnxgrad.graph.inference.elements import INTEGERS, Elements
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.shapes import dims, static
-from onnxgrad.graph.traversal import conditional_nodes, subgraphs
+from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
 
 
 def fold_sizes(graph: ir.Graph) -> None:
@@ -22,6 +22,9 @@ def fold_sizes(graph: ir.Graph) -> None:
     is proven that onnxruntime infers the same one. In subgraphs, only conditions of an If become
     constants. The nodes that are no longer needed stay in the graph.
     """
+    results = (y for node in all_nodes(graph) for y in node.outputs)
+    if not any(y.dtype in INTEGERS for y in results):
+        return
     walk = Walk(graph)
     walk.infer(graph)
     _fold(Emit(graph), walk.elements, conditional_nodes(graph))

@@ -27,7 +27,7 @@ class Flow:
     """
 
     def __init__(self, graph: ir.Graph) -> None:
-        self.nodes = list(all_nodes(graph))
+        self.nodes = all_nodes(graph)
         self.bindings: dict[ir.Value, list[ir.Value]] = {}
         for node in self.nodes:
             for source, target in _bindings(node):
