@@ -67,7 +67,7 @@ class StraightThrough:
         wrt = list(wrt)
         live = live_values(nodes, outputs, stop_gradient)
         following = dict(zip(nodes, [*nodes[1:], None], strict=True))
-        self._op = Emit(op.graph, outer=op)  # equal nodes of the backward pass are further down
+        self._op = op
         self._steps: dict[ir.Value, ir.Value] = {}  # an integer -> itself as a float
         self._reached = set(wrt)
         for node in between(nodes, wrt, live):
