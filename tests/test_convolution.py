@@ -12,7 +12,8 @@ import pytest
 
 from convolution_cases import CASES, Case
 from onnxgrad import check_gradient, onnx_derivative
-from onnxgrad.autodiff.rules import correlation, windows
+from onnxgrad.autodiff.forms import correlation
+from onnxgrad.autodiff.rules import windows
 
 RUN_TIME_SHAPES = {"Shape", "Size", "ConstantOfShape", "Range", "NonZero"}
 CNN = Path(__file__).parent.parent / "data" / "digits_cnn.onnx"

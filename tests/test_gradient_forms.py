@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -10,6 +12,7 @@ import pytest
 from onnxgrad import DerivativeOptions, onnx_derivative
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.model.convert import to_proto
 from running import in_sweep, run_named
 from test_native_rewrites import assert_ordered
@@ -293,3 +296,128 @@ def test_parts_that_the_file_broadcasts():
         feed | {"y_grad": np.ones_like(before)},
     )
     np.testing.assert_array_equal(found["y"], before)
+
+
+CONVOLUTIONS = {
+    "plain": ("Conv", {}, (4, 3, 3, 3)),
+    "padded": ("Conv", {"pads": [1, 0, 2, 1]}, (4, 3, 3, 3)),
+    "dilated": ("Conv", {"dilations": [2, 1]}, (4, 3, 3, 3)),
+    "strided": ("Conv", {"strides": [3, 2]}, (4, 3, 3, 3)),
+    "groups": ("Conv", {"group": 3, "pads": [1, 1, 1, 1]}, (6, 1, 3, 3)),
+    "groups of two": ("Conv", {"group": 3, "strides": [2, 2]}, (3, 2, 3, 3)),
+    "same": ("Conv", {"auto_pad": "SAME_UPPER", "strides": [2, 2]}, (4, 3, 3, 3)),
+    "patches": ("Conv", {"strides": [2, 2]}, (4, 3, 2, 2)),
+    "points": ("Conv", {}, (4, 3, 1, 1)),
+    "large": ("Conv", {}, (4, 3, 7, 7)),
+    "one window": ("Conv", {}, (4, 3, 8, 8)),
+    "transposed": ("ConvTranspose", {"strides": [2, 2]}, (3, 4, 3, 3)),
+    "cropped": ("ConvTranspose", {"pads": [1, 1, 1, 1]}, (3, 4, 3, 3)),
+}
+
+
+@READ
+@pytest.mark.parametrize("rows", ["N", 1, 3], ids=str)
+@pytest.mark.parametrize("size", [8, "L"], ids=str)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_weights_of_convolutions(name, size, rows, read):
+    """A convolution of images with cotangents becomes products of matrices."""
+    op_type, attributes, kernel = CONVOLUTIONS[name]
+    channels = kernel[0] if op_type == "ConvTranspose" else kernel[1] * attributes.get("group", 1)
+    x, w = value("x", rows, channels, size, size), value("w", *kernel)
+    feed = {"x": numbers(3 if rows == "N" else rows, channels, 8, 8), "w": numbers(*kernel)}
+    alone = emitter(x, w)
+    alone.give([alone.emit(op_type, [x, w], attributes)])
+    [y] = run_named(to_proto(ir.Model(alone.graph, ir_version=9)), feed).values()
+    lengths = y.shape[1:] if size == 8 else (y.shape[1], "H", "W")
+    x, w = value("x", rows, channels, size, size), value("w", *kernel)
+    g = value("g", rows, *lengths)
+    op = emitter(x, w, g)
+    with op:
+        node = op.emit(op_type, [x, w], attributes).producer()
+        _, dw, _ = operator_of(node).rule(op, node, g)
+    kinds = check(op, [dw], read, feed | {"g": numbers(*y.shape, seed=2)})
+    fast = math.prod(kernel[2:]) <= 64
+    assert ("MatMul" in kinds or "ReduceSum" in kinds) == fast
+    assert read or ("Conv" not in kinds) == fast
+
+
+EXCHANGED = """<ir_version: 9, opset_import: ["": 20]> f (float[2,3,6,6] x, float[2,4,4,4] g) =>
+    (float[4,3,3,3] w) <int64[2] first = {FIRST, 0}, int64[2] last = {3, 3}, int64[2] axes = {2, 3},
+    float[4] b = {1, 2, 3, 4}>
+    { s = Transpose<perm = [1, 0, 2, 3]>(x)  t = Transpose<perm = [1, 0, 2, 3]>(g)
+      BODY  p = Slice(y, first, last, axes)  w = Transpose<perm = [1, 0, 2, 3]>(p) }"""
+
+
+@pytest.mark.parametrize(
+    ("body", "first", "found"),
+    [
+        ("y = Conv(s, t)", 0, True),
+        ("y = Conv<pads = [0, 0, 1, 1]>(s, t)", 0, True),
+        ("y = Conv(s, t, b)", 0, False),
+        ('y = Conv<auto_pad = "VALID">(s, t)', 0, False),
+        ("y = Conv<pads = [1, 1, 0, 0]>(s, t)", 1, False),
+        ("u = Relu(s)  y = Conv(u, t)", 0, False),
+    ],
+)
+def test_gradients_of_weights_that_others_wrote(body, first, found):
+    text = EXCHANGED.replace("BODY", body).replace("FIRST", str(first))
+    proto = onnx.parser.parse_model(text)
+    feed = {"x": numbers(2, 3, 6, 6), "g": numbers(2, 4, 4, 4, seed=1)}
+    before = run_named(proto, feed)["w"]
+    model = ir.from_proto(proto)
+    finish(model)
+    after = to_proto(model)
+    assert ("Conv" not in {node.op_type for node in after.graph.node}) == found
+    np.testing.assert_allclose(run_named(after, feed)["w"], before, rtol=1e-5, atol=1e-6)
+
+
+POOLS = {
+    "tiles": ({"kernel_shape": [2, 2], "strides": [2, 2]}, True),
+    "overlap": ({"kernel_shape": [3, 3], "strides": [2, 2]}, False),
+    "rest": ({"kernel_shape": [3, 3], "strides": [3, 3]}, False),
+    "column major": ({"kernel_shape": [2, 2], "strides": [2, 2], "storage_order": 1}, True),
+    "dilated": ({"kernel_shape": [2, 2], "strides": [2, 2], "dilations": [2, 2]}, False),
+}
+
+
+@READ
+@ROWS
+@pytest.mark.parametrize("size", [8, "L"], ids=str)
+@pytest.mark.parametrize("name", POOLS)
+def test_maxima_of_windows(name, size, rows, read):
+    attributes, tiles = POOLS[name]
+    n, (stride, _), (k, _) = (
+        3 if rows == "N" else rows,
+        attributes["strides"],
+        attributes["kernel_shape"],
+    )
+    count = (8 - (k - 1) * attributes.get("dilations", [1])[0] - 1) // stride + 1
+    lengths = (count, count) if size == 8 else ("H", "W")
+    x, g = value("x", rows, 2, size, size), value("g", rows, 2, *lengths)
+    op = emitter(x, g)
+    y = op.emit("MaxPool", [x], attributes)
+    y.shape = g.shape
+    with op:
+        [dx] = operator_of(y.producer()).rule(op, y.producer(), g)
+    feed = {"x": numbers(n, 2, 8, 8), "g": numbers(n, 2, count, count, seed=1)}
+    kinds = check(op, [dx], read, feed)
+    assert ("MaxUnpool" in kinds) == (tiles and size == 8)
+    assert read or ("ScatterElements" in kinds) != (tiles and size == 8)
+
+
+def test_columns_that_a_file_adds_to_zeros():
+    """Indices of a MaxPool that count along an axis of two are no positions."""
+    proto = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        f (float[1,2,4] x, float[1,2,2] g) => (float[1,2,4] y, float[1,2,2] m)
+        <float zero = {0}, int64[2] flat = {1, 8}, int64[2] few = {1, 4},
+         int64[3] shape = {1, 2, 4}>
+        { m, i = MaxPool<kernel_shape = [2], strides = [2]>(x)  z = Expand(zero, flat)
+          j = Reshape(i, few)  u = Reshape(g, few)
+          s = ScatterElements<axis = 1, reduction = "max">(z, j, u)  y = Reshape(s, shape) }""")
+    feed = {"x": numbers(1, 2, 4), "g": -1 - np.abs(numbers(1, 2, 2, seed=1))}
+    model = ir.from_proto(proto)
+    finish(model)
+    assert "ScatterElements" in {node.op_type for node in model.graph}
+    np.testing.assert_array_equal(
+        run_named(to_proto(model), feed)["y"], run_named(proto, feed)["y"]
+    )

@@ -12,7 +12,7 @@ from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import operator_of
+from onnxgrad.graph.operators import GRADIENT_OF, operator_of
 from onnxgrad.graph.shapes import Dims, dims, is_real
 from onnxgrad.graph.traversal import reads
 from onnxgrad.reporting import logger
@@ -122,6 +122,9 @@ def _apply(op: Emit, node: ir.Node, gs: list, active: set[ir.Value], wrt: list[i
     if not isinstance(gradients, (tuple, list)):
         gradients = (gradients,)
     _check_gradients(node, function, gradients)
+    for i, dx in enumerate(gradients):
+        if isinstance(dx, ir.Value):
+            dx.meta.setdefault(GRADIENT_OF, (node, i, gs))
     return zip(node.inputs, gradients, strict=False)
 
 

@@ -156,13 +156,10 @@ INT64 = _having("int64")
 # not those of the classes, with the reason
 OPPOSITE, NOT_CLASSES = "onnxgrad.opposite", "onnxgrad.not_classes"
 
-# metadata key of the gradient of a convolution's weight: its input, the cotangent of its output,
-# its windows and groups
-WEIGHT_GRADIENT = "onnxgrad.weight_gradient"
+# metadata key that the sweep writes, of a gradient: node, index of the input, and cotangents
+GRADIENT_OF = "onnxgrad.gradient_of"
 
-# metadata key of the result of a MaxPool: the gradient of its input
-POOL_GRADIENT = "onnxgrad.pool_gradient"
-
-# metadata key of the gradients of a BatchNormalization in training mode: of "x", "scale" or "bias",
-# its result, and the cotangent of that
-NORM_GRADIENT = "onnxgrad.norm_gradient"
+# metadata keys that cheaper forms of gradients write: of the gradient of a convolution's weight,
+# input, cotangent, windows and groups; of the result of a MaxPool, the gradient of its input, and
+# the cotangent
+WEIGHT_GRADIENT, POOL_GRADIENT = "onnxgrad.weight_gradient", "onnxgrad.pool_gradient"

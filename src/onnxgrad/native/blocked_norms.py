@@ -9,7 +9,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import NORM_GRADIENT
+from onnxgrad.graph.operators import GRADIENT_OF
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import static
 from onnxgrad.graph.tidy import current
@@ -46,22 +46,25 @@ def normalization(op: Emit, node: ir.Node) -> list[ir.Value | None] | None:
 def normalization_gradient(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     """dx = s (g - mean g - c mean(g c) / r^2) / r,  ds = sum(g c) / r,  db = sum g."""
     old = node.outputs[0]
-    if NORM_GRADIENT not in old.meta or len(node.outputs) > 1:
+    if GRADIENT_OF not in old.meta or len(node.outputs) > 1:
         return None
-    wanted, y, g = old.meta[NORM_GRADIENT]
-    layout, (x, scale, epsilon), g = Layout(op), y.meta.get(_OPERANDS, (None,) * 3), current(g)
-    if x is None or not layout.has(x) or not any(depends_on(old, {v}) for v in layout.forms(g)):
+    primal, wanted, (g, *others) = old.meta[GRADIENT_OF]
+    x, scale, epsilon = primal.outputs[0].meta.get(_OPERANDS, (None,) * 3)
+    if x is None or any(others):
+        return None
+    layout, g = Layout(op), current(g)
+    if not layout.has(x) or not any(depends_on(old, {v}) for v in layout.forms(g)):
         return None
     c, _, _, inverse = _statistics(layout, x, epsilon)
     g = layout.blocked(g)
     images = layout.mean_of_pixels(g)
     products = layout.mean_of_pixels(op.set_type_like(op.Mul(g, c), c))
-    if wanted != "x":
+    if wanted > 0:
         pixels = static(sizes(c)[2:])
         assert pixels is not None
-        total = op.ReduceSum(images if wanted == "bias" else products, [0], keepdims=0)
+        total = op.ReduceSum(products if wanted == 1 else images, [0], keepdims=0)
         total = op.Mul(total, float(pixels[0] * pixels[1]))
-        return [op.reshape_like(total if wanted == "bias" else op.Mul(total, inverse), old)]
+        return [op.reshape_like(op.Mul(total, inverse) if wanted == 1 else total, old)]
     mean, covariance = (op.ReduceMean(v, [0], keepdims=0) for v in (images, products))
     slope = op.Mul(scale, inverse)
     of_centered = op.Neg(op.Mul(op.Mul(slope, covariance), op.Mul(inverse, inverse)))

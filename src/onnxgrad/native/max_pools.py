@@ -42,6 +42,7 @@ class _Pool:
     counts: Pixels  # windows
     lengths: Pixels  # of x
     gradient: ir.Value
+    cotangent: ir.Value  # of its result
 
     @property
     def x(self) -> Any:
@@ -54,16 +55,6 @@ class _Pool:
         rows = zip(self.counts, self.strides, self.lengths, self.begin, strict=True)
         return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
 
-    @property
-    def cotangent(self) -> Any:
-        """The cotangent of its output."""
-        node = self.gradient.producer()
-        assert node is not None
-        if node.op_type == "MaxUnpool":
-            return node.inputs[0]
-        scatter = node.inputs[0].producer()  # type: ignore[union-attr]
-        return scatter.inputs[2].producer().inputs[0]  # type: ignore[union-attr]
-
 
 def pool_of(node: ir.Node) -> _Pool | None:
     """Return the pool if `node` is a MaxPool whose indices only its gradient reads, as above."""
@@ -71,7 +62,7 @@ def pool_of(node: ir.Node) -> _Pool | None:
         return None
     x, (y, indices) = node.inputs[0], node.outputs
     get, lengths, counts = node.attributes.get_ints, static(sizes(x)[2:]), static(sizes(y)[2:])
-    gradient = y.meta.get(POOL_GRADIENT)
+    gradient, cotangent = y.meta.get(POOL_GRADIENT, (None, None))
     if gradient is None or x is None or x.dtype != _FLOAT or not counts:
         return None
     if lengths is None or len(lengths) != 2:
@@ -87,7 +78,8 @@ def pool_of(node: ir.Node) -> _Pool | None:
     if prod(lengths) * channels < _LEAST or 0 in counts or not _read_only_by(indices, gradient):
         return None
     pads = get("pads", (0,) * 4)
-    return _Pool(node, kernel, strides, pads[:2], counts, lengths, gradient)
+    begin, cotangent = pads[:2], current(cotangent)
+    return _Pool(node, kernel, strides, begin, counts, lengths, gradient, cotangent)
 
 
 def _read_only_by(indices: ir.Value, gradient: ir.Value) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_made_by
+from onnxgrad.autodiff.forms.group import GRADIENT, is_made_by, is_zero
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, equal, rank
 
@@ -32,7 +32,7 @@ def _label(op, g):
     if not is_made_by(g, "ScatterElements") or n is None:
         return None
     (zeros, i, u), axis = node.inputs, node.attributes.get_int("axis", 0) % n
-    if not is_made_by(zeros, "Expand") or not op.is_all(zeros.producer().inputs[0], 0):
+    if not is_zero(op, zeros):
         return None
     rows, labels = list(dims(g) or ()), list(dims(i) or (None,) * n)
     rows[axis] = labels[axis] = 1  # a label for every row: the others have their sum, too

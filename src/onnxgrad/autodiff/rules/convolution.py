@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from onnxgrad.autodiff.registry import Unsupported, rule
-from onnxgrad.autodiff.rules.correlation import correlate
 from onnxgrad.autodiff.rules.windows import (
     Windows,
     at_least_zero,
@@ -18,8 +17,8 @@ from onnxgrad.autodiff.rules.windows import (
     weigh_windows,
     windows_of,
     windows_without_padding,
+    with_padding,
 )
-from onnxgrad.graph.operators import WEIGHT_GRADIENT
 
 
 @rule("Conv")
@@ -54,10 +53,26 @@ def conv_transpose(op, node, g):
 
 
 def _weight_gradient(op, x, g, windows: Windows, w, group: int):
-    """Return the gradient of w, with a note of what it is for another form of the same."""
-    dw = correlate(op, x, g, windows, w, group)
-    dw.meta[WEIGHT_GRADIENT] = (x, g, windows, group)
-    return dw
+    """Return x convolved with g, for each element of the kernel of w.
+
+    Batch and channels are exchanged, and so are strides and dilations.
+    """
+    swap, pads = [1, 0, *windows.axes], windows.pads
+    if pads is None:
+        x, pads = with_padding(op, x, windows), [0, 0] * len(windows.axes)
+    if group == 1:
+        x = op.Transpose(x, perm=swap)
+    else:  # (N, group, C / group, ...) -> (C / group, group N, ...)
+        space = op.Shape(x, start=2)
+        split = op.Reshape(x, op.Concat([0, group, -1], space, axis=0))
+        split = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in windows.axes)])
+        x = op.Reshape(split, op.Concat([0, -1], space, axis=0))
+    exchanged = {"strides": windows.dilations, "dilations": windows.strides}
+    y = op.Conv(x, op.Transpose(g, perm=swap), pads=pads, group=group, **exchanged)
+    size = list(windows.kernel) or op.Shape(w, start=2)
+    # y is longer than the kernel if the last elements of x are in no window
+    dw = op.Slice(y, [0] * len(windows.axes), size, windows.axes)
+    return op.set_type_like(op.Transpose(dw, perm=swap), w)
 
 
 def _per_channel(op, g, windows: Windows):

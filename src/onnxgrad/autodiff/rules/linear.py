@@ -16,8 +16,7 @@ def matmul(op, node, g):
     if rank(b) == 2:
         if rank(a) == 2:
             return op.Gemm(g, b, transB=1), op.Gemm(a, g, transA=1)
-        k, n = op.dim(b, 0), op.dim(b, 1)
-        rows = [op.Reshape(v, _pair(op, width)) for v, width in ((a, k), (g, n))]
+        rows = [op.Reshape(v, op.vector(-1, op.dim(b, axis))) for axis, v in enumerate((a, g))]
         return op.MatMul(g, op.mT(b)), op.Gemm(*rows, transA=1)
     if min(rank(a) or 0, rank(b) or 0) > 1:
         return op.sum_to(op.MatMul(g, op.mT(b)), a), op.sum_to(op.MatMul(op.mT(a), g), b)
@@ -29,22 +28,13 @@ def matmul(op, node, g):
 
 def _matrices(op, a, b, g):
     """Return a, b and g as stacks of matrices: a vector a becomes a row, a vector b a column."""
-    row, column = (_ones(op, op.Max(2 - op.Shape(op.Shape(v)), [0])) for v in (a, b))
+    missing = [op.Max(2 - op.Shape(op.Shape(v)), [0]) for v in (a, b)]
+    one = ir.tensor(np.ones(1, np.int64))
+    row, column = (op.ConstantOfShape(count, value=one) for count in missing)
     left, right = op.Concat(row, op.Shape(a), axis=0), op.Concat(op.Shape(b), column, axis=0)
     wide = op.Concat(op.Shape(g), column, axis=0)
     shape = op.Concat(op.Slice(wide, [0], [-1]), row, op.Slice(wide, [-1], [2**62]), axis=0)
     return [op.Reshape(v, s, allowzero=1) for v, s in ((a, left), (b, right), (g, shape))]
-
-
-def _ones(op, count):
-    ones = op.ConstantOfShape(count, value=ir.tensor(np.ones(1, np.int64)))
-    ones.dtype = ir.DataType.INT64
-    return ones
-
-
-def _pair(op, width):
-    """Return the shape [-1, width]."""
-    return [-1, width] if isinstance(width, int) else op.Concat([-1], width, axis=0)
 
 
 @rule("Gemm")

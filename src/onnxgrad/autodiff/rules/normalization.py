@@ -12,7 +12,6 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import lowering, rule
 from onnxgrad.autodiff.rules.common import narrowed, output, widened
-from onnxgrad.graph.operators import NORM_GRADIENT
 from onnxgrad.graph.shapes import dims, rank, static
 
 _EPSILON = 1e-9  # MeanVarianceNormalization adds it to the standard deviation
@@ -239,11 +238,7 @@ def batch_normalization(op, node, g, g_mean=None, g_variance=None):
     x, scale, bias, mean, variance, *gs = widened(op, *node.inputs, g, g_mean, g_variance)
     axes = _all_but_channels(op, x)
     if node.attributes.get_int("training_mode", 0):
-        gradients = _training_gradients(op, node, axes, x, scale, bias, *gs)
-        if g_mean is None and g_variance is None:
-            for wanted, v in zip(("x", "scale", "bias"), gradients, strict=False):
-                v.meta[NORM_GRADIENT] = (wanted, node.outputs[0], g)
-        return narrowed(op, gradients, node.inputs)
+        return narrowed(op, _training_gradients(op, node, axes, x, scale, bias, *gs), node.inputs)
     g, inverse = gs[0], op.Reciprocal(op.Sqrt(variance + _epsilon(node)))
     slope = scale * inverse
     n = (x - _along_channels(op, mean, x)) * _along_channels(op, inverse, x)

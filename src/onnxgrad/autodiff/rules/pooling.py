@@ -18,13 +18,13 @@ from onnxgrad.autodiff.rules.windows import (
     padded,
     reach,
     scatter_windows,
+    tile,
     weigh_windows,
     windows_of,
     with_padding,
 )
 from onnxgrad.graph.distinct import distinct_positions
-from onnxgrad.graph.operators import POOL_GRADIENT
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.graph.shapes import dims, rank
 
 
 @rule("MaxPool")
@@ -32,28 +32,9 @@ def max_pool(op, node, g, g_indices=None):
     """y = max of a window of x:  dx = zeros with g added at the first maximum of each window."""
     (x,) = node.inputs
     indices = _indices(op, node)
-    if x.dtype == ir.DataType.FLOAT and lengths(x) is not None:
-        windows = windows_of(op, node)
-        if _tiles(x, windows):
-            sizes = {"kernel_shape": list(windows.kernel), "strides": list(windows.strides)}
-            return (_noted(node, op.set_type_like(op.MaxUnpool(g, indices, **sizes), x)),)
     if max(node.attributes.get_ints("dilations", (1,))) > 1:
         g, indices = _without_empty(op, node, g, indices)
-    shape = dims(x)
-    row = static(None if shape is None else shape[1:])
-    if row is None or x.dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE):
-        return (scatter_flat(op, x, indices, g),)
-    # zeros of the shape of x, whose batch may be of any size
-    zeros = op.Pad(op.Slice(op.Reshape(g, [0, -1]), [0], [0], [1]), [0, 0, 0, prod(row)])
-    flat = [op.Reshape(v, [-1]) for v in (zeros, indices, g)]
-    sums = op.ScatterElements(*flat, axis=0, reduction="add")
-    return (_noted(node, op.set_type_like(op.Reshape(sums, [-1, *row]), x)),)
-
-
-def _noted(node, dx):
-    """Return the gradient `dx`, which a session of training may compute without indices."""
-    node.outputs[0].meta[POOL_GRADIENT] = dx
-    return dx
+    return (scatter_flat(op, x, indices, g),)
 
 
 def _indices(op, node):
@@ -77,18 +58,6 @@ def _without_empty(op, node, g, indices):
     wide = y.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
     nonempty = op.Greater(y, np.finfo(y.dtype.numpy()).min if wide else -np.inf)
     return op.Where(nonempty, g, 0.0), op.Where(nonempty, indices, np.int64(0))
-
-
-def _tiles(x, windows: Windows) -> bool:
-    """Return whether every element of `x` is in exactly one window."""
-    static_lengths = lengths(x)
-    return (
-        static_lengths is not None
-        and windows.kernel == windows.strides
-        and not any(windows.pads or (1,))
-        and max(windows.dilations) == 1
-        and not any(m % k for m, k in zip(static_lengths, windows.kernel, strict=True))
-    )
 
 
 @rule("MaxUnpool")
@@ -146,7 +115,7 @@ def _slopes_of_norm(op, node):
 def _sum_windows_adjoint(op, g, windows: Windows, x):
     """Return the adjoint of the sum over windows of each channel of x."""
     repeats = x.dtype == ir.DataType.FLOAT and 1 < max(windows.kernel) <= LARGEST_BLOCK
-    if repeats and _tiles(x, windows):  # Resize takes a quarter to 0.8 times as long as below
+    if repeats and tile(x, windows):  # Resize takes a quarter to 0.8 times as long as below
         scales = op.const(np.array([1, 1, *windows.kernel], np.float32))
         floor = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
         return op.set_type_like(op.Resize(g, None, scales, mode="nearest", **floor), x)

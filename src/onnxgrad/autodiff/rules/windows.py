@@ -101,6 +101,15 @@ def windows_of(op, node, weight=None) -> Windows | Unsupported:
     return padded(windows, *halves(op, at_least_zero(op, totals), auto == "SAME_UPPER"))
 
 
+def tile(x, windows: Windows) -> bool:
+    """Return whether every element of `x`, of static lengths, is in exactly one window."""
+    shape = lengths(x)
+    if shape is None or any(windows.pads or (1,)) or max(windows.dilations) > 1:
+        return False
+    sizes = zip(shape, windows.kernel, windows.strides, strict=True)
+    return all(k == s and m % k == 0 for m, k, s in sizes)
+
+
 def padded(windows: Windows, begin: Vector, end: Vector) -> Windows:
     """Return `windows` with this padding."""
     return Windows(windows.kernel, windows.strides, windows.dilations, begin, end)

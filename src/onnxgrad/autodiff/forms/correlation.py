@@ -9,20 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from math import ceil, prod
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.rules.windows import (
-    Windows,
-    is_large,
-    lengths,
-    padded,
-    reach,
-    weigh_windows,
-    with_padding,
-)
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.autodiff.forms.group import GRADIENT, is_made_by
+from onnxgrad.autodiff.rules.windows import Windows, is_large, lengths, padded, reach, with_padding
+from onnxgrad.graph.operators import WEIGHT_GRADIENT
+from onnxgrad.graph.rewrite import rewrites
+from onnxgrad.graph.shapes import constant, dims, static
 
 _MOST_COLUMNS = 64  # elements of a window, up to which each gets a node
 _LAST = 2**63 - 1  # end of a Slice up to the last element
@@ -36,21 +32,68 @@ _SPLIT_TYPES = (ir.DataType.FLOAT, ir.DataType.DOUBLE)  # of SpaceToDepth in onn
 Shape = tuple[int, ...]
 
 
-def correlate(op, x, g, windows: Windows, weight, group: int):
-    """Return the gradient of `weight` (M, C / group, kernel): for each element of the kernel, the
-    sum over batch and windows of g (N, M, windows) times that element of each window of x.
+@rewrites("Transpose", group=GRADIENT)
+def multiply_windows(op, node):
+    """The gradient of a weight (M, C / group, kernel): for each element of the kernel, the sum
+    over batch and windows of g (N, M, windows) times that element of each window of x.
+
+    The rules write it as a convolution of x with g, which is as large as an image.
     """
-    shape, kernel = static(dims(weight)), windows.kernel
-    if shape is None or not kernel or prod(kernel) > _MOST_COLUMNS:
-        swap = [1, 0, *windows.axes]
-        dw = op.Transpose(_convolved(op, x, g, windows, weight, group), perm=swap)
-    else:
-        dw = _products(op, x, g, windows, shape, group)
-    return op.set_type_like(dw, weight)
+    found, dw, new = _exchanged_convolution(node), node.outputs[0], None
+    if found is None:
+        return None
+    x, g, windows, group = found
+    shape = static(dims(dw))
+    if shape is not None and windows.kernel and prod(windows.kernel) <= _MOST_COLUMNS:
+        new = op.set_type_like(_products(op, x, g, windows, shape, group), dw)
+    (new or dw).meta[WEIGHT_GRADIENT] = found
+    return None if new is None else [new]
+
+
+def _exchanged_convolution(node):
+    """Return x, g, windows and groups if `node` is the last one of a convolution of x with g.
+
+    Batch and channels are exchanged, and so are strides and dilations. There may be more windows
+    than elements of the kernel, of which a Slice leaves the first ones.
+    """
+    part, shape = _permuted(node.outputs[0], 1, 0), dims(node.outputs[0]) or ()
+    if not is_made_by(part, "Slice") or len(part.producer().inputs) != 4:
+        return None
+    y, starts, _, axes = part.producer().inputs
+    starts, axes, n = constant(starts), constant(axes), len(shape) - 2
+    first = starts is not None and not starts.any()
+    spatial = axes is not None and axes.tolist() == [*range(2, n + 2)]
+    if not first or not spatial or not is_made_by(y, "Conv"):
+        return None
+    (x, g, *bias), attributes = y.producer().inputs, y.producer().attributes
+    group, get, ones = attributes.get_int("group", 1), attributes.get_ints, (1,) * n
+    x, g = _grouped(x, group) if group > 1 else _permuted(x, 1, 0), _permuted(g, 1, 0)
+    if x is None or g is None or any(bias) or "auto_pad" in attributes:
+        return None
+    exchanged = tuple(get("dilations", ones)), tuple(get("strides", ones))
+    begin, end = np.array(get("pads", (0,) * 2 * n), np.int64).reshape(2, n)
+    return x, g, Windows(static(shape[2:]) or (), *exchanged, begin, end), group
+
+
+def _permuted(v: Any, *first: int) -> Any:
+    """Return x if `v` is x with its first axes in this order, and the others in theirs."""
+    perm = v.producer().attributes.get_ints("perm", ()) if is_made_by(v, "Transpose") else ()
+    same = perm and [*perm] == [*first, *range(len(first), len(perm))]
+    return v.producer().inputs[0] if same else None
+
+
+def _grouped(v: Any, group: int) -> Any:
+    """Return x (N, C, ...) if `v` is x as (C / group, group N, ...), else None."""
+    split = _permuted(v.producer().inputs[0], 2, 1, 0) if is_made_by(v, "Reshape") else None
+    if split is None or not is_made_by(split, "Reshape"):
+        return None
+    x, shape = split.producer().inputs
+    lead = constant(shape.producer().inputs[0]) if is_made_by(shape, "Concat") else None
+    return x if lead is not None and lead.tolist() == [0, group, -1] else None
 
 
 def _products(op, x, g, windows: Windows, shape: Shape, group: int):
-    """Return `correlate` as products of matrices, in the form that is fastest."""
+    """Return the gradient as products of matrices, in the form that is fastest."""
     have, counts = lengths(x), lengths(g)
     if windows.pads is None or have is None or counts is None or 0 in counts:
         return _columns(op, x, g, windows, shape, group)
@@ -114,13 +157,6 @@ def _of_phases(windows: Windows, shape: Shape) -> tuple[Shape, Shape]:
     return (shape[0], shape[1] * stride**n, *kernel), kernel
 
 
-def _counts(value) -> Shape:
-    """Return the lengths of the spatial axes, which are static."""
-    counts = lengths(value)
-    assert counts is not None
-    return counts
-
-
 def _whole_lanes(columns: int) -> int:
     return ceil(columns / _LANES) * _LANES
 
@@ -146,12 +182,12 @@ def _part(op, x, offset: Shape, windows: Windows, counts: Shape):
 
 
 def _shifted_cotangents(op, x, g, windows: Windows, shape: Shape, group: int):
-    """Return `correlate` with g copied for each element of the first axis of the kernel.
+    """Return the gradient with g copied for each element of the first axis of the kernel.
 
     Each copy begins a row later, between rows of zeros, so that a product with all rows of x is one
     with every window. Along the other axes, x is sliced.
     """
-    first, step, counts = windows.kernel[0], windows.dilations[0], _counts(g)
+    first, step, counts = windows.kernel[0], windows.dilations[0], lengths(g) or ()
     rows, kept = counts[0] + (first - 1) * step, [0] * len(windows.axes)
     copies = g
     if first > 1:
@@ -174,11 +210,11 @@ def _shifted_cotangents(op, x, g, windows: Windows, shape: Shape, group: int):
 
 
 def _shifted_inputs(op, x, g, windows: Windows, shape: Shape, group: int):
-    """Return `correlate` with x copied for each element of the kernel but for its first axis.
+    """Return the gradient with x copied for each element of the kernel but for its first axis.
 
     Along the first axis, the copies are sliced, which leaves whole rows.
     """
-    first, step, counts = windows.kernel[0], windows.dilations[0], _counts(g)
+    first, step, counts = windows.kernel[0], windows.dilations[0], lengths(g) or ()
     rows, rest = counts[0] + (first - 1) * step, prod(counts[1:])
     x = with_padding(op, x, windows)
     offsets = list(product(*map(range, windows.kernel[1:])))
@@ -224,7 +260,7 @@ def _phases(op, x, channels: int, windows: Windows, counts: Shape):
     """
     stride, n = windows.strides[0], len(counts)
     split = [m + ceil(k / stride) - 1 for m, k in zip(counts, windows.kernel, strict=True)]
-    ends = np.array(split) * stride - np.array(_counts(x)) - windows.begin
+    ends = np.array(split) * stride - np.array(lengths(x) or ()) - windows.begin
     x = with_padding(op, x, padded(windows, windows.begin, ends))
     if n == 2:
         phases = op.SpaceToDepth(x, blocksize=stride)
@@ -236,13 +272,10 @@ def _phases(op, x, channels: int, windows: Windows, counts: Shape):
 
 
 def _split_products(op, x, g, windows: Windows, shape: Shape, group: int):
-    """Return `correlate` of strided windows as that of windows of stride 1 on more channels."""
-    stride, n, (whole, kernel) = (
-        windows.strides[0],
-        len(windows.strides),
-        _of_phases(windows, shape),
-    )
-    x = _phases(op, x, shape[1], windows, _counts(g))
+    """Return the gradient of strided windows as that of windows of stride 1 on more channels."""
+    stride, n = windows.strides[0], len(windows.strides)
+    whole, kernel = _of_phases(windows, shape)
+    x = _phases(op, x, shape[1], windows, lengths(g) or ())
     dw = _products(op, x, g, _unit_windows(kernel), whole, group)
     dw = op.Reshape(dw, [shape[0], *[stride] * n, shape[1], *kernel])
     inner = [axis for i in range(n) for axis in (n + 2 + i, 1 + i)]
@@ -254,7 +287,7 @@ def _split_products(op, x, g, windows: Windows, shape: Shape, group: int):
 
 
 def _sums(op, x, g, windows: Windows, shape: Shape, counts: Shape):
-    """Return `correlate` where each group has one channel, as sums of elementwise products."""
+    """Return the gradient where each group has one channel, as sums of elementwise products."""
     channels, stride, terms = shape[0], windows.strides[0], []
     splits = stride > 1 and len(counts) == 2 and _splits(x, windows)
     x = _phases(op, x, channels, windows, counts) if splits else with_padding(op, x, windows)
@@ -275,7 +308,7 @@ def _sums(op, x, g, windows: Windows, shape: Shape, counts: Shape):
 
 
 def _columns(op, x, g, windows: Windows, shape: Shape, group: int):
-    """Return `correlate` as one product of g and a matrix of all windows, or for large images one
+    """Return the gradient as one product of g and a matrix of all windows, or for large images one
     for each element of the kernel, channels first.
     """
     kernel, swap = windows.kernel, [1, 0, *windows.axes]
@@ -285,9 +318,8 @@ def _columns(op, x, g, windows: Windows, shape: Shape, group: int):
     if len(columns) > 1 and not is_large(shape, lengths(g)):
         columns = [op.Concat(*columns, axis=1)]
     g = op.Reshape(op.Transpose(g, perm=swap), [group, rows // group, -1])
-    stacked = [
-        op.Reshape(c, [group, per_group * prod(kernel) // len(columns), -1]) for c in columns
-    ]
+    elements = per_group * prod(kernel) // len(columns)
+    stacked = [op.Reshape(c, [group, elements, -1]) for c in columns]
     products = [op.MatMul(g, op.Transpose(c, perm=[0, 2, 1])) for c in stacked]
     if len(products) > 1:  # one per element of the kernel
         products = [op.Concat(*(op.Unsqueeze(p, [-1]) for p in products), axis=-1)]
@@ -302,23 +334,3 @@ def _column(op, x, offset: Shape, windows: Windows):
         return x
     ends = [-m if m else _LAST for m in left]
     return op.Slice(x, starts, ends, windows.axes, list(windows.strides))
-
-
-def _convolved(op, x, g, windows: Windows, weight, group: int):
-    """Return x convolved with g (N, M, windows): (C / group, M, kernel).
-
-    Batch and channels are exchanged, and so are strides and dilations.
-    """
-    swap = [1, 0, *windows.axes]
-    if group == 1:
-        x = op.Transpose(x, perm=swap)
-    else:  # (N, group, C / group, ...) -> (C / group, group N, ...)
-        space = op.Shape(x, start=2)
-        split = op.Reshape(x, op.Concat([0, group, -1], space, axis=0))
-        split = op.Transpose(split, perm=[2, 1, 0, *(axis + 1 for axis in windows.axes)])
-        x = op.Reshape(split, op.Concat([0, -1], space, axis=0))
-    exchanged = Windows((), windows.dilations, windows.strides, windows.begin, windows.end)
-    y = weigh_windows(op, x, op.Transpose(g, perm=swap), exchanged, group)
-    size = list(windows.kernel) or op.Shape(weight, start=2)
-    # y is longer than the kernel if the last elements of x are in no window
-    return op.Slice(y, [0] * len(windows.axes), size, windows.axes)
