@@ -137,7 +137,7 @@ def _apply_lowered(
     to a Scan, which is slower. Nodes that need no gradient keep their fused kernels.
     """
     wrt = [x for x in reads(node) if x in active]
-    before = Emit(op.graph, outer=op)
+    before = Emit(op.graph, outer=op)  # it shares no node that `nodes` would lack
     with before.at(node):
         outputs = lowering(before, node)
     if outputs is None:
