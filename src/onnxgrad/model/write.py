@@ -211,7 +211,7 @@ def write_models(
     def placed(name: str, model: Any) -> tuple[Path, Any]:
         path = _inside(home, f"{name}.onnx")
         if path in paths:
-            raise ValueError(f"two models would be written to the file {path.name}: rename one")
+            raise ValueError(f"two models would be written to the file {name}.onnx: rename one")
         paths.add(path)
         return path, model
 

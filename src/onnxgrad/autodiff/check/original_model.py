@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from onnx import ModelProto
+from onnx import ModelProto, ValueInfoProto
 
 from onnxgrad.autodiff.check.runtimes import Feed, Function
-from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.weights import constant_refs, replace
 
 
@@ -56,8 +55,20 @@ class OriginalModel:
 
 
 def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
-    """Return `proto` with the named initializers among its inputs, so that they can be fed."""
-    model = to_ir(proto)
-    weights = [model.graph.initializers[name] for name in names]
-    model.graph.inputs.extend(w for w in weights if not w.is_graph_input())
-    return to_proto(model)
+    """Return `proto` with the named initializers among its inputs, so that they can be fed.
+
+    All else is as in the file, which onnx_ir would not keep: bodies that return what they are given.
+    """
+    copy = ModelProto()
+    copy.CopyFrom(proto)
+    copy.ir_version = max(copy.ir_version, 4)
+    declared = {x.name for x in copy.graph.input}
+    for tensor in copy.graph.initializer:
+        if tensor.name in names and tensor.name not in declared:
+            value = ValueInfoProto(name=tensor.name)
+            value.type.tensor_type.elem_type = tensor.data_type
+            value.type.tensor_type.shape.SetInParent()
+            for d in tensor.dims:
+                value.type.tensor_type.shape.dim.add(dim_value=d)
+            copy.graph.input.append(value)
+    return copy

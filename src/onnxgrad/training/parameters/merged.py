@@ -135,7 +135,7 @@ class _Merged:
             (f.domain, f.name, f.overload): (f.input, _readers(all_nodes(f.node)))
             for f in proto.functions
         }
-        self.nodes = all_nodes(proto.graph.node)
+        self.nodes = list(all_nodes(proto.graph.node))
         self.readers = _readers(self.nodes)
         self.makers = {y: n for n in self.nodes for y in n.output}
         self.uses: dict[str, list[_Use]] = defaultdict(list)
