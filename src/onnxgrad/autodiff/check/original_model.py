@@ -57,7 +57,7 @@ class OriginalModel:
 def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     """Return `proto` with the named initializers among its inputs, so that they can be fed.
 
-    All else is as in the file, which onnx_ir would not keep: bodies that return what they are given.
+    All else is as in the file; onnx_ir would not keep bodies that return what they are given.
     """
     copy = ModelProto()
     copy.CopyFrom(proto)
