@@ -78,7 +78,7 @@ def with_gradients(
     """
     gradients = first.gradients(cotangents)
     results = all_named(first, "grad", first.wrt, gradients)
-    sheet = Sheet(first.finish(results), [], [str(x.name) for x in first.wrt])
+    sheet = Sheet(first.finish(results), [], [str(x.name) for x in first.wrt], own=True)
     sheet.origin = first.origin
     opened = dict(zip(sheet.wrt, sheet.kept[-len(results) :], strict=True))
     if not keep:

@@ -38,6 +38,7 @@ class Sheet:
             differentiate the floats.
         rows: whether the chosen inputs have the same number of rows, even if their first axes have
             different symbols.
+        own: `model` was written from a prepared one: what it states is true.
 
     Attributes:
         wrt: the chosen inputs, then the weights.
@@ -57,9 +58,10 @@ class Sheet:
         inputs: Sequence[str] | None,
         outputs: Sequence[str] | None = None,
         rows: bool = False,
+        own: bool = False,
     ) -> None:
         self.origin = read(model)
-        self.model = prepare(self.origin)
+        self.model = prepare(self.origin, own=own)
         chosen = choose_inputs(self.model.graph, inputs)
         if rows and len({shape[0] for x in chosen if (shape := dims(x))}) > 1:
             names = {str(d) for x in self.model.graph.inputs for d in dims(x) or ()}

@@ -96,7 +96,7 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
     """
     rng = np.random.default_rng(problem.seed)
     primal = method.convert(problem.primal)
-    sheet = Sheet(primal, [], problem.wrt)
+    sheet = Sheet(primal, [], problem.wrt, own=True)
     dtypes = {str(x.name): x.dtype.numpy() for x in sheet.graph.inputs if x.dtype is not None}
     point = {n: x.astype(dtypes[n]) for n, x in problem.point.items() if n in dtypes}
     function: Function
@@ -134,7 +134,7 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
         ]
         if order < last:
             names = [str(g.name) for g in sheet.graph.outputs[len(sheet.kept) :]]
-            sheet = Sheet(proto, [], [*wrt, *cotangents], names)
+            sheet = Sheet(proto, [], [*wrt, *cotangents], names, own=True)
             point, outputs = point | cotangents, results[n:]
             function = partial(_behind, n, run)
     return GradientReport(tuple(rows), method.name)

@@ -53,6 +53,7 @@ def prepare(
     outputs: Collection[str] | None = None,
     keep: Collection[str] = (),
     on_demand: bool = False,
+    own: bool = False,
     keep_dropout: bool = False,
     exempt: Collection[str] | None = None,
 ) -> ir.Model:
@@ -66,11 +67,12 @@ def prepare(
             all.
         keep: names of node outputs that keep their names.
         on_demand: also lower the operators that the sweep lowers if they have a gradient.
+        own: `proto` was written from a prepared model: what it states is true, and it is not run.
         keep_dropout: keep each Dropout without effect, so that training can switch it on.
         exempt: names of inputs whose first axis is not `batch`; neither is it then where inputs
             state different symbols. None: it is that of all inputs.
     """
-    asked = _Asked(proto, batch, outputs, keep, on_demand, keep_dropout, exempt)
+    asked = _Asked(proto, batch, outputs, keep, on_demand, own, keep_dropout, exempt)
     model = _in_working_opset(proto)
     for apply in PASSES:
         apply(model, asked)
@@ -86,6 +88,7 @@ class _Asked:
     outputs: Collection[str] | None
     keep: Collection[str]
     on_demand: bool
+    own: bool
     keep_dropout: bool
     exempt: Collection[str] | None
 
@@ -160,7 +163,10 @@ def _name_rows(model: ir.Model, asked: _Asked) -> None:
 def _infer(model: ir.Model, asked: _Asked) -> None:
     """Infer the types and shapes that all following passes read."""
     note_ranks(all_nodes(model.graph))
-    infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
+    if asked.own:
+        infer(model, asked.trusts_branches)
+    else:
+        infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
 
 
 def _take_branches(model: ir.Model, asked: _Asked) -> None:
