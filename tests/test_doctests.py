@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import onnxgrad
+from onnxgrad.autodiff.forms import GRADIENT
+from onnxgrad.graph import rewrite
 
 ROOT = Path(__file__).parent.parent
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -40,6 +42,15 @@ def test_example_of_the_torch_module():
     from onnxgrad.torch import OnnxModule
 
     run_examples(OnnxModule, "OnnxModule")
+
+
+def test_what_contributing_adds(monkeypatch):
+    group = rewrite.GROUPS[GRADIENT]
+    monkeypatch.setitem(group, ("", "Neg"), list(group["", "Neg"]))
+    path = str(ROOT / "CONTRIBUTING.md")
+    failures, count = doctest.testfile(path, module_relative=False, optionflags=FLAGS)
+    assert not failures
+    assert count > 10
 
 
 def test_every_name_is_on_one_page():

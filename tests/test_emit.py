@@ -65,6 +65,13 @@ def test_arange(n):
     np.testing.assert_array_equal(run(op, y, np.float32([0])), [0, 1, 2])
 
 
+def test_arange_of_a_number_whose_rank_is_unknown():
+    [x] = inputs(None)
+    op = emitter(x)
+    y = op.arange(op.ReduceProd(op.Shape(x), keepdims=0))
+    np.testing.assert_array_equal(run(op, y, np.zeros((2, 3), np.float32)), range(6))
+
+
 @pytest.mark.parametrize("axis", [1, -1])
 @pytest.mark.parametrize(
     ("parts", "lengths"), [(2, [2, 2]), ([1, 3], [1, 3]), (np.int64([1, 3]), [None, None])]

@@ -47,7 +47,9 @@ class Emit(Writer):
         """Return 0, 1, ..., n - 1 as int64; `n` may be an int64 tensor of one element."""
         if isinstance(n, int):
             return self.const(np.arange(n))
-        return self.Range(np.int64(0), n if rank(n) == 0 else self.Squeeze(n, [0]), np.int64(1))
+        if rank(n) != 0:
+            n = self.Reshape(n, []) if rank(n) is None else self.Squeeze(n, [0])
+        return self.Range(np.int64(0), n, np.int64(1))
 
     def split(self, x: ir.Value, parts: Any, axis: int) -> list[ir.Value]:
         """Return the parts of `x` along `axis`: so many equal ones, or of these lengths."""

@@ -54,10 +54,12 @@ def replace_value(
     """Let all nodes read `new` instead of `old`, and return it.
 
     It takes the name of a graph output, and of `old` if that is in `keep`; it is copied if it has
-    a name to keep itself, or if `op` did not write it.
+    a name to keep itself, or if no node that the package wrote into the graph computes it.
     """
     if has_name_to_keep(old, keep):
-        if not op.has_written(new) or has_name_to_keep(new, keep):
+        node = new.producer()
+        own = node is not None and node.graph is op.graph and op.is_own(node)
+        if not own or has_name_to_keep(new, keep):
             new = op.copy_of(new)
         new.name, old.name = old.name, None
         new.shape, new.type = old.shape or new.shape, old.type or new.type
