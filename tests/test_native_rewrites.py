@@ -194,10 +194,12 @@ BLOCKED = {  # the convolutions in blocks of channels and what is between them, 
     "pooled, padded": """c = Conv(x, w)  y = MaxPool<kernel_shape = [3,3], strides = [3,3],
         pads = [1,0,2,1]>(c)""",
     "transposed": "c = ConvTranspose<strides = [2,2]>(x, w)  y = Relu(c)",
+    "large kernel": "c = Conv<pads = [4,4,4,4]>(x, u)  y = Relu(c)",
     "reordered behind": """r = Relu(x)  c = Conv(r, p)  d = Conv<pads = [1,1,1,1]>(r, v)
         y = Add(c, d)""",
 }
-SHAPES = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "k": (32, 1, 1), "p": (32, 32, 1, 1)}
+SHAPES = {"w": (32, 32, 3, 3), "v": (32, 32, 3, 3), "k": (32, 1, 1), "p": (32, 32, 1, 1),
+          "u": (32, 32, 9, 9)}  # fmt: skip
 SCALARS = {"low": np.float32(-0.5), "high": np.float32(0.5)}
 
 

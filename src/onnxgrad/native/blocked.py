@@ -25,7 +25,7 @@ def convolution(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     x, w, bias = (*node.inputs, None)[:3]
     if x is None or w is None or not _is_image(x) or not _is_image(w) or WEIGHT_GRADIENT in y.meta:
         return None
-    if static(sizes(w)) is None:
+    if static(sizes(w)) is None or dims(y) is None:
         return None
     form = _convolution if node.op_type == "Conv" else _transposed_convolution
     blocked = form(layout, node, x, w, bias)
