@@ -421,3 +421,36 @@ def test_columns_that_a_file_adds_to_zeros():
     np.testing.assert_array_equal(
         run_named(to_proto(model), feed)["y"], run_named(proto, feed)["y"]
     )
+
+
+def test_maxima_that_are_replaced_are_added_up():
+    """Several maxima are moved to position 0, where MaxUnpool would keep the last of them."""
+    x, g = value("x", 1, 1, 4, 4), value("g", 1, 1, 2, 2)
+    op = emitter(x, g)
+    window = {"kernel_shape": [2, 2], "strides": [2, 2]}
+    y, maxima = op.emit_many("MaxPool", [x], window, 2)
+    for v, dtype in ((y, FLOAT), (maxima, ir.DataType.INT64)):
+        v.dtype, v.shape = dtype, ir.Shape([1, 1, 2, 2])
+    index = op.set_type_like(op.Where(op.Greater(y, 10.0), maxima, np.int64(0)), maxima)
+    zeros = op.Expand(np.float32(0), [16])
+    flat = op.Reshape(index, [-1]), op.Reshape(g, [-1])
+    dx = op.Reshape(op.ScatterElements(zeros, *flat, axis=0, reduction="add"), [1, 1, 4, 4])
+    feed = {"x": numbers(1, 1, 4, 4), "g": np.ones((1, 1, 2, 2), np.float32)}
+    check(op, [op.set_type_like(dx, x)], False, feed)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_groups_whose_pixels_are_ordered_otherwise(same):
+    """The windows of a group are those of x only if its pixels keep their shape."""
+    pixels, windows = ((6, 4), (4, 2)) if same else ((4, 6), (2, 4))
+    x, g = value("x", 2, 4, 6, 4), value("g", 2, 4, *windows)
+    op = emitter(x, g)
+    space = op.Shape(x, start=2) if same else op.Concat([pixels[0]], [pixels[1]], axis=0)
+    split = op.Reshape(x, op.Concat([0, 2, -1], space, axis=0))
+    split = op.Transpose(split, perm=[2, 1, 0, 3, 4])
+    grouped = op.Reshape(split, op.Concat([0, -1], space, axis=0))
+    y = op.Conv(grouped, op.Transpose(g, perm=[1, 0, 2, 3]), group=2)
+    dw = op.Transpose(op.Slice(y, [0, 0], [3, 3], [2, 3]), perm=[1, 0, 2, 3])
+    dw.shape, dw.dtype = ir.Shape([4, 2, 3, 3]), FLOAT
+    feed = {"x": numbers(2, 4, 6, 4), "g": numbers(2, 4, *windows, seed=1)}
+    assert ("Conv" not in check(op, [dw], False, feed)) == same

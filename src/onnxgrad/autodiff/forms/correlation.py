@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_made_by
+from onnxgrad.autodiff.forms.group import GRADIENT, is_result_of
 from onnxgrad.autodiff.rules.windows import Windows, is_large, lengths, padded, reach, with_padding
 from onnxgrad.graph.operators import WEIGHT_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
@@ -57,13 +57,13 @@ def _exchanged_convolution(node):
     than elements of the kernel, of which a Slice leaves the first ones.
     """
     part, shape = _permuted(node.outputs[0], 1, 0), dims(node.outputs[0]) or ()
-    if not is_made_by(part, "Slice") or len(part.producer().inputs) != 4:
+    if not is_result_of(part, "Slice") or len(part.producer().inputs) != 4:
         return None
     y, starts, _, axes = part.producer().inputs
     starts, axes, n = constant(starts), constant(axes), len(shape) - 2
     first = starts is not None and not starts.any()
     spatial = axes is not None and axes.tolist() == [*range(2, n + 2)]
-    if not first or not spatial or not is_made_by(y, "Conv"):
+    if not first or not spatial or not is_result_of(y, "Conv"):
         return None
     (x, g, *bias), attributes = y.producer().inputs, y.producer().attributes
     group, get, ones = attributes.get_int("group", 1), attributes.get_ints, (1,) * n
@@ -77,19 +77,32 @@ def _exchanged_convolution(node):
 
 def _permuted(v: Any, *first: int) -> Any:
     """Return x if `v` is x with its first axes in this order, and the others in theirs."""
-    perm = v.producer().attributes.get_ints("perm", ()) if is_made_by(v, "Transpose") else ()
+    perm = v.producer().attributes.get_ints("perm", ()) if is_result_of(v, "Transpose") else ()
     same = perm and [*perm] == [*first, *range(len(first), len(perm))]
     return v.producer().inputs[0] if same else None
 
 
 def _grouped(v: Any, group: int) -> Any:
     """Return x (N, C, ...) if `v` is x as (C / group, group N, ...), else None."""
-    split = _permuted(v.producer().inputs[0], 2, 1, 0) if is_made_by(v, "Reshape") else None
-    if split is None or not is_made_by(split, "Reshape"):
+    permuted, space = _reshaped(v, [0, -1])
+    split = None if permuted is None else _permuted(permuted, 2, 1, 0)
+    x, same = _reshaped(split, [0, group, -1])
+    if space is None or space is not same or not is_result_of(space, "Shape"):
         return None
-    x, shape = split.producer().inputs
-    lead = constant(shape.producer().inputs[0]) if is_made_by(shape, "Concat") else None
-    return x if lead is not None and lead.tolist() == [0, group, -1] else None
+    lengths_of, get = space.producer().inputs[0], space.producer().attributes.get_int
+    return x if lengths_of is x and get("start", 0) == 2 and get("end", None) is None else None
+
+
+def _reshaped(v: Any, lead: list[int]) -> tuple[Any, Any]:
+    """Return x and space if `v` is x with the shape (*lead, *space), else two None."""
+    if v is None or not is_result_of(v, "Reshape"):
+        return None, None
+    x, shape = v.producer().inputs
+    parts: Any = shape.producer().inputs if is_result_of(shape, "Concat") else ()
+    first = constant(parts[0]) if len(parts) == 2 else None
+    if first is None or first.tolist() != lead or v.producer().attributes.get_int("allowzero", 0):
+        return None, None
+    return x, parts[1]
 
 
 def _products(op, x, g, windows: Windows, shape: Shape, group: int):

@@ -9,7 +9,7 @@ import onnx_ir as ir
 GRADIENT = "gradient"
 
 
-def is_made_by(v: ir.Value | None, op_type: str) -> bool:
+def is_result_of(v: ir.Value | None, op_type: str) -> bool:
     """Return whether a node of a standard operator computes `v`."""
     node = None if v is None else v.producer()
     return node is not None and (node.domain, node.op_type) == ("", op_type)
@@ -17,15 +17,15 @@ def is_made_by(v: ir.Value | None, op_type: str) -> bool:
 
 def is_own(op: Any, v: ir.Value, op_type: str) -> bool:
     """Return whether a node of a standard operator computes `v`, and the package wrote it."""
-    return is_made_by(v, op_type) and op.is_own(v.producer())
+    return is_result_of(v, op_type) and op.is_own(v.producer())
 
 
 def read_once(v: ir.Value) -> bool:
-    """Return whether one node reads `v`, and no output is."""
+    """Return whether exactly one node reads `v`, and it is no output of its graph."""
     return len(list(v.uses())) == 1 and not v.is_graph_output()
 
 
 def is_zero(op: Any, v: ir.Value) -> bool:
     """Return whether `v` are zeros, expanded to a shape."""
     node = v.producer()
-    return is_made_by(v, "Expand") and node is not None and op.is_all(node.inputs[0], 0)
+    return is_result_of(v, "Expand") and node is not None and op.is_all(node.inputs[0], 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_made_by, is_own, read_once
+from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_result_of, read_once
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import Dims, dims, equal, is_real
 
@@ -13,7 +13,7 @@ _WIDE = (ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 @rewrites("Add", group=GRADIENT)
 def double(op, node):
-    """x + x = 2 x, which is part of other factors then."""
+    """x + x = 2 x: a product by a scalar, which `multiply_scalars_first` joins with others."""
     x, other = node.inputs
     return [op.Mul(x, 2.0)] if x is other and is_real(x) and op.is_own(node) else None
 
@@ -62,6 +62,6 @@ def _is_column(shape: Dims) -> bool:
 def multiply_without_expand(op, node):
     """expand(x) y = x y, where y has the shape of expand(x)."""
     for expanded, y in (node.inputs, node.inputs[::-1]):
-        if is_made_by(expanded, "Expand") and equal(dims(expanded), dims(y)):
+        if is_result_of(expanded, "Expand") and equal(dims(expanded), dims(y)):
             return [op.Mul(expanded.producer().inputs[0], y)]
     return None

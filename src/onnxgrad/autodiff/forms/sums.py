@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.forms.group import GRADIENT, is_made_by, is_own, read_once
+from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_result_of, read_once
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, equal, is_real, static
 from onnxgrad.graph.types import output_shape
@@ -32,10 +32,10 @@ def add_at_once(op, node):
 
 @rewrites("ReduceSum", group=GRADIENT)
 def sum_squares(op, node):
-    """sum(x x), which no pass over memory computes twice."""
+    """ReduceSum(x x) = ReduceSumSquare(x)."""
     product, keepdims = node.inputs[0], node.attributes.get_int("keepdims", 1)
     # without axes, and with noop_with_empty_axes, ReduceSumSquare does not square
-    if not is_made_by(product, "Mul") or "noop_with_empty_axes" in node.attributes:
+    if not is_result_of(product, "Mul") or "noop_with_empty_axes" in node.attributes:
         return None
     x, other = product.producer().inputs
     if x is not other or not is_real(x):  # onnxruntime has it for few integers
@@ -47,7 +47,7 @@ def sum_squares(op, node):
 def sum_without_kept_axes(op, node):
     """A Reshape that removes the axes of length 1 which a ReduceSum keeps."""
     total, target = node.inputs[0].producer(), constant(node.inputs[1])
-    if not is_made_by(node.inputs[0], "ReduceSum") or target is None or len(total.inputs) < 2:
+    if not is_result_of(node.inputs[0], "ReduceSum") or target is None or len(total.inputs) < 2:
         return None
     shape = output_shape("ReduceSum", total.inputs, {"keepdims": 0})
     if shape is None or static(shape) != tuple(target) or 0 in target:  # 0 copies a length
@@ -97,7 +97,7 @@ def join_parts(op, node):
 def _part(x):
     """Return the part of `x` outside of which a Pad wrote zeros, along one axis; else None."""
     node = x.producer()
-    if not is_made_by(x, "Pad") or len(node.inputs) != 2:
+    if not is_result_of(x, "Pad") or len(node.inputs) != 2:
         return None
     value, pads = node.inputs[0], constant(node.inputs[1])
     shape, mode = dims(value), node.attributes.get_string("mode", "constant")
