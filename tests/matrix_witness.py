@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import onnxgrad as og
 from matrix_options import CLASS_WEIGHT, EPS, RATE, Arrays, Options, Rows, weights
-from onnxgrad.training.runner import micro_batches
+from onnxgrad.training.run.runner import micro_batches
 
 Step = Callable[[float], None]
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime as ort
 
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.training.update import build_update, evaluated
+from onnxgrad.training.step.update import build_update, evaluated
 
 STEPS = 50
 SHAPES: dict[str, tuple[int, ...]] = {

@@ -254,7 +254,7 @@ def test_a_fit_that_cannot_be_prepared_changes_nothing(make, broken, monkeypatch
     def fail(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(f"onnxgrad.training.runner.{broken}", fail)
+    monkeypatch.setattr(f"onnxgrad.training.run.runner.{broken}", fail)
     with pytest.raises(MemoryError):
         made.fit(X, Y, X_val=X, y_val=Y)
     monkeypatch.undo()
@@ -275,7 +275,7 @@ def test_weights_that_cannot_be_read_from_the_device_keep_those_read_last(make, 
             return False
         seen.append(arrays(made.get_state()))
         if progress.rows == 20:
-            monkeypatch.setattr("onnxgrad.training.runner.Runner.unpacked", fail)
+            monkeypatch.setattr("onnxgrad.training.run.runner.Runner.unpacked", fail)
 
     with pytest.raises(MemoryError):
         made.fit(BATCHES, callback=third)

@@ -58,7 +58,7 @@ def files():
         "onnxgrad.cli.train.prepare",
         "onnxgrad.cli.job.mapped",
         "onnxgrad.training.loop.Loop._epoch",
-        "onnxgrad.training.runner.Runner.run",
+        "onnxgrad.training.run.runner.Runner.run",
     ],
 )
 def test_before_the_first_step_has_ended(here, send_in, moment, number):

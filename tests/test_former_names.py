@@ -72,11 +72,12 @@ SIGNATURES = {  # as they were
         enable_logging=False, debug=False""",
     "OrtGradientForwardBackward.new_instance": "",
     "OrtGradientForwardBackward.save_onnx_graph": "folder, prefix=None, suffix=None",
-    "training.forward_backward.OrtGradientForwardBackwardFunction.forward": """inputs,
+    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.forward": """inputs,
         training=False""",
-    "training.forward_backward.OrtGradientForwardBackwardFunction.backward": "grad_outputs",
-    "training.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph": """folder,
-        prefix=None, suffix=None""",
+    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.backward": "grad_outputs",
+    "training.compat.forward_backward.OrtGradientForwardBackwardFunction.save_onnx_graph": (
+        "folder, prefix=None, suffix=None"
+    ),
     "OrtDataLoader": """X, y, sample_weight=None, batch_size=20, device='cpu', random_iter=True""",
     "OrtDataLoader.iter_numpy": "",
     "OrtDataLoader.iter_ortvalue": "",

@@ -15,8 +15,8 @@ from onnx import ModelProto, numpy_helper
 import onnxgrad as og
 from onnxgrad.model import emptied
 from onnxgrad.optimizers import ema, muon, schedule_free
-from onnxgrad.training import in_place
-from onnxgrad.training.runner import Runner
+from onnxgrad.training.run import in_place
+from onnxgrad.training.run.runner import Runner
 
 SHAPES = {"w1": (12, 300), "b1": (300,), "w2": (300, 300), "w3": (300, 3)}
 OPTIMIZERS = {

@@ -19,7 +19,7 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from onnxgrad.model import emptied
-from onnxgrad.training import in_place
+from onnxgrad.training.run import in_place
 from running import in_sweep, run_named
 
 torch = pytest.importorskip("torch")

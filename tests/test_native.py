@@ -15,7 +15,7 @@ from onnxgrad import native
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.native import blocked_layout
 from onnxgrad.native.phases import PLAIN
-from onnxgrad.training import epoch
+from onnxgrad.training.step import epoch
 from small_models import parse
 
 DOMAIN = blocked_layout.DOMAIN

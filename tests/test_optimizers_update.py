@@ -17,8 +17,8 @@ from onnxgrad import LearningRateSGD, OrtGradientOptimizer, add_loss_output, opt
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Chain, Optimizer, ParamGroup
-from onnxgrad.training import blocks
-from onnxgrad.training.update import build_update, evaluated, write_update
+from onnxgrad.training.step import blocks
+from onnxgrad.training.step.update import build_update, evaluated, write_update
 from optimizer_runs import RATES, SHAPES, gradients, initial, session, start, trained
 
 NAMES = [name for name, shape in SHAPES.items() if shape]
@@ -123,14 +123,14 @@ def test_blocks_of_a_trainer(name, monkeypatch):
     monkeypatch.setattr(blocks, "LARGE", 100)
     monkeypatch.setattr(blocks, "_LEAST", 3)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
-    monkeypatch.setattr("onnxgrad.training.groups.PACKED", 1)
+    monkeypatch.setattr("onnxgrad.training.step.groups.PACKED", 1)
     in_blocks = []
 
     def update_in_blocks(*arguments):
         in_blocks.append(arguments)
         return blocks.update_in_blocks(*arguments)
 
-    monkeypatch.setattr("onnxgrad.training.update.update_in_blocks", update_in_blocks)
+    monkeypatch.setattr("onnxgrad.training.step.update.update_in_blocks", update_in_blocks)
     trained = OrtGradientOptimizer(add_loss_output(model), **options).fit(x, y).trained_coef_
     assert len(in_blocks) == (name != "muon")  # u, unless it is orthogonalized
     for n, w in plain.items():

@@ -11,7 +11,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.native.order import Lives, Memory, depth_first, eager, order, peak
 from onnxgrad.runtime.session import ordered_session
-from onnxgrad.training import sessions
+from onnxgrad.training.run import sessions
 
 
 def graph() -> ir.Graph:

@@ -16,8 +16,8 @@ from onnxgrad.graph.shapes import dims, static
 from onnxgrad.model.convert import to_proto
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import WORK_PER_THREAD, session
-from onnxgrad.training import sessions
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.run import sessions
 from onnxgrad.training.setup import Setup
 
 ROWS = 24

@@ -12,7 +12,7 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.training import compiled
-from onnxgrad.training.parallel_runner import Together
+from onnxgrad.training.run.shared import Together
 from running import run_named
 
 RATE = 0.1

@@ -9,8 +9,8 @@ import pytest
 
 import onnxgrad as og
 from onnxgrad.training import compiled
-from onnxgrad.training.parallel_runner import Together
-from onnxgrad.training.runner import Runner
+from onnxgrad.training.run.runner import Runner
+from onnxgrad.training.run.shared import Together
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(31, 4))

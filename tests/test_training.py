@@ -158,7 +158,7 @@ def test_the_cut_of_an_epoch_into_calls_changes_no_bit(monkeypatch):
     double.graph.initializer.append(numpy_helper.from_array(np.array(START["w"]), "w"))
     states = []
     for seconds in (1e-9, 10.0):
-        monkeypatch.setattr("onnxgrad.training.runner.SECONDS_PER_CALL", seconds)
+        monkeypatch.setattr("onnxgrad.training.run.runner.SECONDS_PER_CALL", seconds)
         seen = []
         rate = LearningRateSGD(0.1, learning_rate="adaptive")
         made = trainer(add_loss_output(double), batch_size=3, learning_rate=rate)

@@ -305,17 +305,17 @@ from .training.callbacks.timing import (
 from .training.callbacks.weights_and_biases import (
     WeightsAndBiases as WeightsAndBiases,
 )
-from .training.forward_backward import (
+from .training.compat.forward_backward import (
     OrtGradientForwardBackward as OrtGradientForwardBackward,
     OrtGradientForwardBackwardFunction as OrtGradientForwardBackwardFunction,
 )
-from .training.loader import (
+from .training.compat.loader import (
     OrtDataLoader as OrtDataLoader,
 )
-from .training.loss_inside import (
+from .training.compat.loss_inside import (
     OrtGradientOptimizer as OrtGradientOptimizer,
 )
-from .training.loss_outside import (
+from .training.compat.loss_outside import (
     OrtGradientForwardBackwardOptimizer as OrtGradientForwardBackwardOptimizer,
 )
 from .training.parameters.defaults import (

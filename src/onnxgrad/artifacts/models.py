@@ -17,11 +17,11 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.groups import numpy_dtype
 from onnxgrad.training.minimized import Minimized, minimized
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.setup import Setup
-from onnxgrad.training.step import Step
+from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.groups import numpy_dtype
 
 LOSS, LARGEST = "loss", 1 << 31  # bytes of a message of protobuf
 SCALARS = ("minus_learning_rate", "step", "draw")

@@ -19,8 +19,8 @@ from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.runtime.session import session
 from onnxgrad.training.batches import Batch
 from onnxgrad.training.failed import FailedStep, find_failed_step, run_again
-from onnxgrad.training.runner import Evaluation
-from onnxgrad.training.step import Step
+from onnxgrad.training.run.runner import Evaluation
+from onnxgrad.training.step.build import Step
 
 Arrays = Mapping[str, np.ndarray]
 _RATE = "Lower the learning rate, or scale the data"

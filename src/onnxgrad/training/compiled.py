@@ -9,18 +9,18 @@ from onnxgrad.graph.shapes import dims, static
 from onnxgrad.native import Target
 from onnxgrad.parallel import Alone
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
-from onnxgrad.training.across import Across
 from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, fingerprint
-from onnxgrad.training.in_place import new_runner
 from onnxgrad.training.minimized import Minimized
-from onnxgrad.training.parallel_runner import Together, shared_runner
-from onnxgrad.training.runner import Runner
+from onnxgrad.training.run.in_place import new_runner
+from onnxgrad.training.run.row_parts import Splitting, splits
+from onnxgrad.training.run.runner import Runner
+from onnxgrad.training.run.shared import Together, shared_runner
 from onnxgrad.training.sharing import Sharing
-from onnxgrad.training.split import Splitting, splits
-from onnxgrad.training.step import Step
-from onnxgrad.training.update import may_be_in_place
+from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.exchange import Across
+from onnxgrad.training.step.update import may_be_in_place
 
 # Threads, multiply-adds of a batch, and those for each weight, from which on threads compute parts
 # of it. Two threads that share the work of each node are faster, on all but one of the networks of

@@ -15,7 +15,7 @@ from onnxgrad.native import Target, to_native
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.training.batches import Batch
-from onnxgrad.training.step import Step
+from onnxgrad.training.step.build import Step
 
 Arrays = dict[str, np.ndarray]
 

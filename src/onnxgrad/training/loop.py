@@ -19,7 +19,7 @@ from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals
 from onnxgrad.training.rates import Rates
-from onnxgrad.training.runner import Runner
+from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.state import TrainState
 
 # why `fit` ended

@@ -20,7 +20,7 @@ from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.judges import ByOutput
 from onnxgrad.training.state import TrainState
-from onnxgrad.training.update import evaluated
+from onnxgrad.training.step.update import evaluated
 
 _EPOCHS = 10  # of the history that a notebook shows
 

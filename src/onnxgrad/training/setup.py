@@ -20,8 +20,6 @@ from onnxgrad.model import weights as constants
 from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.accumulate import build_accumulating_step
-from onnxgrad.training.across import Across
 from onnxgrad.training.arguments import check_choice, start_learning_rate
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.callbacks.checkpoint import newest
@@ -39,8 +37,10 @@ from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState, Values
-from onnxgrad.training.step import Step, StepOptions, build_gradients, build_step
-from onnxgrad.training.update import build_update
+from onnxgrad.training.step.accumulate import build_accumulating_step
+from onnxgrad.training.step.build import Step, StepOptions, build_gradients, build_step
+from onnxgrad.training.step.exchange import Across
+from onnxgrad.training.step.update import build_update
 
 Arrays = dict[str, np.ndarray]
 

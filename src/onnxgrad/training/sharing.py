@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
-from onnxgrad.training.across import Across
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.identity import described
 from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.row_axes import Axes
-from onnxgrad.training.split import mixes_no_rows, splits
+from onnxgrad.training.run.row_parts import mixes_no_rows, splits
 from onnxgrad.training.state import TrainState
+from onnxgrad.training.step.exchange import Across
 
 _SHOWN = 80  # characters of a value in a message
 AxesOf = Callable[[Mapping[str, np.ndarray]], Axes]  # of the arrays of a batch

@@ -15,7 +15,7 @@ import numpy as np
 from onnxgrad.data.columns import Names
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training import saving
-from onnxgrad.training.update import evaluated
+from onnxgrad.training.step.update import evaluated
 
 Arrays = dict[str, np.ndarray]
 Slots = dict[str, Arrays]  # of every weight, by its name

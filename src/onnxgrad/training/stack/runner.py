@@ -17,14 +17,14 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import work as multiply_adds
 from onnxgrad.training.batches import Slice
-from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.runner import Losses, Now, Runner
+from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.stack.groups import StackGroup
 from onnxgrad.training.stack.objective import StackedObjective
 from onnxgrad.training.stack.update import write_stacked_update
 from onnxgrad.training.state import Values
-from onnxgrad.training.step import Step, write_gradients
+from onnxgrad.training.step.build import Step, write_gradients
+from onnxgrad.training.step.epoch import build_epoch
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.training.state import Values
-from onnxgrad.training.update import evaluated
+from onnxgrad.training.step.update import evaluated
 
 Arrays = dict[str, np.ndarray]
 

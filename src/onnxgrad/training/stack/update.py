@@ -12,10 +12,10 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.optimizers import Inputs, Optimizer
-from onnxgrad.training.groups import PACKED, graph_input, numpy_dtype
 from onnxgrad.training.stack.across import across, row
 from onnxgrad.training.stack.decay import merged
 from onnxgrad.training.stack.groups import Rows, Shape, StackGroup
+from onnxgrad.training.step.groups import PACKED, graph_input, numpy_dtype
 
 
 @dataclass

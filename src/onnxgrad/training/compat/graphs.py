@@ -14,11 +14,11 @@ from onnxgrad.losses.penalties import BaseLearningPenalty
 from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.epoch import build_epoch
-from onnxgrad.training.forward_backward import OrtGradientForwardBackward
-from onnxgrad.training.groups import numpy_dtype
+from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.objective import LossOutside
-from onnxgrad.training.step import build_step
+from onnxgrad.training.step.build import build_step
+from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.groups import numpy_dtype
 
 Graphs: TypeAlias = dict[str, Any]  # nested; the leaves are models
 

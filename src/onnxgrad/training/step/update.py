@@ -17,8 +17,8 @@ from onnxgrad.model import emptied
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.optimizers import Inputs, Optimizer
-from onnxgrad.training.blocks import update_in_blocks
-from onnxgrad.training.groups import Group, Shape, graph_input, numpy_dtype, write_groups
+from onnxgrad.training.step.blocks import update_in_blocks
+from onnxgrad.training.step.groups import Group, Shape, graph_input, numpy_dtype, write_groups
 
 RATE, STEP = "minus_learning_rate", "step"
 IN_PLACE = tuple(np.dtype(kind) for kind in ("float16", "float32", "float64"))
@@ -177,7 +177,7 @@ def build_update(
     Examples:
         >>> import numpy as np
         >>> from onnxgrad.optimizers import momentum
-        >>> from onnxgrad.training.update import build_update
+        >>> from onnxgrad.training.step.update import build_update
         >>> model = build_update({"w": ((3, 2), np.float32)}, momentum())
         >>> [x.name for x in model.graph.input]
         ['w', 'w.velocity', 'w_grad', 'minus_learning_rate', 'step']

@@ -15,15 +15,15 @@ from onnxgrad.native import Target, to_native
 from onnxgrad.parallel import DataParallel, Group, Part, cut
 from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice
-from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.in_place import InPlace
 from onnxgrad.training.row_axes import Axes
-from onnxgrad.training.runner import Losses, Now, Runner
-from onnxgrad.training.split import Splitting, part_shapes
-from onnxgrad.training.stages import Stages, Value, as_array
+from onnxgrad.training.run.in_place import InPlace
+from onnxgrad.training.run.row_parts import Splitting, part_shapes
+from onnxgrad.training.run.runner import Losses, Now, Runner
+from onnxgrad.training.run.stages import Stages, Value, as_array
 from onnxgrad.training.state import Arrays, Slots, Values
-from onnxgrad.training.step import Step
+from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.epoch import build_epoch
 
 
 class Together(Runner):

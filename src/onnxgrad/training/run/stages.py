@@ -17,8 +17,8 @@ from onnxgrad.parallel import Exchange, Group, Part, Piece
 from onnxgrad.runtime.binding import Binding
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.values import array_of
-from onnxgrad.training.sessions import Sessions
-from onnxgrad.training.step import Step
+from onnxgrad.training.run.sessions import Sessions
+from onnxgrad.training.step.build import Step
 
 Value: TypeAlias = ort.OrtValue | np.ndarray
 Values: TypeAlias = ChainMap[str, Value]  # of a part of the rows, and behind them those of all

@@ -15,7 +15,7 @@ from onnxgrad.native.order import order_all
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import WORK_PER_THREAD, ordered_session, session
-from onnxgrad.training.step import Step
+from onnxgrad.training.step.build import Step
 
 COPIED = 1 << 26  # bytes of constants up to which a session of its own for some lengths may be
 

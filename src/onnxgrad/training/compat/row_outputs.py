@@ -14,7 +14,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import LossOutside, predicted
-from onnxgrad.training.runner import ROWS, pieces
+from onnxgrad.training.run.runner import ROWS, pieces
 
 
 @dataclass(frozen=True)

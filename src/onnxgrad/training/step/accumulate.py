@@ -13,9 +13,9 @@ from onnxgrad.graph.traversal import all_names
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.parallel import all_reduce
 from onnxgrad.runtime.session import work
-from onnxgrad.training.epoch import stacked_input, stacked_shape
 from onnxgrad.training.minimized import Minimized, inverse
-from onnxgrad.training.step import Gradients, Step, StepOptions, write_gradients, write_step
+from onnxgrad.training.step.build import Gradients, Step, StepOptions, write_gradients, write_step
+from onnxgrad.training.step.epoch import stacked_input, stacked_shape
 
 
 def build_accumulating_step(

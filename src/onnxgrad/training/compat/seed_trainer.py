@@ -26,12 +26,11 @@ from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import check_arguments, select_optimizer, start_learning_rate
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.run import Callbacks
-from onnxgrad.training.called import Called
 from onnxgrad.training.causes import cause_in_estimator
+from onnxgrad.training.compat.progress_function import Called
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
-from onnxgrad.training.in_place import new_runner
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, warn_of_stale_statistics
 from onnxgrad.training.objective import Objective, predicted
@@ -39,9 +38,10 @@ from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.rates import ByEpoch
-from onnxgrad.training.runner import Evaluation, Runner
+from onnxgrad.training.run.in_place import new_runner
+from onnxgrad.training.run.runner import Evaluation, Runner
 from onnxgrad.training.state import TrainState, Values, continued, initialized
-from onnxgrad.training.step import Step, StepOptions, build_step
+from onnxgrad.training.step.build import Step, StepOptions, build_step
 
 T = TypeVar("T")
 

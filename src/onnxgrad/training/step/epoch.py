@@ -11,7 +11,7 @@ from onnxgrad.graph.tidy import drop_unused
 from onnxgrad.graph.traversal import all_names
 from onnxgrad.model.convert import to_proto
 from onnxgrad.native import Target, to_native
-from onnxgrad.training.step import Step
+from onnxgrad.training.step.build import Step
 
 
 def build_epoch(step: Step, target: Target | None = None) -> ModelProto:

@@ -17,12 +17,12 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Batch, Slice
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.groups import numpy_dtype
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
-from onnxgrad.training.sessions import Sessions
+from onnxgrad.training.run.sessions import Sessions
 from onnxgrad.training.state import Values
-from onnxgrad.training.step import Step
+from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.groups import numpy_dtype
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
 ROWS = 1024  # rows per call of an evaluation

@@ -13,7 +13,7 @@ from onnxgrad.errors import printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.training.blocks import block_shape
+from onnxgrad.training.step.blocks import block_shape
 
 PACKED = 1 << 14  # elements: copying so small a weight costs less than the nodes of its own update
 

@@ -25,13 +25,13 @@ from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import array_of, is_finite
 from onnxgrad.training.batches import Slice
-from onnxgrad.training.epoch import build_epoch
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.groups import Group
-from onnxgrad.training.runner import Losses, Now, Runner
+from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.state import Values
-from onnxgrad.training.step import Step
-from onnxgrad.training.update import RATE, STEP, is_divided
+from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.groups import Group
+from onnxgrad.training.step.update import RATE, STEP, is_divided
 
 PART = 1 << 17  # elements that are updated at once: the results stay in the cache
 

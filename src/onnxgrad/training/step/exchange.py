@@ -15,9 +15,9 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.parallel import Part, all_reduce, broadcast
-from onnxgrad.training.groups import Group
 from onnxgrad.training.minimized import Minimized
-from onnxgrad.training.update import Update
+from onnxgrad.training.step.groups import Group
+from onnxgrad.training.step.update import Update
 
 
 @dataclass(frozen=True)

@@ -22,13 +22,13 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import checked_slots
+from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
+from onnxgrad.training.compat.graphs import Graphs, training_graphs
+from onnxgrad.training.compat.row_outputs import Computation, prediction, row_losses
+from onnxgrad.training.compat.seed_trainer import SeedTrainer
 from onnxgrad.training.data import as_dataset
 from onnxgrad.training.fitted import Fitted
-from onnxgrad.training.forward_backward import OrtGradientForwardBackward
-from onnxgrad.training.graphs import Graphs, training_graphs
 from onnxgrad.training.objective import LossOutside, loss_outside, predicted
-from onnxgrad.training.prediction import Computation, prediction, row_losses
-from onnxgrad.training.seed_trainer import SeedTrainer
 from onnxgrad.training.state import TrainState
 
 State = Mapping[str, Any]

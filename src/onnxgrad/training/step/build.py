@@ -27,7 +27,9 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
-from onnxgrad.training.across import (
+from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.objective import Objective
+from onnxgrad.training.step.exchange import (
     Across,
     averaged_across,
     counted_across,
@@ -35,10 +37,8 @@ from onnxgrad.training.across import (
     sharded,
     summed_across,
 )
-from onnxgrad.training.groups import Group, graph_input, numpy_dtype
-from onnxgrad.training.minimized import Minimized
-from onnxgrad.training.objective import Objective
-from onnxgrad.training.update import STEP, may_be_in_place, write_update
+from onnxgrad.training.step.groups import Group, graph_input, numpy_dtype
+from onnxgrad.training.step.update import STEP, may_be_in_place, write_update
 
 
 @dataclass

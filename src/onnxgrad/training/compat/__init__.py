@@ -1,0 +1,1 @@
+"""The estimators of `onnxcustom.training`, and the passes of `experimental_experiment`."""
