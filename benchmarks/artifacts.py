@@ -42,7 +42,7 @@ def train(folder: str, data: str) -> dict[str, Any]:
     outputs = [y.name for y in session.get_outputs()]
     for number, (x, y) in enumerate(zip(arrays["x"], arrays["y"], strict=True), 1):
         begin = time.perf_counter()
-        scalars = {"minus_learning_rate": np.float32(-RATE), "step": np.float32(number)}
+        scalars = {"minus_learning_rate": np.float32(-RATE), "step": np.int64(number)}
         fed = {name: value(np.array(number)) for name, number in scalars.items()}
         fed |= {"x": value(x), "label": value(y)}
         new = dict(zip(outputs, session.run_with_ort_values(outputs, state | fed), strict=True))

@@ -45,7 +45,7 @@ def step(name: str, size: int, blocks: bool) -> tuple[ir.Graph, Group, ir.Value]
     op, weight, gradient = Emit(graph), tensor("w", size, size), tensor("g", size, size)
     optimizer = optimizers.select(name)
     update = write_update(op, {weight: gradient}, optimizer, blocks=blocks)
-    graph.inputs[:] = [*update.states, update.minus_learning_rate, update.step]
+    graph.inputs[:] = [*update.states, update.rate, update.step]
     op.give(update.new)
     for old, new in zip(update.states, graph.outputs, strict=True):
         op.set_type_like(new, old)
@@ -82,7 +82,7 @@ def by_onnxruntime(model: ModelProto, threads: int, states: list[np.ndarray]) ->
     rng, fed, kept = np.random.default_rng(0), {}, [x.name for x in session.get_inputs()]
     for x in session.get_inputs()[len(states) :]:
         value = -RATE if "rate" in x.name else 1.0
-        array = np.full(x.shape, value, np.float32)
+        array = np.full(x.shape, value, np.int64 if x.name == "step" else np.float32)
         if len(x.shape) == 2:
             array = rng.standard_normal(x.shape, np.float32)
         fed[x.name] = ort.OrtValue.ortvalue_from_numpy(array)

@@ -74,7 +74,7 @@ def trained(
     state = weights | initial(optimizer, weights)
     for t, (g, rate) in enumerate(zip(gradients(dtype), RATES, strict=True), 1):
         fed = {f"{name}_grad": array for name, array in g.items()}
-        fed |= {"minus_learning_rate": np.array(-rate, dtype), "step": np.array(t, dtype)}
+        fed |= {"minus_learning_rate": np.array(-rate, dtype), "step": np.array(t)}
         state = dict(zip(names, running.run(None, state | fed), strict=True))
         each({name: state[name] for name in weights})
     slots: dict[str, Arrays] = {name: {} for name in weights}

@@ -246,7 +246,7 @@ def test_a_bad_batch_keeps_the_state_of_those_before(make):
 
 
 @BOTH
-@pytest.mark.parametrize("broken", ["Runner.load", "Runner.__init__", "Evaluation.__init__"])
+@pytest.mark.parametrize("broken", ["Runner.load", "Runner.__init__", "Evaluator.__init__"])
 def test_a_fit_that_cannot_be_prepared_changes_nothing(make, broken, monkeypatch):
     made = make().fit(X, Y)
     state = arrays(made.get_state())
@@ -254,7 +254,8 @@ def test_a_fit_that_cannot_be_prepared_changes_nothing(make, broken, monkeypatch
     def fail(*args, **options):
         raise MemoryError
 
-    monkeypatch.setattr(f"onnxgrad.training.run.runner.{broken}", fail)
+    room = "evaluation" if broken.startswith("Evaluator") else "run.runner"
+    monkeypatch.setattr(f"onnxgrad.training.{room}.{broken}", fail)
     with pytest.raises(MemoryError):
         made.fit(X, Y, X_val=X, y_val=Y)
     monkeypatch.undo()

@@ -236,10 +236,10 @@ def test_a_gradient_that_cannot_be_saved_changes_nothing(tmp_path):
 @pytest.fixture
 def sessions(monkeypatch):
     """Count the sessions that predictions and losses build."""
-    from onnxgrad.training.compat import row_outputs
+    from onnxgrad.training import evaluation
 
-    built, session = [], row_outputs.session
-    monkeypatch.setattr(row_outputs, "session", lambda *args: built.append(1) or session(*args))
+    built, session = [], evaluation.session
+    monkeypatch.setattr(evaluation, "session", lambda *args: built.append(1) or session(*args))
     return built
 
 

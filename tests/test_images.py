@@ -10,7 +10,7 @@ from onnxgrad.data import images
 from onnxgrad.data.images import image_folder
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import loss_inside
+from onnxgrad.training.objective import Plan, build_objective
 from small_models import parse
 
 Image = pytest.importorskip("PIL.Image")
@@ -41,7 +41,9 @@ def folder(tmp_path):
 
 
 def source(reader, made=None, size=5):
-    return Dataset(reader).source(Fields(loss_inside(made or model(), ["w"], "loss", "")), size)
+    return Dataset(reader).source(
+        Fields(build_objective(made or model(), ["w"], Plan(None, "loss", ""), False)), size
+    )
 
 
 def drawn(data, seed=None, skip=0):

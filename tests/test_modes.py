@@ -725,7 +725,7 @@ def test_frozen_statistics_are_part_of_the_convolution(name, monkeypatch):
     model = of_convolutions((FOLDED | SEPARATE)[name])
     weights, operators = steps(model)
     assert ("BatchNormalization" in operators) == (name in SEPARATE)
-    monkeypatch.setattr("onnxgrad.training.minimized.fold_normalizations", lambda *_: None)
+    monkeypatch.setattr("onnxgrad.training.objective.fold_normalizations", lambda *_: None)
     wanted, operators = steps(model)
     assert "BatchNormalization" in operators
     start = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}

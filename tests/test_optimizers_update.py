@@ -35,7 +35,7 @@ def update(optimizer: Optimizer, shapes=SHAPES, dtype=np.float64, **options):
         pairs[w] = g
     grads = list(pairs.values())
     written = write_update(op, pairs, optimizer, **options)
-    graph.inputs[:] = [*written.states, *grads, written.minus_learning_rate, written.step]
+    graph.inputs[:] = [*written.states, *grads, written.rate, written.step]
     op.give(written.new)
     return to_proto(ir.Model(graph, ir_version=9)), written.groups
 
@@ -48,7 +48,7 @@ def fifty_steps(optimizer: Optimizer, dtype=np.float64, **options):
     names = [x.name for x in running.get_inputs()]
     for t, (g, rate) in enumerate(zip(gradients(dtype), RATES, strict=True), 1):
         fed = dict(zip(names, arrays, strict=False)) | {f"{n}_grad": a for n, a in g.items()}
-        fed |= {"minus_learning_rate": np.array(-rate, dtype), "step": np.array(t, dtype)}
+        fed |= {"minus_learning_rate": np.array(-rate, dtype), "step": np.array(t)}
         arrays = running.run(None, fed)
     rest, weights, slots = list(arrays), {}, {}
     for group in groups:
@@ -257,7 +257,8 @@ def test_the_model_of_an_update_names_what_it_reads_and_writes():
     assert model.opset_import[0].version == 20
     kinds = {x.name: x.type.tensor_type.elem_type for x in model.graph.input}
     assert kinds["b.v"] == onnx.TensorProto.FLOAT
-    assert kinds["step"] == onnx.TensorProto.DOUBLE
+    assert kinds["minus_learning_rate"] == onnx.TensorProto.DOUBLE  # that of the widest weight
+    assert kinds["step"] == onnx.TensorProto.INT64
 
 
 def test_the_global_norm_of_several_dtypes():
@@ -267,7 +268,7 @@ def test_the_global_norm_of_several_dtypes():
     rng = np.random.default_rng(0)
     w = {n: rng.standard_normal(s).astype(d) for n, (s, d) in kinds.items()}
     g = {n: rng.standard_normal(s).astype(d) for n, (s, d) in kinds.items()}
-    scalars = {"minus_learning_rate": np.array(-0.1), "step": np.array(1.0)}
+    scalars = {"minus_learning_rate": np.array(-0.1), "step": np.array(1)}
     new = running.run(None, w | {f"{n}_grad": a for n, a in g.items()} | scalars)
     factor = 0.5 / (np.sqrt(sum((a.astype(float) ** 2).sum() for a in g.values())) + 1e-6)
     for n, value in zip(w, new, strict=True):
@@ -278,7 +279,7 @@ def test_rprop_starts_at_the_rate_of_its_first_step():
     running, w = session(of.rprop(), np.float64, {"w": (3,)}), np.zeros(3)
     state = {"w": w} | initial(of.rprop(), {"w": w})
     for t, (rate, sizes) in enumerate([(0.1, 0.1), (0.7, 0.12), (0.01, 0.144)], 1):
-        scalars = {"minus_learning_rate": np.array(-rate), "step": np.array(float(t))}
+        scalars = {"minus_learning_rate": np.array(-rate), "step": np.array(t)}
         new = running.run(None, state | scalars | {"w_grad": np.array([1.0, 2.0, 3.0])})
         np.testing.assert_allclose(state["w"] - new[0], np.full(3, sizes), rtol=1e-12)
         state = dict(zip(state, new, strict=True))

@@ -9,7 +9,7 @@ from onnxgrad import LearningRateSGD, OrtGradientOptimizer, Trainer, add_loss_ou
 from onnxgrad.data.sequences import by_length, pad_sequences
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import loss_inside
+from onnxgrad.training.objective import Plan, build_objective
 from small_models import parse
 
 R = np.random.default_rng(0)
@@ -33,7 +33,9 @@ def reader(**options):
 
 
 def drawn(data, seed=None, skip=0, size=8):
-    source = Dataset(data).source(Fields(loss_inside(model(), ["w"], "loss", "")), size)
+    source = Dataset(data).source(
+        Fields(build_objective(model(), ["w"], Plan(None, "loss", ""), False)), size
+    )
     rng = None if seed is None else np.random.default_rng(seed)
     return [
         {name: array[i] for name, array in piece.arrays.items()}
@@ -149,7 +151,7 @@ def test_other_inputs_and_weights():
         { a = ReduceSum<keepdims=1>(s, one)  b = MatMul(x, w)  y = Add(a, b) }"""
     made = add_loss_output(parse(text, w=W, one=np.array([1])), weight_name="weight")
     x, weight = R.random((203, 2)), np.arange(203) + 1.0
-    fields = Fields(loss_inside(made, ["w"], "loss", "weight"))
+    fields = Fields(build_objective(made, ["w"], Plan(None, "loss", "weight"), False))
     data = Dataset(by_length({"s": IDS, "x": x}, Y, weight)).source(fields, 203)
     (piece,) = data.epoch(np.random.default_rng(0), 0, lambda batch: 1)
     rows = piece.arrays["label"][0, :, 0].astype(int)

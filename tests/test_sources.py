@@ -24,7 +24,7 @@ from onnxgrad.losses.info import LossInfo
 from onnxgrad.training.batches import ReaderSource
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import loss_inside
+from onnxgrad.training.objective import Plan, build_objective
 from small_models import linear, outside, parse
 
 ROWS, SIZE = 47, 5
@@ -36,7 +36,7 @@ CONSTANT = LearningRateSGD(0.05, learning_rate="constant")
 
 
 def fields(model=LINEAR, batch_axes=None, weights=("w",)):
-    return Fields(loss_inside(model, weights, "loss", "weight"), batch_axes)
+    return Fields(build_objective(model, weights, Plan(None, "loss", "weight"), False), batch_axes)
 
 
 def trained(model, data, *more, **options):
@@ -595,13 +595,8 @@ def test_several_labels():
     text = """g (float[N,3] x, float[N,1] first, int64[N] second) => (float[1,1] total)
         { y = MatMul(x, W)  c = Cast<to=1>(second)  d = Sub(y, first)  e = Add(d, c)
           s = Mul(e, e)  total = ReduceSum(s) }"""
-    objective = loss_inside(parse(text, W=W), ["W"], "total", "")
-    info = objective.loss_info
-    labels = {
-        "first": info,
-        "second": LossInfo(classes=3),
-    }
-    objective.labels = labels
+    objective = build_objective(parse(text, W=W), ["W"], Plan(None, "total", ""), False)
+    objective.written.infos.update(first=LossInfo(), second=LossInfo(classes=3))
     made = Fields(objective)
     y = {"first": np.ones((4, 1)), "second": np.arange(4) % 3}
     assert (made.label, made.labels, made.features) == ("first", ["first", "second"], ["x"])

@@ -119,7 +119,7 @@ def test_gradients_and_update_as_two_models_are_the_fused_step():
     for step in range(3):
         rows = order[step * 20 : step * 20 + 20]
         results = run_named(gradients, {**weights, "x": X[rows], "label": y[rows]})
-        fed = {"minus_learning_rate": np.float32(-0.05), "step": np.float32(step + 1)}
+        fed = {"minus_learning_rate": np.float32(-0.05), "step": np.int64(step + 1)}
         for x in update.graph.input:
             if x.name in results or x.name in weights:
                 fed[x.name] = results.get(x.name, weights.get(x.name))

@@ -702,7 +702,7 @@ def test_other_precisions(dtype):
     np.testing.assert_allclose(fitted.trained_coef_["w"], [[2], [-1]], atol=0.02)
     if dtype == "float16":
         with pytest.raises(ValueError, match="learning rate of 1e-08 is zero in float16"):
-            fitted.set_params(learning_rate=1e-7).fit(x[:40], y[:40])
+            fitted.set_params(learning_rate=1e-8).fit(x[:40], y[:40])
 
 
 def test_two_precisions_in_one_model():

@@ -106,7 +106,7 @@ names = [output.name for output in grad.get_outputs()]
 batch = dict(zip(names, grad.run(None, weights | {"image": X, "label": y}), strict=True))
 print("loss", batch.pop("loss_sum") / batch.pop("loss_count"))
 step = onnxruntime.InferenceSession(update.SerializeToString())
-scalars = {"minus_learning_rate": np.array(-0.1, "f4"), "step": np.array(1, "f4")}
+scalars = {"minus_learning_rate": np.array(-0.1, "f4"), "step": np.array(1)}
 new = step.run(["6.bias.new"], weights | batch | scalars)[0]
 np.testing.assert_allclose(new, weights["6.bias"] - 0.1 * batch["6.bias_grad"], rtol=1e-5)
 

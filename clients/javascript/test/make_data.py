@@ -130,7 +130,7 @@ def stepped(folder: Path, batches: list) -> list[float]:
     state, losses = load_file(folder / "checkpoint.safetensors"), []
     for i, (images, labels) in enumerate(batches):
         feeds = {"minus_learning_rate": np.array(-RATES[folder.name], np.float32)}
-        feeds |= {"step": np.array(i + 1, np.float32), "draw": np.array(i, np.int64)}
+        feeds |= {"step": np.array(i + 1), "draw": np.array(i, np.int64)}
         feeds = {name: value for name, value in feeds.items() if name in scalars}
         values = session.run(None, {**state, **feeds, "image": images, "label": labels})
         results = dict(zip(outputs, values, strict=True))

@@ -17,14 +17,14 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.minimized import Minimized, minimized
 from onnxgrad.training.modes import inference_form
+from onnxgrad.training.objective import Objective, build_objective
 from onnxgrad.training.setup import Setup
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.groups import numpy_dtype
+from onnxgrad.training.step.inputs import DRAW, RATE, STEP
 
 LOSS, LARGEST = "loss", 1 << 31  # bytes of a message of protobuf
-SCALARS = ("minus_learning_rate", "step", "draw")
 
 Arrays = dict[str, np.ndarray]
 
@@ -121,10 +121,8 @@ class _Names:
                 (weight,) = group.shapes
                 self.slots[f"{weight}.{slot}"] = value
                 self.slot_weights[f"{weight}.{slot}"] = weight
-        self.buffers = {str(b.name): b for b in step.buffers}
-        values = (step.minus_learning_rate, step.step if step.counts else None, step.draw)
-        pairs = zip(SCALARS, values, strict=True)
-        self.scalars = {name: value for name, value in pairs if value is not None}
+        self.buffers = {str(b.name): b for b in step.inputs.buffers}
+        self.scalars = step.inputs.scalars
 
     @property
     def states(self) -> dict[str, ir.Value]:
@@ -132,14 +130,14 @@ class _Names:
         return self.weights | self.slots | self.buffers
 
 
-def _whole(objective: Minimized, step: Step, names: _Names) -> ModelProto:
+def _whole(objective: Objective, step: Step, names: _Names) -> ModelProto:
     """Return the step as a model, whose outputs are the mean loss and the new states."""
     graph = step.model.graph
-    op, count = Emit(graph), len(step.carried)
+    op, count = Emit(graph), len(step.inputs.carried)
     loss = op.copy_of(objective.mean(op, list(graph.outputs)[count:]))
-    new = dict(zip(step.carried, graph.outputs, strict=False))
+    new = dict(zip(step.inputs.carried, graph.outputs, strict=False))
     states = names.states
-    graph.inputs[:] = [*states.values(), *step.data, *names.scalars.values()]
+    graph.inputs[:] = [*states.values(), *step.inputs.data.values(), *names.scalars.values()]
     graph.outputs[:] = [loss, *(new[value] for value in states.values())]
     wanted = {**states, **names.scalars, LOSS: loss}
     wanted |= {f"{name}.new": new[value] for name, value in states.items()}
@@ -166,7 +164,9 @@ def _evaluation(
     trainer = setup.trainer
     plan = replace(setup.plan, beside=tuple(additional))
     names = [*trainer.trained, *buffers]
-    one = minimized(inference_form(trainer.proto), names, plan, setup.weighted, training=False)
+    one = build_objective(
+        inference_form(trainer.proto), names, plan, setup.weighted, training=False
+    )
     one.require_labels()
     read_elsewhere(
         [w for w in one.weights if w.name in step.unreached],
@@ -206,14 +206,17 @@ def _require_names(
     models: dict[str, ModelProto], names: _Names, data: list[str], predictions: list[str]
 ) -> None:
     """Raise `ValueError` if a name means two things, or an input or output got another one."""
-    states, draw = list(names.states), [name for name in names.scalars if name == "draw"]
+    states, draw = list(names.states), [name for name in names.scalars if name == DRAW.name]
     before, statistics = [*names.weights, *names.buffers], list(names.buffers)
     gradients = [f"{name}_grad" for name in names.weights]
     updated = [*names.weights, *names.slots]
     expected: dict[str, tuple[list[str], list[str]]] = {
         "training": ([*before, *data, *draw], [*gradients, *(f"{b}.new" for b in statistics)]),
         "eval": ([*before, *data], [LOSS, *predictions]),
-        "optimizer": ([*updated, *gradients, *SCALARS[:2]], [f"{name}.new" for name in updated]),
+        "optimizer": (
+            [*updated, *gradients, RATE.name, STEP.name],
+            [f"{name}.new" for name in updated],
+        ),
         "step": ([*states, *data, *names.scalars], [LOSS, *(f"{name}.new" for name in states)]),
     }
     for key, model in models.items():

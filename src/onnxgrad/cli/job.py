@@ -22,7 +22,7 @@ from onnxgrad.errors import unknown
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.holdout import balanced
-from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
 from onnxgrad.training.parameters.merged import separate_merged
 from onnxgrad.training.trainer import Trainer
@@ -194,7 +194,7 @@ def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> 
 
 def mapped(
     options: Any, path: str, judged: Judged, classes: Labels | None
-) -> tuple[Task, Minimized]:
+) -> tuple[Task, Objective]:
     """Return the data at `path` for a model and its loss, and what describes both.
 
     Raises:
@@ -217,7 +217,7 @@ def mapped(
         return map_table(source, objective, targets, numbers, options.sample_weight), objective
 
 
-def check_classes(options: LabelOptions, objective: Minimized) -> None:
+def check_classes(options: LabelOptions, objective: Objective) -> None:
     """Raise `ValueError` if `--classes` are more or fewer than the model has."""
     infos = [info for info in objective.labels.values() if isinstance(info.classes, int)]
     count = len(options.classes.split(",")) if options.classes is not None else 0
@@ -229,7 +229,7 @@ def check_classes(options: LabelOptions, objective: Minimized) -> None:
         )
 
 
-def classifies(objective: Minimized) -> bool:
+def classifies(objective: Objective) -> bool:
     """Return whether the only labels are classes, so that accuracy means something."""
     infos = list(objective.labels.values())
     return len(infos) == 1 and (infos[0].classes is not None or infos[0].threshold is not None)
@@ -277,7 +277,7 @@ def _share(text: str | None) -> float | None:
 
 
 def _class_weight(
-    arguments: dict[str, Any], y: Any, objective: Minimized, classes: Labels | None
+    arguments: dict[str, Any], y: Any, objective: Objective, classes: Labels | None
 ) -> Any:
     """Return the weights of classes by their numbers, as a `Trainer` takes them."""
     weight = arguments["class_weight"]
@@ -294,7 +294,7 @@ def _class_weight(
     return weight
 
 
-def _count(objective: Minimized, keys: list[str]) -> int:
+def _count(objective: Objective, keys: list[str]) -> int:
     counts = [info.classes for info in objective.labels.values() if isinstance(info.classes, int)]
     return counts[0] if counts else max(2, len(keys))
 

@@ -15,7 +15,7 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.judges import select_metrics
-from onnxgrad.training.minimized import Minimized, loss_output, minimized
+from onnxgrad.training.objective import Objective, build_objective, loss_output
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
 
@@ -48,10 +48,10 @@ class Judged(Settings):
             names=read_names(proto),
         )
 
-    def described(self, y: Any) -> Minimized:
+    def described(self, y: Any) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
         plan = self._setup(Dataset(None, y)).plan
-        return minimized(self.proto, [], plan, weighted=False, training=False)
+        return build_objective(self.proto, [], plan, weighted=False, training=False)
 
     def numeric_loss(self) -> str | None:
         """Return the name of the loss if its labels are numbers; None if they are classes."""

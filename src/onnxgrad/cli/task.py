@@ -21,7 +21,7 @@ from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.objective import Objective
 
 Table = Mapping[str, np.ndarray]
 
@@ -122,7 +122,7 @@ class Targets:
 
 def map_table(
     source: TableSource,
-    objective: Minimized,
+    objective: Objective,
     targets: Targets,
     numbers: Table,
     weight: str | None,
@@ -174,7 +174,7 @@ def map_table(
 
 
 def _labels_of(
-    objective: Minimized, inputs: Mapping[str, ir.Value], targets: Targets
+    objective: Objective, inputs: Mapping[str, ir.Value], targets: Targets
 ) -> tuple[dict[str, ir.Value], dict[str, list[str]]]:
     """Return the label inputs, and the columns of each.
 
@@ -209,7 +209,7 @@ def _labels_of(
     return {name: inputs[name] for name in names}, columns
 
 
-def _check_together(objective: Minimized, arrays: dict[str, np.ndarray]) -> None:
+def _check_together(objective: Objective, arrays: dict[str, np.ndarray]) -> None:
     """Raise if arrays do not fit each other, or contain indices out of range of a table."""
     Fields(objective).check_axes(arrays)
     for name, tables in objective.tables.items():
@@ -247,7 +247,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def map_stream(
-    source: Source, objective: Minimized, options: LabelOptions, classes: Labels | None
+    source: Source, objective: Objective, options: LabelOptions, classes: Labels | None
 ) -> Task:
     """Return what reads the data while training, for the inputs and the label of an objective.
 
@@ -286,7 +286,7 @@ def map_stream(
 
 def _map_arrow(
     source: ArrowSource,
-    objective: Minimized,
+    objective: Objective,
     options: LabelOptions,
     inputs: list[ir.Value],
     label: ir.Value,

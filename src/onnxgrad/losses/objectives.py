@@ -301,7 +301,7 @@ def _terms(
         spec, prediction = spec.with_options({**spec.options, "from_logits": True}), logits
     plain = decided(spec, prediction)
     applied, value = before_activation(op, spec, plain, prediction)
-    value = _wide(op, value)
+    value = wide(op, value)
     label = label_input(op, prediction, plain.label_kind, plain.name, label_name)
     _widen(label)
     options = plain.all_options
@@ -322,7 +322,7 @@ def _terms_of_object(
         return *_terms(op, loss.spec(), prediction, label_name, None), None
     label = loss.label(op, prediction, label_name)
     _widen(label)
-    value, expected = _wide(op, prediction), label
+    value, expected = wide(op, prediction), label
     if label.shape is None:  # or (N,) would meet (N, 1), and become (N, N)
         expected = op.Reshape(label, op.Shape(value))
     terms, own = Terms(loss.loss(op, value, expected)), None
@@ -331,7 +331,7 @@ def _terms_of_object(
     return label, terms, loss.info(prediction), own
 
 
-def _wide(op: Any, x: ir.Value) -> ir.Value:
+def wide(op: Any, x: ir.Value) -> ir.Value:
     """Write `x` in float32 if it has 16 bits, in which sums overflow."""
     half = x.dtype is not None and x.dtype.bitwidth == 16
     return op.Cast(x, to=ir.DataType.FLOAT) if half else x

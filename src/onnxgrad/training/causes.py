@@ -10,17 +10,13 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.errors import first_line
-from onnxgrad.model import weights as constants
-from onnxgrad.model.read import read
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.reporting import frames_inside
-from onnxgrad.runtime.device import CPU, Device
+from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.runtime.session import session
 from onnxgrad.training.batches import Batch
-from onnxgrad.training.failed import FailedStep, find_failed_step, run_again
-from onnxgrad.training.run.runner import Evaluation
-from onnxgrad.training.step.build import Step
+from onnxgrad.training.failed import FailedStep
 
 Arrays = Mapping[str, np.ndarray]
 _RATE = "Lower the learning rate, or scale the data"
@@ -70,58 +66,32 @@ def cause_in_training(
         return f"{_RATE} (looking for the node at fault failed: {first_line(e)})"
 
 
-def cause_in_fit(setup: Any, loop: Any) -> str:
-    """Return why the `Loop` of a `Setup` ended: in a step, or else in a validation."""
-    file, outputs = _read_file(setup)
+def cause_in_fit(
+    loop: Any,
+    file: ModelProto | None,
+    outputs: Sequence[str],
+    failed_step: Callable[[], FailedStep | None],
+    evaluator: Any,
+    values: Arrays,
+) -> str:
+    """Return why a `Loop` ended: in a step, or else in a validation by an `Evaluator`.
+
+    Args:
+        loop: the loop.
+        file: as for `cause_in_training`.
+        outputs: as for `cause_in_training`.
+        failed_step: returns the step that failed, as `find_failed_step`.
+        evaluator: that of the validation data.
+        values: the weights that it evaluates.
+    """
     if loop.failed is not None:
         piece, _, position = loop.failed
-        again = (
-            None if loop.runner.in_place else lambda: cause_in_step(find_failed_step(setup, loop))
-        )
+        again = None if loop.runner.in_place else lambda: cause_in_step(failed_step())
         return cause_in_training(file, outputs, piece.each(position), again)
-    evaluator, values = setup.evaluator, setup.trainer.evaluated()
-    if evaluator.failed is None and setup.sharing is not None:
+    if evaluator.failed is None and loop.runner.of_several:
         return _ELSEWHERE
     bad = [] if evaluator.failed is None else [evaluator.failed]
     return cause_in_training(file, outputs, bad, lambda: _at_end(evaluator.cause(values)))
-
-
-def cause_in_estimator(
-    trainer: Any, build: Callable[[], tuple[Step, Any]], evaluation: Evaluation | None, loop: Any
-) -> str:
-    """Return why the `Loop` of a `SeedTrainer` ended; `build` returns the step and its fields."""
-    file, device = read(trainer.model_onnx), Device.of(trainer.device)
-    outputs = trainer.read_outputs(file)
-    if loop.failed is not None:
-        piece, _, position = loop.failed
-
-        def again() -> str | None:
-            return cause_in_step(run_again(build()[0], loop, device, file))
-
-        in_place = loop.runner.in_place
-        return cause_in_training(file, outputs, piece.each(position), None if in_place else again)
-    assert evaluation is not None
-    now = constants.replace(file, loop.state.evaluated())
-    texts = (cause_in_file(now, outputs, batch) for batch in evaluation.batches())
-    return cause_in_training(
-        file,
-        outputs,
-        evaluation.batches(),
-        lambda: next((_at_end(text) for text in texts if text), None),
-    )
-
-
-def cause_in_stack(setup: Any, batches: Iterable[Batch]) -> str:
-    """Return why no member of a stack has a finite loss and finite weights."""
-    file, outputs = _read_file(setup)
-    return cause_in_training(file, outputs, batches, lambda: None)
-
-
-def _read_file(setup: Any) -> tuple[ModelProto | None, list[str]]:
-    """Return the file, None without its own weights, and the tensors that the loss reads."""
-    proto, loss = setup.trainer.proto, setup.plan.loss
-    outputs = loss.outputs(proto) if loss else [setup.plan.loss_output]
-    return (proto if setup.trainer.digest is None else None), outputs
 
 
 def cause_in_step(step: FailedStep | None) -> str | None:

@@ -12,7 +12,7 @@ from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_
 from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, fingerprint
-from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.run.row_parts import Splitting, splits
 from onnxgrad.training.run.runner import Runner
@@ -40,17 +40,17 @@ class OneCall(Protocol):
     weight_axes: int
     sharing: Sharing | None
 
-    def objective(self) -> Minimized:
+    def objective(self) -> Objective:
         """Return a new objective."""
 
-    def step(self, objective: Minimized, *, across: Across | None) -> Step:
+    def step(self, objective: Objective, *, across: Across | None) -> Step:
         """Return the step, written into the graph of the objective; `across`: who shares it."""
 
 
 class Compiled:
     """An objective, its step, and the runner, once it is known for which batches."""
 
-    def __init__(self, objective: Minimized) -> None:
+    def __init__(self, objective: Objective) -> None:
         self.objective = objective
         self.work = multiply_adds(objective.model.graph)  # per row
         self.weights = sum(prod(static(dims(w)) or ()) for w in objective.weights)
@@ -103,7 +103,7 @@ class Compiled:
             return shared_runner(*arguments, splitting)
         if splitting is not None:
             return Together(step, target, work, fields, Alone(), splitting=splitting)
-        return new_runner(step, "terms", target, work, fields, objective.carried)
+        return new_runner(step, target, work, fields, objective.carried)
 
     def _parts(self, call: OneCall, work: float, source: BatchSource) -> int:
         """Return into how many parts threads divide a batch, if its rows allow it."""

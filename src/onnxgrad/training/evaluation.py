@@ -23,7 +23,7 @@ from onnxgrad.training.batches import Batch, BatchSource, Slice, rows_of
 from onnxgrad.training.causes import cause_in_evaluation
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, Judge, judges
-from onnxgrad.training.minimized import Minimized, Plan, minimized
+from onnxgrad.training.objective import Objective, Plan, build_objective
 from onnxgrad.training.progress import Totals
 
 Arrays = Mapping[str, np.ndarray]
@@ -58,12 +58,12 @@ class Evaluator:
         self.shown = shown
         self.failed: Batch | None = None  # the first one whose loss is not finite
 
-    def objective(self) -> Minimized:
+    def objective(self) -> Objective:
         """Return the objective, without dropout and with the stored statistics."""
-        return minimized(self.proto, self.names, self.plan, self.weighted, training=False)
+        return build_objective(self.proto, self.names, self.plan, self.weighted, training=False)
 
     @cached_property
-    def described(self) -> Minimized:
+    def described(self) -> Objective:
         """An objective of which only the description is used."""
         return self.objective()
 

@@ -16,6 +16,7 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.training.batches import Batch
 from onnxgrad.training.step.build import Step
+from onnxgrad.training.step.groups import numpy_dtype
 
 Arrays = dict[str, np.ndarray]
 
@@ -61,7 +62,7 @@ def find_failed_step(setup: Any, loop: Any) -> FailedStep | None:
         return None
     blocks, trainer = not loop.runner.in_place, setup.trainer
     step = setup.step(setup.objective(), norms=False, in_place=False, blocks=blocks)
-    return run_again(step, loop, trainer.device, None if trainer.digest else trainer.proto)
+    return run_again(step, loop, trainer.device, trainer.file)
 
 
 def run_again(step: Step, loop: Any, device: Any, file: ModelProto | None) -> FailedStep | None:
@@ -69,29 +70,36 @@ def run_again(step: Step, loop: Any, device: Any, file: ModelProto | None) -> Fa
     (piece, rates, position), runner = loop.failed, loop.runner
     model = to_proto(step.model)
     running = session(model, device, step.work, step.recomputes)
-    names = [x.name for x in running.get_inputs()]
-    states = [to_numpy(state) for state in runner.states(piece)]
-    fed = runner.fed(piece, rates, position)[: len(names) - len(states)]  # without the share
+    states, fed = _fed(step, runner, piece, rates, position)
     for number, batch in enumerate(piece.each(position)):
-        values = [*states, *(np.asarray(stack[number]) for stack in fed)]
-        inputs = dict(zip(names, values, strict=True))
+        inputs = states | {name: np.asarray(stack[number]) for name, stack in fed.items()}
         results = running.run(None, inputs)
         if not all(np.isfinite(y).all() for y in results):
             losses = [y.name for y in model.graph.output[len(states) :]]
-            at_start = None if file is None else inputs | _at_start(step, names, file)
+            at_start = None if file is None else inputs | _at_start(step, file)
             return FailedStep(model, inputs, batch, losses, at_start)
-        states = results[: len(states)]
+        states = dict(zip(states, results, strict=False))
     return None
 
 
-def _at_start(step: Step, names: Sequence[str], file: ModelProto) -> Arrays:
+def _fed(
+    step: Step, runner: Any, piece: Any, rates: np.ndarray, position: int
+) -> tuple[Arrays, Arrays]:
+    """Return the states of a runner, and data and scalars of a call, for the inputs of `step`."""
+    call = runner.call(piece, rates, position)
+    names = [str(v.name) for v in step.inputs.carried]
+    states = dict(zip(names, map(to_numpy, runner.states(piece).values()), strict=True))
+    return states, step.inputs.fed(call, runner.data(call))
+
+
+def _at_start(step: Step, file: ModelProto) -> Arrays:
     """Return states of the weights of a file, and a learning rate of zero."""
     trained = {*step.weights}
     refs = (ref for ref in constants.constant_refs(file) if ref.name in trained)
     weights = {ref.name: ref.array() for ref in refs}
     states = [array for group in step.groups for array in group.initial(weights, {})]
-    rate = {str(step.minus_learning_rate.name): np.zeros((), step.rate_dtype)}
-    return dict(zip(names, states, strict=False)) | rate
+    rate = {str(step.rate.name): np.zeros((), numpy_dtype(step.rate))}
+    return dict(zip((str(v.name) for v in step.states), states, strict=True)) | rate
 
 
 def sample_step(setup: Any, loop: Any) -> Sample | None:
@@ -108,11 +116,9 @@ def sample_step(setup: Any, loop: Any) -> Sample | None:
     work = step.work * piece.rows
     to_native(step.model.graph, Target.of(device, work, piece.rows))
     model = to_proto(step.model)
-    states = [to_numpy(state) for state in runner.states(piece)]
-    names = [x.name for x in model.graph.input]
-    fed = runner.fed(piece, rates, position)[: len(names) - len(states)]
-    values = [*states, *(np.asarray(stack[0]) for stack in fed)]
-    return Sample(model, dict(zip(names, values, strict=True)), work, step.recomputes)
+    states, fed = _fed(step, runner, piece, rates, position)
+    inputs = states | {name: np.asarray(stack[0]) for name, stack in fed.items()}
+    return Sample(model, inputs, work, step.recomputes)
 
 
 def _is_shared(setup: Any, loop: Any) -> bool:

@@ -14,6 +14,7 @@ from onnxgrad.data.fields import Field
 from onnxgrad.errors import unknown
 from onnxgrad.graph.inference.infer import CALLED
 from onnxgrad.graph.shapes import dims, is_stated
+from onnxgrad.losses.info import LossInfo
 from onnxgrad.training.objective import BATCH, Objective
 from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
 
@@ -35,20 +36,19 @@ class Fields:
     def __init__(
         self, objective: Objective, batch_axes: Mapping[str, int | None] | None = None
     ) -> None:
-        inputs, weight, info = objective.data, objective.row_weight, objective.loss_info
+        inputs, weight = objective.data, objective.row_weight
         self.names = objective.names.copy()
         self.left_out: frozenset[str] = frozenset()  # labels that data for predictions may have
         names = [str(x.name) for x in inputs]
         self.weight = weight if weight in names else None
         rest = [name for name in names if name != self.weight]
-        labels = dict(getattr(objective, "labels", None) or {})
-        if not labels and (len(rest) > 1 or info.label in rest or rest[0] == "label"):
-            labels[info.label or ("label" if "label" in rest else rest[-1])] = info
+        labels = dict(objective.labels)
+        if not labels and len(rest) > 1:  # of a loss in the model, which does not say which it is
+            labels[rest[-1]] = LossInfo()
         self.labels = list(labels)  # none if the loss needs no label
         self.label_of = {info.prediction: name for name, info in labels.items() if info.prediction}
         self.label: str | None = self.labels[0] if labels else None
         self.features = [name for name in rest if name not in labels]
-        self.mean = info.reduction == "mean"
         self.fields = {}
         for x, name in zip(inputs, names, strict=True):
             assert x.dtype is not None

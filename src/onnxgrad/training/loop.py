@@ -36,7 +36,6 @@ class Loop:
     - `last_epoch`: the number of finished epochs at which training ends.
     - `evaluate`: returns the entries that an evaluation adds to the history; None without data.
     - `evaluate_every`: epochs between two evaluations.
-    - `factors`: of the parts of the loss.
     - `explain`: says why the loss or a weight is not finite, and what helps.
     """
 
@@ -50,7 +49,6 @@ class Loop:
     last_epoch: int
     evaluate: Callable[[], dict[str, float]] | None = None
     evaluate_every: int = 1
-    factors: tuple[float, ...] = (1.0,)
     resumable: bool = False  # whether events that broke off are called again
     singly: bool = False  # whether every call of the runtime runs one batch
     log_steps: bool = False
@@ -64,7 +62,7 @@ class Loop:
     def __post_init__(self) -> None:
         self._first_epoch = self.state.epoch
         self._began = self.runner.now
-        self._totals = Totals.of(self.factors, self.state.running)
+        self._totals = Totals.of(self.runner.step.factors, self.state.running)
         self._seconds = [0.0, 0.0]  # waiting for data, and computing
         self._validated = next(iter(self.state.validation_losses[::-1]), None)  # the last one
         self.progress = self._progress(0.0)
@@ -132,7 +130,7 @@ class Loop:
     def _epoch(self) -> None:
         """Run one epoch, or what is left of it; end early if a callback says so."""
         state, start = self.state, time.perf_counter()
-        self._totals, self._seconds = Totals.of(self.factors, state.running), [0.0, 0.0]
+        self._totals, self._seconds = Totals.of(self.runner.step.factors, state.running), [0.0, 0.0]
         with self._whole():
             self._call("on_epoch_begin")
             self._obey()

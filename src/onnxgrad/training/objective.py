@@ -1,14 +1,10 @@
-"""The objective: the loss that training minimizes, and the cotangents that the sweep starts with.
-
-The loss is either an output of the model, or a `BaseLearningLoss` writes it into the graph.
-"""
+"""The objective: a prepared graph with the loss that training minimizes, a sum and a count."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from math import prod
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Protocol, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -18,63 +14,145 @@ from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table, tables
-from onnxgrad.errors import printable
+from onnxgrad.errors import printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo, loss_info
-from onnxgrad.losses.objects import BaseLearningLoss
-from onnxgrad.losses.penalties import BaseLearningPenalty
+from onnxgrad.losses.label_checks import require_labels
+from onnxgrad.losses.objectives import Written
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import to_proto
+from onnxgrad.model.convert import non_tensor, to_proto
+from onnxgrad.model.notes import detached
+from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.parallel import Part
+from onnxgrad.training.modes import fold_normalizations, training_form
+from onnxgrad.training.modes.nodes import walk
 
 BATCH = "onnxgrad_rows"  # a symbolic dimension that no model uses
+_TINY = {ir.DataType.FLOAT: 1e-37, ir.DataType.DOUBLE: 1e-300}
+
+
+class TrainingLoss(Protocol):
+    """Writes a loss: what `training_loss` returns, `LossModel`, `distillation`, `OutputLoss`."""
+
+    def outputs(self, proto: ModelProto) -> list[str]:
+        """Return the names of the tensors of the model that it reads."""
+
+    def write(
+        self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
+    ) -> Written:
+        """Write the loss of these tensors."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is minimized, and how the model computes while it trains.
+
+    - `loss`: writes the loss; None: the output `loss_output` is the loss.
+    - `row_weight`: the input of sample weights of a model that computes its loss.
+    - `reduction`: "mean" or "sum", what that loss is if `add_loss_output` noted nothing.
+    - `exempt`: inputs whose first axis is not that of the rows.
+    - `carry`: `{input: output}`, the input gets the value of the output of the batch before.
+    - `straight_through`: whether gradients pass through the rounding of quantized layers.
+    - `across`: the part of this process, if BatchNormalization uses the rows of all processes.
+    - `beside`: names of tensors that the graph computes beside the loss.
+    """
+
+    loss: TrainingLoss | None
+    loss_output: str = ""
+    row_weight: str = "weight"
+    reduction: str = "mean"
+    batch_norm: str = "frozen"
+    dropout: Mapping[str, float] = field(default_factory=dict)
+    carry: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+    exempt: frozenset[str] = frozenset()
+    straight_through: bool = False
+    across: Part | None = None
+    beside: tuple[str, ...] = ()
+
+    def read_outputs(self, proto: ModelProto) -> list[str]:
+        """Return the names of the tensors of a model that the loss reads, or that are the loss."""
+        return [self.loss_output] if self.loss is None else self.loss.outputs(proto)
 
 
 @dataclass
 class Objective:
-    """A prepared graph, its data inputs and weights, the loss, and the cotangents of the sweep.
+    """A graph with the loss that `written` describes: sum_k factors_k sums_k / counts_k.
 
-    `seeds` maps values to their cotangents; None stands for one, at the loss or a term of it.
-    `buffers` are inputs and their new values after a batch; `draw`, the number of the draw of
-    random numbers, and `first`, whether the batch is the first of an epoch, are inputs if they are
-    used. No gradient flows through the values `stop_gradient`. With `per_row`, the gradient is
-    divided by the number of rows outside of the graph. `tables` are those into which data
-    inputs contain indices, `names` the names of the columns in an earlier training, and `stored`
-    masks of the stored elements of sparse weights: only these are trained. With
-    `straight_through`, the gradient passes through the rounding of quantized layers; otherwise such
-    models are refused.
+    Attributes:
+        model: the prepared model; `data` and `weights` are inputs of its graph.
+        data: the inputs of a batch: features, labels, sample weights.
+        weights: those with respect to which the gradient is computed.
+        written: the loss.
+        predictions: the values that the loss reads, by the name of the output.
+        tables: those into which data inputs contain indices.
+        names: the names of the columns in an earlier training.
+        stored: masks of the stored elements of sparse weights: only these are trained.
+        buffers: inputs and their new values after a batch.
+        draw: the number of the draw of random numbers, an input if it is used.
+        first: whether the batch is the first of an epoch, an input if it is used.
+        states: the values that inputs get in the next batch, by the input.
+        carried: the data input of a buffer, by its name.
+        beside: the values that the plan asks for, by name.
+        stop_gradient: values through which no gradient flows.
+        straight_through: whether the gradient passes through the rounding of quantized layers;
+            otherwise such models are refused.
     """
 
     model: ir.Model
     data: list[ir.Value]
     weights: list[ir.Value]
-    loss: ir.Value  # one number
-    seeds: Mapping[ir.Value, ir.Value | None]
-    loss_info: LossInfo
-    row_weight: str | None  # name of the input of sample weights, if there is one
-    tables: Mapping[str, tuple[Table, ...]] = field(kw_only=True)
-    names: Names = field(kw_only=True)
-    stored: Mapping[str, np.ndarray] = field(kw_only=True)
+    written: Written
+    predictions: dict[str, ir.Value]
+    tables: Mapping[str, tuple[Table, ...]]
+    names: Names
+    stored: Mapping[str, np.ndarray]
+    buffers: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    draw: ir.Value | None = None
+    first: ir.Value | None = None
+    states: dict[str, ir.Value] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, ir.Value] = field(default_factory=dict)
+    stop_gradient: Collection[ir.Value] = frozenset()
+    straight_through: bool = False
 
-    buffers: dict[ir.Value, ir.Value] = field(default_factory=dict, kw_only=True)
-    draw: ir.Value | None = field(default=None, kw_only=True)
-    first: ir.Value | None = field(default=None, kw_only=True)
-    straight_through: bool = field(default=False, kw_only=True)
-    stop_gradient: Collection[ir.Value] = field(default=frozenset(), kw_only=True)
+    @property
+    def row_weight(self) -> str | None:
+        """The name of the input of sample weights, if there is one."""
+        return None if self.written.weight is None else self.written.weight.name
 
-    per_row: ClassVar[bool] = True
+    @property
+    def labels(self) -> dict[str, LossInfo]:
+        """What is known of each label input."""
+        return self.written.infos
+
+    def require_labels(self) -> Self:
+        """Let the graph itself refuse the labels that a trainer refuses; return this objective."""
+        inputs = {str(x.name): x for x in self.data}
+        for name, info in self.labels.items():
+            require_labels(Emit(self.model.graph), inputs[name], info)
+        return self
 
     def cotangents(self, op: Emit) -> dict[ir.Value, ir.Value]:
         """Return the cotangents that the sweep starts with."""
-        return {v: op.ones_like(v) if g is None else g for v, g in self.seeds.items()}
+        return self.scaled(op, [inverse(op, n) for n in self.written.counts])
+
+    def scaled(self, op: Emit, inverse_counts: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+        """Return the cotangents of the sweep, for the inverse of each count."""
+        with op:
+            factors = self.written.factors
+            scales = [
+                n if factor == 1 else factor * n
+                for n, factor in zip(inverse_counts, factors, strict=True)
+            ]
+        return self.written.seeds(op, scales)
 
     @property
     def reported(self) -> list[ir.Value]:
-        """What a step returns for every batch: the loss."""
-        return [self.loss]
+        """What a step returns for every batch: the sums, then the counts."""
+        return [*self.written.sums, *self.written.counts]
 
     def compute(self, *values: ir.Value) -> ModelProto:
         """Return the model from data and weights to `values`; this modifies the graph."""
@@ -82,127 +160,240 @@ class Objective:
         tidy(self.model)
         return to_proto(self.model)
 
-
-@dataclass
-class LossOutside(Objective):
-    """The objective of a model whose loss is outside of it."""
-
-    prediction: ir.Value
-    losses: ir.Value  # (rows,): the term of the loss that belongs to each row
-
-
-def loss_inside(proto: ModelProto, weights: Sequence[str], loss: str, row_weight: str) -> Objective:
-    """Return the objective of a model that computes its loss, as the output `loss`.
-
-    Raises:
-        ValueError: unknown names, a weight that is no float, or a loss of several elements.
-    """
-    model = prepare(proto, batch=BATCH, outputs=[loss], exempt=())
-    found, data = model.graph.outputs[0], list(model.graph.inputs)
-    size = shapes.static(shapes.dims(found))
-    info = loss_info(proto)
-    if size is None and info.reduction is not None and loss != info.prediction:
-        op = Emit(model.graph)  # add_loss_output wrote it: one number, though of unknown shape
-        found.name = op.name(f"{loss}.unshaped")
+    def mean(self, op: Emit, reported: Sequence[ir.Value]) -> ir.Value:
+        """Write the loss of a batch, a scalar, from the values of `reported`; 0 without a term."""
+        half = len(reported) // 2
+        terms = []
         with op:
-            found = model.graph.outputs[0] = op.Reshape(found, [1, 1])
-        found.name, found.shape, size = loss, ir.Shape([1, 1]), (1, 1)
-    if size is None or prod(size) != 1:
-        raise ValueError(
-            f"the loss {loss!r} must hold one number; its shape is {printable(found.shape)}"
-        )
-    trained = as_inputs(proto, model.graph, weights)
-    more = _about(proto, model.graph, data, weights)
-    return Objective(model, data, trained, found, {found: None}, info, row_weight, **more)
+            for total, count, factor in zip(
+                reported[:half], reported[half:], self.written.factors, strict=True
+            ):
+                mean = total * inverse(op, count)
+                mean = mean if factor == 1 else factor * mean
+                terms.append(op.Cast(op.Reshape(mean, []), to=reported[0].dtype))
+            return op.total(terms)
 
 
-def _about(
-    proto: ModelProto, graph: ir.Graph, data: Sequence[ir.Value], weights: Sequence[str]
-) -> dict[str, Any]:
-    """Return the fields of an `Objective` that describe data and weights."""
-    return {
-        "tables": tables(graph, data),
-        "names": read_names(proto),
-        "stored": constants.stored(proto, weights),
-    }
-
-
-def predicted(proto: ModelProto) -> str:
-    """Return the name of the output that a loss outside of the model is applied to.
-
-    Raises:
-        ValueError: the model has none, or several.
-    """
-    remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
-    return choose_output(proto, None, remedy)
-
-
-def loss_outside(
-    proto: ModelProto,
-    weights: Sequence[str],
-    learning_loss: BaseLearningLoss,
-    penalty: BaseLearningPenalty,
-    loss_name: str,
-    weight_name: str | None,
-) -> LossOutside:
-    """Return the objective of a model and a loss of its prediction.
-
-    The sweep starts at the prediction, with the gradient that the loss writes, and at the penalty.
-
-    Args:
-        proto: the model, with one float output.
-        weights: names of the weights, to which the penalty applies.
-        learning_loss: writes the loss and its gradient.
-        penalty: the penalty of the weights.
-        loss_name: name of the loss in the graph.
-        weight_name: name of the input of sample weights; None for none.
-
-    Raises:
-        ValueError: unknown names, a weight that is no float, several outputs, or a prediction that
-            the loss does not accept.
-    """
-    model = prepare(proto, batch=BATCH, outputs=[predicted(proto)], exempt=())
-    graph, data = model.graph, list(model.graph.inputs)
-    prediction = graph.outputs[0]
-    trained = as_inputs(proto, graph, weights)
-    op = Emit(graph)
-    label = learning_loss.label(op, prediction, "label")
-    weight = None
-    if weight_name is not None:
-        weight = ir.Value(name=op.name(weight_name), type=prediction.type)  # (N,) or (N, 1)
-    added = [label] if weight is None else [label, weight]
-    graph.inputs.extend(added)
-    with op:
-        _require_rows(op, model, learning_loss, prediction, label)
-        rows, gradient = learning_loss.rows_and_gradient(op, prediction, label, weight)
-        seeds: dict[ir.Value, ir.Value | None] = {prediction: gradient}
-        loss = op.ReduceSum(rows, keepdims=1)
-        terms = [penalty.penalty(op, str(w.name), w) for w in trained if w.uses()]
-        penalties = [op.Cast(term, to=loss.dtype) for term in terms if term is not None]
-        if penalties:
-            seeds[summed := op.total(penalties)] = None
-            loss = loss + summed
-        losses = op.Reshape(rows, [-1])
-    loss.name, loss.shape = op.name(loss_name), ir.Shape([1, 1])
-    info = replace(learning_loss.info(prediction), label=label.name, reduction="sum")
-    row_weight = None if weight is None else weight.name
-    inputs = [*data, *added]
-    more = _about(proto, graph, inputs, weights)
-    return LossOutside(
-        model, inputs, trained, loss, seeds, info, row_weight, prediction, losses, **more
+def inverse(op: Emit, count: ir.Value) -> ir.Value:
+    """Return 1 / count; for a batch without any term, a number whose product with 0 is 0."""
+    assert count.dtype is not None
+    return op.set_type_like(
+        op.Reciprocal(op.Max(count, op.const(_TINY[count.dtype], count.dtype))), count
     )
 
 
-def _require_rows(
-    op: Emit, model: ir.Model, loss: BaseLearningLoss, prediction: ir.Value, label: ir.Value
-) -> None:
-    """Raise if the loss is reduced to one number, which sample weights cannot weigh by row."""
-    losses = loss.loss(op, prediction, label)
-    if losses.shape is None:
-        infer(model)
-    have, want = ((shapes.dims(v) or (None,))[0] for v in (losses, prediction))
-    if isinstance(have, int) and have != want:
-        raise ValueError(
-            f"{loss} writes {have} losses for the {want} rows of {prediction.name!r}: it must "
-            "write one for every element or row"
+def build_objective(
+    proto: ModelProto, weights: Sequence[str], plan: Plan, weighted: bool, training: bool = True
+) -> Objective:
+    """Return the objective of `plan` for the named weights of a model.
+
+    Args:
+        proto: the model.
+        weights: names of the weights.
+        plan: what is minimized.
+        weighted: whether the data may contain sample weights.
+        training: whether the graph is that of a step, with dropout and statistics of the batch.
+
+    Raises:
+        ValueError: unknown names, or a prediction that the loss does not accept.
+    """
+    predicted = plan.loss.outputs(proto) if plan.loss else _beside(proto, plan.loss_output)
+    model, results = _prepared(proto, plan, predicted)
+    graph, data = model.graph, list(model.graph.inputs)
+    op, form = Emit(graph), _Form()
+    if training:
+        form = _Form.of(op, plan, data, results)
+    states = {name: results[output] for name, output in plan.carry.items()}
+    beside = {name: results[name] for name in plan.beside}
+    results = {name: results[name] for name in (predicted if plan.loss else results)}
+    trained = as_inputs(proto, graph, weights)
+    fixed = detached(proto)
+    stopped = {y for node, _ in walk(graph) for y in node.outputs if y.name in fixed}
+    if training:
+        read = {*results.values(), *states.values(), *beside.values()}
+        fold_normalizations(op, trained, stopped | read)
+    with op:
+        if plan.loss is None:
+            written = _loss_output(op, proto, results[plan.loss_output], data, plan)
+        else:
+            written = plan.loss.write(op, results, weighted)
+    added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
+    graph.inputs.extend(added)
+    data += added
+    return Objective(
+        model,
+        data,
+        trained,
+        written,
+        predictions={name: results[name] for name in predicted},
+        tables=tables(graph, data),
+        names=read_names(proto),
+        stored=constants.stored(proto, weights),
+        states=states,
+        buffers=form.buffers,
+        draw=form.draw,
+        first=form.first,
+        stop_gradient=stopped,
+        carried=form.carried,
+        beside=beside,
+        straight_through=plan.straight_through,
+    )
+
+
+def _prepared(
+    proto: ModelProto, plan: Plan, predicted: Sequence[str]
+) -> tuple[ir.Model, dict[str, ir.Value]]:
+    """Return the prepared model with the outputs that are read, and these by name."""
+    own, outputs = [] if plan.loss else [plan.loss_output], [y.name for y in proto.graph.output]
+    if own and own[0] not in outputs:
+        raise unknown("output", own[0], outputs)
+    read = list(dict.fromkeys([*own, *predicted, *plan.carry.values(), *plan.beside]))
+    if not set(outputs).issuperset(read):
+        proto = select_model_inputs_outputs(proto, read)
+    model = prepare(
+        proto,
+        batch=BATCH,
+        outputs=read,
+        keep=[*plan.dropout, *detached(proto)],
+        keep_dropout=bool(plan.dropout),
+        exempt=plan.exempt,
+    )
+    return model, dict(zip(read, model.graph.outputs, strict=True))
+
+
+@dataclass
+class _Form:
+    """What the form of a graph that trains has beside the inputs of the model."""
+
+    draw: ir.Value | None = None
+    first: ir.Value | None = None
+    buffers: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    carried: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, op: Emit, plan: Plan, data: Sequence[ir.Value], results: dict[str, ir.Value]
+    ) -> _Form:
+        """Bring a graph into that form; `results` are updated where outputs are replaced."""
+        draw, first = _scalar(op, "draw", ir.DataType.INT64), _scalar(op, "first", ir.DataType.BOOL)
+        buffers = training_form(
+            op,
+            batch_norm=plan.batch_norm,
+            dropout=plan.dropout,
+            draw=draw,
+            seed=plan.seed,
+            across=plan.across,
         )
+        results.update(zip(list(results), op.graph.outputs, strict=True))
+        carried = _carry(op, data, results, plan.carry, first)
+        buffers |= {before: y for before, (_, y) in carried.items()}
+        names = {str(before.name): name for before, (name, _) in carried.items()}
+        return cls(draw, first, buffers, names)
+
+
+def _scalar(op: Emit, name: str, dtype: ir.DataType) -> ir.Value:
+    return ir.Value(name=op.name(name), type=ir.TensorType(dtype), shape=ir.Shape([]))
+
+
+def _carry(
+    op: Emit,
+    data: Sequence[ir.Value],
+    results: Mapping[str, ir.Value],
+    carry: Mapping[str, str],
+    first: ir.Value,
+) -> dict[ir.Value, tuple[str, ir.Value]]:
+    """Let inputs have the values of outputs of the batch before, unless it is the `first` one.
+
+    Return `{buffer: (input, its new value)}`.
+
+    Raises:
+        ValueError: an unknown input, or an output of another dtype or shape.
+    """
+    inputs = {str(x.name): x for x in data}
+    buffers = {}
+    for name, output in carry.items():
+        if name not in inputs:
+            raise unknown("input", name, inputs)
+        x, y = inputs[name], results[output]
+        lengths = list(zip(shapes.dims(x) or (), shapes.dims(y) or (), strict=False))
+        differ = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in lengths)
+        if x.dtype != y.dtype or differ or shapes.rank(x) != shapes.rank(y):
+            raise ValueError(
+                f"carry: the output {output!r}, {y.dtype} {y.shape}, cannot become the input "
+                f"{name!r}, {x.dtype} {x.shape}"
+            )
+        before = ir.Value(name=op.name(f"{name}.carried"), type=x.type, shape=x.shape)
+        users = list(x.uses())
+        with op.at(next(iter(op.graph))):
+            value = op.set_type_like(op.Where(first, x, before), x)
+        for node, index in users:
+            node.replace_input_with(index, value)
+        buffers[before] = name, y
+    return buffers
+
+
+def loss_output(proto: ModelProto) -> str:
+    """Return the name of the output that is the loss.
+
+    Raises:
+        ValueError: there is none, or several may be.
+    """
+    names = [y.name for y in proto.graph.output]
+    if "loss" in names:
+        return "loss"
+    single = [
+        y.name
+        for y in proto.graph.output
+        if all(d.dim_value == 1 for d in y.type.tensor_type.shape.dim)
+        and y.type.tensor_type.HasField("shape")
+        and y.type.tensor_type.elem_type in constants.FLOATS
+    ]
+    if len(single) != 1:
+        raise ValueError(
+            f"loss=None needs an output that is the loss, called 'loss' or of a single number; the "
+            f"outputs are {names}: pass loss='cross_entropy' or another one of onnxgrad.LOSSES"
+        )
+    return single[0]
+
+
+def _beside(proto: ModelProto, loss: str) -> list[str]:
+    """Return the names of the outputs that are predictions beside the output `loss`."""
+    noted = loss_info(proto).prediction
+    names = [y.name for y in proto.graph.output if y.name != loss and not non_tensor(y)]
+    return [noted] if noted is not None and noted in names else names
+
+
+def _loss_output(
+    op: Emit, proto: ModelProto, loss: ir.Value, data: Sequence[ir.Value], plan: Plan
+) -> Written:
+    """Return a loss that the model computes, as the mean of a batch.
+
+    One that `add_loss_output` noted to be a sum is divided by the number of rows.
+    """
+    info, inputs = loss_info(proto), {str(x.name): x for x in data}
+    noted = loss.shape is None and info.reduction is not None and loss.name != info.prediction
+    if not noted and shapes.static(shapes.dims(loss)) not in ((), (1,), (1, 1)):
+        raise ValueError(
+            f"the loss {loss.name!r} must hold one number; its shape is {printable(loss.shape)}"
+        )
+    kind = ir.DataType.DOUBLE if loss.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    total = op.Cast(op.Reshape(loss, []), to=kind)
+    labels = [name for name in (info.label, "label") if name in inputs]
+    count = op.Cast(_count_rows(op, data, inputs[labels[0]] if labels else data[-1]), to=kind)
+    if (info.reduction or plan.reduction) == "mean":
+        total = total * count
+    if total is not loss:  # which is called as the output
+        total.name, loss.name = loss.name, op.name(f"{loss.name}.of_model")
+    infos = dict.fromkeys(labels[:1], info)
+    return Written([total], [count], [1.0], [], infos, inputs.get(plan.row_weight), [None])
+
+
+def _count_rows(op: Emit, data: Sequence[ir.Value], label: ir.Value) -> ir.Value:
+    """Return the number of rows of a batch, a scalar: the length of its symbol, or of the label."""
+    for x in (label, *data):
+        if BATCH in (axes := list(shapes.dims(x) or ())):
+            axis = axes.index(BATCH)
+            return op.Reshape(op.Shape(x, start=axis, end=axis + 1), [])
+    if shapes.rank(label) == 0:
+        return op.const(1)
+    return op.Reshape(op.Shape(label, start=0, end=1), [])

@@ -62,6 +62,16 @@ class Settings:
     constants: Set[str] = frozenset()  # of the model
     digest: str | None = None  # of the whole model, if `proto` lacks large weights
 
+    @property
+    def file(self) -> ModelProto | None:
+        """The model with its own weights; None if only their trained values are in memory."""
+        return self.proto if self.digest is None else None
+
+    @property
+    def moved(self) -> set[str]:
+        """The inputs whose rows are not on their first axis."""
+        return {name for name, axis in self.batch_axes.items() if axis != 0}
+
     def evaluated(self) -> dict[str, np.ndarray]:
         """Return the weights and statistics that are evaluated and exported, by name.
 

@@ -27,12 +27,13 @@ from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.compiled import Compiled, compiled_step
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluation import Evaluator
+from onnxgrad.training.failed import find_failed_step
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import Split, balanced, held_out_share, label_shapes
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
-from onnxgrad.training.minimized import Minimized, Plan, TrainingLoss, loss_output, minimized
 from onnxgrad.training.modes import inference_form
+from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective, loss_output
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
@@ -82,21 +83,20 @@ class Setup:
         self.buffers: Arrays = {}  # initial ones of the loop
         self.fits = fits
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
-        moved = {name for name, axis in trainer.batch_axes.items() if axis != 0}
-        axes = max(d.weight_axes for d in both)
+        moved, axes = trainer.moved, max(d.weight_axes for d in both)
         self.weight_axes = 2 if axes and moved else axes  # of sample weights; 0 for none
         self.weighted = self.weight_axes > 0
         loss = self._loss()
         self.plan = Plan(
             loss,
             "" if loss is not None else loss_output(trainer.proto),
-            trainer.batch_norm,
-            trainer.dropout,
-            trainer.carry,
-            trainer.seed,
-            frozenset(moved),
-            trainer.straight_through,
-            None if sharing is None else sharing.normalized,
+            batch_norm=trainer.batch_norm,
+            dropout=trainer.dropout,
+            carry=trainer.carry,
+            seed=trainer.seed,
+            exempt=frozenset(moved),
+            straight_through=trainer.straight_through,
+            across=None if sharing is None else sharing.normalized,
         )
 
     def _loss(self) -> TrainingLoss | None:
@@ -142,10 +142,10 @@ class Setup:
 
     # -- training -----------------------------------------------------------------------------
 
-    def objective(self) -> Minimized:
+    def objective(self) -> Objective:
         """Return the objective of a step."""
         trainer = self.trainer
-        objective = minimized(trainer.proto, trainer.trained, self.plan, self.weighted)
+        objective = build_objective(trainer.proto, trainer.trained, self.plan, self.weighted)
         if trainer.digest is not None:  # those that the loss does not reach stay constants
             read_elsewhere(objective.weights, lambda name: trainer.state.weights[name])
         return objective
@@ -168,7 +168,7 @@ class Setup:
 
     def step(
         self,
-        objective: Minimized,
+        objective: Objective,
         norms: bool | None = None,
         in_place: bool = True,
         blocks: bool = True,
@@ -191,14 +191,9 @@ class Setup:
             raise ValueError("carry and accumulate: micro-batches have no state to carry")
         return build_accumulating_step(self.objective, optimizer, trainer.accumulate, options)
 
-    def named_step(self, objective: Minimized) -> Step:
+    def named_step(self, objective: Objective) -> Step:
         """Return the step whose inputs are the weights and slots themselves, none joined."""
         return build_step(objective, self._optimizer(), StepOptions(blocks=False, packed=0))
-
-    def _compiled(self) -> Compiled:
-        """Return the step and its objective; those of the call before, if they are the same."""
-        own = isinstance(self.plan.loss, OutputLosses)
-        return compiled_step(self, self.label_shapes, self._class_weight() if own else None)
 
     def loop(
         self, epochs: int, shuffle: bool, resume: str | os.PathLike | None, further: bool = False
@@ -210,7 +205,8 @@ class Setup:
         trainer, shared = self.trainer, self.sharing
         if shared is not None:
             shared.check_call(self, epochs, shuffle, resume is not None, further)
-        compiled = self.compiled = self._compiled()
+        weight = self._class_weight() if isinstance(self.plan.loss, OutputLosses) else None
+        compiled = self.compiled = compiled_step(self, self.label_shapes, weight)
         objective = compiled.objective
         buffers = [(str(b.name), b.const_value) for b in objective.buffers]
         self.buffers = {name: np.array(v.numpy()) for name, v in buffers if v is not None}
@@ -254,10 +250,15 @@ class Setup:
             last_epoch=first + epochs,
             resumable=True,
             evaluate=None if held_out is None else lambda: self._validate(held_out),
-            factors=tuple(objective.written.factors),
-            explain=lambda loop: cause_in_fit(self, loop),
+            explain=self._explain,
         )
         return self.current_loop
+
+    def _explain(self, loop: Loop) -> str:
+        """Return why the loop ended."""
+        trainer, failed = self.trainer, partial(find_failed_step, self, loop)
+        outputs, values = self.plan.read_outputs(trainer.proto), trainer.evaluated()
+        return cause_in_fit(loop, trainer.file, outputs, failed, self.evaluator, values)
 
     def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and those that are held out."""
@@ -278,7 +279,7 @@ class Setup:
             fields.check_rows(part.rows)
         return both
 
-    def _check_weighted(self, objective: Minimized, fields: Fields) -> None:
+    def _check_weighted(self, objective: Objective, fields: Fields) -> None:
         """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
         if isinstance(self.trainer.class_weight, str) and self.balanced is None:
             raise ValueError(

@@ -17,7 +17,7 @@ from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.identity import described
-from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.row_parts import mixes_no_rows, splits
 from onnxgrad.training.state import TrainState
@@ -185,7 +185,7 @@ class Sharing:
                 " parallel=DataParallel(shards=True) if each has data of its own"
             )
 
-    def warn(self, objective: Minimized, source: BatchSource) -> None:
+    def warn(self, objective: Objective, source: BatchSource) -> None:
         """Warn if the loss is not proven to be a sum over rows.
 
         Shapes of batches from files and iterables are unknown here: of these, it tells only

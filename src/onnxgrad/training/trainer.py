@@ -317,7 +317,7 @@ class Trainer(Settings):
         The first computes gradients: from weights, buffers and a batch to `<weight>_grad`,
         `<buffer>.new`, and the sums and counts of the loss. The second updates the weights, and
         clips gradients if the trainer does: from weights, slots `<weight>.<slot>`, gradients,
-        `minus_learning_rate` and `step` (1 in the first step), to `<weight>.new` and
+        `minus_learning_rate` and `step` (int64, 1 in the first step), to `<weight>.new` and
         `<weight>.<slot>.new`. In between, gradients of several batches or machines can be added.
 
         Args:

@@ -15,7 +15,7 @@ from onnxgrad.model.opsets import NEWEST_OPSET, WORKING_OPSET
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
-from onnxgrad.training.objective import LossOutside
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.build import build_step
 from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.groups import numpy_dtype
@@ -25,15 +25,15 @@ Graphs: TypeAlias = dict[str, Any]  # nested; the leaves are models
 
 def training_graphs(
     proto: ModelProto,
-    objective: LossOutside,
+    objective: Objective,
     optimizer: Optimizer,
     rate: BaseLearningRate,
     loss: BaseLearningLoss,
     penalty: BaseLearningPenalty,
 ) -> Graphs:
     """Return the graphs by name; this modifies the objective, built from `proto`, and the rate."""
-    prediction, row_weight = objective.prediction, objective.row_weight
-    output, shape = str(prediction.name), dims(prediction)
+    ((output, prediction),), row_weight = objective.predictions.items(), objective.row_weight
+    shape = dims(prediction)
     shape = ("N", "k") if shape is None else ("N", *shape[1:])
     dtype = numpy_dtype(prediction)
     opset = max(WORKING_OPSET, min(objective.model.opset_imports[""], NEWEST_OPSET))

@@ -23,7 +23,7 @@ from onnxgrad.training.compat.forward_backward import (
 )
 from onnxgrad.training.compat.seed_trainer import SeedTrainer
 from onnxgrad.training.fitted import Fitted
-from onnxgrad.training.objective import Objective, loss_inside
+from onnxgrad.training.objective import Plan
 
 
 class OrtGradientOptimizer(SeedTrainer):
@@ -136,12 +136,8 @@ class OrtGradientOptimizer(SeedTrainer):
     input_names_ = Fitted(lambda self: [x.name for x in self.train_session_.get_inputs()])
     output_names_ = Fitted(lambda self: [y.name for y in self.train_session_.get_outputs()])
 
-    def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
-        return loss_inside(proto, weights, self.loss_output_name, self.sample_weight_name)
-
-    def read_outputs(self, proto: ModelProto) -> list[str]:
-        """Return the name of the loss."""
-        return [self.loss_output_name]
+    def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
+        return Plan(None, self.loss_output_name, self.sample_weight_name, reduction="sum")
 
     def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:
         loss = DerivativeOptions.Loss

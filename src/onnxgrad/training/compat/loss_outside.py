@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -24,11 +25,12 @@ from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import checked_slots
 from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.compat.graphs import Graphs, training_graphs
-from onnxgrad.training.compat.row_outputs import Computation, prediction, row_losses
-from onnxgrad.training.compat.seed_trainer import SeedTrainer
-from onnxgrad.training.data import as_dataset
+from onnxgrad.training.compat.learning_loss import RowLosses, RowsAndPenalty, predicted
+from onnxgrad.training.compat.seed_trainer import SeedTrainer, rows_of
+from onnxgrad.training.data import Dataset, as_dataset
+from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.fitted import Fitted
-from onnxgrad.training.objective import LossOutside, loss_outside, predicted
+from onnxgrad.training.objective import Plan, build_objective
 from onnxgrad.training.state import TrainState
 
 State = Mapping[str, Any]
@@ -169,13 +171,17 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         self.random_state = random_state
         self.weight_init = weight_init
 
-    def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> LossOutside:
-        loss = BaseLearningLoss.select(self.learning_loss)
-        penalty = BaseLearningPenalty.select(self.learning_penalty)
-        name = self.weight_name
-        if name is None and weighted:
-            name = "weight"
-        return loss_outside(proto, weights, loss, penalty, self.loss_output_name, name)
+    def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
+        return Plan(self._loss(weights, weighted))
+
+    def _loss(self, weights: Sequence[str], weighted: bool) -> RowsAndPenalty:
+        return RowsAndPenalty(
+            BaseLearningLoss.select(self.learning_loss),
+            BaseLearningPenalty.select(self.learning_penalty),
+            weights,
+            self.loss_output_name,
+            "weight" if self.weight_name is None and weighted else self.weight_name,
+        )
 
     def _check_names(self, names: Sequence[str]) -> None:
         BaseLearningPenalty.select(self.learning_penalty).check(names)
@@ -188,11 +194,10 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         Arguments and errors are those of `fit`. Penalties are not included.
         """
         data = as_dataset(X, y, sample_weight)
-        weighted = data.weighted
-        compute = self._built(
-            f"losses {weighted}", lambda: self._row_losses(weighted), self._fitted().values
-        )
-        return compute(data.arrays(compute.fields))
+        build = partial(self._evaluator, RowLosses, data.weighted)
+        evaluator = self._built(f"losses {data.weighted}", build, self._fitted().values)
+        (losses,) = evaluator.predict({}, rows_of(data, evaluator.fields)).values()
+        return losses
 
     def score(self, X: Any, y: Any = None, sample_weight: Any = None) -> float:
         """Return the negative mean of `losses`: higher is better.
@@ -210,18 +215,19 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         Raises:
             ValueError: data that the inputs do not accept, or nothing was trained.
         """
-        compute = self._built("prediction", self._prediction, self._fitted().values)
-        predictions = compute(compute.fields.inputs(X))
+        build = partial(self._evaluator, Evaluator, False)
+        evaluator = self._built("prediction", build, self._fitted().values)
+        fields = evaluator.fields.without_labels()
+        fields.left_out = frozenset()  # labels are refused
+        source = rows_of(Dataset(X), fields)
+        (predictions,) = evaluator.predict({}, source).values()
         flat = self._state.flat and predictions.shape[1:] == (1,)
         return predictions[:, 0] if flat else predictions
 
-    def _prediction(self) -> Computation:
+    def _evaluator(self, kind: type[Evaluator], weighted: bool) -> Evaluator:
+        """Return what evaluates the trained model."""
         proto = self.get_trained_onnx()
-        return prediction(proto, self._objective(proto, [], False), Device.of(self.device))
-
-    def _row_losses(self, weighted: bool) -> Computation:
-        objective = self._objective(self.get_trained_onnx(), [], weighted)
-        return row_losses(objective, Device.of(self.device))
+        return kind(proto, [], self._plan([], weighted), weighted, self.device, {})
 
     # -- state --------------------------------------------------------------------------------
 
@@ -358,7 +364,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         proto = self._model(vars(self).get("_state"))
         names = self._names()
         self._check_names(names)
-        objective = self._objective(proto, names, False)
+        objective = build_objective(proto, names, self._plan(names, False), False)
         loss = BaseLearningLoss.select(self.learning_loss)
         penalty = BaseLearningPenalty.select(self.learning_penalty)
         return training_graphs(proto, objective, optimizer, rate, loss, penalty)

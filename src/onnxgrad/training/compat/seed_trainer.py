@@ -26,24 +26,32 @@ from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import check_arguments, select_optimizer, start_learning_rate
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.run import Callbacks
-from onnxgrad.training.causes import cause_in_estimator
+from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.compat.progress_function import Called
 from onnxgrad.training.data import Dataset, as_dataset
+from onnxgrad.training.evaluation import Evaluator
+from onnxgrad.training.failed import run_again
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, warn_of_stale_statistics
-from onnxgrad.training.objective import Objective, predicted
+from onnxgrad.training.objective import Plan, build_objective
 from onnxgrad.training.parameters.choice import expand
 from onnxgrad.training.parameters.defaults import default_weights
 from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.rates import ByEpoch
 from onnxgrad.training.run.in_place import new_runner
-from onnxgrad.training.run.runner import Evaluation, Runner
+from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.state import TrainState, Values, continued, initialized
 from onnxgrad.training.step.build import Step, StepOptions, build_step
 
 T = TypeVar("T")
+ROWS = 1024  # of one call of the runtime in evaluations and predictions
+
+
+def rows_of(data: Dataset, fields: Fields) -> BatchSource:
+    """Return the source of data that are gone through once."""
+    return data.source(fields, fields.fixed_rows or ROWS)
 
 
 class SeedTrainer(BaseEstimator):
@@ -75,13 +83,9 @@ class SeedTrainer(BaseEstimator):
     cls_type_ = Fitted(lambda self: type(self.train_function_))
     _state: TrainState
 
-    def _objective(self, proto: ModelProto, weights: Sequence[str], weighted: bool) -> Objective:
+    def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
         """Return what is minimized; `weighted`: the data may contain sample weights."""
         raise NotImplementedError
-
-    def read_outputs(self, proto: ModelProto) -> list[str]:
-        """Return the names of the outputs that the loss reads, or that are the loss."""
-        return [predicted(proto)]
 
     # -- training -----------------------------------------------------------------------------
 
@@ -126,8 +130,7 @@ class SeedTrainer(BaseEstimator):
         that of an earlier `fit`. `stop_reason_` says why it ended.
         """
         callbacks = Callbacks([] if callback is None else [Called(callback)])
-        before = vars(self).get("_state")
-        if before is not None and before.is_running:
+        if (before := vars(self).get("_state")) is not None and before.is_running:
             raise RuntimeError("fit is running: it cannot be called again before it ends")
         if X_val is None and y_val is not None:
             raise ValueError("y_val is given without X_val")
@@ -162,17 +165,32 @@ class SeedTrainer(BaseEstimator):
         weighted = data.weighted or (held_out is not None and held_out.weighted)
         step, fields = self._build_step(proto, names, optimizer, weighted, before)
         state = self._first_state(proto, names, step, optimizer, before)
-        source = self._source(state, fields, data)
-        validation = self._evaluation(proto, step, fields, weighted, held_out)
-        rows = source.batch_size
-        target = Target.of(self.device, work := step.work * rows, rows)
-        runner = new_runner(step, "mean" if fields.mean else "sum", target, work)
-        loop = self._loop(state, runner, rate, source, validation, callbacks)
+        state.flat = np.ndim(data.y) == 1  # as predictions are then: y - f is not (rows, rows)
+        state.names, state.columns = fields.names, data.columns
+        source = data.source(fields, self.batch_size)
+        plan = self._plan(step.weights, weighted)
+        evaluator = Evaluator(proto, step.weights, plan, weighted, self.device, {})
+        validation = None
+        if held_out is not None:
+            evaluator.fields.names = fields.names
+            validation = rows_of(held_out, evaluator.fields)
+        target = Target.of(self.device, work := step.work * source.batch_size, source.batch_size)
+        runner = new_runner(step, target, work)
+        loop = self._loop(state, runner, rate, source, evaluator, validation, callbacks)
         build = partial(self._build_step, proto, names, optimizer, weighted, before)
-        loop.explain = partial(cause_in_estimator, self, build, validation)
+        loop.explain = partial(self._explain, evaluator, build)
         step.warn(stacklevel=3)
         self._save_gradient(proto, step, runner.model)
         return loop
+
+    def _explain(
+        self, evaluator: Evaluator, build: Callable[[], tuple[Step, Fields]], loop: Loop
+    ) -> str:
+        """Return why the loop ended; `build` returns the step and its fields."""
+        file = read(self.model_onnx)
+        outputs, values = evaluator.plan.read_outputs(file), loop.state.evaluated()
+        failed = lambda: run_again(build()[0], loop, Device.of(self.device), file)  # noqa: E731
+        return cause_in_fit(loop, file, outputs, failed, evaluator, values)
 
     def _build_step(
         self,
@@ -183,7 +201,7 @@ class SeedTrainer(BaseEstimator):
         before: TrainState | None,
     ) -> tuple[Step, Fields]:
         """Return the step, and what checks its data against the columns of an earlier `fit`."""
-        objective = self._objective(proto, names, weighted)
+        objective = build_objective(proto, names, self._plan(names, weighted), weighted)
         on_cpu = Device.of(self.device).kind == "cpu"
         options = StepOptions(blocks=on_cpu, in_place=on_cpu and self.saved_gradient is None)
         step = build_step(objective, optimizer, options)
@@ -191,26 +209,6 @@ class SeedTrainer(BaseEstimator):
         if before is not None:
             fields.names = before.names.copy()
         return step, fields
-
-    def _source(self, state: TrainState, fields: Fields, data: Dataset) -> BatchSource:
-        """Return the source of batches; `state` stores the form and the columns of the data."""
-        state.flat = np.ndim(data.y) == 1  # as predictions are then: y - f is not (rows, rows)
-        state.names, state.columns = fields.names, data.columns
-        return data.source(fields, self.batch_size)
-
-    def _evaluation(
-        self,
-        proto: ModelProto,
-        step: Step,
-        fields: Fields,
-        weighted: bool,
-        data: Dataset | None,
-    ) -> Evaluation | None:
-        """Return what computes the validation loss, None without validation data."""
-        if data is None:
-            return None
-        objective = self._objective(proto, step.weights, weighted)
-        return Evaluation(objective, fields, data.arrays(fields), self.device, step.work)
 
     def _save_gradient(self, proto: ModelProto, step: Step, epoch: ModelProto) -> None:
         if self.saved_gradient is not None:
@@ -223,12 +221,19 @@ class SeedTrainer(BaseEstimator):
         runner: Runner,
         rate: BaseLearningRate,
         source: BatchSource,
-        validation: Evaluation | None,
+        evaluator: Evaluator,
+        validation: BatchSource | None,
         callbacks: Callbacks,
     ) -> Loop:
         """Return the loop; move the state to the device, the rate to the end of its last epoch."""
         state.begin(runner)
         every = self.validation_every
+
+        def evaluate() -> dict[str, float]:
+            assert validation is not None
+            results = evaluator.evaluate(state.evaluated(), validation, {})
+            return {"validation_loss": results["loss"]}
+
         loop = Loop(
             self,
             state,
@@ -238,15 +243,14 @@ class SeedTrainer(BaseEstimator):
             callbacks,
             order=lambda state: state.rng,
             last_epoch=state.epoch + self.max_iter,
-            evaluate=None if validation is None else lambda: validation.results(state.evaluated()),
+            evaluate=None if validation is None else evaluate,
             evaluate_every=max(1, round(every if every >= 1 else every * self.max_iter)),
             singly=not isinstance(source, ArraySource),
             log_steps=self.enable_logging,
             log_epochs=bool(self.verbose or self.enable_logging),
         )
-        for callback in callbacks.callbacks:
-            if isinstance(callback, Called):
-                callback.loop = loop
+        for called in (c for c in callbacks.callbacks if isinstance(c, Called)):
+            called.loop = loop
         return loop
 
     def _gradient(self, proto: ModelProto, weights: Sequence[str]) -> ModelProto:

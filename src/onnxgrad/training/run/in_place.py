@@ -31,14 +31,14 @@ from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
 from onnxgrad.training.step.groups import Group
-from onnxgrad.training.step.update import RATE, STEP, is_divided
+from onnxgrad.training.step.inputs import RATE, STEP, Call
+from onnxgrad.training.step.update import is_divided
 
 PART = 1 << 17  # elements that are updated at once: the results stay in the cache
 
 
 def new_runner(
     step: Step,
-    reduction: str,
     target: Target,
     work: float,
     fields: Fields | None = None,
@@ -46,15 +46,13 @@ def new_runner(
 ) -> Runner:
     """Return the runner of a step, which it takes over; arguments are those of `Runner`."""
     kind, build = (Runner, build_epoch) if step.updates is None else (InPlace, build_half)
-    return kind(build(step, target), step, reduction, target.device, work, fields, carried)
+    return kind(build(step, target), step, target.device, work, fields, carried)
 
 
 def build_half(step: Step, target: Target) -> ModelProto:
     """Return the first half of a step, in the native form of sessions on `target`."""
     graph = step.model.graph
     to_native(graph, target)
-    if step.inverse_rows is not None:
-        graph.inputs.append(step.inverse_rows)
     return to_proto(ir.Model(graph, ir_version=step.model.ir_version, producer_name="onnxgrad"))
 
 
@@ -63,10 +61,8 @@ class InPlace(Runner):
 
     in_place = True
 
-    def __init__(
-        self, model: ModelProto, step: Step, reduction: str, device: Any, work: float, *more: Any
-    ) -> None:
-        super().__init__(model, step, reduction, device, work, *more)
+    def __init__(self, model: ModelProto, step: Step, device: Any, work: float, *more: Any) -> None:
+        super().__init__(model, step, device, work, *more)
         models = step.updates or ()
         self.updates = [  # of the groups that this process updates
             None if model is None else _Update(g, model, work)
@@ -81,7 +77,7 @@ class InPlace(Runner):
         arrays: list[np.ndarray] = []
         for group in self.step.groups:
             arrays += group.initial(values.weights, values.slots)
-        buffers = [values.buffers.get(str(b.name)) for b in self.step.buffers]
+        buffers = [values.buffers.get(str(b.name)) for b in self.step.inputs.buffers]
         states = [None if a is None else self.device.ortvalue(a) for a in (*arrays, *buffers)]
         self.now = Now(states, values.steps, arrays)
 
@@ -97,10 +93,12 @@ class InPlace(Runner):
         """Train on the batch of `piece`, as `Runner.run`."""
         assert piece.batches == 1
         start, now = time.perf_counter(), self.now
-        states = self.states(piece)
-        buffers, losses, numbers = self._half(states, piece, rates, position)
+        call = self.call(piece, rates, position)
+        buffers, losses = self._half(call)
         if not np.isfinite(losses.sums).all() or not all(map(is_finite, buffers)):
             return None
+        scalars = {RATE: self.step.rate, STEP: self.step.number}
+        numbers = {scalar.name: np.asarray(scalar.fed(call, v)[0]) for scalar, v in scalars.items()}
         jobs = zip(self.updates, self.by_group(), self.gradients, strict=True)
         pairs = [(update, own, g) for update, own, g in jobs if update is not None]
         finite = all(update.run(own, g, numbers, write=False) for update, own, g in pairs)
@@ -114,28 +112,21 @@ class InPlace(Runner):
             for array in now.arrays:  # half of them are those of the next step
                 array.fill(np.nan)
             raise
-        states = [*states[: len(now.arrays)], *buffers]
-        self.now = Now(states, now.steps + piece.batches, now.arrays)
+        self.now = Now(
+            [*now.states[: len(now.arrays)], *buffers], now.steps + piece.batches, now.arrays
+        )
         self.seconds_per_batch = time.perf_counter() - start
         return losses
 
-    def _half(
-        self, states: Sequence[ort.OrtValue], piece: Slice, rates: np.ndarray, position: int
-    ) -> tuple[list[ort.OrtValue], Losses, dict[str, np.ndarray]]:
-        """Compute the gradients; return the new buffers, the losses, and what updates read."""
-        step, count, fed = self.step, len(self.step.data), self.fed(piece, rates, position)
-        inverse_rows = [] if step.inverse_rows is None else [fed.pop()]
-        data, scalars = ([np.asarray(a[0]) for a in some] for some in (fed[:count], fed[count:]))
-        numbers = {RATE: scalars.pop(0)}
-        if self.counts:
-            numbers[STEP] = scalars.pop(0)
-        values = dict(zip(step.carried, states, strict=True))
-        held = [values[v] for v in (*(g.state for g in step.groups), *step.buffers)]
-        others = [np.asarray(a, order="C") for a in (*data, *scalars, *inverse_rows)]
-        inputs = dict(zip(self.names, [*held, *others], strict=True))
-        results = self.half(inputs, piece)
-        losses = self._losses([array_of(y)[None] for y in results[len(held) :]], piece)
-        return results[len(step.groups) : len(held)], losses, numbers
+    def _half(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
+        """Compute the gradients; return the new buffers and the losses."""
+        own, states = self.step.inputs, self.states(call.piece)
+        fed = own.fed(call, self.data(call))
+        inputs = {str(v.name): states[str(v.name)] for v in own.carried}
+        inputs |= {name: np.asarray(array[0], order="C") for name, array in fed.items()}
+        results, count = self.half(inputs, call.piece), len(own.carried)
+        losses = self._losses([array_of(y)[None] for y in results[count:]], call.piece)
+        return results[len(own.states) : count], losses
 
     def half(
         self, inputs: Mapping[str, ort.OrtValue | np.ndarray], piece: Slice

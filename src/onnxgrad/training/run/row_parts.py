@@ -17,14 +17,14 @@ from onnxgrad.errors import ModelError
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
 from onnxgrad.training.batches import rows_of
-from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 
 Arrays = dict[str, np.ndarray]
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def splits(objective: Minimized, axes: Mapping[str, int | None], lengths: Shapes) -> bool:
+def splits(objective: Objective, axes: Mapping[str, int | None], lengths: Shapes) -> bool:
     """Return whether the gradient of a batch is proven to be the sum of those of its parts.
 
     Args:
@@ -43,13 +43,13 @@ def splits(objective: Minimized, axes: Mapping[str, int | None], lengths: Shapes
     return True
 
 
-def mixes_no_rows(objective: Minimized) -> bool:
+def mixes_no_rows(objective: Objective) -> bool:
     """Return whether there are neither statistics of a batch nor random numbers."""
     random = objective.draw is not None and objective.draw.uses()
     return not objective.buffers and not random
 
 
-def _with_outputs(objective: Minimized, outputs: Sequence[ir.Value]) -> ir.Model:
+def _with_outputs(objective: Objective, outputs: Sequence[ir.Value]) -> ir.Model:
     """Return a copy of the model of an objective that returns `outputs`."""
     graph = objective.model.graph
     before = list(graph.outputs)

@@ -13,16 +13,14 @@ from onnx import ModelProto
 
 from onnxgrad.errors import escaping
 from onnxgrad.runtime.device import Device
-from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import array_of, is_finite
-from onnxgrad.training.batches import Batch, Slice
+from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.sessions import Sessions
 from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.groups import numpy_dtype
+from onnxgrad.training.step.inputs import Call
 
 SECONDS_PER_CALL = 0.2  # so that progress, callbacks and Ctrl-C get their turn
 ROWS = 1024  # rows per call of an evaluation
@@ -50,18 +48,17 @@ class Runner:
 
     With `in_place`, there is no other copy of the states.
 
-    `reduction` says what the losses of a step are: "sum" or "mean" of the rows of the batch, or
-    "terms": sums, then counts. `fields` are the inputs of data, needed to split batches into
-    micro-batches; `carried` the data inputs of buffers whose first value is in the data.
+    `fields` are the inputs of data, needed to split batches into micro-batches; `carried` the data
+    inputs of buffers whose first value is in the data.
     """
 
     in_place = False
+    of_several = False  # whether other processes run parts of its batches
 
     def __init__(
         self,
         model: ModelProto,
         step: Step,
-        reduction: str,
         device: Any,
         work: float,
         fields: Fields | None = None,
@@ -69,9 +66,9 @@ class Runner:
     ) -> None:
         self.device = Device.of(device).check()
         self.model, self.sessions = model, Sessions(model, step, self.device, work)
-        self.step, self.reduction, self.fields = step, reduction, fields
-        self.carried, self.counts = carried or {}, step.counts
-        self.names = [x.name for x in model.graph.input]
+        self.step, self.fields, self.carried = step, fields, carried or {}
+        own = [str(v.name) for v in step.inputs.all]
+        self.names = dict(zip(own, (x.name for x in model.graph.input), strict=True))
         self.outputs = [y.name for y in model.graph.output]
         self.now = Now([], 0)
         self.seconds_per_batch = SECONDS_PER_CALL
@@ -83,7 +80,7 @@ class Runner:
         states: list[np.ndarray | None] = []
         for group in self.step.groups:
             states += group.initial(values.weights, values.slots)
-        states += [values.buffers.get(str(b.name)) for b in self.step.buffers]
+        states += [values.buffers.get(str(b.name)) for b in self.step.inputs.buffers]
         loaded = [None if state is None else self.device.ortvalue(state) for state in states]
         self.now = Now(loaded, values.steps)
 
@@ -103,21 +100,31 @@ class Runner:
         Return None, and leave the states unchanged, if the loss or a weight is not finite.
         """
         start = time.perf_counter()
-        new, losses = self.computed(piece, rates, position)
+        new, losses = self.computed(self.call(piece, rates, position))
         return self.finished(piece, new, losses, start)
 
-    def computed(
-        self, piece: Slice, rates: np.ndarray, position: int
-    ) -> tuple[list[ort.OrtValue], Losses]:
-        """Return the states after the batches of `piece`, and their losses."""
+    def call(self, piece: Slice, rates: np.ndarray, position: int) -> Call:
+        """Return the steps that follow those that are done; arguments are those of `run`.
+
+        Raises:
+            ValueError: a learning rate that is zero in the dtype of a weight.
+        """
+        self.step.check_rates(rates)
+        parts, count = self.step.accumulate, None
+        if parts > 1:
+            count = micro_batches(piece.own, parts, bool(self.step.inputs.buffers))
+        return Call(piece, rates, self.now.steps, position, count)
+
+    def computed(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
+        """Return the states after the steps of a call, and their losses."""
+        piece = call.piece
         running = self.sessions.of(piece.arrays)
         binding = running.io_binding()
         states = self.states(piece)
-        for name, state in zip(self.names, states, strict=False):
-            binding.bind_ortvalue_input(name, state)
-        fed = self.fed(piece, rates, position)
-        for name, array in zip(self.names[len(states) :], fed, strict=True):
-            binding.bind_cpu_input(name, array)
+        for name, state in states.items():
+            binding.bind_ortvalue_input(self.names[name], state)
+        for name, array in self.step.inputs.fed(call, self.data(call)).items():
+            binding.bind_cpu_input(self.names[name], array)
         self.device.bind_outputs(binding, self.outputs)
         with escaping():
             running.run_with_iobinding(binding)
@@ -141,74 +148,33 @@ class Runner:
         self.seconds_per_batch = (time.perf_counter() - start) / piece.batches
         return losses
 
-    def fed(self, piece: Slice, rates: np.ndarray, position: int) -> list[np.ndarray]:
-        """Return the inputs of the epoch other than states, in their order."""
-        arrays, parts = piece.arrays, self.step.accumulate
-        if parts > 1:
-            assert self.fields is not None
-            count = micro_batches(piece.own, parts, bool(self.step.buffers))
-            one = {name: array[0] for name, array in arrays.items()}
-            axes = self.fields.axes(one, cut=count > 1)
-            arrays = {n: split_batches(array, count, axes[n]) for n, array in arrays.items()}
-        return [*arrays.values(), *self._scalars(piece, rates, position)]
+    def data(self, call: Call) -> Mapping[str, np.ndarray]:
+        """Return the data of the steps of a call, split into micro-batches if they have such."""
+        arrays, count = call.piece.arrays, call.micro_batches
+        if count is None:
+            return arrays
+        assert self.fields is not None
+        one = {name: array[0] for name, array in arrays.items()}
+        axes = self.fields.axes(one, cut=count > 1)
+        return {name: split_batches(a, count, axes[name]) for name, a in arrays.items()}
 
-    def states(self, piece: Slice) -> list[ort.OrtValue]:
-        """Return the states; a buffer without a value gets zeros of the shape of its input."""
-        names = [str(v.name) for v in self.step.carried]
-        return [
-            self.device.ortvalue(np.zeros_like(piece.arrays[self.carried[name]][0]))
+    def states(self, piece: Slice) -> dict[str, ort.OrtValue]:
+        """Return states and buffers; one without a value gets zeros of the shape of its input."""
+        names = [str(v.name) for v in (*self.step.states, *self.step.inputs.buffers)]
+        return {
+            name: self.device.ortvalue(np.zeros_like(piece.arrays[self.carried[name]][0]))
             if state is None
             else state
             for name, state in zip(names, self.now.states, strict=True)
-        ]
+        }
 
     def _losses(self, reported: list[np.ndarray], piece: Slice) -> Losses:
         if self.step.norms:
             *reported, norms = reported
             self.norms = dict(zip(self.step.norms, norms[-1].tolist(), strict=True))
         columns = [y.astype(np.float64).reshape(piece.batches) for y in reported]
-        if self.reduction == "terms":
-            half = len(columns) // 2
-            return Losses(np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1))
-        rows = np.full((piece.batches, 1), float(piece.rows))
-        sums = columns[0][:, None]
-        return Losses(sums * rows if self.reduction == "mean" else sums, rows)
-
-    def _scalars(self, piece: Slice, rates: np.ndarray, position: int) -> list[np.ndarray]:
-        """Return the inputs of the epoch other than states and data.
-
-        The gradient of a loss that is a sum over rows is divided by the number of rows.
-        """
-        step, count, done = self.step, piece.batches, self.now.steps
-        inverse = 1 / piece.rows if self.reduction == "sum" else 1.0
-        kind = step.rate_dtype
-        rates = rates * (inverse if step.inverse_rows is None else 1.0)
-        fed = [-rates.astype(kind)]
-        if (lost := rates[(fed[0] == 0) & (rates != 0)]).size:
-            raise ValueError(f"a learning rate of {lost[0]:g} is zero in {kind}: raise it")
-        if self.counts:
-            fed.append(np.arange(done + 1, done + 1 + count).astype(kind))
-        if step.draw is not None:
-            fed.append(self._draws(piece, done))
-        if step.first is not None:
-            fed.append(np.arange(position, position + count) == 0)
-        if step.share is not None:
-            fed.append(np.full(count, piece.counted / piece.rows, numpy_dtype(step.share)))
-        if step.inverse_rows is not None:
-            fed.append(step.like_loss(inverse))
-        return fed
-
-    def _draws(self, piece: Slice, done: int) -> np.ndarray:
-        """Return the numbers of the micro-batches, [batches] or [batches, micro-batches].
-
-        Processes that share a batch draw different numbers.
-        """
-        parts, part = self.step.accumulate, piece.part
-        numbers = np.arange(done, done + piece.batches) * part.size + part.rank
-        if parts == 1:
-            return numbers
-        count = micro_batches(piece.own, parts, bool(self.step.buffers))
-        return (numbers[:, None] << 20) + np.arange(count)
+        half = len(columns) // 2
+        return Losses(np.stack(columns[:half], axis=1), np.stack(columns[half:], axis=1))
 
     def unpacked(self, now: Now, copies: bool = True) -> Values:
         """Return the values of `now`, by name; without `copies` they may share its memory."""
@@ -221,7 +187,7 @@ class Runner:
             arrays = arrays[size:]
             weights |= own
             slots |= own_slots
-        names = [str(b.name) for b in self.step.buffers]
+        names = [str(b.name) for b in self.step.inputs.buffers]
         pairs = zip(names, arrays, strict=True)
         return Values(
             weights, slots, now.steps, {n: np.array(a) for n, a in pairs if a is not None}
@@ -245,41 +211,6 @@ class Runner:
     def arrays_of(self, now: Now) -> list[Any]:
         """Return the states and buffers of `now` as arrays, None for a buffer without a value."""
         return [None if state is None else array_of(state) for state in now.states]
-
-
-class Evaluation:
-    """The loss of fixed data for any weights, of one of the two estimators."""
-
-    def __init__(
-        self,
-        objective: Objective,
-        fields: Fields,
-        data: dict[str, np.ndarray],
-        device: Any,
-        work: float,
-    ) -> None:
-        self.rows, self.mean = fields.fixed_rows or ROWS, fields.mean
-        self.session = session(
-            objective.compute(objective.loss), Device.of(device), work * self.rows
-        )
-        self.data = data
-
-    def batches(self) -> Iterator[Batch]:
-        """Yield the data of the calls of the runtime."""
-        done = 0
-        for part, rows in pieces(self.data, self.rows):
-            yield Batch(part, range(done, done := done + rows))
-
-    @escaping()
-    def results(self, weights: Mapping[str, np.ndarray]) -> dict[str, float]:
-        """Return the mean loss of a row, as an entry of the history."""
-        total, rows, names = 0.0, 0, [x.name for x in self.session.get_inputs()]
-        for batch in self.batches():
-            fed = {**weights, **batch.arrays}
-            (value,) = self.session.run(None, {name: fed[name] for name in names})
-            total += float(np.sum(value)) * (len(batch.rows) if self.mean else 1)
-            rows += len(batch.rows)
-        return {"validation_loss": total / rows}
 
 
 def micro_batches(rows: int, parts: int, statistics: bool = False) -> int:

@@ -94,9 +94,8 @@ class Sessions:
     def _lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Return the lengths of the symbolic dimensions of the data."""
         lengths: dict[str, int] = {}
-        for value in self.step.data:
-            shape = dims(value)
-            own = arrays.get(str(value.name))
+        for name, value in self.step.inputs.data.items():
+            shape, own = dims(value), arrays.get(name)
             if shape is not None and own is not None and len(own) == len(shape):
                 pairs = zip(shape, own, strict=True)
                 lengths.update((d, n) for d, n in pairs if isinstance(d, str))

@@ -24,6 +24,7 @@ from onnxgrad.training.run.stages import Stages, Value, as_array
 from onnxgrad.training.state import Arrays, Slots, Values
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.inputs import Call
 
 
 class Together(Runner):
@@ -51,8 +52,9 @@ class Together(Runner):
     ) -> None:
         graph = step.model.graph
         to_native(graph, target)
-        super().__init__(to_proto(step.model), step, "terms", target.device, work, fields)
+        super().__init__(to_proto(step.model), step, target.device, work, fields)
         self.group, self.part, self.splitting = group, Part(group.rank, group.size), splitting
+        self.of_several = group.size > 1
         self.parts = 1 if splitting is None else splitting.parts
         pieces = cut(step.model, buckets)
         self.stages = Stages(pieces, step, self.device, work, group, self.parts)
@@ -70,20 +72,18 @@ class Together(Runner):
         """Return how many batches the next call may run: as many as in the other processes."""
         return super().budget() if self.group.size == 1 else 1
 
-    def computed(
-        self, piece: Slice, rates: np.ndarray, position: int
-    ) -> tuple[list[ort.OrtValue], Losses]:
-        """Return the states after the batches of `piece`, and their losses."""
-        states, fed = self.states(piece), self.fed(piece, rates, position)
+    def computed(self, call: Call) -> tuple[list[ort.OrtValue], Losses]:
+        """Return the states after the steps of a call, and their losses."""
+        piece, states = call.piece, dict[str, Value](self.states(call.piece))
+        fed = self.step.inputs.fed(call, self.data(call))
         every = []
         for i in range(piece.batches):
-            arrays = [np.asarray(stack[i], order="C") for stack in fed]
-            inputs = dict(zip(self.names, [*states, *arrays], strict=True))
-            results = self.results(inputs, piece.counted > 0)
-            states = [self._kept(y) for y in results[: len(states)]]
+            arrays = {name: np.asarray(stack[i], order="C") for name, stack in fed.items()}
+            results = self.results({**states, **arrays}, piece.counted > 0)
+            states = {name: self._kept(y) for name, y in zip(states, results, strict=False)}
             every.append([np.array(as_array(y)) for y in results[len(states) :]])
         reported = [np.stack(column) for column in zip(*every, strict=True)]
-        return states, self._losses(reported, piece)
+        return list(states.values()), self._losses(reported, piece)
 
     def finished(
         self, piece: Slice, new: list[ort.OrtValue], losses: Losses, start: float
@@ -97,7 +97,8 @@ class Together(Runner):
 
     def results(self, inputs: dict[str, Value], counts: bool) -> list[Value]:
         """Return the outputs of the step; `counts`: whether the rows of this process count."""
-        data = {str(v.name): as_array(inputs.pop(str(v.name))) for v in self.step.data}
+        names = [str(v.name) for v in self.step.inputs.data.values()]
+        data = {name: as_array(inputs.pop(name)) for name in names}
         parts = [data]
         if self.splitting is not None and counts:
             parts = self.splitting.of(data, self._axes)
@@ -164,6 +165,8 @@ class TogetherInPlace(Together, InPlace):
 class Local(Runner):
     """A `Runner` that trains on its rows alone, and averages the states every `steps` steps."""
 
+    of_several = True
+
     def __init__(self, *arguments: Any, group: Group, steps: int) -> None:
         super().__init__(*arguments)
         self.group, self.steps, self.part = group, steps, Part(group.rank, group.size)
@@ -186,8 +189,8 @@ class Local(Runner):
         start = time.perf_counter()
         new, losses = self.now.states, None
         if piece.counted:
-            new, losses = self.computed(piece, rates, position)
-        reported = len(self.outputs) - len(self.step.carried) - bool(self.step.norms)
+            new, losses = self.computed(self.call(piece, rates, position))
+        reported = len(self.outputs) - len(self.step.inputs.carried) - bool(self.step.norms)
         terms = np.zeros((2, 1, reported // 2))
         if losses is not None:
             terms[0], terms[1] = losses.sums, losses.counts
@@ -227,7 +230,7 @@ def shared_runner(
     """Return the runner of a step for one process of a group; it takes the step over."""
     if options.local_steps > 1:
         model = build_epoch(step, target)
-        arguments = model, step, "terms", target.device, work, fields
+        arguments = model, step, target.device, work, fields
         return Local(*arguments, group=group, steps=options.local_steps)
     kind = Together if step.updates is None else TogetherInPlace
     return kind(step, target, work, fields, group, options.buckets, splitting)

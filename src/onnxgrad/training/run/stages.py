@@ -54,8 +54,7 @@ class Stages:
     ) -> None:
         self.device, self.group = device, group
         self._threads = Threads(parts)
-        inputs = (*step.data, step.draw, step.share)
-        of_rows = {str(v.name) for v in inputs if v is not None}
+        of_rows = {str(v.name) for v in step.inputs.of_rows}
         self._pieces = []
         for piece in pieces:
             running = _Running(piece, step, device, work, parts, of_rows)

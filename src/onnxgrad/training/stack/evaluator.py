@@ -12,7 +12,7 @@ from onnxgrad.graph.shapes import dims
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.evaluation import Arrays, Evaluator
 from onnxgrad.training.judges import ByOutput, Judge
-from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.stack.objective import stacked_objective
 
 
@@ -28,12 +28,12 @@ class StackedEvaluator(Evaluator):
         super().__init__(*args, **options)
         self.members = members
 
-    def objective(self) -> Minimized:
+    def objective(self) -> Objective:
         """Return the objective of all members."""
         return stacked_objective(super().objective(), {}, self.members)
 
     @cached_property
-    def described(self) -> Minimized:
+    def described(self) -> Objective:
         """The objective of one member, of which only the description is used."""
         return super().objective()
 

@@ -13,13 +13,13 @@ from onnxgrad.autodiff.member_rules import RULES
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.objectives import Written
-from onnxgrad.training.minimized import Minimized, inverse
+from onnxgrad.training.objective import Objective, inverse
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass
-class StackedObjective(Minimized):
+class StackedObjective(Objective):
     """The losses of all members: `written.sums` are vectors, and predictions have their axis."""
 
     members: int = field(kw_only=True)
@@ -41,7 +41,7 @@ class StackedObjective(Minimized):
             return {value: op.total(gs) for value, gs in seeds.items()}
 
 
-def stacked_objective(objective: Minimized, weights: Arrays, members: int) -> StackedObjective:
+def stacked_objective(objective: Objective, weights: Arrays, members: int) -> StackedObjective:
     """Return the objective of all members, written into the graph of that of one.
 
     Args:
@@ -70,7 +70,6 @@ def stacked_objective(objective: Minimized, weights: Arrays, members: int) -> St
     new = replace(written, sums=vectors, counts=_counts(axis, written), gradients=gradients)
     fields = vars(objective) | {
         "weights": list(stacked.values()),
-        "loss": vectors[0],
         "stop_gradient": set(axis.all_of(objective.stop_gradient)),
         "written": new,
         "predictions": predictions,

@@ -25,6 +25,7 @@ from onnxgrad.training.stack.update import write_stacked_update
 from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step, write_gradients
 from onnxgrad.training.step.epoch import build_epoch
+from onnxgrad.training.step.inputs import RATE, STEP, StepInputs
 
 
 @dataclass
@@ -48,9 +49,11 @@ def build_stacked_step(objective: StackedObjective, optimizers: Sequence[Optimiz
     parts, unreached = write_gradients(op, objective, objective.cotangents(op))
     update = write_stacked_update(op, parts.of, optimizers)
     carried = [v for group in update.groups for v in group.inputs]
-    number = update.step if update.step.uses() else None
-    scalars = [update.minus_learning_rate, *([] if number is None else [number])]
-    graph.inputs[:] = [*carried, *parts.data, *scalars]
+    scalars = {RATE.name: update.rate, STEP.name: update.step}
+    inputs = StepInputs(
+        [], carried, parts.data, {n: v for n, v in scalars.items() if v is update.rate or v.uses()}
+    )
+    graph.inputs[:] = inputs.all
     protected = set(graph.inputs)
     reported = [op.copy_of(v) for v in parts.reported]
     new = zip(carried, update.new, strict=True)
@@ -61,13 +64,11 @@ def build_stacked_step(objective: StackedObjective, optimizers: Sequence[Optimiz
     step = Step(
         model=objective.model,
         groups=[],
-        data=parts.data,
-        minus_learning_rate=update.minus_learning_rate,
-        step=update.step,
-        inverse_rows=None,
+        inputs=inputs,
+        rate=update.rate,
+        number=update.step,
         unreached=unreached,
         work=work,
-        buffers=carried,
         rounding=parts.rounding,
     )
     return StackedStep(step, update.groups)
@@ -97,7 +98,7 @@ class StackRunner(Runner):
         step = stacked.step
         work = step.work * rows
         model = build_epoch(step, Target.of(device, work, rows))
-        super().__init__(model, step, "terms", device, work, fields)
+        super().__init__(model, step, device, work, fields)
         self.groups, self.members = stacked.groups, Members(np.zeros(members, np.int64))
         self._bad = np.zeros(0, np.int64)  # members for which the last run gave NaN
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +14,8 @@ from onnxgrad.errors import ConvergenceError
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import start_learning_rate
-from onnxgrad.training.batches import ArraySource, BatchSource
-from onnxgrad.training.causes import cause_in_stack
+from onnxgrad.training.batches import ArraySource, Batch, BatchSource
+from onnxgrad.training.causes import cause_in_training
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import held_out_share
@@ -91,8 +91,13 @@ class StackSetup(Setup):
             shuffle=shuffle,
             seed=trainer.seed,
             evaluate=None if held_out is None else lambda now: self._validated(now, held_out),
-            explain=lambda batches: cause_in_stack(self, batches),
+            explain=self._explain_batches,
         )
+
+    def _explain_batches(self, batches: Iterable[Batch]) -> str:
+        """Return why no member has a finite loss and finite weights."""
+        outputs = self.plan.read_outputs(self.trainer.proto)
+        return cause_in_training(self.trainer.file, outputs, batches, lambda: None)
 
     def _schedule(self, rate: Any, source: BatchSource, epochs: int) -> Rates:
         """Return the learning rates of one member."""

@@ -15,7 +15,8 @@ from onnxgrad.optimizers import Inputs, Optimizer
 from onnxgrad.training.stack.across import across, row
 from onnxgrad.training.stack.decay import merged
 from onnxgrad.training.stack.groups import Rows, Shape, StackGroup
-from onnxgrad.training.step.groups import PACKED, graph_input, numpy_dtype
+from onnxgrad.training.step.groups import PACKED, graph_input
+from onnxgrad.training.step.inputs import RATE, STEP
 
 
 @dataclass
@@ -24,7 +25,7 @@ class StackedUpdate:
 
     groups: list[StackGroup]
     new: list[ir.Value]
-    minus_learning_rate: ir.Value  # (members,)
+    rate: ir.Value  # the negative learning rates, (members,)
     step: ir.Value
 
 
@@ -50,9 +51,8 @@ def write_stacked_update(
         groups.append(group)
         stacked.append(g)
     stacked = across(op, [pieces.get(g, g) for g in stacked], optimizers)
-    widest = max((g.state for g in groups), key=lambda v: numpy_dtype(v).itemsize)
-    rate = graph_input(op, "minus_learning_rate", widest, ir.Shape([len(optimizers)]))
-    number = graph_input(op, "step", widest, ir.Shape(()))
+    wide = any(group.state.dtype == ir.DataType.DOUBLE for group in groups)
+    rate, number = RATE.input(op, [len(optimizers)], wide), STEP.input(op)
     new: list[ir.Value] = []
     for group, g in zip(groups, stacked, strict=True):
         with op:

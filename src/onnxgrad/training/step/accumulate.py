@@ -13,13 +13,13 @@ from onnxgrad.graph.traversal import all_names
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.parallel import all_reduce
 from onnxgrad.runtime.session import work
-from onnxgrad.training.minimized import Minimized, inverse
+from onnxgrad.training.objective import Objective, inverse
 from onnxgrad.training.step.build import Gradients, Step, StepOptions, write_gradients, write_step
 from onnxgrad.training.step.epoch import stacked_input, stacked_shape
 
 
 def build_accumulating_step(
-    objective: Callable[[], Minimized],
+    objective: Callable[[], Objective],
     optimizer: Optimizer,
     micro_batches: int,
     options: StepOptions,
@@ -59,17 +59,17 @@ def build_accumulating_step(
     step.model = ir.Model(graph, ir_version=one.model.ir_version)
     finish(step.model)
     step.work, step.unreached = multiply_adds * micro_batches, unreached
-    step.recomputes = options.recompute != "none"
+    step.recomputes, step.factors = options.recompute != "none", tuple(one.written.factors)
     return step
 
 
 def _scanned(parts: Gradients) -> list[ir.Value]:
     """Return what differs from micro-batch to micro-batch."""
     used = parts.draw is not None and parts.draw.uses()
-    return [*parts.data, *([parts.draw] if parts.draw is not None and used else [])]
+    return [*parts.data.values(), *([parts.draw] if parts.draw is not None and used else [])]
 
 
-def _counted(op: Emit, again: Minimized, stacks: dict[ir.Value, ir.Value]) -> list[ir.Value]:
+def _counted(op: Emit, again: Objective, stacks: dict[ir.Value, ir.Value]) -> list[ir.Value]:
     """Write the counts of all micro-batches together, by a Scan over labels and weights only."""
     body, by_name = again.model.graph, {str(x.name): stack for x, stack in stacks.items()}
     body.outputs[:] = again.written.counts
@@ -119,7 +119,7 @@ def _summed(op: Emit, parts: Gradients, stacks: dict[ir.Value, ir.Value]) -> Gra
         outer.type, outer.shape = result.type, result.shape
     reported = [_typed(y, r) for y, r in zip(outputs[len(carried) :], parts.reported, strict=True)]
     new_buffers = outputs[len(weights) : len(carried)]
-    data = [stacks[x] for x in parts.data]
+    data = {name: stacks[x] for name, x in parts.data.items()}
     return Gradients(
         graph,
         dict(zip(weights, outputs, strict=False)),

@@ -22,12 +22,10 @@ from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.recompute import Recomputation
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.straight_through import StraightThrough
-from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
 from onnxgrad.optimizers import Optimizer
 from onnxgrad.runtime.session import work
-from onnxgrad.training.minimized import Minimized
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.exchange import (
     Across,
@@ -37,43 +35,34 @@ from onnxgrad.training.step.exchange import (
     sharded,
     summed_across,
 )
-from onnxgrad.training.step.groups import Group, graph_input, numpy_dtype
-from onnxgrad.training.step.update import STEP, may_be_in_place, write_update
+from onnxgrad.training.step.groups import Group, numpy_dtype
+from onnxgrad.training.step.inputs import DRAW, FIRST, RATE, SHARE, STEP, StepInputs
+from onnxgrad.training.step.update import may_be_in_place, write_update
 
 
 @dataclass
 class Step:
-    """The step's graph: states, buffers, data, scalars in; new states, new buffers, loss out.
+    """The step's graph: what its `inputs` say in; new states, new buffers, loss out.
 
-    With `updates`, the graph is the first half of a step: weights, buffers, data, and scalars that
-    it reads, in; the gradient of each group, new buffers, loss out. They are the second half, a
-    model for each group.
-
-    The scalars are the negative learning rate, the step number if the optimizer reads it, `draw` if
-    there is dropout, and `first` if states are carried. `inverse_rows`, by which the gradient is
-    multiplied, is a captured value, as it is the same for all steps of a call. It is None if the
-    optimizer begins with the learning rate, which is divided instead, and if the objective is a
-    mean.
+    With `updates`, the graph is the first half of a step, whose states are the weights, and returns
+    the gradient of each group instead of new ones. They are the second half, a model for each
+    group.
     """
 
     model: ir.Model
     groups: list[Group]
-    data: list[ir.Value]
-    minus_learning_rate: ir.Value
-    step: ir.Value
-    inverse_rows: ir.Value | None
-    unreached: list[str]  # weights that the loss does not depend on: they stay constants
-    work: float  # multiply-adds of the forward pass, per row
-    buffers: list[ir.Value] = field(default_factory=list)
-    draw: ir.Value | None = None  # number of the micro-batch
-    first: ir.Value | None = None  # whether the batch is the first one of the epoch
+    inputs: StepInputs
+    rate: ir.Value  # the negative learning rate, which the update of a group reads
+    number: ir.Value  # that of the step, which it may read
+    unreached: list[str] = field(default_factory=list)  # weights without a gradient: they stay
+    work: float = 0.0  # multiply-adds of the forward pass, per row
+    factors: tuple[float, ...] = ()  # of the sums and counts that it reports
     accumulate: int = 1  # micro-batches of a step
     norms: list[str] = field(default_factory=list)  # weights whose gradient's norm is returned
     rounding: list[str] = field(default_factory=list)  # operators that gradients pass through
     recomputes: bool = False  # whether the order of its nodes saves memory
     # of the groups, if they are not part of the graph; None for one that another process updates
     updates: Sequence[ModelProto | None] | None = None
-    share: ir.Value | None = None  # of the rows of the batch, those of this process
     owners: list[int] = field(default_factory=list)  # the processes that update the groups
     warned: bool = False  # of weights in 16 bits
 
@@ -83,22 +72,15 @@ class Step:
         return [name for group in self.groups for name in group.shapes]
 
     @property
-    def carried(self) -> list[ir.Value]:
-        """The inputs whose new values are the first outputs: states and buffers."""
-        return [v for group in self.groups for v in group.inputs] + self.buffers
+    def states(self) -> list[ir.Value]:
+        """The weights and slots of all groups."""
+        return [v for group in self.groups for v in group.inputs]
 
-    @property
-    def rate_dtype(self) -> np.dtype:
-        """The dtype of the learning rate, and of the step number."""
-        return numpy_dtype(self.minus_learning_rate)
-
-    @property
-    def counts(self) -> bool:
-        """Return whether the step number is read."""
-        if self.updates is not None:
-            own = [update for update in self.updates if update is not None]
-            return any(x.name == STEP for update in own for x in update.graph.input)
-        return self.step in self.model.graph.inputs
+    def check_rates(self, rates: np.ndarray) -> None:
+        """Raise `ValueError` for a learning rate that is zero in the dtype of a weight."""
+        for dtype in {numpy_dtype(group.state) for group in self.groups}:
+            if (lost := rates[(rates.astype(dtype) == 0) & (rates != 0)]).size:
+                raise ValueError(f"a learning rate of {lost[0]:g} is zero in {dtype}: raise it")
 
     def warn(self, stacklevel: int, groups: Sequence[Any] = ()) -> None:
         """Warn of weights that stay as they are, and once of those that train in 16 bits.
@@ -119,12 +101,6 @@ class Step:
                 "likely. Export the model in float32, train it, and convert the result",
                 stacklevel=stacklevel + 1,
             )
-
-    def like_loss(self, number: float) -> np.ndarray:
-        """Return `number` in the shape and dtype of `inverse_rows`."""
-        assert self.inverse_rows is not None
-        shape = shapes.static(shapes.dims(self.inverse_rows)) or ()
-        return np.full(shape, number, numpy_dtype(self.inverse_rows))
 
 
 @dataclass(frozen=True)
@@ -158,7 +134,7 @@ class Gradients:
 
     graph: ir.Graph
     of: dict[ir.Value, ir.Value]
-    data: list[ir.Value]
+    data: dict[str, ir.Value]
     buffers: dict[ir.Value, ir.Value]
     draw: ir.Value | None
     first: ir.Value | None
@@ -177,18 +153,14 @@ def build_step(
     """
     options = options or StepOptions()
     multiply_adds, op = work(objective.model.graph), Emit(objective.model.graph)
-    if options.across is not None and isinstance(objective, Minimized):
+    if options.across is not None:
         objective = counted_across(op, objective)
-    by_rows = objective.per_row and not optimizer.rate_first
-    inverse_rows = graph_input(op, "inverse_rows", objective.loss) if by_rows else None
-    seeds = (
-        objective.cotangents(op) if inverse_rows is None else _scaled(op, objective, inverse_rows)
-    )
+    seeds = objective.cotangents(op)
     gradients, unreached = write_gradients(op, objective, seeds, options.recompute)
     step = write_step(op, gradients, optimizer, options)
     finish(objective.model)
-    step.model, step.inverse_rows, step.work = objective.model, inverse_rows, multiply_adds
-    step.unreached, step.recomputes = unreached, options.recompute != "none"
+    step.model, step.work, step.unreached = objective.model, multiply_adds, unreached
+    step.recomputes, step.factors = options.recompute != "none", tuple(objective.written.factors)
     return step
 
 
@@ -206,11 +178,10 @@ def build_gradients(objective: Objective) -> ModelProto:
     op, graph = Emit(objective.model.graph), objective.model.graph
     parts, _ = write_gradients(op, objective, objective.cotangents(op))
     scalars = [v for v in (_if_used(parts.draw), _if_used(parts.first)) if v is not None]
-    graph.inputs[:] = [*parts.of, *parts.buffers, *parts.data, *scalars]
+    graph.inputs[:] = [*parts.of, *parts.buffers, *parts.data.values(), *scalars]
     reported = _separate(op, parts.reported)
-    if len(reported) > 1:  # sums, then as many counts
-        for i, value in enumerate(reported):
-            value.name = op.name("loss_sum" if 2 * i < len(reported) else "loss_count")
+    for i, value in enumerate(reported):  # sums, then as many counts
+        value.name = op.name("loss_sum" if 2 * i < len(reported) else "loss_count")
     protected = {*graph.inputs, *reported}
     graph.outputs[:] = [
         *(op.name_output(g, f"{w.name}_grad", w, protected) for w, g in parts.of.items()),
@@ -240,11 +211,9 @@ def write_gradients(
     stopped = {*objective.stop_gradient, *quantized.stopped}
     gradients = sweep(op, seeds, trained, stopped, quantized.origins)
     if not gradients:
-        refuse_quantized(list(graph), objective.data, objective.seeds)
-        names = [str(w.name) for w in trained]
-        raise ValueError(
-            f"no differentiable path from any of {names} to the loss {objective.loss.name!r}"
-        )
+        refuse_quantized(list(graph), objective.data, seeds)
+        names, loss = [str(w.name) for w in trained], objective.written.sums[0]
+        raise ValueError(f"no differentiable path from any of {names} to the loss {loss.name!r}")
     for w in gradients:
         if (stored := objective.stored.get(str(w.name))) is not None:  # sparse: others stay zero
             with op:
@@ -256,7 +225,7 @@ def write_gradients(
     parts = Gradients(
         graph,
         gradients,
-        objective.data,
+        {str(x.name): x for x in objective.data},
         objective.buffers,
         objective.draw,
         objective.first,
@@ -274,11 +243,12 @@ def write_step(
     accumulate: int = 1,
 ) -> Step:
     """Write the update behind the gradients, and set the inputs and outputs of the graph."""
-    graph, across, share = parts.graph, options.across, None
+    graph, across = parts.graph, options.across
+    scalars = {DRAW.name: parts.draw, FIRST.name: parts.first}
     if across is not None:
         parts.of, parts.reported = summed_across(op, parts.of, parts.reported)
         if parts.buffers and not across.same_buffers:
-            share = graph_input(op, "share", parts.reported[0], ir.Shape(()))
+            scalars[SHARE.name] = share = SHARE.input(op)
             parts.buffers = averaged_across(op, parts.buffers, share)
     named = {str(w.name): g for w, g in parts.of.items()} if options.norms else {}
     returned = [_norms(op, list(named.values()))] if named else []
@@ -290,36 +260,31 @@ def write_step(
     if across is not None and across.shards:
         owners = owners_of(update.groups, across.part.size)
         update = sharded(op, update, across.part.rank, owners)
-    buffers = list(parts.buffers)
-    scalars = [] if in_place else [update.minus_learning_rate]
-    number, draw, first = (_if_used(v) for v in (update.step, parts.draw, parts.first))
-    scalars += [v for v in (number, draw, first, share) if v is not None]
-    carried = [*update.read, *buffers]
-    graph.inputs[:] = [*carried, *parts.data, *scalars]
+    read = {RATE.name: None if in_place else update.rate, STEP.name: update.step} | scalars
+    inputs = StepInputs(
+        update.read,
+        list(parts.buffers),
+        parts.data,
+        {n: v for n, v in read.items() if v is not None and (v.uses() or v is update.rate)},
+    )
+    graph.inputs[:] = inputs.all
     reported = _separate(op, [*parts.reported, *returned])
     protected = {*graph.inputs, *reported}
     new = [*update.new, *parts.buffers.values()]
     graph.outputs[:] = [
         op.name_output(after, f"{before.name}.new", before, protected)
-        for before, after in zip(carried, new, strict=True)
+        for before, after in zip(inputs.carried, new, strict=True)
     ] + reported
     return Step(
         model=ir.Model(graph, ir_version=10),  # the caller's
         groups=update.groups,
-        data=parts.data,
-        minus_learning_rate=update.minus_learning_rate,
-        step=update.step,
-        inverse_rows=None,
-        unreached=[],
-        work=0.0,
-        buffers=buffers,
-        draw=draw,
-        first=first,
+        inputs=inputs,
+        rate=update.rate,
+        number=update.step,
         accumulate=accumulate,
         norms=list(named),
         rounding=parts.rounding,
         updates=update.models,
-        share=share,
         owners=owners,
     )
 
@@ -334,20 +299,6 @@ def _separate(op: Emit, values: list[ir.Value]) -> list[ir.Value]:
 
 def _if_used(value: ir.Value | None) -> ir.Value | None:
     return value if value is not None and value.uses() else None
-
-
-def _scaled(op: Emit, objective: Objective, inverse_rows: ir.Value) -> dict[ir.Value, ir.Value]:
-    """Return the cotangents that the sweep starts with, times `inverse_rows`."""
-    cotangents = {}
-    with op:
-        for value, g in objective.seeds.items():
-            if g is None:
-                cotangents[value] = inverse_rows
-            else:
-                broadcasts = (shapes.rank(g) or 0) >= (shapes.rank(inverse_rows) or 0)
-                factor = inverse_rows if broadcasts else op.Reshape(inverse_rows, [])
-                cotangents[value] = g * factor
-    return cotangents
 
 
 def _norms(op: Emit, gradients: list[ir.Value]) -> ir.Value:

@@ -20,20 +20,19 @@ def build_epoch(step: Step, target: Target | None = None) -> ModelProto:
     With a `target`, the step is in the native form of sessions there; otherwise, all operators are
     standard ones.
 
-    Inputs, in order: the states and buffers; every data input, stacked along a new first axis; one
-    minus_learning_rate per batch; one step number per batch, if the step reads it; the numbers of
-    the micro-batches, if it reads them; inverse_rows, if the step has it. Outputs: the states and
-    buffers after the last batch, then what the step reports of every batch, the loss first.
+    Its inputs are those of the step, in their order, and as long as there are batches but for the
+    states and buffers. Outputs: the states and buffers after the last batch, then what the step
+    reports of every batch, the loss first.
     """
     body = step.model.graph
     if target is not None:
         to_native(body, target)
-    count = len(step.carried)
+    count = len(step.inputs.carried)
     graph = ir.Graph([], [], nodes=[], opset_imports=dict(body.opset_imports), name="epoch")
     inputs = [
         stacked_input(v, "batches" if i >= count else None) for i, v in enumerate(body.inputs)
     ]
-    graph.inputs.extend(inputs if step.inverse_rows is None else [*inputs, step.inverse_rows])
+    graph.inputs.extend(inputs)
     op = Emit(graph, all_names(body))
     names = [str(v.name) for v in body.outputs]
     shapes_from_outside(body, op, dict(zip(body.inputs, inputs, strict=True)))

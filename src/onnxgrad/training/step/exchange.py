@@ -15,7 +15,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.parallel import Part, all_reduce, broadcast
-from onnxgrad.training.minimized import Minimized
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.groups import Group
 from onnxgrad.training.step.update import Update
 
@@ -34,7 +34,7 @@ class Across:
     shards: bool = False
 
 
-def counted_across(op: Emit, objective: Minimized) -> Minimized:
+def counted_across(op: Emit, objective: Objective) -> Objective:
     """Return the objective with the counts of all processes."""
     written = objective.written
     counts = [all_reduce(op, n) for n in written.counts]

@@ -19,8 +19,8 @@ from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.optimizers import Inputs, Optimizer
 from onnxgrad.training.step.blocks import update_in_blocks
 from onnxgrad.training.step.groups import Group, Shape, graph_input, numpy_dtype, write_groups
+from onnxgrad.training.step.inputs import RATE, STEP
 
-RATE, STEP = "minus_learning_rate", "step"
 IN_PLACE = tuple(np.dtype(kind) for kind in ("float16", "float32", "float64"))
 
 Arrays = dict[str, np.ndarray]
@@ -31,8 +31,7 @@ class Update:
     """Nodes that update weights: what they read and write.
 
     `new` are the new values of the inputs of all groups, in their order, and `gradients` what the
-    update of each group reads. The step number is an
-    input of the graph only if the optimizer reads it.
+    update of each group reads; `rate` is the negative learning rate.
 
     With `models`, one for each group, these update the weights, and `new` are the gradients of the
     groups; a group that another process updates has None.
@@ -40,7 +39,7 @@ class Update:
 
     groups: list[Group]
     new: list[ir.Value]
-    minus_learning_rate: ir.Value
+    rate: ir.Value
     step: ir.Value
     gradients: list[ir.Value]
     models: Sequence[ModelProto | None] | None = None
@@ -84,21 +83,21 @@ def update_groups(
 ) -> Update:
     """Write the nodes that update the states of `groups`, each by its gradient."""
     cotangents = optimizer.across(op, gradients)
-    widest = max((group.state for group in groups), key=lambda v: numpy_dtype(v).itemsize)
-    rate, number = (graph_input(op, name, widest, ir.Shape(())) for name in (RATE, STEP))
+    wide = any(group.state.dtype == ir.DataType.DOUBLE for group in groups)
+    rate, number = RATE.input(op, wide=wide), STEP.input(op)
     if in_place:
-        models = [update_of(group, widest, op.opset) for group in groups]
+        models = [update_of(group, wide, op.opset) for group in groups]
         return Update(groups, cotangents, rate, number, cotangents, models)
     updated = []
     with op:
         for group, g in zip(groups, cotangents, strict=True):
-            own = (op.Cast(v, to=group.state.dtype) for v in (rate, number))
-            inputs = Inputs(group.state, *own)
+            inputs = _inputs(op, group.state, rate, number)
             if group.in_blocks:
                 updated += update_in_blocks(op, g, group.optimizer, group.slots, inputs)
             else:
                 u, new = group.optimizer.update(op, g, group.slots, inputs)
                 updated += [op.Add(group.state, u), *(new[slot] for slot in group.slots)]
+    _forget_unread(number)
     return Update(groups, updated, rate, number, cotangents)
 
 
@@ -118,8 +117,10 @@ def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
     return nbytes > emptied.LARGE
 
 
-def update_of(group: Group, number_like: ir.Value, opset: int) -> ModelProto:
+def update_of(group: Group, wide: bool, opset: int) -> ModelProto:
     """Return the update of a group as a model; of any number of its elements, if that can be.
+
+    The learning rate is float64 if it is `wide`.
 
     Inputs: `weight`, the slots, `gradient`, `minus_learning_rate`, and `step` if it is read.
     Outputs: the new weight and slots.
@@ -132,12 +133,13 @@ def update_of(group: Group, number_like: ir.Value, opset: int) -> ModelProto:
         slot: graph_input(op, slot, like, part if dims(value) == dims(like) else value.shape)
         for slot, value in group.slots.items()
     }
-    rate, number = (graph_input(op, name, number_like, ir.Shape(())) for name in (RATE, STEP))
+    rate, number = RATE.input(op, wide=wide), STEP.input(op)
     graph.inputs.extend([weight, *slots.values(), gradient, rate])
     with op:
-        inputs = Inputs(weight, *(op.Cast(v, to=like.dtype) for v in (rate, number)))
+        inputs = _inputs(op, weight, rate, number)
         u, new = optimizer.update(op, gradient, slots, inputs)
         results = {weight: op.Add(weight, u), **{slots[slot]: new[slot] for slot in slots}}
+    _forget_unread(number)
     if number.uses():
         graph.inputs.append(number)
     protected = set(graph.inputs)
@@ -148,6 +150,18 @@ def update_of(group: Group, number_like: ir.Value, opset: int) -> ModelProto:
     model = ir.Model(graph, ir_version=8, producer_name="onnxgrad")
     finish(model)
     return to_proto(model)
+
+
+def _inputs(op: Emit, weight: ir.Value, rate: ir.Value, number: ir.Value) -> Inputs:
+    """Return what an optimizer reads beside gradient and slots, in the dtype of the weight."""
+    return Inputs(weight, *(op.Cast(v, to=weight.dtype) for v in (rate, number)))
+
+
+def _forget_unread(number: ir.Value) -> None:
+    """Remove the casts of the step number that no optimizer reads."""
+    for cast in list(number.consumers()):
+        if not any(y.uses() for y in cast.outputs) and cast.graph is not None:
+            cast.graph.remove(cast, safe=True)
 
 
 def is_divided(group: Group) -> bool:
@@ -163,8 +177,9 @@ def build_update(
     """Return the update as a model of its own, with the numbers of the update inside of a step.
 
     Inputs, in order: the weights by name; slots, named `<weight>.<slot>`; gradients, named
-    `<weight>_grad`; the scalars `minus_learning_rate` and `step`, 1 in the first step, of the
-    widest dtype. Outputs: new weights and new slots, named as the inputs with `.new` behind.
+    `<weight>_grad`; the scalars `minus_learning_rate`, float32 or float64 as the widest weight, and
+    `step`, int64, 1 in the first step. Outputs: new weights and new slots, named as the inputs
+    with `.new` behind.
 
     Args:
         weights: `{name: (shape, dtype)}`.
@@ -202,7 +217,7 @@ def build_update(
             _undo_blocks(op, group, new)
     states = [group.state for group in update.groups]
     slots = [slot for group in update.groups for slot in group.slots.values()]
-    graph.inputs[:] = [*states, *slots, *graph.inputs, update.minus_learning_rate, update.step]
+    graph.inputs[:] = [*states, *slots, *graph.inputs, update.rate, update.step]
     protected = set(graph.inputs)
     graph.outputs.extend(
         op.name_output(new[old], f"{old.name}.new", old, protected) for old in (*states, *slots)

@@ -1,0 +1,121 @@
+"""The loss of `OrtGradientForwardBackwardOptimizer`: that of rows, and a penalty of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.shapes import dims
+from onnxgrad.losses.in_graph import choose_output
+from onnxgrad.losses.objectives import Written, wide
+from onnxgrad.losses.objects import BaseLearningLoss
+from onnxgrad.losses.penalties import BaseLearningPenalty
+from onnxgrad.training.evaluation import Evaluator
+from onnxgrad.training.objective import Objective
+
+
+@dataclass
+class RowsAndPenalty:
+    """(sum over rows of w l + penalty) / rows, which sample weights w do not change.
+
+    Args:
+        loss: writes the losses of the rows and their gradient.
+        penalty: of the weights.
+        weights: names of the weights to which the penalty applies.
+        name: that of the loss in the graph.
+        weight_name: name of the input of sample weights; None for none.
+
+    Attributes:
+        losses: the terms of the loss that belong to the rows, (rows,), once it is written.
+    """
+
+    loss: BaseLearningLoss
+    penalty: BaseLearningPenalty
+    weights: Sequence[str]
+    name: str
+    weight_name: str | None
+    losses: ir.Value | None = field(default=None, init=False)
+
+    def outputs(self, proto: ModelProto) -> list[str]:
+        """Return the name of the prediction.
+
+        Raises:
+            ValueError: the model has none, or several.
+        """
+        return [predicted(proto)]
+
+    def write(
+        self, op: Emit, predictions: Mapping[str, ir.Value], weighted: bool = False
+    ) -> Written:
+        """Write the loss, whose gradient starts at the prediction and at the penalty.
+
+        Raises:
+            ValueError: a prediction that the loss does not take.
+        """
+        ((name, prediction),) = predictions.items()
+        prediction = wide(op, prediction)
+        label, weight = self.loss.label(op, prediction, "label"), None
+        if self.weight_name is not None:  # (N,) or (N, 1)
+            weight = ir.Value(name=op.name(self.weight_name), type=prediction.type)
+        self._require_rows(op, prediction, label)
+        rows, gradient = self.loss.rows_and_gradient(op, prediction, label, weight)
+        sums, self.losses = [op.ReduceSum(rows, keepdims=0)], op.Reshape(rows, [-1])
+        sums[0].name = op.name(self.name)
+        count = op.Cast(op.Reshape(op.Shape(rows, start=0, end=1), []), to=rows.dtype)
+        inputs = {str(w.name): w for w in op.graph.inputs}
+        penalties = [
+            op.Cast(op.Reshape(term, []), to=rows.dtype)
+            for w in (inputs[name] for name in self.weights)
+            if w.uses() and (term := self.penalty.penalty(op, str(w.name), w)) is not None
+        ]
+        own: list[tuple[ir.Value, ir.Value] | None] = [(prediction, gradient)]
+        if penalties:
+            sums, own = [*sums, op.total(penalties)], [*own, None]
+        info = replace(self.loss.info(prediction), label=label.name, prediction=name)
+        return Written(
+            sums,
+            [count] * len(sums),
+            [1.0] * len(sums),
+            [label],
+            {str(label.name): info},
+            weight,
+            own,
+        )
+
+    def _require_rows(self, op: Emit, prediction: ir.Value, label: ir.Value) -> None:
+        """Raise if the loss is one number, which sample weights cannot weigh by row."""
+        losses = self.loss.loss(op, prediction, label)
+        if losses.shape is None:
+            infer(ir.Model(op.graph, ir_version=8))
+        have, want = ((dims(v) or (None,))[0] for v in (losses, prediction))
+        if isinstance(have, int) and have != want:
+            raise ValueError(
+                f"{self.loss} writes {have} losses for the {want} rows of {prediction.name!r}: it "
+                "must write one for every element or row"
+            )
+
+
+class RowLosses(Evaluator):
+    """An `Evaluator` that predicts the losses of the rows, (rows,), of `RowsAndPenalty`."""
+
+    def objective(self) -> Objective:
+        """Return the objective, whose prediction is the losses of the rows."""
+        one = super().objective()
+        assert isinstance(self.plan.loss, RowsAndPenalty)
+        assert self.plan.loss.losses is not None
+        return replace(one, predictions={"losses": self.plan.loss.losses})
+
+
+def predicted(proto: ModelProto) -> str:
+    """Return the name of the output that a loss outside of the model is applied to.
+
+    Raises:
+        ValueError: the model has none, or several.
+    """
+    remedy = "keep one with select_model_inputs_outputs(model, outputs=[name])"
+    return choose_output(proto, None, remedy)
