@@ -15,7 +15,8 @@ from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.judges import select_metrics
-from onnxgrad.training.objective import Objective, build_objective, loss_output
+from onnxgrad.training.model_loss import loss_output
+from onnxgrad.training.objective import Objective, build_objective
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
 

@@ -15,7 +15,8 @@ from onnxgrad.errors import unknown
 from onnxgrad.graph.inference.infer import CALLED
 from onnxgrad.graph.shapes import dims, is_stated
 from onnxgrad.losses.info import LossInfo
-from onnxgrad.training.objective import BATCH, Objective
+from onnxgrad.training.model_loss import BATCH
+from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes, RowAxes, count_rows
 
 

@@ -14,22 +14,22 @@ from onnxgrad.autodiff.derivative import as_inputs
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.data.columns import Names, read_names
 from onnxgrad.data.indices import Table, tables
-from onnxgrad.errors import printable, unknown
+from onnxgrad.errors import unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.losses.info import LossInfo, loss_info
+from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.label_checks import require_labels
 from onnxgrad.losses.objectives import Written
 from onnxgrad.model import weights as constants
-from onnxgrad.model.convert import non_tensor, to_proto
+from onnxgrad.model.convert import to_proto
 from onnxgrad.model.notes import detached
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.parallel import Part
+from onnxgrad.training.model_loss import BATCH, outputs_beside, write_model_loss
 from onnxgrad.training.modes import fold_normalizations, training_form
 from onnxgrad.training.modes.nodes import walk
 
-BATCH = "onnxgrad_rows"  # a symbolic dimension that no model uses
 _TINY = {ir.DataType.FLOAT: 1e-37, ir.DataType.DOUBLE: 1e-300}
 
 
@@ -197,7 +197,7 @@ def build_objective(
     Raises:
         ValueError: unknown names, or a prediction that the loss does not accept.
     """
-    predicted = plan.loss.outputs(proto) if plan.loss else _beside(proto, plan.loss_output)
+    predicted = plan.loss.outputs(proto) if plan.loss else outputs_beside(proto, plan.loss_output)
     model, results = _prepared(proto, plan, predicted)
     graph, data = model.graph, list(model.graph.inputs)
     op, form = Emit(graph), _Form()
@@ -214,7 +214,9 @@ def build_objective(
         fold_normalizations(op, trained, stopped | read)
     with op:
         if plan.loss is None:
-            written = _loss_output(op, proto, results[plan.loss_output], data, plan)
+            written = write_model_loss(
+                op, proto, results[plan.loss_output], data, plan.row_weight, plan.reduction
+            )
         else:
             written = plan.loss.write(op, results, weighted)
     added = [v for v in (*written.labels, written.weight) if v is not None and v not in data]
@@ -330,70 +332,3 @@ def _carry(
             node.replace_input_with(index, value)
         buffers[before] = name, y
     return buffers
-
-
-def loss_output(proto: ModelProto) -> str:
-    """Return the name of the output that is the loss.
-
-    Raises:
-        ValueError: there is none, or several may be.
-    """
-    names = [y.name for y in proto.graph.output]
-    if "loss" in names:
-        return "loss"
-    single = [
-        y.name
-        for y in proto.graph.output
-        if all(d.dim_value == 1 for d in y.type.tensor_type.shape.dim)
-        and y.type.tensor_type.HasField("shape")
-        and y.type.tensor_type.elem_type in constants.FLOATS
-    ]
-    if len(single) != 1:
-        raise ValueError(
-            f"loss=None needs an output that is the loss, called 'loss' or of a single number; the "
-            f"outputs are {names}: pass loss='cross_entropy' or another one of onnxgrad.LOSSES"
-        )
-    return single[0]
-
-
-def _beside(proto: ModelProto, loss: str) -> list[str]:
-    """Return the names of the outputs that are predictions beside the output `loss`."""
-    noted = loss_info(proto).prediction
-    names = [y.name for y in proto.graph.output if y.name != loss and not non_tensor(y)]
-    return [noted] if noted is not None and noted in names else names
-
-
-def _loss_output(
-    op: Emit, proto: ModelProto, loss: ir.Value, data: Sequence[ir.Value], plan: Plan
-) -> Written:
-    """Return a loss that the model computes, as the mean of a batch.
-
-    One that `add_loss_output` noted to be a sum is divided by the number of rows.
-    """
-    info, inputs = loss_info(proto), {str(x.name): x for x in data}
-    noted = loss.shape is None and info.reduction is not None and loss.name != info.prediction
-    if not noted and shapes.static(shapes.dims(loss)) not in ((), (1,), (1, 1)):
-        raise ValueError(
-            f"the loss {loss.name!r} must hold one number; its shape is {printable(loss.shape)}"
-        )
-    kind = ir.DataType.DOUBLE if loss.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
-    total = op.Cast(op.Reshape(loss, []), to=kind)
-    labels = [name for name in (info.label, "label") if name in inputs]
-    count = op.Cast(_count_rows(op, data, inputs[labels[0]] if labels else data[-1]), to=kind)
-    if (info.reduction or plan.reduction) == "mean":
-        total = total * count
-    if total is not loss:  # which is called as the output
-        total.name, loss.name = loss.name, op.name(f"{loss.name}.of_model")
-    infos = dict.fromkeys(labels[:1], info)
-    return Written([total], [count], [1.0], [], infos, inputs.get(plan.row_weight), [None])
-
-
-def _count_rows(op: Emit, data: Sequence[ir.Value], label: ir.Value) -> ir.Value:
-    """Return the number of rows of a batch, a scalar: the length of its symbol, or of the label."""
-    for x in (label, *data):
-        if BATCH in (axes := list(shapes.dims(x) or ())):
-            axis = axes.index(BATCH)
-            return op.Reshape(op.Shape(x, start=axis, end=axis + 1), [])
-    if shapes.rank(label) == 0:
-        return op.const(1)
-    return op.Reshape(op.Shape(label, start=0, end=1), [])

@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxgrad.errors import printable, unknown
 from onnxgrad.graph.shapes import Dims, is_stated
-from onnxgrad.training.objective import BATCH
+from onnxgrad.training.model_loss import BATCH
 
 Axes = dict[str, int | None]  # of the rows of each input, None for an array that has none
 

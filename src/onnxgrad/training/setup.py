@@ -32,8 +32,9 @@ from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import Split, balanced, held_out_share, label_shapes
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
+from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.modes import inference_form
-from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective, loss_output
+from onnxgrad.training.objective import Objective, Plan, TrainingLoss, build_objective
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
@@ -42,8 +43,6 @@ from onnxgrad.training.step.accumulate import build_accumulating_step
 from onnxgrad.training.step.build import Step, StepOptions, build_gradients, build_step
 from onnxgrad.training.step.exchange import Across
 from onnxgrad.training.step.update import build_update
-
-Arrays = dict[str, np.ndarray]
 
 
 class Setup:
@@ -80,7 +79,7 @@ class Setup:
         self.compiled: Compiled | None = None  # of the loop
         self.current_loop: Loop | None = None
         self.validated: BatchSource | None = None  # validation data of the loop
-        self.buffers: Arrays = {}  # initial ones of the loop
+        self.buffers: dict[str, np.ndarray] = {}  # initial ones of the loop
         self.fits = fits
         both = (data, held_out) if isinstance(held_out, Dataset) else (data,)
         moved, axes = trainer.moved, max(d.weight_axes for d in both)
@@ -152,8 +151,8 @@ class Setup:
 
     def _optimizer(self) -> Optimizer:
         """Return the optimizer, behind the clipping of the norm of all gradients."""
-        optimizer, norm = self.trainer.optimizer, self.trainer.clip_norm
-        return optimizer if norm is None else Chain((clip_by_global_norm(norm), optimizer))
+        own, norm = self.trainer.optimizer, self.trainer.clip_norm
+        return own if norm is None else Chain((clip_by_global_norm(norm), own))
 
     def step_models(self) -> tuple[ModelProto, ModelProto]:
         """Return the two halves of a step as models: the gradients, and the update."""
@@ -214,8 +213,8 @@ class Setup:
         self._check_weighted(objective, fields)
         source, held_out = self._sources(fields, shuffle)
         if held_out is not None:
-            values, metrics = self.buffers | trainer.evaluated(), trainer.metrics_by_output
-            self.evaluator.check_metrics(values, held_out, metrics)
+            values = self.buffers | trainer.evaluated()
+            self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
         if further:
             state = trainer.state
         else:
@@ -257,8 +256,8 @@ class Setup:
     def _explain(self, loop: Loop) -> str:
         """Return why the loop ended."""
         trainer, failed = self.trainer, partial(find_failed_step, self, loop)
-        outputs, values = self.plan.read_outputs(trainer.proto), trainer.evaluated()
-        return cause_in_fit(loop, trainer.file, outputs, failed, self.evaluator, values)
+        read, values = self.plan.read_outputs(trainer.proto), trainer.evaluated()
+        return cause_in_fit(loop, trainer.file, read, failed, self.evaluator, values)
 
     def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
         """Return the batches to train on, and those that are held out."""

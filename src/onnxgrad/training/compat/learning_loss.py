@@ -16,6 +16,7 @@ from onnxgrad.losses.objectives import Written, wide
 from onnxgrad.losses.objects import BaseLearningLoss
 from onnxgrad.losses.penalties import BaseLearningPenalty
 from onnxgrad.training.evaluation import Evaluator
+from onnxgrad.training.model_loss import count_rows
 from onnxgrad.training.objective import Objective
 
 
@@ -66,7 +67,7 @@ class RowsAndPenalty:
         rows, gradient = self.loss.rows_and_gradient(op, prediction, label, weight)
         sums, self.losses = [op.ReduceSum(rows, keepdims=0)], op.Reshape(rows, [-1])
         sums[0].name = op.name(self.name)
-        count = op.Cast(op.Reshape(op.Shape(rows, start=0, end=1), []), to=rows.dtype)
+        count = op.Cast(count_rows(op, op.graph.inputs, label), to=rows.dtype)
         inputs = {str(w.name): w for w in op.graph.inputs}
         penalties = [
             op.Cast(op.Reshape(term, []), to=rows.dtype)

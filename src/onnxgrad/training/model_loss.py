@@ -1,0 +1,103 @@
+"""A loss that the model computes itself: the output that it is, as a sum and a count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+from onnx import ModelProto
+
+from onnxgrad.errors import printable
+from onnxgrad.graph import shapes
+from onnxgrad.graph.emit import Emit
+from onnxgrad.losses.info import loss_info
+from onnxgrad.losses.objectives import Written
+from onnxgrad.model import weights as constants
+from onnxgrad.model.convert import non_tensor
+
+BATCH = "onnxgrad_rows"  # a symbolic dimension that no model uses
+
+
+def loss_output(proto: ModelProto) -> str:
+    """Return the name of the output that is the loss.
+
+    Raises:
+        ValueError: there is none, or several may be.
+    """
+    names = [y.name for y in proto.graph.output]
+    if "loss" in names:
+        return "loss"
+    single = [
+        y.name
+        for y in proto.graph.output
+        if all(d.dim_value == 1 for d in y.type.tensor_type.shape.dim)
+        and y.type.tensor_type.HasField("shape")
+        and y.type.tensor_type.elem_type in constants.FLOATS
+    ]
+    if len(single) != 1:
+        raise ValueError(
+            f"loss=None needs an output that is the loss, called 'loss' or of a single number; the "
+            f"outputs are {names}: pass loss='cross_entropy' or another one of onnxgrad.LOSSES"
+        )
+    return single[0]
+
+
+def outputs_beside(proto: ModelProto, loss: str) -> list[str]:
+    """Return the names of the outputs that are predictions beside the output `loss`."""
+    noted = loss_info(proto).prediction
+    names = [y.name for y in proto.graph.output if y.name != loss and not non_tensor(y)]
+    return [noted] if noted is not None and noted in names else names
+
+
+def write_model_loss(
+    op: Emit,
+    proto: ModelProto,
+    loss: ir.Value,
+    data: Sequence[ir.Value],
+    row_weight: str,
+    reduction: str,
+) -> Written:
+    """Return a loss that the model computes, as the mean of a batch.
+
+    One that `add_loss_output` noted to be a sum is divided by the number of rows.
+    """
+    info, inputs = loss_info(proto), {str(x.name): x for x in data}
+    noted = loss.shape is None and info.reduction is not None and loss.name != info.prediction
+    if not noted and shapes.static(shapes.dims(loss)) not in ((), (1,), (1, 1)):
+        raise ValueError(
+            f"the loss {loss.name!r} must hold one number; its shape is {printable(loss.shape)}"
+        )
+    kind = ir.DataType.DOUBLE if loss.dtype == ir.DataType.DOUBLE else ir.DataType.FLOAT
+    total = op.Cast(_as_scalar(op, loss), to=kind)
+    labels = [name for name in (info.label, "label") if name in inputs]
+    count = op.Cast(count_rows(op, data, inputs[labels[0]] if labels else data[-1]), to=kind)
+    if (info.reduction or reduction) == "mean":
+        total = total * count
+    if total is not loss:  # which is called as the output
+        total.name, loss.name = loss.name, op.name(f"{loss.name}.of_model")
+    infos = dict.fromkeys(labels[:1], info)
+    return Written([total], [count], [1.0], [], infos, inputs.get(row_weight), [None])
+
+
+def _as_scalar(op: Emit, loss: ir.Value) -> ir.Value:
+    """Return a loss of one element as a scalar; a reduction of all axes is written as such."""
+    node = loss.producer()
+    if node is not None and node.op_type.startswith("Reduce") and not node.domain:
+        x, *axes = node.inputs
+        if node.attributes.get_int("noop_with_empty_axes", 0) and not axes:
+            return op.Reshape(loss, [])
+        if not axes or axes[0] is None or axes[0].shape == (shapes.rank(x),):
+            total = op.emit(node.op_type, list(node.inputs), {**node.attributes, "keepdims": 0})
+            return op.set_type_like(total, ir.Value(type=loss.type, shape=ir.Shape([])))
+    return op.Reshape(loss, [])
+
+
+def count_rows(op: Emit, data: Sequence[ir.Value], label: ir.Value) -> ir.Value:
+    """Return the number of rows of a batch, a scalar: the length of its symbol, or of the label."""
+    for x in (label, *data):
+        if BATCH in (axes := list(shapes.dims(x) or ())):
+            axis = axes.index(BATCH)
+            return op.Reshape(op.Shape(x, start=axis, end=axis + 1), [])
+    if shapes.rank(label) == 0:
+        return op.const(1)
+    return op.Reshape(op.Shape(label, start=0, end=1), [])
