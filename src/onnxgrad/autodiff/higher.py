@@ -9,6 +9,7 @@ trick for calculating Jacobian vector products"; for H v, Christianson 1992, IMA
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from onnx import ModelProto
 
@@ -29,7 +30,7 @@ from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.read import ModelLike
 
 _MODES = ("auto", "forward", "reverse")
 _BATCHED = (True, False, "unchecked")
@@ -238,29 +239,15 @@ def jacobian(
     if mode not in _MODES:
         raise unknown("mode", mode, _MODES)
     with garbage_kept():
-        return _jacobian(read(model), weights, inputs, outputs, batched, mode)
-
-
-def _jacobian(
-    model: ModelProto,
-    weights: Sequence[str] | None,
-    inputs: Sequence[str] | None,
-    outputs: Sequence[str] | None,
-    batched: bool | str,
-    mode: str,
-) -> ModelProto:
-    sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
-    if per_row and len(sheet.wrt) > len(sheet.inputs):
-
-        def of_one(row: ModelProto) -> ModelProto:
-            return _jacobian(row, weights, inputs, outputs, False, mode)
-
-        return jacobians_of_rows(sheet, batched != "unchecked", of_one)
-    if per_row:
-        _require_inputs_with_rows(sheet, batched)
-    columns, rows = (total_size(v, per_row) for v in (sheet.wrt, sheet.differentiated))
-    forward = mode == "forward" or (mode == "auto" and columns < rows)
-    return jacobians(sheet, per_row, forward)
+        sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
+        if per_row and len(sheet.wrt) > len(sheet.inputs):
+            of_one = partial(jacobian, weights=weights, inputs=inputs, outputs=outputs, mode=mode)
+            return jacobians_of_rows(sheet, batched != "unchecked", of_one)
+        if per_row:
+            _require_inputs_with_rows(sheet, batched)
+        columns, rows = (total_size(v, per_row) for v in (sheet.wrt, sheet.differentiated))
+        forward = mode == "forward" or (mode == "auto" and columns < rows)
+        return jacobians(sheet, per_row, forward)
 
 
 def hessian(
