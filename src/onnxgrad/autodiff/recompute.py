@@ -17,17 +17,9 @@ from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatab
 from onnxgrad.autodiff.rules.common import gated
 from onnxgrad.autodiff.segments import Lifetime, cuts
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.traversal import captured, nodes_after, nodes_behind, reads, subgraphs
 from onnxgrad.model.convert import to_proto
-
-# two passes over memory, which cost little beside the product or convolution that reads the result
-_NORMALIZATIONS = {
-    "BatchNormalization",
-    "GroupNormalization",
-    "InstanceNormalization",
-    "LayerNormalization",
-    "RMSNormalization",
-}
 
 
 class Recomputation:
@@ -88,7 +80,8 @@ class Recomputation:
         """
 
         def is_cheap(node: ir.Node) -> bool:
-            cheap = RECOMPUTE["cheap"](node) or node.op_type in _NORMALIZATIONS
+            # normalizations cost little beside the product or convolution that reads the result
+            cheap = RECOMPUTE["cheap"](node) or "normalizes" in operator_of(node).traits
             return cheap or node not in self.forward
 
         def made_of(value: ir.Value) -> list[ir.Value] | None:
