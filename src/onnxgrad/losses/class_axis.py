@@ -20,15 +20,12 @@ from onnxgrad.graph.traversal import nodes_behind, reads, subgraphs
 # An axis; None if no linear operator precedes the value; or why it cannot be decided.
 Answer = int | str | None
 
-_LAST = frozenset("LSTM GRU RNN".split())
-_FIRST = frozenset("Conv ConvTranspose".split())
-_LINEAR = _LAST | _FIRST | frozenset("MatMul Gemm Einsum Gather".split())
+_LINEAR = frozenset("Conv ConvTranspose LSTM GRU RNN MatMul Gemm Einsum Gather".split())
 _SOFTMAX = frozenset("Softmax LogSoftmax Hardmax".split())
 _KEEPS = UNARY - {"CumSum", "CumProd"} - _SOFTMAX | frozenset(
     "AveragePool GlobalAveragePool GlobalMaxPool GroupNormalization LRN LpNormalization MaxPool "
     "DepthToSpace MeanVarianceNormalization Pad Resize RMSNormalization Slice Split Tile".split()
 )
-_STAYS = _KEEPS | {"Concat", "Gather"}  # where it stands, also if they mix or select classes
 _REDUCES = frozenset("ReduceMean ReduceSum ReduceMax ReduceMin ReduceLogSumExp ReduceL2".split())
 
 
@@ -156,13 +153,13 @@ def _answer(node: ir.Node, x: ir.Value, walk: _Walk) -> Answer:
 def _written(node: ir.Node, x: ir.Value, walk: _Walk) -> Answer:
     """Return the axis that a linear operator, or a Softmax, writes; None for other operators."""
     n, (first, second) = rank(x), (*node.inputs, None, None)[:2]
-    if node.op_type in _FIRST:
+    if node.op_type in ("Conv", "ConvTranspose"):
         return 1
     if n is None:
         return f"the rank of {x.name!r} is unknown"
     if node.op_type in _SOFTMAX:
         return node.attributes.get_int("axis", -1) % n
-    if node.op_type in _LAST:
+    if node.op_type in ("LSTM", "GRU", "RNN"):
         return n - 1
     if node.op_type == "Einsum" and walk.has_data(x):
         return _of_einsum(node, walk)
@@ -196,8 +193,8 @@ def axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
     place = places(node, list(node.inputs).index(x), axis)[list(node.outputs).index(y)]
     if isinstance(place, int):
         return place
-    if len(before) == len(after) and node.op_type in _STAYS:
-        return axis
+    if len(before) == len(after) and node.op_type in _KEEPS | {"Concat", "Gather"}:
+        return axis  # also where they mix or select classes
     if node.op_type in _REDUCES | {"Squeeze"}:
         return f"{_shown(node)} removes it"
     return f"{_shown(node)} reshapes {_shape(x)} to {_shape(y)}"
