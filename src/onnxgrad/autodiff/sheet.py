@@ -73,9 +73,8 @@ class Sheet:
         self._select(outputs)
         self.inputs, chosen_weights = chosen, as_inputs(self.origin, self.graph, weights)
         self.wrt = [*chosen, *chosen_weights]
-        self._by_default = chosen if inputs is None else []
-        if weights is None:
-            self._by_default = [*self._by_default, *chosen_weights]
+        by_default = [chosen if inputs is None else (), chosen_weights if weights is None else ()]
+        self._by_default = [x for values in by_default for x in values]
         self.kept = list(self.graph.outputs)
         self.differentiated = [y for y in self.kept if is_real(y)]
         self.op = Emit(self.graph)
