@@ -1,7 +1,8 @@
 """One record for each operator: what it does, and what becomes of its nodes in a gradient.
 
 The traits of standard operators stand in one table below. Rules and lowerings fill in the rest
-where they are defined, `axes` does so for axes, and `autodiff/user_rules` for users.
+where they are defined, `axes` does so for axes, `autodiff/member_rules` for members of a stack, and
+`autodiff/user_rules` for users.
 """
 
 from __future__ import annotations
