@@ -8,7 +8,7 @@ import pytest
 
 from cases import feed, model, run
 from onnxgrad.autodiff.member_axis import MemberAxis
-from onnxgrad.autodiff.member_rules import RULES
+from onnxgrad.autodiff.member_rules import push
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, is_real
@@ -31,7 +31,7 @@ def stacked(proto, choice):
         graph.inputs[list(graph.inputs).index(x)] = new[x]
     axis = MemberAxis(op, MEMBERS, new)
     outputs = list(graph.outputs)
-    axis.push(graph, RULES)
+    push(axis, graph)
     graph.outputs[:] = [axis.expanded(y) for y in outputs]
     tidy(many)
     return to_proto(many), [x.name for x in chosen], to_proto(one)

@@ -165,7 +165,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
         differentiated = [by_name("output", loss, original_outputs)]
     else:
         differentiated = [y for y in original_outputs if is_real(y)]
-    seeds = _seeds(op, graph, differentiated, original_outputs, options)
+    seeds = _seeds(op, differentiated, original_outputs, options)
     gradients = sweep(op, seeds, wrt, stop_gradient, straight_through)
     if request.all_reached:
         named = [*(chosen_inputs if request.inputs else ()), *(weights if request.weights else ())]
@@ -173,7 +173,7 @@ def derivative(proto: ModelProto, request: DerivativeRequest) -> tuple[ModelProt
     if request.weights is None:
         as_constants(graph, [w for w in weights if w not in gradients])
 
-    kept = _kept_outputs(proto, original_outputs, differentiated, request)
+    kept = _kept_outputs(proto, original_outputs, request)
     protected = {*graph.inputs, *kept, *seeds.values()}
     if options & flags.KeepYieldOp:
         protected.update(original_outputs)
@@ -202,13 +202,10 @@ def _note_primal(graph: ir.Graph) -> None:
 
 
 def _kept_outputs(
-    proto: ModelProto,
-    outputs: list[ir.Value],
-    differentiated: list[ir.Value],
-    request: DerivativeRequest,
+    proto: ModelProto, outputs: list[ir.Value], request: DerivativeRequest
 ) -> list[ir.Value]:
     """Return the outputs of the model that the gradient model returns too, the loss first."""
-    loss = [] if request.loss is None else differentiated
+    loss = [y for y in outputs if y.name == request.loss][:1]
     if not request.options & DerivativeOptions.KeepOutputs:
         return loss
     dropped = [o.name for o in proto.graph.output if non_tensor(o)]
@@ -340,11 +337,7 @@ def by_name(kind: str, name: str, values: Sequence[ir.Value]) -> ir.Value:
 
 
 def _seeds(
-    op: Emit,
-    graph: ir.Graph,
-    differentiated: list[ir.Value],
-    outputs: list[ir.Value],
-    options: DerivativeOptions,
+    op: Emit, differentiated: list[ir.Value], outputs: list[ir.Value], options: DerivativeOptions
 ) -> dict[ir.Value, ir.Value]:
     """Return the cotangent of each output: an input, ones, or an output of the YieldOp."""
     flags = DerivativeOptions
@@ -357,10 +350,10 @@ def _seeds(
         cotangents = op.emit_many(
             "YieldOp", outputs, attributes, len(differentiated), "com.microsoft", fresh=True
         )
-        graph.opset_imports["com.microsoft"] = 1
+        op.graph.opset_imports["com.microsoft"] = 1
     else:
         cotangents = [ir.Value() for _ in differentiated]
-        graph.inputs.extend(cotangents)
+        op.graph.inputs.extend(cotangents)
     for y, g in zip(differentiated, cotangents, strict=True):
         g.name = op.name(f"{listed_as(y).name}_grad")
         g.type, g.shape = y.type, y.shape

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.autodiff.directions import count_of, pack, packed_dims, seed_input, unpack
+from onnxgrad.autodiff.directions import Seeds, pack, packed_dims
 from onnxgrad.autodiff.matrices import Forward, with_gradients
 from onnxgrad.autodiff.reverse import sweep
-from onnxgrad.autodiff.sheet import Result, Sheet
+from onnxgrad.autodiff.sheet import Derivatives, Result, Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model.convert import in_precision
@@ -93,15 +94,16 @@ def _models(
     first: Sheet, origin: ModelProto, outputs: Sequence[str] | None
 ) -> tuple[ModelProto, ModelProto, ModelProto, ModelProto]:
     """Return f, fwd_f, adj_f and fwd_adj_f; `first` is a sheet of f."""
-    adjoint = _adjoint(first)
+    adjoint = _directional(first, "adj", first.differentiated, first.gradients)
     names = [str(x.name) for x in first.wrt]  # those that the outputs depend on
     split = len([x for x in first.wrt if x in first.inputs])
 
     def again() -> Sheet:
         return Sheet(origin, names[split:], names[:split], outputs)
 
-    forward, second = _forward(Forward(again())), _forward_over_adjoint(again())
-    return again().finish([]), forward, adjoint, second
+    mode = Forward(again())
+    forward = _directional(mode.sheet, "fwd", mode.sheet.wrt, mode.push)
+    return again().finish([]), forward, adjoint, _forward_over_adjoint(again())
 
 
 def family_paths(path: str | os.PathLike) -> dict[str, Path]:
@@ -143,29 +145,18 @@ def _check(sheet: Sheet) -> None:
         )
 
 
-def _adjoint(sheet: Sheet) -> ModelProto:
-    """Return the model of J^T u."""
-    seeds = _Seeds(sheet, sheet.differentiated, "adj", "nadj")
+def _directional(
+    sheet: Sheet, prefix: str, seeded: Sequence[ir.Value], derive: Callable[[Derivatives], Any]
+) -> ModelProto:
+    """Return the model of J^T u or of J v, of which `derive` returns those of one direction."""
+    seeds = Seeds(sheet, seeded, prefix)
 
-    def write(a: ir.Value) -> dict[ir.Value, ir.Value]:
-        gradients = sheet.gradients(seeds.at(a))
-        return {x: sheet.or_zeros(gradients, x) for x in sheet.wrt}
+    def write(index: ir.Value) -> Derivatives:
+        derivatives = derive(seeds.at(index))
+        others = sheet.wrt if prefix == "adj" else sheet.differentiated
+        return {x: sheet.or_zeros(derivatives, x) for x in others}
 
-    stacked = sheet.each(sheet.op.Max(*seeds.counts), write)
-    return _finish(sheet, stacked, "adj", "nadj")
-
-
-def _forward(forward: Forward) -> ModelProto:
-    """Return the model of J v."""
-    sheet = forward.sheet
-    seeds = _Seeds(sheet, sheet.wrt, "fwd", "nfwd")
-
-    def write(d: ir.Value) -> dict[ir.Value, ir.Value]:
-        tangents = forward.push(seeds.at(d))
-        return {y: sheet.or_zeros(tangents, y) for y in sheet.differentiated}
-
-    stacked = sheet.each(sheet.op.Max(*seeds.counts), write)
-    return _finish(sheet, stacked, "fwd", "nfwd")
+    return _finish(sheet, sheet.each(sheet.op.Max(*seeds.counts), write), prefix)
 
 
 def _forward_over_adjoint(first: Sheet) -> ModelProto:
@@ -176,14 +167,13 @@ def _forward_over_adjoint(first: Sheet) -> ModelProto:
     cotangents = [inputs[u.name] for u in seeds.values()]
     for u in cotangents:
         sheet.graph.inputs.remove(u)
-    adjoint = _Seeds(sheet, sheet.kept, "adj", "nadj")
-    forward = _Seeds(sheet, sheet.wrt, "fwd", "nfwd")
-    both = _Seeds(sheet, sheet.kept, "fwd_adj", "nfwd_x_nadj")
+    adjoint, forward = Seeds(sheet, sheet.kept, "adj"), Seeds(sheet, sheet.wrt, "fwd")
+    both = Seeds(sheet, sheet.kept, "fwd_adj")
     op = sheet.op
     nadj = op.Max(*adjoint.counts)
     count = op.Max(op.Mul(nadj, op.Max(*forward.counts)), *both.counts)
 
-    def write(k: ir.Value) -> dict[ir.Value, ir.Value]:
+    def write(k: ir.Value) -> Derivatives:
         width = op.Reshape(nadj, [])
         u, v = adjoint.at(op.Mod(k, width)), forward.at(op.Div(k, width))
         along = {gradients[x]: seed for x, seed in v.items()}
@@ -192,32 +182,14 @@ def _forward_over_adjoint(first: Sheet) -> ModelProto:
         sheet.graph.sort()  # the seeds were written after the nodes that read them
         return {x: sheet.or_zeros(results, x) for x in sheet.wrt}
 
-    return _finish(sheet, sheet.each(count, write), "fwd_adj", "nfwd_x_nadj")
+    return _finish(sheet, sheet.each(count, write), "fwd_adj")
 
 
-class _Seeds:
-    """New inputs of packed seeds, one for each of `values`, and their numbers of directions."""
-
-    def __init__(self, sheet: Sheet, values: Sequence[ir.Value], prefix: str, count: str) -> None:
-        self._sheet = sheet
-        packed = [(x, seed_input(sheet, x, f"{prefix}_{x.name}", count)) for x in values]
-        self.counts = [count_of(sheet, seeds, x) for x, seeds in packed]
-        self._stacked = [(x, unpack(sheet, seeds, x)) for x, seeds in packed]
-
-    def at(self, index: ir.Value) -> dict[ir.Value, ir.Value]:
-        """Return each value with its seed of the direction `index`; none beyond the last."""
-        op = self._sheet.op
-        return {x: op.set_type_like(op.Gather(v, index, axis=0), x) for x, v in self._stacked}
-
-
-def _finish(
-    sheet: Sheet, stacked: Mapping[ir.Value, ir.Value], prefix: str, count: str
-) -> ModelProto:
+def _finish(sheet: Sheet, stacked: Derivatives, prefix: str) -> ModelProto:
     """Return the model that returns the outputs of the sheet, and the derivatives, packed."""
     results: list[Result] = []
     for x, v in stacked.items():
-        name = f"{prefix}_{x.name}"
-        matrix = pack(sheet, v, x)
-        matrix.type, matrix.shape = x.type, ir.Shape(packed_dims(x, name, count))
-        results.append((name, matrix))
+        matrix = pack(sheet.op, v, x)
+        matrix.type, matrix.shape = x.type, ir.Shape(packed_dims(x, prefix))
+        results.append((f"{prefix}_{x.name}", matrix))
     return sheet.finish(results)

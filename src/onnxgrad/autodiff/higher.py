@@ -9,6 +9,7 @@ trick for calculating Jacobian vector products"; for H v, Christianson 1992, IMA
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from onnx import ModelProto
 
@@ -21,7 +22,6 @@ from onnxgrad.autodiff.matrices import (
     is_single,
     jacobians,
     row_blocks,
-    total_size,
     with_gradients,
 )
 from onnxgrad.autodiff.reverse import sweep
@@ -29,9 +29,8 @@ from onnxgrad.autodiff.sheet import Sheet
 from onnxgrad.errors import unknown
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import dims
-from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.read import ModelLike
 
-_MODES = ("auto", "forward", "reverse")
 _BATCHED = (True, False, "unchecked")
 
 
@@ -235,32 +234,13 @@ def jacobian(
         >>> jacobian.tolist()  # of shape (N, 2, 2)
         [[[2.0, 0.0], [0.0, 4.0]]]
     """
-    if mode not in _MODES:
-        raise unknown("mode", mode, _MODES)
     with garbage_kept():
-        return _jacobian(read(model), weights, inputs, outputs, batched, mode)
-
-
-def _jacobian(
-    model: ModelProto,
-    weights: Sequence[str] | None,
-    inputs: Sequence[str] | None,
-    outputs: Sequence[str] | None,
-    batched: bool | str,
-    mode: str,
-) -> ModelProto:
-    sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
-    if per_row and len(sheet.wrt) > len(sheet.inputs):
-
-        def of_one(row: ModelProto) -> ModelProto:
-            return _jacobian(row, weights, inputs, outputs, False, mode)
-
-        return jacobians_of_rows(sheet, batched != "unchecked", of_one)
-    if per_row:
+        sheet, per_row = _open(model, weights, inputs, outputs, batched), bool(batched)
+        if per_row and len(sheet.wrt) > len(sheet.inputs):
+            of_one = partial(jacobian, weights=weights, inputs=inputs, outputs=outputs, mode=mode)
+            return jacobians_of_rows(sheet, batched != "unchecked", of_one)
         _require_inputs_with_rows(sheet, batched)
-    columns, rows = (total_size(v, per_row) for v in (sheet.wrt, sheet.differentiated))
-    forward = mode == "forward" or (mode == "auto" and columns < rows)
-    return jacobians(sheet, per_row, forward)
+        return jacobians(sheet, per_row, mode)
 
 
 def hessian(
@@ -311,8 +291,7 @@ def hessian(
     with garbage_kept():
         chosen = None if output is None else [output]
         sheet, per_row = _open(model, weights, inputs, chosen, batched), bool(batched)
-        if per_row:
-            _require_inputs_with_rows(sheet, batched)
+        _require_inputs_with_rows(sheet, batched)
         _keep_single_output(sheet, per_row)
         sheet, gradients = with_gradients(sheet, sheet.cotangents(ones=True))
         blocks = {x: row_blocks(sheet, g, per_row) for x, g in gradients.items()}
@@ -327,11 +306,13 @@ def _open(model, weights, inputs, outputs, batched: bool | str) -> Sheet:
 
 
 def _require_inputs_with_rows(sheet: Sheet, batched: bool | str) -> None:
-    """Raise unless all derivatives are with respect to inputs, whose rows the model does not mix.
+    """If `batched`, raise unless all are with respect to inputs, whose rows the model does not mix.
 
     Raises:
         ValueError: some are with respect to weights; rows mix, or are not proven not to.
     """
+    if not batched:
+        return
     if len(sheet.wrt) > len(sheet.inputs):
         names = [w.name for w in sheet.wrt[len(sheet.inputs) :]]
         raise ValueError(

@@ -11,7 +11,10 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.reverse import sweep
 from onnxgrad.autodiff.sheet import Derivatives, Result, Sheet
+from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims, rank, static
+
+_MODES = ("auto", "forward", "reverse")
 
 
 class Forward:
@@ -42,16 +45,18 @@ class Forward:
         return {y: _shaped(self.sheet, v, y, x, batched) for y, v in stacked.items()}
 
 
-def jacobians(sheet: Sheet, batched: bool, forward: bool) -> ModelProto:
-    """Return the model of the Jacobians, in forward or in reverse mode."""
-    if forward:
-        mode = Forward(sheet)
-        sheet = mode.sheet
-        columns = {x: mode.columns(x, batched) for x in sheet.wrt}
-        blocks = {
-            y: {x: column[y] for x, column in columns.items() if y in column}
-            for y in sheet.differentiated
-        }
+def jacobians(sheet: Sheet, batched: bool, mode: str) -> ModelProto:
+    """Return the model of the Jacobians, in the mode of fewer passes if `mode` is "auto"."""
+    if mode not in _MODES:
+        raise unknown("mode", mode, _MODES)
+    columns, rows = (_total_size(v, batched) for v in (sheet.wrt, sheet.differentiated))
+    if mode == "forward" or (mode == "auto" and columns < rows):
+        forward = Forward(sheet)
+        sheet = forward.sheet
+        blocks: dict[ir.Value, dict] = {y: {} for y in sheet.differentiated}
+        for x in sheet.wrt:
+            for y, block in forward.columns(x, batched).items():
+                blocks[y][x] = block
     else:
         blocks = {y: row_blocks(sheet, y, batched) for y in sheet.differentiated}
         sheet.drop_unreached(x for row in blocks.values() for x in row)
@@ -130,7 +135,7 @@ def _shaped(sheet: Sheet, v: ir.Value, y: ir.Value, x: ir.Value, batched: bool) 
     return block
 
 
-def total_size(values: Sequence[ir.Value], batched: bool) -> int:
+def _total_size(values: Sequence[ir.Value], batched: bool) -> int:
     """Return the number of elements of all `values` (in a row), with symbolic dimensions as one."""
     shapes = [(dims(v) or ())[int(batched) :] for v in values]
     return sum(prod(d for d in shape if isinstance(d, int)) for shape in shapes)

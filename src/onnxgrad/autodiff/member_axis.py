@@ -14,8 +14,6 @@ import onnx_ir as ir
 from onnxgrad.errors import printable
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank, static
-from onnxgrad.graph.tidy import drop_unused
-from onnxgrad.graph.traversal import reads, subgraphs
 
 
 class MemberAxis:
@@ -98,68 +96,8 @@ class MemberAxis:
         parts = [self.op.Unsqueeze(v, [0]) for v in values]
         return self.typed(self.op.Concat(*parts, axis=0), like)
 
-    # -- the push -----------------------------------------------------------------------------
-
-    def push(self, graph: ir.Graph, rules: Mapping) -> None:
-        """Write every node that depends on stacked values for all members, and drop the old ones.
-
-        Outputs of the graph are replaced, too.
-
-        Raises:
-            ValueError: a node with subgraphs, or a sequence, depends on them.
-        """
-        for node in list(graph):
-            if self._of.keys().isdisjoint(reads(node)):
-                continue
-            self._refuse(node)
-            count = self.op.count
-            with self.op.at(node):
-                outputs = self._written(node, rules)
-            self._check(self.op.written_since(count))
-            for old, new in zip(node.outputs, outputs, strict=True):
-                if old not in self._same:
-                    self._of[old] = new
-        graph.outputs[:] = self.all_of(graph.outputs)
-        drop_unused(graph)
-
-    def _check(self, written: Iterable[ir.Node]) -> None:
-        """Raise if a new node reads a value that is replaced, and whose name stands for another."""
-        for node in written:
-            if not self._of.keys().isdisjoint(node.inputs):
-                raise RuntimeError(f"{node.op_type} reads a value of one member: {node}")
-
-    def _refuse(self, node: ir.Node) -> None:
-        values = [v for v in (*node.inputs, *node.outputs) if v is not None]
-        what = ""
-        if any(subgraphs(node)):
-            what = "subgraphs"
-        elif any(v.type is not None and not isinstance(v.type, ir.TensorType) for v in values):
-            what = "sequences"
-        elif node.attributes.get_int("training_mode", 0) and len(node.outputs) > 1:
-            what = "running statistics"  # which onnxruntime overwrites in place
-        if what:
-            raise ValueError(
-                f"{printable(node.op_type)} (node {printable(node.name)}) has {what} that depend "
-                "on the weights, which cannot be stacked: train the members one after the other, "
-                "each by a Trainer"
-            )
-
-    def _written(self, node: ir.Node, rules: Mapping) -> list[ir.Value]:
-        rule = None if node.domain else rules.get(node.op_type)
-        outputs = None if rule is None else rule(self, node)
-        return self._one_by_one(node) if outputs is None else outputs
-
-    def _one_by_one(self, node: ir.Node) -> list[ir.Value]:
-        """Write a node for each member, and stack the results."""
-        members = []
-        for k in range(self.count):
-            inputs = [None if x is None else self.member(x, k) for x in node.inputs]
-            members.append(self.op.again(node, inputs))
-        return [
-            self.stack([outputs[i] for outputs in members], y) if _used(y) else y
-            for i, y in enumerate(node.outputs)
-        ]
-
-
-def _used(y: ir.Value) -> bool:
-    return bool(y.uses()) or y.is_graph_output()
+    def replace(self, node: ir.Node, outputs: Iterable[ir.Value]) -> None:
+        """Let `outputs` stand for those of `node`, except for what all members share."""
+        for old, new in zip(node.outputs, outputs, strict=True):
+            if old not in self._same:
+                self._of[old] = new

@@ -14,12 +14,79 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.member_axis import MemberAxis
 from onnxgrad.autodiff.rules.common import attributes_of
+from onnxgrad.errors import printable
 from onnxgrad.graph.axes import named_axes
-from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS, UNARY, operator_of
+from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS, UNARY, add, operator_of
 from onnxgrad.graph.shapes import constant, dims, einsum_terms, rank
+from onnxgrad.graph.tidy import drop_unused
+from onnxgrad.graph.traversal import reads, subgraphs
 
 Outputs = list[ir.Value] | None
-Rule = Callable[[MemberAxis, Any], Outputs]
+
+# onnxruntime has kernels for few ranks, or few axes
+_LIMITED = {"MeanVarianceNormalization", "Resize", "ReverseSequence"}
+_NAMES_AXES = {name for (_, name), operator in OPERATORS.items() if operator.naming is not None}
+
+
+def _of(*op_types: str) -> Callable[[Any], Any]:
+    """Register the decorated function as the rule of operators."""
+
+    def register(function: Callable[[MemberAxis, Any], Outputs]) -> Any:
+        for op_type in op_types:
+            add("", op_type, members=function)
+        return function
+
+    return register
+
+
+def push(m: MemberAxis, graph: ir.Graph) -> None:
+    """Write every node that depends on stacked values for all members, and drop the old ones.
+
+    Outputs of the graph are replaced, too.
+
+    Raises:
+        ValueError: a node with subgraphs, or a sequence, depends on them.
+    """
+    for node in list(graph):
+        if not any(x in m for x in reads(node)):
+            continue
+        _refuse(node)
+        rule, count = operator_of(node).members, m.op.count
+        with m.op.at(node):
+            outputs = (rule and rule(m, node)) or _one_by_one(m, node)
+        for new in m.op.written_since(count):
+            if any(x in m for x in new.inputs):  # its name stands for another value by now
+                raise RuntimeError(f"{new.op_type} reads a value of one member: {new}")
+        m.replace(node, outputs)
+    graph.outputs[:] = m.all_of(graph.outputs)
+    drop_unused(graph)
+
+
+def _refuse(node: ir.Node) -> None:
+    values = [v for v in (*node.inputs, *node.outputs) if v is not None]
+    what = ""
+    if any(subgraphs(node)):
+        what = "subgraphs"
+    elif any(v.type is not None and not isinstance(v.type, ir.TensorType) for v in values):
+        what = "sequences"
+    elif node.attributes.get_int("training_mode", 0) and len(node.outputs) > 1:
+        what = "running statistics"  # which onnxruntime overwrites in place
+    if what:
+        raise ValueError(
+            f"{printable(node.op_type)} (node {printable(node.name)}) has {what} that depend "
+            "on the weights, which cannot be stacked: train the members one after the other, "
+            "each by a Trainer"
+        )
+
+
+def _one_by_one(m: MemberAxis, node: ir.Node) -> list[ir.Value]:
+    """Write a node for each member, and stack the results."""
+    members = []
+    for k in range(m.count):
+        inputs = [None if x is None else m.member(x, k) for x in node.inputs]
+        members.append(m.op.again(node, inputs))
+    columns = zip(node.outputs, zip(*members, strict=True), strict=True)
+    return [m.stack(list(new), y) if y.uses() or y.is_graph_output() else y for y, new in columns]
 
 
 def _write(m: MemberAxis, node: Any, inputs: list, **changed: Any) -> list[ir.Value]:
@@ -34,6 +101,7 @@ def _only_first(m: MemberAxis, node: Any) -> bool:
     return not any(x in m for x in node.inputs[1:])
 
 
+@_of(*ELEMENTWISE)
 def _elementwise(m: MemberAxis, node: Any) -> Outputs:
     n = rank(node.outputs[0])
     if n is None or any(x is not None and rank(x) is None for x in node.inputs):
@@ -50,6 +118,7 @@ def _elementwise(m: MemberAxis, node: Any) -> Outputs:
 # -- axes that have names -----------------------------------------------------------------------
 
 
+@_of(*(_NAMES_AXES - _LIMITED), "Trilu")
 def _along(m: MemberAxis, node: Any) -> Outputs:
     """Write an operator along axes of its first operand, those that it names or the last ones."""
     first, *rest = node.inputs
@@ -72,10 +141,12 @@ def _shifted(m: MemberAxis, node: Any, inputs: list) -> Outputs:
     return _write(m, node, inputs)
 
 
+@_of("Concat", "GatherElements", "ScatterElements")
 def _expanded_along(m: MemberAxis, node: Any) -> Outputs:
     return _shifted(m, node, [m.expanded(x) for x in node.inputs])
 
 
+@_of("Gather")
 def _gather(m: MemberAxis, node: Any) -> Outputs:
     data, indices = node.inputs
     if indices in m:
@@ -87,6 +158,7 @@ def _gather(m: MemberAxis, node: Any) -> Outputs:
 # -- products -----------------------------------------------------------------------------------
 
 
+@_of("MatMul")
 def _matmul(m: MemberAxis, node: Any) -> Outputs:
     a, b = node.inputs
     if (rank(a) or 0) < 2 or (rank(b) or 0) < 2:
@@ -112,6 +184,7 @@ def _product(m: MemberAxis, a: ir.Value, b: ir.Value, x: ir.Value, y: ir.Value) 
     return op.MatMul(m.aligned(a, both), m.aligned(b, both))
 
 
+@_of("Gemm")
 def _gemm(m: MemberAxis, node: Any) -> Outputs:
     op, (a, b, c) = m.op, (*node.inputs, None)[:3]
     alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
@@ -128,6 +201,7 @@ def _gemm(m: MemberAxis, node: Any) -> Outputs:
     return [result]
 
 
+@_of("Einsum")
 def _einsum(m: MemberAxis, node: Any) -> Outputs:
     terms, output = einsum_terms(node.attributes.get_string("equation", ""))
     used = "".join((*terms, output))
@@ -143,6 +217,7 @@ def _einsum(m: MemberAxis, node: Any) -> Outputs:
 # -- shapes -------------------------------------------------------------------------------------
 
 
+@_of("Shape")
 def _shape(m: MemberAxis, node: Any) -> Outputs:
     """Write the shape of a member; no member has another."""
     n = rank(node.inputs[0])
@@ -154,23 +229,13 @@ def _shape(m: MemberAxis, node: Any) -> Outputs:
     return [m.share(node.outputs[0], new)]
 
 
+@_of("Size")
 def _size(m: MemberAxis, node: Any) -> Outputs:
     new = m.op.ReduceProd(m.op.Shape(m.of(node.inputs[0]), start=1), keepdims=0)
     return [m.share(node.outputs[0], new)]
 
 
-def _reshape(m: MemberAxis, node: Any) -> Outputs:
-    x, shape = node.inputs
-    if shape in m:
-        return None
-    target = constant(shape)
-    new: Any = m.op.Concat([m.count], shape, axis=0)
-    if target is not None:
-        # a 0 stands for the length of the same axis, which has moved as far as the 0
-        new = [m.count, *map(int, target)]
-    return _write(m, node, [m.of(x), new])
-
-
+@_of("Flatten")
 def _flatten(m: MemberAxis, node: Any) -> Outputs:
     x, n = node.inputs[0], rank(node.inputs[0])
     if not n or node.attributes.get_int("axis", 1) % n != 1:
@@ -180,25 +245,28 @@ def _flatten(m: MemberAxis, node: Any) -> Outputs:
     return [m.typed(y, node.outputs[0])]
 
 
-def _expand(m: MemberAxis, node: Any) -> Outputs:
-    x, shape = node.inputs
-    n, length = rank(node.outputs[0]), (dims(shape) or (None,))[0]
-    if n is None or shape in m or not isinstance(length, int):
+@_of("Expand", "Reshape", "Tile")
+def _per_axis(m: MemberAxis, node: Any) -> Outputs:
+    """Write an operator whose second operand has a number for each axis, and one more in front."""
+    (x, numbers), n = node.inputs, rank(node.outputs[0])
+    if numbers in m:
         return None
-    target = m.op.Concat([m.count] + [1] * (n - length), shape, axis=0)
-    return _write(m, node, [m.aligned(x, n), target])
-
-
-def _tile(m: MemberAxis, node: Any) -> Outputs:
-    x, repeats = node.inputs
-    if repeats in m:
-        return None
-    return _write(m, node, [m.of(x), m.op.Concat([1], repeats, axis=0)])
+    new, front, known = m.of(x), [1 if node.op_type == "Tile" else m.count], constant(numbers)
+    if node.op_type == "Expand":
+        length = (dims(numbers) or (None,))[0]
+        if n is None or not isinstance(length, int):
+            return None
+        new, front = m.aligned(x, n), front + [1] * (n - length)
+    # a 0 of a Reshape stands for the length of the same axis, which has moved as far as the 0
+    target = m.op.Concat(front, numbers, axis=0) if known is None else [*front, *map(int, known)]
+    return _write(m, node, [new, target])
 
 
 # -- layers -------------------------------------------------------------------------------------
 
 
+@_of("AveragePool", "Conv", "ConvTranspose", "DepthToSpace", "GlobalAveragePool", "GlobalLpPool")
+@_of("GlobalMaxPool", "InstanceNormalization", "LRN", "LpPool", "MaxPool", "SpaceToDepth")
 def _by_rows(m: MemberAxis, node: Any) -> Outputs:
     """Write an operator on images of all members as one on more images."""
     x, y = node.inputs[0], node.outputs[0]
@@ -214,6 +282,7 @@ def _by_rows(m: MemberAxis, node: Any) -> Outputs:
     return [m.typed(op.Reshape(result, op.vector(m.count, -1, *lengths)), y)]
 
 
+@_of("LayerNormalization", "RMSNormalization")
 def _layer_norm(m: MemberAxis, node: Any) -> Outputs:
     """Write a normalization over the last axes: the scale and bias of a member come behind it."""
     x, scale, bias = (*node.inputs, None)[:3]
@@ -230,33 +299,3 @@ def _layer_norm(m: MemberAxis, node: Any) -> Outputs:
         new = m.typed(op.Mul(new, m.aligned(scale, n)), y)
         new = new if bias is None else m.typed(op.Add(new, m.aligned(bias, n)), y)
     return [new, *node.outputs[1:]]
-
-
-# onnxruntime has kernels for few ranks, or few axes
-_LIMITED = frozenset(("MeanVarianceNormalization", "Resize", "ReverseSequence"))
-_NAMES_AXES = {name for (_, name), operator in OPERATORS.items() if operator.naming is not None}
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(ELEMENTWISE, _elementwise),
-    **dict.fromkeys(_NAMES_AXES - _LIMITED, _along),
-    **dict.fromkeys(
-        "AveragePool Conv ConvTranspose DepthToSpace GlobalAveragePool GlobalLpPool GlobalMaxPool "
-        "InstanceNormalization LRN LpPool MaxPool SpaceToDepth".split(),
-        _by_rows,
-    ),
-    "Concat": _expanded_along,
-    "Einsum": _einsum,
-    "Expand": _expand,
-    "Flatten": _flatten,
-    "Gather": _gather,
-    "GatherElements": _expanded_along,
-    "Gemm": _gemm,
-    "LayerNormalization": _layer_norm,
-    "MatMul": _matmul,
-    "RMSNormalization": _layer_norm,
-    "Reshape": _reshape,
-    "ScatterElements": _expanded_along,
-    "Shape": _shape,
-    "Size": _size,
-    "Tile": _tile,
-    "Trilu": _along,
-}

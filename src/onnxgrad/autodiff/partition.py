@@ -89,15 +89,9 @@ class Partition:
         return sum(tensor.bytes_per_row for tensor in self.saved)
 
     def _repr_html_(self) -> str:
-        rows = [
-            (
-                t.name,
-                t.dtype,
-                "?" if t.shape is None else str(list(t.shape)),
-                f"{t.bytes_per_row:,}",
-            )
-            for t in self.saved
-        ]
+        shapes = ["?" if t.shape is None else str(list(t.shape)) for t in self.saved]
+        columns = zip(self.saved, shapes, strict=True)
+        rows = [(t.name, t.dtype, shape, f"{t.bytes_per_row:,}") for t, shape in columns]
         sizes = [len(model.graph.node) for model in (self.forward, self.backward)]
         passes = f"forward pass: {sizes[0]:,} nodes; backward pass: {sizes[1]:,} nodes"
         total = f"{len(rows)} tensors saved: {self.bytes_per_row:,} bytes per row"

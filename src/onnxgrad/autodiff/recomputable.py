@@ -11,7 +11,7 @@ from onnx import ModelProto
 
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.operators import CHEAP, RANDOM, VIEWS
-from onnxgrad.graph.shapes import Dims, dims
+from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 from onnxgrad.model.convert import to_ir
 
@@ -65,8 +65,7 @@ class Sizes:
 def _is_named(shape: Dims | None) -> bool:
     """Return whether every dimension is static, or a symbol of an input."""
     return shape is not None and all(
-        isinstance(d, int) or (d is not None and d.isidentifier() and not d.startswith("unk__"))
-        for d in shape
+        isinstance(d, int) or (is_stated(d) and str(d).isidentifier()) for d in shape
     )
 
 

@@ -7,28 +7,19 @@ to their own shape, which depends on a cotangent; onnxruntime does not copy the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from math import inf
-from typing import Any
 
 import onnx_ir as ir
 
 from onnxgrad.autodiff.min_cut import cheapest
 from onnxgrad.autodiff.recomputable import LENGTH, RECOMPUTE, Sizes, is_repeatable
+from onnxgrad.autodiff.rules.common import gated
 from onnxgrad.autodiff.segments import Lifetime, cuts
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.traversal import captured, nodes_after, nodes_behind, reads, subgraphs
 from onnxgrad.model.convert import to_proto
-
-# two passes over memory, which cost little beside the product or convolution that reads the result
-_NORMALIZATIONS = {
-    "BatchNormalization",
-    "GroupNormalization",
-    "InstanceNormalization",
-    "LayerNormalization",
-    "RMSNormalization",
-}
 
 
 class Recomputation:
@@ -52,14 +43,36 @@ class Recomputation:
         """Write the copies into the backward pass, as far as the values `needed` depend on it."""
         if self.recompute == "none":
             return
-        passes = _Passes(self.op.graph, self.forward, self.seeds, needed)
-        crossing, last = self._segments(passes)
-        kept = crossing | (self._cheap(passes, crossing) if self.recompute == "cheap" else last)
-        copies = _Copies(self.op, passes, kept)
-        for node in passes.after:
+        self._divide(needed)
+        crossing, last = self._segments()
+        kept = crossing | (self._cheap(crossing) if self.recompute == "cheap" else last)
+        kept.update(x for node in self.after for x in captured(node))
+        copies = _Copies(self.op, self.before, self.depth, kept)
+        for node in self.after:
             copies.feed(node)
 
-    def _cheap(self, passes: _Passes, kept: set[ir.Value]) -> set[ir.Value]:
+    def _divide(self, needed: Iterable[ir.Value]) -> None:
+        """Divide the nodes that `needed` depends on into those before and after the seeds.
+
+        Nodes that the backward pass wrote, but that depend on no cotangent, are among `before`.
+        `demands` are the results of `before` that `after` reads, and `depth` is the length of the
+        longest path to each node.
+        """
+        needed_nodes = nodes_behind(needed)
+        live = [node for node in self.op.graph if node in needed_nodes]
+        self.after = nodes_after((node for node in live if node not in self.forward), self.seeds)
+        own = dict.fromkeys(live)
+        for node in self.after:
+            del own[node]
+        self.before = list(own)
+        self.depth: dict[ir.Node | None, int] = {}
+        for node in live:
+            depths = (self.depth.get(x.producer(), 0) for x in reads(node))
+            self.depth[node] = 1 + max(depths, default=0)
+        read = (x for node in self.after for x in reads(node))
+        self.demands = dict.fromkeys(x for x in read if x.producer() in own)
+
+    def _cheap(self, kept: set[ir.Value]) -> set[ir.Value]:
         """Return the values of the fewest bytes from which the others are cheap to compute.
 
         Those `kept` anyway end chains, such as the residual stream of a network: the first use of
@@ -67,32 +80,33 @@ class Recomputation:
         """
 
         def is_cheap(node: ir.Node) -> bool:
-            cheap = RECOMPUTE["cheap"](node) or node.op_type in _NORMALIZATIONS
+            # normalizations cost little beside the product or convolution that reads the result
+            cheap = RECOMPUTE["cheap"](node) or "normalizes" in operator_of(node).traits
             return cheap or node not in self.forward
 
         def made_of(value: ir.Value) -> list[ir.Value] | None:
             node = value.producer()
             if node is None or value in kept or not may_repeat(node) or not is_cheap(node):
                 return None
-            return [x for x in reads(node) if x.producer() in passes.depth]
+            return [x for x in reads(node) if x.producer() in self.depth]
 
         def price(value: ir.Value) -> float:
             if (nbytes := self.nbytes.get(value)) is not None and value not in kept:
                 return nbytes
             return 0 if made_of(value) is None else inf
 
-        return {v for v in cheapest(passes.demands, price, made_of) if isinstance(v, ir.Value)}
+        return {v for v in cheapest(self.demands, price, made_of) if isinstance(v, ir.Value)}
 
-    def _segments(self, passes: _Passes) -> tuple[set[ir.Value], set[ir.Value]]:
+    def _segments(self) -> tuple[set[ir.Value], set[ir.Value]]:
         """Return the values that cross cuts or cannot be computed again; those of the end."""
-        nodes = [node for node in passes.before if node in self.forward]
+        nodes = [node for node in self.before if node in self.forward]
         first = {y: i for i, node in enumerate(nodes) for y in node.outputs}
         last = dict(first)
         for i, node in enumerate(nodes):
             last.update((x, i) for x in reads(node) if x in first)
-        behind = (node for node in passes.before if node not in self.forward)
-        read = {*passes.demands, *(x for node in behind for x in reads(node))}
-        fixed = {y for node in passes.before if not may_repeat(node) for y in node.outputs}
+        behind = (node for node in self.before if node not in self.forward)
+        read = {*self.demands, *(x for node in behind for x in reads(node))}
+        fixed = {y for node in self.before if not may_repeat(node) for y in node.outputs}
         lifetimes = [
             Lifetime(i, last[v], self.nbytes.get(v, 0), v in read)
             for v, i in first.items()
@@ -114,44 +128,15 @@ def may_repeat(node: ir.Node) -> bool:
     return tensors and not is_shape and is_repeatable(node) and not any(subgraphs(node))
 
 
-class _Passes:
-    """The nodes that `needed` depends on: those before and those after the seeds, in order.
-
-    Nodes that the backward pass wrote, but that depend on no cotangent, are among `before`.
-    `demands` are the results of `before` that `after` reads, and `depth` is the length of the
-    longest path to each node.
-    """
-
-    def __init__(
-        self,
-        graph: ir.Graph,
-        forward: Collection[ir.Node],
-        seeds: set[ir.Value],
-        needed: Iterable[ir.Value],
-    ) -> None:
-        needed_nodes = nodes_behind(needed)
-        live = [node for node in graph if node in needed_nodes]
-        self.after = nodes_after((node for node in live if node not in forward), seeds)
-        later = set(self.after)
-        self.before = [node for node in live if node not in later]
-        self.depth: dict[ir.Node, int] = {}
-        for node in live:
-            producers = (x.producer() for x in reads(node))
-            self.depth[node] = 1 + max((self.depth.get(p, 0) for p in producers if p), default=0)
-        own = set(self.before)
-        read = (x for node in self.after for x in reads(node))
-        self.demands = dict.fromkeys(x for x in read if x.producer() in own)
-
-
 class _Copies:
     """Copies of nodes, each written before the first node of the backward pass that reads it."""
 
-    def __init__(self, op: Emit, passes: _Passes, kept: set[ir.Value]) -> None:
-        self.op, self.kept, self.depth = op, kept, passes.depth
-        self.position = {node: i for i, node in enumerate(passes.before)}
-        self.kept.update(x for node in passes.after for x in captured(node))
+    def __init__(
+        self, op: Emit, before: Iterable[ir.Node], depth: Mapping, kept: Collection[ir.Value]
+    ) -> None:
+        self.op, self.kept, self.depth = op, kept, depth
+        self.position = {node: i for i, node in enumerate(before)}
         self.copies: dict[ir.Value, ir.Value] = {}
-        self.gates: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
         self.latest: ir.Value | None = None  # the cotangent behind the longest path so far
 
     def feed(self, node: ir.Node) -> None:
@@ -165,8 +150,7 @@ class _Copies:
             self.latest = next(filter(_is_tensor, node.outputs), self.latest)
 
     def _depth(self, value: ir.Value) -> int:
-        node = value.producer()
-        return 0 if node is None else self.depth[node]
+        return self.depth.get(value.producer(), 0)
 
     def _is_recomputed(self, value: ir.Value) -> bool:
         """Return whether to read a copy of `value`; not where it would run before the original."""
@@ -212,22 +196,10 @@ class _Copies:
         return self.op.again(node, inputs)[value.index() or 0]
 
     def _gated(self, x: ir.Value) -> ir.Value:
-        """Return `x`, available when `latest` is: a Reshape in which 0 keeps the length."""
+        """Return `x`, available when `latest` is."""
         if self.latest is None or not _is_tensor(x) or x.is_initializer():
             return x
-        if (key := (x, self.latest)) not in self.gates:
-            n = rank(x)
-            zero = self._fresh(
-                "Mul", [0] if n is None else [0] * n, self._fresh("Size", self.latest)
-            )
-            if n is None:
-                zero = self._fresh("Mul", self._fresh("Shape", x), zero)
-            self.gates[key] = self.op.set_type_like(self._fresh("Reshape", x, zero), x)
-        return self.gates[key]
-
-    def _fresh(self, op_type: str, *inputs: Any) -> ir.Value:
-        """Return the output of a new node: one that is equal may be further down in the graph."""
-        return self.op.emit(op_type, inputs, {}, fresh=True)
+        return gated(self.op, x, self.latest)
 
 
 def _nbytes(graph: ir.Graph) -> dict[ir.Value, int]:

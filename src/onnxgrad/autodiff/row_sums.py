@@ -22,7 +22,6 @@ from onnxgrad.graph.shapes import Dims, coefficient, dims, is_real, rank, static
 from onnxgrad.graph.traversal import all_nodes, nodes_behind, reads, subgraphs
 
 _ROWS = "onnxgrad_batch"  # the symbol of the rows, in all inputs that have them
-_SAME = frozenset(("Cast", "Identity", "Neg", "Reshape", "Squeeze", "Unsqueeze"))
 _SHAPE_OPERAND = {"ConstantOfShape": 0, "Expand": 1, "Reshape": 1}
 _OF_SIZES = ARITHMETIC | VIEWS | frozenset(("Cast", "Concat", "Equal", "Gather", "Slice", "Where"))
 
@@ -165,9 +164,9 @@ class _Rows:
         """A node that reads sums: it must be linear in them."""
         name, operands = node.op_type, [x for x in node.inputs if x is not None]
         summed = [x in self.sums for x in operands]
-        real = is_real(node.outputs[0])
+        real, same = is_real(node.outputs[0]), name in VIEWS or name in ("Cast", "Neg")
         linear = (
-            (name in _SAME and summed[0] and _keeps_sums(operands[0], node.outputs[0]))
+            (same and summed[0] and _keeps_sums(operands[0], node.outputs[0]))
             or (name in ("Add", "Sub", "Sum") and all(summed))
             or (name == "Mul" and sum(summed) == 1)
             or (name == "Div" and summed == [True, False] and real)

@@ -73,9 +73,8 @@ class Sheet:
         self._select(outputs)
         self.inputs, chosen_weights = chosen, as_inputs(self.origin, self.graph, weights)
         self.wrt = [*chosen, *chosen_weights]
-        self._by_default = chosen if inputs is None else []
-        if weights is None:
-            self._by_default = [*self._by_default, *chosen_weights]
+        by_default = [chosen if inputs is None else (), chosen_weights if weights is None else ()]
+        self._by_default = [x for values in by_default for x in values]
         self.kept = list(self.graph.outputs)
         self.differentiated = [y for y in self.kept if is_real(y)]
         self.op = Emit(self.graph)
@@ -212,7 +211,6 @@ class Sheet:
         of a `Scan`; all others stay outside, and are computed once.
         """
         count = self.op.numel(like, int(batched))  # elements, or those of a row
-
         return self.each(count, lambda i: write(self._unit(like, count, i, batched)), axis)
 
     def each(
@@ -229,7 +227,22 @@ class Sheet:
         with op:
             written = write(index)
             results = {x: _flat(op, v) if rank(x) is None else v for x, v in written.items()}
-            stacked = self._scan(index, count, list(results.values()))
+            nodes = nodes_after(self.graph, [index])
+            self.graph.remove(nodes)
+            body = ir.Graph([index], [], nodes=nodes, name=op.name("body"))
+            Emit(body, outer=op).give(results.values())
+            drop_unused(body)
+            if not results:
+                return {}
+            nonempty = isinstance(count, int) and count > 0
+            length = op.vector(count)
+            iterations = count if nonempty else op.Max(op.const(length), [1])  # at least one
+            operands, attributes = [self._numbers(iterations)], {"body": body, "num_scan_inputs": 1}
+            stacked = op.emit_many("Scan", operands, attributes, outputs=len(results))
+            if not nonempty:
+                stacked = [op.Slice(v, [0], length, [0]) for v in stacked]
+            for v, y in zip(stacked, body.outputs, strict=True):
+                v.shape = ir.Shape([None, *(dims(y) or ())])
             if axis:
                 stacked = [_first_axis_to(op, v, axis) for v in stacked]
         return dict(zip(results, stacked, strict=True))
@@ -245,28 +258,6 @@ class Sheet:
         row = op.vector(1, *(op.dim(like, i) for i in range(1, rank(like) or 1)))
         expanded = op.Expand(op.Reshape(hot, row, allowzero=1), op.shape_of(like))
         return op.set_type_like(expanded, like)
-
-    def _scan(
-        self, index: ir.Value, count: int | ir.Value, results: list[ir.Value]
-    ) -> list[ir.Value]:
-        """Return `results` for `index` = 0 ... count-1, stacked along axis 0 by a `Scan`."""
-        op, nodes = self.op, nodes_after(self.graph, [index])
-        self.graph.remove(nodes)
-        body = ir.Graph([index], [], nodes=nodes, name=op.name("body"))
-        Emit(body, outer=op).give(results)
-        drop_unused(body)
-        if not results:
-            return []
-        nonempty = isinstance(count, int) and count > 0
-        iterations = count if nonempty else op.Max(op.const(op.vector(count)), [1])  # at least one
-        attributes = {"body": body, "num_scan_inputs": 1}
-        numbers = self._numbers(iterations)
-        stacked = op.emit_many("Scan", [numbers], attributes, outputs=len(results))
-        if not nonempty:
-            stacked = [op.Slice(v, [0], op.vector(count), [0]) for v in stacked]
-        for v, y in zip(stacked, body.outputs, strict=True):
-            v.shape = ir.Shape([None, *(dims(y) or ())])
-        return stacked
 
     def _numbers(self, count: int | ir.Value) -> ir.Value:
         """Return the numbers 0 ... count-1."""

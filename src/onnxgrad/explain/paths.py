@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnxgrad.errors import printable
 from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import is_real
-from onnxgrad.graph.traversal import nodes_behind, reads
+from onnxgrad.graph.traversal import dependents, nodes_behind, reads
 
 _SHOWN = 3  # nodes in one message
 
@@ -21,15 +21,6 @@ def reached(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
         if operator_of(node).no_gradient or values.isdisjoint(reads(node)):
             continue
         values.update(y for y in node.outputs if y.dtype is None or is_real(y))
-    return values
-
-
-def dependents(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
-    """Return all values that depend on `starts` in any way, which are among them."""
-    values = set(starts)
-    for node in graph:
-        if not values.isdisjoint(reads(node)):
-            values.update(node.outputs)
     return values
 
 

@@ -14,12 +14,12 @@ from onnx import ModelProto
 from onnxgrad.errors import printable
 from onnxgrad.explain import targets
 from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
-from onnxgrad.explain.paths import dependents, reached, shown
+from onnxgrad.explain.paths import reached, shown
 from onnxgrad.explain.piece import Piece, declared
 from onnxgrad.explain.rows_first import with_rows_first
 from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import is_real
-from onnxgrad.graph.traversal import all_nodes
+from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.weights import is_setting
 from onnxgrad.runtime.device import CPU, Device

@@ -15,7 +15,6 @@ from onnxgrad.finetune.class_metadata import NewClasses
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.labels import (
     Classes,
-    behind,
     has_labels,
     restore_zipmaps,
     without_zipmaps,
@@ -29,6 +28,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
+from onnxgrad.graph.traversal import dependents, nodes_after
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.notes import HEAD, read_note, write_note
 from onnxgrad.model.read import ModelLike, read
@@ -148,7 +148,8 @@ def _replaced(
     infer(model)
     layer = find_layer(graph, proto, at, output)
     op = Emit(graph)
-    nodes, affected = behind(graph, [layer.y, *layer.node.outputs])
+    own = [layer.y, *layer.node.outputs]
+    nodes, affected = nodes_after(graph, own), dependents(graph, own)
     indices = [i for i, y in enumerate(graph.outputs) if y in affected]
     classes = None
     if labelled := has_labels(layer, nodes, affected):
@@ -227,7 +228,7 @@ def _say(layer: Layer, old: Iterable[ir.Value]) -> None:
 
 def _declare(model: ir.Model, before: dict[ir.Value, Stated], tail: Tail) -> None:
     """Declare the shapes and types of the file again, except of values that changed, in place."""
-    affected = behind(model.graph, [v for v in tail.changed if v.producer() is not None])[1]
+    affected = dependents(model.graph, (v for v in tail.changed if v.producer() is not None))
     for v in affected:
         v.shape = None if v.producer() is not None and v not in model.graph.outputs else v.shape
     written = {y: dims(y) for y in model.graph.outputs}

@@ -17,7 +17,6 @@ from onnxgrad.finetune.activations import ACTIVATIONS, applied
 from onnxgrad.finetune.layers import Layer
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
-from onnxgrad.graph.traversal import reads
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.model.convert import non_tensor
 
@@ -107,16 +106,6 @@ def restore_zipmaps(proto: ModelProto, zips: Sequence[ZipMap], classes: Classes 
             proto.graph.output[own.index].CopyFrom(output)
         else:
             proto.graph.output.insert(own.index, output)
-
-
-def behind(graph: ir.Graph, values: Sequence[ir.Value]) -> tuple[list[ir.Node], set[ir.Value]]:
-    """Return the nodes that depend on `values`, and all values that do, with `values`."""
-    affected, nodes = set(values), list[ir.Node]()
-    for node in graph:
-        if not affected.isdisjoint(reads(node)):
-            nodes.append(node)
-            affected.update(node.outputs)
-    return nodes, affected
 
 
 def has_labels(layer: Layer, nodes: Sequence[ir.Node], affected: set[ir.Value]) -> bool:

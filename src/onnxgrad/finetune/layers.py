@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import constant, dims, rank, static
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.traversal import dependents
 from onnxgrad.model.constants import standard
 
 MICROSOFT, ML = "com.microsoft", "ai.onnx.ml"
@@ -106,11 +106,7 @@ def known_value(value: ir.Value | None) -> np.ndarray | None:
 
 def data_values(graph: ir.Graph) -> set[ir.Value]:
     """Return the values that depend on an input of the graph which is not a weight."""
-    data = {x for x in graph.inputs if x.const_value is None}
-    for node in graph:
-        if not data.isdisjoint(reads(node)):
-            data.update(node.outputs)
-    return data
+    return dependents(graph, (x for x in graph.inputs if x.const_value is None))
 
 
 def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:

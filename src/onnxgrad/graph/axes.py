@@ -25,14 +25,13 @@ Examples:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.graph.operators import ELEMENTWISE, OPERATORS, Naming, Operator, add, operator_of
-from onnxgrad.graph.shapes import Dims, constant, dims, einsum_terms, rank, static
+from onnxgrad.graph.shapes import Dims, constant, dims, einsum_terms, rank, static, volume
 
 SUMMED: Literal["summed"] = "summed"
 Place = int | Literal["summed"] | None
@@ -142,15 +141,7 @@ def keeps_axis(before: Dims, axis: int, after: Dims, other: int) -> bool:
         ((before[axis],), (after[other],)),
         (before[axis + 1 :], after[other + 1 :]),
     )
-    return sum(_volume(a) is not None and _volume(a) == _volume(b) for a, b in pairs) >= 2
-
-
-def _volume(shape: Dims) -> tuple[int, list[str]] | None:
-    """Return the product of static lengths, and the symbolic dimensions; None if any is unknown."""
-    if None in shape:
-        return None
-    symbols = sorted(d for d in shape if isinstance(d, str))
-    return prod(d for d in shape if isinstance(d, int)), symbols
+    return sum(volume(a) is not None and volume(a) == volume(b) for a, b in pairs) >= 2
 
 
 # -- the places of each operator ------------------------------------------------------------------

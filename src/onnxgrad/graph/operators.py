@@ -1,7 +1,8 @@
 """One record for each operator: what it does, and what becomes of its nodes in a gradient.
 
 The traits of standard operators stand in one table below. Rules and lowerings fill in the rest
-where they are defined, `axes` does so for axes, and `autodiff/user_rules` for users.
+where they are defined, `axes` does so for axes, `autodiff/member_rules` for members of a stack, and
+`autodiff/user_rules` for users.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Operator:
         of_user: whether a user registered its rule or lowering.
         naming: how it names axes.
         axes: where axes of its operands stand in its outputs: see `graph/axes`.
+        members: writes a node for all members of a stack: see `autodiff/member_rules`.
     """
 
     traits: frozenset[str] = frozenset()
@@ -55,6 +57,7 @@ class Operator:
     of_user: bool = False
     naming: Naming | None = None
     axes: Callable[..., Any] | None = None
+    members: Callable[..., list[ir.Value] | None] | None = None
 
     @property
     def is_covered(self) -> bool:
@@ -80,6 +83,7 @@ def add(domain: str, name: str, **fields: Any) -> None:
 # unary           the result has the shape of the first operand, which the others do not change
 # cheap           one pass over memory, without a transcendental function
 # transcendental  computes exp, log, powers or the like for every element
+# normalizes      two passes over memory: one for means, one that divides by deviations
 # view            the elements of the first operand in their order, in another shape or none
 # reorders        every element of the operand is one of the result
 # selects         every element of the result is one of the first operand
@@ -106,7 +110,8 @@ _TRAITS = {
     "Erf Exp Gelu Log Pow Sigmoid Softplus Tanh": "elementwise transcendental",
     "Celu Elu Selu Softsign": "elementwise unary transcendental",
     "LogSoftmax Softmax": "unary transcendental",
-    "BatchNormalization InstanceNormalization LayerNormalization": "unary",
+    "BatchNormalization InstanceNormalization LayerNormalization": "unary normalizes",
+    "GroupNormalization RMSNormalization": "normalizes",
     "CumProd CumSum": "unary",
     "Dropout": "unary random",
     "Flatten Reshape Squeeze Unsqueeze": "view cheap reorders",

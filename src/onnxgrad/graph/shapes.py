@@ -6,6 +6,7 @@ are.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
@@ -54,6 +55,14 @@ def static(shape: Dims | None) -> tuple[int, ...] | None:
         return None
     lengths = tuple(d for d in shape if isinstance(d, int))
     return lengths if len(lengths) == len(shape) else None
+
+
+def volume(shape: Dims) -> tuple[int, tuple[str, ...]] | None:
+    """Return the product of static lengths, and the symbolic dimensions; None if any is unknown."""
+    if None in shape:
+        return None
+    symbols = sorted(d for d in shape if isinstance(d, str))
+    return math.prod(d for d in shape if isinstance(d, int)), tuple(symbols)
 
 
 def coefficient(symbol: str) -> tuple[int, str]:

@@ -92,6 +92,12 @@ def nodes_after(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> list[ir
     return found
 
 
+def dependents(nodes: Iterable[ir.Node], values: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return `values`, and the results of those of `nodes` that depend on any of them."""
+    values = list(values)
+    return {*values, *(y for node in nodes_after(nodes, values) for y in node.outputs)}
+
+
 def depends_on(value: ir.Value, wanted: set[ir.Value]) -> bool:
     """Return whether `value` is computed from all `wanted`, by not too many nodes in between."""
     missing, queue, seen = set(wanted), [value], {value}

@@ -7,7 +7,7 @@ where a Reshape is not proven to keep it, or where two branches disagree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
@@ -15,20 +15,17 @@ from onnxgrad.errors import printable
 from onnxgrad.graph.axes import places
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
 from onnxgrad.graph.shapes import dims, einsum_terms, rank
-from onnxgrad.graph.traversal import reads, subgraphs
+from onnxgrad.graph.traversal import nodes_behind, reads, subgraphs
 
 # An axis; None if no linear operator precedes the value; or why it cannot be decided.
 Answer = int | str | None
 
-_LAST = frozenset("LSTM GRU RNN".split())
-_FIRST = frozenset("Conv ConvTranspose".split())
-_LINEAR = _LAST | _FIRST | frozenset("MatMul Gemm Einsum Gather".split())
+_LINEAR = frozenset("Conv ConvTranspose LSTM GRU RNN MatMul Gemm Einsum Gather".split())
 _SOFTMAX = frozenset("Softmax LogSoftmax Hardmax".split())
 _KEEPS = UNARY - {"CumSum", "CumProd"} - _SOFTMAX | frozenset(
     "AveragePool GlobalAveragePool GlobalMaxPool GroupNormalization LRN LpNormalization MaxPool "
     "DepthToSpace MeanVarianceNormalization Pad Resize RMSNormalization Slice Split Tile".split()
 )
-_STAYS = _KEEPS | {"Concat", "Gather"}  # where it stands, also if they mix or select classes
 _REDUCES = frozenset("ReduceMean ReduceSum ReduceMax ReduceMin ReduceLogSumExp ReduceL2".split())
 
 
@@ -82,60 +79,50 @@ def _shown(node: ir.Node) -> str:
     return f"{node.op_type} (node {node.name!r})"
 
 
-class _Upstream:
-    """What the values of a graph depend on.
+@dataclass
+class _Walk:
+    """What is known of the values of a graph, from the first node on.
 
     Attributes:
         data: those that depend on an input other than a weight, and not only on its shape.
         linear: those behind an operator that may be linear in data.
+        answers: the axis of each.
     """
 
-    def __init__(self, graph: Iterable[ir.Node]) -> None:
-        self.data: set[ir.Value] = set()
-        self.linear: set[ir.Value] = set()
-        for node in graph:
-            read = reads(node)
-            if node.op_type in OF_SHAPES:
-                continue
-            if any(v in self.data or _is_data(v) for v in read):
-                self.data.update(node.outputs)
-                if _may_be_linear(node) or not self.linear.isdisjoint(read):
-                    self.linear.update(node.outputs)
+    data: set[ir.Value] = field(default_factory=set)
+    linear: set[ir.Value] = field(default_factory=set)
+    answers: dict[ir.Value, Answer] = field(default_factory=dict)
+
+    def visit(self, node: ir.Node) -> None:
+        """Add the results of `node`."""
+        read = reads(node)
+        if node.op_type not in OF_SHAPES and any(map(self.has_data, read)):
+            self.data.update(node.outputs)
+            may_be_linear = node.domain or node.op_type in _LINEAR or any(subgraphs(node))
+            if may_be_linear or not self.linear.isdisjoint(read):
+                self.linear.update(node.outputs)
+        for y in node.outputs:
+            self.answers[y] = _answer(node, y, self)
 
     def has_data(self, x: ir.Value | None) -> bool:
-        """Return whether `x` depends on data."""
-        return x is not None and (x in self.data or _is_data(x))
-
-
-def _is_data(x: ir.Value) -> bool:
-    """Return whether `x` is an input that has no initial value, as weights have."""
-    return x.producer() is None and x.const_value is None
-
-
-def _may_be_linear(node: ir.Node) -> bool:
-    return bool(node.domain) or node.op_type in _LINEAR or any(subgraphs(node))
+        """Return whether `x` depends on data; weights are inputs with an initial value."""
+        is_input = x is not None and x.producer() is None and x.const_value is None
+        return x in self.data or is_input
 
 
 def _followed(value: ir.Value) -> Answer:
-    """Return the answer for `value`, from those of the values before it; without recursion."""
-    node = value.producer()
-    upstream = _Upstream(node.graph if node is not None and node.graph is not None else ())
-    answers: dict[ir.Value, Answer] = {}
-    stack = [value]
-    while stack:
-        x = stack[-1]
-        operands = _looked_through(x, upstream)
-        waiting = [v for v in operands if v not in answers]
-        stack.extend(waiting)
-        if not waiting:
-            answers[stack.pop()] = _answer(x, upstream, {v: answers[v] for v in operands})
-    return answers[value]
+    """Return the answer for `value`, from those of the values before it."""
+    walk, last = _Walk(), value.producer()
+    behind = nodes_behind([value])
+    for node in () if last is None or last.graph is None else last.graph:
+        if node in behind:
+            walk.visit(node)
+    return walk.answers.get(value)
 
 
-def _looked_through(x: ir.Value, upstream: _Upstream) -> list[ir.Value]:
-    """Return the operands of which `x` may have the axis of the classes."""
-    node = x.producer()
-    if node is None or node.domain:
+def _looked_through(node: ir.Node, walk: _Walk) -> list[ir.Value]:
+    """Return the operands of which the result of `node` may have the axis of the classes."""
+    if node.domain:
         return []
     inputs = [v for v in node.inputs if v is not None]
     if node.op_type == "Where":
@@ -143,58 +130,55 @@ def _looked_through(x: ir.Value, upstream: _Upstream) -> list[ir.Value]:
     if node.op_type == "Concat" or (node.op_type in ELEMENTWISE and node.op_type not in UNARY):
         return inputs
     first = _KEEPS | VIEWS | _REDUCES | {"Transpose", "Expand"}
-    if node.op_type in first or (node.op_type == "Gather" and upstream.has_data(inputs[0])):
+    if node.op_type in first or (node.op_type == "Gather" and walk.has_data(inputs[0])):
         return inputs[:1]
     return []
 
 
-def _answer(x: ir.Value, upstream: _Upstream, operands: Mapping[ir.Value, Answer]) -> Answer:
-    """Return the axis of `x`, from those of the operands that it is looked through to."""
-    node = x.producer()
-    if node is None:
-        return None
-    if operands:
-        axes = {v: a for v, a in operands.items() if a is not None}
+def _answer(node: ir.Node, x: ir.Value, walk: _Walk) -> Answer:
+    """Return the axis of `x`, a result of `node`, from those of operands or of what it writes."""
+    if operands := _looked_through(node, walk):
+        axes = {v: a for v in operands if (a := walk.answers.get(v)) is not None}
         moved = {a if isinstance(a, str) else axis_after(node, v, x, a) for v, a in axes.items()}
         reasons = [a for a in moved if isinstance(a, str)]
         if reasons or not moved:
             return reasons[0] if reasons else None
         first, *others = sorted(a for a in moved if isinstance(a, int))
         return f"the operands of {_shown(node)} disagree" if others else first
-    if not node.domain and (written := _written(node, x, upstream)) is not None:
+    if not node.domain and (written := _written(node, x, walk)) is not None:
         return written
-    return f"{_shown(node)} computes it" if x in upstream.linear else None
+    return f"{_shown(node)} computes it" if x in walk.linear else None
 
 
-def _written(node: ir.Node, x: ir.Value, upstream: _Upstream) -> Answer:
+def _written(node: ir.Node, x: ir.Value, walk: _Walk) -> Answer:
     """Return the axis that a linear operator, or a Softmax, writes; None for other operators."""
     n, (first, second) = rank(x), (*node.inputs, None, None)[:2]
-    if node.op_type in _FIRST:
+    if node.op_type in ("Conv", "ConvTranspose"):
         return 1
     if n is None:
         return f"the rank of {x.name!r} is unknown"
     if node.op_type in _SOFTMAX:
         return node.attributes.get_int("axis", -1) % n
-    if node.op_type in _LAST:
+    if node.op_type in ("LSTM", "GRU", "RNN"):
         return n - 1
-    if node.op_type == "Einsum" and upstream.has_data(x):
-        return _of_einsum(node, upstream)
-    if node.op_type in ("MatMul", "Gemm") and upstream.has_data(x):
+    if node.op_type == "Einsum" and walk.has_data(x):
+        return _of_einsum(node, walk)
+    if node.op_type in ("MatMul", "Gemm") and walk.has_data(x):
         # weights in front may mix positions instead of features
-        if upstream.has_data(second) or 1 in (rank(first), rank(second)):
+        if walk.has_data(second) or 1 in (rank(first), rank(second)):
             return f"{_shown(node)} has no matrix of weights as its second operand"
         return n - 1
-    if node.op_type == "Gather" and upstream.has_data(x):  # an embedding: logits from a table
+    if node.op_type == "Gather" and walk.has_data(x):  # an embedding: logits from a table
         matrix = rank(first) == 2 and node.attributes.get_int("axis", 0) == 0
         return n - 1 if matrix else f"{_shown(node)} computes it"
     return None
 
 
-def _of_einsum(node: ir.Node, upstream: _Upstream) -> Answer:
+def _of_einsum(node: ir.Node, walk: _Walk) -> Answer:
     """Return the axis of the only index that data do not have."""
     terms, output = einsum_terms(node.attributes.get_string("equation", ""))
     operands = zip(terms, node.inputs, strict=True)
-    of_data = "".join(term for term, v in operands if upstream.has_data(v))
+    of_data = "".join(term for term, v in operands if walk.has_data(v))
     new = [i for i, index in enumerate(output) if index not in of_data]
     if len(new) != 1 or "." in output[: new[0]]:
         return f"{_shown(node)} does not write one new axis"
@@ -209,8 +193,8 @@ def axis_after(node: ir.Node, x: ir.Value, y: ir.Value, axis: int) -> Answer:
     place = places(node, list(node.inputs).index(x), axis)[list(node.outputs).index(y)]
     if isinstance(place, int):
         return place
-    if len(before) == len(after) and node.op_type in _STAYS:
-        return axis
+    if len(before) == len(after) and node.op_type in _KEEPS | {"Concat", "Gather"}:
+        return axis  # also where they mix or select classes
     if node.op_type in _REDUCES | {"Squeeze"}:
         return f"{_shown(node)} removes it"
     return f"{_shown(node)} reshapes {_shape(x)} to {_shape(y)}"

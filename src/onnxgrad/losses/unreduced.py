@@ -14,7 +14,7 @@ from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
-from onnxgrad.graph.traversal import reads
+from onnxgrad.graph.traversal import dependents
 from onnxgrad.losses.info import METADATA, loss_info
 from onnxgrad.model.convert import to_ir, to_proto
 from onnxgrad.model.read import ModelLike, read
@@ -74,7 +74,7 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     graph, op = model.graph, Emit(model.graph)
     label = loss_info(proto).label
     data = [x for x in graph.inputs if x.name not in graph.initializers]
-    depends = _dependents(graph, [x for x in data if x.name == label] or data)
+    depends = dependents(graph, [x for x in data if x.name == label] or data)
     with op:
         score = _first_unreduced(op, graph.outputs, depends, data)
         score = op.name_output(score, output_name, score, set(graph.inputs))
@@ -82,15 +82,6 @@ def unreduced_onnx_loss(onx: ModelLike, output_name: str = "score") -> ModelProt
     model.metadata_props.pop(METADATA, None)
     tidy(model)
     return to_proto(model)
-
-
-def _dependents(graph: ir.Graph, data: list[ir.Value]) -> set[ir.Value]:
-    """Return the values of `graph` that depend on `data`, and `data` itself."""
-    dependents = set(data)
-    for node in graph:
-        if not dependents.isdisjoint(reads(node)):
-            dependents.update(node.outputs)
-    return dependents
 
 
 def _first_unreduced(

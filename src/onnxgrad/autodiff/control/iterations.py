@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -11,6 +11,7 @@ from onnxgrad.autodiff.control.copies import Copy, Pairs, is_tensor, new
 from onnxgrad.autodiff.reverse import dependent
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal
+from onnxgrad.graph.tidy import release
 from onnxgrad.graph.traversal import captured, reads
 
 
@@ -29,12 +30,6 @@ class Carried:
     start: ir.Value
     before: ir.Value
     after: ir.Value
-
-
-def final_gradients(op: Emit, carried: Iterable[Carried], results: Iterable[ir.Value]) -> Pairs:
-    """Return pairs of a value outside of the body and its gradient, which is among `results`."""
-    pairs = zip(carried, results, strict=False)
-    return [(c.of, op.set_type_like(d, c.of)) for c, d in pairs if c.of is not None]
 
 
 @dataclass
@@ -73,9 +68,18 @@ class Iterations:
         elements: inputs of the body that are slices of `sequences`, operands of `node`.
         slices: outputs of the body that `node` stacks.
         stack_cotangents: `{slice: the cotangent of its stack}`, if it has one.
+        cotangents: `{slice: its cotangent in the backward body}`, for the same slices.
         captured: the captured values that depend on the values to differentiate with respect to.
         varied: the values of the body that depend on these, in some iteration.
+        carried: the gradients that are carried, those of states and the sums of those of captured
+            values; this and the next two are set by `differentiate`.
+        gradients: `{value: its gradient in one iteration}` of elements and results of `deferred`.
+        deferred: those nodes whose results have a gradient.
     """
+
+    carried: list[Carried]
+    gradients: dict[ir.Value, ir.Value]
+    deferred: list[Deferred]
 
     def __init__(
         self,
@@ -99,6 +103,7 @@ class Iterations:
         self.stack_cotangents = {y: g for y, g in pairs if g is not None}
         self.captured = [v for v in captured(node) if v in active]
         self.varied = self._varied(active)
+        self.cotangents = {y: new(op, y) for y in self.stack_cotangents}
 
     def original(self, state: ir.Value) -> ir.Value:
         """Return the input of the forward body of which `state` is the copy."""
@@ -142,34 +147,35 @@ class Iterations:
         node.replace_input_with(x, hidden)
         return Deferred(y, factor, captured, hidden, adjoint)
 
-    def differentiate(
-        self, cotangents: Mapping[ir.Value, ir.Value], deferred: Sequence[Deferred]
-    ) -> tuple[list[Carried], dict[ir.Value, ir.Value]]:
-        """Append the gradient of one iteration to the copy of the body.
-
-        `cotangents` maps slices to their cotangents. Return the gradients that are carried, those
-        of states and the sums of those of captured values; and `{value: its gradient in this
-        iteration}` for the elements and the results of `deferred`.
-        """
+    def differentiate(self, deferred: Sequence[Deferred]) -> bool:
+        """Append the gradient of one iteration to the copy of the body; return if there is any."""
         op, inner, indices = self.op, self.copy.op, self._differentiated_states()
         ds = {i: new(inner, self.ends[i]) for i in indices}
-        seeds = [*((self.ends[i], d) for i, d in ds.items()), *cotangents.items()]
+        seeds = [*((self.ends[i], d) for i, d in ds.items()), *self.cotangents.items()]
         single = [a for a in self.elements if a in self.varied] + [one.y for one in deferred]
         wrt = [*(self.states[i] for i in indices), *single, *self.captured]
         gradients = self.copy.sweep(seeds, wrt)
         for one in deferred:
             ir.convenience.replace_all_uses_with(one.hidden, one.x)
-        carried = []
+        self.carried, self.gradients = [], {v: gradients[v] for v in single if v in gradients}
+        self.deferred = [one for one in deferred if one.y in gradients]
         with inner:
             for i, d in ds.items():
                 a, start = self.states[i], self._result_gs[i]
                 same = is_tensor(a) and equal(dims(a), dims(d))
                 after = gradients[a] if a in gradients else inner.zeros_like(d if same else a)
                 start = op.zeros_like(self.results[i]) if start is None else start
-                carried.append(Carried(self.initial[i], start, d, after))
+                self.carried.append(Carried(self.initial[i], start, d, after))
             for v in self.captured:
                 if v in gradients:
                     before = new(inner, v)
                     after = inner.total([before, gradients[v]])
-                    carried.append(Carried(v, op.zeros_like(v), before, after))
-        return carried, {v: gradients[v] for v in single if v in gradients}
+                    self.carried.append(Carried(v, op.zeros_like(v), before, after))
+        if not self.carried and not self.gradients:
+            release([self.copy.graph])
+        return bool(self.carried or self.gradients)
+
+    def final_gradients(self, results: Iterable[ir.Value]) -> Pairs:
+        """Return pairs of a value outside of the body and its gradient, which is in `results`."""
+        pairs = zip(self.carried, results, strict=False)
+        return [(c.of, self.op.set_type_like(d, c.of)) for c, d in pairs if c.of is not None]

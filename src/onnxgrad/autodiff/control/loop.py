@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor, new
-from onnxgrad.autodiff.control.iterations import Iterations, final_gradients
+from onnxgrad.autodiff.control.copies import Copy, Pairs, add_output, is_tensor
+from onnxgrad.autodiff.control.iterations import Iterations
 from onnxgrad.autodiff.control.motion import lookups, move_out, products
 from onnxgrad.autodiff.registry import subgraph_rule
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, is_stated
-from onnxgrad.graph.tidy import release
 
 _COUNTER = ir.TensorType(ir.DataType.INT64)
 _CONDITION = ir.TensorType(ir.DataType.BOOL)
@@ -27,41 +26,31 @@ def loop(op: Emit, node: ir.Node, gs: Sequence, active: Collection[ir.Value]) ->
     """a_t+1, z_t = f(a_t, v):  da_t = f_a'ᵀ (da_t+1, dz_t),  dv = Σ f_v'ᵀ (da_t+1, dz_t)."""
     states = max(len(node.inputs) - 2, 0)
     back = Iterations(op, node, gs, active, states, (2, 1))
-    copy = back.copy
-    cotangents = {y: new(op, y) for y in back.stack_cotangents}
-    deferred = [*lookups(back), *products(back)]
-    carried, gradients = back.differentiate(cotangents, deferred)
-    late = [d for d in deferred if d.y in gradients]
-    if not carried and not late:
-        release([copy.graph])
+    if not back.differentiate([*lookups(back), *products(back)]):
         return []
+    copy, carried, late = back.copy, back.carried, back.deferred
     counter = ir.Value(name=op.name("i"), type=_COUNTER, shape=ir.Shape(()))
     condition = ir.Value(name=op.name("condition"), type=_CONDITION, shape=ir.Shape(()))
     copy.graph.inputs[:] = [counter, condition, *(c.before for c in carried)]
-    stacked = list(dict.fromkeys(v for d in late for v in (gradients[d.y], d.a)))
+    stacked = list(dict.fromkeys(v for d in late for v in (back.gradients[d.y], d.a)))
     copy.set_outputs([condition, *(c.after for c in carried), *stacked])
     iterations = op.Squeeze(op.Shape(add_output(op, node, "body", copy.original.inputs[0])), [0])
-    _bind(
-        back, counter, iterations - 1, {cotangents[y]: g for y, g in back.stack_cotangents.items()}
-    )
+    _bind(back, counter, iterations - 1)
     move_out(copy.graph, op, may_not_run=True)
     start_condition = None if carried else np.bool_(True)  # the last operand cannot be omitted
     operands = [iterations, start_condition, *(c.start for c in carried)]
     width = len(carried) + len(stacked)
     outputs = op.emit_many("Loop", operands, {"body": copy.graph}, width, fresh=True)
     stacks = dict(zip(stacked, outputs[len(carried) :], strict=True))
-    return final_gradients(op, carried, outputs) + [
-        (d.x, d.gradient(op, stacks[d.a], stacks[gradients[d.y]])) for d in late
+    return back.final_gradients(outputs) + [
+        (d.x, d.gradient(op, stacks[d.a], stacks[back.gradients[d.y]])) for d in late
     ]
 
 
-def _bind(
-    back: Iterations, counter: ir.Value, last: ir.Value, stacks: Mapping[ir.Value, ir.Value]
-) -> None:
+def _bind(back: Iterations, counter: ir.Value, last: ir.Value) -> None:
     """Bind the free values of the backward body, by nodes at its start.
 
-    Backward iteration `counter` is forward iteration `last - counter`. `stacks` maps values of the
-    body to tensors, or sequences, of their values in all iterations.
+    Backward iteration `counter` is forward iteration `last - counter`.
     """
     op, copy = back.op, back.copy
     random, elements = copy.random_placeholders(), copy.element_placeholders(back.states)
@@ -75,8 +64,10 @@ def _bind(
             "tensors of changing shape: draw the random numbers outside of the Loop, or stack "
             "tensors of one shape"
         )
+    # values of the body -> tensors, or sequences, of their values in all iterations
+    stacks = {back.cotangents[y]: g for y, g in back.stack_cotangents.items()}
     saved = [*random, *steady.items()]
-    stacks = {**stacks, **{v: add_output(op, back.node, "body", o) for v, o in saved}}
+    stacks |= {v: add_output(op, back.node, "body", o) for v, o in saved}
     recorded = {v: o for v, o in others.items() if is_tensor(v)}
     again = _loop_again(back, op, back.node.inputs[:2], recorded.values()) if recorded else []
     sequences = dict(zip(recorded, again[len(back.states) :], strict=True))

@@ -21,7 +21,7 @@ from onnxgrad.autodiff.rules.shape import scatter_rows
 from onnxgrad.graph import invariant
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import TRANSCENDENTAL
-from onnxgrad.graph.shapes import dims, is_stated, rank
+from onnxgrad.graph.shapes import dims, is_stated, rank, volume
 from onnxgrad.graph.traversal import reads
 
 _NEVER_FAIL = frozenset("Cast Identity Shape Size Transpose".split())
@@ -101,9 +101,4 @@ class _Budget:
 def _size(v: ir.Value) -> tuple[int, tuple[str, ...]] | None:
     """Return the number of elements of `v` as (factor, symbols), or None if it is unknown."""
     shape = dims(v)
-    if shape is None or not all(is_stated(d) for d in shape):
-        return None
-    factor = 1
-    for d in shape:
-        factor *= d if isinstance(d, int) else 1
-    return factor, tuple(sorted(d for d in shape if isinstance(d, str)))
+    return volume(shape) if shape is not None and all(map(is_stated, shape)) else None

@@ -65,9 +65,10 @@ def product_of_others(op, u, multiplied, added):
 
 
 def gated(op, x, g):
-    """Return `x`, which is no scalar, available when `g` is: a Reshape that keeps all lengths.
+    """Return `x`, available when `g` is: a Reshape in which 0 keeps the length.
 
     What is computed from constants only, onnxruntime computes when it loads the model, and keeps.
     """
-    keep = op.Mul(op.const([0] * rank(x)), op.Size(g))
+    n, size = rank(x), op.Size(g)
+    keep = op.Mul(op.Shape(x), op.Mul([0], size)) if n is None else op.Mul([0] * n, size)
     return op.set_type_like(op.Reshape(x, keep), x)

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.member_axis import MemberAxis
-from onnxgrad.autodiff.member_rules import RULES
+from onnxgrad.autodiff.member_rules import push
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.objectives import Written
@@ -60,7 +60,7 @@ def stacked_objective(objective: Objective, weights: Arrays, members: int) -> St
     own = [v for pair in written.gradients if pair is not None for v in pair]
     kept = [*written.sums, *written.counts, *objective.predictions.values(), *own]
     graph.outputs[:] = list(dict.fromkeys(kept))
-    axis.push(graph, RULES)
+    push(axis, graph)
     vectors = [axis.expanded(v) for v in written.sums]
     gradients = [
         None if pair is None else (axis.of(pair[0]), axis.expanded(pair[1]))
