@@ -28,7 +28,7 @@ INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)
 
 
-@lowering("Attention", DOMAIN)
+@lowering("Attention", domain=DOMAIN)
 def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, [Q, K, V] = x W + b."""
     x, weights, b, mask, past, bias, used = (*node.inputs, *[None] * 5)[:7]
@@ -50,8 +50,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     return [y, present][: len(node.outputs)]
 
 
-@lowering("MultiHeadAttention", DOMAIN)
-@lowering("DecoderMaskedMultiHeadAttention", DOMAIN)
+@lowering("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", domain=DOMAIN)
 def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V.
 

@@ -32,7 +32,7 @@ _NOT_LOWERED = ("sliding_window_cache", "kv_cache_bit_width")  # attributes that
 # -- rotation ------------------------------------------------------------------------------------
 
 
-@lowering("RotaryEmbedding", DOMAIN)
+@lowering("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = R(p) x: the pairs of elements of each head, rotated by the angles of their position p.
 
@@ -78,7 +78,7 @@ def rotated(op: Emit, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: in
 # -- attention -----------------------------------------------------------------------------------
 
 
-@lowering("GroupQueryAttention", DOMAIN)
+@lowering("GroupQueryAttention", domain=DOMAIN)
 def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, where several heads of Q share one of K and V.
 

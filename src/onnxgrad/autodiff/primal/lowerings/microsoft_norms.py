@@ -20,7 +20,7 @@ FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 
 
 @lowering("SimplifiedLayerNormalization")  # onnxruntime writes it without domain, too
-@lowering("SimplifiedLayerNormalization", DOMAIN)
+@lowering("SimplifiedLayerNormalization", domain=DOMAIN)
 def simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s x / r, r = sqrt(mean square + epsilon) over the axes from `axis` on."""
     x, scale = node.inputs
@@ -29,25 +29,23 @@ def simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     return [y, inverse][: len(node.outputs)]
 
 
-@lowering("SkipLayerNormalization", DOMAIN)
+@lowering("SkipLayerNormalization", domain=DOMAIN)
 def skip_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x = a + skip + b."""
     a, skip, scale, shift, bias = (*node.inputs, None, None)[:5]
     x, epsilon = total(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
     statistics = has_output(node, 1) or has_output(node, 2)
-    results = op.emit_many(
-        "LayerNormalization",
-        [x, scale] if shift is None else [x, scale, shift],
-        {"axis": -1, "epsilon": epsilon},
-        outputs=3 if statistics else 1,
+    operands = [v for v in (x, scale, shift) if v is not None]
+    count, attributes = 3 if statistics else 1, {"axis": -1, "epsilon": epsilon}
+    y, mean, inverse = op.emit_many("LayerNormalization", operands, attributes, count) * (
+        3 // count
     )
-    y, mean, inverse = results if statistics else results * 3
     if statistics:
         mean.dtype = inverse.dtype = FLOAT
     return [y, mean, inverse, x][: len(node.outputs)]
 
 
-@lowering("SkipSimplifiedLayerNormalization", DOMAIN)
+@lowering("SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s x / r, x = a + skip + b. The output `mean` is zero."""
     a, skip, scale, bias = (*node.inputs, None)[:4]
@@ -78,7 +76,7 @@ def rms_normalized(
     return op.set_type_like(y, x), op.Cast(inverted, to=FLOAT)
 
 
-@lowering("EmbedLayerNormalization", DOMAIN)
+@lowering("EmbedLayerNormalization", domain=DOMAIN)
 def embed_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x the sum of the embeddings of word, position and segment."""
     ids, segment_ids, words, positions, segments, scale, shift, mask, position_ids = (
@@ -105,13 +103,13 @@ def _lengths(op: Emit, ids: ir.Value, mask: ir.Value | None) -> ir.Value:
     return op.ReduceSum(op.Cast(op.Equal(mask, 1), to=INT32), [1], keepdims=0)
 
 
-@lowering("GroupNorm", DOMAIN)
+@lowering("GroupNorm", domain=DOMAIN)
 def group_norm(op: Emit, node: Any) -> list[ir.Value]:
     """y = f(s (x - m) / r + c), over the channels of a group and all positions (N, H, W, C)."""
     return [_group_normalized(op, node, *node.inputs)]
 
 
-@lowering("SkipGroupNorm", DOMAIN)
+@lowering("SkipGroupNorm", domain=DOMAIN)
 def skip_group_norm(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = f(s (x - m) / r + c), x = a + skip + b; the second output is x."""
     a, scale, shift, skip, bias = (*node.inputs, None)[:5]

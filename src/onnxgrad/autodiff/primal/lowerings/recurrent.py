@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.recurrent_activations import (
+from onnxgrad.autodiff.primal.lowerings.activations import (
     Function,
     activation_functions,
 )

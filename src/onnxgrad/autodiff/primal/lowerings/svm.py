@@ -27,7 +27,7 @@ from onnxgrad.graph.operators import NOT_CLASSES
 from onnxgrad.graph.shapes import dims
 
 
-@lowering("SVMRegressor", "ai.onnx.ml")
+@lowering("SVMRegressor", domain="ai.onnx.ml")
 def svm_regressor(op: Emit, node: Any) -> list[ir.Value]:
     """y = k(x, s) a + rho, or x a + rho without support vectors; with `one_class` its sign, +-1.
 
@@ -83,7 +83,7 @@ def _kernel(op: Emit, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int)
     return op.Tanh(inner)
 
 
-@lowering("SVMClassifier", "ai.onnx.ml")
+@lowering("SVMClassifier", domain="ai.onnx.ml")
 def svm_classifier(op: Emit, node: Any) -> list[ir.Value]:
     """scores = post(x CT + rho) without support vectors; with them, the scores of all pairs of
     classes, or probabilities coupled from these.
