@@ -7,15 +7,18 @@ present share one buffer of keys and values, in which the first rows are valid.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.attention import (
+    HeadsOf,
     Length,
     heads_apart,
     heads_together,
+    within_window,
 )
 from onnxgrad.autodiff.primal.lowerings.basic import total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
@@ -43,7 +46,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     (k, held), (v, held_v) = (
         _with_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
     )
-    y, _ = _attend(op, node, q, k, v, mask, bias)
+    y, _ = _attend(op, node, (q, k, v), mask, bias)
     present = y
     if has_output(node, 1):
         present = op.Concat(op.Unsqueeze(held, [0]), op.Unsqueeze(held_v, [0]), axis=0)
@@ -64,9 +67,9 @@ def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
     if unknown or beams is not None:
         return None
-    q, k, v = _heads(op, q, k, v, b, node.attributes.get_int("num_heads"))
+    q, k, v = _heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
     (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
-    y, scores = _attend(op, node, q, k, v, mask, bias)
+    y, scores = _attend(op, node, (q, k, v), mask, bias)
     return [y, key, value, scores][: len(node.outputs)]
 
 
@@ -89,15 +92,9 @@ def _with_past(
     return joined, op.set_type_like(op.Concat(joined, rest, axis=_ROWS), past)
 
 
-def _heads(
-    op: Emit,
-    q: ir.Value,
-    k: ir.Value | None,
-    v: ir.Value | None,
-    bias: ir.Value | None,
-    heads: int,
-) -> list[ir.Value]:
+def _heads(op: Emit, qkv: Sequence[Any], bias: ir.Value | None, heads: int) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size), from any of their packed forms."""
+    q, k, v = parts = list(qkv)
     if k is None or rank(k) == 5:  # (batch, rows, heads, 2 or 3 of them, size)
         packed, n = (q, 3) if k is None else (k, 2)
         if bias is not None and k is None:
@@ -105,8 +102,6 @@ def _heads(
         parts = [op.Squeeze(part, [3]) for part in op.split(packed, n, 3)]
         separate = [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
         return separate if k is None else [heads_apart(op, q, heads), *separate]
-    assert v is not None
-    parts = [q, k, v]
     ready = rank(k) == 4  # K and V of cross attention, projected before: only Q gets a bias
     if bias is not None and ready:
         parts[0] = q + op.Slice(bias, [0], op.vector(op.dim(q, 2)), [0])
@@ -119,15 +114,10 @@ def _heads(
 
 
 def _attend(
-    op: Emit,
-    node: Any,
-    q: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    mask: ir.Value | None,
-    bias: ir.Value | None,
+    op: Emit, node: Any, qkv: HeadsOf, mask: ir.Value | None, bias: ir.Value | None
 ) -> tuple[ir.Value, ir.Value]:
     """Return Y (batch, rows, heads size), and the scores including bias and mask."""
+    q, k, _ = qkv
     get, rows, keys = node.attributes, op.dim(q, _ROWS), op.dim(k, _ROWS)
     visible = None
     if get.get_int("unidirectional", 0) and rows != 1:
@@ -138,7 +128,7 @@ def _attend(
         added = max(get.get_float("mask_filter_value", -10000.0), _lowest(q))
         hidden = op.Where(kept, zero, added)
         bias = hidden if bias is None else bias + hidden
-    y, scores, _ = attend_visible(op, (q, k, v), get.get_float("scale", 0.0), bias, visible)
+    y, scores, _ = attend_visible(op, node, qkv, bias, visible)
     if visible is not None and has_output(node, 3):
         scores = op.set_type_like(op.Where(visible, scores, _lowest(q)), scores)
     return heads_together(op, y), scores
@@ -151,9 +141,7 @@ def _lowest(x: ir.Value) -> float:
 
 def _earlier(op: Emit, rows: Length, keys: Length) -> ir.Value:
     """Return which keys are not after each query; a single query attends to all."""
-    offset = keys - rows
-    position = op.Unsqueeze(op.arange(rows), [1]) + op.const(offset, INT64)
-    earlier = op.LessOrEqual(op.arange(keys), position)
+    earlier = within_window(op, rows, keys, [op.const(keys - rows, INT64)], -1, 0)
     return earlier if isinstance(rows, int) else op.Or(earlier, op.Equal(rows, np.int64(1)))
 
 
@@ -165,10 +153,8 @@ def _kept(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     if n == 4:  # for the largest number of rows and keys
         begin = keys - op.dim(q, _ROWS)
         mask = op.Slice(mask, op.vector(begin, 0), op.vector(keys, keys), [2, 3])
-    elif n == 3:
-        mask = op.Unsqueeze(mask, [1])
     else:
-        mask = op.Unsqueeze(mask, [1, 2])
+        mask = op.Unsqueeze(mask, [1] if n == 3 else [1, 2])
     return op.Greater(mask, op.const(0, mask.dtype))
 
 

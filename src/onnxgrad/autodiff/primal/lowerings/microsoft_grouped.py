@@ -5,18 +5,19 @@ Ainslie et al. 2023, arXiv:2305.13245; Su et al. 2021, arXiv:2104.09864.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.attention import (
+    HeadsOf,
     Length,
     attend,
     heads_apart,
     heads_together,
     scale_of,
+    within_window,
 )
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
 from onnxgrad.autodiff.primal.lowerings.microsoft_norms import rms_normalized
@@ -107,14 +108,13 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     if before is not None:
         source = _sources(op, rows, before, total, past_key)
         k, v = (_appended(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
-    visible = _visible(op, node, rows, op.dim(k, _ROWS), before, lengths)
+    visible = _visible(op, node, (q, k), before, lengths)
 
     if sink is not None:
         sink = op.Reshape(sink, [1, -1, 1, 1])
     elif get.get_int("smooth_softmax", 0):
         sink = op.Reshape(op.const(0.0, q.dtype), [1, 1, 1, 1])
-    scale, softcap = get.get_float("scale", 0.0), get.get_float("softcap", 0.0)
-    y, scores, weights = attend_visible(op, (q, k, v), scale, bias, visible, softcap, sink)
+    y, scores, weights = attend_visible(op, node, (q, k, v), bias, visible, sink)
     exposed = weights
     if has_output(node, 3) and get.get_int("qk_output", 0) == 1:
         exposed = scores if visible is None else op.Where(visible, scores, 0.0)
@@ -122,17 +122,12 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
 
 
 def attend_visible(
-    op: Emit,
-    qkv: Sequence[ir.Value],
-    scale: float,
-    bias: ir.Value | None,
-    visible: ir.Value | None,
-    softcap: float = 0.0,
-    sink: ir.Value | None = None,
+    op: Emit, node: Any, qkv: HeadsOf, bias: Any, visible: ir.Value | None, sink: Any = None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return softmax(scores) V, the scores and their softmax; `scale` 0 means 1 / sqrt(head size).
+    """Return softmax(scores) V, the scores and their softmax.
 
-    `sink` is the score of one more key, whose value is zero.
+    `visible` is true where a query attends to a key. `sink` is the score of one more key, whose
+    value is zero.
     """
 
     def softmax(scores: ir.Value) -> ir.Value:
@@ -145,8 +140,9 @@ def attend_visible(
         more = op.Concat(masked, op.Expand(sink, op.vector(*sizes, 1)), axis=-1)
         return op.set_type_like(op.Slice(op.Softmax(more, axis=-1), [0], [-1], [-1]), scores)
 
-    factor = scale or scale_of(op, qkv[0])
-    y, (*_, scores, weights) = attend(op, qkv, factor, softcap, bias, softmax)
+    scale = node.attributes.get_float("scale", 0.0) or scale_of(op, qkv[0])
+    softcap = node.attributes.get_float("softcap", 0.0)
+    y, (*_, scores, weights) = attend(op, qkv, scale, bias, softmax, softcap)
     return y, scores, weights
 
 
@@ -208,23 +204,16 @@ def _appended(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir
 
 
 def _visible(
-    op: Emit,
-    node: Any,
-    rows: Length,
-    keys: Length,
-    before: ir.Value | None,
-    lengths: ir.Value,
-) -> ir.Value:
+    op: Emit, node: Any, qk: HeadsOf, before: ir.Value | None, lengths: ir.Value
+) -> ir.Value | None:
     """Return which keys each query attends to.
 
     These are the last `local_window_size` keys up to its own, or all valid keys if not causal.
     """
-    j = op.arange(keys)
+    rows, keys = (op.dim(x, _ROWS) for x in qk)
     if not node.attributes.get_int("causal", 1):
-        return op.LessOrEqual(j, op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1]))
-    position = op.Unsqueeze(op.arange(rows), [1])
-    if before is not None:
-        position = position + op.Reshape(before, [-1, 1, 1, 1])
-    visible = op.LessOrEqual(j, position)
+        last = op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1])
+        return op.LessOrEqual(op.arange(keys), last)
+    offsets = [] if before is None else [op.Reshape(before, [-1, 1, 1, 1])]
     window = node.attributes.get_int("local_window_size", -1)
-    return visible if window < 0 else op.And(visible, op.Greater(j, position - window))
+    return within_window(op, rows, keys, offsets, window - 1, 0)
