@@ -73,20 +73,7 @@ def check_gradient(
     """
     if order not in (1, 2):
         raise ValueError(f"order must be 1 or 2, not {order!r}")
-    seed = int(np.random.default_rng(random_state).integers(1 << 32))
-    return _judge(_problem(read(model), inputs, weights, feed, rtol, order, seed))
-
-
-def _problem(
-    proto: ModelProto,
-    inputs: Sequence[str] | None,
-    weights: Sequence[str] | None,
-    feed: Mapping[str, Any] | None,
-    rtol: float | None,
-    order: int,
-    seed: int,
-) -> Problem:
-    """Prepare the model, choose what to check, and draw the point."""
+    seed, proto = int(np.random.default_rng(random_state).integers(1 << 32)), read(model)
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
     if weights is None:
         weights = [name for name, ref in refs.items() if ref.default]
@@ -106,7 +93,8 @@ def _problem(
     as_inputs(proto, graph, weights)
     point |= {name: refs[name].array() for name in weights}
     primal, allowed = to_proto(prepared), accuracy(proto)
-    return Problem(original, primal, point, wrt, weights, values, allowed, rtol, order, seed)
+    problem = Problem(original, primal, point, wrt, weights, values, allowed, rtol, order, seed)
+    return _judge(problem)
 
 
 def _point(
