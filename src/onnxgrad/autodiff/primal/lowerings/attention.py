@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
@@ -52,7 +53,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
 
 
 def attend(
-    op: Emit, qkv: HeadsOf, scale: Any, bias: ir.Value | None, softmax: Callable, softcap: float
+    op: Emit, qkv: HeadsOf, scale: Any, bias: Operand, softmax: Callable, softcap: float
 ) -> tuple[ir.Value, Sequence[ir.Value]]:
     """Return softmax(c tanh(s Q KT / c) + bias) V, without tanh for c = 0, and its four stages.
 
@@ -101,9 +102,7 @@ def scale_of(op: Emit, q: ir.Value) -> Any:
     return op.Cast(op.Pow(op.Cast(size, to=ir.DataType.DOUBLE), -0.5), to=q.dtype)
 
 
-def _bias(
-    op: Emit, q: ir.Value, k: ir.Value, mask: ir.Value | None, visible: ir.Value | None
-) -> ir.Value | None:
+def _bias(op: Emit, q: ir.Value, k: ir.Value, mask: Operand, visible: Operand) -> Operand:
     """Return the bias of the scores, -inf where a key is masked, or None for no bias."""
     zero, minus_inf = op.const(0.0, q.dtype), op.const(-np.inf, q.dtype)
     if mask is not None:
@@ -118,9 +117,7 @@ def _bias(
     return op.Where(visible, zero if mask is None else mask, minus_inf)
 
 
-def _visible(
-    op: Emit, node: ir.Node, qk: HeadsOf, past: ir.Value | None, lengths: ir.Value | None
-) -> ir.Value | None:
+def _visible(op: Emit, node: ir.Node, qk: HeadsOf, past: Operand, lengths: Operand) -> Operand:
     """Return which keys each query may attend to: booleans (rows, keys), None for all.
 
     These are the keys within a window, and with `lengths`, those of each sequence.
@@ -140,7 +137,7 @@ def _visible(
 
 def within_window(
     op: Emit, rows: Length, keys: Length, offsets: Sequence[ir.Value], left: int, right: int
-) -> ir.Value | None:
+) -> Operand:
     """Return whether p - left <= j <= p + right for key j and query i at p = i + the offsets.
 
     A negative `left` or `right` is no bound.
@@ -155,7 +152,7 @@ def within_window(
     return reduce(op.And, bounds) if bounds else None
 
 
-def _softmax(op: Emit, scores: ir.Value, bias: ir.Value | None, precision: int) -> ir.Value:
+def _softmax(op: Emit, scores: ir.Value, bias: Operand, precision: int) -> ir.Value:
     """Return softmax(scores) over the keys, zero for a query whose keys are all masked."""
     if bias is None:
         return op.Cast(op.Softmax(op.Cast(scores, to=precision), axis=-1), to=scores.dtype)

@@ -10,6 +10,8 @@ from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, rank
 
+Operand = ir.Value | None  # None: it is left out
+
 
 @lowering("Identity", "Cast", "Reshape", "Dropout")
 def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
@@ -44,7 +46,7 @@ def product(op: Emit, a: Any, b: Any) -> ir.Value:
     return op.Squeeze(y, axes) if axes else y
 
 
-def total(*terms: ir.Value | None) -> ir.Value:
+def total(*terms: Operand) -> ir.Value:
     """Return the sum of the terms, without those that are left out."""
     first, *others = (v for v in terms if v is not None)
     return sum(others, start=first)

@@ -41,7 +41,17 @@ _REFUSED = {  # operator -> {attribute that is not zero: why it has no lowering}
         "kv_cache_bit_width": "its cache is quantized; use the model without cache",
     },
 }
-_OF_BEAMS = ("MultiHeadAttention", "DecoderMaskedMultiHeadAttention")
+
+
+def refusal(node: ir.Node) -> str | None:
+    """Return why a lowering does not take the attributes or inputs of `node`, None if it does."""
+    for attribute, why in _REFUSED.get(node.op_type, {}).items():
+        if node.attributes.get_int(attribute, 0):
+            return why
+    beams = node.inputs[9:10] if node.op_type.endswith("MultiHeadAttention") else ()
+    if any(v is not None for v in beams):
+        return "cache_indirection is of a beam search; use the model with a single beam"
+    return None
 
 
 def remedy(node: ir.Node) -> str | None:
@@ -50,13 +60,9 @@ def remedy(node: ir.Node) -> str | None:
         return None
     if _QUANTIZED.match(node.op_type):
         return "it computes with quantized numbers; use the model as it was before quantization"
-    for attribute, why in _REFUSED.get(node.op_type, {}).items():
-        if node.attributes.get_int(attribute, 0):
-            return why
-    if node.op_type in _OF_BEAMS and len(node.inputs) > 9 and node.inputs[9] is not None:
-        return "cache_indirection is of a beam search; use the model with a single beam"
     level = "ORT_ENABLE_EXTENDED" if node.domain.endswith("nchwc") else "ORT_ENABLE_BASIC"
-    return f"use the model as it was before optimization, or optimized at {level} at most"
+    before = f"use the model as it was before optimization, or optimized at {level} at most"
+    return refusal(node) or before
 
 
 def has_output(node: ir.Node, index: int) -> bool:
@@ -117,9 +123,7 @@ def attributes_without(node: ir.Node, *prefixes: str) -> dict[str, Any]:
     return {k: v for k, v in attributes_of(node).items() if not k.startswith(prefixes)}
 
 
-def _activated(
-    op: Emit, node: ir.Node, y: ir.Value, numbers: Sequence[float]
-) -> list[ir.Value] | None:
+def _activated(op: Emit, node: Any, y: ir.Value, numbers: Sequence[float]) -> list[ir.Value] | None:
     """Return f(y), or None if f is unknown or lacks a number."""
     kind = node.attributes.get_string("activation", "")
     if not kind:
@@ -140,16 +144,14 @@ def gemm_fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
 # -- activations ---------------------------------------------------------------------------------
 
 
-@lowering("Gelu", "BiasGelu", domain=DOMAIN)
-def bias_gelu(op: Emit, node: Any) -> list[ir.Value]:
-    """y = x F(x), x = a + b, F the standard normal distribution function."""
-    return [_gelu(op, total(*node.inputs[:2]))]
+@lowering("Gelu", "BiasGelu", "FastGelu", domain=DOMAIN)
+def gelu(op: Emit, node: Any) -> list[ir.Value]:
+    """y = x F(x), x = a + b, F the standard normal distribution function.
 
-
-@lowering("FastGelu", domain=DOMAIN)
-def fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
-    """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, x = a + b."""
-    return [_fast_gelu(op, total(*node.inputs[:2]))]
+    A FastGelu approximates F by (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+    """
+    function = _fast_gelu if node.op_type == "FastGelu" else _gelu
+    return [function(op, total(*node.inputs[:2]))]
 
 
 def _fast_gelu(op: Emit, x: ir.Value) -> ir.Value:

@@ -20,8 +20,8 @@ from onnxgrad.autodiff.primal.lowerings.attention import (
     heads_together,
     within_window,
 )
-from onnxgrad.autodiff.primal.lowerings.basic import total
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
+from onnxgrad.autodiff.primal.lowerings.basic import Operand, total
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, refusal
 from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend_visible
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -36,8 +36,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, [Q, K, V] = x W + b."""
     x, weights, b, mask, past, bias, used = (*node.inputs, *[None] * 5)[:7]
     get = node.attributes
-    unknown = mask is not None and rank(mask) is None
-    if unknown or get.get_int("do_rotary", 0):
+    if refusal(node) or (mask is not None and rank(mask) is None):
         return None
     sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
     parts = op.split(total(op.MatMul(x, weights), b), sizes, 2)
@@ -61,11 +60,10 @@ def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """
     inputs = (*node.inputs, *[None] * 10)[:11]
     if node.op_type == "MultiHeadAttention":
-        q, k, v, b, mask, bias, past_key, past_value, used, beams, _ = inputs
+        q, k, v, b, mask, bias, past_key, past_value, used, *_ = inputs
     else:
-        q, k, v, mask, bias, past_key, past_value, used, _, beams, b = inputs
-    unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
-    if unknown or beams is not None:
+        q, k, v, mask, bias, past_key, past_value, used, _, _, b = inputs
+    if refusal(node) or any(x is not None and rank(x) is None for x in (q, k, mask)):
         return None
     q, k, v = _heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
     (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
@@ -73,9 +71,7 @@ def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     return [y, key, value, scores][: len(node.outputs)]
 
 
-def _with_past(
-    op: Emit, past: ir.Value | None, x: ir.Value, used: ir.Value | None
-) -> tuple[ir.Value, ir.Value]:
+def _with_past(op: Emit, past: Operand, x: ir.Value, used: Operand) -> tuple[ir.Value, ir.Value]:
     """Return the keys or values of the past followed by the new ones, and those to remember.
 
     With `used`, the past is a buffer with as many valid rows. The new rows are written behind them.
@@ -92,7 +88,7 @@ def _with_past(
     return joined, op.set_type_like(op.Concat(joined, rest, axis=_ROWS), past)
 
 
-def _heads(op: Emit, qkv: Sequence[Any], bias: ir.Value | None, heads: int) -> list[ir.Value]:
+def _heads(op: Emit, qkv: Sequence[Any], bias: Operand, heads: int) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size), from any of their packed forms."""
     q, k, v = parts = list(qkv)
     if k is None or rank(k) == 5:  # (batch, rows, heads, 2 or 3 of them, size)
@@ -114,7 +110,7 @@ def _heads(op: Emit, qkv: Sequence[Any], bias: ir.Value | None, heads: int) -> l
 
 
 def _attend(
-    op: Emit, node: Any, qkv: HeadsOf, mask: ir.Value | None, bias: ir.Value | None
+    op: Emit, node: Any, qkv: HeadsOf, mask: Operand, bias: Operand
 ) -> tuple[ir.Value, ir.Value]:
     """Return Y (batch, rows, heads size), and the scores including bias and mask."""
     q, k, _ = qkv

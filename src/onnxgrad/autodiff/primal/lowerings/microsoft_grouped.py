@@ -19,7 +19,8 @@ from onnxgrad.autodiff.primal.lowerings.attention import (
     scale_of,
     within_window,
 )
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
+from onnxgrad.autodiff.primal.lowerings.basic import Operand
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, refusal
 from onnxgrad.autodiff.primal.lowerings.microsoft_norms import rms_normalized
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -27,7 +28,6 @@ from onnxgrad.graph.shapes import rank
 
 INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)
-_NOT_LOWERED = ("sliding_window_cache", "kv_cache_bit_width")  # attributes that must be zero
 
 
 # -- rotation ------------------------------------------------------------------------------------
@@ -89,9 +89,7 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     get = node.attributes
     inputs = (*node.inputs, *[None] * 16)[:16]
     past_key, past_value, lengths, total, cos, sin, position, bias, sink = inputs[3:12]
-    if any(get.get_int(name, 0) for name in _NOT_LOWERED) or any(
-        x is not None for x in inputs[12:14]
-    ):
+    if refusal(node) or any(x is not None for x in inputs[12:14]):
         return None
     q, k, v = _heads(op, node, *inputs[:3])
     if inputs[14] is not None:
@@ -122,7 +120,7 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
 
 
 def attend_visible(
-    op: Emit, node: Any, qkv: HeadsOf, bias: Any, visible: ir.Value | None, sink: Any = None
+    op: Emit, node: Any, qkv: HeadsOf, bias: Any, visible: Operand, sink: Any = None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return softmax(scores) V, the scores and their softmax.
 
@@ -146,9 +144,7 @@ def attend_visible(
     return y, scores, weights
 
 
-def _heads(
-    op: Emit, node: Any, q: ir.Value, k: ir.Value | None, v: ir.Value | None
-) -> list[ir.Value]:
+def _heads(op: Emit, node: Any, q: ir.Value, k: Operand, v: Operand) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size); they may be packed into `q`."""
     heads, shared = (node.attributes.get_int(name) for name in ("num_heads", "kv_num_heads"))
     if k is not None and v is not None:
@@ -165,9 +161,7 @@ def _past_rows(op: Emit, rows: Length, lengths: ir.Value, total: ir.Value) -> ir
     return op.Reshape(op.Where(first, np.int64(0), before), [-1, 1])
 
 
-def _rotary_positions(
-    op: Emit, rows: Length, before: ir.Value | None, position: ir.Value | None
-) -> ir.Value:
+def _rotary_positions(op: Emit, rows: Length, before: Operand, position: Operand) -> ir.Value:
     """Return the positions (batch, rows) for the rotary embedding of Q and K."""
     steps = op.Unsqueeze(op.arange(rows), [0])
     if position is None:
@@ -203,9 +197,7 @@ def _appended(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir
     return op.Where(valid, op.GatherND(joined, indices, batch_dims=2), 0.0)
 
 
-def _visible(
-    op: Emit, node: Any, qk: HeadsOf, before: ir.Value | None, lengths: ir.Value
-) -> ir.Value | None:
+def _visible(op: Emit, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> Operand:
     """Return which keys each query attends to.
 
     These are the last `local_window_size` keys up to its own, or all valid keys if not causal.

@@ -6,12 +6,13 @@ the gradient needs what is in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.basic import total
+from onnxgrad.autodiff.primal.lowerings.basic import Operand, total
 from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, attributes_without, softmax_from
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
@@ -23,7 +24,7 @@ _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
 def dequantized(
-    op: Emit, x: ir.Value, scale: ir.Value, zero_point: ir.Value | None = None, axis: int = 1
+    op: Emit, x: ir.Value, scale: ir.Value, zero_point: Operand = None, axis: int = 1
 ) -> ir.Value:
     """Return scale (x - zero_point); scales of several elements are along `axis`."""
     y = op.DequantizeLinear(*_without_last(x, scale, zero_point), axis=axis)
@@ -32,7 +33,7 @@ def dequantized(
 
 
 def quantized(
-    op: Emit, x: ir.Value, scale: ir.Value, zero_point: ir.Value | None, like: ir.Value
+    op: Emit, x: ir.Value, scale: ir.Value, zero_point: Operand, like: ir.Value
 ) -> ir.Value:
     """Return x / scale + zero_point, rounded to the integers of `like` if there is no zero point"""
     if zero_point is None:
@@ -48,13 +49,13 @@ def _operands(node: ir.Node, count: int) -> list[Any]:
     return [*node.inputs, *[None] * count][:count]
 
 
-def _without_last(*operands: ir.Value | None) -> list[Any]:
+def _without_last(*operands: Operand) -> list[Any]:
     """Return operands without those at their end that are left out."""
     count = max(i for i, v in enumerate(operands, 1) if v is not None)
     return list(operands[:count])
 
 
-def _is_quantized(*values: ir.Value | None) -> bool:
+def _is_quantized(*values: Operand) -> bool:
     return all(v is not None and v.dtype in _BYTES for v in values)
 
 
@@ -134,7 +135,7 @@ def integer_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
 
 
 def _integer_product(
-    op: Emit, operands: tuple[ir.Value | None, ...], scale: ir.Value, bias: ir.Value | None
+    op: Emit, operands: Sequence[Operand], scale: ir.Value, bias: Operand
 ) -> ir.Value:
     """Return scale (a - a_zero) (b - b_zero) + bias of the operands (a, b, a_zero, b_zero)."""
     product = op.MatMulInteger(*_without_last(*operands))

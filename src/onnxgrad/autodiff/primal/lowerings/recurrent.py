@@ -21,6 +21,7 @@ from onnxgrad.autodiff.primal.lowerings.activations import (
     Function,
     activation_functions,
 )
+from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dim, Dims, constant, dims
@@ -35,9 +36,9 @@ class _Direction:
 
     w: ir.Value  # (gates hidden, input)
     r: ir.Value  # (gates hidden, hidden)
-    wb: ir.Value | None  # (gates hidden,), like rb
-    rb: ir.Value | None
-    p: ir.Value | None  # (3 hidden,)
+    wb: Operand  # (gates hidden,), like rb
+    rb: Operand
+    p: Operand  # (3 hidden,)
     states: list[ir.Value]  # (batch, hidden)
     functions: list[Function]
     clip: float | None
@@ -120,7 +121,7 @@ def lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[lis
     p_i, p_o, p_f = (None,) * 3 if weights.p is None else op.split(weights.p, 3, 0)
     sizes = op.vector(op.dim(weights.r, 1) * 3, op.dim(weights.r, 1))
 
-    def gate(op: Emit, v: ir.Value, p: ir.Value | None, c: ir.Value) -> ir.Value:
+    def gate(op: Emit, v: ir.Value, p: Operand, c: ir.Value) -> ir.Value:
         return f(op, weights.clipped(op, v if p is None else v + p * c))
 
     def step(op: Emit, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
@@ -141,7 +142,7 @@ def lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[lis
     return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
 
 
-def _of_input(op: Emit, x: ir.Value, w: ir.Value, b: ir.Value | None) -> ir.Value:
+def _of_input(op: Emit, x: ir.Value, w: ir.Value, b: Operand) -> ir.Value:
     """Return X WT + b for all time steps: (time, batch, input) -> (time, batch, gates hidden)."""
     (time, batch, _), (wide, _) = _dims(x), _dims(w)
     flat = op.Reshape(x, op.vector(-1, op.dim(w, 1)))
@@ -150,7 +151,7 @@ def _of_input(op: Emit, x: ir.Value, w: ir.Value, b: ir.Value | None) -> ir.Valu
     return _shaped(whole, time, batch, wide)
 
 
-def _sum_of_biases(op: Emit, a: ir.Value | None, b: ir.Value | None) -> ir.Value | None:
+def _sum_of_biases(op: Emit, a: Operand, b: Operand) -> Operand:
     return None if a is None or b is None else a + b
 
 
@@ -217,7 +218,7 @@ def _directions(
     return directions
 
 
-def _by_direction(op: Emit, v: ir.Value | None, n: int, *shape: Dim) -> list[Any]:
+def _by_direction(op: Emit, v: Operand, n: int, *shape: Dim) -> list[Any]:
     """Return `v` (directions, ...) split into its directions, without that axis."""
     if v is None:
         return [None] * n
@@ -235,7 +236,7 @@ def _zeros(op: Emit, x: ir.Value, r: ir.Value) -> ir.Value:
 # -- sequences of different lengths ---------------------------------------------------------------
 
 
-def _lengths(node: ir.Node, x: ir.Value) -> ir.Value | None:
+def _lengths(node: ir.Node, x: ir.Value) -> Operand:
     """Return the lengths of the sequences, or None if all are proven to be as long as X."""
     v = node.inputs[4] if len(node.inputs) > 4 else None
     array, steps = constant(v), _dims(x)[0]
@@ -255,7 +256,7 @@ def _mask(op: Emit, x: ir.Value, lengths: ir.Value) -> ir.Value:
 
 
 def _zero_beyond_ends(
-    op: Emit, results: list[ir.Value], mask: ir.Value | None, lengths: ir.Value
+    op: Emit, results: list[ir.Value], mask: Operand, lengths: ir.Value
 ) -> list[ir.Value]:
     """Return the results, with zeros beyond the end of sequences and for sequences of length 0."""
     any_step = _shaped(op.Greater(op.Unsqueeze(lengths, [1]), op.const(np.int32(0))), None, 1)
