@@ -135,7 +135,7 @@ def _lowest(x: ir.Value) -> float:
     return -float((x.dtype or ir.DataType.FLOAT).max)
 
 
-def _earlier(op: Emit, rows: Length, keys: Length) -> ir.Value:
+def _earlier(op: Emit, rows: Length, keys: Length) -> Operand:
     """Return which keys are not after each query; a single query attends to all."""
     earlier = within_window(op, rows, keys, [op.const(keys - rows, INT64)], -1, 0)
     return earlier if isinstance(rows, int) else op.Or(earlier, op.Equal(rows, np.int64(1)))

@@ -27,7 +27,7 @@ FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 def linear_regressor(op: Emit, node: ir.Node) -> list[ir.Value]:
     """y = post(x CT + b)."""
     rows = node.attributes.get_int("targets", 1)
-    return [post_transform(op, node, _linear(op, node, rows), rows)]
+    return [post_transform(op, node, _affine(op, node, rows), rows)]
 
 
 @lowering("LinearClassifier", domain="ai.onnx.ml")
@@ -40,7 +40,7 @@ def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
     labels = class_labels(node)
     intercepts = node.inputs[2] if len(node.inputs) > 2 else None
     rows = prod(static(dims(intercepts)) or (len(labels),))
-    raw = _linear(op, node, rows)
+    raw = _affine(op, node, rows)
     if rows == len(labels) == 2 and _are_opposite(node):
         raw.meta[OPPOSITE] = True
     if rows > 1:
@@ -64,11 +64,16 @@ def _are_opposite(node: ir.Node) -> bool:
     return bool(numbers)
 
 
-def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
+def _affine(op: Emit, node: ir.Node, rows: int) -> ir.Value:
     x, coefficients, intercepts = (*node.inputs, None)[:3]
-    weights = op.Reshape(coefficients, [rows, -1])
-    y = op.MatMul(matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
+    y = linear(op, x, coefficients, rows)
     return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # onnxruntime ignores others
+
+
+def linear(op: Emit, x: Any, coefficients: Any, rows: int) -> ir.Value:
+    """Return x CT, C having `rows` rows."""
+    weights = op.Reshape(coefficients, [rows, -1])
+    return op.MatMul(matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
 
 
 # -- shared by classifiers -----------------------------------------------------------------------

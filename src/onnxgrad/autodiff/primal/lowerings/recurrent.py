@@ -9,7 +9,7 @@ the state for all gates (GRU: two), and the gates. Gates of the same function ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -55,11 +55,8 @@ def _recurrent(op_type: str, states: int, activations: Sequence[str]) -> Callabl
     """Register a cell as the lowering of its operator: a Scan over time for each direction."""
 
     def register(cell: Cell) -> Cell:
-        @lowering(op_type, on_demand=True)
-        @wraps(cell)
-        def lowered(op: Emit, node: ir.Node) -> list[ir.Value]:
-            return _scanned(op, node, cell, states, activations)
-
+        lowered = wraps(cell)(lambda op, node: _scanned(op, node, cell, states, activations))
+        lowering(op_type, on_demand=True)(lowered)
         return cell
 
     return register
@@ -192,8 +189,8 @@ def _scanned(
 
 def _directions(
     op: Emit, node: ir.Node, x: ir.Value, states: int, activations: Sequence[str]
-) -> list[_Direction]:
-    """Return the inputs of each direction."""
+) -> Iterator[_Direction]:
+    """Yield the inputs of each direction."""
     get, (_, batch, size) = node.attributes, _dims(x)
     n, k = 1 + (get.get_string("direction", "forward") == "bidirectional"), len(activations)
     w, r, b, _, *initial, p = (*node.inputs[1:], *[None] * 6)[:7]
@@ -210,12 +207,10 @@ def _directions(
     )
     functions = list(activation_functions(node, activations, n))
     clip = get.get_float("clip") if "clip" in get else None
-    directions = []
     for i, (w_i, r_i, b_i, p_i, *initial_i) in enumerate(parts):
         wb, rb = (None, None) if b_i is None else op.split(b_i, 2, 0)
         starts = [_zeros(op, x, r_i) if v is None else v for v in initial_i]
-        directions.append(_Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip))
-    return directions
+        yield _Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip)
 
 
 def _by_direction(op: Emit, v: Operand, n: int, *shape: Dim) -> list[Any]:
