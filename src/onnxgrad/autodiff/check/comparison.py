@@ -217,7 +217,8 @@ def _row(
     tried: list[tuple[float, float, float]] = []
     for h in method.steps:
         expected, computed = np.divide(f.difference(name, h * v), h).tolist()
-        tried.append((_error(computed, expected, floor), expected, computed))
+        scale = max(abs(computed), abs(expected)) + floor
+        tried.append((abs(computed - expected) / scale if scale else 0.0, expected, computed))
         if tried[-1][0] < 1e-3 * method.rtol:  # good enough
             break
     finite = [row for row in tried if np.isfinite(row[0])]
@@ -235,12 +236,6 @@ def _dot(u: np.ndarray, y: np.ndarray) -> float:
         return nan
     counted = u != 0
     return float(np.dot(u[counted], y[counted]))
-
-
-def _error(computed: float, expected: float, floor: float) -> float:
-    """Return the relative error; `floor` is added to the size that it is relative to."""
-    scale = max(abs(computed), abs(expected)) + floor
-    return abs(computed - expected) / scale if scale else 0.0
 
 
 def _row_of_values(

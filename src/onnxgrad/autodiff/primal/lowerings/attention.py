@@ -123,22 +123,22 @@ def _visible(op: Emit, node: ir.Node, qk: HeadsOf, past: Operand, lengths: Opera
     These are the keys within a window, and with `lengths`, those of each sequence.
     """
     left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
+    right = 0 if node.attributes.get_int("is_causal", 0) else right
     rows, keys = (op.dim(x, _ROWS) for x in qk)
     offsets = [] if past is None else [op.const(op.dim(past, _ROWS), ir.DataType.INT64)]
-    valid = None
+    valid = []
     if lengths is not None:
         lengths = op.Reshape(lengths, [-1, 1, 1, 1])
-        valid = op.Less(op.arange(keys), lengths)
+        valid.append(op.Less(op.arange(keys), lengths))
         offsets.append(lengths - op.const(rows, ir.DataType.INT64))
-    right = 0 if node.attributes.get_int("is_causal", 0) else right
     near = within_window(op, rows, keys, offsets, left, right)
-    return valid if near is None else near if valid is None else op.And(valid, near)
+    return reduce(op.And, [*valid, *near]) if valid or near else None
 
 
 def within_window(
     op: Emit, rows: Length, keys: Length, offsets: Sequence[ir.Value], left: int, right: int
-) -> Operand:
-    """Return whether p - left <= j <= p + right for key j and query i at p = i + the offsets.
+) -> list[ir.Value]:
+    """Return the conditions for p - left <= j <= p + right, key j, query i at p = i + the offsets.
 
     A negative `left` or `right` is no bound.
     """
@@ -146,10 +146,10 @@ def within_window(
     for offset in offsets:
         position = position + offset
     if right >= 0:
-        bounds.append(op.LessOrEqual(j, position + right))
+        bounds.append(op.LessOrEqual(j, position + right if right else position))
     if left >= 0:
         bounds.append(op.GreaterOrEqual(j, position - left))
-    return reduce(op.And, bounds) if bounds else None
+    return bounds
 
 
 def _softmax(op: Emit, scores: ir.Value, bias: Operand, precision: int) -> ir.Value:

@@ -80,10 +80,8 @@ def fused_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
     """
     flags, n = node.attributes, rank(node.inputs[1])
     batch = flags.get_int("transBatchA", 0) or flags.get_int("transBatchB", 0)
-    if n is None and batch:
-        return None
-    if n == 1 and flags.get_int("transA", 0):
-        return None  # onnxruntime 1.31 does not transpose A then
+    if (n is None and batch) or (n == 1 and flags.get_int("transA", 0)):
+        return None  # onnxruntime 1.31 does not transpose A if B is a vector
     a, b = (_transposed(op, node, x, side) for x, side in zip(node.inputs, "AB", strict=True))
     alpha = node.attributes.get_float("alpha", 1.0)
     y = product(op, a, b)
@@ -144,14 +142,16 @@ def gemm_fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
 # -- activations ---------------------------------------------------------------------------------
 
 
-@lowering("Gelu", "BiasGelu", "FastGelu", domain=DOMAIN)
-def gelu(op: Emit, node: Any) -> list[ir.Value]:
-    """y = x F(x), x = a + b, F the standard normal distribution function.
+@lowering("Gelu", "BiasGelu", domain=DOMAIN)
+def bias_gelu(op: Emit, node: Any) -> list[ir.Value]:
+    """y = x F(x), x = a + b, F the standard normal distribution function."""
+    return [_gelu(op, total(*node.inputs[:2]))]
 
-    A FastGelu approximates F by (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
-    """
-    function = _fast_gelu if node.op_type == "FastGelu" else _gelu
-    return [function(op, total(*node.inputs[:2]))]
+
+@lowering("FastGelu", domain=DOMAIN)
+def fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
+    """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, x = a + b."""
+    return [_fast_gelu(op, total(*node.inputs[:2]))]
 
 
 def _fast_gelu(op: Emit, x: ir.Value) -> ir.Value:

@@ -117,7 +117,9 @@ def _attend(
     get, rows, keys = node.attributes, op.dim(q, _ROWS), op.dim(k, _ROWS)
     visible = None
     if get.get_int("unidirectional", 0) and rows != 1:
-        visible = _earlier(op, rows, keys)
+        [visible] = within_window(op, rows, keys, [op.const(keys - rows, INT64)], -1, 0)
+        if not isinstance(rows, int):  # a single query attends to all
+            visible = op.Or(visible, op.Equal(rows, np.int64(1)))
     if mask is not None:
         kept = _kept(op, mask, q, keys)
         zero = op.const(0.0, q.dtype)
@@ -133,12 +135,6 @@ def _attend(
 def _lowest(x: ir.Value) -> float:
     """Return the lowest number of the dtype of `x`, onnxruntime's score of a masked key."""
     return -float((x.dtype or ir.DataType.FLOAT).max)
-
-
-def _earlier(op: Emit, rows: Length, keys: Length) -> Operand:
-    """Return which keys are not after each query; a single query attends to all."""
-    earlier = within_window(op, rows, keys, [op.const(keys - rows, INT64)], -1, 0)
-    return earlier if isinstance(rows, int) else op.Or(earlier, op.Equal(rows, np.int64(1)))
 
 
 def _kept(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:

@@ -5,6 +5,7 @@ Ainslie et al. 2023, arXiv:2305.13245; Su et al. 2021, arXiv:2104.09864.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     y, scores, weights = attend_visible(op, node, (q, k, v), bias, visible, sink)
     exposed = weights
     if has_output(node, 3) and get.get_int("qk_output", 0) == 1:
-        exposed = scores if visible is None else op.Where(visible, scores, 0.0)
+        exposed = op.Where(visible, scores, 0.0)
     return [heads_together(op, y), k, v, exposed][: len(node.outputs)]
 
 
@@ -197,7 +198,7 @@ def _appended(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir
     return op.Where(valid, op.GatherND(joined, indices, batch_dims=2), 0.0)
 
 
-def _visible(op: Emit, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> Operand:
+def _visible(op: Emit, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> ir.Value:
     """Return which keys each query attends to.
 
     These are the last `local_window_size` keys up to its own, or all valid keys if not causal.
@@ -208,4 +209,4 @@ def _visible(op: Emit, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Valu
         return op.LessOrEqual(op.arange(keys), last)
     offsets = [] if before is None else [op.Reshape(before, [-1, 1, 1, 1])]
     window = node.attributes.get_int("local_window_size", -1)
-    return within_window(op, rows, keys, offsets, window - 1, 0)
+    return reduce(op.And, within_window(op, rows, keys, offsets, window - 1, 0))

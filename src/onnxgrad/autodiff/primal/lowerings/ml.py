@@ -239,11 +239,9 @@ def _columns(op: Emit, x: Any, n: int) -> ir.Value:
     if rank(x) != 2:
         x = op.Flatten(x, axis=1)
     have = (dims(x) or (None, None))[1]
-    if have == n:
-        return x
-    if not isinstance(have, int) or have < n:
-        x = op.Pad(x, [0, 0, 0, n if not isinstance(have, int) else n - have])
-    return x if isinstance(have, int) and have < n else op.Slice(x, [0], [n], [1])
+    missing = max(n - have, 0) if isinstance(have, int) else n
+    x = op.Pad(x, [0, 0, 0, missing]) if missing else x
+    return x if isinstance(have, int) and have <= n else op.Slice(x, [0], [n], [1])
 
 
 @lowering("ArrayFeatureExtractor", domain="ai.onnx.ml")
