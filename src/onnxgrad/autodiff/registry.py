@@ -66,15 +66,16 @@ def subgraph_rule(op_type: str) -> Callable[[Rule], Rule]:
 
 
 def lowering(
-    op_type: str, domain: str = "", on_demand: bool = False
+    *op_types: str, domain: str = "", on_demand: bool = False
 ) -> Callable[[Lowering], Lowering]:
-    """Register the decorated function as the lowering of an operator of the package.
+    """Register the decorated function as the lowering of operators of the package.
 
     `onnxgrad.lowering` is that of users.
     """
 
     def register(function: Lowering) -> Lowering:
-        add(domain, op_type, lowering=function, on_demand=on_demand)
+        for name in op_types:
+            add(domain, name, lowering=function, on_demand=on_demand)
         return function
 
     return register

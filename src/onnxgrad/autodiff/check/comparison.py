@@ -15,7 +15,6 @@ from onnx import ModelProto
 from onnxgrad.autodiff.check.original_model import OriginalModel
 from onnxgrad.autodiff.check.report import GradientReport, GradientRow
 from onnxgrad.autodiff.check.runtimes import (
-    DEFAULT_ACCURACY,
     Accuracy,
     Feed,
     Function,
@@ -50,11 +49,6 @@ class Method:
         """Return `proto` in the precision of this method."""
         return in_precision(proto, ir.DataType.DOUBLE) if self.dtype is np.float64 else proto
 
-    def either(self, proto: ModelProto) -> Function:
-        """Return the function that runs `proto` on this runtime, or else on the other one."""
-        other = on_onnxruntime if self.load is on_reference else on_reference
-        return on_either(proto, self.load, other)
-
 
 METHODS = (
     Method("float64 on onnxruntime", on_onnxruntime, np.float64, 1e-6, _STEPS),
@@ -62,7 +56,7 @@ METHODS = (
     Method("float32 on onnxruntime", on_onnxruntime, np.float32, 2e-2, (1e-1, 1e-2, 1e-3)),
 )
 COARSE = replace(
-    METHODS[-1], load=on_either, name="float32", rtol=DEFAULT_ACCURACY.differences, max_order=1
+    METHODS[-1], load=on_either, name="float32", rtol=Accuracy.differences, max_order=1
 )
 
 
@@ -120,7 +114,7 @@ def compare(method: Method, problem: Problem, original: bool) -> GradientReport:
         factors = [np.where(np.isfinite(y), _normal(rng, y), 0).astype(y.dtype) for y in outputs]
         pairs = zip(seeds.values(), factors, strict=True)
         cotangents = {str(g.name): _of_rank(u, dims(g)) for g, u in pairs}
-        run, n = method.either(proto), len(seeds)
+        run, n = on_either(proto, method.load), len(seeds)
         results = run(point | cotangents)
         if order == 1:
             values = results[:n]
@@ -223,7 +217,8 @@ def _row(
     tried: list[tuple[float, float, float]] = []
     for h in method.steps:
         expected, computed = np.divide(f.difference(name, h * v), h).tolist()
-        tried.append((_error(computed, expected, floor), expected, computed))
+        scale = max(abs(computed), abs(expected)) + floor
+        tried.append((abs(computed - expected) / scale if scale else 0.0, expected, computed))
         if tried[-1][0] < 1e-3 * method.rtol:  # good enough
             break
     finite = [row for row in tried if np.isfinite(row[0])]
@@ -241,12 +236,6 @@ def _dot(u: np.ndarray, y: np.ndarray) -> float:
         return nan
     counted = u != 0
     return float(np.dot(u[counted], y[counted]))
-
-
-def _error(computed: float, expected: float, floor: float) -> float:
-    """Return the relative error; `floor` is added to the size that it is relative to."""
-    scale = max(abs(computed), abs(expected)) + floor
-    return abs(computed - expected) / scale if scale else 0.0
 
 
 def _row_of_values(

@@ -22,6 +22,8 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import random_feed
 from onnxgrad.model.read import ModelLike, read
 
+Names = Sequence[str] | None
+
 
 def check_gradient(
     model: ModelLike,
@@ -74,17 +76,11 @@ def check_gradient(
     if order not in (1, 2):
         raise ValueError(f"order must be 1 or 2, not {order!r}")
     seed = int(np.random.default_rng(random_state).integers(1 << 32))
-    return _judge(_problem(read(model), inputs, weights, feed, rtol, order, seed))
+    return _judge(_problem(read(model), inputs, weights, feed or {}, rtol, order, seed))
 
 
 def _problem(
-    proto: ModelProto,
-    inputs: Sequence[str] | None,
-    weights: Sequence[str] | None,
-    feed: Mapping[str, Any] | None,
-    rtol: float | None,
-    order: int,
-    seed: int,
+    proto: ModelProto, inputs: Names, weights: Names, feed: Any, rtol: Any, order: int, seed: int
 ) -> Problem:
     """Prepare the model, choose what to check, and draw the point."""
     refs = {ref.name: ref for ref in constants.constant_refs(proto)}
@@ -92,7 +88,7 @@ def _problem(
         weights = [name for name, ref in refs.items() if ref.default]
     prepared = prepare(proto, on_demand=True)  # the fused kernels compute in float32 only
     graph = prepared.graph
-    point = _point(graph.inputs, feed or {}, inputs or (), seed)
+    point = _point(graph.inputs, feed, inputs or (), seed)
     if inputs is None:
         floats = (x for x in graph.inputs if is_real(x) and not constants.is_setting(x))
         inputs = [str(x.name) for x in floats]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from onnx import ModelProto, ValueInfoProto
+import onnx_ir as ir
+from onnx import ModelProto
 
 from onnxgrad.autodiff.check.runtimes import Feed, Function
 from onnxgrad.model.weights import constant_refs, replace
@@ -65,10 +66,7 @@ def _with_inputs(proto: ModelProto, names: Sequence[str]) -> ModelProto:
     declared = {x.name for x in copy.graph.input}
     for tensor in copy.graph.initializer:
         if tensor.name in names and tensor.name not in declared:
-            value = ValueInfoProto(name=tensor.name)
-            value.type.tensor_type.elem_type = tensor.data_type
-            value.type.tensor_type.shape.SetInParent()
-            for d in tensor.dims:
-                value.type.tensor_type.shape.dim.add(dim_value=d)
-            copy.graph.input.append(value)
+            kind = ir.TensorType(ir.DataType(tensor.data_type))
+            value = ir.Value(name=tensor.name, type=kind, shape=ir.Shape(tensor.dims))
+            copy.graph.input.append(ir.serde.serialize_value(value))
     return copy

@@ -3,7 +3,6 @@
 from onnxgrad.autodiff.primal.lowerings import (
     attention,
     basic,
-    linear_attention,
     microsoft,
     microsoft_attention,
     microsoft_grouped,

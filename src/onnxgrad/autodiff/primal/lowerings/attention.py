@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
 
+HeadsOf = Sequence[ir.Value]  # Q, K and V, each (batch, heads, rows, size)
 Length = int | ir.Value  # of an axis: a number, or a tensor [1] if it is dynamic
 _HEADS, _ROWS = 1, 2  # axes of (batch, heads, rows, size)
 
@@ -33,19 +35,17 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
     )
     if past_key is not None:
         k, v = op.Concat(past_key, k, axis=_ROWS), op.Concat(past_value, v, axis=_ROWS)
-    visible = _visible(op, node, op.dim(q, _ROWS), op.dim(k, _ROWS), past_key, lengths)
+    visible = _visible(op, node, (q, k), past_key, lengths)
     bias = _bias(op, q, k, mask, visible)
 
     unmasked = mask is None and lengths is None and get.get_int("left_window_size", -1) < 0
     precision = get.get_int("softmax_precision", q.dtype)
-    y, stages = attend(
-        op,
-        (q, k, v),
-        get.get_float("scale") if "scale" in get else scale_of(op, q),
-        get.get_float("softcap", 0.0),
-        bias,
-        lambda scores: _softmax(op, scores, None if unmasked else bias, precision),
-    )
+    scale = get.get_float("scale") if "scale" in get else scale_of(op, q)
+
+    def softmax(scores: ir.Value) -> ir.Value:
+        return _softmax(op, scores, None if unmasked else bias, precision)
+
+    y, stages = attend(op, (q, k, v), scale, bias, softmax, get.get_float("softcap", 0.0))
     exposed = stages[get.get_int("qk_matmul_output_mode", 0)]
     if len(node.outputs) > 3:  # with past keys, onnx infers a length of 0
         node.outputs[3].shape = exposed.shape
@@ -53,12 +53,7 @@ def attention(op: Emit, node: Any) -> list[ir.Value]:
 
 
 def attend(
-    op: Emit,
-    qkv: Sequence[ir.Value],
-    scale: Any,
-    softcap: float,
-    bias: ir.Value | None,
-    softmax: Callable[[ir.Value], ir.Value],
+    op: Emit, qkv: HeadsOf, scale: Any, bias: Operand, softmax: Callable, softcap: float
 ) -> tuple[ir.Value, Sequence[ir.Value]]:
     """Return softmax(c tanh(s Q KT / c) + bias) V, without tanh for c = 0, and its four stages.
 
@@ -107,9 +102,7 @@ def scale_of(op: Emit, q: ir.Value) -> Any:
     return op.Cast(op.Pow(op.Cast(size, to=ir.DataType.DOUBLE), -0.5), to=q.dtype)
 
 
-def _bias(
-    op: Emit, q: ir.Value, k: ir.Value, mask: ir.Value | None, visible: ir.Value | None
-) -> ir.Value | None:
+def _bias(op: Emit, q: ir.Value, k: ir.Value, mask: Operand, visible: Operand) -> Operand:
     """Return the bias of the scores, -inf where a key is masked, or None for no bias."""
     zero, minus_inf = op.const(0.0, q.dtype), op.const(-np.inf, q.dtype)
     if mask is not None:
@@ -124,38 +117,42 @@ def _bias(
     return op.Where(visible, zero if mask is None else mask, minus_inf)
 
 
-def _visible(
-    op: Emit,
-    node: ir.Node,
-    rows: Length,
-    keys: Length,
-    past: ir.Value | None,
-    lengths: ir.Value | None,
-) -> ir.Value | None:
-    """Return which keys each query may attend to by position: booleans (rows, keys), None for all.
+def _visible(op: Emit, node: ir.Node, qk: HeadsOf, past: Operand, lengths: Operand) -> Operand:
+    """Return which keys each query may attend to: booleans (rows, keys), None for all.
 
-    Query i has position p = i + offset, and attends to key j if p - left <= j <= p + right.
+    These are the keys within a window, and with `lengths`, those of each sequence.
     """
-    left = node.attributes.get_int("left_window_size", -1)
-    right = node.attributes.get_int("right_window_size", -1)
-    if node.attributes.get_int("is_causal", 0):
-        right = 0
-    j, conditions = op.arange(keys), []
-    position = op.Unsqueeze(op.arange(rows), [1])
-    if past is not None:
-        position = position + op.const(op.dim(past, _ROWS), ir.DataType.INT64)
+    left, right = (node.attributes.get_int(f"{side}_window_size", -1) for side in ("left", "right"))
+    right = 0 if node.attributes.get_int("is_causal", 0) else right
+    rows, keys = (op.dim(x, _ROWS) for x in qk)
+    offsets = [] if past is None else [op.const(op.dim(past, _ROWS), ir.DataType.INT64)]
+    valid = []
     if lengths is not None:
         lengths = op.Reshape(lengths, [-1, 1, 1, 1])
-        conditions.append(op.Less(j, lengths))
-        position = position + (lengths - op.const(rows, ir.DataType.INT64))
+        valid.append(op.Less(op.arange(keys), lengths))
+        offsets.append(lengths - op.const(rows, ir.DataType.INT64))
+    near = within_window(op, rows, keys, offsets, left, right)
+    return reduce(op.And, [*valid, *near]) if valid or near else None
+
+
+def within_window(
+    op: Emit, rows: Length, keys: Length, offsets: Sequence[ir.Value], left: int, right: int
+) -> list[ir.Value]:
+    """Return the conditions for p - left <= j <= p + right, key j, query i at p = i + the offsets.
+
+    A negative `left` or `right` is no bound.
+    """
+    j, position, bounds = op.arange(keys), op.Unsqueeze(op.arange(rows), [1]), []
+    for offset in offsets:
+        position = position + offset
     if right >= 0:
-        conditions.append(op.LessOrEqual(j, position + right))
+        bounds.append(op.LessOrEqual(j, position + right if right else position))
     if left >= 0:
-        conditions.append(op.GreaterOrEqual(j, position - left))
-    return reduce(op.And, conditions) if conditions else None
+        bounds.append(op.GreaterOrEqual(j, position - left))
+    return bounds
 
 
-def _softmax(op: Emit, scores: ir.Value, bias: ir.Value | None, precision: int) -> ir.Value:
+def _softmax(op: Emit, scores: ir.Value, bias: Operand, precision: int) -> ir.Value:
     """Return softmax(scores) over the keys, zero for a query whose keys are all masked."""
     if bias is None:
         return op.Cast(op.Softmax(op.Cast(scores, to=precision), axis=-1), to=scores.dtype)

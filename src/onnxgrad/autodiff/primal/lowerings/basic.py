@@ -10,11 +10,10 @@ from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, equal, rank
 
+Operand = ir.Value | None  # None: it is left out
 
-@lowering("Identity")
-@lowering("Cast")
-@lowering("Reshape")
-@lowering("Dropout")
+
+@lowering("Identity", "Cast", "Reshape", "Dropout")
 def no_operation(op: Emit, node: Any) -> list[ir.Value] | None:
     """A node that returns its input is removed, unless its output is an output of the graph."""
     x, (y, *others) = node.inputs[0], node.outputs
@@ -47,17 +46,10 @@ def product(op: Emit, a: Any, b: Any) -> ir.Value:
     return op.Squeeze(y, axes) if axes else y
 
 
-def total(*terms: ir.Value | None) -> ir.Value:
+def total(*terms: Operand) -> ir.Value:
     """Return the sum of the terms, without those that are left out."""
     first, *others = (v for v in terms if v is not None)
     return sum(others, start=first)
-
-
-@lowering("Swish")
-def swish(op: Emit, node: Any) -> list[ir.Value]:
-    """y = x sigmoid(a x): onnxruntime 1.31 runs Swish at opset 24 only."""
-    x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.0)
-    return [x * op.Sigmoid(x if alpha == 1 else alpha * x)]
 
 
 @lowering("Mod")

@@ -7,11 +7,13 @@ onnxruntime deviate from it, they are the reference.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import pi, sqrt
 from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.autodiff.primal.lowerings.activations import ACTIVATIONS
 from onnxgrad.autodiff.primal.lowerings.basic import product, total
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
@@ -21,13 +23,13 @@ from onnxgrad.graph.shapes import rank
 DOMAIN = "com.microsoft"
 _QUANTIZED = re.compile(r"Q[A-Z]|.*Quant|.*NBits|.*Bnb4|.*FpQ4|.*Integer|NhwcMaxPool")
 
-_CONV_ATTRIBUTES = ("group", "pads", "strides", "dilations", "kernel_shape", "auto_pad")
-_GEMM_ATTRIBUTES = ("alpha", "beta", "transA", "transB")
-_PARAMETERS = {  # attributes of the activations that are standard operators
-    **dict.fromkeys("HardSwish Relu Sigmoid Softplus Softsign Tanh".split(), ()),
-    **dict.fromkeys("Celu Elu LeakyRelu ThresholdedRelu".split(), ("alpha",)),
-    "HardSigmoid": ("alpha", "beta"),
-    "Selu": ("alpha", "gamma"),
+# beside those of recurrent operators: the function, and None for each number that it takes
+_ACTIVATIONS: dict[str, tuple[Any, ...]] = ACTIVATIONS | {
+    "hardswish": (lambda op, x: op.HardSwish(x),),
+    "celu": (lambda op, x, a: op.Celu(x, alpha=a), None),
+    "selu": (lambda op, x, a, gamma: op.Selu(x, alpha=a, gamma=gamma), None, None),
+    "clip": (lambda op, x, low, high: op.Clip(x, low, high), None, None),
+    "parametricsoftplus": (lambda op, x, a, b: a * op.Softplus(b * x), None, None),
 }
 _REFUSED = {  # operator -> {attribute that is not zero: why it has no lowering}
     "Attention": {
@@ -39,7 +41,17 @@ _REFUSED = {  # operator -> {attribute that is not zero: why it has no lowering}
         "kv_cache_bit_width": "its cache is quantized; use the model without cache",
     },
 }
-_OF_BEAMS = ("MultiHeadAttention", "DecoderMaskedMultiHeadAttention")
+
+
+def refusal(node: ir.Node) -> str | None:
+    """Return why a lowering does not take the attributes or inputs of `node`, None if it does."""
+    for attribute, why in _REFUSED.get(node.op_type, {}).items():
+        if node.attributes.get_int(attribute, 0):
+            return why
+    beams = node.inputs[9:10] if node.op_type.endswith("MultiHeadAttention") else ()
+    if any(v is not None for v in beams):
+        return "cache_indirection is of a beam search; use the model with a single beam"
+    return None
 
 
 def remedy(node: ir.Node) -> str | None:
@@ -48,13 +60,9 @@ def remedy(node: ir.Node) -> str | None:
         return None
     if _QUANTIZED.match(node.op_type):
         return "it computes with quantized numbers; use the model as it was before quantization"
-    for attribute, why in _REFUSED.get(node.op_type, {}).items():
-        if node.attributes.get_int(attribute, 0):
-            return why
-    if node.op_type in _OF_BEAMS and len(node.inputs) > 9 and node.inputs[9] is not None:
-        return "cache_indirection is of a beam search; use the model with a single beam"
     level = "ORT_ENABLE_EXTENDED" if node.domain.endswith("nchwc") else "ORT_ENABLE_BASIC"
-    return f"use the model as it was before optimization, or optimized at {level} at most"
+    before = f"use the model as it was before optimization, or optimized at {level} at most"
+    return refusal(node) or before
 
 
 def has_output(node: ir.Node, index: int) -> bool:
@@ -65,18 +73,15 @@ def has_output(node: ir.Node, index: int) -> bool:
 # -- products ------------------------------------------------------------------------------------
 
 
-@lowering("FusedMatMul", DOMAIN)
-@lowering("TransposeMatMul", DOMAIN)
+@lowering("FusedMatMul", "TransposeMatMul", domain=DOMAIN)
 def fused_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = alpha A' B', A' being A, or A with its last two axes swapped (transA), or with its first
     axis moved behind the other batch axes (transBatchA).
     """
     flags, n = node.attributes, rank(node.inputs[1])
     batch = flags.get_int("transBatchA", 0) or flags.get_int("transBatchB", 0)
-    if n is None and batch:
-        return None
-    if n == 1 and flags.get_int("transA", 0):
-        return None  # onnxruntime 1.31 does not transpose A then
+    if (n is None and batch) or (n == 1 and flags.get_int("transA", 0)):
+        return None  # onnxruntime 1.31 does not transpose A if B is a vector
     a, b = (_transposed(op, node, x, side) for x, side in zip(node.inputs, "AB", strict=True))
     alpha = node.attributes.get_float("alpha", 1.0)
     y = product(op, a, b)
@@ -92,53 +97,42 @@ def _transposed(op: Emit, node: ir.Node, x: ir.Value, side: str) -> ir.Value:
     return op.mT(x) if swapped else x
 
 
-@lowering("FusedGemm", DOMAIN)
+@lowering("FusedGemm", domain=DOMAIN)
 def fused_gemm(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = f(alpha A' B' + beta C)."""
     get = node.attributes
-    parameters = {
-        name: get.get_float(f"activation_{name}")
-        for name in ("alpha", "beta", "gamma")
-        if f"activation_{name}" in get
-    }
-    y = op.emit("Gemm", node.inputs, _selected_attributes(node, _GEMM_ATTRIBUTES))
-    return _activated(op, y, get.get_string("activation", ""), parameters)
+    second = "gamma" if get.get_string("activation", "") == "Selu" else "beta"
+    stated = (get.get(f"activation_{name}") for name in ("alpha", second))
+    y = op.emit("Gemm", node.inputs, attributes_without(node, "activation"))
+    return _activated(op, node, y, [a.as_float() for a in stated if a is not None])
 
 
-@lowering("FusedConv", DOMAIN)
+@lowering("FusedConv", domain=DOMAIN)
 def fused_conv(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = f(conv(x, w) + b + z)."""
     *operands, z = (*node.inputs, None, None)[:4]
-    y = op.emit("Conv", operands, _selected_attributes(node, _CONV_ATTRIBUTES))
+    y = op.emit("Conv", operands, attributes_without(node, "activation"))
     y = y if z is None else op.set_type_like(y + z, z)
+    return _activated(op, node, y, node.attributes.get_floats("activation_params", ()))
+
+
+def attributes_without(node: ir.Node, *prefixes: str) -> dict[str, Any]:
+    """Return the attributes of `node` whose names do not begin with one of `prefixes`."""
+    return {k: v for k, v in attributes_of(node).items() if not k.startswith(prefixes)}
+
+
+def _activated(op: Emit, node: Any, y: ir.Value, numbers: Sequence[float]) -> list[ir.Value] | None:
+    """Return f(y), or None if f is unknown or lacks a number."""
     kind = node.attributes.get_string("activation", "")
-    names = ("min", "max") if kind == "Clip" else _PARAMETERS.get(kind, ())
-    numbers = node.attributes.get_floats("activation_params", ())
-    return _activated(op, y, kind, dict(zip(names, numbers, strict=False)))
-
-
-def _selected_attributes(node: ir.Node, names: tuple[str, ...]) -> dict[str, Any]:
-    return {name: node.attributes[name].value for name in names if name in node.attributes}
-
-
-def _activated(
-    op: Emit, y: ir.Value, kind: str, parameters: dict[str, float]
-) -> list[ir.Value] | None:
-    """Return f(y), or None if f is unknown or lacks a parameter."""
-    if kind == "":
+    if not kind:
         return [y]
-    if kind == "Clip" and len(parameters) == 2:
-        return [op.Clip(y, parameters["min"], parameters["max"])]
-    if kind in ("ParametricSoftplus", "ScaledTanh") and {"alpha", "beta"} <= parameters.keys():
-        f = op.Tanh if kind == "ScaledTanh" else op.Softplus
-        return [f(y * parameters["beta"]) * parameters["alpha"]]
-    if kind not in _PARAMETERS or not parameters.keys() >= set(_PARAMETERS[kind]):
+    function, *defaults = _ACTIVATIONS.get(kind.lower(), (None,))
+    if function is None or len(numbers) < len(defaults):
         return None
-    attributes = {name: parameters[name] for name in _PARAMETERS[kind]}
-    return [op.set_type_like(op.emit(kind, [y], attributes), y)]
+    return [op.set_type_like(function(op, y, *numbers[: len(defaults)]), y)]
 
 
-@lowering("GemmFastGelu", DOMAIN)
+@lowering("GemmFastGelu", domain=DOMAIN)
 def gemm_fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = fast_gelu(x w + b)."""
     x, w, *bias = node.inputs
@@ -148,14 +142,13 @@ def gemm_fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
 # -- activations ---------------------------------------------------------------------------------
 
 
-@lowering("Gelu", DOMAIN)
-@lowering("BiasGelu", DOMAIN)
+@lowering("Gelu", "BiasGelu", domain=DOMAIN)
 def bias_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = x F(x), x = a + b, F the standard normal distribution function."""
     return [_gelu(op, total(*node.inputs[:2]))]
 
 
-@lowering("FastGelu", DOMAIN)
+@lowering("FastGelu", domain=DOMAIN)
 def fast_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2, x = a + b."""
     return [_fast_gelu(op, total(*node.inputs[:2]))]
@@ -168,14 +161,15 @@ def _fast_gelu(op: Emit, x: ir.Value) -> ir.Value:
     return 0.5 * x * (op.Tanh(inner) + 1.0)
 
 
-@lowering("QuickGelu", DOMAIN)
-def quick_gelu(op: Emit, node: Any) -> list[ir.Value]:
+@lowering("Swish")  # onnxruntime 1.31 runs it at opset 24 only
+@lowering("QuickGelu", domain=DOMAIN)
+def swish(op: Emit, node: Any) -> list[ir.Value]:
     """y = x sigmoid(alpha x)."""
-    x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.702)
+    x, alpha = node.inputs[0], node.attributes.get_float("alpha", 1.702 if node.domain else 1.0)
     return [x * op.Sigmoid(x if alpha == 1 else alpha * x)]
 
 
-@lowering("BiasSplitGelu", DOMAIN)
+@lowering("BiasSplitGelu", domain=DOMAIN)
 def bias_split_gelu(op: Emit, node: Any) -> list[ir.Value]:
     """y = l gelu(r), [l, r] = x + b."""
     left, right = op.split(total(*node.inputs[:2]), 2, -1)
@@ -191,25 +185,23 @@ def _gelu(op: Emit, x: ir.Value) -> ir.Value:
 # -- others --------------------------------------------------------------------------------------
 
 
-@lowering("BiasAdd", DOMAIN)
+@lowering("BiasAdd", domain=DOMAIN)
 def bias_add(op: Emit, node: Any) -> list[ir.Value]:
     """y = x + b + z."""
     return [total(*node.inputs)]
 
 
-@lowering("BiasDropout", DOMAIN)
+@lowering("BiasDropout", domain=DOMAIN)
 def bias_dropout(op: Emit, node: Any) -> list[ir.Value]:
     """y = dropout(x + b) + z."""
     x, bias, residual, *ratio_and_mode = (*node.inputs, None, None, None)[:5]
-    y, mask = op.emit_many(
-        "Dropout", [x + bias, *ratio_and_mode], _selected_attributes(node, ("seed",)), outputs=2
-    )
+    y, mask = op.emit_many("Dropout", [x + bias, *ratio_and_mode], attributes_of(node), outputs=2)
     mask.dtype = ir.DataType.BOOL
     y = op.set_type_like(y, x)
     return [total(y, residual), mask][: len(node.outputs)]
 
 
-@lowering("BiasSoftmax", DOMAIN)
+@lowering("BiasSoftmax", domain=DOMAIN)
 def bias_softmax(op: Emit, node: Any) -> list[ir.Value]:
     """y = softmax(x + b), over all axes from `axis` on."""
     return [softmax_from(op, total(*node.inputs[:2]), node.attributes.get_int("axis", 1))]
@@ -222,7 +214,7 @@ def softmax_from(op: Emit, x: ir.Value, axis: int) -> ir.Value:
     return op.reshape_like(op.Softmax(op.Flatten(x, axis=axis), axis=-1), x)
 
 
-@lowering("GridSample", DOMAIN)
+@lowering("GridSample", domain=DOMAIN)
 def grid_sample(op: Emit, node: Any) -> list[ir.Value]:
     """y = the result of the standard operator, whose modes have other names since opset 20."""
     names = {"bilinear": "linear", "bicubic": "cubic"} if op.opset >= 20 else {}
@@ -231,7 +223,7 @@ def grid_sample(op: Emit, node: Any) -> list[ir.Value]:
     return [op.emit("GridSample", node.inputs, attributes)]
 
 
-@lowering("ConvTransposeWithDynamicPads", DOMAIN)
+@lowering("ConvTransposeWithDynamicPads", domain=DOMAIN)
 def conv_transpose(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = ConvTranspose(x, w, b) without pads, cropped by those of an operand."""
     x, w, pads, bias = (*node.inputs, None, None)[:4]
@@ -245,9 +237,7 @@ def conv_transpose(op: Emit, node: Any) -> list[ir.Value] | None:
     return [op.Slice(y, starts, op.Shape(y, start=2) - after, list(range(2, n)))]
 
 
-@lowering("GatherND", DOMAIN)
-@lowering("Pad", DOMAIN)
-@lowering("Trilu", DOMAIN)
+@lowering("GatherND", "Pad", "Trilu", domain=DOMAIN)
 def standard(op: Emit, node: Any) -> list[ir.Value]:
     """y = the result of the standard operator of the same name, which was added to ONNX later."""
     inputs = list(node.inputs)
@@ -256,14 +246,14 @@ def standard(op: Emit, node: Any) -> list[ir.Value]:
     return [op.emit(node.op_type, inputs, attributes_of(node))]
 
 
-@lowering("ExpandDims", DOMAIN)
+@lowering("ExpandDims", domain=DOMAIN)
 def expand_dims(op: Emit, node: Any) -> list[ir.Value]:
     """y = x with one more axis."""
     x, axis = node.inputs
     return [op.Unsqueeze(x, op.Reshape(op.Cast(axis, to=ir.DataType.INT64), [1]))]
 
 
-@lowering("CDist", DOMAIN)
+@lowering("CDist", domain=DOMAIN)
 def cdist(op: Emit, node: Any) -> list[ir.Value] | None:
     """y_ij = |a_i - b_j|^2 (sqeuclidean), or its root.
 

@@ -7,18 +7,21 @@ present share one buffer of keys and values, in which the first rows are valid.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.attention import (
+    HeadsOf,
     Length,
     heads_apart,
     heads_together,
+    within_window,
 )
-from onnxgrad.autodiff.primal.lowerings.basic import total
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
+from onnxgrad.autodiff.primal.lowerings.basic import Operand, total
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, refusal
 from onnxgrad.autodiff.primal.lowerings.microsoft_grouped import attend_visible
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -28,13 +31,12 @@ INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)
 
 
-@lowering("Attention", DOMAIN)
+@lowering("Attention", domain=DOMAIN)
 def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, [Q, K, V] = x W + b."""
     x, weights, b, mask, past, bias, used = (*node.inputs, *[None] * 5)[:7]
     get = node.attributes
-    unknown = mask is not None and rank(mask) is None
-    if unknown or get.get_int("do_rotary", 0):
+    if refusal(node) or (mask is not None and rank(mask) is None):
         return None
     sizes = list(get.get_ints("qkv_hidden_sizes", ())) or 3
     parts = op.split(total(op.MatMul(x, weights), b), sizes, 2)
@@ -43,15 +45,14 @@ def attention(op: Emit, node: Any) -> list[ir.Value] | None:
     (k, held), (v, held_v) = (
         _with_past(op, p, x, used) for p, x in zip(pasts, (k, v), strict=True)
     )
-    y, _ = _attend(op, node, q, k, v, mask, bias)
+    y, _ = _attend(op, node, (q, k, v), mask, bias)
     present = y
     if has_output(node, 1):
         present = op.Concat(op.Unsqueeze(held, [0]), op.Unsqueeze(held_v, [0]), axis=0)
     return [y, present][: len(node.outputs)]
 
 
-@lowering("MultiHeadAttention", DOMAIN)
-@lowering("DecoderMaskedMultiHeadAttention", DOMAIN)
+@lowering("MultiHeadAttention", "DecoderMaskedMultiHeadAttention", domain=DOMAIN)
 def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V.
 
@@ -59,21 +60,18 @@ def multi_head_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """
     inputs = (*node.inputs, *[None] * 10)[:11]
     if node.op_type == "MultiHeadAttention":
-        q, k, v, b, mask, bias, past_key, past_value, used, beams, _ = inputs
+        q, k, v, b, mask, bias, past_key, past_value, used, *_ = inputs
     else:
-        q, k, v, mask, bias, past_key, past_value, used, _, beams, b = inputs
-    unknown = any(x is not None and rank(x) is None for x in (q, k, mask))
-    if unknown or beams is not None:
+        q, k, v, mask, bias, past_key, past_value, used, _, _, b = inputs
+    if refusal(node) or any(x is not None and rank(x) is None for x in (q, k, mask)):
         return None
-    q, k, v = _heads(op, q, k, v, b, node.attributes.get_int("num_heads"))
+    q, k, v = _heads(op, (q, k, v), b, node.attributes.get_int("num_heads"))
     (k, key), (v, value) = (_with_past(op, p, x, used) for p, x in ((past_key, k), (past_value, v)))
-    y, scores = _attend(op, node, q, k, v, mask, bias)
+    y, scores = _attend(op, node, (q, k, v), mask, bias)
     return [y, key, value, scores][: len(node.outputs)]
 
 
-def _with_past(
-    op: Emit, past: ir.Value | None, x: ir.Value, used: ir.Value | None
-) -> tuple[ir.Value, ir.Value]:
+def _with_past(op: Emit, past: Operand, x: ir.Value, used: Operand) -> tuple[ir.Value, ir.Value]:
     """Return the keys or values of the past followed by the new ones, and those to remember.
 
     With `used`, the past is a buffer with as many valid rows. The new rows are written behind them.
@@ -90,15 +88,9 @@ def _with_past(
     return joined, op.set_type_like(op.Concat(joined, rest, axis=_ROWS), past)
 
 
-def _heads(
-    op: Emit,
-    q: ir.Value,
-    k: ir.Value | None,
-    v: ir.Value | None,
-    bias: ir.Value | None,
-    heads: int,
-) -> list[ir.Value]:
+def _heads(op: Emit, qkv: Sequence[Any], bias: Operand, heads: int) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size), from any of their packed forms."""
+    q, k, v = parts = list(qkv)
     if k is None or rank(k) == 5:  # (batch, rows, heads, 2 or 3 of them, size)
         packed, n = (q, 3) if k is None else (k, 2)
         if bias is not None and k is None:
@@ -106,8 +98,6 @@ def _heads(
         parts = [op.Squeeze(part, [3]) for part in op.split(packed, n, 3)]
         separate = [op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts]
         return separate if k is None else [heads_apart(op, q, heads), *separate]
-    assert v is not None
-    parts = [q, k, v]
     ready = rank(k) == 4  # K and V of cross attention, projected before: only Q gets a bias
     if bias is not None and ready:
         parts[0] = q + op.Slice(bias, [0], op.vector(op.dim(q, 2)), [0])
@@ -120,26 +110,23 @@ def _heads(
 
 
 def _attend(
-    op: Emit,
-    node: Any,
-    q: ir.Value,
-    k: ir.Value,
-    v: ir.Value,
-    mask: ir.Value | None,
-    bias: ir.Value | None,
+    op: Emit, node: Any, qkv: HeadsOf, mask: Operand, bias: Operand
 ) -> tuple[ir.Value, ir.Value]:
     """Return Y (batch, rows, heads size), and the scores including bias and mask."""
+    q, k, _ = qkv
     get, rows, keys = node.attributes, op.dim(q, _ROWS), op.dim(k, _ROWS)
     visible = None
     if get.get_int("unidirectional", 0) and rows != 1:
-        visible = _earlier(op, rows, keys)
+        [visible] = within_window(op, rows, keys, [op.const(keys - rows, INT64)], -1, 0)
+        if not isinstance(rows, int):  # a single query attends to all
+            visible = op.Or(visible, op.Equal(rows, np.int64(1)))
     if mask is not None:
         kept = _kept(op, mask, q, keys)
         zero = op.const(0.0, q.dtype)
         added = max(get.get_float("mask_filter_value", -10000.0), _lowest(q))
         hidden = op.Where(kept, zero, added)
         bias = hidden if bias is None else bias + hidden
-    y, scores, _ = attend_visible(op, (q, k, v), get.get_float("scale", 0.0), bias, visible)
+    y, scores, _ = attend_visible(op, node, qkv, bias, visible)
     if visible is not None and has_output(node, 3):
         scores = op.set_type_like(op.Where(visible, scores, _lowest(q)), scores)
     return heads_together(op, y), scores
@@ -150,14 +137,6 @@ def _lowest(x: ir.Value) -> float:
     return -float((x.dtype or ir.DataType.FLOAT).max)
 
 
-def _earlier(op: Emit, rows: Length, keys: Length) -> ir.Value:
-    """Return which keys are not after each query; a single query attends to all."""
-    offset = keys - rows
-    position = op.Unsqueeze(op.arange(rows), [1]) + op.const(offset, INT64)
-    earlier = op.LessOrEqual(op.arange(keys), position)
-    return earlier if isinstance(rows, int) else op.Or(earlier, op.Equal(rows, np.int64(1)))
-
-
 def _kept(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     """Return which keys a mask keeps: booleans that broadcast to (batch, heads, rows, keys)."""
     n = rank(mask)
@@ -166,10 +145,8 @@ def _kept(op: Emit, mask: ir.Value, q: ir.Value, keys: Length) -> ir.Value:
     if n == 4:  # for the largest number of rows and keys
         begin = keys - op.dim(q, _ROWS)
         mask = op.Slice(mask, op.vector(begin, 0), op.vector(keys, keys), [2, 3])
-    elif n == 3:
-        mask = op.Unsqueeze(mask, [1])
     else:
-        mask = op.Unsqueeze(mask, [1, 2])
+        mask = op.Unsqueeze(mask, [1] if n == 3 else [1, 2])
     return op.Greater(mask, op.const(0, mask.dtype))
 
 

@@ -5,20 +5,23 @@ Ainslie et al. 2023, arXiv:2305.13245; Su et al. 2021, arXiv:2104.09864.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings.attention import (
+    HeadsOf,
     Length,
     attend,
     heads_apart,
     heads_together,
     scale_of,
+    within_window,
 )
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output
+from onnxgrad.autodiff.primal.lowerings.basic import Operand
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, has_output, refusal
 from onnxgrad.autodiff.primal.lowerings.microsoft_norms import rms_normalized
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
@@ -26,13 +29,12 @@ from onnxgrad.graph.shapes import rank
 
 INT64 = ir.DataType.INT64
 _ROWS = 2  # axis of (batch, heads, rows, size)
-_NOT_LOWERED = ("sliding_window_cache", "kv_cache_bit_width")  # attributes that must be zero
 
 
 # -- rotation ------------------------------------------------------------------------------------
 
 
-@lowering("RotaryEmbedding", DOMAIN)
+@lowering("RotaryEmbedding", domain=DOMAIN)
 def rotary_embedding(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = R(p) x: the pairs of elements of each head, rotated by the angles of their position p.
 
@@ -78,7 +80,7 @@ def rotated(op: Emit, x: ir.Value, cos: ir.Value, sin: ir.Value, interleaved: in
 # -- attention -----------------------------------------------------------------------------------
 
 
-@lowering("GroupQueryAttention", DOMAIN)
+@lowering("GroupQueryAttention", domain=DOMAIN)
 def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     """Y = softmax(s Q KT + bias) V, where several heads of Q share one of K and V.
 
@@ -88,9 +90,7 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     get = node.attributes
     inputs = (*node.inputs, *[None] * 16)[:16]
     past_key, past_value, lengths, total, cos, sin, position, bias, sink = inputs[3:12]
-    if any(get.get_int(name, 0) for name in _NOT_LOWERED) or any(
-        x is not None for x in inputs[12:14]
-    ):
+    if refusal(node) or any(x is not None for x in inputs[12:14]):
         return None
     q, k, v = _heads(op, node, *inputs[:3])
     if inputs[14] is not None:
@@ -107,32 +107,26 @@ def group_query_attention(op: Emit, node: Any) -> list[ir.Value] | None:
     if before is not None:
         source = _sources(op, rows, before, total, past_key)
         k, v = (_appended(op, p, x, *source) for p, x in ((past_key, k), (past_value, v)))
-    visible = _visible(op, node, rows, op.dim(k, _ROWS), before, lengths)
+    visible = _visible(op, node, (q, k), before, lengths)
 
     if sink is not None:
         sink = op.Reshape(sink, [1, -1, 1, 1])
     elif get.get_int("smooth_softmax", 0):
         sink = op.Reshape(op.const(0.0, q.dtype), [1, 1, 1, 1])
-    scale, softcap = get.get_float("scale", 0.0), get.get_float("softcap", 0.0)
-    y, scores, weights = attend_visible(op, (q, k, v), scale, bias, visible, softcap, sink)
+    y, scores, weights = attend_visible(op, node, (q, k, v), bias, visible, sink)
     exposed = weights
     if has_output(node, 3) and get.get_int("qk_output", 0) == 1:
-        exposed = scores if visible is None else op.Where(visible, scores, 0.0)
+        exposed = op.Where(visible, scores, 0.0)
     return [heads_together(op, y), k, v, exposed][: len(node.outputs)]
 
 
 def attend_visible(
-    op: Emit,
-    qkv: Sequence[ir.Value],
-    scale: float,
-    bias: ir.Value | None,
-    visible: ir.Value | None,
-    softcap: float = 0.0,
-    sink: ir.Value | None = None,
+    op: Emit, node: Any, qkv: HeadsOf, bias: Any, visible: Operand, sink: Any = None
 ) -> tuple[ir.Value, ir.Value, ir.Value]:
-    """Return softmax(scores) V, the scores and their softmax; `scale` 0 means 1 / sqrt(head size).
+    """Return softmax(scores) V, the scores and their softmax.
 
-    `sink` is the score of one more key, whose value is zero.
+    `visible` is true where a query attends to a key. `sink` is the score of one more key, whose
+    value is zero.
     """
 
     def softmax(scores: ir.Value) -> ir.Value:
@@ -145,14 +139,13 @@ def attend_visible(
         more = op.Concat(masked, op.Expand(sink, op.vector(*sizes, 1)), axis=-1)
         return op.set_type_like(op.Slice(op.Softmax(more, axis=-1), [0], [-1], [-1]), scores)
 
-    factor = scale or scale_of(op, qkv[0])
-    y, (*_, scores, weights) = attend(op, qkv, factor, softcap, bias, softmax)
+    scale = node.attributes.get_float("scale", 0.0) or scale_of(op, qkv[0])
+    softcap = node.attributes.get_float("softcap", 0.0)
+    y, (*_, scores, weights) = attend(op, qkv, scale, bias, softmax, softcap)
     return y, scores, weights
 
 
-def _heads(
-    op: Emit, node: Any, q: ir.Value, k: ir.Value | None, v: ir.Value | None
-) -> list[ir.Value]:
+def _heads(op: Emit, node: Any, q: ir.Value, k: Operand, v: Operand) -> list[ir.Value]:
     """Return Q, K and V as (batch, heads, rows, size); they may be packed into `q`."""
     heads, shared = (node.attributes.get_int(name) for name in ("num_heads", "kv_num_heads"))
     if k is not None and v is not None:
@@ -169,9 +162,7 @@ def _past_rows(op: Emit, rows: Length, lengths: ir.Value, total: ir.Value) -> ir
     return op.Reshape(op.Where(first, np.int64(0), before), [-1, 1])
 
 
-def _rotary_positions(
-    op: Emit, rows: Length, before: ir.Value | None, position: ir.Value | None
-) -> ir.Value:
+def _rotary_positions(op: Emit, rows: Length, before: Operand, position: Operand) -> ir.Value:
     """Return the positions (batch, rows) for the rotary embedding of Q and K."""
     steps = op.Unsqueeze(op.arange(rows), [0])
     if position is None:
@@ -207,24 +198,15 @@ def _appended(op: Emit, past: ir.Value, x: ir.Value, source: ir.Value, valid: ir
     return op.Where(valid, op.GatherND(joined, indices, batch_dims=2), 0.0)
 
 
-def _visible(
-    op: Emit,
-    node: Any,
-    rows: Length,
-    keys: Length,
-    before: ir.Value | None,
-    lengths: ir.Value,
-) -> ir.Value:
+def _visible(op: Emit, node: Any, qk: HeadsOf, before: Operand, lengths: ir.Value) -> ir.Value:
     """Return which keys each query attends to.
 
     These are the last `local_window_size` keys up to its own, or all valid keys if not causal.
     """
-    j = op.arange(keys)
+    rows, keys = (op.dim(x, _ROWS) for x in qk)
     if not node.attributes.get_int("causal", 1):
-        return op.LessOrEqual(j, op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1]))
-    position = op.Unsqueeze(op.arange(rows), [1])
-    if before is not None:
-        position = position + op.Reshape(before, [-1, 1, 1, 1])
-    visible = op.LessOrEqual(j, position)
+        last = op.Reshape(op.Cast(lengths, to=INT64), [-1, 1, 1, 1])
+        return op.LessOrEqual(op.arange(keys), last)
+    offsets = [] if before is None else [op.Reshape(before, [-1, 1, 1, 1])]
     window = node.attributes.get_int("local_window_size", -1)
-    return visible if window < 0 else op.And(visible, op.Greater(j, position - window))
+    return reduce(op.And, within_window(op, rows, keys, offsets, window - 1, 0))

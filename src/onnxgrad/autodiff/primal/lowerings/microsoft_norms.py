@@ -20,7 +20,7 @@ FLOAT, INT32 = ir.DataType.FLOAT, ir.DataType.INT32
 
 
 @lowering("SimplifiedLayerNormalization")  # onnxruntime writes it without domain, too
-@lowering("SimplifiedLayerNormalization", DOMAIN)
+@lowering("SimplifiedLayerNormalization", domain=DOMAIN)
 def simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s x / r, r = sqrt(mean square + epsilon) over the axes from `axis` on."""
     x, scale = node.inputs
@@ -29,25 +29,23 @@ def simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     return [y, inverse][: len(node.outputs)]
 
 
-@lowering("SkipLayerNormalization", DOMAIN)
+@lowering("SkipLayerNormalization", domain=DOMAIN)
 def skip_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x = a + skip + b."""
     a, skip, scale, shift, bias = (*node.inputs, None, None)[:5]
     x, epsilon = total(a, skip, bias), node.attributes.get_float("epsilon", 1e-12)
     statistics = has_output(node, 1) or has_output(node, 2)
-    results = op.emit_many(
-        "LayerNormalization",
-        [x, scale] if shift is None else [x, scale, shift],
-        {"axis": -1, "epsilon": epsilon},
-        outputs=3 if statistics else 1,
+    operands = [v for v in (x, scale, shift) if v is not None]
+    count, attributes = 3 if statistics else 1, {"axis": -1, "epsilon": epsilon}
+    y, mean, inverse = op.emit_many("LayerNormalization", operands, attributes, count) * (
+        3 // count
     )
-    y, mean, inverse = results if statistics else results * 3
     if statistics:
         mean.dtype = inverse.dtype = FLOAT
     return [y, mean, inverse, x][: len(node.outputs)]
 
 
-@lowering("SkipSimplifiedLayerNormalization", DOMAIN)
+@lowering("SkipSimplifiedLayerNormalization", domain=DOMAIN)
 def skip_simplified_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s x / r, x = a + skip + b. The output `mean` is zero."""
     a, skip, scale, bias = (*node.inputs, None)[:4]
@@ -78,14 +76,11 @@ def rms_normalized(
     return op.set_type_like(y, x), op.Cast(inverted, to=FLOAT)
 
 
-@lowering("EmbedLayerNormalization", DOMAIN)
+@lowering("EmbedLayerNormalization", domain=DOMAIN)
 def embed_layer_normalization(op: Emit, node: Any) -> list[ir.Value]:
     """y = s (x - m) / r + c, x the sum of the embeddings of word, position and segment."""
-    ids, segment_ids, words, positions, segments, scale, shift, mask, position_ids = (
-        *node.inputs,
-        None,
-        None,
-    )[:9]
+    inputs = (*node.inputs, None, None)[:9]
+    ids, segment_ids, words, positions, segments, scale, shift, mask, position_ids = inputs
     rows = op.Slice(positions, [0], op.vector(op.dim(ids, 1)), [0])
     x = op.Gather(words, ids)
     x = x + (rows if position_ids is None else op.Gather(positions, position_ids))
@@ -105,29 +100,18 @@ def _lengths(op: Emit, ids: ir.Value, mask: ir.Value | None) -> ir.Value:
     return op.ReduceSum(op.Cast(op.Equal(mask, 1), to=INT32), [1], keepdims=0)
 
 
-@lowering("GroupNorm", DOMAIN)
-def group_norm(op: Emit, node: Any) -> list[ir.Value]:
-    """y = f(s (x - m) / r + c), over the channels of a group and all positions (N, H, W, C)."""
-    return [_group_normalized(op, node, *node.inputs)]
+@lowering("GroupNorm", "SkipGroupNorm", domain=DOMAIN)
+def group_norm(op: Emit, node: Any) -> list[ir.Value] | None:
+    """y = f(s (x - m) / r + c), over the channels of a group and all positions (N, H, W, C).
 
-
-@lowering("SkipGroupNorm", DOMAIN)
-def skip_group_norm(op: Emit, node: Any) -> list[ir.Value] | None:
-    """y = f(s (x - m) / r + c), x = a + skip + b; the second output is x."""
-    a, scale, shift, skip, bias = (*node.inputs, None)[:5]
-    if rank(skip) is None:
+    x = a + skip + b of a SkipGroupNorm, whose second output is x. The activation 1 is SiLU.
+    """
+    a, scale, shift, skip, bias = (*node.inputs, None, None)[:5]
+    if skip is not None and rank(skip) is None:
         return None
     if rank(skip) == 2:  # (N, C): the same at all positions
         skip = op.Unsqueeze(skip, [1, 2])
-    x = op.set_type_like(total(a, skip, bias), a)
-    return [_group_normalized(op, node, x, scale, shift), x][: len(node.outputs)]
-
-
-def _group_normalized(
-    op: Emit, node: ir.Node, x: ir.Value, scale: ir.Value, shift: ir.Value
-) -> ir.Value:
-    """Return the normalized `x`; the activation 1 is SiLU."""
-    get = node.attributes
+    x, get = op.set_type_like(total(a, skip, bias), a), node.attributes
     last = get.get_int("channels_last", 1)
     apart = op.Cast(x if last else op.Transpose(x, perm=[0, 2, 3, 1]), to=FLOAT)
     # (N, H W, groups, channels of one)
@@ -140,4 +124,4 @@ def _group_normalized(
     if get.get_int("activation", 0):
         y = y * op.Sigmoid(y)
     y = y if last else op.Transpose(y, perm=[0, 3, 1, 2])
-    return op.set_type_like(op.Cast(y, to=x.dtype), x)
+    return [op.set_type_like(op.Cast(y, to=x.dtype), x), x][: len(node.outputs)]

@@ -6,42 +6,34 @@ the gradient needs what is in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.basic import total
-from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, softmax_from
+from onnxgrad.autodiff.primal.lowerings.basic import Operand, total
+from onnxgrad.autodiff.primal.lowerings.microsoft import DOMAIN, attributes_without, softmax_from
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import OPERATORS
-from onnxgrad.graph.shapes import Dims, dims, rank
+from onnxgrad.graph.shapes import dims, rank
 
 FLOAT = ir.DataType.FLOAT
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
-_POOL = ("auto_pad", "ceil_mode", "count_include_pad", "kernel_shape", "pads", "strides")
-_ATTRIBUTES = {  # those that an operator keeps without quantization
-    "AveragePool": _POOL,
-    "Concat": ("axis",),
-    "LeakyRelu": ("alpha",),
-    "Softmax": ("axis",),
-}
 
 
 def dequantized(
-    op: Emit, x: ir.Value, scale: ir.Value, zero_point: ir.Value | None = None, axis: int = 1
+    op: Emit, x: ir.Value, scale: ir.Value, zero_point: Operand = None, axis: int = 1
 ) -> ir.Value:
     """Return scale (x - zero_point); scales of several elements are along `axis`."""
-    operands = [x, scale] if zero_point is None else [x, scale, zero_point]
-    y = op.DequantizeLinear(*operands, axis=axis)
+    y = op.DequantizeLinear(*_without_last(x, scale, zero_point), axis=axis)
     y.type, y.shape = ir.TensorType(scale.dtype or FLOAT), x.shape
     return y
 
 
 def quantized(
-    op: Emit, x: ir.Value, scale: ir.Value, zero_point: ir.Value | None, like: ir.Value
+    op: Emit, x: ir.Value, scale: ir.Value, zero_point: Operand, like: ir.Value
 ) -> ir.Value:
     """Return x / scale + zero_point, rounded to the integers of `like` if there is no zero point"""
     if zero_point is None:
@@ -57,19 +49,21 @@ def _operands(node: ir.Node, count: int) -> list[Any]:
     return [*node.inputs, *[None] * count][:count]
 
 
-def _is_quantized(*values: ir.Value | None) -> bool:
+def _without_last(*operands: Operand) -> list[Any]:
+    """Return operands without those at their end that are left out."""
+    count = max(i for i, v in enumerate(operands, 1) if v is not None)
+    return list(operands[:count])
+
+
+def _is_quantized(*values: Operand) -> bool:
     return all(v is not None and v.dtype in _BYTES for v in values)
 
 
-@lowering("QLinearAdd", DOMAIN)
-@lowering("QLinearAveragePool", DOMAIN)
-@lowering("QLinearConcat", DOMAIN)
-@lowering("QLinearGlobalAveragePool", DOMAIN)
-@lowering("QLinearLeakyRelu", DOMAIN)
-@lowering("QLinearMul", DOMAIN)
-@lowering("QLinearSigmoid", DOMAIN)
-@lowering("QLinearSoftmax", DOMAIN)
-@lowering("QLinearWhere", DOMAIN)
+@lowering(
+    *"QLinearAdd QLinearAveragePool QLinearConcat QLinearGlobalAveragePool".split(),
+    *"QLinearLeakyRelu QLinearMul QLinearSigmoid QLinearSoftmax QLinearWhere".split(),
+    domain=DOMAIN,
+)
 def between_quantizations(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = Q(f(a, b, ...)), f the operator without the prefix QLinear."""
     # each quantized operand is followed by its scale and zero point; those of the result are last,
@@ -93,7 +87,7 @@ def _applied(op: Emit, node: ir.Node, name: str, operands: list[Any]) -> ir.Valu
     get, x = node.attributes, operands[0]
     if name == "Softmax" and get.get_int("opset", 13) < 13:
         return softmax_from(op, x, get.get_int("axis", -1))
-    attributes = {key: get[key].value for key in _ATTRIBUTES.get(name, ()) if key in get}
+    attributes = attributes_without(node, "channels_last", "opset")
     if not get.get_int("channels_last", 0):
         return op.emit(name, operands, attributes)
     n = rank(x)
@@ -103,24 +97,22 @@ def _applied(op: Emit, node: ir.Node, name: str, operands: list[Any]) -> ir.Valu
     return op.Transpose(y, perm=[0, *range(2, n), 1])
 
 
-@lowering("QGemm", DOMAIN)
+@lowering("QGemm", domain=DOMAIN)
 def gemm(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = Q(alpha (A B + c)), the steps of c being products of those of A and B."""
     a, a_scale, a_zero, b, b_scale, b_zero, c, y_scale, y_zero = _operands(node, 9)
     if not _is_quantized(a, b):
         return None
-    flags, transposed = node.attributes, node.attributes.get_int("transB", 0)
-    right = dequantized(op, b, b_scale, b_zero, axis=0 if transposed else 1)
-    operands = [dequantized(op, a, a_scale, a_zero), right]
-    alpha = flags.get_float("alpha", 1.0)
+    attributes = attributes_of(node)
+    axis, alpha = 0 if attributes.get("transB") else 1, attributes.get("alpha", 1.0)
+    operands = [dequantized(op, a, a_scale, a_zero), dequantized(op, b, b_scale, b_zero, axis)]
     if c is not None:
         operands.append(op.Cast(c, to=FLOAT) * (a_scale * b_scale))
-    attributes = {"transA": flags.get_int("transA", 0), "transB": transposed}
-    y = op.emit("Gemm", operands, attributes | {"alpha": alpha, "beta": alpha})
+    y = op.emit("Gemm", operands, attributes | {"beta": alpha})
     return [y if y_scale is None else quantized(op, y, y_scale, y_zero, a)]
 
 
-@lowering("DynamicQuantizeMatMul", DOMAIN)
+@lowering("DynamicQuantizeMatMul", domain=DOMAIN)
 def dynamic_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = a b + c, a rounded to 256 steps over its range."""
     a, b, scale, zero, bias = _operands(node, 5)
@@ -130,83 +122,60 @@ def dynamic_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
     q.type = a_zero.type = ir.TensorType(ir.DataType.UINT8)
     q.shape, a_scale.type = a.shape, ir.TensorType(FLOAT)
     a_scale.shape = a_zero.shape = ir.Shape([])
-    return [_integer_product(op, q, b, a_scale * scale, a_zero, zero, bias)]
+    return [_integer_product(op, (q, b, a_zero, zero), a_scale * scale, bias)]
 
 
-@lowering("MatMulIntegerToFloat", DOMAIN)
+@lowering("MatMulIntegerToFloat", domain=DOMAIN)
 def integer_matmul(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = a_scale b_scale (a - a_zero) (b - b_zero) + c."""
     a, b, a_scale, b_scale, a_zero, b_zero, bias = _operands(node, 7)
     if not _is_quantized(a, b):
         return None
-    return [_integer_product(op, a, b, a_scale * b_scale, a_zero, b_zero, bias)]
+    return [_integer_product(op, (a, b, a_zero, b_zero), a_scale * b_scale, bias)]
 
 
 def _integer_product(
-    op: Emit,
-    a: ir.Value,
-    b: ir.Value,
-    scale: ir.Value,
-    a_zero: ir.Value | None,
-    b_zero: ir.Value | None,
-    bias: ir.Value | None,
+    op: Emit, operands: Sequence[Operand], scale: ir.Value, bias: Operand
 ) -> ir.Value:
-    operands = [a, b, a_zero, b_zero]
-    while operands[-1] is None:
-        operands.pop()
-    product = op.MatMulInteger(*operands)
+    """Return scale (a - a_zero) (b - b_zero) + bias of the operands (a, b, a_zero, b_zero)."""
+    product = op.MatMulInteger(*_without_last(*operands))
     product.dtype = ir.DataType.INT32
     return total(op.Cast(product, to=FLOAT) * scale, bias)
 
 
-@lowering("QuantizeLinear", DOMAIN)
-@lowering("DequantizeLinear", DOMAIN)
+@lowering("QuantizeLinear", "DequantizeLinear", domain=DOMAIN)
 def standard(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = the result of the standard operator of the same name."""
     x, scale, zero = _operands(node, 3)
     integer = x if node.op_type == "DequantizeLinear" else zero
     if integer is None or (integer.dtype not in _BYTES and op.opset < 21):
         return None
-    operands = [x, scale] if zero is None else [x, scale, zero]
-    y = op.emit(node.op_type, operands, attributes_of(node))
+    y = op.emit(node.op_type, _without_last(x, scale, zero), attributes_of(node))
     y.type = ir.TensorType(scale.dtype if integer is x else integer.dtype)
     y.shape = x.shape
     return [y]
 
 
-QUANTIZED = {
-    name for (_, name), operator in OPERATORS.items()
-    if operator.lowering is not None and operator.lowering.__module__ == __name__
-}  # fmt: skip
-
-
 # -- operators whose weights are kept in few bits: onnx does not infer the shape of their result --
 
 
-@lowering("MatMulNBits", DOMAIN)
+@lowering("MatMulNBits", domain=DOMAIN)
 def state_product(op: Emit, node: Any) -> None:
     """Set the type and shape of the result of a product; the node stays, as it has a rule."""
-    _state(node, [*(dims(node.inputs[0]) or ())[:-1], node.attributes.get_int("N")])
+    x, [y] = node.inputs[0], node.outputs
+    y.type = x.type
+    if x.shape is not None:
+        y.shape = ir.Shape([*x.shape[:-1], node.attributes.get_int("N")])
 
 
-@lowering("GatherBlockQuantized", DOMAIN)
+@lowering("GatherBlockQuantized", domain=DOMAIN)
 def state_rows(op: Emit, node: Any) -> None:
     """Set the type and shape of gathered rows; the node stays, as it has a rule."""
     data, indices, scales = node.inputs[:3]
-    shape, n = dims(data), rank(indices)
-    axis = node.attributes.get_int("gather_axis", 0)
-    node.outputs[0].type = scales.type
-    if shape is None or n is None:
-        return
-    lengths = list(shape)
-    packed = 8 // node.attributes.get_int("bits", 4) if data.dtype == ir.DataType.UINT8 else 1
-    lengths[-1] = lengths[-1] * packed if isinstance(lengths[-1], int) else None
-    axis %= len(lengths)
-    _state(node, [*lengths[:axis], *(dims(indices) or ()), *lengths[axis + 1 :]], scales)
-
-
-def _state(node: Any, shape: list[Any] | Dims, like: ir.Value | None = None) -> None:
-    like = node.inputs[0] if like is None else like
-    node.outputs[0].type = like.type
-    if rank(node.inputs[0]) is not None:
-        node.outputs[0].shape = ir.Shape(shape)
+    [y], [*lengths], rows = node.outputs, dims(data) or (), dims(indices)
+    y.type = scales.type
+    if lengths and rows is not None:
+        packed = 8 // node.attributes.get_int("bits", 4) if data.dtype == ir.DataType.UINT8 else 1
+        lengths[-1] = lengths[-1] * packed if isinstance(lengths[-1], int) else None
+        axis = node.attributes.get_int("gather_axis", 0) % len(lengths)
+        y.shape = ir.Shape([*lengths[:axis], *rows, *lengths[axis + 1 :]])

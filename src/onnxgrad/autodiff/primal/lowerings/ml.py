@@ -23,14 +23,14 @@ FLOAT, DOUBLE, INT64 = ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.INT64
 # -- linear models -------------------------------------------------------------------------------
 
 
-@lowering("LinearRegressor", "ai.onnx.ml")
+@lowering("LinearRegressor", domain="ai.onnx.ml")
 def linear_regressor(op: Emit, node: ir.Node) -> list[ir.Value]:
     """y = post(x CT + b)."""
     rows = node.attributes.get_int("targets", 1)
-    return [post_transform(op, node, _linear(op, node, rows), rows)]
+    return [post_transform(op, node, _affine(op, node, rows), rows)]
 
 
-@lowering("LinearClassifier", "ai.onnx.ml")
+@lowering("LinearClassifier", domain="ai.onnx.ml")
 def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
     """scores = post(x CT + b), label = class of the largest score.
 
@@ -40,7 +40,7 @@ def linear_classifier(op: Emit, node: ir.Node) -> list[ir.Value]:
     labels = class_labels(node)
     intercepts = node.inputs[2] if len(node.inputs) > 2 else None
     rows = prod(static(dims(intercepts)) or (len(labels),))
-    raw = _linear(op, node, rows)
+    raw = _affine(op, node, rows)
     if rows == len(labels) == 2 and _are_opposite(node):
         raw.meta[OPPOSITE] = True
     if rows > 1:
@@ -64,11 +64,16 @@ def _are_opposite(node: ir.Node) -> bool:
     return bool(numbers)
 
 
-def _linear(op: Emit, node: ir.Node, rows: int) -> ir.Value:
+def _affine(op: Emit, node: ir.Node, rows: int) -> ir.Value:
     x, coefficients, intercepts = (*node.inputs, None)[:3]
-    weights = op.Reshape(coefficients, [rows, -1])
-    y = op.MatMul(matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
+    y = linear(op, x, coefficients, rows)
     return op.Add(y, intercepts) if dims(intercepts) == (rows,) else y  # onnxruntime ignores others
+
+
+def linear(op: Emit, x: Any, coefficients: Any, rows: int) -> ir.Value:
+    """Return x CT, C having `rows` rows."""
+    weights = op.Reshape(coefficients, [rows, -1])
+    return op.MatMul(matrix(op, x, coefficients, rows), op.Transpose(weights, perm=[1, 0]))
 
 
 # -- shared by classifiers -----------------------------------------------------------------------
@@ -160,7 +165,7 @@ def _probit(op: Emit, y: ir.Value) -> ir.Value:
 # -- preprocessing -------------------------------------------------------------------------------
 
 
-@lowering("Scaler", "ai.onnx.ml")
+@lowering("Scaler", domain="ai.onnx.ml")
 def scaler(op: Emit, node: Any) -> list[ir.Value]:
     """y = (x - offset) scale, in float64 when x is."""
     x, offset, scale = (*node.inputs, None, None)[:3]
@@ -173,7 +178,7 @@ def scaler(op: Emit, node: Any) -> list[ir.Value]:
     return [op.Cast(y, to=FLOAT)]
 
 
-@lowering("Normalizer", "ai.onnx.ml")
+@lowering("Normalizer", domain="ai.onnx.ml")
 def normalizer(op: Emit, node: ir.Node) -> list[ir.Value]:
     """y = x / norm of the row: its largest element (MAX), sum of |x| (L1), or Euclidean norm (L2).
 
@@ -186,7 +191,7 @@ def normalizer(op: Emit, node: ir.Node) -> list[ir.Value]:
     return [x / op.Where(op.Equal(size, 0.0), 1.0, size)]
 
 
-@lowering("Imputer", "ai.onnx.ml")
+@lowering("Imputer", domain="ai.onnx.ml")
 def imputer(op: Emit, node: Any) -> list[ir.Value] | None:
     """y = v where x is the replaced value, else x; v one value, or one for each feature.
 
@@ -216,7 +221,7 @@ def _imputed(op: Emit, node: ir.Node, x: ir.Value, values: ir.Value) -> ir.Value
     return op.Where(op.IsNaN(x) if isnan(replaced) else op.Equal(x, replaced), values, x)
 
 
-@lowering("FeatureVectorizer", "ai.onnx.ml")
+@lowering("FeatureVectorizer", domain="ai.onnx.ml")
 def feature_vectorizer(op: Emit, node: ir.Node) -> list[ir.Value]:
     """y = [a, b, ...], each cropped or padded with zeros to `inputdimensions` columns."""
     widths = node.attributes.get_ints("inputdimensions", ())
@@ -234,14 +239,12 @@ def _columns(op: Emit, x: Any, n: int) -> ir.Value:
     if rank(x) != 2:
         x = op.Flatten(x, axis=1)
     have = (dims(x) or (None, None))[1]
-    if have == n:
-        return x
-    if not isinstance(have, int) or have < n:
-        x = op.Pad(x, [0, 0, 0, n if not isinstance(have, int) else n - have])
-    return x if isinstance(have, int) and have < n else op.Slice(x, [0], [n], [1])
+    missing = max(n - have, 0) if isinstance(have, int) else n
+    x = op.Pad(x, [0, 0, 0, missing]) if missing else x
+    return x if isinstance(have, int) and have <= n else op.Slice(x, [0], [n], [1])
 
 
-@lowering("ArrayFeatureExtractor", "ai.onnx.ml")
+@lowering("ArrayFeatureExtractor", domain="ai.onnx.ml")
 def array_feature_extractor(op: Emit, node: Any) -> list[ir.Value]:
     """y = x[..., i], i flattened; a vector x is one row."""
     x, i = node.inputs
@@ -265,8 +268,7 @@ def _rows(x: Any) -> Dim:
     return 1 if rank(x) == 1 else (dims(x) or (None,))[0]
 
 
-@lowering("TreeEnsemble", "ai.onnx.ml")
-@lowering("TreeEnsembleRegressor", "ai.onnx.ml")
+@lowering("TreeEnsemble", "TreeEnsembleRegressor", domain="ai.onnx.ml")
 def tree_ensemble(op: Emit, node: Any) -> None:
     """One column per target, of the dtype of x since version 5 of the domain."""
     [x] = node.inputs
@@ -275,7 +277,7 @@ def tree_ensemble(op: Emit, node: Any) -> None:
     _set_types(node, (dtype, (_rows(x), targets)))
 
 
-@lowering("TreeEnsembleClassifier", "ai.onnx.ml")
+@lowering("TreeEnsembleClassifier", domain="ai.onnx.ml")
 def tree_ensemble_classifier(op: Emit, node: Any) -> None:
     """A label, and one column per class."""
     strings = node.attributes.get_strings("classlabels_strings", ())
@@ -285,7 +287,7 @@ def tree_ensemble_classifier(op: Emit, node: Any) -> None:
     _set_types(node, (label, (rows,)), (FLOAT, (rows, classes if classes > 1 else None)))
 
 
-@lowering("LabelEncoder", "ai.onnx.ml")
+@lowering("LabelEncoder", domain="ai.onnx.ml")
 def label_encoder(op: Emit, node: Any) -> None:
     """The shape of x: onnx does not infer that of the first version."""
     _set_types(node, (None, dims(node.inputs[0])))

@@ -9,7 +9,7 @@ the state for all gates (GRU: two), and the gates. Gates of the same function ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.recurrent_activations import (
+from onnxgrad.autodiff.primal.lowerings.activations import (
     Function,
     activation_functions,
 )
+from onnxgrad.autodiff.primal.lowerings.basic import Operand
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import Dim, Dims, constant, dims
@@ -35,9 +36,9 @@ class _Direction:
 
     w: ir.Value  # (gates hidden, input)
     r: ir.Value  # (gates hidden, hidden)
-    wb: ir.Value | None  # (gates hidden,), like rb
-    rb: ir.Value | None
-    p: ir.Value | None  # (3 hidden,)
+    wb: Operand  # (gates hidden,), like rb
+    rb: Operand
+    p: Operand  # (3 hidden,)
     states: list[ir.Value]  # (batch, hidden)
     functions: list[Function]
     clip: float | None
@@ -50,17 +51,12 @@ class _Direction:
 Cell = Callable[[Emit, ir.Node, _Direction, ir.Value], tuple[list[ir.Value], Step]]
 
 
-def _recurrent(
-    op_type: str, gates: int, states: int, activations: Sequence[str]
-) -> Callable[[Cell], Cell]:
+def _recurrent(op_type: str, states: int, activations: Sequence[str]) -> Callable[[Cell], Cell]:
     """Register a cell as the lowering of its operator: a Scan over time for each direction."""
 
     def register(cell: Cell) -> Cell:
-        @lowering(op_type, on_demand=True)
-        @wraps(cell)
-        def lowered(op: Emit, node: ir.Node) -> list[ir.Value]:
-            return _scanned(op, node, cell, gates, states, activations)
-
+        lowered = wraps(cell)(lambda op, node: _scanned(op, node, cell, states, activations))
+        lowering(op_type, on_demand=True)(lowered)
         return cell
 
     return register
@@ -69,7 +65,7 @@ def _recurrent(
 # -- cells: the inputs of all time steps, computed outside of the Scan, and the step ---------------
 
 
-@_recurrent("RNN", gates=1, states=1, activations=("Tanh",))
+@_recurrent("RNN", states=1, activations=("Tanh",))
 def rnn(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """H = f(X WT + H RT + b)."""
     r, [f] = op.Transpose(weights.r, perm=[1, 0]), weights.functions
@@ -81,7 +77,7 @@ def rnn(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list
     return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
 
 
-@_recurrent("GRU", gates=3, states=1, activations=("Sigmoid", "Tanh"))
+@_recurrent("GRU", states=1, activations=("Sigmoid", "Tanh"))
 def gru(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """z, r = f(X WT + H RT + b),  h = g(X WT + (r H) RT + b),  H = (1 - z) h + z H.
 
@@ -111,7 +107,7 @@ def gru(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list
     return [gates, _of_input(op, x, w_h, bias_h)], step
 
 
-@_recurrent("LSTM", gates=4, states=2, activations=("Sigmoid", "Tanh", "Tanh"))
+@_recurrent("LSTM", states=2, activations=("Sigmoid", "Tanh", "Tanh"))
 def lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[list[ir.Value], Step]:
     """i, o, f, c = f, f, f, g(X WT + H RT + P C + b),  C = f C + i c,  H = o h(C).
 
@@ -122,7 +118,7 @@ def lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[lis
     p_i, p_o, p_f = (None,) * 3 if weights.p is None else op.split(weights.p, 3, 0)
     sizes = op.vector(op.dim(weights.r, 1) * 3, op.dim(weights.r, 1))
 
-    def gate(op: Emit, v: ir.Value, p: ir.Value | None, c: ir.Value) -> ir.Value:
+    def gate(op: Emit, v: ir.Value, p: Operand, c: ir.Value) -> ir.Value:
         return f(op, weights.clipped(op, v if p is None else v + p * c))
 
     def step(op: Emit, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
@@ -143,7 +139,7 @@ def lstm(op: Emit, node: ir.Node, weights: _Direction, x: ir.Value) -> tuple[lis
     return [_of_input(op, x, weights.w, _sum_of_biases(op, weights.wb, weights.rb))], step
 
 
-def _of_input(op: Emit, x: ir.Value, w: ir.Value, b: ir.Value | None) -> ir.Value:
+def _of_input(op: Emit, x: ir.Value, w: ir.Value, b: Operand) -> ir.Value:
     """Return X WT + b for all time steps: (time, batch, input) -> (time, batch, gates hidden)."""
     (time, batch, _), (wide, _) = _dims(x), _dims(w)
     flat = op.Reshape(x, op.vector(-1, op.dim(w, 1)))
@@ -152,7 +148,7 @@ def _of_input(op: Emit, x: ir.Value, w: ir.Value, b: ir.Value | None) -> ir.Valu
     return _shaped(whole, time, batch, wide)
 
 
-def _sum_of_biases(op: Emit, a: ir.Value | None, b: ir.Value | None) -> ir.Value | None:
+def _sum_of_biases(op: Emit, a: Operand, b: Operand) -> Operand:
     return None if a is None or b is None else a + b
 
 
@@ -160,7 +156,7 @@ def _sum_of_biases(op: Emit, a: ir.Value | None, b: ir.Value | None) -> ir.Value
 
 
 def _scanned(
-    op: Emit, node: ir.Node, cell: Cell, gates: int, states: int, activations: Sequence[str]
+    op: Emit, node: ir.Node, cell: Cell, states: int, activations: Sequence[str]
 ) -> list[ir.Value]:
     """Return the outputs of the node, by one Scan for each direction."""
     get = node.attributes
@@ -171,14 +167,15 @@ def _scanned(
         x = _shaped(op.copy_of(x), None, None, None)
     if by_rows:
         x = op.Transpose(x, perm=[1, 0, 2])
-    directions = _directions(op, node, x, gates, states, activations)
     lengths = _lengths(node, x)
     mask = None if lengths is None else _mask(op, x, lengths)
     results = []
-    for i, weights in enumerate(directions):
+    for i, weights in enumerate(_directions(op, node, x, states, activations)):
         elements, step = cell(op, node, weights, x)
+        if mask is not None:
+            elements, step = [*elements, mask], _masked(step)
         reverse = direction == "reverse" or i == 1
-        results.append(_scan(op, node, weights, elements, step, mask, reverse))
+        results.append(_scan(op, node.op_type, weights.states, elements, step, reverse))
     if lengths is not None:
         results = [_zero_beyond_ends(op, values, mask, lengths) for values in results]
     joined = []
@@ -191,47 +188,32 @@ def _scanned(
 
 
 def _directions(
-    op: Emit, node: ir.Node, x: ir.Value, gates: int, states: int, activations: Sequence[str]
-) -> list[_Direction]:
-    """Return the inputs of each direction."""
+    op: Emit, node: ir.Node, x: ir.Value, states: int, activations: Sequence[str]
+) -> Iterator[_Direction]:
+    """Yield the inputs of each direction."""
     get, (_, batch, size) = node.attributes, _dims(x)
     n, k = 1 + (get.get_string("direction", "forward") == "bidirectional"), len(activations)
     w, r, b, _, *initial, p = (*node.inputs[1:], *[None] * 6)[:7]
-    hidden = _hidden(node, w, r, gates)
-    wide = _multiple(gates, hidden)
+    hidden = get.get_int("hidden_size") if "hidden_size" in get else (dims(r) or (None,))[-1]
     if get.get_int("layout", 0):
         initial = [None if v is None else op.Transpose(v, perm=[1, 0, 2]) for v in initial]
     parts = zip(
-        _by_direction(op, w, n, wide, size),
-        _by_direction(op, r, n, wide, hidden),
-        _by_direction(op, b, n, _multiple(2, wide)),
-        _by_direction(op, p, n, _multiple(3, hidden)),
+        _by_direction(op, w, n, None, size),
+        _by_direction(op, r, n, None, hidden),
+        _by_direction(op, b, n, None),
+        _by_direction(op, p, n, None),
         *(_by_direction(op, v, n, batch, hidden) for v in initial[:states]),
         strict=True,
     )
     functions = list(activation_functions(node, activations, n))
     clip = get.get_float("clip") if "clip" in get else None
-    directions = []
     for i, (w_i, r_i, b_i, p_i, *initial_i) in enumerate(parts):
         wb, rb = (None, None) if b_i is None else op.split(b_i, 2, 0)
         starts = [_zeros(op, x, r_i) if v is None else v for v in initial_i]
-        directions.append(_Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip))
-    return directions
+        yield _Direction(w_i, r_i, wb, rb, p_i, starts, functions[k * i :][:k], clip)
 
 
-def _hidden(node: ir.Node, w: ir.Value | None, r: ir.Value | None, gates: int) -> Dim:
-    """Return the number of hidden units from the attribute or the shapes, None if dynamic."""
-    if "hidden_size" in node.attributes:
-        return node.attributes.get_int("hidden_size")
-    wide, hidden = (dims(w) or (None,) * 3)[1], (dims(r) or (None,) * 3)[2]
-    return wide // gates if hidden is None and isinstance(wide, int) else hidden
-
-
-def _multiple(k: int, n: Dim) -> Dim:
-    return k * n if isinstance(n, int) else None
-
-
-def _by_direction(op: Emit, v: ir.Value | None, n: int, *shape: Dim) -> list[Any]:
+def _by_direction(op: Emit, v: Operand, n: int, *shape: Dim) -> list[Any]:
     """Return `v` (directions, ...) split into its directions, without that axis."""
     if v is None:
         return [None] * n
@@ -249,7 +231,7 @@ def _zeros(op: Emit, x: ir.Value, r: ir.Value) -> ir.Value:
 # -- sequences of different lengths ---------------------------------------------------------------
 
 
-def _lengths(node: ir.Node, x: ir.Value) -> ir.Value | None:
+def _lengths(node: ir.Node, x: ir.Value) -> Operand:
     """Return the lengths of the sequences, or None if all are proven to be as long as X."""
     v = node.inputs[4] if len(node.inputs) > 4 else None
     array, steps = constant(v), _dims(x)[0]
@@ -269,7 +251,7 @@ def _mask(op: Emit, x: ir.Value, lengths: ir.Value) -> ir.Value:
 
 
 def _zero_beyond_ends(
-    op: Emit, results: list[ir.Value], mask: ir.Value | None, lengths: ir.Value
+    op: Emit, results: list[ir.Value], mask: Operand, lengths: ir.Value
 ) -> list[ir.Value]:
     """Return the results, with zeros beyond the end of sequences and for sequences of length 0."""
     any_step = _shaped(op.Greater(op.Unsqueeze(lengths, [1]), op.const(np.int32(0))), None, 1)
@@ -282,40 +264,39 @@ def _zero_beyond_ends(
 # -- the Scan -------------------------------------------------------------------------------------
 
 
-def _scan(
-    op: Emit,
-    node: ir.Node,
-    weights: _Direction,
-    elements: list[ir.Value],
-    step: Step,
-    mask: ir.Value | None,
-    reverse: bool,
-) -> list[ir.Value]:
-    """Return the outputs of all time steps (time, batch, hidden), then the final states.
+def _masked(step: Step) -> Step:
+    """Return `step` for elements with a mask behind them: where it is false, states stay.
 
     In reverse, a row keeps its initial state until its sequence begins.
     """
-    body = ir.Graph([], [], nodes=[], name=op.name(f"{node.op_type.lower()}_step"))
+
+    def masked(op: Emit, states: list[ir.Value], elements: list[ir.Value]) -> list[ir.Value]:
+        *others, mask = elements
+        pairs = zip(step(op, states, others), states, strict=True)
+        return [op.Where(mask, after, before) for after, before in pairs]
+
+    return masked
+
+
+def _scan(
+    op: Emit, op_type: str, starts: list, stacks: list, step: Step, reverse: bool
+) -> list[ir.Value]:
+    """Return the outputs of all time steps (time, batch, hidden), then the final states."""
+    body = ir.Graph([], [], nodes=[], name=op.name(f"{op_type.lower()}_step"))
     inner = Emit(body, outer=op)
-    stacks = elements if mask is None else [*elements, mask]
-    states = [_input_of_body(inner, v, "state", 0) for v in weights.states]
+    states = [_input_of_body(inner, v, "state", 0) for v in starts]
     slices = [_input_of_body(inner, v, "element", 1) for v in stacks]
     body.inputs.extend([*states, *slices])
     with inner:
-        new = step(inner, states, slices[: len(elements)])
-        if mask is not None:
-            pairs = zip(new, states, strict=True)
-            new = [inner.Where(slices[-1], after, before) for after, before in pairs]
-        new = [
-            inner.set_type_like(after, before) for after, before in zip(new, states, strict=True)
-        ]
+        pairs = zip(step(inner, states, slices), states, strict=True)
+        new = [inner.set_type_like(after, before) for after, before in pairs]
         inner.give([*new, new[0]])
     body.outputs[-1].shape = states[0].shape
     attributes: dict[str, Any] = {"body": body, "num_scan_inputs": len(stacks)}
     if reverse:
         attributes["scan_input_directions"] = [1] * len(stacks)
         attributes["scan_output_directions"] = [1]
-    inputs = [*weights.states, *stacks]
+    inputs = [*starts, *stacks]
     *finals, y = op.emit_many("Scan", inputs, attributes, outputs=len(states) + 1, fresh=True)
     for final, state in zip(finals, states, strict=True):
         final.shape = state.shape

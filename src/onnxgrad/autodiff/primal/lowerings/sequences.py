@@ -17,12 +17,10 @@ from onnxgrad.graph.shapes import constant, dims
 @lowering("SequenceAt")
 def at(op: Emit, node: Any) -> list[ir.Value] | None:
     """[a, b, c][1] = b."""
-    s, i = node.inputs
-    array = constant(i)
-    values = None if array is None else elements(op, s)
+    array, values = constant(node.inputs[1]), elements(op, node.inputs[0])
     if values is None or array is None:
         return None
-    index = int(array.reshape(()))
+    index = array.item()
     return [values[index]] if -len(values) <= index < len(values) else None
 
 

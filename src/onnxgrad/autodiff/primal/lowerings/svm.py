@@ -11,23 +11,14 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.primal.lowerings.ml import (
-    DOUBLE,
-    FLOAT,
-    class_labels,
-    label_of,
-    matrix,
-    post_transform,
-    refused,
-    two_scores,
-)
+from onnxgrad.autodiff.primal.lowerings import ml
 from onnxgrad.autodiff.registry import lowering
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import NOT_CLASSES
 from onnxgrad.graph.shapes import dims
 
 
-@lowering("SVMRegressor", "ai.onnx.ml")
+@lowering("SVMRegressor", domain="ai.onnx.ml")
 def svm_regressor(op: Emit, node: Any) -> list[ir.Value]:
     """y = k(x, s) a + rho, or x a + rho without support vectors; with `one_class` its sign, +-1.
 
@@ -36,20 +27,20 @@ def svm_regressor(op: Emit, node: Any) -> list[ir.Value]:
     x, coefficients, rho, vectors, *_ = _operands(node)
     count = node.attributes.get_int("n_supports", 0)
     if count > 0:
-        features = _kernel(op, node, matrix(op, x, vectors, count), vectors, count)
+        features = _kernel(op, node, ml.matrix(op, x, vectors, count), vectors, count)
         coefficients = _first(op, coefficients, count)
     else:
-        features = matrix(op, x, coefficients, 1)
+        features = ml.matrix(op, x, coefficients, 1)
     y = op.MatMul(features, op.Reshape(coefficients, [-1, 1])) + _first(op, rho, 1)
     if node.attributes.get_int("one_class", 0):
-        y = op.Where(op.Greater(y, 0.0), op.const(1.0, FLOAT), -1.0)
+        y = op.Where(op.Greater(y, 0.0), op.const(1.0, ml.FLOAT), -1.0)
     return [y]
 
 
 def _operands(node: ir.Node) -> Any:
     operands = (*node.inputs, *[None] * 5)[:6]
     if None in operands[:3]:
-        raise refused(node, "it has no coefficients or no rho; add them")
+        raise ml.refused(node, "it has no coefficients or no rho; add them")
     return operands
 
 
@@ -67,12 +58,12 @@ def _kernel(op: Emit, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int)
     kind = node.attributes.get_string("kernel_type", "LINEAR")
     gamma, coef0, degree = node.attributes.get_floats("kernel_params", ()) or (0.0, 0.0, 0.0)
     rbf = kind == "RBF"
-    x, s = (op.Cast(v, to=DOUBLE if rbf else FLOAT) for v in (x, vectors))
+    x, s = (op.Cast(v, to=ml.DOUBLE if rbf else ml.FLOAT) for v in (x, vectors))
     s = op.Reshape(s, [count, -1])
     products = op.Gemm(x, s, transB=1)
     if rbf:
         norm = op.ReduceSumSquare(x, [1], keepdims=1) + op.ReduceSumSquare(s, [1], keepdims=0)
-        return op.Exp(op.Cast(-gamma * (norm - 2.0 * products), to=FLOAT))
+        return op.Exp(op.Cast(-gamma * (norm - 2.0 * products), to=ml.FLOAT))
     if kind == "LINEAR":
         return products
     inner = gamma * products + coef0
@@ -83,7 +74,7 @@ def _kernel(op: Emit, node: ir.Node, x: ir.Value, vectors: ir.Value, count: int)
     return op.Tanh(inner)
 
 
-@lowering("SVMClassifier", "ai.onnx.ml")
+@lowering("SVMClassifier", domain="ai.onnx.ml")
 def svm_classifier(op: Emit, node: Any) -> list[ir.Value]:
     """scores = post(x CT + rho) without support vectors; with them, the scores of all pairs of
     classes, or probabilities coupled from these.
@@ -91,28 +82,27 @@ def svm_classifier(op: Emit, node: Any) -> list[ir.Value]:
     The label is the class of the largest score, or the class that wins the most pairs.
     """
     x, coefficients, rho, vectors, prob_a, prob_b = _operands(node)
-    classes = len(class_labels(node))
+    classes = len(ml.class_labels(node))
     sizes = node.attributes.get_ints("vectors_per_class", ())
     if sum(sizes) == 0:
-        weights = op.Transpose(op.Reshape(coefficients, [classes, -1]), perm=[1, 0])
-        raw = op.MatMul(matrix(op, x, coefficients, classes), weights) + _first(op, rho, 1)
+        raw = ml.linear(op, x, coefficients, classes) + _first(op, rho, 1)
         winner = _largest(op, raw, coefficients, classes, prob_a is not None)
-        return [label_of(op, node, winner), post_transform(op, node, raw, classes)]
+        return [ml.label_of(op, node, winner), ml.post_transform(op, node, raw, classes)]
     if classes < 2:
-        raise refused(node, "one class has no scores; use a regressor with one_class")
-    x = matrix(op, x, vectors, sum(sizes))
+        raise ml.refused(node, "one class has no scores; use a regressor with one_class")
+    x = ml.matrix(op, x, vectors, sum(sizes))
     k = _kernel(op, node, x, vectors, sum(sizes))
     pairs = list(combinations(range(classes), 2))
     raw = _pairwise(op, k, coefficients, rho, sizes, pairs)
-    label = label_of(op, node, _most_votes(op, raw, pairs, classes))
+    label = ml.label_of(op, node, _most_votes(op, raw, pairs, classes))
     if prob_a is not None:
         a, b = _first(op, prob_a, len(pairs)), _first(op, prob_b, len(pairs))
         scores = _coupled(op, op.Sigmoid(op.Neg(raw * a + b)), pairs, classes)  # Platt 1999
-        return [label, post_transform(op, node, scores, classes)]
+        return [label, ml.post_transform(op, node, scores, classes)]
     if classes > 2:
-        scores = post_transform(op, node, raw, len(pairs))
+        scores = ml.post_transform(op, node, raw, len(pairs))
     else:
-        scores = two_scores(op, node, raw, 0.0)
+        scores = ml.two_scores(op, node, raw, 0.0)
     scores.meta[NOT_CLASSES] = _why_not_classes(node, classes)
     return [label, scores]
 
@@ -152,7 +142,7 @@ def _pairwise(op: Emit, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: 
     sums are in float64.
     """
     others = len(sizes) - 1
-    k, table = (op.Cast(v, to=DOUBLE) for v in (k, coefficients))
+    k, table = (op.Cast(v, to=ml.DOUBLE) for v in (k, coefficients))
     table = op.Slice(table, [0], [others * sum(sizes)])
     table = op.Transpose(op.Reshape(table, [others, sum(sizes)]), perm=[1, 0])
     parts = op.split(k, list(sizes), 1)
@@ -160,8 +150,8 @@ def _pairwise(op: Emit, k: Any, coefficients: Any, rho: Any, sizes: Any, pairs: 
     scores = op.Concat(*map(op.MatMul, parts, tables), axis=1)
     of_first = op.Gather(scores, [i * others + j - 1 for i, j in pairs], axis=1)
     of_second = op.Gather(scores, [j * others + i for i, j in pairs], axis=1)
-    rho = op.Cast(_first(op, rho, len(pairs)), to=DOUBLE)
-    return op.Cast(of_first + of_second + rho, to=FLOAT)
+    rho = op.Cast(_first(op, rho, len(pairs)), to=ml.DOUBLE)
+    return op.Cast(of_first + of_second + rho, to=ml.FLOAT)
 
 
 def _most_votes(op: Emit, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
@@ -169,7 +159,7 @@ def _most_votes(op: Emit, raw: ir.Value, pairs: list, classes: int) -> ir.Value:
     first, second = (
         np.eye(classes, dtype=np.float32)[list(side)] for side in zip(*pairs, strict=True)
     )
-    votes = op.MatMul(op.Cast(op.Greater(raw, 0.0), to=FLOAT), first - second) + second.sum(0)
+    votes = op.MatMul(op.Cast(op.Greater(raw, 0.0), to=ml.FLOAT), first - second) + second.sum(0)
     return op.ArgMax(votes, axis=1, keepdims=0)
 
 
@@ -183,12 +173,11 @@ def _coupled(op: Emit, r: ir.Value, pairs: list, classes: int) -> ir.Value:
     r = op.Clip(r, 1e-7, 1 - 1e-7)
     if classes == 2:
         return op.Concat(r, 1.0 - r, axis=1)
-    index = {pair: n for n, pair in enumerate(pairs)} | {
-        (j, i): n + len(pairs) for n, (i, j) in enumerate(pairs)
-    }
-    columns = [index.get((i, j), 0) for i in range(classes) for j in range(classes)]
+    columns = np.zeros((classes, classes), np.int64)
+    for n, (i, j) in enumerate(pairs):
+        columns[i, j], columns[j, i] = n, n + len(pairs)
     one = np.eye(classes, dtype=np.float32)
-    r = op.Gather(op.Concat(r, 1.0 - r, axis=1), columns, axis=1)
+    r = op.Gather(op.Concat(r, 1.0 - r, axis=1), columns.ravel(), axis=1)
     r = op.Reshape(r, [-1, classes, classes]) * (1 - one)
     q = op.ReduceSum(r * r, [1], keepdims=1) * one - r * op.Transpose(r, perm=[0, 2, 1])
     p = op.Max(_solved(op, q + 1.0, classes), 0.0)  # up to rounding, they are positive

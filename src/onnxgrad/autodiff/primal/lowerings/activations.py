@@ -1,4 +1,4 @@
-"""The activations of RNN, GRU and LSTM."""
+"""The activations of RNN, GRU and LSTM, most of which fused operators of onnxruntime have too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onnxgrad.graph.emit import Emit
 Function = Callable[[Emit, ir.Value], ir.Value]
 
 # the function, and the defaults of those of alpha and beta that it takes, None for no default
-_ACTIVATIONS: dict[str, tuple[Callable[..., Any], *tuple[float | None, ...]]] = {
+ACTIVATIONS: dict[str, tuple[Callable[..., Any], *tuple[float | None, ...]]] = {
     "relu": (lambda op, x: op.Relu(x),),
     "tanh": (lambda op, x: op.Tanh(x),),
     "sigmoid": (lambda op, x: op.Sigmoid(x),),
@@ -41,9 +41,9 @@ def activation_functions(node: ir.Node, default: Sequence[str], n: int) -> Itera
         )
     stated = [iter(node.attributes.get_floats(f"activation_{k}", ())) for k in ("alpha", "beta")]
     for name in (name.lower() for name in names):
-        if name not in _ACTIVATIONS:
-            raise _error(node, f"no activation {name!r}; valid are {', '.join(_ACTIVATIONS)}")
-        function, *defaults = _ACTIVATIONS[name]
+        if name not in ACTIVATIONS:
+            raise _error(node, f"no activation {name!r}; valid are {', '.join(ACTIVATIONS)}")
+        function, *defaults = ACTIVATIONS[name]
         numbers = [next(given, n) for given, n in zip(stated, defaults, strict=False)]
         if None in numbers:
             raise _error(node, f"{name} without activation_alpha or activation_beta: write them")
