@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import Dims, constant, dims, equal, static
@@ -16,7 +15,7 @@ _FLOAT = ir.DataType.FLOAT
 
 
 @rewrites(*ELEMENTWISE, group=BLOCKS)
-def elementwise(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def elementwise(op, node):
     """An elementwise operator, also with one number for each channel."""
     layout, y = Layout(op), node.outputs[0]
     if not _all_in_blocks(layout, node):
@@ -28,24 +27,19 @@ def elementwise(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 @rewrites("Concat", group=BLOCKS)
-def concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def concat(op, node):
     """A Concat of channels."""
-    layout, axis = Layout(op), node.attributes.get_int("axis", 0)
-    images = [v for v in node.inputs if v is not None and layout.has(v)]
-    return _on_blocks(layout, node) if axis in (1, -3) and len(images) == len(node.inputs) else None
+    layout, channels = Layout(op), node.attributes.get_int("axis", 0) in (1, -3)
+    return _on_blocks(layout, node) if channels and all(map(layout.has, node.inputs)) else None
 
 
 @rewrites("BatchNormalization", group=BLOCKS)
-def normalization(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def normalization(op, node):
     """A BatchNormalization in inference form is a convolution of 1 x 1."""
     layout, (x, scale, bias, mean, var) = Layout(op), node.inputs
     if len(node.outputs) > 1 or node.attributes.get_int("training_mode", 0) == 1:
         return None
-    if (
-        x is None
-        or not layout.has(x)
-        or not all(v is not None and v.dtype == _FLOAT for v in node.inputs)
-    ):
+    if not layout.has(x) or any(v.dtype != _FLOAT for v in node.inputs):
         return None
     epsilon = node.attributes.get_float("epsilon", 1e-5)
     factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
@@ -53,12 +47,12 @@ def normalization(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 @rewrites("ReduceSum", group=BLOCKS)
-def sum_per_channel(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def sum_per_channel(op, node):
     """A sum over batch and pixels is a sum over the batch of the means of images."""
     layout, x, y = Layout(op), node.inputs[0], node.outputs[0]
     axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     pixels = static(sizes(x)[2:])
-    if x is None or axes is None or not pixels or x.dtype != _FLOAT or y.shape is None:
+    if axes is None or not pixels or x.dtype != _FLOAT or y.shape is None:
         return None
     if not layout.has(x) or sorted(int(a) % 4 for a in axes.ravel()) != [0, 2, 3]:
         return None
@@ -141,12 +135,9 @@ def _per_channel(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
     numbers = layout.view(other, [sizes(y)[1]])
     if node.op_type == "Mul":
         return _affine(layout, x, numbers, None)
-    if node.op_type == "Add":
-        return _affine(layout, x, None, numbers)
-    if left:
-        minus = op.const(np.full(sizes(x)[1], -1, np.float32))
-        return _affine(layout, x, minus, numbers)
-    return _affine(layout, x, None, op.Neg(numbers))
+    if node.op_type == "Sub" and left:
+        return _affine(layout, x, op.const(np.full(sizes(x)[1], -1, np.float32)), numbers)
+    return _affine(layout, x, None, numbers if node.op_type == "Add" else op.Neg(numbers))
 
 
 def _affine(

@@ -20,11 +20,9 @@ FEW = 16  # pixels, from which one image is enough for a product of matrices
 
 
 @rewrites("Conv", "ConvTranspose", group=PLAIN)
-def images_side_by_side(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def images_side_by_side(op, node):
     """A convolution of images of few pixels is one of a wide image."""
     (y,), (x, w) = node.outputs, node.inputs[:2]
-    if x is None or w is None:
-        return None
     lengths, counts, kernel = (static(sizes(v)[2:]) for v in (x, y, w))
     if not (lengths and counts and kernel and len(lengths) == 2):
         return None
