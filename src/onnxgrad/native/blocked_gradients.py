@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -93,11 +92,9 @@ def _turned(layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_
         weight = op.Pad(weight, [0, 0, *(a.front for a in axes), 0, 0, *back])
         weight.shape = ir.Shape([rows, channels, *lengths])
     cells = layout.taps(weight)
-    order = [
-        (u * strides[0] + r) * lengths[1] + v * strides[1] + q
-        for r, q in product(*map(range, strides))
-        for u, v in product(*(range(a.taps)[::-1] for a in axes))
-    ]
+    high, wide = axes
+    grid = np.arange(prod(lengths)).reshape(high.taps, strides[0], wide.taps, strides[1])
+    order = grid[::-1, :, ::-1].transpose(1, 3, 0, 2).ravel().tolist()
     if order != sorted(order):
         cells = op.Gather(cells, order, axis=2)
     taps, phases = prod(a.taps for a in axes), prod(strides)

@@ -141,7 +141,8 @@ class Layout:
         if y.shape is None or None in sizes(y):
             old = dims(x) or (None,) * len(shape)
             kept: list[Any] = [old[i] if d == 0 else d for i, d in enumerate(shape)]
-            y.shape = ir.Shape([d if isinstance(d, str) or _is_length(d) else None for d in kept])
+            known = (isinstance(d, str) or (isinstance(d, int) and d > 0) for d in kept)
+            y.shape = ir.Shape([d if k else None for d, k in zip(kept, known, strict=True)])
         return y
 
     # -- operators ---------------------------------------------------------------------------
@@ -239,7 +240,3 @@ class Layout:
         y.type = ir.TensorType(ir.DataType.FLOAT)
         y.shape = None if shape is None else ir.Shape(shape)
         return y
-
-
-def _is_length(d: Any) -> bool:
-    return isinstance(d, int) and d > 0
