@@ -1,4 +1,4 @@
-"""BatchNormalization in training mode in blocks of channels, and its gradient.
+"""BatchNormalization in blocks of channels, and its gradient in training mode.
 
 Statistics are means of the pixels of each image, then of the images; what else there is for each
 pixel are convolutions of 1 x 1, one channel a group.
@@ -26,12 +26,15 @@ _OPERANDS = "onnxgrad.operands"  # in `meta` of a result: what its normalization
 def normalization(op, node):
     """y = s c / r + b, c = x - m, r the standard deviation; and the running statistics."""
     layout, (x, scale, bias, *running) = Layout(op), node.inputs
-    real = all(v.dtype == _FLOAT for v in node.inputs)
-    if not node.attributes.get_int("training_mode", 0) or not real:
-        return None
-    if not layout.has(x) or static(sizes(x)[1:]) is None:
+    if not layout.has(x) or any(v.dtype != _FLOAT for v in node.inputs):
         return None
     y, epsilon = node.outputs[0], node.attributes.get_float("epsilon", 1e-5)
+    if not node.attributes.get_int("training_mode", 0):
+        factor = op.Div(scale, op.Sqrt(op.Add(running[1], epsilon)))
+        shift = op.Sub(bias, op.Mul(running[0], factor))
+        return [layout.plain(layout.affine(layout.blocked(x), factor, shift), x)]
+    if static(sizes(x)[1:]) is None:
+        return None
     y.meta[_OPERANDS] = x, scale, epsilon
     centered, mean, variance, inverse = _statistics(layout, x, epsilon)
     momentum = node.attributes.get_float("momentum", 0.9)
