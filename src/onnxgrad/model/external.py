@@ -275,15 +275,11 @@ def without_data(model: ModelProto) -> ModelProto:
 def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
     """Give `model`, rewritten from `without_data(origin)`, the data; they are copied when read."""
     for value in model.graph.initializers.values():
-        stand_in = value.const_value
-        if isinstance(stand_in, ir.ExternalTensor) and stand_in.location == _IN_ORIGIN:
-            tensor = origin.graph.initializer[stand_in.offset or 0]
+        old = value.const_value
+        if isinstance(old, ir.ExternalTensor) and old.location == _IN_ORIGIN:
+            read = partial(ir.serde.deserialize_tensor, origin.graph.initializer[old.offset or 0])
             value.const_value = ir.LazyTensor(
-                partial(ir.serde.deserialize_tensor, tensor),
-                dtype=stand_in.dtype,
-                shape=stand_in.shape,
-                name=stand_in.name,
-                doc_string=stand_in.doc_string,
+                read, old.dtype, old.shape, name=old.name, doc_string=old.doc_string
             )
     return model
 

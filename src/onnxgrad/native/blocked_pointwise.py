@@ -80,21 +80,16 @@ def _on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
     return [y] if layout.note(y, result) else None
 
 
-def _joined(layout: Layout, node: ir.Node) -> ir.Value | None:
+def _joined(layout: Layout, node: Any) -> ir.Value | None:
     """Return an Add or Relu as part of a convolution that only it reads, or None."""
-    for v in node.inputs[::-1]:
-        if v is None or len(v.uses()) > 1 or not layout.has(v):
+    for v, other in zip(node.inputs[::-1], node.inputs, strict=True):
+        if len(v.uses()) > 1 or not layout.has(v) or not layout.has(other):
             continue
-        x = layout.blocked(v)
-        if {user.op_type for user, _ in x.uses()} - {"ReorderOutput"}:
-            continue
-        if node.op_type == "Relu":
-            return layout.joined(x, activation="Relu")
-        other = node.inputs[0] if v is node.inputs[1] else node.inputs[1]
-        if other is not None and layout.has(other) and equal(dims(other), dims(v)):
-            joined = layout.joined(x, plus=layout.blocked(other))
-            if joined is not None:
-                return joined
+        x, plus = layout.blocked(v), None if v is other else layout.blocked(other)
+        only = all(user.op_type == "ReorderOutput" for user, _ in x.uses())
+        joined = layout.joined(x, node.op_type, plus) if only else None
+        if joined is not None:
+            return joined
     return None
 
 

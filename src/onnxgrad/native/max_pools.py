@@ -136,12 +136,9 @@ def gradient_in_blocks(op, node):
     if pool is None or y is None or not layout.has(y) or not layout.has(pool.x):
         return None
     x, inner = layout.cells(layout.blocked(pool.x)), [0]
-    values = (
-        _padded(op, x, pool.padding, inner),
-        layout.blocked(y),
-        layout.blocked(pool.cotangent),
-    )
-    dx = _cropped(op, _gradient(op, pool, *values, layout.block), x, pool.padding, inner)
+    padded, y = _padded(op, x, pool.padding, inner), layout.blocked(y)
+    dx = _gradient(op, pool, padded, y, layout.blocked(pool.cotangent), layout.block)
+    dx = _cropped(op, dx, x, pool.padding, inner)
     shape = [0, sizes(pool.x)[1], *pool.lengths]
     return [layout.plain(layout.view(dx, shape), node.outputs[0])]
 

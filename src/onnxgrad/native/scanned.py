@@ -160,10 +160,7 @@ class _Scan:
 
     def _is_fixed(self, x: ir.Value) -> bool:
         """Return whether `x` comes from outside of the body, or is a constant."""
-        node = x.producer()
-        if node is not None:
-            return node.graph is not self.body
-        return x not in self.body.inputs
+        return x.is_initializer() or x.graph is not self.body
 
     def outside(self, x: ir.Value) -> ir.Value:
         """Return what stands for `x` in the graph around the body."""

@@ -95,11 +95,11 @@ def _check_versions(model: ModelProto) -> None:
     newest = {"": defs.onnx_opset_version()}
     newest |= {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
     for holder in (model, *model.functions):
-        if any(type(entry.domain) is not str for entry in holder.opset_import):
-            raise ModelError(
-                "it imports a domain that is not UTF-8: it is damaged, export it again"
-            )
         for entry in holder.opset_import:
+            if type(entry.domain) is not str:
+                raise ModelError(
+                    "it imports a domain that is not UTF-8: it is damaged, export it again"
+                )
             domain = standard(entry.domain)
             opset = f"opset {entry.version} of the domain {shown(entry.domain)}"
             if entry.version < (domain in newest):
