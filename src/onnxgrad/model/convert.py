@@ -14,9 +14,6 @@ from onnxgrad.model.opsets import min_ir_version
 from onnxgrad.model.rewrites import normalized
 from onnxgrad.model.traversal import keep_only
 
-_ON_MAPS = ("CastMap", "DictVectorizer", "ZipMap")
-_OF_TENSORS = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
-
 
 def to_proto(model: ir.Model) -> ModelProto:
     """Return `model` as a `ModelProto` of the lowest IR version that its opsets allow."""
@@ -34,26 +31,22 @@ def to_ir(proto: ModelProto) -> ir.Model:
 
     Sequences of maps (`ZipMap`) cannot be differentiated, and onnx_ir does not support them.
     """
-    kept = normalized(proto)
-    if any(non_tensor(o) for o in proto.graph.output):
-        if kept is proto:
-            kept = deepcopy(proto)
-        dropped = {o.name for o in kept.graph.output if non_tensor(o)}
+    kept, maps = normalized(proto), ("CastMap", "DictVectorizer", "ZipMap")
+    dropped = {o.name for o in proto.graph.output if non_tensor(o)}
+    if dropped:
+        kept = deepcopy(proto) if kept is proto else kept
         keep_only(kept.graph.output, lambda o: o.name not in dropped)
-        keep_only(
-            kept.graph.node, lambda n: n.op_type not in _ON_MAPS or n.output[0] not in dropped
-        )
+        keep_only(kept.graph.node, lambda n: n.op_type not in maps or n.output[0] not in dropped)
         keep_only(kept.graph.value_info, lambda v: v.name not in dropped)
-    proto = kept
-    for node in proto.graph.node:
-        if node.domain == "ai.onnx.ml" and node.op_type in _ON_MAPS:
+    for node in kept.graph.node:
+        if node.domain == "ai.onnx.ml" and node.op_type in maps:
             where = f"{node.op_type} (node {node.name!r}, output {node.output[0]!r})"
             raise ModelError(
                 f"{where} works on maps, and only tensors can be differentiated: "
                 "give the model without this node"
             )
     try:
-        return ir.from_proto(proto)
+        return ir.from_proto(kept)
     except ir.serde.SerdeError as e:
         raise ModelError(f"the model is not valid: {first_line(e.__cause__ or e)}") from e
 
@@ -74,7 +67,6 @@ def non_tensor(value: onnx.ValueInfoProto) -> bool:
 
 def tensor_behind(proto: ModelProto, name: str) -> str | None:
     """Return the name of the tensor that the non-tensor output `name` is built from, if any."""
-    for node in proto.graph.node:
-        if name in node.output and node.op_type in _OF_TENSORS:
-            return node.input[0]
-    return None
+    packs = ("ZipMap", "SequenceConstruct", "SplitToSequence", "Optional")
+    sources = (n for n in proto.graph.node if name in n.output and n.op_type in packs)
+    return next((node.input[0] for node in sources), None)

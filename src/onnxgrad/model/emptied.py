@@ -48,8 +48,5 @@ def read_elsewhere(values: Iterable[ir.Value], read: Callable[[str], np.ndarray]
     for value in values:
         name, dtype, shape = str(value.name), value.dtype, value.shape
         if dtype is not None and shape is not None:
-            value.const_value = ir.LazyTensor(partial(_read, read, name), dtype, shape, name=name)
-
-
-def _read(read: Callable[[str], np.ndarray], name: str) -> ir.TensorProtocol:
-    return ir.tensor(read(name))
+            elements = partial(lambda name: ir.tensor(read(name)), name)
+            value.const_value = ir.LazyTensor(elements, dtype, shape, name=name)

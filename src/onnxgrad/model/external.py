@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, numpy_helper
+from onnx.external_data_helper import uses_external_data as is_external
 
 from onnxgrad.errors import ModelError
 from onnxgrad.model.traversal import walk
@@ -37,6 +38,7 @@ ELEMENTS = (
     "float_data", "double_data", "int32_data", "int64_data", "uint64_data", "string_data",
     "raw_data",
 )  # fmt: skip
+_DESCRIBES = ("name", "data_type", "doc_string", "dims")  # the fields that do not
 
 
 def external_tensors(model: ModelProto) -> Iterator[tuple[str, TensorProto]]:
@@ -78,11 +80,6 @@ def resolve(model: ModelProto, path: Path | None, where: str) -> None:
             tensor.ClearField("data_location")
     except OSError as e:
         raise ModelError(f"the external data of {where} cannot be read: {e}") from None
-
-
-def is_external(tensor: TensorProto) -> bool:
-    """Return whether the elements of a tensor are in a file."""
-    return tensor.data_location == TensorProto.EXTERNAL
 
 
 def _place(tensor: TensorProto, name: str, path: Path | None, where: str) -> tuple[Path, int, int]:
@@ -233,9 +230,8 @@ def write_filled(model: ModelProto, file: Path, arrays: Mapping[str, np.ndarray]
 def _around(message: Any, name: str) -> tuple[bytes, bytes]:
     """Return the fields before and behind one, which may be too large to copy, as bytes."""
     number = message.DESCRIPTOR.fields_by_name[name].number
-    before, after = type(message)(), type(message)()
-    _copy_fields(message, before, lambda field: field.number < number)
-    _copy_fields(message, after, lambda field: field.number > number)
+    before = _part(message, lambda field: field.number < number)
+    after = _part(message, lambda field: field.number > number)
     return before.SerializeToString(), after.SerializeToString()
 
 
@@ -250,31 +246,18 @@ def _head(number: int, length: int) -> bytes:
 
 def without_elements(model: ModelProto, chosen: Callable[[TensorProto], bool]) -> ModelProto:
     """Return a copy of `model` without the elements of the chosen initializers."""
-    result = ModelProto()
-    _copy_fields(model, result, lambda field: field.name != "graph")
-    _copy_fields(model.graph, result.graph, lambda field: field.name != "initializer")
+    result = _part(model, lambda field: field.name != "graph")
+    result.graph.CopyFrom(_part(model.graph, lambda field: field.name != "initializer"))
     for tensor in model.graph.initializer:
-        new = result.graph.initializer.add()
-        if chosen(tensor):
-            new.name, new.data_type = tensor.name, tensor.data_type
-            new.doc_string = tensor.doc_string
-            new.dims.extend(tensor.dims)
-        else:
-            new.CopyFrom(tensor)
+        bare = _part(tensor, lambda field: field.name in _DESCRIBES) if chosen(tensor) else tensor
+        result.graph.initializer.append(bare)
     return result
 
 
-def _copy_fields(old: Any, new: Any, chosen: Callable[[Any], bool]) -> None:
-    """Copy the chosen fields of a message; others may be too large to copy."""
-    for field, value in old.ListFields():
-        if not chosen(field):
-            continue
-        if hasattr(value, "extend"):
-            getattr(new, field.name).extend(value)
-        elif hasattr(value, "ListFields"):
-            getattr(new, field.name).CopyFrom(value)
-        else:
-            setattr(new, field.name, value)
+def _part(message: Any, chosen: Callable[[Any], bool]) -> Any:
+    """Return the chosen fields of a message; others may be too large to copy."""
+    fields = message.ListFields()
+    return type(message)(**{field.name: value for field, value in fields if chosen(field)})
 
 
 def without_data(model: ModelProto) -> ModelProto:
@@ -292,15 +275,11 @@ def without_data(model: ModelProto) -> ModelProto:
 def with_data(model: ir.Model, origin: ModelProto) -> ir.Model:
     """Give `model`, rewritten from `without_data(origin)`, the data; they are copied when read."""
     for value in model.graph.initializers.values():
-        stand_in = value.const_value
-        if isinstance(stand_in, ir.ExternalTensor) and stand_in.location == _IN_ORIGIN:
-            tensor = origin.graph.initializer[stand_in.offset or 0]
+        old = value.const_value
+        if isinstance(old, ir.ExternalTensor) and old.location == _IN_ORIGIN:
+            read = partial(ir.serde.deserialize_tensor, origin.graph.initializer[old.offset or 0])
             value.const_value = ir.LazyTensor(
-                partial(ir.serde.deserialize_tensor, tensor),
-                dtype=stand_in.dtype,
-                shape=stand_in.shape,
-                name=stand_in.name,
-                doc_string=stand_in.doc_string,
+                read, old.dtype, old.shape, name=old.name, doc_string=old.doc_string
             )
     return model
 

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-_KINDS = (
-    (stat.S_ISDIR, "folder"),
-    (stat.S_ISCHR, "character device"),
-    (stat.S_ISBLK, "block device"),
-    (stat.S_ISFIFO, "named pipe"),
-    (stat.S_ISSOCK, "socket"),
-)
+# by the letter of `stat.filemode`
+_KINDS = {
+    "d": "folder",
+    "c": "character device",
+    "b": "block device",
+    "p": "named pipe",
+    "s": "socket",
+}
 
 _NO_FSYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # errors of some network filesystems
 
@@ -50,7 +51,7 @@ def target_of(path: str | os.PathLike) -> Path:
     except FileNotFoundError:
         return target
     if not stat.S_ISREG(mode):
-        kind = next((word for test, word in _KINDS if test(mode)), "special file")
+        kind = _KINDS.get(stat.filemode(mode)[0], "special file")
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, f"this is a {kind}: name a regular file", text)
     if not os.access(text, os.W_OK):

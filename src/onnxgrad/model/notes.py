@@ -70,19 +70,18 @@ def read_adapters(proto: ModelProto) -> list[dict[str, Any]]:
 
 def adapter_dropout(proto: ModelProto) -> dict[str, float]:
     """Return the probability of each dropout of the adapters, by the output of its node."""
-    return {
-        use["dropout"]: float(adapter["dropout"])
-        for adapter in read_adapters(proto)
-        for use in adapter.get("uses", ())
-        if use.get("dropout")
-    }
+    uses = _uses(proto)
+    return {use["dropout"]: float(a["dropout"]) for a, use in uses if use.get("dropout")}
 
 
 def detached(proto: ModelProto) -> set[str]:
     """Return the values of adapters through which a `Trainer` lets no gradient flow."""
-    adapters = read_adapters(proto)
-    uses = (use for adapter in adapters for use in adapter.get("uses", ()))
-    return {use["norm"] for use in uses if use.get("norm")}
+    return {use["norm"] for _, use in _uses(proto) if use.get("norm")}
+
+
+def _uses(proto: ModelProto) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return each adapter of `proto` with each of its uses."""
+    return [(a, use) for a in read_adapters(proto) for use in a.get("uses", ())]
 
 
 def rename_notes(proto: ModelProto, new_names: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 import onnx
@@ -31,7 +31,6 @@ from onnxgrad.model.traversal import all_nodes, keep_only, names, names_in, subg
 _NOT_STANDARD = ("LayerNormalization", "SimplifiedLayerNormalization")
 _HIDDEN = "onnxgrad.hidden"  # a domain whose nodes the converter does not change
 _CONVERTER_NAME = re.compile(r"_v_\d+")  # of the results that the converter adds
-_Fact = TypeVar("_Fact")
 
 WORKING_OPSET = 18
 NEWEST_OPSET = 26  # the newest that onnxruntime 1.31 loads
@@ -207,9 +206,9 @@ def _keep_channels(model: ModelProto) -> None:
 
 def _in_scope(
     graph: onnx.GraphProto,
-    describe: Callable[[onnx.GraphProto], dict[str, _Fact]],
-    outer: ChainMap[str, _Fact],
-) -> Iterator[tuple[NodeProto, ChainMap[str, _Fact]]]:
+    describe: Callable[[onnx.GraphProto], dict[str, Any]],
+    outer: ChainMap[str, Any],
+) -> Iterator[tuple[NodeProto, ChainMap[str, Any]]]:
     """Yield the nodes of `graph` and its subgraphs with what `describe` says of values in scope."""
     known = outer.new_child(describe(graph))
     for node in graph.node:

@@ -148,14 +148,13 @@ def _converted(name: str, new: np.ndarray, dtype: np.dtype) -> np.ndarray:
     return converted
 
 
-def lift(model: ModelProto, refs: Iterable[ConstantRef] | None = None) -> None:
+def lift(model: ModelProto, refs: Collection[ConstantRef]) -> None:
     """Turn every constant of the graphs of `model` into an initializer of the main graph, in place.
 
     The attributes of `ai.onnx.ml` operators become additional inputs of the node; the node is not
     valid then, and `prepare` lowers it. Constants of local functions are left to `inlined`. `refs`
-    are those of `constant_refs`, which is called if they are None.
+    are those of `constant_refs`.
     """
-    refs = list(constant_refs(model) if refs is None else refs)
     moved = []
     for ref in refs:
         is_lifted = ref.node is None and ref.graph is model.graph and not ref.sparse

@@ -6,7 +6,6 @@ from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import WEIGHT_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, static
@@ -19,13 +18,15 @@ from onnxgrad.native.side_by_side import FEW
 
 
 @rewrites("Conv", "ConvTranspose", group=BLOCKS)
-def convolution(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def convolution(op, node):
     """A convolution whose weight is no constant, and its gradient with respect to its input."""
     layout, (y,) = Layout(op), node.outputs
     x, w, bias = (*node.inputs, None)[:3]
-    if x is None or w is None or not _is_image(x) or not _is_image(w) or WEIGHT_GRADIENT in y.meta:
+    if not _is_image(x) or not _is_image(w) or WEIGHT_GRADIENT in y.meta:
         return None
     if static(sizes(w)) is None or dims(y) is None:
+        return None
+    if not layout.fits(sizes(w)[0]) or not _pays(layout, x, w):
         return None
     form = _convolution if node.op_type == "Conv" else _transposed_convolution
     blocked = form(layout, node, x, w, bias)
@@ -53,9 +54,8 @@ def _convolution(
     by_channel = group == rows == channels and per_group == 1
     plain = group == 1 and isinstance(channels, int) and channels < layout.block
     in_blocks = layout.fits(channels) and (by_channel or group == 1)
-    if not layout.fits(rows) or not (plain or in_blocks) or not _pays(layout, x, w):
-        return None
-    if constant(w) is not None:  # onnxruntime's optimizer does it, and reorders the weight once
+    # a constant weight is left to onnxruntime's optimizer, which reorders it once
+    if not (plain or in_blocks) or constant(w) is not None:
         return None
     attributes = {a.name: a.value for a in node.attributes.values()}
     operand = x if plain else layout.blocked(x)
@@ -74,9 +74,7 @@ def _transposed_convolution(
     if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET":
         return None
     by_channel = group == rows and per_group == 1
-    if not layout.fits(rows) or not (by_channel or (group == 1 and layout.fits(per_group))):
-        return None
-    if not _pays(layout, x, w):
+    if not by_channel and not (group == 1 and layout.fits(per_group)):
         return None
     strides, dilations = get("strides", (1, 1)), get("dilations", (1, 1))
     windows = Windows(kernel, strides, dilations, get("pads", (0,) * 4)[:2])
@@ -84,7 +82,7 @@ def _transposed_convolution(
 
 
 @rewrites(group=BLOCKS)
-def weight_gradient(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def weight_gradient(op, node):
     """The gradient of the weight of a convolution."""
     dw = node.outputs[0]
     if WEIGHT_GRADIENT not in dw.meta or len(node.outputs) > 1:

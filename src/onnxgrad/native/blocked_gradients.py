@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -42,18 +40,20 @@ def transposed(
     strided = max(windows.strides) > 1
     if strided and max(windows.dilations) > 1:
         return None
-    axes = [_axis(*numbers) for numbers in zip(*_numbers(g, windows, pixels), strict=True)]
+    w = windows
+    rows = zip(sizes(g)[2:], w.kernel, w.strides, w.dilations, w.begin, pixels, strict=True)
+    axes = [_axis(*row) for row in rows]
     if any(min(a.pads) < 0 for a in axes):
         return None
     x = layout.blocked(g)
-    w = _turned(layout, weight, windows, axes)
+    weight = _turned(layout, weight, windows, axes)
     attributes = {
         "pads": [a.pads[0] for a in axes] + [a.pads[1] for a in axes],
         "dilations": list(windows.dilations),
     }
     if bias is not None and strided:
         bias = layout.op.Concat(*[bias] * prod(windows.strides), axis=0)
-    y = layout.convolve(x, w, [a.count for a in axes], attributes, bias)
+    y = layout.convolve(x, weight, [a.count for a in axes], attributes, bias)
     return _interleaved(layout, y, windows.strides, pixels) if strided else y
 
 
@@ -69,12 +69,6 @@ class _Axis:
     taps: int  # elements of each kernel
     pads: tuple[int, int]
     count: int  # elements j
-
-
-def _numbers(g: ir.Value, windows: Windows, pixels: Pixels) -> tuple[Any, ...]:
-    counts = sizes(g)[2:]
-    w = windows
-    return counts, w.kernel, w.strides, w.dilations, w.begin, pixels
 
 
 def _axis(count: int, kernel: int, stride: int, dilation: int, begin: int, length: int) -> _Axis:
@@ -98,11 +92,9 @@ def _turned(layout: Layout, weight: ir.Value, windows: Windows, axes: Sequence[_
         weight = op.Pad(weight, [0, 0, *(a.front for a in axes), 0, 0, *back])
         weight.shape = ir.Shape([rows, channels, *lengths])
     cells = layout.taps(weight)
-    order = [
-        (u * strides[0] + r) * lengths[1] + v * strides[1] + q
-        for r, q in product(*map(range, strides))
-        for u, v in product(*(range(a.taps)[::-1] for a in axes))
-    ]
+    high, wide = axes
+    grid = np.arange(prod(lengths)).reshape(high.taps, strides[0], wide.taps, strides[1])
+    order = grid[::-1, :, ::-1].transpose(1, 3, 0, 2).ravel().tolist()
     if order != sorted(order):
         cells = op.Gather(cells, order, axis=2)
     taps, phases = prod(a.taps for a in axes), prod(strides)
@@ -138,8 +130,7 @@ def _transposed_by_channel(
     With strides, zeros go between the elements of g: the products are few.
     """
     op, b = layout.op, layout.block
-    channels = sizes(weight)[0]
-    counts, _, strides, *_ = _numbers(g, windows, pixels)
+    channels, counts, strides = sizes(weight)[0], sizes(g)[2:], windows.strides
     extents = [(k - 1) * d for k, d in zip(windows.kernel, windows.dilations, strict=True)]
     begin = [e - p for e, p in zip(extents, windows.begin, strict=True)]
     spread = [n * s for n, s in zip(counts, strides, strict=True)]
@@ -179,9 +170,8 @@ def correlated(
     width = (counts[1] - 1) * across + reach[1]
     images, kernels = _columns(layout, x), layout.cells(layout.blocked(g))
     below, right = pitch * s - lengths[0], width - left - lengths[1]
-    images = _padded(layout, images, (0, left), (below, right))
-    kernels = _padded(layout, kernels, (0, 0), (pitch - counts[0], 0))
-    images, kernels = _by_channel(layout, images), _by_channel(layout, kernels)
+    images = _by_channel(layout, images, (0, left), (below, right))
+    kernels = _by_channel(layout, kernels, (0, 0), (pitch - counts[0], 0))
     bottom = max(0, reach[0] - top - s)
     attributes = {"pads": [top, 0, bottom, 0], "strides": [d, 1]}
     down = (top + bottom + s - 1) // d + 1
@@ -209,21 +199,14 @@ def _columns(layout: Layout, x: ir.Value) -> ir.Value:
     return layout.op.Unsqueeze(layout.op.Transpose(x, perm=[0, 2, 3, 1]), [1])
 
 
-def _padded(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> ir.Value:
-    if not any((*begin, *end)):
-        return cells
-    pads = [0, 0, *begin, 0, 0, 0, *end, 0]
-    y = layout.op.Pad(cells, pads)
-    shape = [d + p + q for d, p, q in zip(sizes(cells)[1:], pads[1:5], pads[6:], strict=True)]
-    y.shape = ir.Shape([sizes(cells)[0], *shape])
-    return y
-
-
-def _by_channel(layout: Layout, cells: ir.Value) -> ir.Value:
-    """Return (N, C / block, ...) as (C / block, N, ...)."""
-    if sizes(cells)[1] == 1:
-        return cells
-    return layout.op.Transpose(cells, perm=[1, 0, 2, 3, 4])
+def _by_channel(layout: Layout, cells: ir.Value, begin: Pixels, end: Pixels) -> ir.Value:
+    """Return (N, C / block, ...) as (C / block, N, ...), with padding of the pixels."""
+    rows, blocks, *pixels, cell = sizes(cells)
+    if any((*begin, *end)):
+        cells = layout.op.Pad(cells, [0, 0, *begin, 0, 0, 0, *end, 0])
+        pixels = [d + p + q for d, p, q in zip(pixels, begin, end, strict=True)]
+        cells.shape = ir.Shape([rows, blocks, *pixels, cell])
+    return cells if blocks == 1 else layout.op.Transpose(cells, perm=[1, 0, 2, 3, 4])
 
 
 def _images_at_once(layout: Layout, x: ir.Value) -> ir.Value:

@@ -49,24 +49,18 @@ def block_size() -> int:
 
 def _both(x: np.ndarray, w: np.ndarray, block: int) -> list[np.ndarray]:
     """Return the results of a plain convolution and of one in blocks of this size."""
-    inputs = [
-        ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(a.shape))
-        for name, a in (("x", x), ("w", w))
-    ]
-    graph = ir.Graph(inputs, [], nodes=[], opset_imports={"": 18}, name="blocks")
+    graph = ir.Graph([], [], nodes=[], opset_imports={"": 18}, name="blocks")
     op = Emit(graph)
-    layout = Layout(op, block)
-    plain = op.Conv(*inputs)
-    y = layout.convolve(layout.blocked(inputs[0]), layout.filter(inputs[1]), (3, 2), {})
-    y.shape = plain.shape = ir.Shape((1, _WIDEST, 3, 2))
-    graph.outputs.extend([plain, layout.plain(y)])
+    layout, image, weight = Layout(op, block), op.const(x), op.const(w)
+    y = layout.convolve(layout.blocked(image), layout.filter(weight), (3, 2), {})
+    graph.outputs.extend([op.Conv(image, weight), layout.plain(y)])
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     proto = to_proto(ir.Model(graph, ir_version=10))
     running = ort.InferenceSession(proto.SerializeToString(), options, providers=CPU.providers)
-    return running.run(None, {"x": x, "w": w})
+    return running.run(None, {})
 
 
 def sizes(x: ir.Value | None) -> tuple[Any, ...]:
@@ -141,7 +135,8 @@ class Layout:
         if y.shape is None or None in sizes(y):
             old = dims(x) or (None,) * len(shape)
             kept: list[Any] = [old[i] if d == 0 else d for i, d in enumerate(shape)]
-            y.shape = ir.Shape([d if isinstance(d, str) or _is_length(d) else None for d in kept])
+            known = (isinstance(d, str) or (isinstance(d, int) and d > 0) for d in kept)
+            y.shape = ir.Shape([d if k else None for d, k in zip(kept, known, strict=True)])
         return y
 
     # -- operators ---------------------------------------------------------------------------
@@ -181,10 +176,8 @@ class Layout:
         attributes = {"group": channels, "kernel_shape": [1, 1]}
         return self.convolve(x, weight, pixels, attributes, bias, plus)
 
-    def joined(
-        self, x: ir.Value, activation: str | None = None, plus: ir.Value | None = None
-    ) -> ir.Value | None:
-        """Return an activation of `x` + `plus`, which are in blocks, as part of a convolution.
+    def joined(self, x: ir.Value, op_type: str, plus: ir.Value | None) -> ir.Value | None:
+        """Return the Add of `x` and `plus`, or Relu of `x`, in blocks, as part of a convolution.
 
         None if `x` is no convolution that leaves room for it. The one before it is no longer used.
         """
@@ -194,10 +187,10 @@ class Layout:
         inputs, attributes = list(conv.inputs), {a.name: a.value for a in conv.attributes.values()}
         if "activation" in attributes or (plus is not None and len(inputs) > 3):
             return None
-        if plus is not None:
+        if plus is None:
+            attributes["activation"] = op_type
+        else:
             inputs = [*[*inputs, None, None][:3], plus]
-        if activation is not None:
-            attributes["activation"] = activation
         return self._written("Conv", inputs, attributes, dims(x))
 
     def mean_of_pixels(self, x: ir.Value) -> ir.Value:
@@ -239,7 +232,3 @@ class Layout:
         y.type = ir.TensorType(ir.DataType.FLOAT)
         y.shape = None if shape is None else ir.Shape(shape)
         return y
-
-
-def _is_length(d: Any) -> bool:
-    return isinstance(d, int) and d > 0

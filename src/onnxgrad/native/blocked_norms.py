@@ -1,4 +1,4 @@
-"""BatchNormalization in training mode in blocks of channels, and its gradient.
+"""BatchNormalization in blocks of channels, and its gradient in training mode.
 
 Statistics are means of the pixels of each image, then of the images; what else there is for each
 pixel are convolutions of 1 x 1, one channel a group.
@@ -6,9 +6,10 @@ pixel are convolutions of 1 x 1, one channel a group.
 
 from __future__ import annotations
 
+from math import prod
+
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import GRADIENT_OF
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import static
@@ -22,19 +23,22 @@ _OPERANDS = "onnxgrad.operands"  # in `meta` of a result: what its normalization
 
 
 @rewrites("BatchNormalization", group=BLOCKS)
-def normalization(op: Emit, node: ir.Node) -> list[ir.Value | None] | None:
+def normalization(op, node):
     """y = s c / r + b, c = x - m, r the standard deviation; and the running statistics."""
     layout, (x, scale, bias, *running) = Layout(op), node.inputs
-    real = all(v is not None and v.dtype == _FLOAT for v in node.inputs)
-    if not node.attributes.get_int("training_mode", 0) or x is None or not real:
-        return None
-    if not layout.has(x) or static(sizes(x)[1:]) is None:
+    if not layout.has(x) or any(v.dtype != _FLOAT for v in node.inputs):
         return None
     y, epsilon = node.outputs[0], node.attributes.get_float("epsilon", 1e-5)
+    if not node.attributes.get_int("training_mode", 0):
+        factor = op.Div(scale, op.Sqrt(op.Add(running[1], epsilon)))
+        shift = op.Sub(bias, op.Mul(running[0], factor))
+        return [layout.plain(layout.affine(layout.blocked(x), factor, shift), x)]
+    if static(sizes(x)[1:]) is None:
+        return None
     y.meta[_OPERANDS] = x, scale, epsilon
     centered, mean, variance, inverse = _statistics(layout, x, epsilon)
     momentum = node.attributes.get_float("momentum", 0.9)
-    states: list[ir.Value | None] = []
+    states = []
     for old, batch in zip(running, (mean, variance), strict=True):
         kept = op.Mul(old, momentum) if momentum else None
         states.append(batch if kept is None else op.Add(kept, op.Mul(batch, 1.0 - momentum)))
@@ -43,7 +47,7 @@ def normalization(op: Emit, node: ir.Node) -> list[ir.Value | None] | None:
 
 
 @rewrites(group=BLOCKS)
-def normalization_gradient(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def normalization_gradient(op, node):
     """dx = s (g - mean g - c mean(g c) / r^2) / r,  ds = sum(g c) / r,  db = sum g."""
     old = node.outputs[0]
     if GRADIENT_OF not in old.meta or len(node.outputs) > 1:
@@ -60,10 +64,8 @@ def normalization_gradient(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     images = layout.mean_of_pixels(g)
     products = layout.mean_of_pixels(op.set_type_like(op.Mul(g, c), c))
     if wanted > 0:
-        pixels = static(sizes(c)[2:])
-        assert pixels is not None
         total = op.ReduceSum(products if wanted == 1 else images, [0], keepdims=0)
-        total = op.Mul(total, float(pixels[0] * pixels[1]))
+        total = op.Mul(total, float(prod(sizes(c)[2:])))
         return [op.reshape_like(op.Mul(total, inverse) if wanted == 1 else total, old)]
     mean, covariance = (op.ReduceMean(v, [0], keepdims=0) for v in (images, products))
     slope = op.Mul(scale, inverse)

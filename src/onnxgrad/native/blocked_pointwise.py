@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import Dims, constant, dims, equal, static
@@ -16,49 +17,30 @@ _FLOAT = ir.DataType.FLOAT
 
 
 @rewrites(*ELEMENTWISE, group=BLOCKS)
-def elementwise(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def elementwise(op, node):
     """An elementwise operator, also with one number for each channel."""
     layout, y = Layout(op), node.outputs[0]
-    if not _all_in_blocks(layout, node):
+    operands = [v for v in node.inputs if v is not None and not _is_number(v)]
+    images = [v for v in operands if not _is_per_channel(v, dims(y))]
+    if not images or not all(layout.has(v) and equal(dims(v), dims(y)) for v in images):
         return None
-    if any(_is_per_channel(v, dims(y)) for v in node.inputs):
-        real = all(v is None or v.dtype == _FLOAT for v in (*node.inputs, y))
-        return _per_channel(layout, node) if real else None
-    return _on_blocks(layout, node) if all(_keeps_order(v, dims(y)) for v in node.inputs) else None
+    return (_on_blocks if images == operands else _per_channel)(layout, node)
 
 
 @rewrites("Concat", group=BLOCKS)
-def concat(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def concat(op, node):
     """A Concat of channels."""
-    layout, axis = Layout(op), node.attributes.get_int("axis", 0)
-    images = [v for v in node.inputs if v is not None and layout.has(v)]
-    return _on_blocks(layout, node) if axis in (1, -3) and len(images) == len(node.inputs) else None
-
-
-@rewrites("BatchNormalization", group=BLOCKS)
-def normalization(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """A BatchNormalization in inference form is a convolution of 1 x 1."""
-    layout, (x, scale, bias, mean, var) = Layout(op), node.inputs
-    if len(node.outputs) > 1 or node.attributes.get_int("training_mode", 0) == 1:
-        return None
-    if (
-        x is None
-        or not layout.has(x)
-        or not all(v is not None and v.dtype == _FLOAT for v in node.inputs)
-    ):
-        return None
-    epsilon = node.attributes.get_float("epsilon", 1e-5)
-    factor = op.Div(scale, op.Sqrt(op.Add(var, epsilon)))
-    return _affine(layout, x, factor, op.Sub(bias, op.Mul(mean, factor)))
+    layout, channels = Layout(op), node.attributes.get_int("axis", 0) in (1, -3)
+    return _on_blocks(layout, node) if channels and all(map(layout.has, node.inputs)) else None
 
 
 @rewrites("ReduceSum", group=BLOCKS)
-def sum_per_channel(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def sum_per_channel(op, node):
     """A sum over batch and pixels is a sum over the batch of the means of images."""
     layout, x, y = Layout(op), node.inputs[0], node.outputs[0]
     axes = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     pixels = static(sizes(x)[2:])
-    if x is None or axes is None or not pixels or x.dtype != _FLOAT or y.shape is None:
+    if axes is None or not pixels or x.dtype != _FLOAT or y.shape is None:
         return None
     if not layout.has(x) or sorted(int(a) % 4 for a in axes.ravel()) != [0, 2, 3]:
         return None
@@ -69,22 +51,10 @@ def sum_per_channel(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     return [layout.view(total, shape)]
 
 
-def _all_in_blocks(layout: Layout, node: ir.Node) -> bool:
-    """Return whether all operands of more than one number per channel are in blocks."""
-    images = [v for v in node.inputs if len(sizes(v)) == 4 and not _is_number(v)]
-    images = [v for v in images if not _is_per_channel(v, (None, sizes(v)[1], 2, 2))]
-    return bool(images) and all(layout.has(v) for v in images if v is not None)
-
-
 def _is_number(x: ir.Value | None) -> bool:
     """Return whether `x` has one element."""
     shape = dims(x)
     return shape is not None and all(d == 1 for d in shape)
-
-
-def _keeps_order(x: ir.Value | None, shape: Dims | None) -> bool:
-    """Return whether the elements of an operand are where those of the result are, or one."""
-    return x is None or _is_number(x) or equal(dims(x), shape)
 
 
 def _is_per_channel(x: ir.Value | None, shape: Dims | None) -> bool:
@@ -110,47 +80,30 @@ def _on_blocks(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
     return [y] if layout.note(y, result) else None
 
 
-def _joined(layout: Layout, node: ir.Node) -> ir.Value | None:
+def _joined(layout: Layout, node: Any) -> ir.Value | None:
     """Return an Add or Relu as part of a convolution that only it reads, or None."""
-    for v in node.inputs[::-1]:
-        if v is None or len(v.uses()) > 1 or not layout.has(v):
+    for v, other in zip(node.inputs[::-1], node.inputs, strict=True):
+        if len(v.uses()) > 1 or not layout.has(v) or not layout.has(other):
             continue
-        x = layout.blocked(v)
-        if {user.op_type for user, _ in x.uses()} - {"ReorderOutput"}:
-            continue
-        if node.op_type == "Relu":
-            return layout.joined(x, activation="Relu")
-        other = node.inputs[0] if v is node.inputs[1] else node.inputs[1]
-        if other is not None and layout.has(other) and equal(dims(other), dims(v)):
-            joined = layout.joined(x, plus=layout.blocked(other))
-            if joined is not None:
-                return joined
+        x, plus = layout.blocked(v), None if v is other else layout.blocked(other)
+        only = all(user.op_type == "ReorderOutput" for user, _ in x.uses())
+        joined = layout.joined(x, node.op_type, plus) if only else None
+        if joined is not None:
+            return joined
     return None
 
 
-def _per_channel(layout: Layout, node: ir.Node) -> list[ir.Value] | None:
+def _per_channel(layout: Layout, node: Any) -> list[ir.Value] | None:
     """Write a sum, difference or product with a number per channel as a convolution of 1 x 1."""
-    op, y = layout.op, node.outputs[0]
-    if node.op_type not in ("Add", "Mul", "Sub"):
+    op, (a, b), y = layout.op, node.inputs, node.outputs[0]
+    if node.op_type not in ("Add", "Mul", "Sub") or y.dtype != _FLOAT:
         return None
-    a, b = node.inputs
     left = _is_per_channel(a, dims(y))
     x, other = (b, a) if left else (a, b)
-    if x is None or other is None or not layout.has(x) or not equal(dims(x), dims(y)):
-        return None
     numbers = layout.view(other, [sizes(y)[1]])
-    if node.op_type == "Mul":
-        return _affine(layout, x, numbers, None)
-    if node.op_type == "Add":
-        return _affine(layout, x, None, numbers)
-    if left:
-        minus = op.const(np.full(sizes(x)[1], -1, np.float32))
-        return _affine(layout, x, minus, numbers)
-    return _affine(layout, x, None, op.Neg(numbers))
-
-
-def _affine(
-    layout: Layout, x: ir.Value, factor: ir.Value | None, bias: ir.Value | None
-) -> list[ir.Value]:
-    """Return x * factor + bias, which are numbers per channel, in the plain layout."""
+    factor, bias = (numbers, None) if node.op_type == "Mul" else (None, numbers)
+    if node.op_type == "Sub" and left:
+        factor = op.const(np.full(sizes(x)[1], -1, np.float32))
+    elif node.op_type == "Sub":
+        bias = op.Neg(bias)
     return [layout.plain(layout.affine(layout.blocked(x), factor, bias), x)]

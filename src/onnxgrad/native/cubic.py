@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims
 from onnxgrad.model.draft import Draft
@@ -18,22 +17,23 @@ from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session
 
 _LONGEST = 2048  # elements of an axis; products with longer ones are no faster
-_OPTIONS = (
-    "antialias",
-    "coordinate_transformation_mode",
-    "cubic_coeff_a",
-    "exclude_outside",
-)
+_OPTIONS = "antialias coordinate_transformation_mode cubic_coeff_a exclude_outside".split()
 
 
 @rewrites("Resize", group=NODES)
-def cubic_by_products(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def cubic_by_products(op, node):
     """A cubic `Resize` of images is a product for each of the last two axes that changes."""
-    x, y = node.inputs[0], node.outputs[0]
-    before, after, scales = dims(x), dims(y), _scales(node)
-    if x is None or before is None or after is None or len(before) != 4 or scales is None:
+    x, get = node.inputs[0], node.attributes
+    before, after, scales = dims(x), dims(node.outputs[0]), _scales(node)
+    if before is None or after is None or scales is None or scales[:2] != [1, 1]:
         return None
-    if not _is_covered(node, x) or scales[0] != 1 or scales[1] != 1:
+    if (
+        x.dtype != ir.DataType.FLOAT
+        or get.get_string("mode", "nearest") != "cubic"
+        or get.get_string("coordinate_transformation_mode", "") == "tf_crop_and_resize"
+        or get.get_string("keep_aspect_ratio_policy", "stretch") != "stretch"
+        or "axes" in get
+    ):
         return None
     matrices = []
     for axis in (2, 3):
@@ -50,17 +50,6 @@ def cubic_by_products(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     if wide is not None:
         x = op.MatMul(x, wide)
     return [x if high is None else op.MatMul(np.ascontiguousarray(high.T), x)]
-
-
-def _is_covered(node: ir.Node, x: ir.Value) -> bool:
-    get = node.attributes
-    return (
-        x.dtype == ir.DataType.FLOAT
-        and get.get_string("mode", "nearest") == "cubic"
-        and get.get_string("coordinate_transformation_mode", "") != "tf_crop_and_resize"
-        and get.get_string("keep_aspect_ratio_policy", "stretch") == "stretch"
-        and "axes" not in get
-    )
 
 
 def _scales(node: ir.Node) -> list[float] | None:
@@ -83,7 +72,7 @@ def _matrix(node: ir.Node, opset: int, old: int, new: int, scale: float) -> np.n
     eye = draft.input("eye", [1, 1, old, old])
     attributes = {k: v.value for k, v in node.attributes.items() if k in _OPTIONS}
     scales = np.array([1, 1, 1, scale], np.float32)
-    by_scale = constant(node.inputs[2]) is not None if len(node.inputs) > 2 else False
+    by_scale = len(node.inputs) > 2 and constant(node.inputs[2]) is not None
     operands = [eye, None, scales] if by_scale else [eye, None, None, np.array([1, 1, old, new])]
     y = draft.op.Resize(*operands, mode="cubic", **attributes)
     model = draft.model({"matrix": y})

@@ -10,7 +10,7 @@ Pools of one axis keep their indices: without them, a training step of 1-D convo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,6 +23,7 @@ from onnxgrad.graph.operators import POOL_GRADIENT
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import static
 from onnxgrad.graph.tidy import current
+from onnxgrad.graph.traversal import made_by
 from onnxgrad.native.blocked_layout import DOMAIN, Layout, sizes
 from onnxgrad.native.phases import BLOCKS, PLAIN
 
@@ -56,74 +57,90 @@ class _Pool:
         return [list(self.begin), [n * s - m - p for n, s, m, p in rows]]
 
 
-def pool_of(node: ir.Node) -> _Pool | None:
+def pool_of(node: ir.Node | None) -> _Pool | None:
     """Return the pool if `node` is a MaxPool whose indices only its gradient reads, as above."""
-    if node.op_type != "MaxPool" or node.domain or len(node.outputs) < 2:
+    if node is None or len(node.outputs) < 2:
         return None
-    x, (y, indices) = node.inputs[0], node.outputs
-    get, lengths, counts = node.attributes.get_ints, static(sizes(x)[2:]), static(sizes(y)[2:])
+    x, (y, indices), get = node.inputs[0], node.outputs, node.attributes.get_ints
     gradient, cotangent = y.meta.get(POOL_GRADIENT, (None, None))
-    if gradient is None or x is None or x.dtype != _FLOAT or not counts:
+    lengths, counts = static(sizes(x)[2:]), static(sizes(y)[2:])
+    if gradient is None or x is None or x.dtype != _FLOAT or not counts or not lengths:
         return None
-    if lengths is None or len(lengths) != 2:
-        return None
-    if gradient.producer() is None or gradient.producer().graph is not node.graph:
-        return None
-    channels, kernel = sizes(x)[1], get("kernel_shape", ())
+    channels, kernel, pads = sizes(x)[1], get("kernel_shape", ()), get("pads", (0,) * 4)
     strides, dilations = get("strides", (1, 1)), get("dilations", (1, 1))
-    disjoint = all(k <= s for k, s in zip(kernel, strides, strict=True)) and max(dilations) == 1
+    if len(lengths) != 2 or max(dilations) > 1 or not isinstance(channels, int):
+        return None
+    disjoint = all(k <= s for k, s in zip(kernel, strides, strict=True))
     explicit = node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET"
-    if not disjoint or not explicit or not isinstance(channels, int):
+    if not disjoint or not explicit or prod(lengths) * channels < _LEAST or 0 in counts:
         return None
-    if prod(lengths) * channels < _LEAST or 0 in counts or not _read_only_by(indices, gradient):
+    last = gradient.producer()
+    if last is None or last.graph is not node.graph or indices.is_graph_output():
         return None
-    pads = get("pads", (0,) * 4)
-    begin, cotangent = pads[:2], current(cotangent)
-    return _Pool(node, kernel, strides, begin, counts, lengths, gradient, cotangent)
+    users, scatter = {user for user, _ in indices.uses()}, _scatter(last)
+    if not users or not users <= {last, scatter and scatter.inputs[1].producer()}:
+        return None
+    return _Pool(node, kernel, strides, pads[:2], counts, lengths, gradient, current(cotangent))
 
 
-def _read_only_by(indices: ir.Value, gradient: ir.Value) -> bool:
-    """Return whether the nodes that compute the gradient read the indices, and no others."""
-    own, node = {gradient.producer()}, gradient.producer()
-    if node is not None and node.op_type == "Reshape" and node.inputs[0] is not None:
-        scatter = node.inputs[0].producer()
-        flat = None if scatter is None else scatter.inputs[1]
-        own |= {None if flat is None else flat.producer()}
-    users = {user for user, _ in indices.uses()}
-    return bool(users) and not indices.is_graph_output() and users <= own
+def _scatter(node: ir.Node) -> Any:
+    """Return the node that reads the indices of the gradient that `node` computes."""
+    return made_by(node.inputs[0], "ScatterElements") if node.op_type == "Reshape" else node
 
 
 def _pool_before(node: ir.Node) -> _Pool | None:
     """Return the pool if `node` computes its gradient by indices."""
-    scatter = node.inputs[0].producer() if node.op_type == "Reshape" and node.inputs[0] else node
-    if scatter is None or scatter.op_type not in ("MaxUnpool", "ScatterElements"):
-        return None
-    indices = scatter.inputs[1]
-    producer = None if indices is None else indices.producer()
-    if producer is not None and producer.op_type == "Reshape" and producer.inputs[0] is not None:
-        producer = producer.inputs[0].producer()
-    pool = None if producer is None else pool_of(producer)
+    scatter = _scatter(node)
+    indices = scatter.inputs[1] if scatter else None
+    flat = made_by(indices, "Reshape")
+    pool = pool_of(made_by(flat.inputs[0] if flat else indices, "MaxPool"))
     return pool if pool is not None and pool.gradient is node.outputs[0] else None
 
 
 @rewrites("MaxUnpool", "Reshape", group=PLAIN)
-def gradient_without_indices(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def gradient_without_indices(op, node):
     """The gradient of a pool that is not in blocks of channels."""
     pool = _pool_before(node)
     if pool is None:
         return None
-    y = current(pool.node.outputs[0])
-    dx = _on_plane(op, pool, _padded(op, pool.x, pool.padding), y)
-    return [_cropped(op, dx, pool.x, pool.padding)]
+    x, y = _padded(op, pool.x, pool.padding), current(pool.node.outputs[0])
+    return [_cropped(op, _gradient(op, pool, x, y, pool.cotangent), pool.x, pool.padding)]
 
 
 @rewrites("MaxPool", group=PLAIN)
-def pool_without_indices(op: Emit, node: ir.Node) -> list[ir.Value | None] | None:
+def pool_without_indices(op, node):
     """A pool whose indices nothing reads."""
     if len(node.outputs) < 2 or node.outputs[1].uses() or node.outputs[1].is_graph_output():
         return None
     attributes = {a.name: a.value for a in node.attributes.values()}
     return [op.MaxPool(node.inputs[0], **attributes), None]
+
+
+@rewrites("MaxPool", group=BLOCKS)
+def pool_in_blocks(op, node):
+    """A pool in blocks, without the indices that only its gradient reads."""
+    pool, layout = pool_of(node), Layout(op)
+    if pool is None or not layout.has(pool.x):
+        return None
+    rows = zip(pool.counts, pool.strides, pool.kernel, pool.begin, pool.lengths, strict=True)
+    end = [max(0, (n - 1) * s + k - p - m) for n, s, k, p, m in rows]
+    y = _blocked_pool(op, pool, layout.blocked(pool.x), [*pool.begin, *end])
+    return [layout.plain(y, node.outputs[0]), None]
+
+
+@rewrites("MaxUnpool", "Reshape", group=BLOCKS)
+def gradient_in_blocks(op, node):
+    """The gradient of a pool in blocks."""
+    pool, layout = _pool_before(node), Layout(op)
+    y = None if pool is None else current(pool.node.outputs[0])
+    if pool is None or y is None or not layout.has(y) or not layout.has(pool.x):
+        return None
+    x, inner = layout.cells(layout.blocked(pool.x)), [0]
+    padded, y = _padded(op, x, pool.padding, inner), layout.blocked(y)
+    dx = _gradient(op, pool, padded, y, layout.blocked(pool.cotangent), layout.block)
+    dx = _cropped(op, dx, x, pool.padding, inner)
+    shape = [0, sizes(pool.x)[1], *pool.lengths]
+    return [layout.plain(layout.view(dx, shape), node.outputs[0])]
 
 
 def _padded(op: Emit, x: ir.Value, padding: list[list[int]], inner: Pixels = ()) -> ir.Value:
@@ -143,93 +160,42 @@ def _cropped(
     return op.set_type_like(_padded(op, dx, back, inner), x)
 
 
-def _on_plane(op: Emit, pool: _Pool, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Return the gradient of x, in the plain layout."""
-    channels = sizes(pool.x)[1]
-    whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
-    scales = op.const(np.array([1, 1, *pool.strides], np.float32))
-    floor = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
-
-    def pooled(v: ir.Value) -> ir.Value:
-        image = op.Reshape(v, [-1, channels, *whole])
-        return op.MaxPool(image, kernel_shape=pool.kernel, strides=pool.strides)
-
-    def repeated(v: ir.Value) -> ir.Value:
-        return op.Resize(v, None, scales, mode="nearest", **floor)
-
-    codes = _codes(pool, 1)
-    return _gradient(op, (x, y, pool.cotangent), (pooled, repeated), codes, [-1, codes.size])
-
-
-@rewrites("MaxPool", group=BLOCKS)
-def pool_in_blocks(op: Emit, node: ir.Node) -> list[ir.Value | None] | None:
-    """A pool in blocks, without the indices that only its gradient reads."""
-    pool, layout = pool_of(node), Layout(op)
-    if pool is None or not layout.has(pool.x):
-        return None
-    rows = zip(pool.counts, pool.strides, pool.kernel, pool.begin, pool.lengths, strict=True)
-    end = [max(0, (n - 1) * s + k - p - m) for n, s, k, p, m in rows]
-    y = _blocked_pool(op, pool, layout.blocked(pool.x), [*pool.begin, *end])
-    return [layout.plain(y, node.outputs[0]), None]
-
-
-@rewrites("MaxUnpool", "Reshape", group=BLOCKS)
-def gradient_in_blocks(op: Emit, node: ir.Node) -> list[ir.Value] | None:
-    """The gradient of a pool in blocks."""
-    pool, layout = _pool_before(node), Layout(op)
-    y = None if pool is None else current(pool.node.outputs[0])
-    if pool is None or y is None or not layout.has(y) or not layout.has(pool.x):
-        return None
-    channels, inner = sizes(pool.x)[1], [0]
-    whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
-
-    def pooled(v: ir.Value) -> ir.Value:
-        return _blocked_pool(op, pool, op.Reshape(v, [-1, channels, *whole]))
-
-    def repeated(v: ir.Value) -> ir.Value:
-        image = op.Reshape(v, [-1, channels, *pool.counts])
-        y = op.emit("Upsample", [image], {"scales": [1, 1, *pool.strides]}, domain=DOMAIN)
-        y.dtype = _FLOAT
-        return y
-
-    x, codes = layout.cells(layout.blocked(pool.x)), _codes(pool, layout.block)
-    values = (
-        _padded(op, x, pool.padding, inner),
-        layout.blocked(y),
-        layout.blocked(pool.cotangent),
-    )
-    dx = _gradient(op, values, (pooled, repeated), codes, [-1, codes.size])
-    dx = _cropped(op, dx, x, pool.padding, inner)
-    return [layout.plain(layout.view(dx, [0, channels, *pool.lengths]), node.outputs[0])]
-
-
 def _blocked_pool(op: Emit, pool: _Pool, x: ir.Value, pads: Pixels = (0, 0, 0, 0)) -> ir.Value:
     windows = {"kernel_shape": pool.kernel, "strides": pool.strides, "pads": pads}
     return op.set_type_like(op.emit("MaxPool", [x], windows, domain=DOMAIN), pool.node.outputs[0])
 
 
 def _gradient(
-    op: Emit,
-    values: tuple[ir.Value, ir.Value, ir.Value],
-    forms: tuple[Callable[[ir.Value], ir.Value], Callable[[ir.Value], ir.Value]],
-    codes: np.ndarray,
-    shape: Pixels,
+    op: Emit, pool: _Pool, x: ir.Value, y: ir.Value, g: ir.Value, block: int = 1
 ) -> ir.Value:
-    """Return the gradient of x in `shape`.
+    """Return the gradient of x (-1, elements of a row of windows).
 
     Args:
-        values: x with its padding, y and the cotangent of y.
-        forms: return the maxima of windows of `shape`, and numbers of windows repeated over them.
-        codes: see `_codes`; they broadcast to `shape`.
-        shape: of all elements.
+        x, y, g: the input with its padding, the result and its cotangent, all in blocks of channels
+            if `block` is more than 1.
     """
-    x, y, g = values
-    pooled, repeated = forms
+    channels, codes = sizes(pool.x)[1], _codes(pool, block)
+    whole = [n * s for n, s in zip(pool.counts, pool.strides, strict=True)]
+
+    def pooled(v: ir.Value) -> ir.Value:
+        image = op.Reshape(v, [-1, channels, *whole])
+        if block > 1:
+            return _blocked_pool(op, pool, image)
+        return op.MaxPool(image, kernel_shape=pool.kernel, strides=pool.strides)
 
     def spread(v: ir.Value) -> ir.Value:
-        return op.Reshape(repeated(v), list(shape))
+        """Return numbers of windows, repeated over their elements."""
+        scales = [1, 1, *pool.strides]
+        if block > 1:
+            image = op.Reshape(v, [-1, channels, *pool.counts])
+            cells = op.emit("Upsample", [image], {"scales": scales}, domain=DOMAIN)
+            cells.dtype = _FLOAT
+        else:
+            floor = {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
+            cells = op.Resize(v, None, np.array(scales, np.float32), mode="nearest", **floor)
+        return op.Reshape(cells, [-1, codes.size])
 
-    maximal = op.Equal(op.Reshape(x, list(shape)), spread(y))
+    maximal = op.Equal(op.Reshape(x, [-1, codes.size]), spread(y))
     maximal = op.Mul(op.Cast(maximal, to=_FLOAT), codes)
     # at least 1, so that a window without maximum, as of NaN, has none
     highest = op.Max(pooled(maximal), np.float32(1))

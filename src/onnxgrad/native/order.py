@@ -110,10 +110,8 @@ def eager(memory: Memory, nodes: Sequence[ir.Node]) -> list[ir.Node]:
 
 def peak(memory: Memory, nodes: Sequence[ir.Node]) -> int:
     """Return the bytes that are alive at most when the nodes run in this order."""
-    lives, most = Lives(memory), 0
-    for node in nodes:
-        most = max(most, lives.run(node))
-    return most
+    lives = Lives(memory)
+    return max(map(lives.run, nodes), default=0)
 
 
 class Memory:
@@ -174,10 +172,8 @@ class Lives:
         those of its results.
         """
         memory = self.memory
-        freed = sum(
-            memory.bytes[x] / self.left[x] for x in memory.read[node] if not self.blocked[x]
-        )
-        return freed - memory.written[node]
+        last = [x for x in memory.read[node] if not self.blocked[x]]
+        return sum(memory.bytes[x] / self.left[x] for x in last) - memory.written[node]
 
     def run(self, node: ir.Node) -> int:
         """Run the node; return the bytes alive meanwhile."""

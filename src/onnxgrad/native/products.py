@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import coefficient, dims
 from onnxgrad.native.phases import NODES
@@ -18,7 +17,7 @@ _PLAIN = {"transB": 0, "alpha": 1.0, "beta": 1.0}
 
 
 @rewrites("Gemm", group=NODES)
-def transposed_operand(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def transposed_operand(op, node):
     """aT b, the gradient of a weight, reads a transposed copy of a.
 
     onnxruntime would fuse a Transpose of two axes back into the Gemm.
@@ -26,7 +25,6 @@ def transposed_operand(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     if not _is_wide(node) or _bytes(node.inputs[0], op.target.rows) > _COPIED:
         return None
     a, b = node.inputs
-    assert a is not None
     rows = op.dim(a, 1)
     copy = op.Transpose(op.Reshape(a, [1, -1, rows]), perm=[0, 2, 1])
     return [op.Gemm(op.Reshape(copy, [rows, -1]), b)]
@@ -42,12 +40,9 @@ def _bytes(a: ir.Value | None, rows: int) -> int:
 
 def _is_wide(node: ir.Node) -> bool:
     """Return whether `node` is the product aT b, in float32, with many rows and columns."""
-    attributes = {name: a.value for name, a in node.attributes.items()}
-    if len(node.inputs) != 2:
+    if len(node.inputs) != 2 or node.outputs[0].dtype != ir.DataType.FLOAT:
         return False
-    if attributes.pop("transA", 0) != 1 or any(attributes[n] != _PLAIN[n] for n in attributes):
-        return False
-    a, b = map(dims, node.inputs)
-    if a is None or b is None or node.outputs[0].dtype != ir.DataType.FLOAT:
-        return False
-    return all(isinstance(length, int) and length >= _MANY for length in (a[1], b[1]))
+    attributes = _PLAIN | {name: a.value for name, a in node.attributes.items()}
+    columns = [(dims(v) or (0, 0))[1] for v in node.inputs]
+    many = all(isinstance(length, int) and length >= _MANY for length in columns)
+    return many and attributes == _PLAIN | {"transA": 1}

@@ -14,29 +14,28 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import ELEMENTWISE
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import dims, rank
-from onnxgrad.graph.traversal import subgraphs
+from onnxgrad.graph.traversal import made_by, subgraphs
 from onnxgrad.native.phases import LOOPS
 
 _MOST = 1 << 15  # elements of a value in one iteration: larger ones would leave the cache
 
 
 @rewrites(*ELEMENTWISE, "Concat", "Split", group=LOOPS)
-def computed_outside(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def computed_outside(op, node):
     """What reads only scanned inputs and loop-invariant values is computed in front of the Scan."""
     scan = _Scan.around(op)
     if scan is None or not scan.can_lose(node):
         return None
     attributes = {name: a.value for name, a in node.attributes.items()}
-    if node.op_type in ("Concat", "Split"):
-        axis = attributes.get("axis", 0)
-        attributes["axis"] = axis if axis < 0 else axis + 1
+    if node.op_type in ("Concat", "Split") and (axis := attributes.get("axis", 0)) >= 0:
+        attributes["axis"] = axis + 1
     operands = [None if x is None else scan.outside(x) for x in node.inputs]
     stacks = scan.op.emit_many(node.op_type, operands, attributes, len(node.outputs))
     return [scan.scanned(y, stack) for y, stack in zip(node.outputs, stacks, strict=True)]
 
 
 @rewrites("Mul", group=LOOPS)
-def joined_factors(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def joined_factors(op, node):
     """(x a) b = x (a b)"""
     scan = _Scan.around(op)
     outer = None if scan is None else scan.factors(node)
@@ -48,7 +47,7 @@ def joined_factors(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 @rewrites("Concat", group=LOOPS)
-def joined_products(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def joined_products(op, node):
     """[x a, y b] = [x, y] [a, b]"""
     scan, y, axis = _Scan.around(op), node.outputs[0], node.attributes["axis"].as_int()
     if scan is None or axis < 0 or not scan.is_small(y):
@@ -62,21 +61,19 @@ def joined_products(op: Emit, node: ir.Node) -> list[ir.Value] | None:
 
 
 @rewrites("Concat", group=LOOPS)
-def joined_parts(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def joined_parts(op, node):
     """[[x, y], z] = [x, y, z]"""
     axis = node.attributes["axis"].value
     for i, part in enumerate(node.inputs):
-        inner = None if part is None else part.producer()
-        if part is None or inner is None or inner.op_type != "Concat" or inner.domain:
-            continue
-        if len(part.uses()) == 1 and inner.attributes["axis"].value == axis and op.outer:
+        inner = made_by(part, "Concat") if op.outer and len(part.uses()) == 1 else None
+        if inner is not None and inner.attributes["axis"].value == axis:
             parts = [*node.inputs[:i], *inner.inputs, *node.inputs[i + 1 :]]
             return [op.Concat(*parts, axis=axis)]
     return None
 
 
 @rewrites("Scan", group=LOOPS)
-def without_unread_inputs(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def without_unread_inputs(op, node):
     """A Scan without the scanned inputs that its body does not read; one stays, for its length."""
     scan = _Scan(op, node)
     read = {x: stack for x, stack in scan.stacks.items() if x.uses()}
@@ -163,27 +160,20 @@ class _Scan:
 
     def _is_fixed(self, x: ir.Value) -> bool:
         """Return whether `x` comes from outside of the body, or is a constant."""
-        node = x.producer()
-        if node is not None:
-            return node.graph is not self.body
-        return x not in self.body.inputs
+        return x.is_initializer() or x.graph is not self.body
 
     def outside(self, x: ir.Value) -> ir.Value:
         """Return what stands for `x` in the graph around the body."""
-        if x in self.stacks:
-            return self.stacks[x]
         if x.is_initializer() and x.graph is self.body and x.const_value is not None:
             return self.op.const(x.const_value.numpy())
-        return x
+        return self.stacks.get(x, x)
 
     def only_factors(self, y: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
         """Return the factors of `y` if it is a product that is read once."""
-        node = None if y is None else y.producer()
-        if node is None or node.op_type != "Mul" or node.graph is not self.body:
+        node = made_by(y, "Mul")
+        if y is None or node is None or node.graph is not self.body:
             return None
-        if y is None or len(y.uses()) != 1 or y.is_graph_output():
-            return None
-        return self.factors(node)
+        return self.factors(node) if len(y.uses()) == 1 and not y.is_graph_output() else None
 
     def factors(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
         """Return (x, k) where `node` is x k, k is scanned and x is not, and all have one shape."""

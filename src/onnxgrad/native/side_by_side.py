@@ -20,11 +20,9 @@ FEW = 16  # pixels, from which one image is enough for a product of matrices
 
 
 @rewrites("Conv", "ConvTranspose", group=PLAIN)
-def images_side_by_side(op: Emit, node: ir.Node) -> list[ir.Value] | None:
+def images_side_by_side(op, node):
     """A convolution of images of few pixels is one of a wide image."""
     (y,), (x, w) = node.outputs, node.inputs[:2]
-    if x is None or w is None:
-        return None
     lengths, counts, kernel = (static(sizes(v)[2:]) for v in (x, y, w))
     if not (lengths and counts and kernel and len(lengths) == 2):
         return None
@@ -38,22 +36,15 @@ def images_side_by_side(op: Emit, node: ir.Node) -> list[ir.Value] | None:
     extent = (kernel[1] - 1) * d + 1
     right = extent - s - left  # as many windows as strides
     attributes = {a.name: a.value for a in node.attributes.values()}
-    if node.op_type == "Conv":
-        before, after = lengths[1], counts[1]
-        reach = (after - 1) * s + extent - left
-        pitch = -(-max(before + left, reach, after * s) // s) * s
-        result_pitch = pitch // s
-        if right < 0:
-            return None
-    else:
-        before, after = counts[1], lengths[1]
-        reach = (after - 1) * s + extent - left
-        pitch = -(-max(before + left, reach) // s)
-        result_pitch = pitch * s
-        added = (*get("output_padding", (0, 0)),)
-        if -right >= s:
-            return None
-        attributes["output_padding"] = [added[0], max(-right, 0)]
+    forward = node.op_type == "Conv"
+    before, after = (lengths[1], counts[1]) if forward else (counts[1], lengths[1])
+    reach = (after - 1) * s + extent - left
+    steps = -(-max(before + left, reach, after * s if forward else 0) // s)
+    pitch, result_pitch = (steps * s, steps) if forward else (steps, steps * s)
+    if right < 0 and (forward or -right >= s):
+        return None
+    if not forward:
+        attributes["output_padding"] = [get("output_padding", (0, 0))[0], max(-right, 0)]
     attributes["pads"] = [top, left, bottom, max(right, 0)]
     wide = _joined(op, x, pitch)
     result = op.emit(node.op_type, [wide, *node.inputs[1:]], attributes)

@@ -6,7 +6,7 @@ Every part is visited once, in the order of the file; only unsorted nodes cost m
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 
@@ -29,10 +29,7 @@ from onnxgrad.model.validate.tensors import (
 )
 
 _DEEPEST = 30  # levels of nested subgraphs; protobuf does not write more
-_METADATA: dict[str, type[list] | type[dict]] = {
-    CONSTANTS: list,
-    LOSS: dict,
-}  # written by us, as JSON
+_METADATA: Mapping[str, type[list] | type[dict]] = {CONSTANTS: list, LOSS: dict}  # ours, as JSON
 
 
 def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
@@ -54,7 +51,7 @@ def validate(model: ModelProto, promised: Collection[str] = ()) -> bool:
         raise ModelError("two functions of the model have the same name: rename one")
     for function in _callees_first(checked.functions):
         _check_function(function, checked)
-    scope = _Scope(checked, model.opset_import, None)
+    scope = _Scope(checked, opset_versions(model.opset_import), None)
     if scope.check(model.graph, "the graph", promised).late:
         sorted_order(model.graph.node)  # raises for a cycle
         checked.unsorted = True
@@ -98,11 +95,11 @@ def _check_versions(model: ModelProto) -> None:
     newest = {"": defs.onnx_opset_version()}
     newest |= {domain: last for domain, (_, last) in defs.C.schema_version_map().items()}
     for holder in (model, *model.functions):
-        if any(type(entry.domain) is not str for entry in holder.opset_import):
-            raise ModelError(
-                "it imports a domain that is not UTF-8: it is damaged, export it again"
-            )
         for entry in holder.opset_import:
+            if type(entry.domain) is not str:
+                raise ModelError(
+                    "it imports a domain that is not UTF-8: it is damaged, export it again"
+                )
             domain = standard(entry.domain)
             opset = f"opset {entry.version} of the domain {shown(entry.domain)}"
             if entry.version < (domain in newest):
@@ -159,7 +156,7 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
     for kind, names in (("input", function.input), ("output", function.output)):
         if len(set(names)) < len(names) or "" in names:
             raise ModelError(f"{subject} has an {kind} twice, or without a name: rename it")
-    scope = _Scope(checked, function.opset_import, set())
+    scope = _Scope(checked, opset_versions(function.opset_import), set())
     scope.check(function, subject).refuse_unsorted(subject)
     scope.needed = (scope.needed or set()) - {a.name for a in function.attribute_proto}
     checked.scopes[_key(function)] = scope
@@ -168,19 +165,14 @@ def _check_function(function: FunctionProto, checked: _Checked) -> None:
 # -- graphs --------------------------------------------------------------------------------------
 
 
+@dataclass
 class _Scope:
     """Checks graphs of the same opsets: the main graph and its subgraphs, or a function body."""
 
-    def __init__(
-        self,
-        checked: _Checked,
-        imports: Iterable[onnx.OperatorSetIdProto],
-        needed: set[str] | None,
-    ) -> None:
-        self.checked = checked
-        self.opsets = opset_versions(imports)
-        self.needed = needed  # attributes that nodes require of the function; None: in none
-        self.size = 0  # number of nodes, those of subgraphs and called functions included
+    checked: _Checked
+    opsets: Mapping[str, int]
+    needed: set[str] | None  # attributes that nodes require of the function; None: in none
+    size: int = 0  # number of nodes, those of subgraphs and called functions included
 
     def check(self, graph: GraphLike, subject: str, promised: Collection[str] = ()) -> Order:
         """Check the main graph or a function; return the order of its nodes."""

@@ -20,9 +20,7 @@ _FIELD = {  # the field of AttributeProto that holds the value, if it is one mes
     AttributeProto.TYPE_PROTO: "tp",
 }
 _TYPES = frozenset(_KINDS.values()) - {AttributeProto.UNDEFINED}
-_PLAIN = frozenset(
-    _KINDS.Value(name) for name in ("FLOAT", "INT", "STRING", "FLOATS", "INTS", "STRINGS")
-)
+_PLAIN = frozenset(map(_KINDS.Value, "FLOAT INT STRING FLOATS INTS STRINGS".split()))
 STANDARD = ("", "ai.onnx")
 Key = tuple[str, str, str]  # domain, name and overload of a function
 
@@ -160,27 +158,23 @@ def _check_required(node: NodeProto, signature: _Signature, opset: int) -> None:
     if node.domain in STANDARD:
         if node.op_type == "Constant" and not names:
             raise ModelError(f"{title(node)} has no value: it is damaged, export it again")
-        if node.op_type in _WITH_BODIES:
+        if node.op_type in ("If", "Loop", "Scan", "SequenceMap"):
             _check_bodies(node, opset)
 
 
 def _check_value(attribute: AttributeProto, node: NodeProto) -> None:
     """Raise unless an attribute of tensors, graphs or types has a value, and its tensors agree."""
-    kind = attribute.type
-    if kind not in _TYPES:
-        problem = "has a type that ONNX lacks"
-    elif attribute.ref_attr_name:
+    kind, known = attribute.type, attribute.type in _TYPES
+    if known and attribute.ref_attr_name:
         return
-    elif kind in _FIELD and not attribute.HasField(_FIELD[kind]):
-        problem = "is empty: it is damaged"
-    else:
-        for tensor in (attribute.t,) if kind == AttributeProto.TENSOR else attribute.tensors:
-            check_tensor(tensor, lambda: f"the tensor of {title(node)}")
-        if kind == AttributeProto.SPARSE_TENSOR:
-            check_sparse(attribute.sparse_tensor, f"the sparse tensor of {title(node)}")
-        return
-    what = f"the attribute {shown(attribute.name)} of {title(node)}"
-    raise ModelError(f"{what} {problem}: export it again")
+    if not known or (kind in _FIELD and not attribute.HasField(_FIELD[kind])):
+        problem = "is empty: it is damaged" if known else "has a type that ONNX lacks"
+        what = f"the attribute {shown(attribute.name)} of {title(node)}"
+        raise ModelError(f"{what} {problem}: export it again")
+    for tensor in (attribute.t,) if kind == AttributeProto.TENSOR else attribute.tensors:
+        check_tensor(tensor, lambda: f"the tensor of {title(node)}")
+    if kind == AttributeProto.SPARSE_TENSOR:
+        check_sparse(attribute.sparse_tensor, f"the sparse tensor of {title(node)}")
 
 
 def _check_operands(node: NodeProto, signature: _Signature, owner: str) -> None:
@@ -201,21 +195,12 @@ def _check_operands(node: NodeProto, signature: _Signature, owner: str) -> None:
                     raise ModelError(f"{title(node)} leaves out {kind} {i}: name it")
 
 
-# -- operators with subgraphs ----------------------------------------------------------------------
-
-_WITH_BODIES = ("If", "Loop", "Scan", "SequenceMap")
-
-
 def _check_bodies(node: NodeProto, opset: int) -> None:
     """Raise unless the subgraphs of `node` have as many inputs and outputs as it requires."""
     inputs, outputs = len(node.input), len(node.output)
-    counts = {
-        "If": (0, outputs),
-        "Loop": (inputs, outputs + 1),
-        "Scan": (inputs - (opset < 9), outputs),
-        "SequenceMap": (inputs, outputs),
-    }[node.op_type]
+    counts = (0 if node.op_type == "If" else inputs), outputs + (node.op_type == "Loop")
     if node.op_type == "Scan":
+        counts = inputs - (opset < 9), outputs
         scanned = next((a.i for a in node.attribute if a.name == "num_scan_inputs"), 0)
         states = counts[0] - scanned
         if scanned < 1 or states < 0 or states > outputs:
