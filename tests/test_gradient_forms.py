@@ -9,10 +9,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import DerivativeOptions, onnx_derivative
+from onnxgrad import DerivativeOptions, hvp, onnx_derivative
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import operator_of
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_proto
 from running import in_sweep, run_named
 from test_native_rewrites import assert_ordered
@@ -454,3 +455,45 @@ def test_groups_whose_pixels_are_ordered_otherwise(same):
     dw.shape, dw.dtype = ir.Shape([4, 2, 3, 3]), FLOAT
     feed = {"x": numbers(2, 4, 6, 4), "g": numbers(2, 4, *windows, seed=1)}
     assert ("Conv" not in check(op, [dw], False, feed)) == same
+
+
+MASKED = """<ir_version: 9, opset_import: ["": 20]> f (float[3,4] x, float[3,4] v) =>
+    (float[3,4] y) { zero = Constant<value = float {0}>()  p = Softmax(x)  n = IsNaN(p)  BODY }"""
+SCANNED = """s = Scan<num_scan_inputs = 1, body = each (float[4] row) => (float[4] z) {
+    q = Softmax(row)  m = IsNaN(q)  o = Constant<value = float {0}>()  z = Where(m, o, q) }>(x)
+    y = Mul(s, v)"""
+
+
+@pytest.mark.parametrize(
+    ("body", "replaced"),
+    [
+        ("y = Where(n, zero, p)", True),
+        ("a = Where(n, zero, p)  y = Mul(a, v)", True),
+        ("a = Where(n, zero, p)  b = Where(n, v, p)  y = Add(a, b)", True),
+        (
+            "q = Cast<to = 11>(p)  z = Cast<to = 11>(v)  a = Where(n, z, q)  y = Cast<to = 1>(a)",
+            True,
+        ),
+        (SCANNED, True),
+        ("y = Mul(p, v)", False),
+        ("one = Constant<value = float {1}>()  a = Clip(p, zero, one)  y = Mul(a, v)", False),
+    ],
+)
+@pytest.mark.parametrize("order", [1, 2])
+def test_rows_of_nan_that_the_model_replaces(body, replaced, order):
+    """A row of -inf has no gradient where a Where replaces its Softmax; others pay no guard."""
+    proto = onnx.parser.parse_model(MASKED.replace("BODY", body))
+    gradient = (onnx_derivative if order == 1 else hvp)(proto, inputs=["x"])
+    kinds = [node.op_type for node in all_nodes(ir.from_proto(gradient).graph)]
+    assert ("IsNaN" in kinds) == replaced
+    rng = np.random.default_rng(0)
+    x, v = rng.standard_normal((2, 3, 4)).astype(np.float32)
+    feed = {"x": x, "v": v} | {i.name: v for i in gradient.graph.input if i.name not in "xv"}
+    wanted = run_named(gradient, feed)
+    x[1] = -np.inf
+    found = run_named(gradient, feed)
+    for name in {*wanted} - {"y"}:
+        assert not np.isnan(wanted[name]).any()
+        np.testing.assert_allclose(found[name][[0, 2]], wanted[name][[0, 2]], rtol=1e-6)
+        if replaced:
+            np.testing.assert_array_equal(found[name][1], 0)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
+from onnxgrad.autodiff.forms.softmax import zero_replaced_rows
 from onnxgrad.autodiff.primal.lowerings.microsoft import remedy
 from onnxgrad.autodiff.quantized import refuse_quantized
 from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
@@ -46,6 +47,7 @@ def sweep(
     nodes = list(op.graph if nodes is None else nodes)
     refuse_quantized(nodes, wrt, seeds, stop_gradient, straight_through)
     active, walk = dependent(nodes, wrt, stop_gradient, straight_through)
+    count = op.count
     cotangents: dict[ir.Value, list[ir.Value]] = defaultdict(list)  # the terms of each
     for value, g in seeds.items():
         cotangents[value].append(g)
@@ -73,6 +75,7 @@ def sweep(
                     op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx
                 )
         op.primal = None
+        zero_replaced_rows(op, op.written_since(count))
         return {x: op.total(cotangents[x]) for x in wrt if x in cotangents}
 
 
