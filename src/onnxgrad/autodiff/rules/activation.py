@@ -118,7 +118,11 @@ def gelu(op, node, g):
 
 @rule("Softmax")
 def softmax(op, node, g):
-    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis."""
+    """y = softmax(x):  dx = y (g - sum(g y)), the sum over the softmax axis.
+
+    y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
+    exported attention does for rows that are masked out completely, dx is 0 there.
+    """
     (y,), axis = node.outputs, node.attributes.get_int("axis", -1)
     return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
 
