@@ -8,6 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.autodiff.rules.activation import softmax
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.writer import PRIMAL
 
 
@@ -25,7 +27,8 @@ def zero_replaced_rows(op: Any, written: Sequence[ir.Node]) -> None:
     readers = defaultdict(list)  # of the result of each Softmax, in its gradient
     for node in written:
         primal = node.meta.get(PRIMAL)
-        if primal is not None and primal.op_type == "Softmax" and primal.outputs[0] in node.inputs:
+        by_rule = primal is not None and operator_of(primal).rule is softmax
+        if by_rule and primal.outputs[0] in node.inputs:
             readers[primal.outputs[0]].append(node)
     for y, nodes in readers.items():
         if _is_selected(y):

@@ -36,13 +36,6 @@ elementwise(
 )
 
 
-@rule("Add")
-def add(op, node, g):
-    """y = a + b:  da = g,  db = g."""
-    a, b = node.inputs
-    return op.sum_to(g, a), op.sum_to(g, b)
-
-
 @rule("Sub")
 def sub(op, node, g):
     """y = a - b:  da = g,  db = -g."""
@@ -82,8 +75,8 @@ def range_(op, node, g):
     return op.reshape_like(dstart, start), None, op.reshape_like(ddelta, delta)
 
 
-@rule("Sum")
-def sum_(op, node, g):
+@rule("Add", "Sum")
+def add(op, node, g):
     """y = a + b + ...:  da = db = ... = g."""
     return [op.sum_to(g, x) for x in node.inputs]
 

@@ -1,19 +1,25 @@
-"""Reduce*: the gradient is broadcast over the reduced axes."""
+"""Reduce*, and pools of whole channels: the gradient is broadcast over the reduced axes."""
 
 from __future__ import annotations
 
 from functools import partial
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.registry import rule
 from onnxgrad.autodiff.rules.common import product_of_others
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.shapes import dims, rank, static
 
 
 def _axes(op, node):
-    """Return the `axes` input, or None if all axes are reduced."""
+    """Return the `axes` input, or None if all axes are reduced; for global pools, from the third."""
+    if node.op_type.startswith("Global"):
+        n = rank(node.inputs[0])
+        if n is not None:
+            return op.const([*range(2, n)])
+        return op.Range(np.int64(2), op.Size(op.Shape(node.inputs[0])), np.int64(1))
     axes = node.inputs[1] if len(node.inputs) > 1 else None
     numbers = op.known_value(axes)
     return None if numbers is not None and numbers.size == 0 else axes
@@ -50,16 +56,16 @@ def reduce_sum(op, node, g):
     return (g if _reduces_nothing(op, node) else op.expand_to(_keep(op, node, g), x),)
 
 
-@rule("ReduceMean")
+@rule("ReduceMean", "GlobalAveragePool")
 def reduce_mean(op, node, g):
-    """y = sum x / n:  dx = g / n."""
+    """y = sum x / n:  dx = g / n, n the number of elements that are reduced to one."""
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
     return (op.expand_to(_keep(op, node, g) / _count(op, node), x),)
 
 
-@rule("ReduceMax", "ReduceMin")
+@rule("ReduceMax", "ReduceMin", "GlobalMaxPool")
 def reduce_extremum(op, node, g):
     """y = max x:  g in equal shares to the elements that equal y."""
     x = node.inputs[0]

@@ -12,7 +12,7 @@ from onnxgrad.autodiff.rules.common import attributes_of, positions_of, wide
 from onnxgrad.graph.shapes import dims, rank, static
 
 
-@rule("Identity")
+@rule("Identity", "Optional", "OptionalGetElement")
 def identity(op, node, g):
     """y = x:  dx = g."""
     return (g,)
