@@ -14,7 +14,7 @@ from onnxgrad.graph.shapes import dims, rank, static
 
 
 def _axes(op, node):
-    """Return the `axes` input, or None if all axes are reduced; for global pools, from the third."""
+    """Return the `axes` input, or None if all are reduced; from the third on for global pools."""
     if node.op_type.startswith("Global"):
         n = rank(node.inputs[0])
         if n is not None:
