@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -94,9 +94,9 @@ def _by_slope(slope: Callable[[Any, ir.Value, ir.Value], Any]) -> Rule:
     return multiply
 
 
-def constant(reasons: Mapping[str, str], domain: str = "") -> None:
-    """Declare operators without gradient, each with the reason."""
-    for name, why in reasons.items():
+def constant(why: str, *op_types: str, domain: str = "") -> None:
+    """Declare that operators have no gradient, and why."""
+    for name in op_types:
         add(domain, name, no_gradient=why)
 
 

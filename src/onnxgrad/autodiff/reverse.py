@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.softmax import zero_replaced_rows
 from onnxgrad.autodiff.primal.lowerings.microsoft import remedy
-from onnxgrad.autodiff.quantized import refuse_quantized
+from onnxgrad.autodiff.quantized import described, refuse_quantized
 from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
@@ -211,11 +211,8 @@ def _first_untyped(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
 
 
 def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
-    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
     path = " -> ".join(map(printable, _path(node, wrt)))
-    return NoGradientRule(
-        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}. Path: {path}"
-    )
+    return NoGradientRule(f"{described(node)}: {what}. Path: {path}")
 
 
 def _path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:

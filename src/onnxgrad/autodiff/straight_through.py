@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import onnx_ir as ir
 
-from onnxgrad.autodiff.quantized import between, is_quantized, live_values
+from onnxgrad.autodiff.quantized import between, described, is_quantized, live_values
 from onnxgrad.autodiff.rules.common import attributes_of
-from onnxgrad.errors import NoGradientRule, printable
+from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import rank
@@ -252,8 +252,5 @@ def _require_no_blocks(node: ir.Node) -> None:
 
 
 def _error(node: ir.Node, what: str) -> NoGradientRule:
-    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
-    return NoGradientRule(
-        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}: train "
-        "only weights that are used after this node"
-    )
+    advice = "train only weights that are used after this node"
+    return NoGradientRule(f"{described(node)}: {what}: {advice}")
