@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.traversal import reads
 
-_PRODUCTS = {"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
+PRODUCTS = {"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
 _MICROSOFT = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulInteger")  # prefixes
 
 
@@ -80,7 +80,7 @@ def is_quantized(node: ir.Node) -> bool:
     """Return whether `node` computes with integers that stand for floats, or rounds to them."""
     if node.domain == "com.microsoft":
         return node.op_type.startswith((*_MICROSOFT, "QuantizeLinear"))
-    return not node.domain and (node.op_type in _PRODUCTS or node.op_type == "QuantizeLinear")
+    return not node.domain and (node.op_type in PRODUCTS or node.op_type == "QuantizeLinear")
 
 
 def described(node: ir.Node) -> str:

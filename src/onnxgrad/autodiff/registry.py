@@ -80,16 +80,22 @@ def lowering(
     return register
 
 
-def elementwise(**slopes: Callable[[Any, ir.Value, ir.Value], Any]) -> None:
-    """Register rules of y = f(x) by their slopes f'(x): `Tanh=lambda op, x, y: 1 - y * y`."""
+def elementwise(
+    along: Callable[..., ir.Value] = lambda op, node, v: v, **slopes: Callable[..., Any]
+) -> None:
+    """Register rules of y = f(x) by their slopes f'(x): `Tanh=lambda op, x, y: 1 - y * y`.
+
+    `along(op, node, v)` returns y or its cotangent in a shape that broadcasts to that of x.
+    """
     for name, slope in slopes.items():
-        rule(name)(_by_slope(slope))
+        rule(name)(_by_slope(slope, along))
 
 
-def _by_slope(slope: Callable[[Any, ir.Value, ir.Value], Any]) -> Rule:
+def _by_slope(slope: Callable[..., Any], along: Callable[..., ir.Value]) -> Rule:
     def multiply(op: Any, node: Any, g: ir.Value) -> Any:
         """y = f(x):  dx = g f'(x)."""
-        return (g * slope(op, node.inputs[0], node.outputs[0]),)
+        y = along(op, node, node.outputs[0])
+        return (along(op, node, g) * slope(op, node.inputs[0], y),)
 
     return multiply
 

@@ -150,13 +150,7 @@ def _in_order(op, low, high) -> bool:
     return least is not None and most is not None and bool(np.all(least <= most))
 
 
-@rule("Cast")
+@rule("Cast", "CastLike")
 def cast(op, node, g):
     """y = x in another dtype:  dx = g in the dtype of x."""
-    return (op.Cast(g, to=node.inputs[0].dtype),)
-
-
-@rule("CastLike")
-def cast_like(op, node, g):
-    """y = x in the dtype of t:  dx = g in the dtype of x."""
-    return op.Cast(g, to=node.inputs[0].dtype), None
+    return op.Cast(g, to=node.inputs[0].dtype), *(None for _ in node.inputs[1:])

@@ -31,16 +31,10 @@ def tile(op, node, g):
     return op.ReduceSum(op.Reshape(g, shape, allowzero=1), axes, keepdims=0), None
 
 
-@rule("Trilu")
-def trilu(op, node, g):
-    """y = x in a triangle, else 0:  dx = g in that triangle, else 0."""
-    return op.Trilu(g, *node.inputs[1:], **attributes_of(node)), None
-
-
-@rule("ReverseSequence")
-def reverse_sequence(op, node, g):
-    """y = x with the start of each sequence reversed:  dx = g with it reversed again."""
-    return op.ReverseSequence(g, node.inputs[1], **attributes_of(node)), None
+@rule("Trilu", "ReverseSequence")
+def symmetric(op, node, g):
+    """y = A x, A = AT a mask or a reversal:  dx = A g."""
+    return op.emit(node.op_type, [g, *node.inputs[1:]], attributes_of(node)), None
 
 
 @rule("CenterCropPad")

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.registry import rule
+from onnxgrad.autodiff.registry import elementwise, rule
 from onnxgrad.autodiff.rules.common import product_of_others
 from onnxgrad.graph.shapes import dims, rank, static
 
@@ -85,12 +85,6 @@ def reduce_prod(op, node, g):
     return (_keep(op, node, g) * product_of_others(op, x, multiplied, added),)
 
 
-@rule("ReduceSumSquare")
-def reduce_sum_square(op, node, g):
-    """y = sum x^2:  dx = 2 g x."""
-    return (2.0 * node.inputs[0] * _keep(op, node, g),)
-
-
 def _reduced(op, node, reduce, v):
     return reduce(v, _axes(op, node), keepdims=1, **_noop(node))
 
@@ -100,19 +94,11 @@ def _noop(node):
     return {"noop_with_empty_axes": 1} if noop else {}
 
 
-def _by_slope(slope):
-    def reduced(op, node, g):
-        """y = f(x), f applied to each element where nothing is reduced:  dx = g f'(x)."""
-        x, y = node.inputs[0], _keep(op, node, node.outputs[0])
-        return (_keep(op, node, g) * slope(op, x, y),)
-
-    return reduced
-
-
-for _name, _slope in {
-    "ReduceL1": lambda op, x, y: op.Sign(x),
-    "ReduceL2": lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
-    "ReduceLogSum": lambda op, x, y: op.Exp(op.expand_to(-y, x)),
-    "ReduceLogSumExp": lambda op, x, y: op.Exp(x - y),
-}.items():
-    rule(_name)(_by_slope(_slope))
+elementwise(  # where nothing is reduced, too
+    _keep,
+    ReduceL1=lambda op, x, y: op.Sign(x),
+    ReduceL2=lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
+    ReduceLogSum=lambda op, x, y: op.Exp(op.expand_to(-y, x)),
+    ReduceLogSumExp=lambda op, x, y: op.Exp(x - y),
+    ReduceSumSquare=lambda op, x, y: 2.0 * x,
+)
