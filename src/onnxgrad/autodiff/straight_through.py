@@ -20,17 +20,15 @@ from onnxgrad.autodiff.quantized import PRODUCTS, between, described, is_quantiz
 from onnxgrad.autodiff.rules.common import attributes_of
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import operator_of
+from onnxgrad.graph.operators import REORDERS, SELECTS, VIEWS, operator_of
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.traversal import reads
 
 FLOAT = ir.DataType.FLOAT
 # operators that move or combine integers: which operands hold the data, None for all
 _MOVES: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys((*VIEWS, *REORDERS, *SELECTS, "MaxPool", "Relu", "Resize", "Upsample"), (0,)),
     **dict.fromkeys("Concat Max Min Add Sub Mul Clip Sum".split()),
-    **dict.fromkeys("Identity Reshape Transpose Flatten Squeeze Unsqueeze Split".split(), (0,)),
-    **dict.fromkeys("Slice Gather Expand Tile DepthToSpace SpaceToDepth Resize".split(), (0,)),
-    **dict.fromkeys("MaxPool Relu Cast GatherElements GatherND Upsample".split(), (0,)),
     "Pad": (0, 2),
     "Where": (1, 2),
 }
