@@ -27,9 +27,10 @@ def zero_replaced_rows(op: Any, written: Sequence[ir.Node]) -> None:
     readers = defaultdict(list)  # of the result of each Softmax, in its gradient
     for node in written:
         primal = node.meta.get(PRIMAL)
-        by_rule = primal is not None and operator_of(primal).rule is softmax
-        if by_rule and primal.outputs[0] in node.inputs:
-            readers[primal.outputs[0]].append(node)
+        if primal is None or operator_of(primal).rule is not softmax:
+            continue
+        if (y := primal.outputs[0]) in node.inputs:
+            readers[y].append(node)
     for y, nodes in readers.items():
         if _is_selected(y):
             with op.at(nodes[0]):
