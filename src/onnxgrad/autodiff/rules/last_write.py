@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import positions_of
 from onnxgrad.graph.distinct import distinct_along, distinct_rows
-from onnxgrad.graph.shapes import rank
+from onnxgrad.graph.shapes import dims, rank, static
 
 
 def last_of_elements(op, g, x, i, axis):
@@ -22,7 +22,7 @@ def last_of_elements(op, g, x, i, axis):
     if index is not None and index.size:
         places = np.indices(index.shape)
         places[axis] = index
-        if _are_distinct(places.reshape(index.ndim, -1).T):
+        if _are_distinct(places.reshape(index.ndim, -1).T, x):
             return g
     return op.Where(last_writes(op, i, op.shape_of(x), axis), g, 0.0)
 
@@ -32,7 +32,7 @@ def last_of_rows(op, g, x, i):
     index, k = op.known_value(i), op.dim(i, -1)
     if distinct_rows(i):
         return g
-    if index is not None and index.size and _are_distinct(index.reshape(-1, index.shape[-1])):
+    if index is not None and index.size and _are_distinct(index.reshape(-1, index.shape[-1]), x):
         return g
     lead = op.Slice(op.shape_of(x), [0], op.vector(k))
     size = op.ReduceProd(lead, keepdims=1)
@@ -54,7 +54,10 @@ def last_writes(op, i, shape, axis=0):
     return op.Equal(op.GatherElements(last, i, axis=axis), numbers)
 
 
-def _are_distinct(places: np.ndarray) -> bool:
-    """Return whether no two rows are one place, an index below zero being counted from the end."""
-    below = places < 0
+def _are_distinct(places: np.ndarray, x: ir.Value) -> bool:
+    """Return whether the rows of `places` are proven to be distinct indices into `x`."""
+    shape = static(dims(x))
+    if shape is not None:
+        places = places % shape[: places.shape[1]]
+    below = places < 0  # counted from the end
     return bool(np.all(below == below[0])) and len(np.unique(places, axis=0)) == len(places)
