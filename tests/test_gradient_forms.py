@@ -9,10 +9,11 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from onnxgrad import DerivativeOptions, onnx_derivative
+from onnxgrad import DerivativeOptions, hvp, onnx_derivative
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import operator_of
+from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model.convert import to_proto
 from running import in_sweep, run_named
 from test_native_rewrites import assert_ordered
@@ -454,3 +455,76 @@ def test_groups_whose_pixels_are_ordered_otherwise(same):
     dw.shape, dw.dtype = ir.Shape([4, 2, 3, 3]), FLOAT
     feed = {"x": numbers(2, 4, 6, 4), "g": numbers(2, 4, *windows, seed=1)}
     assert ("Conv" not in check(op, [dw], False, feed)) == same
+
+
+MASKED = """<ir_version: 9, opset_import: ["": 20]> f (float[3,4] x, float[3,4] v) =>
+    (float[3,4] y) { zero = Constant<value = float {0}>()  p = Softmax(x)  n = IsNaN(p)  BODY }"""
+SCANNED = """s = Scan<num_scan_inputs = 1, body = each (float[4] row) => (float[4] z) {
+    q = Softmax(row)  m = IsNaN(q)  o = Constant<value = float {0}>()  z = Where(m, o, q) }>(x)
+    y = Mul(s, v)"""
+
+
+@pytest.mark.parametrize(
+    ("body", "replaced"),
+    [
+        ("y = Where(n, zero, p)", True),
+        ("a = Where(n, zero, p)  y = Mul(a, v)", True),
+        ("a = Where(n, zero, p)  b = Where(n, v, p)  y = Add(a, b)", True),
+        (
+            "q = Cast<to = 11>(p)  z = Cast<to = 11>(v)  a = Where(n, z, q)  y = Cast<to = 1>(a)",
+            True,
+        ),
+        (SCANNED, True),
+        ("y = Mul(p, v)", False),
+        ("one = Constant<value = float {1}>()  a = Clip(p, zero, one)  y = Mul(a, v)", False),
+    ],
+)
+@pytest.mark.parametrize("order", [1, 2])
+def test_rows_of_nan_that_the_model_replaces(body, replaced, order):
+    """A row of -inf has no gradient where a Where replaces its Softmax; others pay no guard."""
+    proto = onnx.parser.parse_model(MASKED.replace("BODY", body))
+    gradient = (onnx_derivative if order == 1 else hvp)(proto, inputs=["x"])
+    kinds = [node.op_type for node in all_nodes(ir.from_proto(gradient).graph)]
+    assert ("IsNaN" in kinds) == replaced
+    rng = np.random.default_rng(0)
+    x, v = rng.standard_normal((2, 3, 4)).astype(np.float32)
+    feed = {"x": x, "v": v} | {i.name: v for i in gradient.graph.input if i.name not in "xv"}
+    wanted = run_named(gradient, feed)
+    x[1] = -np.inf
+    found = run_named(gradient, feed)
+    for name in {*wanted} - {"y"}:
+        assert not np.isnan(wanted[name]).any()
+        np.testing.assert_allclose(found[name][[0, 2]], wanted[name][[0, 2]], rtol=1e-6)
+        if replaced:
+            np.testing.assert_array_equal(found[name][1], 0)
+
+
+@READ
+@ROWS
+@pytest.mark.parametrize(
+    "transposed", [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (0, 1, 1)]
+)
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_products_of_transposed_matrices(rows, transposed, alpha, read):
+    a_flag, b_flag, y_flag = transposed
+    a, b = (
+        value("a", *(2, rows)[:: 1 if a_flag else -1]),
+        value("b", *(3, 2)[:: 1 if b_flag else -1]),
+    )
+    op = emitter(a, b)
+    left, right = (op.mT(v) if flag else v for v, flag in zip((a, b), transposed, strict=False))
+    y = op.MatMul(left, right) if alpha == 1 else op.Gemm(left, right, alpha=alpha)
+    n = 3 if rows == "N" else rows
+    feed = {"a": numbers(*[n if d == rows else d for d in a.shape]), "b": numbers(*b.shape, seed=1)}
+    plain = alpha == 1 and not a_flag and not b_flag  # a MatMul, which no Gemm is better than
+    kinds = check(op, [op.mT(y) if y_flag else y], read, feed)
+    assert read or kinds == (["MatMul", "Transpose"] if plain else ["Gemm"])
+
+
+def test_products_of_the_file_stay_as_they_are():
+    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
+        f (float[3,2] a, float[4,2] b) => (float[3,4] y) {
+        t = Transpose<perm = [1, 0]>(b)  y = MatMul(a, t) }""")
+    before = ir.from_proto(model)
+    finish(before)
+    assert [node.op_type for node in before.graph] == ["Transpose", "MatMul"]

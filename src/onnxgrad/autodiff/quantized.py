@@ -12,7 +12,7 @@ import onnx_ir as ir
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.traversal import reads
 
-_PRODUCTS = {"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
+PRODUCTS = {"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"}
 _MICROSOFT = ("QLinear", "QGemm", "QAttention", "DynamicQuantize", "MatMulInteger")  # prefixes
 
 
@@ -80,13 +80,18 @@ def is_quantized(node: ir.Node) -> bool:
     """Return whether `node` computes with integers that stand for floats, or rounds to them."""
     if node.domain == "com.microsoft":
         return node.op_type.startswith((*_MICROSOFT, "QuantizeLinear"))
-    return not node.domain and (node.op_type in _PRODUCTS or node.op_type == "QuantizeLinear")
+    return not node.domain and (node.op_type in PRODUCTS or node.op_type == "QuantizeLinear")
+
+
+def described(node: ir.Node) -> str:
+    """Return the operator of a node and the names of the node and its first output."""
+    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
+    return f"{where} (node {node.name!r}, output {node.outputs[0].name!r})"
 
 
 def _error(node: ir.Node, remedy: str) -> NoGradientRule:
-    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
     return NoGradientRule(
-        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): the model is quantized, "
+        f"{described(node)}: the model is quantized, "
         "and rounding to integers has no gradient: train the float model and quantize it "
         f"afterwards; name them in `Trainer(train=...)`, which passes gradients straight through;"
         f"{remedy} ask only for weights that are used after this node"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -81,23 +81,29 @@ def lowering(
     return register
 
 
-def elementwise(**slopes: Callable[[Any, ir.Value, ir.Value], Any]) -> None:
-    """Register rules of y = f(x) by their slopes f'(x): `Tanh=lambda op, x, y: 1 - y * y`."""
+def elementwise(
+    along: Callable[..., ir.Value] = lambda op, node, v: v, **slopes: Callable[..., Any]
+) -> None:
+    """Register rules of y = f(x) by their slopes f'(x): `Tanh=lambda op, x, y: 1 - y * y`.
+
+    `along(op, node, v)` returns y or its cotangent in a shape that broadcasts to that of x.
+    """
     for name, slope in slopes.items():
-        rule(name)(_by_slope(slope))
+        rule(name)(_by_slope(slope, along))
 
 
-def _by_slope(slope: Callable[[Any, ir.Value, ir.Value], Any]) -> Rule:
+def _by_slope(slope: Callable[..., Any], along: Callable[..., ir.Value]) -> Rule:
     def multiply(op: Any, node: Any, g: ir.Value) -> Any:
         """y = f(x):  dx = g f'(x)."""
-        return (g * slope(op, node.inputs[0], node.outputs[0]),)
+        y = along(op, node, node.outputs[0])
+        return (along(op, node, g) * slope(op, node.inputs[0], y),)
 
     return multiply
 
 
-def constant(reasons: Mapping[str, str], domain: str = "") -> None:
-    """Declare operators without gradient, each with the reason."""
-    for name, why in reasons.items():
+def constant(why: str, *op_types: str, domain: str = "") -> None:
+    """Declare that operators have no gradient, and why."""
+    for name in op_types:
         add(domain, name, no_gradient=why)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
+from onnxgrad.autodiff.forms.softmax import zero_replaced_rows
 from onnxgrad.autodiff.primal.lowerings.microsoft import remedy
-from onnxgrad.autodiff.quantized import refuse_quantized
+from onnxgrad.autodiff.quantized import described, refuse_quantized
 from onnxgrad.autodiff.registry import Lowering, Rule, Unsupported, taken_gradients
 from onnxgrad.errors import NoGradientRule, printable
 from onnxgrad.graph.emit import Emit
@@ -46,6 +47,7 @@ def sweep(
     nodes = list(op.graph if nodes is None else nodes)
     refuse_quantized(nodes, wrt, seeds, stop_gradient, straight_through)
     active, walk = dependent(nodes, wrt, stop_gradient, straight_through)
+    count = op.count
     cotangents: dict[ir.Value, list[ir.Value]] = defaultdict(list)  # the terms of each
     for value, g in seeds.items():
         cotangents[value].append(g)
@@ -73,6 +75,7 @@ def sweep(
                     op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx
                 )
         op.primal = None
+        zero_replaced_rows(op, op.written_since(count))
         return {x: op.total(cotangents[x]) for x in wrt if x in cotangents}
 
 
@@ -208,11 +211,8 @@ def _first_untyped(node: ir.Node, active: set[ir.Value]) -> ir.Node | None:
 
 
 def _error(node: ir.Node, wrt: list[ir.Value], what: str) -> NoGradientRule:
-    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
     path = " -> ".join(map(printable, _path(node, wrt)))
-    return NoGradientRule(
-        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}. Path: {path}"
-    )
+    return NoGradientRule(f"{described(node)}: {what}. Path: {path}")
 
 
 def _path(node: ir.Node, wrt: list[ir.Value]) -> list[str]:

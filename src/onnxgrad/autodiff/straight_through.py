@@ -16,21 +16,19 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import onnx_ir as ir
 
-from onnxgrad.autodiff.quantized import between, is_quantized, live_values
+from onnxgrad.autodiff.quantized import PRODUCTS, between, described, is_quantized, live_values
 from onnxgrad.autodiff.rules.common import attributes_of
-from onnxgrad.errors import NoGradientRule, printable
+from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.operators import operator_of
+from onnxgrad.graph.operators import REORDERS, SELECTS, VIEWS, operator_of
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.traversal import reads
 
 FLOAT = ir.DataType.FLOAT
 # operators that move or combine integers: which operands hold the data, None for all
 _MOVES: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys((*VIEWS, *REORDERS, *SELECTS, "MaxPool", "Relu", "Resize", "Upsample"), (0,)),
     **dict.fromkeys("Concat Max Min Add Sub Mul Clip Sum".split()),
-    **dict.fromkeys("Identity Reshape Transpose Flatten Squeeze Unsqueeze Split".split(), (0,)),
-    **dict.fromkeys("Slice Gather Expand Tile DepthToSpace SpaceToDepth Resize".split(), (0,)),
-    **dict.fromkeys("MaxPool Relu Cast GatherElements GatherND Upsample".split(), (0,)),
     "Pad": (0, 2),
     "Where": (1, 2),
 }
@@ -185,32 +183,27 @@ class StraightThrough:
         self.stopped += [scale, zero]
         return [x / scale]
 
-    def qlinear_matmul(self, node: Any) -> list[ir.Value]:
-        """Return a b / s, where it is within the range."""
-        a, a_scale, a_zero, b, b_scale, b_zero, y_scale, y_zero = node.inputs
-        y = self._op.MatMul(self.steps(a, a_zero, -2, a_scale), self.steps(b, b_zero, -1, b_scale))
-        return [self.rounded(y, y_scale, y_zero, node.outputs[0])]
+    def product(self, node: Any) -> list[ir.Value]:
+        """Return a b, or conv(a, b) + c, in steps of the result, where it is within the range.
 
-    def qlinear_conv(self, node: Any) -> list[ir.Value]:
-        """Return (conv(x, w) + b) / s, where it is within the range."""
-        x, x_scale, x_zero, w, w_scale, w_zero, y_scale, y_zero, bias = (*node.inputs, None)[:9]
-        operands = [self.steps(x, x_zero, None, x_scale), self.steps(w, w_zero, 0, w_scale)]
+        That of operators named Integer is returned as it is.
+        """
+        inputs, bias, rounds = node.inputs, None, node.op_type.startswith("QLinear")
+        if rounds:
+            a, a_scale, a_zero, b, b_scale, b_zero, scale, zero, bias = (*inputs, None)[:9]
+        else:
+            a, b, a_zero, b_zero = (*inputs, None, None)[:4]
+            a_scale = b_scale = None
+        kind, axes = ("Conv", (None, 0)) if "Conv" in node.op_type else ("MatMul", (-2, -1))
+        operands = [
+            self.steps(a, a_zero, axes[0], a_scale),
+            self.steps(b, b_zero, axes[1], b_scale),
+        ]
         if bias is not None:
-            operands.append(self._op.Cast(bias, to=FLOAT) * (x_scale * w_scale))
-        y = self._op.emit("Conv", operands, attributes_of(node))
+            operands.append(self._op.Cast(bias, to=FLOAT) * (a_scale * b_scale))
+        y = self._op.emit(kind, operands, attributes_of(node))
         y.type, y.shape = ir.TensorType(FLOAT), node.outputs[0].shape
-        return [self.rounded(y, y_scale, y_zero, node.outputs[0])]
-
-    def integer_matmul(self, node: Any) -> list[ir.Value]:
-        """Return (a - a_zero) (b - b_zero)."""
-        a, b, a_zero, b_zero = (*node.inputs, None, None)[:4]
-        return [self._op.MatMul(self.steps(a, a_zero, -2), self.steps(b, b_zero, -1))]
-
-    def integer_conv(self, node: Any) -> list[ir.Value]:
-        """Return conv(x - x_zero, w - w_zero)."""
-        x, w, x_zero, w_zero = (*node.inputs, None, None)[:4]
-        operands = [self.steps(x, x_zero, None), self.steps(w, w_zero, 0)]
-        return [self._op.emit("Conv", operands, attributes_of(node))]
+        return [self.rounded(y, scale, zero, node.outputs[0]) if rounds else y]
 
     def moved(self, node: Any) -> list[ir.Value]:
         """Return the results of the same operator for floats."""
@@ -235,10 +228,7 @@ _FORMULAS: dict[str, _Formula] = {
     "QuantizeLinear": StraightThrough.quantize,
     "DequantizeLinear": StraightThrough.dequantize,
     "DynamicQuantizeLinear": StraightThrough.dynamic,
-    "QLinearMatMul": StraightThrough.qlinear_matmul,
-    "QLinearConv": StraightThrough.qlinear_conv,
-    "MatMulInteger": StraightThrough.integer_matmul,
-    "ConvInteger": StraightThrough.integer_conv,
+    **dict.fromkeys(PRODUCTS, StraightThrough.product),
 }
 
 
@@ -252,8 +242,5 @@ def _require_no_blocks(node: ir.Node) -> None:
 
 
 def _error(node: ir.Node, what: str) -> NoGradientRule:
-    where = printable(f"{node.domain}::{node.op_type}" if node.domain else node.op_type)
-    return NoGradientRule(
-        f"{where} (node {node.name!r}, output {node.outputs[0].name!r}): {what}: train "
-        "only weights that are used after this node"
-    )
+    advice = "train only weights that are used after this node"
+    return NoGradientRule(f"{described(node)}: {what}: {advice}")

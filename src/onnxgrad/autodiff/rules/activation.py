@@ -123,22 +123,8 @@ def softmax(op, node, g):
     y is NaN in rows where all of x is -inf. If the model replaces such rows by means of a Where, as
     exported attention does for rows that are masked out completely, dx is 0 there.
     """
-    (y,) = node.outputs
-    # The cotangent of a replaced row is 0, but 0 * NaN is NaN. To guard every Softmax would cost
-    # two nodes of the size of y, so this rule alone looks at the consumers of its output. It cannot
-    # tell from the cotangent: Clip and Dropout, which need no guard, mask it as Where does.
-    if _is_selected(y):
-        y = op.Where(op.IsNaN(y), 0.0, y)
-    axis = node.attributes.get_int("axis", -1)
+    (y,), axis = node.outputs, node.attributes.get_int("axis", -1)
     return (y * (g - op.ReduceSum(g * y, [axis], keepdims=1)),)
-
-
-def _is_selected(y) -> bool:
-    """Return whether a Where reads `y`, directly or through a Cast."""
-    consumers = [consumer for consumer, _ in y.uses()]
-    casts = [consumer for consumer in consumers if consumer.op_type == "Cast"]
-    consumers += [consumer for cast in casts for consumer, _ in cast.outputs[0].uses()]
-    return any(consumer.op_type == "Where" for consumer in consumers)
 
 
 @rule("LogSoftmax")

@@ -36,13 +36,6 @@ elementwise(
 )
 
 
-@rule("Add")
-def add(op, node, g):
-    """y = a + b:  da = g,  db = g."""
-    a, b = node.inputs
-    return op.sum_to(g, a), op.sum_to(g, b)
-
-
 @rule("Sub")
 def sub(op, node, g):
     """y = a - b:  da = g,  db = -g."""
@@ -82,8 +75,8 @@ def range_(op, node, g):
     return op.reshape_like(dstart, start), None, op.reshape_like(ddelta, delta)
 
 
-@rule("Sum")
-def sum_(op, node, g):
+@rule("Add", "Sum")
+def add(op, node, g):
     """y = a + b + ...:  da = db = ... = g."""
     return [op.sum_to(g, x) for x in node.inputs]
 
@@ -157,13 +150,7 @@ def _in_order(op, low, high) -> bool:
     return least is not None and most is not None and bool(np.all(least <= most))
 
 
-@rule("Cast")
+@rule("Cast", "CastLike")
 def cast(op, node, g):
     """y = x in another dtype:  dx = g in the dtype of x."""
-    return (op.Cast(g, to=node.inputs[0].dtype),)
-
-
-@rule("CastLike")
-def cast_like(op, node, g):
-    """y = x in the dtype of t:  dx = g in the dtype of x."""
-    return op.Cast(g, to=node.inputs[0].dtype), None
+    return op.Cast(g, to=node.inputs[0].dtype), *(None for _ in node.inputs[1:])

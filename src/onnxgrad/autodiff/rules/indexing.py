@@ -126,15 +126,8 @@ def tensor_scatter(op, node, g):
     dx = op.TensorScatter(g, op.zeros_like(u), *start, **attributes)
     invalid = op.Expand(op.Size(u), op.shape_of(x))
     written = op.TensorScatter(invalid, positions_of(op, u), *start, **attributes)
-    n = op.Reshape(op.Size(u), [1])
-    positions = op.ScatterElements(
-        op.Expand(np.int64(0), n + 1),
-        op.Reshape(written, [-1]),
-        op.Reshape(positions_of(op, x), [-1]),
-        axis=0,
-        reduction="max",  # any would do: only the invalid position occurs twice
-    )
-    du = op.Gather(op.Reshape(g, [-1]), op.Slice(positions, [0], n), axis=0)
+    with_invalid = op.Pad(op.Reshape(u, [-1]), [0, 1])
+    du = op.Slice(scatter_flat(op, with_invalid, written, g), [0], [-1])
     return dx, op.reshape_like(du, u), None
 
 

@@ -11,33 +11,29 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.rules.common import positions_of
 from onnxgrad.graph.distinct import distinct_along, distinct_rows
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.shapes import dims, rank, static
 
 
 def last_of_elements(op, g, x, i, axis):
     """Return `g`, 0 where a ScatterElements into `x` writes to the same place later."""
-    n, index, shape = rank(i), op.known_value(i), dims(x)
+    n, index = rank(i), op.known_value(i)
     if n is not None and distinct_along(i, axis % n - n):
         return g
-    if index is not None:
-        columns = list(np.indices(index.shape))
-        columns[axis] = index
-        wins = _last(columns, shape)
-        if wins is not None:
-            return g if wins.all() else op.Where(wins, g, 0.0)
+    if index is not None and index.size:
+        places = np.indices(index.shape)
+        places[axis] = index
+        if _are_distinct(places.reshape(index.ndim, -1).T, x):
+            return g
     return op.Where(last_writes(op, i, op.shape_of(x), axis), g, 0.0)
 
 
 def last_of_rows(op, g, x, i):
     """Return `g`, 0 in rows to whose place a ScatterND into `x` writes later."""
+    index, k = op.known_value(i), op.dim(i, -1)
     if distinct_rows(i):
         return g
-    index, shape, k = op.known_value(i), dims(x), op.dim(i, -1)
-    if index is not None and shape is not None:
-        wins = _last(list(np.moveaxis(index, -1, 0)), shape)
-        if wins is not None:
-            trailing = (1,) * (len(shape) - index.shape[-1])
-            return g if wins.all() else op.Where(wins.reshape(wins.shape + trailing), g, 0.0)
+    if index is not None and index.size and _are_distinct(index.reshape(-1, index.shape[-1]), x):
+        return g
     lead = op.Slice(op.shape_of(x), [0], op.vector(k))
     size = op.ReduceProd(lead, keepdims=1)
     numbers = op.arange(size)
@@ -58,18 +54,10 @@ def last_writes(op, i, shape, axis=0):
     return op.Equal(op.GatherElements(last, i, axis=axis), numbers)
 
 
-def _last(columns, lengths):
-    """Return where no later element is equal in all columns, or None if it takes unknown lengths.
-
-    The columns are constant indices of one shape along the axes of `lengths`.
-    """
-    for c, (column, n) in enumerate(zip(columns, lengths or [None] * len(columns), strict=False)):
-        below = column < 0
-        if isinstance(n, int):
-            columns[c] = np.where(below, column + n, column)
-        elif below.any() and not below.all():
-            return None
-    rows = np.stack([c.ravel()[::-1] for c in columns], axis=1)
-    wins = np.zeros(len(rows), bool)
-    wins[np.unique(rows, axis=0, return_index=True)[1]] = True
-    return wins[::-1].reshape(columns[0].shape)
+def _are_distinct(places: np.ndarray, x: ir.Value) -> bool:
+    """Return whether the rows of `places` are proven to be distinct indices into `x`."""
+    shape = static(dims(x))
+    if shape is not None:
+        places = places % shape[: places.shape[1]]
+    below = places < 0  # counted from the end
+    return bool(np.all(below == below[0])) and len(np.unique(places, axis=0)) == len(places)

@@ -31,16 +31,10 @@ def tile(op, node, g):
     return op.ReduceSum(op.Reshape(g, shape, allowzero=1), axes, keepdims=0), None
 
 
-@rule("Trilu")
-def trilu(op, node, g):
-    """y = x in a triangle, else 0:  dx = g in that triangle, else 0."""
-    return op.Trilu(g, *node.inputs[1:], **attributes_of(node)), None
-
-
-@rule("ReverseSequence")
-def reverse_sequence(op, node, g):
-    """y = x with the start of each sequence reversed:  dx = g with it reversed again."""
-    return op.ReverseSequence(g, node.inputs[1], **attributes_of(node)), None
+@rule("Trilu", "ReverseSequence")
+def symmetric(op, node, g):
+    """y = A x, A = AT a mask or a reversal:  dx = A g."""
+    return op.emit(node.op_type, [g, *node.inputs[1:]], attributes_of(node)), None
 
 
 @rule("CenterCropPad")
@@ -58,25 +52,15 @@ def center_crop_pad(op, node, g):
 @rule("DepthToSpace")
 def depth_to_space(op, node, g):
     """y = x with blocks of channels laid out in space:  dx = g with them moved back."""
-    (x,), (b, offset_first) = node.inputs, _blocks(node)
+    (x,), b = node.inputs, node.attributes.get_int("blocksize")
+    if node.attributes.get_string("mode", "DCR") == "DCR":
+        return (op.set_type_like(op.SpaceToDepth(g, blocksize=b), x),)
     lengths = [op.dim(g, 0), op.dim(g, 1), op.dim(x, 2), b, op.dim(x, 3), b]
     blocks = op.Reshape(g, op.vector(*lengths), allowzero=1)
-    dx = op.Transpose(blocks, perm=[0, 3, 5, 1, 2, 4] if offset_first else [0, 1, 3, 5, 2, 4])
-    return (op.reshape_like(dx, x),)
+    return (op.reshape_like(op.Transpose(blocks, perm=[0, 1, 3, 5, 2, 4]), x),)
 
 
 @rule("SpaceToDepth")
 def space_to_depth(op, node, g):
     """y = x with blocks of space laid out as channels:  dx = g with them moved back."""
-    (x,), (b, offset_first) = node.inputs, _blocks(node)
-    n, depth, height, width = op.dim(x, 0), op.dim(x, 1), op.dim(g, 2), op.dim(g, 3)
-    deep = [b, b, depth] if offset_first else [depth, b, b]
-    blocks = op.Reshape(g, op.vector(n, *deep, height, width), allowzero=1)
-    dx = op.Transpose(blocks, perm=[0, 3, 4, 1, 5, 2] if offset_first else [0, 1, 4, 2, 5, 3])
-    return (op.reshape_like(dx, x),)
-
-
-def _blocks(node):
-    """Return the side of a block, and whether the offset in it comes before the depth (DCR)."""
-    mode = node.attributes.get_string("mode", "DCR")  # SpaceToDepth has it since opset 27
-    return node.attributes.get_int("blocksize"), mode == "DCR"
+    return (op.set_type_like(op.DepthToSpace(g, **attributes_of(node)), node.inputs[0]),)

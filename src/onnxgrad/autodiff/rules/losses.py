@@ -19,7 +19,9 @@ def negative_log_likelihood(op, node, g):
     """
     x, g = widened(op, node.inputs[0], g)
     t, share, dweights = _labels(op, node, g, x)
-    return narrowed(op, [_scattered(op, x, t, -share), None, dweights], node.inputs)
+    zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
+    dx = op.set_type_like(op.ScatterElements(zeros, t, -share, axis=1), x)
+    return narrowed(op, [dx, None, dweights], node.inputs)
 
 
 @rule("SoftmaxCrossEntropyLoss")
@@ -38,12 +40,6 @@ def softmax_cross_entropy(op, node, g, g_log=None):
     if gf is not None:
         terms.append(gf - op.Exp(log) * op.ReduceSum(gf, [1], keepdims=1))
     return narrowed(op, [op.total(terms), None, dweights], node.inputs)
-
-
-def _scattered(op, x, t, values):
-    """Return zeros of the shape of x with `values` at the classes t, one per row."""
-    zeros = op.Expand(op.const(0.0, x.dtype), op.shape_of(x))
-    return op.set_type_like(op.ScatterElements(zeros, t, values, axis=1), x)
 
 
 def _labels(op, node, g, x):

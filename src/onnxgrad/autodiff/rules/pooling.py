@@ -24,7 +24,7 @@ from onnxgrad.autodiff.rules.windows import (
     with_padding,
 )
 from onnxgrad.graph.distinct import distinct_positions
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.shapes import dims
 
 
 @rule("MaxPool")
@@ -156,22 +156,3 @@ def _divisor(op, node, windows: Windows):
     none = np.zeros(len(windows.axes), np.int64)
     last = padded(windows, none, end - op.Shape(counted, start=2))
     return weigh_windows(op, counted, op.const(np.ones((1, 1, *windows.kernel), one.dtype)), last)
-
-
-@rule("GlobalAveragePool")
-def global_average_pool(op, node, g):
-    """y = mean of each channel:  dx = g / n."""
-    x, y = node.inputs[0], node.outputs[0]
-    shape = lengths(x)
-    n = op.Cast(op.Size(x) / op.Size(y), to=x.dtype) if shape is None else float(prod(shape))
-    return (op.expand_to(g / n, x),)
-
-
-@rule("GlobalMaxPool")
-def global_max_pool(op, node, g):
-    """y = max of each channel:  g in equal shares to the elements that equal y."""
-    x, y = node.inputs[0], node.outputs[0]
-    n = rank(x)
-    axes = op.Range(np.int64(2), op.Size(op.Shape(x)), np.int64(1)) if n is None else [*range(2, n)]
-    hits = op.Cast(op.Equal(x, y), to=x.dtype)
-    return (hits * (g / op.ReduceSum(hits, axes, keepdims=1)),)

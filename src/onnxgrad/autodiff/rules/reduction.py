@@ -1,19 +1,25 @@
-"""Reduce*: the gradient is broadcast over the reduced axes."""
+"""Reduce*, and pools of whole channels: the gradient is broadcast over the reduced axes."""
 
 from __future__ import annotations
 
 from functools import partial
 from math import prod
 
+import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.autodiff.registry import rule
+from onnxgrad.autodiff.registry import elementwise, rule
 from onnxgrad.autodiff.rules.common import product_of_others
-from onnxgrad.graph.shapes import dims, static
+from onnxgrad.graph.shapes import dims, rank, static
 
 
 def _axes(op, node):
-    """Return the `axes` input, or None if all axes are reduced."""
+    """Return the `axes` input, or None if all are reduced; from the third on for global pools."""
+    if node.op_type.startswith("Global"):
+        n = rank(node.inputs[0])
+        if n is not None:
+            return op.const([*range(2, n)])
+        return op.Range(np.int64(2), op.Size(op.Shape(node.inputs[0])), np.int64(1))
     axes = node.inputs[1] if len(node.inputs) > 1 else None
     numbers = op.known_value(axes)
     return None if numbers is not None and numbers.size == 0 else axes
@@ -50,16 +56,16 @@ def reduce_sum(op, node, g):
     return (g if _reduces_nothing(op, node) else op.expand_to(_keep(op, node, g), x),)
 
 
-@rule("ReduceMean")
+@rule("ReduceMean", "GlobalAveragePool")
 def reduce_mean(op, node, g):
-    """y = sum x / n:  dx = g / n."""
+    """y = sum x / n:  dx = g / n, n the number of elements that are reduced to one."""
     x = node.inputs[0]
     if _reduces_nothing(op, node):
         return (g,)
     return (op.expand_to(_keep(op, node, g) / _count(op, node), x),)
 
 
-@rule("ReduceMax", "ReduceMin")
+@rule("ReduceMax", "ReduceMin", "GlobalMaxPool")
 def reduce_extremum(op, node, g):
     """y = max x:  g in equal shares to the elements that equal y."""
     x = node.inputs[0]
@@ -79,12 +85,6 @@ def reduce_prod(op, node, g):
     return (_keep(op, node, g) * product_of_others(op, x, multiplied, added),)
 
 
-@rule("ReduceSumSquare")
-def reduce_sum_square(op, node, g):
-    """y = sum x^2:  dx = 2 g x."""
-    return (2.0 * node.inputs[0] * _keep(op, node, g),)
-
-
 def _reduced(op, node, reduce, v):
     return reduce(v, _axes(op, node), keepdims=1, **_noop(node))
 
@@ -94,19 +94,11 @@ def _noop(node):
     return {"noop_with_empty_axes": 1} if noop else {}
 
 
-def _by_slope(slope):
-    def reduced(op, node, g):
-        """y = f(x), f applied to each element where nothing is reduced:  dx = g f'(x)."""
-        x, y = node.inputs[0], _keep(op, node, node.outputs[0])
-        return (_keep(op, node, g) * slope(op, x, y),)
-
-    return reduced
-
-
-for _name, _slope in {
-    "ReduceL1": lambda op, x, y: op.Sign(x),
-    "ReduceL2": lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
-    "ReduceLogSum": lambda op, x, y: op.Exp(op.expand_to(-y, x)),
-    "ReduceLogSumExp": lambda op, x, y: op.Exp(x - y),
-}.items():
-    rule(_name)(_by_slope(_slope))
+elementwise(  # where nothing is reduced, too
+    _keep,
+    ReduceL1=lambda op, x, y: op.Sign(x),
+    ReduceL2=lambda op, x, y: x / op.Where(op.Equal(y, 0.0), 1.0, y),
+    ReduceLogSum=lambda op, x, y: op.Exp(op.expand_to(-y, x)),
+    ReduceLogSumExp=lambda op, x, y: op.Exp(x - y),
+    ReduceSumSquare=lambda op, x, y: 2.0 * x,
+)

@@ -82,9 +82,3 @@ def concat(op, node, g):
     else:
         lengths = np.int64(length)
     return (op.set_type_like(op.SplitToSequence(g, lengths, axis=axis), s),)
-
-
-@rule("Optional", "OptionalGetElement")
-def optional(op, node, g):
-    """y = the value in x:  dx = dy."""
-    return (g,)

@@ -12,7 +12,7 @@ from onnxgrad.autodiff.rules.common import attributes_of, positions_of, wide
 from onnxgrad.graph.shapes import dims, rank, static
 
 
-@rule("Identity")
+@rule("Identity", "Optional", "OptionalGetElement")
 def identity(op, node, g):
     """y = x:  dx = g."""
     return (g,)
@@ -145,9 +145,6 @@ def gather(op, node, g):
         whole = isinstance(pads, list) and not any(pads)
         return part if whole else op.Pad(part, pads), None
     if axis == 0 or (shape is not None and axis == -len(shape)):
-        row = None if shape is None else static(shape[1:])
-        if row is not None and prod(row):
-            return _scattered_rows(op, x, i, g, row), None
         return scatter_rows(op, x, i, g), None
     return moved(op, node, g), None
 
@@ -172,21 +169,18 @@ def _pads_of_gather(op, node):
 
 
 def scatter_rows(op, x, i, g):
-    """Return zeros of the shape of `x` with the rows of `g` added at row indices `i`."""
+    """Return zeros of the shape of `x` with the rows of `g` added at row indices `i`.
+
+    Rows of a static shape stay rows: embeddings are large, and to reshape an output copies it.
+    """
     shape = dims(x)
     row = None if shape is None else static(shape[1:])
+    if row is not None and prod(row):
+        g = op.Reshape(op.Cast(g, to=wide(x.dtype)), [-1, *row])
+        rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape_of(g))
+        zeros = op.Expand(op.const(0.0, g.dtype), op.shape_of(x))
+        return op.Cast(op.ScatterElements(zeros, rows, g, axis=0, reduction="add"), to=x.dtype)
     width = op.ReduceProd(op.Shape(x, start=1), keepdims=0) if row is None else prod(row)
     first = op.Unsqueeze(op.Cast(i, to=ir.DataType.INT64) * width, [-1])
     positions = first + op.arange(op.const(width, first.dtype))
     return scatter_flat(op, x, positions, g)
-
-
-def _scattered_rows(op, x, i, g, row: tuple[int, ...]):
-    """Return the result of `scatter_rows` for rows of the static shape `row`.
-
-    It never has another shape than x: embeddings are large, and to reshape an output copies it.
-    """
-    g = op.Reshape(op.Cast(g, to=wide(x.dtype)), [-1, *row])
-    rows = op.Expand(op.Reshape(i, [-1] + [1] * len(row)), op.shape_of(g))
-    zeros = op.Expand(op.const(0.0, g.dtype), op.shape_of(x))
-    return op.Cast(op.ScatterElements(zeros, rows, g, axis=0, reduction="add"), to=x.dtype)
