@@ -8,7 +8,7 @@ lowering, or by their function body in ONNX. `PASSES` lists what is done, in ord
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -30,6 +30,7 @@ from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows
 from onnxgrad.graph.inference.loop_states import note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import infer_file
+from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.operators import OPERATORS, operator_of
 from onnxgrad.graph.rewrite import Rewrite, Table, rewrite
 from onnxgrad.graph.shapes import is_real, rank
@@ -79,9 +80,9 @@ def prepare(
     return model
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Asked:
-    """The arguments of `prepare`."""
+    """The arguments of `prepare`, and the walk that infers shapes, from `_infer` on."""
 
     proto: ModelProto
     batch: str | None
@@ -91,6 +92,7 @@ class _Asked:
     own: bool
     keep_dropout: bool
     exempt: Collection[str] | None
+    walk: Walk = field(init=False)
 
     @property
     def trusts_branches(self) -> bool:
@@ -164,27 +166,27 @@ def _infer(model: ir.Model, asked: _Asked) -> None:
     """Infer the types and shapes that all following passes read."""
     note_ranks(all_nodes(model.graph))
     if asked.own:
-        infer(model, asked.trusts_branches)
+        asked.walk = infer(model, asked.trusts_branches)
     else:
-        infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
+        asked.walk = infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
 
 
 def _take_branches(model: ir.Model, asked: _Asked) -> None:
     """Replace each If that always takes one branch: the other may not fit the shapes."""
-    while take_static_branches(model, asked.keep) or _assume_types(model.graph):
-        infer(model, asked.trusts_branches)
+    while take_static_branches(model, asked.walk, asked.keep) or _assume_types(model.graph):
+        infer(model, asked.trusts_branches, walk=asked.walk)
 
 
 def _rewrite_operators(model: ir.Model, asked: _Asked) -> None:
     """Replace operators without a rule, by their lowerings or by their bodies in ONNX."""
-    table = _lowerings(model, asked)
-    while _lower(model, table, asked.keep) or take_static_branches(model, asked.keep):
-        infer(model, asked.trusts_branches)
+    table, walk = _lowerings(model, asked), asked.walk
+    while _lower(model, table, asked.keep) or take_static_branches(model, walk, asked.keep):
+        infer(model, asked.trusts_branches, walk=walk)
 
 
 def _fold_sizes(model: ir.Model, asked: _Asked) -> None:
     """Write what is computed from static lengths as constants, which rules can read."""
-    fold_sizes(model.graph)
+    fold_sizes(model.graph, asked.walk)
 
 
 def _assume_types(graph: ir.Graph) -> bool:

@@ -25,8 +25,9 @@ def infer(
     model: ir.Model,
     trust_branches: bool = True,
     confirm: Callable[[ir.Value, Dims], Dims] | None = None,
-) -> None:
-    """Set types and shapes of the values of `model`, in place.
+    walk: Walk | None = None,
+) -> Walk:
+    """Set types and shapes of the values of `model`, in place; return the walk that has done it.
 
     First, each input axis without a length or name gets its own symbol, so that no two lengths are
     assumed to be equal unless the model states it.
@@ -36,6 +37,7 @@ def infer(
         trust_branches: whether to use the declared shapes of outputs that depend on an If, Loop or
             Scan. Exporters that trace a model declare the shape of the one branch they have traced.
         confirm: returns what holds of the declared shape of an output that was not inferred.
+        walk: that of an earlier call: only what has changed since is inferred again.
 
     Raises:
         ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
@@ -47,16 +49,21 @@ def infer(
         y.shape = None
     give_scalars(model.graph)
     nodes = all_nodes(model.graph)
-    forget_declared(nodes)
+    forget_declared(n for n in nodes if walk is None or not walk.has_inferred(n))
     _name_axes(model.graph)
-    Walk(model.graph, model.functions).infer(model.graph)
+    walk = walk or Walk(model.graph, model.functions)
+    walk.infer(model.graph)
     check_constants(nodes)
     untrusted = set() if trust_branches else _behind_subgraphs(nodes)
+    is_read = False
     for y, shape in declared.items():
-        if shape is not None and y not in untrusted:
-            if confirm is not None and _adds_to(shape, dims(y)):
-                shape = confirm(y, shape)
+        if shape is not None and y not in untrusted and _adds_to(shape, dims(y)):
+            shape = shape if confirm is None else confirm(y, shape)
             complete(y, tuple(None if d in _PLACEHOLDERS or not is_stated(d) else d for d in shape))
+            is_read |= bool(y.uses())
+    if is_read:  # by nodes whose shapes may follow from it
+        walk.infer(model.graph)
+    return walk
 
 
 def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
@@ -147,7 +154,8 @@ def _adds_to(declared: Dims, inferred: Dims | None) -> bool:
     """Return whether a declared shape says more than the inferred one, without contradiction."""
     if inferred is None or len(inferred) != len(declared):
         return inferred is None
-    return any(d and not is_stated(i) for d, i in zip(declared, inferred, strict=True))
+    pairs = zip(declared, inferred, strict=True)
+    return any(d is not None and not is_stated(i) for d, i in pairs)
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

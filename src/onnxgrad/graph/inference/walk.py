@@ -25,7 +25,8 @@ class Walk:
     """Infers types and shapes, by onnx and by what `output_shape` adds to it.
 
     A length that stays unknown becomes a symbol, so that two values which share it are proven to
-    have the same.
+    have the same. Another walk of the same object infers only nodes that are new, or of which more
+    is known than before.
 
     Attributes:
         elements: of vectors of few numbers or lengths, from which shapes are computed.
@@ -34,6 +35,7 @@ class Walk:
     def __init__(self, graph: ir.Graph, functions: dict | None = None) -> None:
         self.main, self.functions = graph, functions or {}
         self.elements: dict[ir.Value, Elements] = {}
+        self._known: dict[ir.Node, list] = {}  # of each node, when it was inferred last
         values = (y for node in all_nodes(graph) for y in node.outputs)
         used = {d for y in (*graph.inputs, *values) for d in dims(y) or ()}
         self._symbols = (f"unk__{i}" for i in count() if f"unk__{i}" not in used)
@@ -48,7 +50,23 @@ class Walk:
         for node in graph:
             self._infer(node)
 
+    def has_inferred(self, node: ir.Node) -> bool:
+        """Return whether `node` was inferred, perhaps with less knowledge than there is now."""
+        return node in self._known
+
+    def _known_of(self, node: ir.Node) -> list:
+        """Return what is known of the values of `node` and its subgraphs."""
+        nodes = [node, *(n for body in subgraphs(node) for n in all_nodes(body))]
+        values = [v for n in nodes for v in (*n.inputs, *n.outputs) if v is not None]
+        elements = [self.elements[v].tolist() if v in self.elements else None for v in values]
+        return [(v, v.type, dims(v), e) for v, e in zip(values, elements, strict=True)]
+
     def _infer(self, node: ir.Node) -> None:
+        if self._known.get(node) != self._known_of(node):
+            self._infer_anew(node)
+            self._known[node] = self._known_of(node)
+
+    def _infer_anew(self, node: ir.Node) -> None:
         op_type = "" if node.domain else node.op_type
         if op_type == "If":
             self._infer_branches(node)
