@@ -112,10 +112,10 @@ class MemberAxis:
             if self._of.keys().isdisjoint(reads(node)):
                 continue
             self._refuse(node)
-            count = self.op.count
+            count = len(self.op.written)
             with self.op.at(node):
                 outputs = self._written(node, rules)
-            self._check(self.op.written_since(count))
+            self._check(self.op.written[count:])
             for old, new in zip(node.outputs, outputs, strict=True):
                 if old not in self._same:
                     self._of[old] = new

@@ -118,18 +118,18 @@ def _apply(
     """Apply the first rewrite that applies; return the nodes that it writes, or None."""
     if node.graph is not op.graph or any(REPLACED in y.meta for y in node.outputs):
         return None  # removed meanwhile, or will be
-    count = op.count
+    count = len(op.written)
     op.place, op.primal = node, node.meta.get(PRIMAL)
     found = (new for f in functions if (new := f(op, node)) is not None)
     values = next(found, None)
     if values is None:
-        for unread in op.written_since(count)[::-1]:  # what it has tried
+        for unread in op.written[count:][::-1]:  # what it has tried
             remove_node(unread)
         return None
     copies = node.op_type == "Identity" and values[0] is node.inputs[0]
     if copies and has_name_to_keep(node.outputs[0], keep):
         return None  # another copy would be written
-    written = op.written_since(count)
+    written = op.written[count:]
     for y, old in zip(values, node.outputs, strict=True):
         if y is not None and y is not old:
             if y.producer() in written and None not in (old.type, old.shape):
