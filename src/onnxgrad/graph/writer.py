@@ -14,10 +14,9 @@ import onnx_ir as ir
 
 from onnxgrad.graph import sequence_nodes, sequences
 from onnxgrad.graph.operators import RANDOM
-from onnxgrad.graph.shapes import constant, dims, equal, static
-from onnxgrad.graph.simplify import equal_operand
+from onnxgrad.graph.output_shapes import output_shape, output_types
+from onnxgrad.graph.shapes import broadcast, constant, dims, equal, static
 from onnxgrad.graph.traversal import all_names, attribute_key
-from onnxgrad.graph.types import output_shape, output_types
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
 PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate
@@ -160,7 +159,7 @@ class Writer:
         """Return the `outputs` outputs of a node as `emit` does; only the first has a shape."""
         values = self._operands(op_type, inputs)
         if outputs == 1 and not domain and not fresh:
-            same = equal_operand(self, op_type, values, attributes)
+            same = self._equal_operand(op_type, values, attributes)
             if same is not None:
                 return [same]
         attrs = ir.convenience.convert_attributes(attributes)
@@ -187,6 +186,18 @@ class Writer:
         typed = inputs[1:] if op_type == "Where" else inputs
         dtype = next((v.dtype for v in typed if isinstance(v, ir.Value) and v.dtype), None)
         return [self.const(v, dtype) for v in inputs]
+
+    def _equal_operand(self, op_type: str, values: list, attributes: dict) -> ir.Value | None:
+        """Return the operand that the output is proven to equal, or None."""
+        if op_type == "Mul":
+            for x, other in (values, values[::-1]):
+                if equal(broadcast(dims(x), dims(other)), dims(other)) and self.is_all(x, 1):
+                    return other
+        if op_type == "Cast" and values[0].dtype == attributes["to"]:
+            return values[0]
+        if op_type == "Reshape" and (target := self.known_value(values[1])) is not None:
+            return values[0] if static(dims(values[0])) == tuple(target) else None
+        return None
 
     def _append(
         self,

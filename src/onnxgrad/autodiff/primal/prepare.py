@@ -26,8 +26,7 @@ from onnxgrad.autodiff.primal.function_bodies import (
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows
-from onnxgrad.graph.inference.loop_states import note_ranks
+from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows, note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.inference.walk import Walk

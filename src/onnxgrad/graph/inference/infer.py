@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from itertools import count
+from math import prod
 
 import onnx_ir as ir
 
+from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnx import complete, infer_node
-from onnxgrad.graph.inference.loop_states import forget_declared, give_scalars
-from onnxgrad.graph.inference.size_limits import check_constants
-from onnxgrad.graph.inference.walk import Walk
-from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, static
+from onnxgrad.graph.inference.walk import RANKS, Walk
+from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, rank, static
 from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.limits import check_limit, limit
 from onnxgrad.reporting import warn_once
 
 # Exporters write these for an unknown length: the same text twice does not mean the same length.
@@ -47,13 +48,13 @@ def infer(
     declared = {y: _without_repeated(y, inputs) for y in results}
     for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
         y.shape = None
-    give_scalars(model.graph)
+    _give_scalars(model.graph)
     nodes = all_nodes(model.graph)
-    forget_declared(n for n in nodes if walk is None or not walk.has_inferred(n))
+    _forget_declared(n for n in nodes if walk is None or not walk.has_inferred(n))
     _name_axes(model.graph)
     walk = walk or Walk(model.graph, model.functions)
     walk.infer(model.graph)
-    check_constants(nodes)
+    _check_constants(nodes)
     untrusted = set() if trust_branches else _behind_subgraphs(nodes)
     is_read = False
     for y, shape in declared.items():
@@ -105,6 +106,46 @@ def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = Non
             x.shape = ir.Shape([symbol, *(dims(x) or ())[1:]])
 
 
+def note_ranks(nodes: Iterable[ir.Node]) -> None:
+    """Record the declared ranks of the outputs of Scan bodies, which onnxruntime needs."""
+    for node in nodes:
+        if (node.domain, node.op_type) == ("", "Scan"):
+            body = node.attributes["body"].as_graph()
+            body.meta[RANKS] = [rank(y) for y in body.outputs]
+
+
+def _give_scalars(graph: ir.Graph) -> None:
+    """Let the bodies of Loops take their number and condition as scalars, in place.
+
+    onnxruntime passes tensors of the declared shape, (1,) in files of PyTorch: their nodes get the
+    scalar reshaped.
+    """
+    for node in all_nodes(graph):
+        if (node.domain, node.op_type) != ("", "Loop"):
+            continue
+        body = node.attributes["body"].as_graph()
+        for i, x in enumerate(body.inputs[:2]):
+            if dims(x) == (1,):
+                op = Emit(body, outer=Emit(graph))
+                scalar = ir.Value(name=op.name(str(x.name)), type=x.type, shape=ir.Shape(()))
+                body.inputs[i] = scalar
+                with op.at(next(iter(body), None)):
+                    reshaped = op.Reshape(scalar, [1])
+                ir.convenience.replace_all_uses_with(x, reshaped, replace_graph_outputs=True)
+
+
+def _forget_declared(nodes: Iterable[ir.Node]) -> None:
+    """Remove the declared shapes of inputs and outputs of subgraphs: exporters write wrong ones."""
+    for node in nodes:
+        for graph in subgraphs(node):
+            for value in (*graph.inputs, *graph.outputs):
+                value.shape = None
+        if (node.domain, node.op_type) == ("", "Loop"):
+            inputs = node.attributes["body"].as_graph().inputs
+            for x, dtype in zip(inputs, (ir.DataType.INT64, ir.DataType.BOOL), strict=False):
+                x.shape, x.dtype = ir.Shape(()), dtype
+
+
 def _name_axes(graph: ir.Graph) -> None:
     """Give each input axis without a length or name its own symbol, and drop placeholders."""
     symbols = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
@@ -121,6 +162,32 @@ def _name_axes(graph: ir.Graph) -> None:
         if value in inputs:
             named = [next(fresh) if d is None else d for d in named]
         value.shape = ir.Shape(named)
+
+
+def _check_constants(nodes: Iterable[ir.Node]) -> None:
+    """Raise an error if nodes compute a large result from smaller constants alone.
+
+    onnxruntime would compute it when it loads the model.
+
+    Raises:
+        ModelError: it names the node.
+    """
+    sizes: dict[ir.Value, int] = {}  # element counts of constants, also of computed ones
+    for node in nodes:
+        inputs = [x for x in node.inputs if x is not None]
+        for x in inputs:
+            if x.const_value is not None and not x.is_graph_input():
+                sizes.setdefault(x, x.const_value.size)
+        if not inputs or any(x not in sizes for x in inputs):
+            continue
+        for y in node.outputs:
+            shape = static(dims(y))
+            if shape is None:
+                continue
+            sizes[y] = prod(shape)
+            if sizes[y] > max(limit("constant_elements"), sum(sizes[x] for x in inputs)):
+                what = f"{node.op_type} (node {node.name!r}, output {y.name!r})"
+                check_limit("constant_elements", sizes[y], f"{what} computes a large constant")
 
 
 def _behind_subgraphs(nodes: Iterable[ir.Node]) -> set[ir.Value]:

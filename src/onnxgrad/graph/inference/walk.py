@@ -11,14 +11,14 @@ from onnxgrad.errors import ModelError
 from onnxgrad.graph import sequences
 from onnxgrad.graph.inference.by_onnx import complete, complete_types, infer_node
 from onnxgrad.graph.inference.elements import Elements, evaluated, shape_by_elements
-from onnxgrad.graph.inference.loop_states import RANKS, states
 from onnxgrad.graph.inference.onnx_mistakes import correct, drop_windows, spell_out
-from onnxgrad.graph.output_shapes import output_shape
+from onnxgrad.graph.output_shapes import output_shape, output_types
 from onnxgrad.graph.sequences import is_empty, joined, note_empty
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-from onnxgrad.graph.types import output_types
 from onnxgrad.limits import check_limit
+
+RANKS = "onnxgrad.ranks"  # `meta` key of the body of a Scan: the declared ranks of its outputs
 
 
 class Walk:
@@ -137,23 +137,24 @@ class Walk:
         The shape of a sequence is that of its elements, and of one that is empty initially, that of
         the elements which the first iteration adds.
         """
-        body, loop_states = node.attributes["body"].as_graph(), list(states(node))
-        for start, state, _, _ in loop_states:
+        body, starts = node.attributes["body"].as_graph(), node.inputs[2:]
+        n = len(starts)
+        states, ends, results = body.inputs[2:], body.outputs[1 : 1 + n], node.outputs[:n]
+        for start, state in zip(starts, states, strict=True):
             if start is not None and start.type is not None:
                 state.type = start.type
                 note_empty(state, is_empty(start))
             state.shape = _to_shape(_stated(dims(start)))
         self.infer(body)
-        while sum(_settle(state, end) for _, state, end, _ in loop_states):  # no `any`: all of them
+        while sum(map(_settle, states, ends)):  # no `any`: all of them
             for y in (y for inner in all_nodes(body) for y in inner.outputs):
                 y.shape = None
             self.infer(body)
-        for _, state, end, result in loop_states:
+        for state, end, result in zip(states, ends, results, strict=True):
             if not isinstance(state.type, ir.TensorType | None):
                 end.type = state.type
             result.type = state.type or end.type or result.type
             result.shape = state.shape
-        n = len(loop_states)
         _set_stacked(body.outputs[1 + n :], node.outputs[n:], None, ())
 
     def _infer_scan(self, node: ir.Node) -> None:
