@@ -148,12 +148,12 @@ def _forget_declared(nodes: Iterable[ir.Node]) -> None:
 
 def _name_axes(graph: ir.Graph) -> None:
     """Give each input axis without a length or name its own symbol, and drop placeholders."""
-    symbols = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
+    shapes = {v: shape for v in _values(graph) if (shape := dims(v)) is not None}
+    symbols = {d for shape in shapes.values() for d in shape}
     fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in symbols)
     inputs = set(graph.inputs)
-    for value in _values(graph):
-        shape = dims(value)
-        if static(shape) is not None or shape is None:
+    for value, shape in shapes.items():
+        if static(shape) is not None:
             continue
         if value in inputs and not isinstance(value.type, ir.TensorType):
             value.shape = ir.Shape([d if isinstance(d, int) else None for d in shape])

@@ -58,8 +58,9 @@ class Walk:
         """Return what is known of the values of `node` and its subgraphs."""
         nodes = [node, *(n for body in subgraphs(node) for n in all_nodes(body))]
         values = [v for n in nodes for v in (*n.inputs, *n.outputs) if v is not None]
+        shapes = [None if v.shape is None else v.shape.dims for v in values]
         elements = [self.elements[v].tolist() if v in self.elements else None for v in values]
-        return [(v, v.type, dims(v), e) for v, e in zip(values, elements, strict=True)]
+        return [values, [v.type for v in values], shapes, elements]
 
     def _infer(self, node: ir.Node) -> None:
         if self._known.get(node) != self._known_of(node):
