@@ -106,7 +106,7 @@ _TRAITS = {
     "Erf Exp Gelu Log Pow Sigmoid Softplus Tanh": "elementwise transcendental",
     "Celu Elu Selu Softsign": "elementwise unary transcendental",
     "LogSoftmax Softmax": "unary transcendental",
-    "BatchNormalization InstanceNormalization LayerNormalization": "unary",
+    "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization": "unary",
     "CumProd CumSum": "unary",
     "Dropout": "unary random",
     "Flatten Reshape Squeeze Unsqueeze": "view cheap reorders",

@@ -45,7 +45,7 @@ Rewrite: TypeAlias = Callable[[Emit, ir.Node], "Sequence[ir.Value | None] | None
 Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and operator
 
 GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
-_ANY = "*"
+ANY = "*"  # instead of an operator: all of a domain
 _MOST = 100  # rounds, and rewrites for each node: some that undo each other would never end
 
 
@@ -53,7 +53,7 @@ def rewrites(*op_types: str, group: str, domain: str = "") -> Callable[[Rewrite]
     """Register the decorated function in a group: for the named operators, or all of the domain."""
 
     def register(function: Rewrite) -> Rewrite:
-        for op_type in op_types or (_ANY,):
+        for op_type in op_types or (ANY,):
             GROUPS[group][domain, op_type].append(function)
         return function
 
@@ -97,7 +97,7 @@ def _visit(op: Emit, table: Table, keep: Collection[str | None]) -> int:
         while waiting:
             node = waiting.popleft()
             functions = table.get((node.domain, node.op_type), ())
-            if (every := table.get((node.domain, _ANY))) is not None:
+            if (every := table.get((node.domain, ANY))) is not None:
                 functions = (*every, *functions)
             new = _apply(op, node, functions, keep) if functions else None
             if new is not None:

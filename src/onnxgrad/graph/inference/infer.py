@@ -9,7 +9,7 @@ from math import prod
 import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.by_onnx import complete, infer_node
+from onnxgrad.graph.inference.by_onnx import complete
 from onnxgrad.graph.inference.walk import RANKS, Walk
 from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, rank, static
 from onnxgrad.graph.traversal import all_nodes, subgraphs
@@ -65,24 +65,6 @@ def infer(
     if is_read:  # by nodes whose shapes may follow from it
         walk.infer(model.graph)
     return walk
-
-
-def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
-    """Infer types and shapes of the inputs of `node`, from those of the nodes that precede it.
-
-    `done` is the set of nodes already inferred; the nodes inferred here are added to it.
-    """
-    stack = [node]
-    while stack:
-        top = stack[-1]
-        unknown = (x for x in top.inputs if x is not None and (x.type is None or x.shape is None))
-        before = [n for n in (x.producer() for x in unknown) if n is not None and n not in done]
-        stack.extend(before)
-        if not before:
-            stack.pop()
-            if top is not node and top not in done:
-                infer_node(top, {"": opset})
-                done.add(top)
 
 
 def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import Any
 
 import onnx_ir as ir
 
@@ -50,6 +51,18 @@ class Walk:
         for node in graph:
             self._infer(node)
 
+    def infer_next(self, _op: Any, node: ir.Node) -> None:
+        """Set the types and shapes of the results of a node, which follows on inferred ones.
+
+        It is a rewrite that does not apply. Nodes of subgraphs are inferred by onnx alone, which
+        raises no error where a branch would never run.
+        """
+        unknown = any(y.type is None or y.shape is None for y in node.outputs)
+        if node.graph is self.main and (unknown or node not in self._known):
+            self._infer(node)
+        elif unknown:
+            infer_node(node, self.main.opset_imports, self.elements, self.functions)
+
     def has_inferred(self, node: ir.Node) -> bool:
         """Return whether `node` was inferred, perhaps with less knowledge than there is now."""
         return node in self._known
@@ -63,7 +76,7 @@ class Walk:
         return [values, [v.type for v in values], shapes, elements]
 
     def _infer(self, node: ir.Node) -> None:
-        if self._known.get(node) != self._known_of(node):
+        if node not in self._known or self._known[node] != self._known_of(node):
             self._infer_anew(node)
             self._known[node] = self._known_of(node)
 
