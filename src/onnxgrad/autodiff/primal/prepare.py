@@ -32,7 +32,7 @@ from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.operators import OPERATORS, operator_of
 from onnxgrad.graph.rewrite import ANY, Rewrite, Table, rewrite
-from onnxgrad.graph.shapes import is_real, rank
+from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import current, tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
@@ -172,7 +172,7 @@ def _infer(model: ir.Model, asked: _Asked) -> None:
 
 def _take_branches(model: ir.Model, asked: _Asked) -> None:
     """Replace each If that always takes one branch: the other may not fit the shapes."""
-    while take_static_branches(model, asked.walk, asked.keep) or _assume_types(model.graph):
+    while take_static_branches(model, asked.walk, asked.keep):
         infer(model, asked.trusts_branches, walk=asked.walk)
 
 
@@ -186,19 +186,6 @@ def _rewrite_operators(model: ir.Model, asked: _Asked) -> None:
 def _fold_sizes(model: ir.Model, asked: _Asked) -> None:
     """Write what is computed from static lengths as constants, which rules can read."""
     fold_sizes(model.graph, asked.walk)
-
-
-def _assume_types(graph: ir.Graph) -> bool:
-    """Give results of foreign operators with a rule the dtype of the first float that they read.
-
-    onnx infers none for other domains. Returns whether there was any.
-    """
-    changed = False
-    for node in all_nodes(graph):
-        y, floats = node.outputs[0], [x for x in node.inputs if x is not None and is_real(x)]
-        if node.domain and operator_of(node).rule and y.type is None and floats:
-            y.type, changed = floats[0].type, True
-    return changed
 
 
 def _lowerings(model: ir.Model, asked: _Asked) -> Table:

@@ -12,7 +12,7 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.by_onnx import complete
 from onnxgrad.graph.inference.walk import RANKS, Walk
 from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, rank, static
-from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
 from onnxgrad.limits import check_limit, limit
 from onnxgrad.reporting import warn_once
 
@@ -55,7 +55,10 @@ def infer(
     walk = walk or Walk(model.graph, model.functions)
     walk.infer(model.graph)
     _check_constants(nodes)
-    untrusted = set() if trust_branches else _behind_subgraphs(nodes)
+    branching = [] if trust_branches else [n for n in nodes if any(subgraphs(n))]
+    untrusted = {y for n in branching for y in n.outputs}
+    if untrusted:
+        untrusted.update(y for n in nodes_after(nodes, untrusted) for y in n.outputs)
     is_read = False
     for y, shape in declared.items():
         if shape is not None and y not in untrusted and _adds_to(shape, dims(y)):
@@ -170,15 +173,6 @@ def _check_constants(nodes: Iterable[ir.Node]) -> None:
             if sizes[y] > max(limit("constant_elements"), sum(sizes[x] for x in inputs)):
                 what = f"{node.op_type} (node {node.name!r}, output {y.name!r})"
                 check_limit("constant_elements", sizes[y], f"{what} computes a large constant")
-
-
-def _behind_subgraphs(nodes: Iterable[ir.Node]) -> set[ir.Value]:
-    """Return the values that depend on a node with subgraphs."""
-    behind: set[ir.Value] = set()
-    for node in nodes:
-        if any(subgraphs(node)) or not behind.isdisjoint(node.inputs):
-            behind.update(node.outputs)
-    return behind
 
 
 def _without_repeated(y: ir.Value, inputs: Container[Dim]) -> Dims | None:
