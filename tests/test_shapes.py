@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 
 import numpy as np
@@ -13,6 +14,7 @@ from cases import feed, model, run
 from onnxgrad import NoGradientRule, onnx_derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.graph.inference.infer import infer, name_rows
+from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.shapes import broadcast, dims, equal, rank, static as lengths
 from onnxgrad.model.convert import to_proto
@@ -238,3 +240,29 @@ def test_stated_shapes_are_those_at_run_time(row, known):
     except NoGradientRule:
         return
     bind(*claims_and_shapes(gradient, arrays))
+
+
+def test_one_walk_infers_a_model(monkeypatch):
+    """It does not begin again for lowerings, a function body, a stated shape, or sizes."""
+    made = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 24, "com.microsoft": 1]>
+        f (float[N,4,8,8] x, float[4] s) => (float[N,4,8,8] y) {
+            a = com.microsoft.QuickGelu(x)  g = GroupNormalization<num_groups=2>(a, s, s)
+            n = Shape(g)  r = Reshape(g, n)  c = Celu(r)  w = Swish(c)  y = Relu(w) }""")
+    walks, inferred = [], Counter()
+    start, anew = Walk.__init__, Walk._infer_anew
+
+    def counted_start(walk, *given):
+        walks.append(walk)
+        start(walk, *given)
+
+    def counted(walk, node):
+        inferred[node] += 1
+        anew(walk, node)
+
+    monkeypatch.setattr(Walk, "__init__", counted_start)
+    monkeypatch.setattr(Walk, "_infer_anew", counted)
+    prepared = prepare(made).graph
+    assert len(walks) == 1
+    assert len(inferred) > 10
+    assert sum(inferred.values()) <= 2 * len(inferred)
+    assert all(dims(y) == ("N", 4, 8, 8) for y in prepared.outputs)

@@ -51,10 +51,10 @@ def push(m: MemberAxis, graph: ir.Graph) -> None:
         if not any(x in m for x in reads(node)):
             continue
         _refuse(node)
-        rule, count = operator_of(node).members, m.op.count
+        rule, count = operator_of(node).members, len(m.op.written)
         with m.op.at(node):
             outputs = (rule and rule(m, node)) or _one_by_one(m, node)
-        for new in m.op.written_since(count):
+        for new in m.op.written[count:]:
             if any(x in m for x in new.inputs):  # its name stands for another value by now
                 raise RuntimeError(f"{new.op_type} reads a value of one member: {new}")
         m.replace(node, outputs)

@@ -47,7 +47,7 @@ def sweep(
     nodes = list(op.graph if nodes is None else nodes)
     refuse_quantized(nodes, wrt, seeds, stop_gradient, straight_through)
     active, walk = dependent(nodes, wrt, stop_gradient, straight_through)
-    count = op.count
+    count = len(op.written)
     cotangents: dict[ir.Value, list[ir.Value]] = defaultdict(list)  # the terms of each
     for value, g in seeds.items():
         cotangents[value].append(g)
@@ -75,7 +75,7 @@ def sweep(
                     op.set_type_like(dx, x) if dx is not x and dx.shape is None else dx
                 )
         op.primal = None
-        zero_replaced_rows(op, op.written_since(count))
+        zero_replaced_rows(op, op.written[count:])
         return {x: op.total(cotangents[x]) for x in wrt if x in cotangents}
 
 

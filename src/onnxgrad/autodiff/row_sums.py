@@ -51,8 +51,7 @@ def require_sums(
     """
     replace_calls(Emit(model.graph), model)
     rows = _Rows(_with_lengths(model, axes, lengths))
-    infer(model)
-    fold_sizes(model.graph)
+    fold_sizes(model.graph, infer(model))
     needed = nodes_behind(outputs)
     for node in model.graph:
         if node in needed:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph import sequence_nodes, sequences
 from onnxgrad.graph.shapes import dims, equal, rank, static
 from onnxgrad.graph.writer import Writer
 
@@ -22,7 +21,7 @@ class Emit(Writer):
 
     `op.MatMul(a, b)` writes a node and returns its output; inside `with op:`, so does `a * b`. The
     methods of its base, `Writer`, create nodes, names and constants. Those of this class count,
-    split, broadcast, undo broadcasting, and add up sequences.
+    split, broadcast, and undo broadcasting.
 
     Examples:
         >>> import onnx_ir as ir
@@ -123,17 +122,3 @@ class Emit(Writer):
             y = self.Cast(x, to=ir.DataType.FLOAT) if x.dtype == ir.DataType.BFLOAT16 else x
             return self.Cast(self.Einsum(y, equation="...ij->...ji"), to=x.dtype)
         return self.Transpose(x, perm=[*range(n - 2), n - 1, n - 2])
-
-    def total(self, terms: list[ir.Value]) -> ir.Value:
-        """Return the sum of `terms`: tensors of one shape and dtype, or sequences of one length.
-
-        The elements at one position of the sequences have the same shape and dtype.
-        """
-        if len(terms) > 1 and sequences.is_sequence(terms[0]):
-            return sequence_nodes.total(self, terms)
-        return super().total(terms)
-
-    def _filled(self, number: int, x: ir.Value) -> ir.Value:
-        if not isinstance(x.type, ir.TensorType):
-            return sequence_nodes.filled(self, number, x)
-        return super()._filled(number, x)

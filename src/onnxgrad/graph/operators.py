@@ -110,8 +110,10 @@ _TRAITS = {
     "Erf Exp Gelu Log Pow Sigmoid Softplus Tanh": "elementwise transcendental",
     "Celu Elu Selu Softsign": "elementwise unary transcendental",
     "LogSoftmax Softmax": "unary transcendental",
-    "BatchNormalization InstanceNormalization LayerNormalization": "unary normalizes",
-    "GroupNormalization RMSNormalization": "normalizes",
+    "BatchNormalization GroupNormalization InstanceNormalization LayerNormalization": (
+        "unary normalizes"
+    ),
+    "RMSNormalization": "normalizes",
     "CumProd CumSum": "unary",
     "Dropout": "unary random",
     "Flatten Reshape Squeeze Unsqueeze": "view cheap reorders",

@@ -1,4 +1,4 @@
-"""The shape of the output of a node, from its operator, its operands and its attributes."""
+"""The types and shapes of the outputs of a node, from its operator, operands and attributes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import onnx_ir as ir
+
 from onnxgrad.errors import ModelError
+from onnxgrad.graph import sequences
 from onnxgrad.graph.axes import axes_named_by
-from onnxgrad.graph.operators import ELEMENTWISE, UNARY
+from onnxgrad.graph.operators import BOOLEAN, ELEMENTWISE, INT64, UNARY
 from onnxgrad.graph.shapes import (
     Dim,
     Dims,
@@ -23,18 +26,47 @@ from onnxgrad.graph.shapes import (
 from onnxgrad.limits import limit
 
 _BROADCASTS = ELEMENTWISE - UNARY  # their shape is the broadcast shape of all operands
+_OUTPUT_DTYPE = dict.fromkeys(INT64, ir.DataType.INT64) | dict.fromkeys(BOOLEAN, ir.DataType.BOOL)
+
+
+def output_types(
+    op_type: str, operands: Sequence, attributes: dict, outputs: int
+) -> Sequence[ir.TypeProtocol | None]:
+    """Return the types of the outputs of a node; None for a type that is not known.
+
+    Nodes with a subgraph have the types of its outputs; the others have outputs of one type.
+    """
+    subgraph = attributes.get("body", attributes.get("then_branch"))
+    if subgraph is not None:  # the first output of the body of a Loop is its condition
+        return [y.type for y in subgraph.outputs[op_type == "Loop" :]]
+    if op_type in sequences.OPERATORS:
+        return [sequences.output_type(op_type, operands, attributes)]
+    dtype = _dtype(op_type, operands, attributes)
+    return [None if dtype is None else ir.TensorType(dtype) for _ in range(outputs)]
+
+
+def _dtype(op_type: str, operands: Sequence, attributes: dict) -> ir.DataType | None:
+    """Return the dtype that the operator sets, else that of the first tensor operand."""
+    if op_type == "Cast":
+        return ir.DataType(attributes["to"])
+    if op_type in _OUTPUT_DTYPE:
+        return _OUTPUT_DTYPE[op_type]
+    typed = operands[1:] if op_type == "Where" else operands  # the condition is bool
+    return next((v.dtype for v in typed if v is not None and v.dtype), None)
 
 
 def output_shape(op_type: str, inputs: Sequence, attributes: Mapping[str, Any]) -> Dims | None:
-    """Return the shape of the first output of a node, also in terms of symbolic dimensions.
+    """Return the shape of the first output of a node, or of its elements if it is a sequence.
 
     Covers operators that gradients consist of, and those for which onnx infers no symbols. None is
-    an unknown rank.
+    an unknown rank, and as a dimension an unknown length.
 
     Raises:
         ModelError: an axis that the operands do not have, or operands of incompatible shapes.
     """
     try:
+        if op_type in sequences.OPERATORS:
+            return sequences.output_shape(op_type, inputs, attributes)
         return _output_shape(op_type, inputs, attributes)
     except (IndexError, ZeroDivisionError, ValueError) as e:
         shapes = [dims(v) for v in inputs]

@@ -45,7 +45,7 @@ Rewrite: TypeAlias = Callable[[Emit, ir.Node], "Sequence[ir.Value | None] | None
 Table: TypeAlias = Mapping[tuple[str, str], Sequence[Rewrite]]  # by domain and operator
 
 GROUPS: dict[str, dict[tuple[str, str], list[Rewrite]]] = defaultdict(lambda: defaultdict(list))
-_ANY = "*"
+ANY = "*"  # instead of an operator: all of a domain
 _MOST = 100  # rounds, and rewrites for each node: some that undo each other would never end
 
 
@@ -53,7 +53,7 @@ def rewrites(*op_types: str, group: str, domain: str = "") -> Callable[[Rewrite]
     """Register the decorated function in a group: for the named operators, or all of the domain."""
 
     def register(function: Rewrite) -> Rewrite:
-        for op_type in op_types or (_ANY,):
+        for op_type in op_types or (ANY,):
             GROUPS[group][domain, op_type].append(function)
         return function
 
@@ -97,7 +97,7 @@ def _visit(op: Emit, table: Table, keep: Collection[str | None]) -> int:
         while waiting:
             node = waiting.popleft()
             functions = table.get((node.domain, node.op_type), ())
-            if (every := table.get((node.domain, _ANY))) is not None:
+            if (every := table.get((node.domain, ANY))) is not None:
                 functions = (*every, *functions)
             new = _apply(op, node, functions, keep) if functions else None
             if new is not None:
@@ -118,18 +118,18 @@ def _apply(
     """Apply the first rewrite that applies; return the nodes that it writes, or None."""
     if node.graph is not op.graph or any(REPLACED in y.meta for y in node.outputs):
         return None  # removed meanwhile, or will be
-    count = op.count
+    count = len(op.written)
     op.place, op.primal = node, node.meta.get(PRIMAL)
     found = (new for f in functions if (new := f(op, node)) is not None)
     values = next(found, None)
     if values is None:
-        for unread in op.written_since(count)[::-1]:  # what it has tried
+        for unread in op.written[count:][::-1]:  # what it has tried
             remove_node(unread)
         return None
     copies = node.op_type == "Identity" and values[0] is node.inputs[0]
     if copies and has_name_to_keep(node.outputs[0], keep):
         return None  # another copy would be written
-    written = op.written_since(count)
+    written = op.written[count:]
     for y, old in zip(values, node.outputs, strict=True):
         if y is not None and y is not old:
             if y.producer() in written and None not in (old.type, old.shape):

@@ -1,8 +1,12 @@
-"""Nodes that compute with sequences, element by element."""
+"""Nodes that compute with sequences, element by element.
+
+`op` and `inner` are emitters, whose own methods call these functions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -10,66 +14,64 @@ import onnx_ir as ir
 from onnxgrad.errors import NoGradientRule
 from onnxgrad.graph.sequences import content
 from onnxgrad.graph.shapes import constant, dims
-from onnxgrad.graph.writer import Writer
 
 _SCATTERED = "onnxgrad.scattered"  # `meta` key: position and element of a `scatter_element`
 
 
-def mapped(op: Writer, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
+def mapped(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
     """Return the sequence of `function(inner, *elements)`, for the elements of sequences `xs`."""
     results = ir.Value(name=op.name("results"), type=content(xs[0].type))
     start = op.emit("SequenceEmpty", [], {"dtype": xs[0].dtype})
 
-    def append(inner: Writer, y: ir.Value) -> ir.Value:
-        longer = inner.SequenceInsert(results, y)
-        longer.shape = y.shape
-        return longer
+    def longer(inner: Any, *elements: ir.Value) -> ir.Value:
+        y = function(inner, *elements)
+        sequence = inner.SequenceInsert(results, y)
+        sequence.shape = y.shape
+        return sequence
 
-    return _loop(op, function, xs, append, [(results, start)])
+    return _loop(op, longer, xs, {results: start})
 
 
-def stacked(op: Writer, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
+def stacked(op: Any, function: Callable[..., ir.Value], *xs: ir.Value) -> ir.Value:
     """Return `function(inner, *elements)` for all elements of `xs`, stacked along a new axis 0."""
-    y = _loop(op, function, xs, lambda inner, y: y, [])
+    y = _loop(op, function, xs, {})
     inner = dims(y)
     y.shape = None if inner is None else ir.Shape([None, *inner])
     return y
 
 
 def _loop(
-    op: Writer,
+    op: Any,
     function: Callable[..., ir.Value],
     xs: Sequence[ir.Value],
-    result: Callable[[Writer, ir.Value], ir.Value],
-    states: list[tuple[ir.Value, ir.Value]],
+    states: dict[ir.Value, ir.Value],
 ) -> ir.Value:
     """Return the output of a Loop over the elements of the sequences `xs`, all of one length.
 
     Args:
         op: writes the Loop.
-        function: called once with the emitter of the body and one element of each of `xs`.
-        result: turns what `function` returns into the second output of the body.
-        states: pairs of the state in the body and its initial value, at most one; without it, the
-            Loop stacks the results.
+        function: called once with the emitter of the body and one element of each of `xs`; returns
+            the second output of the body.
+        states: the initial value of the state in the body, at most one; without it, the Loop stacks
+            the results.
     """
     i, condition = counters(op)
-    inputs = [i, condition, *(state for state, _ in states)]
-    graph = ir.Graph(inputs, [], nodes=[], name=op.name("of_elements"))
+    graph = ir.Graph([i, condition, *states], [], nodes=[], name=op.name("of_elements"))
     with type(op)(graph, outer=op) as inner:
         elements = [inner.SequenceAt(x, i) for x in xs]
-        output = result(inner, function(inner, *elements))
+        output = function(inner, *elements)
         inner.give([condition, output])
     for element in elements:  # the function may not use all of them
         node = element.producer()
         if node is not None and not element.uses():
             graph.remove(node, safe=True)
-    operands = [op.SequenceLength(xs[0]), np.bool_(True), *(start for _, start in states)]
+    operands = [op.SequenceLength(xs[0]), np.bool_(True), *states.values()]
     y = op.emit("Loop", operands, {"body": graph}, fresh=True)
     y.shape = output.shape
     return y
 
 
-def counters(op: Writer) -> tuple[ir.Value, ir.Value]:
+def counters(op: Any) -> tuple[ir.Value, ir.Value]:
     """Return new values for the first two inputs of a Loop's body: iteration number, condition."""
     dtypes = {"i": ir.DataType.INT64, "going": ir.DataType.BOOL}
     i, condition = (
@@ -79,7 +81,7 @@ def counters(op: Writer) -> tuple[ir.Value, ir.Value]:
     return i, condition
 
 
-def filled(op: Writer, number: int, x: ir.Value) -> ir.Value:
+def filled(op: Any, number: int, x: ir.Value) -> ir.Value:
     """Return a sequence like `x` whose elements are filled with `number`, 0 or 1."""
     if isinstance(x.type, ir.OptionalType):
         raise NoGradientRule(
@@ -93,11 +95,11 @@ def filled(op: Writer, number: int, x: ir.Value) -> ir.Value:
     return mapped(op, lambda inner, v: _filled_tensor(inner, number, v), x)
 
 
-def _filled_tensor(op: Writer, number: int, x: ir.Value) -> ir.Value:
+def _filled_tensor(op: Any, number: int, x: ir.Value) -> ir.Value:
     return op.ones_like(x) if number else op.zeros_like(x)
 
 
-def total(op: Writer, terms: Sequence[ir.Value]) -> ir.Value:
+def total(op: Any, terms: Sequence[ir.Value]) -> ir.Value:
     """Return the sum of sequences of one length, element by element.
 
     Of the results of `scatter_element`, only the one element is added.
@@ -114,7 +116,7 @@ def total(op: Writer, terms: Sequence[ir.Value]) -> ir.Value:
     return y
 
 
-def scatter_element(op: Writer, g: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
+def scatter_element(op: Any, g: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
     """Return a sequence of zeros like the sequence `x`, with `g` at `position`."""
     y = _replace(op, op.zeros_like(x), position, g)
     y = op.set_type_like(op.copy_of(y), x)  # a new value, as its `meta` is set
@@ -122,18 +124,18 @@ def scatter_element(op: Writer, g: ir.Value, position: ir.Value, x: ir.Value) ->
     return y
 
 
-def _replace(op: Writer, sequence: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
+def _replace(op: Any, sequence: ir.Value, position: ir.Value, x: ir.Value) -> ir.Value:
     """Return `sequence` with the element at `position` replaced by `x`."""
     rest = op.SequenceErase(sequence, position)
     return insert(op, rest, x, erased_position(op, position, rest))
 
 
-def insert(op: Writer, sequence: ir.Value, x: ir.Value, position: ir.Value | None) -> ir.Value:
+def insert(op: Any, sequence: ir.Value, x: ir.Value, position: ir.Value | None) -> ir.Value:
     """Return `sequence` with `x` inserted at `position`, or at its end for None."""
     return op.SequenceInsert(sequence, x, *([] if position is None else [position]))
 
 
-def element(op: Writer, sequence: ir.Value, position: ir.Value) -> ir.Value:
+def element(op: Any, sequence: ir.Value, position: ir.Value) -> ir.Value:
     """Return the element of `sequence` at `position`, from an existing SequenceAt if there is one.
 
     The backward pass of a Loop uses values stored in each iteration; a new SequenceAt would require
@@ -145,7 +147,7 @@ def element(op: Writer, sequence: ir.Value, position: ir.Value) -> ir.Value:
     return op.SequenceAt(sequence, position)
 
 
-def erased_position(op: Writer, position: ir.Value, rest: ir.Value) -> ir.Value | None:
+def erased_position(op: Any, position: ir.Value, rest: ir.Value) -> ir.Value | None:
     """Return the position in `rest` at which to insert an element erased at `position`.
 
     None is the end. A negative position counts from the end, and `rest` is one element shorter than
@@ -165,7 +167,7 @@ _MANY = 64  # elements of a sequence that are written one by one
 _CHANGES = ("Identity", "SequenceInsert", "SequenceErase")
 
 
-def elements(op: Writer, sequence: ir.Value) -> list[ir.Value] | None:
+def elements(op: Any, sequence: ir.Value) -> list[ir.Value] | None:
     """Return the elements of a sequence whose length and elements are known statically, else None.
 
     Follows Identity, SequenceInsert and SequenceErase back to the node that creates the sequence.
@@ -208,7 +210,7 @@ def _change(items: list[ir.Value], node: ir.Node) -> bool:
     return True
 
 
-def _split(op: Writer, node: ir.Node) -> list[ir.Value] | None:
+def _split(op: Any, node: ir.Node) -> list[ir.Value] | None:
     """Return the elements of a SplitToSequence; None if their number is not static.
 
     Also None if `node` is in another graph than that of `op`.
@@ -230,15 +232,9 @@ def _split(op: Writer, node: ir.Node) -> list[ir.Value] | None:
         parts = [min(size, n - i) for i in range(0, n, size)]
     if not 1 <= len(parts) <= _MANY or (isinstance(n, int) and sum(parts) != n):
         return None
-    pieces = (
-        [x] if len(parts) == 1 else op.emit_many("Split", [x, parts], {"axis": axis}, len(parts))
-    )
-    for piece, length in zip(pieces, parts, strict=True):
-        if shape is not None and piece is not x:
-            i = axis % len(shape)
-            piece.shape = ir.Shape([*shape[:i], length, *shape[i + 1 :]])
+    pieces = [x] if len(parts) == 1 else op.split(x, parts, axis)
     squeeze = split is None and not node.attributes.get_int("keepdims", 1)
-    return [op.Squeeze(piece, [axis]) for piece in pieces] if squeeze else list(pieces)
+    return [op.Squeeze(piece, [axis]) for piece in pieces] if squeeze else pieces
 
 
 def common_length(sequence: ir.Value, axis: int) -> int | None:

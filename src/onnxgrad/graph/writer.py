@@ -7,22 +7,20 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice
 from typing import Any, Self
 
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.graph import sequences
+from onnxgrad.graph import sequence_nodes, sequences
 from onnxgrad.graph.operators import RANDOM
-from onnxgrad.graph.shapes import constant, dims, equal, static
-from onnxgrad.graph.simplify import equal_operand
+from onnxgrad.graph.output_shapes import output_shape, output_types
+from onnxgrad.graph.shapes import broadcast, constant, dims, equal, static
 from onnxgrad.graph.traversal import all_names, attribute_key
-from onnxgrad.graph.types import output_shape, output_types
 
 _SMALL = 64  # elements: constants below this size are compared, or written instead of an Expand
 PRIMAL = "onnxgrad.primal"  # in `meta` of a node: the node that it helps to differentiate
-_OWN = "onnxgrad.own"  # in `meta` of a node or a constant that the package wrote
+_OWN = "onnxgrad.own"  # in `meta` of a node or a constant that the package wrote: by which emitter
 _LAST = math.inf  # behind all nodes that are inserted before one
 _current: ContextVar[Writer] = ContextVar("emit")
 
@@ -54,6 +52,9 @@ class Writer:
         names: names that no new value may have, beside those in `graph`.
         outer: if `graph` is a subgraph, the emitter of the graph around it, which stores the
             constants and the names of both.
+
+    Attributes:
+        written: the nodes that were written, in the order of the calls.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class Writer:
         self.primal: ir.Node | None = None  # whose gradient is being written
         self.target: Any = outer.target if outer else None  # what the graph will run on
         self.place: ir.Node | None = None  # insert nodes before it; None: at the end
-        self._written: dict[ir.Node, None] = {}
+        self.written: list[ir.Node] = []
+        self._token = object()
         self._shared: dict[Any, list[ir.Value]] = {}  # outputs of nodes, to write each only once
         self._places: dict[ir.Node, tuple[float, ...]] = {}  # sorted as the nodes; see `precedes`
         self._constants: dict[Any, ir.Value] = {}
@@ -120,28 +122,10 @@ class Writer:
         """The emitter of the outermost graph."""
         return self if self.outer is None else self.outer.root
 
-    @property
-    def written(self) -> list[ir.Node]:
-        """The nodes that were written, in the order of the calls."""
-        return list(self._written)
-
     @staticmethod
     def is_own(node: ir.Node) -> bool:
         """Return whether the package wrote `node`, and no file did."""
         return _OWN in node.meta
-
-    def has_written(self, value: ir.Value) -> bool:
-        """Return whether a node that was written computes `value`."""
-        return value.producer() in self._written
-
-    @property
-    def count(self) -> int:
-        """How many nodes were written."""
-        return len(self._written)
-
-    def written_since(self, count: int) -> list[ir.Node]:
-        """Return the nodes written since there were `count`, in the order of the calls."""
-        return list(islice(reversed(self._written), self.count - count))[::-1]
 
     # -- writing nodes ------------------------------------------------------------------------
 
@@ -175,7 +159,7 @@ class Writer:
         """Return the `outputs` outputs of a node as `emit` does; only the first has a shape."""
         values = self._operands(op_type, inputs)
         if outputs == 1 and not domain and not fresh:
-            same = equal_operand(self, op_type, values, attributes)
+            same = self._equal_operand(op_type, values, attributes)
             if same is not None:
                 return [same]
         attrs = ir.convenience.convert_attributes(attributes)
@@ -203,6 +187,18 @@ class Writer:
         dtype = next((v.dtype for v in typed if isinstance(v, ir.Value) and v.dtype), None)
         return [self.const(v, dtype) for v in inputs]
 
+    def _equal_operand(self, op_type: str, values: list, attributes: dict) -> ir.Value | None:
+        """Return the operand that the output is proven to equal, or None."""
+        if op_type == "Mul":
+            for x, other in (values, values[::-1]):
+                if equal(broadcast(dims(x), dims(other)), dims(other)) and self.is_all(x, 1):
+                    return other
+        if op_type == "Cast" and values[0].dtype == attributes["to"]:
+            return values[0]
+        if op_type == "Reshape" and (target := self.known_value(values[1])) is not None:
+            return values[0] if static(dims(values[0])) == tuple(target) else None
+        return None
+
     def _append(
         self,
         domain: str,
@@ -219,7 +215,7 @@ class Writer:
             value.name, value.type = self.name(op_type.lower()), value_type
         shape = output_shape(op_type, values, attributes)
         node.outputs[0].shape = None if shape is None else ir.Shape(shape)
-        number = len(self._written)  # grows with every node
+        number = len(self.written)  # grows with every node
         if self.place is None:
             self.graph.append(node)
             self._places[node] = (_LAST, number, _LAST)
@@ -227,8 +223,8 @@ class Writer:
             self.graph.insert_before(self.place, node)
             if (at := self._places.get(self.place)) is not None:
                 self._places[node] = (*at[:-1], number, _LAST)
-        self._written[node] = None
-        node.meta[_OWN] = True
+        self.written.append(node)
+        node.meta[_OWN] = self._token
         if self.primal is not None:
             node.meta[PRIMAL] = self.primal
         return list(node.outputs)
@@ -255,7 +251,8 @@ class Writer:
         named `name` is renamed; if it is protected, `value` gets a numeric suffix. The returned
         value is added to `protected`.
         """
-        if not self.has_written(value) or value in protected:
+        node = value.producer()
+        if node is None or node.meta.get(_OWN) is not self._token or value in protected:
             value = self.copy_of(value)
         if name in self._names:
             existing = ir.convenience.create_value_mapping(self.graph).get(name)
@@ -299,7 +296,7 @@ class Writer:
                 type=ir.TensorType(tensor.dtype),
                 const_value=tensor,
             )
-            value.meta[_OWN] = True
+            value.meta[_OWN] = self._token
             self.graph.register_initializer(value)
             self._constants[key] = value
         return self._constants[key]
@@ -325,6 +322,8 @@ class Writer:
         return self._filled(0, x)
 
     def _filled(self, number: int, x: ir.Value) -> ir.Value:
+        if not isinstance(x.type, ir.TensorType):
+            return sequence_nodes.filled(self, number, x)
         assert x.dtype is not None
         shape = static(dims(x))
         if shape is not None and math.prod(shape) < _SMALL:
@@ -386,8 +385,13 @@ class Writer:
         return y
 
     def total(self, terms: list[ir.Value]) -> ir.Value:
-        """Return the sum of `terms`, at least one tensor, all of one shape and dtype."""
+        """Return the sum of `terms`: tensors of one shape and dtype, or sequences of one length.
+
+        The elements at one position of the sequences have the same shape and dtype.
+        """
         if len(terms) == 1:
             return terms[0]
+        if sequences.is_sequence(terms[0]):
+            return sequence_nodes.total(self, terms)
         y = self.Add(*terms) if len(terms) == 2 else self.Sum(*terms)
         return self.set_type_like(y, terms[0]) if y.shape is None else y

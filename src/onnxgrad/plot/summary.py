@@ -234,9 +234,9 @@ def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Gra
     for node in model.graph:
         for y in node.outputs:
             y.shape = None
-    infer(model)
-    fold_sizes(model.graph)  # what exporters compute of lengths, in front of a Reshape
-    infer(model)
+    walk = infer(model)
+    fold_sizes(model.graph, walk)  # what exporters compute of lengths, in front of a Reshape
+    infer(model, walk=walk)
     return model.graph, assumed
 
 

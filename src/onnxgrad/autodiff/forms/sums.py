@@ -10,9 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms.group import GRADIENT, is_own, is_result_of, read_once
+from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.rewrite import rewrites
 from onnxgrad.graph.shapes import constant, dims, equal, is_real, static
-from onnxgrad.graph.types import output_shape
 
 _SMALL = 65_536  # elements; for more, onnxruntime adds faster by two nodes on two threads
 

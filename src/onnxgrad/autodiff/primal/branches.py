@@ -14,20 +14,21 @@ import onnx_ir as ir
 
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.sizes import fold_sizes
+from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.rewrite import GROUPS, rewrite, rewrites
 from onnxgrad.graph.shapes import constant
 from onnxgrad.graph.tidy import release
 from onnxgrad.graph.traversal import all_nodes, subgraphs
 
 
-def take_static_branches(model: ir.Model, keep: Collection[str]) -> bool:
+def take_static_branches(model: ir.Model, walk: Walk, keep: Collection[str]) -> bool:
     """Replace each If whose condition is static by one of its branches; return whether any was.
 
-    `keep` are names of node outputs that keep their names.
+    `walk` has inferred the graph, and `keep` are names of node outputs that keep their names.
     """
     if not any(node.op_type == "If" for node in all_nodes(model.graph)):
         return False
-    fold_sizes(model.graph)
+    fold_sizes(model.graph, walk)
     return rewrite(model.graph, GROUPS["static branches"], keep=keep)
 
 

@@ -7,8 +7,8 @@ lowering, or by their function body in ONNX. `PASSES` lists what is done, in ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 from onnx import ModelProto
@@ -26,13 +26,13 @@ from onnxgrad.autodiff.primal.function_bodies import (
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.inference.infer import infer, infer_behind, name_rows
-from onnxgrad.graph.inference.loop_states import note_ranks
+from onnxgrad.graph.inference.infer import infer, name_rows, note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
 from onnxgrad.graph.inference.stated import infer_file
+from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.operators import OPERATORS, operator_of
-from onnxgrad.graph.rewrite import Rewrite, Table, rewrite
-from onnxgrad.graph.shapes import is_real, rank
+from onnxgrad.graph.rewrite import ANY, Rewrite, Table, rewrite
+from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import current, tidy
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.model import external
@@ -79,9 +79,9 @@ def prepare(
     return model
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Asked:
-    """The arguments of `prepare`."""
+    """The arguments of `prepare`, and the walk that infers shapes, from `_infer` on."""
 
     proto: ModelProto
     batch: str | None
@@ -91,6 +91,7 @@ class _Asked:
     own: bool
     keep_dropout: bool
     exempt: Collection[str] | None
+    walk: Walk = field(init=False)
 
     @property
     def trusts_branches(self) -> bool:
@@ -164,40 +165,27 @@ def _infer(model: ir.Model, asked: _Asked) -> None:
     """Infer the types and shapes that all following passes read."""
     note_ranks(all_nodes(model.graph))
     if asked.own:
-        infer(model, asked.trusts_branches)
+        asked.walk = infer(model, asked.trusts_branches)
     else:
-        infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
+        asked.walk = infer_file(model, asked.trusts_branches, confirmed_by_run(asked.proto))
 
 
 def _take_branches(model: ir.Model, asked: _Asked) -> None:
     """Replace each If that always takes one branch: the other may not fit the shapes."""
-    while take_static_branches(model, asked.keep) or _assume_types(model.graph):
-        infer(model, asked.trusts_branches)
+    while take_static_branches(model, asked.walk, asked.keep):
+        infer(model, asked.trusts_branches, walk=asked.walk)
 
 
 def _rewrite_operators(model: ir.Model, asked: _Asked) -> None:
     """Replace operators without a rule, by their lowerings or by their bodies in ONNX."""
-    table = _lowerings(model, asked)
-    while _lower(model, table, asked.keep) or take_static_branches(model, asked.keep):
-        infer(model, asked.trusts_branches)
+    table, walk = _lowerings(model, asked), asked.walk
+    while _lower(model, table, asked) or take_static_branches(model, walk, asked.keep):
+        infer(model, asked.trusts_branches, walk=walk)
 
 
 def _fold_sizes(model: ir.Model, asked: _Asked) -> None:
     """Write what is computed from static lengths as constants, which rules can read."""
-    fold_sizes(model.graph)
-
-
-def _assume_types(graph: ir.Graph) -> bool:
-    """Give results of foreign operators with a rule the dtype of the first float that they read.
-
-    onnx infers none for other domains. Returns whether there was any.
-    """
-    changed = False
-    for node in all_nodes(graph):
-        y, floats = node.outputs[0], [x for x in node.inputs if x is not None and is_real(x)]
-        if node.domain and operator_of(node).rule and y.type is None and floats:
-            y.type, changed = floats[0].type, True
-    return changed
+    fold_sizes(model.graph, asked.walk)
 
 
 def _lowerings(model: ir.Model, asked: _Asked) -> Table:
@@ -244,35 +232,28 @@ def _free_outputs(model: ir.Model, asked: _Asked) -> None:
         graph.outputs[list(graph.outputs).index(y)] = result
 
 
-def _lower(model: ir.Model, table: Table, keep: Collection[str]) -> bool:
+def _lower(model: ir.Model, table: Table, asked: _Asked) -> bool:
     """Apply lowerings to a fixed point; return whether nodes are new.
 
-    onnx's inference stops at operators of other domains, and so shapes are inferred node by node up
-    to each that is lowered. One of another domain waits while the rank of its first input is
-    unknown, unless no other can be lowered.
+    onnx's inference stops at operators of other domains, and so nodes are inferred one by one on
+    the way. One of another domain waits while the rank of its first input is unknown, unless no
+    other can be lowered.
     """
-    before, opset = set(all_nodes(model.graph)), model.opset_imports[""]
+
+    def waiting(function: Rewrite) -> Rewrite:
+        return lambda op, node: None if rank(node.inputs[0]) is None else function(op, node)
+
+    before = set(all_nodes(model.graph))
+    if not any((node.domain, node.op_type) in table for node in before):
+        return False
+    inferring = {(domain, ANY): [asked.walk.infer_next] for domain in model.opset_imports}
+    foreign = {key: list(map(waiting, table[key])) for key in table if key[0]}
     while any(
-        rewrite(model.graph, _with_shapes(table, opset, set(), ranks), keep=keep)
-        for ranks in (True, False)
+        rewrite(model.graph, one, keep=asked.keep)
+        for one in ({**inferring, **table, **foreign}, {**inferring, **table})
     ):
         pass
     return any(node not in before for node in all_nodes(model.graph))
-
-
-def _with_shapes(table: Table, opset: int, done: set[ir.Node], ranks: bool) -> Table:
-    """Return rewrites that infer the shapes before a node first, and with `ranks` wait for them."""
-
-    def after_inference(function: Rewrite) -> Rewrite:
-        def apply(op: Emit, node: ir.Node) -> Sequence[ir.Value | None] | None:
-            infer_behind(node, opset, done)
-            if ranks and node.domain and rank(node.inputs[0]) is None:
-                return None
-            return function(op, node)
-
-        return apply
-
-    return {key: list(map(after_inference, functions)) for key, functions in table.items()}
 
 
 def _drop_imports(model: ir.Model, asked: _Asked) -> None:

@@ -17,7 +17,8 @@ from onnx import (
 )
 from onnx.shape_inference import infer_shapes
 
-from onnxgrad.graph.shapes import Dims, dims, is_stated
+from onnxgrad.graph.operators import operator_of
+from onnxgrad.graph.shapes import Dims, dims, is_real, is_stated
 
 _SMALL = 64  # elements: only constants up to this size are passed as possible shapes or axes
 
@@ -101,8 +102,12 @@ def _data(x: ir.Value, elements: Mapping[ir.Value, np.ndarray]) -> TensorProto |
 def complete_types(node: ir.Node) -> None:
     """Set the types that onnx does not infer, where the schema allows only one.
 
-    onnx does not infer those of several operators of `ai.onnx.ml`.
+    onnx does not infer those of several operators of `ai.onnx.ml`. The result of an operator of
+    another domain that has a rule gets the dtype of the first float that it reads.
     """
+    if node.domain and node.outputs[0].type is None and operator_of(node).rule:
+        floats = (x.type for x in node.inputs if x is not None and is_real(x))
+        node.outputs[0].type = next(floats, None)
     if all(y.type is not None for y in node.outputs) or not defs.has(node.op_type, node.domain):
         return
     outputs = defs.get_schema(node.op_type, domain=node.domain).outputs

@@ -151,16 +151,9 @@ def _cast(node: ir.Node, x: Elements, like: Elements | None = None) -> Elements 
     return x if node.outputs[0].dtype in INTEGERS else None
 
 
-def _reshape(node: ir.Node, x: Elements, shape: Elements) -> Elements:
-    return x.reshape([int(n) for n in shape])
-
-
-def _squeeze(node: ir.Node, x: Elements, axes: Elements | None = None) -> Elements:
-    return x.reshape(()) if x.size == 1 else x
-
-
-def _unsqueeze(node: ir.Node, x: Elements, axes: Elements) -> Elements | None:
-    return x.reshape(1) if x.ndim == 0 and len(axes) == 1 else None
+def _view(node: ir.Node, x: Elements, *_: Elements | None) -> Elements | None:
+    shape = static(dims(node.outputs[0]))
+    return None if shape is None else x.reshape(shape)
 
 
 def _filled(node: ir.Node, shape: Elements) -> Elements | None:
@@ -190,9 +183,9 @@ _EVALUATED: dict[str, Callable[..., Elements | None]] = {
     "Gather": _gather,
     "Slice": _slice,
     "Concat": lambda node, *parts: np.concatenate(parts),
-    "Reshape": _reshape,
-    "Squeeze": _squeeze,
-    "Unsqueeze": _unsqueeze,
+    "Reshape": _view,
+    "Squeeze": _view,
+    "Unsqueeze": _view,
     "ConstantOfShape": _filled,
     "Range": _range,
     "ReduceProd": _reduce_prod,

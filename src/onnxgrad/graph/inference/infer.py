@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from itertools import count
+from math import prod
 
 import onnx_ir as ir
 
-from onnxgrad.graph.inference.by_onnx import complete, infer_node
-from onnxgrad.graph.inference.loop_states import forget_declared, give_scalars
-from onnxgrad.graph.inference.size_limits import check_constants
-from onnxgrad.graph.inference.walk import Walk
-from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, static
-from onnxgrad.graph.traversal import all_nodes, subgraphs
+from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.by_onnx import complete
+from onnxgrad.graph.inference.walk import RANKS, Walk
+from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated, rank, static
+from onnxgrad.graph.traversal import all_nodes, nodes_after, subgraphs
+from onnxgrad.limits import check_limit, limit
 from onnxgrad.reporting import warn_once
 
 # Exporters write these for an unknown length: the same text twice does not mean the same length.
@@ -25,8 +26,9 @@ def infer(
     model: ir.Model,
     trust_branches: bool = True,
     confirm: Callable[[ir.Value, Dims], Dims] | None = None,
-) -> None:
-    """Set types and shapes of the values of `model`, in place.
+    walk: Walk | None = None,
+) -> Walk:
+    """Set types and shapes of the values of `model`, in place; return the walk that has done it.
 
     First, each input axis without a length or name gets its own symbol, so that no two lengths are
     assumed to be equal unless the model states it.
@@ -36,6 +38,7 @@ def infer(
         trust_branches: whether to use the declared shapes of outputs that depend on an If, Loop or
             Scan. Exporters that trace a model declare the shape of the one branch they have traced.
         confirm: returns what holds of the declared shape of an output that was not inferred.
+        walk: that of an earlier call: only what has changed since is inferred again.
 
     Raises:
         ModelError: a tensor has too many axes, or a constant too many elements: see `limits`.
@@ -45,36 +48,26 @@ def infer(
     declared = {y: _without_repeated(y, inputs) for y in results}
     for y in declared:  # they may be wrong, or symbols for lengths that can be inferred
         y.shape = None
-    give_scalars(model.graph)
+    _give_scalars(model.graph)
     nodes = all_nodes(model.graph)
-    forget_declared(nodes)
+    _forget_declared(n for n in nodes if walk is None or not walk.has_inferred(n))
     _name_axes(model.graph)
-    Walk(model.graph, model.functions).infer(model.graph)
-    check_constants(nodes)
-    untrusted = set() if trust_branches else _behind_subgraphs(nodes)
+    walk = walk or Walk(model.graph, model.functions)
+    walk.infer(model.graph)
+    _check_constants(nodes)
+    branching = [] if trust_branches else [n for n in nodes if any(subgraphs(n))]
+    untrusted = {y for n in branching for y in n.outputs}
+    if untrusted:
+        untrusted.update(y for n in nodes_after(nodes, untrusted) for y in n.outputs)
+    is_read = False
     for y, shape in declared.items():
-        if shape is not None and y not in untrusted:
-            if confirm is not None and _adds_to(shape, dims(y)):
-                shape = confirm(y, shape)
+        if shape is not None and y not in untrusted and _adds_to(shape, dims(y)):
+            shape = shape if confirm is None else confirm(y, shape)
             complete(y, tuple(None if d in _PLACEHOLDERS or not is_stated(d) else d for d in shape))
-
-
-def infer_behind(node: ir.Node, opset: int, done: set[ir.Node]) -> None:
-    """Infer types and shapes of the inputs of `node`, from those of the nodes that precede it.
-
-    `done` is the set of nodes already inferred; the nodes inferred here are added to it.
-    """
-    stack = [node]
-    while stack:
-        top = stack[-1]
-        unknown = (x for x in top.inputs if x is not None and (x.type is None or x.shape is None))
-        before = [n for n in (x.producer() for x in unknown) if n is not None and n not in done]
-        stack.extend(before)
-        if not before:
-            stack.pop()
-            if top is not node and top not in done:
-                infer_node(top, {"": opset})
-                done.add(top)
+            is_read |= bool(y.uses())
+    if is_read:  # by nodes whose shapes may follow from it
+        walk.infer(model.graph)
+    return walk
 
 
 def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = None) -> None:
@@ -98,14 +91,54 @@ def name_rows(graph: ir.Graph, symbol: str, exempt: Collection[str] | None = Non
             x.shape = ir.Shape([symbol, *(dims(x) or ())[1:]])
 
 
+def note_ranks(nodes: Iterable[ir.Node]) -> None:
+    """Record the declared ranks of the outputs of Scan bodies, which onnxruntime needs."""
+    for node in nodes:
+        if (node.domain, node.op_type) == ("", "Scan"):
+            body = node.attributes["body"].as_graph()
+            body.meta[RANKS] = [rank(y) for y in body.outputs]
+
+
+def _give_scalars(graph: ir.Graph) -> None:
+    """Let the bodies of Loops take their number and condition as scalars, in place.
+
+    onnxruntime passes tensors of the declared shape, (1,) in files of PyTorch: their nodes get the
+    scalar reshaped.
+    """
+    for node in all_nodes(graph):
+        if (node.domain, node.op_type) != ("", "Loop"):
+            continue
+        body = node.attributes["body"].as_graph()
+        for i, x in enumerate(body.inputs[:2]):
+            if dims(x) == (1,):
+                op = Emit(body, outer=Emit(graph))
+                scalar = ir.Value(name=op.name(str(x.name)), type=x.type, shape=ir.Shape(()))
+                body.inputs[i] = scalar
+                with op.at(next(iter(body), None)):
+                    reshaped = op.Reshape(scalar, [1])
+                ir.convenience.replace_all_uses_with(x, reshaped, replace_graph_outputs=True)
+
+
+def _forget_declared(nodes: Iterable[ir.Node]) -> None:
+    """Remove the declared shapes of inputs and outputs of subgraphs: exporters write wrong ones."""
+    for node in nodes:
+        for graph in subgraphs(node):
+            for value in (*graph.inputs, *graph.outputs):
+                value.shape = None
+        if (node.domain, node.op_type) == ("", "Loop"):
+            inputs = node.attributes["body"].as_graph().inputs
+            for x, dtype in zip(inputs, (ir.DataType.INT64, ir.DataType.BOOL), strict=False):
+                x.shape, x.dtype = ir.Shape(()), dtype
+
+
 def _name_axes(graph: ir.Graph) -> None:
     """Give each input axis without a length or name its own symbol, and drop placeholders."""
-    symbols = {d for v in _values(graph) for d in dims(v) or () if isinstance(d, str)}
+    shapes = {v: shape for v in _values(graph) if (shape := dims(v)) is not None}
+    symbols = {d for shape in shapes.values() for d in shape}
     fresh = (f"dim_{i}" for i in count() if f"dim_{i}" not in symbols)
     inputs = set(graph.inputs)
-    for value in _values(graph):
-        shape = dims(value)
-        if static(shape) is not None or shape is None:
+    for value, shape in shapes.items():
+        if static(shape) is not None:
             continue
         if value in inputs and not isinstance(value.type, ir.TensorType):
             value.shape = ir.Shape([d if isinstance(d, int) else None for d in shape])
@@ -116,13 +149,30 @@ def _name_axes(graph: ir.Graph) -> None:
         value.shape = ir.Shape(named)
 
 
-def _behind_subgraphs(nodes: Iterable[ir.Node]) -> set[ir.Value]:
-    """Return the values that depend on a node with subgraphs."""
-    behind: set[ir.Value] = set()
+def _check_constants(nodes: Iterable[ir.Node]) -> None:
+    """Raise an error if nodes compute a large result from smaller constants alone.
+
+    onnxruntime would compute it when it loads the model.
+
+    Raises:
+        ModelError: it names the node.
+    """
+    sizes: dict[ir.Value, int] = {}  # element counts of constants, also of computed ones
     for node in nodes:
-        if any(subgraphs(node)) or not behind.isdisjoint(node.inputs):
-            behind.update(node.outputs)
-    return behind
+        inputs = [x for x in node.inputs if x is not None]
+        for x in inputs:
+            if x.const_value is not None and not x.is_graph_input():
+                sizes.setdefault(x, x.const_value.size)
+        if not inputs or any(x not in sizes for x in inputs):
+            continue
+        for y in node.outputs:
+            shape = static(dims(y))
+            if shape is None:
+                continue
+            sizes[y] = prod(shape)
+            if sizes[y] > max(limit("constant_elements"), sum(sizes[x] for x in inputs)):
+                what = f"{node.op_type} (node {node.name!r}, output {y.name!r})"
+                check_limit("constant_elements", sizes[y], f"{what} computes a large constant")
 
 
 def _without_repeated(y: ir.Value, inputs: Container[Dim]) -> Dims | None:
@@ -147,7 +197,8 @@ def _adds_to(declared: Dims, inferred: Dims | None) -> bool:
     """Return whether a declared shape says more than the inferred one, without contradiction."""
     if inferred is None or len(inferred) != len(declared):
         return inferred is None
-    return any(d and not is_stated(i) for d, i in zip(declared, inferred, strict=True))
+    pairs = zip(declared, inferred, strict=True)
+    return any(d is not None and not is_stated(i) for d, i in pairs)
 
 
 def _values(graph: ir.Graph) -> Iterator[ir.Value]:

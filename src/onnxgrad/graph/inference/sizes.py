@@ -11,23 +11,19 @@ from onnxgrad.graph.inference.elements import INTEGERS, Elements
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.output_shapes import output_shape
 from onnxgrad.graph.shapes import dims, static
-from onnxgrad.graph.traversal import all_nodes, conditional_nodes, subgraphs
+from onnxgrad.graph.traversal import conditional_nodes, subgraphs
 
 
-def fold_sizes(graph: ir.Graph) -> None:
+def fold_sizes(graph: ir.Graph, walk: Walk) -> None:
     """Write what is computed from static lengths as constants, and complete shapes on the way.
 
     An exporter writes `view(x.shape[0], 64, 8, 32)` as a chain of Shape, Gather, Unsqueeze and
     Concat. Its result becomes a constant, in which 0 or -1 stands for the symbolic dimension, if it
     is proven that onnxruntime infers the same one. In subgraphs, only conditions of an If become
-    constants. The nodes that are no longer needed stay in the graph.
+    constants. The nodes that are no longer needed stay in the graph. `walk` has inferred the graph.
     """
-    results = (y for node in all_nodes(graph) for y in node.outputs)
-    if not any(y.dtype in INTEGERS for y in results):
-        return
-    walk = Walk(graph)
-    walk.infer(graph)
-    _fold(Emit(graph), walk.elements, conditional_nodes(graph))
+    if walk.elements:
+        _fold(Emit(graph), walk.elements, conditional_nodes(graph))
 
 
 def _fold(op: Emit, elements: dict[ir.Value, Elements], conditional: Container[ir.Node]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import onnx_ir as ir
 
 from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.shapes import Dims, dims, is_stated, lengths, rank
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.reporting import warn_once
@@ -24,7 +25,7 @@ def infer_file(
     model: ir.Model,
     trust_branches: bool = True,
     confirm: Callable[[ir.Value, Dims], Dims] | None = None,
-) -> None:
+) -> Walk:
     """Infer types and shapes as `infer` does, of a model that may state wrong ones."""
     stated = forget_stated(model.graph)
 
@@ -33,9 +34,10 @@ def infer_file(
             stated[y] = shape = confirm(y, shape)
         return shape
 
-    infer(model, trust_branches, confirmed)
+    walk = infer(model, trust_branches, confirmed)
     if complete_stated(model.graph, stated):
-        infer(model, trust_branches)
+        infer(model, trust_branches, walk=walk)
+    return walk
 
 
 def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
@@ -63,7 +65,8 @@ def forget_stated(graph: ir.Graph) -> dict[ir.Value, Dims]:
 def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
     """Set dimensions that were not inferred to stated symbols; return whether to infer again.
 
-    If a stated shape is contradicted, remove those of the outputs of the graph instead.
+    That is so if a node reads one that has changed. If a stated shape is contradicted, remove those
+    of the outputs of the graph instead.
     """
     named = (d for x in graph.inputs for d in dims(x) or ())
     symbols = {d for d in named if isinstance(d, str) and is_stated(d)}
@@ -78,7 +81,7 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
     unproven = [y for y in graph.outputs if _has_no_inferred_rank(y)]
     for y in unproven:
         if (shape := dims(y)) and isinstance(shape[0], str):
-            y.shape, changed = ir.Shape([None, *shape[1:]]), True
+            y.shape, changed = ir.Shape([None, *shape[1:]]), changed or bool(y.uses())
     for y, shape in stated.items():
         proven = dims(y)
         if proven is None or y in unproven:
@@ -86,7 +89,7 @@ def complete_stated(graph: ir.Graph, stated: Mapping[ir.Value, Dims]) -> bool:
         pairs = zip(proven, shape, strict=True)
         merged = [d if d in symbols and not is_stated(p) else p for p, d in pairs]
         if tuple(merged) != proven:
-            y.shape, changed = ir.Shape(merged), True
+            y.shape, changed = ir.Shape(merged), changed or bool(y.uses())
     return changed
 
 

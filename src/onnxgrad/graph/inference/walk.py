@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import count
+from typing import Any
 
 import onnx_ir as ir
 
@@ -11,21 +12,22 @@ from onnxgrad.errors import ModelError
 from onnxgrad.graph import sequences
 from onnxgrad.graph.inference.by_onnx import complete, complete_types, infer_node
 from onnxgrad.graph.inference.elements import Elements, evaluated, shape_by_elements
-from onnxgrad.graph.inference.loop_states import RANKS, states
 from onnxgrad.graph.inference.onnx_mistakes import correct, drop_windows, spell_out
-from onnxgrad.graph.output_shapes import output_shape
+from onnxgrad.graph.output_shapes import output_shape, output_types
 from onnxgrad.graph.sequences import is_empty, joined, note_empty
 from onnxgrad.graph.shapes import Dims, dims, is_stated
 from onnxgrad.graph.traversal import all_nodes, subgraphs
-from onnxgrad.graph.types import output_types
 from onnxgrad.limits import check_limit
+
+RANKS = "onnxgrad.ranks"  # `meta` key of the body of a Scan: the declared ranks of its outputs
 
 
 class Walk:
     """Infers types and shapes, by onnx and by what `output_shape` adds to it.
 
     A length that stays unknown becomes a symbol, so that two values which share it are proven to
-    have the same.
+    have the same. Another walk of the same object infers only nodes that are new, or of which more
+    is known than before.
 
     Attributes:
         elements: of vectors of few numbers or lengths, from which shapes are computed.
@@ -34,6 +36,7 @@ class Walk:
     def __init__(self, graph: ir.Graph, functions: dict | None = None) -> None:
         self.main, self.functions = graph, functions or {}
         self.elements: dict[ir.Value, Elements] = {}
+        self._known: dict[ir.Node, list] = {}  # of each node, when it was inferred last
         values = (y for node in all_nodes(graph) for y in node.outputs)
         used = {d for y in (*graph.inputs, *values) for d in dims(y) or ()}
         self._symbols = (f"unk__{i}" for i in count() if f"unk__{i}" not in used)
@@ -48,7 +51,36 @@ class Walk:
         for node in graph:
             self._infer(node)
 
+    def infer_next(self, _op: Any, node: ir.Node) -> None:
+        """Set the types and shapes of the results of a node, which follows on inferred ones.
+
+        It is a rewrite that does not apply. Nodes of subgraphs are inferred by onnx alone, which
+        raises no error where a branch would never run.
+        """
+        unknown = any(y.type is None or y.shape is None for y in node.outputs)
+        if node.graph is self.main and (unknown or node not in self._known):
+            self._infer(node)
+        elif unknown:
+            infer_node(node, self.main.opset_imports, self.elements, self.functions)
+
+    def has_inferred(self, node: ir.Node) -> bool:
+        """Return whether `node` was inferred, perhaps with less knowledge than there is now."""
+        return node in self._known
+
+    def _known_of(self, node: ir.Node) -> list:
+        """Return what is known of the values of `node` and its subgraphs."""
+        nodes = [node, *(n for body in subgraphs(node) for n in all_nodes(body))]
+        values = [v for n in nodes for v in (*n.inputs, *n.outputs) if v is not None]
+        shapes = [None if v.shape is None else v.shape.dims for v in values]
+        elements = [self.elements[v].tolist() if v in self.elements else None for v in values]
+        return [values, [v.type for v in values], shapes, elements]
+
     def _infer(self, node: ir.Node) -> None:
+        if node not in self._known or self._known[node] != self._known_of(node):
+            self._infer_anew(node)
+            self._known[node] = self._known_of(node)
+
+    def _infer_anew(self, node: ir.Node) -> None:
         op_type = "" if node.domain else node.op_type
         if op_type == "If":
             self._infer_branches(node)
@@ -119,23 +151,24 @@ class Walk:
         The shape of a sequence is that of its elements, and of one that is empty initially, that of
         the elements which the first iteration adds.
         """
-        body, loop_states = node.attributes["body"].as_graph(), list(states(node))
-        for start, state, _, _ in loop_states:
+        body, starts = node.attributes["body"].as_graph(), node.inputs[2:]
+        n = len(starts)
+        states, ends, results = body.inputs[2:], body.outputs[1 : 1 + n], node.outputs[:n]
+        for start, state in zip(starts, states, strict=True):
             if start is not None and start.type is not None:
                 state.type = start.type
                 note_empty(state, is_empty(start))
             state.shape = _to_shape(_stated(dims(start)))
         self.infer(body)
-        while sum(_settle(state, end) for _, state, end, _ in loop_states):  # no `any`: all of them
+        while sum(map(_settle, states, ends)):  # no `any`: all of them
             for y in (y for inner in all_nodes(body) for y in inner.outputs):
                 y.shape = None
             self.infer(body)
-        for _, state, end, result in loop_states:
+        for state, end, result in zip(states, ends, results, strict=True):
             if not isinstance(state.type, ir.TensorType | None):
                 end.type = state.type
             result.type = state.type or end.type or result.type
             result.shape = state.shape
-        n = len(loop_states)
         _set_stacked(body.outputs[1 + n :], node.outputs[n:], None, ())
 
     def _infer_scan(self, node: ir.Node) -> None:
