@@ -28,7 +28,7 @@ from onnxgrad.optimizers import Optimizer
 from onnxgrad.schedules.base import Schedule
 from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset
-from onnxgrad.training.identity import described
+from onnxgrad.training.equality import described
 from onnxgrad.training.parameters.patterns import as_list
 from onnxgrad.training.saving import serialized
 from onnxgrad.training.setup import Setup

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.training.fitted import fingerprint
-
 
 def check_arguments(estimator: Any) -> None:
     """Raise `ValueError` for an argument that is wrong for any data."""
@@ -25,18 +23,6 @@ def check_arguments(estimator: Any) -> None:
     patience = estimator.n_iter_no_change
     if not _is_positive(patience) and patience != np.inf:
         raise ValueError(f"n_iter_no_change must be a number above 0, not {patience!r}")
-
-
-def same(a: Any, b: Any) -> bool:
-    """Return whether two arguments are surely equal."""
-    if a is b or fingerprint(a) == fingerprint(b):
-        return True
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    try:
-        return bool(a == b)
-    except ValueError:  # of arrays
-        return False
 
 
 def _is_positive(value: Any) -> bool:

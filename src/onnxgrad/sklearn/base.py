@@ -19,7 +19,7 @@ from onnxgrad.data.columns import is_table
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.model.read import read
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.sklearn.arguments import by_name, check_arguments, initialized, same
+from onnxgrad.sklearn.arguments import by_name, check_arguments, initialized
 from onnxgrad.sklearn.front import takes_raw, text_inputs
 from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import mlp
@@ -28,6 +28,7 @@ from onnxgrad.sklearn.starting import converted, holds_text, is_estimator, takes
 from onnxgrad.training.arguments import select_rate
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
+from onnxgrad.training.equality import same
 from onnxgrad.training.holdout import Split
 
 _PROBED = 256  # rows for which a model is run to see what it predicts

@@ -10,8 +10,8 @@ from onnxgrad.native import Target
 from onnxgrad.parallel import Alone
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
 from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
+from onnxgrad.training.equality import BuildCache, fingerprint
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.fitted import BuildCache, fingerprint
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.run.row_parts import Splitting, splits

@@ -94,7 +94,7 @@ class Evaluator:
         self,
         values: Arrays,
         source: BatchSource,
-        metrics: ByOutput,
+        metrics: ByOutput | None = None,
         group: Group | None = None,
     ) -> dict[str, Any]:
         """Return `loss`, and the metrics by name, for the data of a source.
@@ -105,7 +105,7 @@ class Evaluator:
         one = self.described
         parts = len(one.written.sums)
         totals = Totals.of(tuple(one.written.factors), {})
-        judging = self._judges(metrics)
+        judging = self._judges(metrics or {})
         self.failed = None
         batches = self._results(self._losses, values, source, parts)
         for arrays, results in batches if group is None else self._of_all(batches, group):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
-import re
 from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 from onnx import ModelProto
 
-from onnxgrad.model.emptied import emptied, is_empty
+from onnxgrad.model.emptied import emptied
 from onnxgrad.training.batches import BatchSource
+from onnxgrad.training.equality import described
 from onnxgrad.training.settings import Settings
 
 _SHOWN = 200  # characters of a value in a message
@@ -77,65 +74,6 @@ def identity_of(trainer: Settings, source: BatchSource, shuffle: bool) -> Identi
             **{name: getattr(trainer, name) for name in arguments.split()},
         },
     )
-
-
-def described(value: Any) -> Any:
-    """Return a value for JSON that is equal in another process for an equal argument.
-
-    Models and arrays are described by a digest, functions by their name and code, and other objects
-    by their class and attributes.
-    """
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): described(v) for key, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [described(v) for v in value]
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(str, value))
-    if isinstance(value, ModelProto):
-        return _digest_of_model(value)
-    if isinstance(value, bytes):
-        return _digest(value)
-    if isinstance(value, Path):
-        return _digest(value.read_bytes()) if value.is_file() else str(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
-    return _object(value)
-
-
-def _object(value: Any) -> Any:
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, partial):
-        return described([value.func, list(value.args), value.keywords])
-    code = getattr(value, "__code__", None)
-    if code is not None:
-        constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
-        own = f"{code.co_names} {constants}".encode()
-        return f"{value.__qualname__} {_digest(code.co_code + own)}"
-    text = re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    attributes = getattr(value, "__dict__", None)
-    if text.startswith("<") and attributes:
-        return {type(value).__qualname__: described(attributes)}
-    return text
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _digest_of_model(model: ModelProto) -> str:
-    """Return the digest of a model; large weights are read one by one."""
-    small = emptied(model)
-    if small is model:
-        return _digest(model.SerializeToString(deterministic=True))
-    own = {t.name: t for t in model.graph.initializer}
-    weights = (own[t.name] for t in small.graph.initializer if is_empty(t))
-    digests = "".join(_digest(t.SerializeToString(deterministic=True)) for t in weights)
-    return _digest(small.SerializeToString(deterministic=True) + digests.encode())
 
 
 def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -> None:

@@ -17,7 +17,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import Schedule, constant
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.callbacks.run import Callbacks
-from onnxgrad.training.fitted import BuildCache
+from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.judges import ByOutput
 from onnxgrad.training.state import TrainState
 from onnxgrad.training.step.update import evaluated

@@ -26,8 +26,8 @@ from onnxgrad.training.arguments import check_choice, check_count, select_rate
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset, as_dataset
+from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.failed import failed_step
-from onnxgrad.training.fitted import BuildCache
 from onnxgrad.training.holdout import Split
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics

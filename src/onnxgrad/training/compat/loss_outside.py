@@ -23,13 +23,13 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.values import owned, to_numpy
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import checked_slots
+from onnxgrad.training.compat.attributes import Fitted
 from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.compat.graphs import Graphs, training_graphs
 from onnxgrad.training.compat.learning_loss import RowLosses, RowsAndPenalty, predicted
 from onnxgrad.training.compat.seed_trainer import SeedTrainer, rows_of
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluation import Evaluator
-from onnxgrad.training.fitted import Fitted
 from onnxgrad.training.objective import Plan, build_objective
 from onnxgrad.training.state import TrainState
 

@@ -27,12 +27,13 @@ from onnxgrad.training.arguments import check_arguments, select_optimizer, start
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.causes import cause_in_fit
+from onnxgrad.training.compat.attributes import Fitted
 from onnxgrad.training.compat.progress_function import Called
 from onnxgrad.training.data import Dataset, as_dataset
+from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
 from onnxgrad.training.evaluation import Evaluator
 from onnxgrad.training.failed import run_again
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.fitted import BuildCache, Fitted, fingerprint, model_fingerprint
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, warn_of_stale_statistics
 from onnxgrad.training.objective import Plan, build_objective
@@ -163,7 +164,8 @@ class SeedTrainer(BaseEstimator):
         self._check_names(names)
         warn_of_stale_statistics(read(self.model_onnx))
         weighted = data.weighted or (held_out is not None and held_out.weighted)
-        step, fields = self._build_step(proto, names, optimizer, weighted, before)
+        build = partial(self._build_step, proto, names, optimizer, weighted, before)
+        step, fields = build()
         state = self._first_state(proto, names, step, optimizer, before)
         state.flat = np.ndim(data.y) == 1  # as predictions are then: y - f is not (rows, rows)
         state.names, state.columns = fields.names, data.columns
@@ -177,7 +179,6 @@ class SeedTrainer(BaseEstimator):
         target = Target.of(self.device, work := step.work * source.batch_size, source.batch_size)
         runner = new_runner(step, target, work)
         loop = self._loop(state, runner, rate, source, evaluator, validation, callbacks)
-        build = partial(self._build_step, proto, names, optimizer, weighted, before)
         loop.explain = partial(self._explain, evaluator, build)
         step.warn(stacklevel=3)
         self._save_gradient(proto, step, runner.model)
@@ -231,8 +232,7 @@ class SeedTrainer(BaseEstimator):
 
         def evaluate() -> dict[str, float]:
             assert validation is not None
-            results = evaluator.evaluate(state.evaluated(), validation, {})
-            return {"validation_loss": results["loss"]}
+            return {"validation_loss": evaluator.evaluate(state.evaluated(), validation)["loss"]}
 
         loop = Loop(
             self,
@@ -241,7 +241,7 @@ class SeedTrainer(BaseEstimator):
             ByEpoch(rate, state.losses),
             source,
             callbacks,
-            order=lambda state: state.rng,
+            lambda state: state.rng,
             last_epoch=state.epoch + self.max_iter,
             evaluate=None if validation is None else evaluate,
             evaluate_every=max(1, round(every if every >= 1 else every * self.max_iter)),
@@ -260,7 +260,7 @@ class SeedTrainer(BaseEstimator):
     def _model(self, state: TrainState | None) -> ModelProto:
         """Return the model with the weights of `state`, if there is one."""
         proto = read(self.model_onnx)
-        return proto if state is None else constants.replace(proto, state.values.weights)
+        return proto if state is None else constants.replace(proto, state.weights)
 
     def _names(self, announce: bool = False) -> list[str]:
         """Return the names of the weights to train; `announce` reports those that are left out.

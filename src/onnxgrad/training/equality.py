@@ -1,0 +1,171 @@
+"""When two arguments are equal: in a cache, in a checkpoint of another process, in an estimator."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import types
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import onnx
+from onnx import ModelProto
+
+from onnxgrad.estimator import BaseEstimator
+from onnxgrad.model import external
+from onnxgrad.model.emptied import emptied, is_empty
+
+T = TypeVar("T")
+Unknown = Callable[[Any], Any]
+
+
+def described(value: Any, unknown: Unknown = lambda value: _text(value)) -> Any:
+    """Return a value for JSON that is equal in another process for an equal argument.
+
+    Models and arrays are described by a digest, functions by their name, code and what they
+    captured, and other objects by class and attributes; `unknown` describes those that have none.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    again = partial(described, unknown=unknown)
+    if isinstance(value, Mapping):
+        return {str(key): again(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [again(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, value))
+    if isinstance(value, ModelProto):
+        return _digest_of_model(value)
+    if isinstance(value, bytes):
+        return _digest(value)
+    if isinstance(value, Path):
+        return _digest(value.read_bytes()) if value.is_file() else str(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return f"{value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
+    if isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+    if isinstance(value, partial):
+        return again([value.func, list(value.args), value.keywords])
+    if isinstance(value, types.FunctionType):
+        return _described_function(value, again)
+    if isinstance(value, BaseEstimator):
+        return {
+            type(value).__qualname__: again(
+                {n: v for n, v in vars(value).items() if n != "_sessions"}
+            )
+        }
+    return _described_object(value, again, unknown)
+
+
+def fingerprint(value: Any) -> Any:
+    """Return a key that is equal for equal arguments; of what cannot be compared, for no others."""
+    return described(value, unknown=lambda value: object())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two arguments are surely equal."""
+    if a is b or fingerprint(a) == fingerprint(b):
+        return True
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    try:
+        return bool(a == b)
+    except ValueError:  # of arrays
+        return False
+
+
+def model_fingerprint(model: Any) -> Any:
+    """Return the fingerprint of a `ModelLike`; for a path, that of the model's files."""
+    if not isinstance(model, (str, os.PathLike)):
+        files = external.files_of(model) if isinstance(model, ModelProto) else ()
+        return fingerprint(model), _stamps(files)
+    path = Path(model)
+    try:
+        stamp = _stamp(path)
+        return os.fspath(path), stamp, _stamps(_data_files(path, stamp))
+    except Exception:  # missing or no model: the error is raised where it is read
+        return object()
+
+
+class BuildCache:
+    """Sessions and graphs built from the parameters of a trainer, until one of them changes."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, tuple[Any, Any]] = {}
+
+    def get(self, name: str, read_key: Callable[[], Any], build: Callable[[], T]) -> T:
+        """Return the result that `build` returned under an equal key, or call it."""
+        key = read_key()
+        entry = self._entries.get(name)
+        if entry is not None and entry[0] == key:
+            return entry[1]
+        new = build()
+        if read_key() == key:  # else another thread changed a parameter meanwhile
+            self._entries[name] = key, new
+        return new
+
+
+def _described_function(function: Any, again: Unknown) -> Any:
+    code = function.__code__
+    constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
+    text = f"{function.__qualname__} " + _digest(
+        code.co_code + f"{code.co_names} {constants}".encode()
+    )
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    captured = [v for v in (*cells, *(function.__defaults__ or ())) if v is not function]
+    return [text, *map(again, captured)] if captured else text
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty yet
+        return None
+
+
+def _described_object(value: Any, again: Unknown, unknown: Unknown) -> Any:
+    text, attributes = repr(value), getattr(value, "__dict__", None)
+    if not text.startswith("<"):
+        return text
+    return {type(value).__qualname__: again(attributes)} if attributes else unknown(value)
+
+
+def _text(value: Any) -> str:
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest_of_model(model: ModelProto) -> str:
+    """Return the digest of a model; large weights are read one by one."""
+    small = emptied(model)
+    if small is model:
+        return _digest(model.SerializeToString(deterministic=True))
+    own = {t.name: t for t in model.graph.initializer}
+    weights = (own[t.name] for t in small.graph.initializer if is_empty(t))
+    digests = "".join(_digest(t.SerializeToString(deterministic=True)) for t in weights)
+    return _digest(small.SerializeToString(deterministic=True) + digests.encode())
+
+
+def _stamps(files: Any) -> tuple[Any, ...]:
+    return tuple((os.fspath(file), _stamp(Path(file))) for file in sorted(files))
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+@lru_cache(maxsize=64)
+def _data_files(path: Path, stamp: tuple[int, ...]) -> tuple[Path, ...]:
+    """Return the files of external data of the model at `path`."""
+    model = onnx.load_model_from_string(path.read_bytes())
+    return tuple(path.parent / file for file in sorted(external.files_of(model)))
