@@ -31,7 +31,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import onnxgrad as og
 from onnxgrad.sklearn import OnnxClassifier, OnnxRegressor
-from onnxgrad.training import setup
+from onnxgrad.training.recipe import Recipe
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((120, 4))
@@ -350,8 +350,8 @@ def test_weights_count_rows_and_classes():
 
 def test_partial_fit_goes_on(monkeypatch):
     """Ten calls are ten epochs of one fit, and build the step once; also after pickling."""
-    built, step = [], setup.Setup.step
-    monkeypatch.setattr(setup.Setup, "step", lambda *a, **b: built.append(1) or step(*a, **b))
+    built, step = [], Recipe.step
+    monkeypatch.setattr(Recipe, "step", lambda *a, **b: built.append(1) or step(*a, **b))
     options = {"random_state": 0, "batch_size": 120, "hidden_layer_sizes": (4,), "shuffle": False}
     once = OnnxClassifier(**options, max_iter=10, tol=None).fit(X, TWO)
     parts = OnnxClassifier(**options)

@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from onnxgrad import Callback, Trainer, cosine
-from onnxgrad.training import setup
+from onnxgrad.training.recipe import Recipe
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((60, 2)).astype(np.float32)
@@ -23,8 +23,8 @@ def model() -> onnx.ModelProto:
 @pytest.fixture
 def builds(monkeypatch):
     """Count the steps that are built."""
-    counted, step = [], setup.Setup.step
-    monkeypatch.setattr(setup.Setup, "step", lambda *a, **b: counted.append(1) or step(*a, **b))
+    counted, step = [], Recipe.step
+    monkeypatch.setattr(Recipe, "step", lambda *a, **b: counted.append(1) or step(*a, **b))
     return counted
 
 

@@ -17,8 +17,8 @@ from onnxgrad.model.convert import to_proto
 from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import WORK_PER_THREAD, session
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.run import sessions
-from onnxgrad.training.setup import Setup
 
 ROWS = 24
 MODES = ("none", "cheap", "all")
@@ -123,8 +123,8 @@ def test_recomputation_changes_no_result(name, accumulate):
 
 
 def step_of(fitted: og.Trainer, X: np.ndarray, y: np.ndarray) -> onnx.ModelProto:
-    setup = Setup(fitted, Dataset(X, y), ROWS)
-    return to_proto(setup.step(setup.objective(), norms=False).model)
+    recipe = Recipe.of(fitted, Facts.of(fitted, Dataset(X, y)))
+    return to_proto(recipe.step(recipe.objective(), norms=False).model)
 
 
 def step(name: str, recompute: str, **more) -> onnx.ModelProto:

@@ -11,7 +11,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training import compiled
+from onnxgrad.training.run import select
 from onnxgrad.training.run.shared import Together
 from running import run_named
 
@@ -85,10 +85,10 @@ def test_the_output_of_a_function_is_a_prediction():
 
 
 def test_threads_that_share_a_batch(monkeypatch):
-    monkeypatch.setattr(compiled, "SPLIT_THREADS", 2)
-    monkeypatch.setattr(compiled, "SPLIT_WORK", 0)
-    monkeypatch.setattr(compiled, "SPLIT_WORK_PER_WEIGHT", 0)
-    monkeypatch.setattr(compiled, "threads", lambda work: 2)
+    monkeypatch.setattr(select, "SPLIT_THREADS", 2)
+    monkeypatch.setattr(select, "SPLIT_WORK", 0)
+    monkeypatch.setattr(select, "SPLIT_WORK_PER_WEIGHT", 0)
+    monkeypatch.setattr(select, "threads", lambda work: 2)
     trainer = og.Trainer(model(), "squared_error", **OPTIONS).fit(X, Y, batch_size=8)
     assert type(trainer._loop.runner) is Together
     np.testing.assert_allclose(trainer.state.weights["W"], stepped(), rtol=1e-5)

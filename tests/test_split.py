@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training import compiled
+from onnxgrad.training.run import select
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.run.shared import Together
 
@@ -51,12 +51,12 @@ SEQUENCES = f"""
 @pytest.fixture
 def splitting(monkeypatch):
     """Split all batches that can be split; return the function that sets the number of threads."""
-    monkeypatch.setattr(compiled, "SPLIT_THREADS", 2)
-    monkeypatch.setattr(compiled, "SPLIT_WORK", 0)
-    monkeypatch.setattr(compiled, "SPLIT_WORK_PER_WEIGHT", 0)
+    monkeypatch.setattr(select, "SPLIT_THREADS", 2)
+    monkeypatch.setattr(select, "SPLIT_WORK", 0)
+    monkeypatch.setattr(select, "SPLIT_WORK_PER_WEIGHT", 0)
 
     def into(parts):
-        monkeypatch.setattr(compiled, "threads", lambda work: parts)
+        monkeypatch.setattr(select, "threads", lambda work: parts)
 
     into(2)
     return into

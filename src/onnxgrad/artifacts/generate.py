@@ -30,8 +30,8 @@ from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.equality import described
 from onnxgrad.training.parameters.patterns import as_list
+from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.saving import serialized
-from onnxgrad.training.setup import Setup
 from onnxgrad.training.trainer import Trainer
 
 CHECKPOINT = "onnxgrad.artifacts.1"  # the format, in the metadata of a checkpoint
@@ -150,9 +150,9 @@ class _Files:
         """Return the models of a trainer; warn of weights that do not train."""
         shape = (1, 2) if self.sample_weight == "element" else (1,)
         weight = np.ones(shape) if self.sample_weight else None
-        setup = Setup(trainer, Dataset(None, None, weight), None)
+        facts = Facts.of(trainer, Dataset(None, None, weight))
         with garbage_kept():
-            models = build_models(setup, additional, self.updates)
+            models = build_models(Recipe.of(trainer, facts), additional, self.updates)
         if models.unreached:
             warnings.warn(
                 f"the loss does not depend on {models.unreached}: they do not train", stacklevel=4

@@ -19,7 +19,7 @@ from onnxgrad.model.emptied import read_elsewhere
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, build_objective
-from onnxgrad.training.setup import Setup
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.groups import numpy_dtype
 from onnxgrad.training.step.inputs import DRAW, RATE, STEP
@@ -58,11 +58,11 @@ class Models:
     rounding: list[str]
 
 
-def build_models(setup: Setup, additional: Sequence[str], updates: bool) -> Models:
+def build_models(recipe: Recipe, additional: Sequence[str], updates: bool) -> Models:
     """Return the models of what a `Trainer` would train.
 
     Args:
-        setup: that of the trainer; it needs no data.
+        recipe: that of the trainer.
         additional: names of tensors that the evaluation returns, too.
         updates: whether there is an optimizer: its update, and the step.
 
@@ -70,17 +70,17 @@ def build_models(setup: Setup, additional: Sequence[str], updates: bool) -> Mode
         ValueError: the model has a name that the artifacts need for something else.
         NoGradientRule: an operator between the weights and the loss has no rule.
     """
-    gradients, update = setup.step_models()
-    objective = setup.objective().require_labels()
-    fields = Fields(objective, setup.trainer.batch_axes)
+    gradients, update = recipe.step_models()
+    objective = recipe.objective().require_labels()
+    fields = Fields(objective, recipe.trainer.batch_axes)
     initial = ((str(b.name), b.const_value) for b in objective.buffers)
     buffers = {name: np.array(value.numpy()) for name, value in initial if value is not None}
-    step = setup.named_step(objective)
-    _require_size(setup.trainer.state.weights, step)
+    step = recipe.named_step(objective)
+    _require_size(recipe.trainer.state.weights, step)
     names = _Names(step)
-    weights = {name: setup.trainer.state.weights[name] for name in step.weights}
+    weights = {name: recipe.trainer.state.weights[name] for name in step.weights}
     whole = _whole(objective, step, names)
-    evaluation, predictions = _evaluation(setup, step, list(buffers), additional)
+    evaluation, predictions = _evaluation(recipe, step, list(buffers), additional)
     models = {"training": gradients, "eval": evaluation}
     if updates:
         models |= {"optimizer": update, "step": whole}
@@ -158,14 +158,14 @@ def _rename(op: Emit, wanted: dict[str, ir.Value]) -> None:
 
 
 def _evaluation(
-    setup: Setup, step: Step, buffers: Sequence[str], additional: Sequence[str]
+    recipe: Recipe, step: Step, buffers: Sequence[str], additional: Sequence[str]
 ) -> tuple[ModelProto, list[str]]:
     """Return the model of the loss and of predictions in inference form, and their names."""
-    trainer = setup.trainer
-    plan = replace(setup.plan, beside=tuple(additional))
+    trainer = recipe.trainer
+    plan = replace(recipe.plan, beside=tuple(additional))
     names = [*trainer.trained, *buffers]
     one = build_objective(
-        inference_form(trainer.proto), names, plan, setup.weighted, training=False
+        inference_form(trainer.proto), names, plan, recipe.weighted, training=False
     )
     one.require_labels()
     read_elsewhere(

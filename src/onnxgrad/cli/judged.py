@@ -14,11 +14,12 @@ from onnxgrad.model.convert import non_tensor
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.evaluate import evaluate
 from onnxgrad.training.judges import select_metrics
 from onnxgrad.training.model_loss import loss_output
 from onnxgrad.training.objective import Objective, build_objective
+from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.settings import Settings
-from onnxgrad.training.setup import Setup
 
 
 class Judged(Settings):
@@ -51,8 +52,8 @@ class Judged(Settings):
 
     def described(self, y: Any) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
-        plan = self._setup(Dataset(None, y)).plan
-        return build_objective(self.proto, [], plan, weighted=False, training=False)
+        recipe = Recipe.of(self, Facts.of(self, Dataset(None, y)))
+        return build_objective(self.proto, [], recipe.plan, weighted=False, training=False)
 
     def numeric_loss(self) -> str | None:
         """Return the name of the loss if its labels are numbers; None if they are classes."""
@@ -63,10 +64,7 @@ class Judged(Settings):
 
     def evaluate(self, data: Dataset, batch_size: int | None) -> dict[str, Any]:
         """Return the loss and the metrics."""
-        return self._setup(data, batch_size, shown="evaluating").evaluate()
-
-    def _setup(self, data: Dataset, batch_size: int | None = None, **more: Any) -> Setup:
-        return Setup(self, data, batch_size, default_size=256, **more)
+        return evaluate(self, data, batch_size, shown="evaluating")
 
 
 def with_loss(proto: ModelProto, loss: Any, output: str) -> ModelProto:

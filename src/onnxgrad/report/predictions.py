@@ -112,11 +112,11 @@ class Examination:
         Raises:
             ValueError: there are no data to examine, or they do not fit.
         """
-        setup = self.trainer.setup
-        if setup.sharing is not None:
+        call = self.trainer.setup
+        if call.sharing is not None:
             raise ValueError("several processes trained the model, and each has some of the rows")
-        source, name = self._source(setup)
-        evaluator, values = setup.evaluator, self.trainer.evaluated()
+        source, name = self._source(call)
+        evaluator, values = call.evaluator, self.trainer.evaluated()
         one = evaluator.described
         parts = {
             label: (_Numbers if info.classes is None and info.threshold is None else _Classes)(info)
@@ -152,10 +152,10 @@ class Examination:
             ],
         }
 
-    def _source(self, setup: Any) -> tuple[BatchSource, str]:
-        if setup.validated is not None:
-            return setup.validated, "validation"
-        source = None if setup.current_loop is None else setup.current_loop.source
+    def _source(self, call: Any) -> tuple[BatchSource, str]:
+        if call.validated is not None:
+            return call.validated, "validation"
+        source = None if call.loop is None else call.loop.source
         if isinstance(source, ArraySource):
             return source, "training"
         raise ValueError("there are no validation data, and those of training are not in memory")

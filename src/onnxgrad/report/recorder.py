@@ -206,8 +206,8 @@ class Recorder(Callback):
         """Return the time and the memory of each operator in a step."""
         if self.profile < 1:
             raise ValueError("the recorder was told so: profile=0")
-        setup = trainer.setup
-        sample = None if setup.current_loop is None else sample_step(setup, setup.current_loop)
+        call = trainer.setup
+        sample = None if call.loop is None else sample_step(call.recipe, call.loop)
         if sample is None:
             raise ValueError("no step was run, or processes share each step")
         times = operator_times(

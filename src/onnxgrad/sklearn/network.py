@@ -67,8 +67,7 @@ class Network:
         self._predictor = None
         train = trainer.partial_fit if further else trainer.fit
         train(self._encoded(X), y, sample_weight=weight, **options)
-        setup = trainer.setup
-        infos = setup.compiled.objective.labels.values() if setup and setup.compiled else ()
+        infos = () if trainer.setup is None else trainer.setup.labels.values()
         self.from_logits = next((info.from_logits for info in infos), None)
 
     @property

@@ -46,22 +46,22 @@ class FailedStep:
     at_start: Arrays | None
 
 
-def failed_step(setup: Any, loop: Any) -> tuple[ModelProto, Arrays] | None:
+def failed_step(recipe: Any, loop: Any) -> tuple[ModelProto, Arrays] | None:
     """Return the model of the step that failed, and its inputs: see `find_failed_step`."""
-    step = find_failed_step(setup, loop)
+    step = find_failed_step(recipe, loop)
     return None if step is None else (step.model, step.inputs)
 
 
-def find_failed_step(setup: Any, loop: Any) -> FailedStep | None:
-    """Return the step of a `Setup` in which its `Loop` failed; None if none did.
+def find_failed_step(recipe: Any, loop: Any) -> FailedStep | None:
+    """Return the step of a `Recipe` in which its `Loop` failed; None if none did.
 
     Of several processes that share the step, each returns that of its own rows; None if it does not
     have all slots, if its statistics are those of all rows, or if its own step is finite.
     """
-    if loop.failed is None or _is_shared(setup, loop):
+    if loop.failed is None or _is_shared(recipe, loop):
         return None
-    blocks, trainer = not loop.runner.in_place, setup.trainer
-    step = setup.step(setup.objective(), norms=False, in_place=False, blocks=blocks)
+    blocks, trainer = not loop.runner.in_place, recipe.trainer
+    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=blocks)
     return run_again(step, loop, trainer.device, trainer.file)
 
 
@@ -102,17 +102,17 @@ def _at_start(step: Step, file: ModelProto) -> Arrays:
     return dict(zip((str(v.name) for v in step.states), states, strict=True)) | rate
 
 
-def sample_step(setup: Any, loop: Any) -> Sample | None:
-    """Return the step of a `Setup` with the states and a full batch of its `Loop`, while it runs.
+def sample_step(recipe: Any, loop: Any) -> Sample | None:
+    """Return the step of a `Recipe` with the states and a full batch of its `Loop`, while it runs.
 
     It is one graph in the native form, also where the training runs it in parts. None without a
     step, and where processes share it.
     """
-    if loop.sample is None or _is_shared(setup, loop):
+    if loop.sample is None or _is_shared(recipe, loop):
         return None
     piece, rates, position = loop.sample
-    runner, device = loop.runner, setup.trainer.device
-    step = setup.step(setup.objective(), norms=False, in_place=False, blocks=not runner.in_place)
+    runner, device = loop.runner, recipe.trainer.device
+    step = recipe.step(recipe.objective(), norms=False, in_place=False, blocks=not runner.in_place)
     work = step.work * piece.rows
     to_native(step.model.graph, Target.of(device, work, piece.rows))
     model = to_proto(step.model)
@@ -121,6 +121,6 @@ def sample_step(setup: Any, loop: Any) -> Sample | None:
     return Sample(model, inputs, work, step.recomputes)
 
 
-def _is_shared(setup: Any, loop: Any) -> bool:
+def _is_shared(recipe: Any, loop: Any) -> bool:
     """Return whether this process lacks slots, or statistics of all rows."""
-    return bool(loop.runner.step.owners) or setup.plan.across is not None
+    return bool(loop.runner.step.owners) or recipe.plan.across is not None

@@ -67,6 +67,10 @@ class Loop:
         self._validated = next(iter(self.state.validation_losses[::-1]), None)  # the last one
         self.progress = self._progress(0.0)
 
+    def let_go(self) -> None:
+        """Let go of the data, once training has ended."""
+        vars(self).update(source=None, evaluate=None)
+
     @property
     def moved(self) -> bool:
         """Return whether a slice of batches was finished."""

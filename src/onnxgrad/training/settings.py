@@ -58,7 +58,7 @@ class Settings:
     state: TrainState = field(default_factory=TrainState)
     built: BuildCache = field(default_factory=BuildCache)
     sharing: Any = None  # how processes share the call that runs; None: this one trains alone
-    setup: Any = None  # of the last call that trained
+    setup: Any = None  # the last one that trained
     constants: Set[str] = frozenset()  # of the model
     digest: str | None = None  # of the whole model, if `proto` lacks large weights
 

@@ -89,23 +89,21 @@ class Sharing:
         source.part = self.part
         return source
 
-    def check_call(
-        self, setup: Any, epochs: int, shuffle: bool, resumes: bool, further: bool
-    ) -> None:
+    def check_call(self, call: Any, epochs: int, shuffle: bool, resumes: bool) -> None:
         """Raise `ValueError` in all processes if their arguments differ, with what differs.
 
         Callbacks that write are called in the first process only, so that others may lack them.
         """
-        trainer, held_out = setup.trainer, setup.held_out
+        trainer, held_out = call.trainer, call.held_out
         callbacks, share = trainer.callbacks, held_out is None or isinstance(held_out, float)
         own = {
-            "method": "partial_fit" if further else "fit",
+            "method": "partial_fit" if call.further else "fit",
             "epochs": epochs,
             "shuffle": shuffle,
             "resume": resumes,
-            "batch_size": setup.batch_size,
+            "batch_size": call.batch_size,
             "validation": held_out if share else "data",
-            "sample weights": setup.weight_axes,
+            "sample weights": call.recipe.facts.weight_axes,
             "batch_axes": trainer.batch_axes,
             "parallel": vars(self.options),
             "callbacks": [_options(c) for c in callbacks.all if not c.writes],

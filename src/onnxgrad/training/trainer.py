@@ -27,7 +27,9 @@ from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.equality import BuildCache
+from onnxgrad.training.evaluate import evaluate, predict
 from onnxgrad.training.failed import failed_step
+from onnxgrad.training.fit import Fit
 from onnxgrad.training.holdout import Split
 from onnxgrad.training.identity import without_weights
 from onnxgrad.training.judges import select_metrics
@@ -35,8 +37,8 @@ from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import exported
 from onnxgrad.training.parameters.choice import separated_choice
 from onnxgrad.training.progress import FitProgress
+from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.settings import Settings
-from onnxgrad.training.setup import Setup
 from onnxgrad.training.sharing import in_group
 from onnxgrad.training.state import TrainState, Values
 
@@ -171,7 +173,7 @@ class Trainer(Settings):
         self.constants = set(refs)
         self.proto, self.digest = without_weights(self.proto, self.trained)
         self.state.values = Values({name: refs[name].array() for name in self.trained})
-        self.setup: Setup | None = None  # of the last call that trained
+        self.setup: Fit | None = None  # the last one that trained
         self.built = BuildCache()
 
     # -- training -----------------------------------------------------------------------------
@@ -226,10 +228,10 @@ class Trainer(Settings):
             data = as_dataset(X, y, sample_weight)
             if batch_size is not None:
                 check_count("batch_size", batch_size)
-            setup = Setup(self, data, batch_size, validation, sharing=self.sharing, fits=True)
+            call = Fit(self, data, batch_size, validation, self.sharing)
             with garbage_kept():
-                loop = setup.loop(check_count("epochs", epochs), shuffle, resume)
-            return self._run(setup, loop)
+                loop = call.begin(check_count("epochs", epochs), shuffle, resume)
+            return self._run(call, loop)
 
     def partial_fit(
         self,
@@ -263,21 +265,22 @@ class Trainer(Settings):
             if batch_size is not None:
                 check_count("batch_size", batch_size)
             data = as_dataset(X, y, sample_weight)
-            setup = Setup(self, data, batch_size, sharing=self.sharing)
+            call = Fit(self, data, batch_size, None, self.sharing, further=True)
             with garbage_kept():
-                loop = setup.loop(1, shuffle, None, further=True)
-            return self._run(setup, loop)
+                loop = call.begin(1, shuffle)
+            return self._run(call, loop)
 
-    def _run(self, setup: Setup, loop: Loop) -> Self:
+    def _run(self, call: Fit, loop: Loop) -> Self:
         """Run a loop; its state becomes that of the trainer, unless it ends before a step."""
-        before, self.state, self.setup = self.state, loop.state, setup
+        before, self.state, self.setup = self.state, loop.state, call
         if loop.runner.in_place and before is not loop.state:  # in memory once: those are equal
             before.values = replace(before.values, weights={})
         try:
             loop.run()
         finally:
             loop.state.end()
-            self.names = setup.names if loop.moved else self.names
+            call.end()
+            self.names = call.names if loop.moved else self.names
             if not loop.moved and not loop.state.step:
                 self.state = before
                 before.values = replace(before.values, weights=loop.state.weights)
@@ -285,9 +288,9 @@ class Trainer(Settings):
 
     @property
     def _loop(self) -> Loop:
-        if self.setup is None or self.setup.current_loop is None:
+        if self.setup is None or self.setup.loop is None:
             raise NotFittedError("nothing was trained yet by this object: call fit first")
-        return self.setup.current_loop
+        return self.setup.loop
 
     @property
     def progress(self) -> FitProgress:
@@ -309,7 +312,7 @@ class Trainer(Settings):
 
         The model returns the losses and the new weights and slots.
         """
-        return None if self.setup is None else failed_step(self.setup, self._loop)
+        return None if self.setup is None else failed_step(self.setup.recipe, self._loop)
 
     def step_models(self, X: Any, y: Any = None) -> tuple[ModelProto, ModelProto]:
         """Return a step of training as two models, for a loop of your own.
@@ -328,7 +331,8 @@ class Trainer(Settings):
             ValueError: as `fit`.
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
-        return Setup(self, as_dataset(X, y), None, fits=True).step_models()
+        facts = Facts.of(self, as_dataset(X, y), fits=True)
+        return Recipe.of(self, facts).step_models()
 
     # -- results ------------------------------------------------------------------------------
 
@@ -349,7 +353,7 @@ class Trainer(Settings):
             ValueError: data that the model or the loss does not accept.
         """
         data = as_dataset(X, y, sample_weight)
-        return self._once(data, batch_size, "evaluating").evaluate()
+        return evaluate(self, data, batch_size, self._shown("evaluating"))
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
         """Return the output that the loss reads, an array; a dict by output if it reads several.
@@ -362,13 +366,13 @@ class Trainer(Settings):
         Raises:
             ValueError: data that the inputs do not accept.
         """
-        predictions = self._once(Dataset(as_dataset(X).X), batch_size, "predicting").predict()
+        data = Dataset(as_dataset(X).X)
+        predictions = predict(self, data, batch_size, self._shown("predicting"))
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
-    def _once(self, data: Dataset, batch_size: int | None, title: str) -> Setup:
-        """Return what is set up to go through data once; a `Progress` callback shows how far."""
-        watched = any(isinstance(c, Progress) for c in self.callbacks.callbacks)
-        return Setup(self, data, batch_size, default_size=256, shown=title if watched else None)
+    def _shown(self, title: str) -> str | None:
+        """Return the title of a progress bar, if a `Progress` callback asks for it."""
+        return title if any(isinstance(c, Progress) for c in self.callbacks.callbacks) else None
 
     @property
     def model(self) -> ModelProto:

@@ -15,7 +15,7 @@ from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Written, wide
 from onnxgrad.losses.objects import BaseLearningLoss
 from onnxgrad.losses.penalties import BaseLearningPenalty
-from onnxgrad.training.evaluation import Evaluator
+from onnxgrad.training.evaluate import Evaluator
 from onnxgrad.training.model_loss import count_rows
 from onnxgrad.training.objective import Objective
 

@@ -29,7 +29,7 @@ from onnxgrad.training.compat.graphs import Graphs, training_graphs
 from onnxgrad.training.compat.learning_loss import RowLosses, RowsAndPenalty, predicted
 from onnxgrad.training.compat.seed_trainer import SeedTrainer, rows_of
 from onnxgrad.training.data import Dataset, as_dataset
-from onnxgrad.training.evaluation import Evaluator
+from onnxgrad.training.evaluate import Evaluator
 from onnxgrad.training.objective import Plan, build_objective
 from onnxgrad.training.state import TrainState
 

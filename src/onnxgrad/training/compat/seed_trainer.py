@@ -31,7 +31,7 @@ from onnxgrad.training.compat.attributes import Fitted
 from onnxgrad.training.compat.progress_function import Called
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
-from onnxgrad.training.evaluation import Evaluator
+from onnxgrad.training.evaluate import Evaluator
 from onnxgrad.training.failed import run_again
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.loop import Loop

@@ -10,7 +10,7 @@ import numpy as np
 from onnxgrad.errors import escaping
 from onnxgrad.graph.shapes import dims
 from onnxgrad.training.batches import BatchSource
-from onnxgrad.training.evaluation import Arrays, Evaluator
+from onnxgrad.training.evaluate import Arrays, Evaluator
 from onnxgrad.training.judges import ByOutput, Judge
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.stack.objective import stacked_objective

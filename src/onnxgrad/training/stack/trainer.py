@@ -17,7 +17,7 @@ from onnxgrad.model.read import ModelLike
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
 from onnxgrad.training.arguments import check_count, select_rate
 from onnxgrad.training.data import Dataset, as_dataset
-from onnxgrad.training.stack.setup import StackSetup
+from onnxgrad.training.stack.fit import StackFit, evaluate_members, predict_members
 from onnxgrad.training.stack.starts import checked_weights, count_members, per_member, starts
 from onnxgrad.training.stack.state import StackState, stacked
 from onnxgrad.training.state import TrainState, Values
@@ -206,14 +206,16 @@ class TrainerStack:
             validation = as_dataset(validation)
         if batch_size is not None:
             check_count("batch_size", batch_size)
-        setup = self._setup(as_dataset(X, y, sample_weight), batch_size, validation, fits=True)
+        data = as_dataset(X, y, sample_weight)
+        call = StackFit(self.members, self._shared, data, batch_size, validation)
         count = check_count("epochs", epochs)
         with garbage_kept():
-            loop = setup.stack_loop(
+            loop = call.begin_stack(
                 self.state, self.optimizers, self.learning_rates, count, shuffle
             )
         loop.run()
-        self._shared.names, self._shared.state.balanced = setup.names, setup.balanced
+        self._shared.names = call.names
+        self._shared.state.balanced = call.recipe.facts.balanced
         if self.state.frozen:
             frozen = sorted(self.state.frozen.items())
             named = ", ".join(f"member {k} after step {step}" for k, step in frozen)
@@ -224,11 +226,6 @@ class TrainerStack:
                 stacklevel=2,
             )
         return self
-
-    def _setup(
-        self, data: Dataset, batch_size: int | None, held_out: Any = None, **options: Any
-    ) -> StackSetup:
-        return StackSetup(self.members, self._shared, data, batch_size, held_out, **options)
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -254,7 +251,7 @@ class TrainerStack:
             ValueError: data that the model or the loss does not accept.
         """
         data = as_dataset(X, y, sample_weight)
-        return self._setup(data, batch_size, default_size=256).evaluate_members(self._evaluated())
+        return evaluate_members(self.members, self._shared, data, batch_size, self._evaluated())
 
     def predict(self, X: Any, *, batch_size: int | None = None) -> Any:
         """Return the predictions of all members, (members, rows, ...); a dict for several outputs.
@@ -266,8 +263,8 @@ class TrainerStack:
         Raises:
             ValueError: data that the inputs do not accept.
         """
-        setup = self._setup(Dataset(as_dataset(X).X), batch_size, default_size=256)
-        predictions = setup.predict_members(self._evaluated())
+        data, weights = Dataset(as_dataset(X).X), self._evaluated()
+        predictions = predict_members(self.members, self._shared, data, batch_size, weights)
         return predictions if len(predictions) > 1 else next(iter(predictions.values()))
 
     def _evaluated(self) -> dict[str, np.ndarray]:

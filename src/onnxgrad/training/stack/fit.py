@@ -1,15 +1,16 @@
-"""What one call of a `TrainerStack` sets up: its data, its loss, the step and the loop."""
+"""One call of `fit` of a stack, and what all members predict."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.autodiff.quantized import straight_through_warning
+from onnxgrad.data.columns import Names
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.schedules.epochwise import BaseLearningRate
@@ -17,10 +18,13 @@ from onnxgrad.training.arguments import start_learning_rate
 from onnxgrad.training.batches import ArraySource, Batch, BatchSource
 from onnxgrad.training.causes import cause_in_training
 from onnxgrad.training.data import Dataset
+from onnxgrad.training.evaluate import SIZE, check_weights, evaluator_of
 from onnxgrad.training.fields import Fields
+from onnxgrad.training.fit import Fit
 from onnxgrad.training.holdout import held_out_share
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
-from onnxgrad.training.setup import Setup
+from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.settings import Settings
 from onnxgrad.training.stack.evaluator import StackedEvaluator
 from onnxgrad.training.stack.loop import StackLoop
 from onnxgrad.training.stack.objective import stacked_objective
@@ -31,19 +35,24 @@ from onnxgrad.training.state import TrainState, Values
 Arrays = dict[str, np.ndarray]
 
 
-class StackSetup(Setup):
-    """The data of one call of a stack, and what is built for them.
+class StackFit(Fit):
+    """One call of `fit` of a stack.
 
     Args:
         members: their number.
-        trainer: what they have in common, and others: see `Setup`.
+        trainer: what they have in common, and others: see `Fit`.
     """
 
     def __init__(self, members: int, *args: Any, **options: Any) -> None:
-        self.members, self.evaluates = members, partial(StackedEvaluator, members)
+        self.members = members
         super().__init__(*args, **options)
 
-    def stack_loop(
+    @cached_property
+    def evaluator(self) -> StackedEvaluator:
+        """Evaluates all members in their inference form."""
+        return stacked_evaluator(self.recipe, self.names, self.members)
+
+    def begin_stack(
         self,
         state: StackState,
         optimizers: Sequence[Optimizer],
@@ -56,9 +65,9 @@ class StackSetup(Setup):
         if trainer.clip_norm is not None:
             clip = clip_by_global_norm(trainer.clip_norm)
             optimizers = [Chain((clip, optimizer)) for optimizer in optimizers]
-        objective = self.objective()
+        objective = self.recipe.objective()
         fields = Fields(objective, trainer.batch_axes)
-        self._check_weighted(objective, fields)
+        check_weights(self.recipe, self.data, objective, fields)
         source = self._source(self.data, fields)
         held_out = None
         if isinstance(self.held_out, Dataset):
@@ -96,7 +105,7 @@ class StackSetup(Setup):
 
     def _explain_batches(self, batches: Iterable[Batch]) -> str:
         """Return why no member has a finite loss and finite weights."""
-        outputs = self.plan.read_outputs(self.trainer.proto)
+        outputs = self.recipe.plan.read_outputs(self.trainer.proto)
         return cause_in_training(self.trainer.file, outputs, batches, lambda: None)
 
     def _schedule(self, rate: Any, source: BatchSource, epochs: int) -> Rates:
@@ -114,30 +123,40 @@ class StackSetup(Setup):
 
     def _validated(self, weights: Arrays, held_out: BatchSource) -> dict[str, np.ndarray]:
         """Return the entries of the history for validation data."""
-        results = self._stacked.evaluate_members(weights, held_out, self.trainer.metrics_by_output)
+        results = self.evaluator.evaluate_members(weights, held_out, self.trainer.metrics_by_output)
         if self.evaluator.failed is None and np.isnan(results["loss"]).any():
             cause = self.evaluator.cause({n: w[0] for n, w in weights.items()})
             raise ConvergenceError(f"the validation loss of all members is NaN: {cause}")
         return {f"validation_{name}": value for name, value in results.items()}
 
-    @property
-    def _stacked(self) -> StackedEvaluator:
-        evaluator = self.evaluator
-        assert isinstance(evaluator, StackedEvaluator)
-        return evaluator
 
-    def evaluate_members(self, weights: Arrays) -> dict[str, np.ndarray]:
-        """Return the loss and the metrics of the data, (members, ...)."""
-        evaluator = self._stacked
-        self._check_weighted(evaluator.described, evaluator.fields)
-        source = self._source(self.data, evaluator.fields)
-        results = evaluator.evaluate_members(weights, source, self.trainer.metrics_by_output)
-        if bad := np.flatnonzero(~np.isfinite(results["loss"])).tolist():
-            cause = evaluator.cause({name: array[bad[0]] for name, array in weights.items()})
-            warnings.warn(f"the loss of the members {bad} is not finite: {cause}", stacklevel=3)
-        return results
+def stacked_evaluator(recipe: Recipe, names: Names, members: int) -> StackedEvaluator:
+    """Return what evaluates all members: see `evaluator_of`."""
+    evaluator = evaluator_of(recipe, names, kind=partial(StackedEvaluator, members))
+    assert isinstance(evaluator, StackedEvaluator)
+    return evaluator
 
-    def predict_members(self, weights: Arrays) -> Arrays:
-        """Return the predictions for the data by output, (members, ...)."""
-        source = self._source(self.data, self.evaluator.fields.without_labels())
-        return self.evaluator.predict(weights, source)
+
+def evaluate_members(
+    members: int, trainer: Settings, data: Dataset, batch_size: int | None, weights: Arrays
+) -> dict[str, np.ndarray]:
+    """Return the loss and the metrics of the data, (members, ...)."""
+    recipe = Recipe.of(trainer, Facts.of(trainer, data))
+    evaluator = stacked_evaluator(recipe, trainer.names.copy(), members)
+    check_weights(recipe, data, evaluator.described, evaluator.fields)
+    source = data.source(evaluator.fields, batch_size or evaluator.fields.fixed_rows or SIZE)
+    results = evaluator.evaluate_members(weights, source, trainer.metrics_by_output)
+    if bad := np.flatnonzero(~np.isfinite(results["loss"])).tolist():
+        cause = evaluator.cause({name: array[bad[0]] for name, array in weights.items()})
+        warnings.warn(f"the loss of the members {bad} is not finite: {cause}", stacklevel=3)
+    return results
+
+
+def predict_members(
+    members: int, trainer: Settings, data: Dataset, batch_size: int | None, weights: Arrays
+) -> Arrays:
+    """Return the predictions for the data by output, (members, ...)."""
+    recipe = Recipe.of(trainer, Facts.of(trainer, data))
+    evaluator = stacked_evaluator(recipe, trainer.names.copy(), members)
+    fields = evaluator.fields.without_labels()
+    return evaluator.predict(weights, data.source(fields, batch_size or fields.fixed_rows or SIZE))

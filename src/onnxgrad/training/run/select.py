@@ -1,22 +1,22 @@
-"""The step of a `Trainer` and its session, kept from call to call while they stay the same."""
+"""The one choice of how a step runs: in one session, in place, or in parts of the rows."""
 
 from __future__ import annotations
 
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.native import Target
 from onnxgrad.parallel import Alone
 from onnxgrad.runtime.session import WORK_PER_THREAD, threads, work as multiply_adds
 from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
-from onnxgrad.training.equality import BuildCache, fingerprint
 from onnxgrad.training.fields import Fields
-from onnxgrad.training.objective import Objective
+from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.run.row_parts import Splitting, splits
 from onnxgrad.training.run.runner import Runner
 from onnxgrad.training.run.shared import Together, shared_runner
+from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.exchange import Across
@@ -27,51 +27,43 @@ from onnxgrad.training.step.update import may_be_in_place
 # the benchmarks that were measured: see docs/benchmarks.md.
 SPLIT_THREADS, SPLIT_WORK, SPLIT_WORK_PER_WEIGHT = 3, 2e7, 512
 Shapes = dict[str, tuple[int, ...]]
-_ARGUMENTS = (  # of a trainer, that decide what a step computes
-    *("loss", "loss_options", "loss_weights", "optimizer", "clip_norm", "accumulate"),
-    *("batch_norm", "dropout", "batch_axes", "carry", "recompute", "device", "seed", "trained"),
-)
-
-
-class OneCall(Protocol):
-    """What a `Setup` knows of its call."""
-
-    trainer: Any
-    weight_axes: int
-    sharing: Sharing | None
-
-    def objective(self) -> Objective:
-        """Return a new objective."""
-
-    def step(self, objective: Objective, *, across: Across | None) -> Step:
-        """Return the step, written into the graph of the objective; `across`: who shares it."""
 
 
 class Compiled:
-    """An objective, its step, and the runner, once it is known for which batches."""
+    """An objective, its step, and the runner, once it is known for which batches.
 
-    def __init__(self, objective: Objective) -> None:
-        self.objective = objective
+    A trainer keeps it from call to call, while its recipe stays the same.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.objective = objective = recipe.objective()
         self.work = multiply_adds(objective.model.graph)  # per row
         self.weights = sum(prod(static(dims(w)) or ()) for w in objective.weights)
         self.step: Step | None = None
         self.running: Runner | None = None
         self._key: Any = None  # what the runner depends on, beside the objective
 
-    def runner(self, call: OneCall, source: BatchSource, fields: Fields, fixed: bool) -> Runner:
-        """Return the runner for the batches of `source`.
+    def runner(
+        self,
+        recipe: Recipe,
+        source: BatchSource,
+        fields: Fields,
+        fixed: bool,
+        sharing: Sharing | None = None,
+    ) -> Runner:
+        """Return the runner for the batches of `source`, which processes may share.
 
         `fixed`: whether calls to come have batches of this size, too.
         """
-        work = self.work * source.batch_size * call.trainer.accumulate
-        size = 1 if call.sharing is None else call.sharing.part.size
+        work = self.work * source.batch_size * recipe.trainer.accumulate
+        size = 1 if sharing is None else sharing.part.size
         work /= size
-        parts = self._parts(call, work, source)
+        parts = self._parts(recipe.trainer, sharing, work, source)
         key = threads(work), work >= WORK_PER_THREAD, parts
         if self.running is None or (fixed and self._key != key):
             if self.step is not None:  # it has taken the graph of the objective
-                self.objective = call.objective()
-            self.running = self._runner(call, source, fields, work, parts)
+                self.objective = recipe.objective()
+            self.running = self._runner(recipe, sharing, source, fields, work, parts)
             self._key = key
         self.running.fields = fields
         if isinstance(source, ArraySource):
@@ -81,10 +73,16 @@ class Compiled:
         return self.running
 
     def _runner(
-        self, call: OneCall, source: BatchSource, fields: Fields, work: float, parts: int
+        self,
+        recipe: Recipe,
+        shared: Sharing | None,
+        source: BatchSource,
+        fields: Fields,
+        work: float,
+        parts: int,
     ) -> Runner:
         """Build the step and its runner."""
-        objective, shared, rows = self.objective, call.sharing, source.batch_size
+        objective, rows, device = self.objective, source.batch_size, recipe.trainer.device
         splitting: Splitting | None = None
         if isinstance(source, ArraySource) and parts > 1:
             axes, shapes = source.axes, source.batch_shapes()
@@ -94,8 +92,8 @@ class Compiled:
         if shared is not None:
             shared.warn(objective, source)
             across, rows = shared.across, rows // shared.part.size
-        self.step = step = call.step(objective, across=across)
-        target = Target.of(call.trainer.device, work, rows)
+        self.step = step = recipe.step(objective, across=across)
+        target = Target.of(device, work, rows)
         if splitting is not None:
             target = Target(target.device, 1, rows // parts)
         if shared is not None:
@@ -105,9 +103,10 @@ class Compiled:
             return Together(step, target, work, fields, Alone(), splitting=splitting)
         return new_runner(step, target, work, fields, objective.carried)
 
-    def _parts(self, call: OneCall, work: float, source: BatchSource) -> int:
+    def _parts(
+        self, trainer: Settings, shared: Sharing | None, work: float, source: BatchSource
+    ) -> int:
         """Return into how many parts threads divide a batch, if its rows allow it."""
-        trainer, shared = call.trainer, call.sharing
         size = 1 if shared is None else shared.part.size
         alone = shared is not None and shared.across is None
         whole = alone or trainer.accumulate > 1
@@ -119,26 +118,3 @@ class Compiled:
             return 1
         parts = min(threads(work), source.batch_size // size)
         return parts if parts >= SPLIT_THREADS else 1
-
-
-def compiled_step(call: OneCall, labels: Shapes, class_weight: Any) -> Compiled:
-    """Return the step of a call of `fit`; that of the call before, if it is the same.
-
-    Args:
-        call: the call.
-        labels: shapes of the labels; of the number of rows only matters whether it is 1.
-        class_weight: weights of the classes, computed for these labels.
-    """
-    trainer = call.trainer
-    cache: BuildCache = trainer.built
-    norms = trainer.callbacks.gradient_norms
-    shapes = {name: (shape[:1] == (1,), shape[1:]) for name, shape in labels.items()}
-
-    def key() -> Any:
-        arguments = {name: getattr(trainer, name) for name in _ARGUMENTS}
-        arguments["device"] = repr(trainer.device)
-        shared = None if call.sharing is None else call.sharing.key
-        values = [arguments, class_weight, shapes, norms, call.weight_axes, shared]
-        return id(trainer.proto), fingerprint(values)
-
-    return cache.get("step", key, lambda: Compiled(call.objective()))

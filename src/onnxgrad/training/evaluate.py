@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import copy
+import warnings
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.data.columns import Names
 from onnxgrad.errors import escaping
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
@@ -21,12 +24,17 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
 from onnxgrad.training.batches import Batch, BatchSource, Slice, rows_of
 from onnxgrad.training.causes import cause_in_evaluation
+from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.judges import ByOutput, Judge, judges
+from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, Plan, build_objective
 from onnxgrad.training.progress import Totals
+from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.settings import Settings
 
 Arrays = Mapping[str, np.ndarray]
+SIZE = 256  # rows of one call of the runtime
 Results = tuple[dict[str, np.ndarray], list[np.ndarray]]  # data, and outputs
 
 
@@ -40,7 +48,6 @@ class Evaluator:
         weighted: whether there may be sample weights.
         device: where to run.
         batch_axes: as those of a `Trainer`.
-        shown: the title of a progress bar; None for none.
     """
 
     def __init__(
@@ -51,12 +58,19 @@ class Evaluator:
         weighted: bool,
         device: Any,
         batch_axes: Mapping[str, int | None],
-        shown: str | None = None,
     ) -> None:
         self.proto, self.names, self.plan = proto, list(names), plan
         self.weighted, self.device, self.batch_axes = weighted, Device.of(device), batch_axes
-        self.shown = shown
+        self.shown: str | None = None  # the title of a progress bar
         self.failed: Batch | None = None  # the first one whose loss is not finite
+        self._sessions: dict[str, ort.InferenceSession] = {}  # shared by copies
+
+    def with_names(self, names: Names) -> Self:
+        """Return a copy for one call, of which columns of tables have these names."""
+        new = copy.copy(self)
+        new.fields, new.failed = copy.copy(self.fields), None
+        new.fields.names = names
+        return new
 
     def objective(self) -> Objective:
         """Return the objective, without dropout and with the stored statistics."""
@@ -72,22 +86,27 @@ class Evaluator:
         """The inputs of data."""
         return Fields(self.described, self.batch_axes)
 
-    @cached_property
+    @property
     def _losses(self) -> ort.InferenceSession:
-        one = self.objective()
-        multiply_adds = work(one.model.graph)
-        values = [*one.reported, *one.predictions.values(), *one.states.values()]
-        return session(one.compute(*values), self.device, multiply_adds * 32)
+        if "losses" not in self._sessions:
+            one = self.objective()
+            multiply_adds = work(one.model.graph)
+            values = [*one.reported, *one.predictions.values(), *one.states.values()]
+            built = session(one.compute(*values), self.device, multiply_adds * 32)
+            self._sessions["losses"] = built
+        return self._sessions["losses"]
 
-    @cached_property
+    @property
     def _predictions(self) -> ort.InferenceSession:
-        one = self.objective()
-        multiply_adds = work(one.model.graph)
-        graph = one.model.graph
-        graph.outputs[:] = [*one.predictions.values(), *one.states.values()]
-        tidy(one.model)
-        graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
-        return session(to_proto(one.model), self.device, multiply_adds * 32)
+        if "predictions" not in self._sessions:
+            one = self.objective()
+            multiply_adds, graph = work(one.model.graph), one.model.graph
+            graph.outputs[:] = [*one.predictions.values(), *one.states.values()]
+            tidy(one.model)
+            graph.inputs[:] = [x for x in graph.inputs if x.uses() or x in graph.outputs]
+            built = session(to_proto(one.model), self.device, multiply_adds * 32)
+            self._sessions["predictions"] = built
+        return self._sessions["predictions"]
 
     @escaping()
     def evaluate(
@@ -257,3 +276,89 @@ class Evaluator:
             for piece in slices:
                 yield piece
                 bar.advance(task, piece.rows)
+
+
+def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: Fields) -> None:
+    """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
+    if isinstance(recipe.trainer.class_weight, str) and recipe.facts.balanced is None:
+        raise ValueError(
+            "class_weight='balanced' is computed from the labels of fit: call it first, or "
+            "pass the weights of the classes"
+        )
+    symbol = fields.row_axes.symbol
+    for name, prediction in objective.predictions.items():
+        shape = dims(prediction) or ()
+        if (
+            data.sample_weight is not None
+            and recipe.facts.weight_axes == 1
+            and symbol in shape[1:]
+            and shape[0] != symbol
+        ):
+            raise ValueError(
+                f"sample_weight: the rows of the output {name!r}, {shape}, are not on its "
+                "first axis: pass a weight for each label, in its shape, or batch_axes"
+            )
+
+
+def evaluator_of(
+    recipe: Recipe,
+    names: Names,
+    buffers: Collection[str] = (),
+    kind: Callable[..., Evaluator] = Evaluator,
+) -> Evaluator:
+    """Return what evaluates the model of a recipe, for any weights.
+
+    A trainer keeps it while the recipe stays the same, and a copy has the names of the columns.
+
+    Args:
+        recipe: that of a trainer.
+        names: those of the columns of tables.
+        buffers: names of statistics that train, and are not in the state yet.
+        kind: builds it, from the arguments of `Evaluator`.
+    """
+    trainer = recipe.trainer
+    changing = frozenset({*trainer.state.weights, *trainer.state.buffers, *buffers})
+
+    def build() -> Evaluator:
+        proto = inference_form(trainer.proto)
+        read = sorted({ref.name for ref in constants.constant_refs(proto)} & changing)
+        weighted = recipe.weighted
+        return kind(proto, read, recipe.plan, weighted, trainer.device, trainer.batch_axes)
+
+    key = "labelled" if recipe.facts.labels else "unlabelled"
+    kept = trainer.built.get(f"evaluator, {key}", lambda: (recipe.key, changing), build)
+    return kept.with_names(names)
+
+
+def evaluate(
+    trainer: Settings, data: Dataset, batch_size: int | None, shown: str | None = None
+) -> dict[str, Any]:
+    """Return the loss and the metrics of data.
+
+    Args:
+        trainer: the trainer, or others with its arguments and a state.
+        data: the data.
+        batch_size: rows of one call of the runtime; None: those of a static batch, or 256.
+        shown: the title of a progress bar; None for none.
+    """
+    recipe = Recipe.of(trainer, Facts.of(trainer, data))
+    evaluator, values = evaluator_of(recipe, trainer.names.copy()), trainer.evaluated()
+    evaluator.shown = shown
+    check_weights(recipe, data, evaluator.described, evaluator.fields)
+    source = data.source(evaluator.fields, batch_size or evaluator.fields.fixed_rows or SIZE)
+    results = evaluator.evaluate(values, source, trainer.metrics_by_output)
+    if not np.isfinite(results["loss"]):
+        cause = evaluator.cause(values)
+        warnings.warn(f"the loss is {results['loss']}: {cause}", stacklevel=3)
+    return results
+
+
+def predict(
+    trainer: Settings, data: Dataset, batch_size: int | None, shown: str | None = None
+) -> dict[str, np.ndarray]:
+    """Return the predictions for data, by output; arguments are those of `evaluate`."""
+    recipe = Recipe.of(trainer, Facts.of(trainer, data))
+    evaluator = evaluator_of(recipe, trainer.names.copy())
+    evaluator.shown, fields = shown, evaluator.fields.without_labels()
+    source = data.source(fields, batch_size or fields.fixed_rows or SIZE)
+    return evaluator.predict(trainer.evaluated(), source)

@@ -1,0 +1,224 @@
+"""One call of `fit`: from data and arguments to objective, step, runner and loop."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+
+from onnxgrad.autodiff.quantized import straight_through_warning
+from onnxgrad.data.torch_data import draws_its_order
+from onnxgrad.losses.info import LossInfo
+from onnxgrad.schedules.epochwise import BaseLearningRate
+from onnxgrad.training.arguments import start_learning_rate
+from onnxgrad.training.batches import BatchSource
+from onnxgrad.training.callbacks.checkpoint import newest
+from onnxgrad.training.causes import cause_in_fit
+from onnxgrad.training.data import Dataset
+from onnxgrad.training.evaluate import Evaluator, check_weights, evaluator_of
+from onnxgrad.training.failed import find_failed_step
+from onnxgrad.training.fields import Fields
+from onnxgrad.training.holdout import Split, held_out_share
+from onnxgrad.training.identity import Identity, identity_of, require_equal
+from onnxgrad.training.loop import Loop
+from onnxgrad.training.rates import ByEpoch, ByStep, Rates
+from onnxgrad.training.recipe import Facts, Recipe
+from onnxgrad.training.run.select import Compiled
+from onnxgrad.training.settings import Settings
+from onnxgrad.training.sharing import Sharing
+from onnxgrad.training.state import TrainState, Values
+
+SIZE = 32  # rows of a step
+
+
+class Fit:
+    """One call of `fit` or `partial_fit`; it lets go of the data when it ends.
+
+    Args:
+        trainer: the trainer.
+        data: those to train on.
+        batch_size: rows of a step; None: those of a model with a static batch, or else 32.
+        held_out: validation data, or the share of the rows that are held out; None for none.
+        sharing: the group of processes that train together; None: this process alone.
+        further: whether it goes on where the call before ended, as `partial_fit`.
+
+    Attributes:
+        recipe: what a step computes.
+        names: of the columns of tables.
+        labels: what is known of each label.
+        loop: the epochs.
+        validated: the batches of validation data; None without, and in the end.
+    """
+
+    def __init__(
+        self,
+        trainer: Settings,
+        data: Dataset,
+        batch_size: int | None = None,
+        held_out: Dataset | float | Split | None = None,
+        sharing: Sharing | None = None,
+        further: bool = False,
+    ) -> None:
+        self.trainer, self.sharing, self.further = trainer, sharing, further
+        self.data, self.held_out, self.batch_size = data, held_out, batch_size
+        facts = Facts.of(trainer, data, held_out, fits=not further)
+        self.recipe = Recipe.of(trainer, facts, sharing)
+        self.names = trainer.names.copy()
+        self.labels: dict[str, LossInfo] = {}
+        self.buffers: dict[str, np.ndarray] = {}  # their initial values
+        self.loop: Loop | None = None
+        self.validated: BatchSource | None = None
+
+    @cached_property
+    def evaluator(self) -> Evaluator:
+        """Evaluates the model in its inference form."""
+        return evaluator_of(self.recipe, self.names, self.buffers)
+
+    def begin(self, epochs: int, shuffle: bool, resume: str | os.PathLike | None = None) -> Loop:
+        """Build all that the training needs, and return its loop; the state is on the device."""
+        trainer, shared = self.trainer, self.sharing
+        if shared is not None:
+            shared.check_call(self, epochs, shuffle, resume is not None)
+        compiled = trainer.built.get("step", lambda: self.recipe.key, lambda: Compiled(self.recipe))
+        objective = compiled.objective
+        initial = ((str(b.name), b.const_value) for b in objective.buffers)
+        self.buffers = {name: np.array(v.numpy()) for name, v in initial if v is not None}
+        self.labels, fields = objective.labels, Fields(objective, trainer.batch_axes)
+        check_weights(self.recipe, self.data, objective, fields)
+        source, held_out = self._sources(fields, shuffle)
+        if held_out is not None:
+            values = self.buffers | trainer.evaluated()
+            self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
+        identity = identity_of(trainer, source, shuffle)
+        state, first = self._state(identity, resume), trainer.state.epoch if self.further else 0
+        callbacks = trainer.callbacks
+        if shared is not None:
+            shared.check(trainer, state, identity, source, held_out)
+            source, callbacks = shared.source(source, fields.axes), shared.callbacks(callbacks)
+            if held_out is not None:
+                held_out = shared.source(held_out, self.evaluator.fields.axes)
+        self.validated = held_out
+        fixed = not self.further or source.batch_size == (self.batch_size or SIZE)
+        runner = compiled.runner(self.recipe, source, fields, fixed, shared)
+        rates = self._rates(state, None if self.further else source.batches, epochs)
+        runner.step.warn(stacklevel=3)
+        if runner.step.rounding:
+            warnings.warn(straight_through_warning(runner.step.rounding), stacklevel=3)
+        if self.further:  # nothing is refused from here on
+            state.begin_epoch(self.buffers)
+        state.begin(runner, self.further)
+        self.loop = Loop(
+            trainer,
+            state,
+            runner,
+            rates,
+            source,
+            callbacks,
+            order=lambda s: np.random.default_rng([s.seed, s.epoch]) if shuffle else None,
+            last_epoch=first + epochs,
+            resumable=True,
+            evaluate=None if held_out is None else self._validate,
+            explain=self._explain,
+        )
+        return self.loop
+
+    def end(self) -> None:
+        """Let go of the data."""
+        self.data, self.held_out, self.validated = Dataset(None), None, None
+        if self.loop is not None:
+            self.loop.let_go()
+
+    def _explain(self, loop: Loop) -> str:
+        """Return why the loop ended."""
+        trainer, failed = self.trainer, partial(find_failed_step, self.recipe, loop)
+        read, values = self.recipe.plan.read_outputs(trainer.proto), trainer.evaluated()
+        return cause_in_fit(loop, trainer.file, read, failed, self.evaluator, values)
+
+    def _validate(self) -> dict[str, Any]:
+        """Return the entries of the history for validation data."""
+        trainer = self.trainer
+        assert self.validated is not None
+        shared = None if self.sharing is None else self.sharing.group
+        results = self.evaluator.evaluate(
+            trainer.evaluated(), self.validated, trainer.metrics_by_output, shared
+        )
+        return {f"validation_{name}": value for name, value in results.items()}
+
+    def _sources(self, fields: Fields, shuffle: bool) -> tuple[BatchSource, BatchSource | None]:
+        """Return the batches to train on, and those that are held out."""
+        source, trainer = self._source(self.data, fields), self.trainer
+        if trainer.carry and shuffle and source.shuffles:
+            raise ValueError(
+                "carry passes a state from batch to batch, and shuffle=True reorders the rows: "
+                "pass shuffle=False, or an iterable of batches"
+            )
+        if isinstance(self.held_out, Dataset):
+            return source, self._source(self.held_out, self.evaluator.fields)
+        if self.held_out is None:
+            return source, None
+        if trainer.carry:
+            raise ValueError("carry needs the order of the rows: pass validation data, not a share")
+        both = held_out_share(source, self.held_out, trainer.seed)
+        for part in both:
+            fields.check_rows(part.rows)
+        return both
+
+    def _source(self, data: Dataset, fields: Fields) -> BatchSource:
+        """Return the source of batches; one batch for all rows, if they are fewer than its size."""
+        fields.names = self.names
+        return data.source(fields, self.batch_size or fields.fixed_rows or SIZE)
+
+    def _rates(self, state: TrainState, batches: int | None, epochs: int) -> Rates:
+        rate = self.trainer.learning_rate
+        if isinstance(rate, BaseLearningRate):
+            return ByEpoch(start_learning_rate(rate), state.losses)
+        unseen = [m for m in rate.monitors if m.startswith("validation_")]
+        if unseen and self.held_out is None:
+            remedy = "partial_fit has none, call fit" if self.further else "pass validation= data"
+            raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
+        if batches is not None:
+            rate = rate.over(batches * epochs)
+        rate.rate(0, state.schedule)  # raises if it needs the number of steps
+        return ByStep(rate, state)
+
+    def _state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
+        """Return the state to begin with: that of the trainer, a new one, or that of a checkpoint.
+
+        Raises:
+            FileNotFoundError: there is no checkpoint.
+            ValueError: it is of another training.
+        """
+        shared = self.sharing
+        if self.further:
+            return self.trainer.state
+        begun = partial(self._begun, identity, resume)
+        return begun() if shared is None or resume is None else shared.from_first(begun)
+
+    def _begun(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
+        """Return a new state with the current weights, or that of a checkpoint."""
+        old, balanced = self.trainer.state, self.recipe.facts.balanced
+        found = None if resume is None else newest(resume, TrainState.load)
+        if found is not None:
+            path, state = found
+            require_equal(state.identity, identity, path)
+            if draws_its_order(self.data.X):
+                warnings.warn(
+                    "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
+                    "the resumed training sees other batches than an uninterrupted one. Pass its "
+                    "dataset, or shuffle=False",
+                    stacklevel=4,
+                )
+            state.stop_reason, state.balanced = None, balanced
+            return state
+        if resume is not None and not self.trainer.callbacks.writes_to(resume):
+            raise FileNotFoundError(
+                f"resume={os.fspath(resume)!r} holds no checkpoint: leave it out to begin anew, or "
+                "pass Checkpoint of that folder among the callbacks"
+            )
+        state = TrainState(seed=self.trainer.seed, identity=identity, balanced=balanced)
+        now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
+        state.values = Values(old.weights, buffers=now)
+        return state
