@@ -123,7 +123,7 @@ def test_recomputation_changes_no_result(name, accumulate):
 
 
 def step_of(fitted: og.Trainer, X: np.ndarray, y: np.ndarray) -> onnx.ModelProto:
-    recipe = Recipe.of(fitted, Facts.of(fitted, Dataset(X, y)))
+    recipe = Recipe(fitted, Facts.of(fitted, Dataset(X, y)))
     return to_proto(recipe.step(recipe.objective(), norms=False).model)
 
 

@@ -152,7 +152,7 @@ class _Files:
         weight = np.ones(shape) if self.sample_weight else None
         facts = Facts.of(trainer, Dataset(None, None, weight))
         with garbage_kept():
-            models = build_models(Recipe.of(trainer, facts), additional, self.updates)
+            models = build_models(Recipe(trainer, facts), additional, self.updates)
         if models.unreached:
             warnings.warn(
                 f"the loss does not depend on {models.unreached}: they do not train", stacklevel=4

@@ -52,7 +52,7 @@ class Judged(Settings):
 
     def described(self, y: Any) -> Objective:
         """Return the inputs and the labels, for labels `y` whose shape may decide the loss."""
-        recipe = Recipe.of(self, Facts.of(self, Dataset(None, y)))
+        recipe = Recipe(self, Facts.of(self, Dataset(None, y)))
         return build_objective(self.proto, [], recipe.plan, weighted=False, training=False)
 
     def numeric_loss(self) -> str | None:

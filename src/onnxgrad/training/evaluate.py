@@ -341,7 +341,7 @@ def evaluate(
         batch_size: rows of one call of the runtime; None: those of a static batch, or 256.
         shown: the title of a progress bar; None for none.
     """
-    recipe = Recipe.of(trainer, Facts.of(trainer, data))
+    recipe = Recipe(trainer, Facts.of(trainer, data))
     evaluator, values = evaluator_of(recipe, trainer.names.copy()), trainer.evaluated()
     evaluator.shown = shown
     check_weights(recipe, data, evaluator.described, evaluator.fields)
@@ -357,7 +357,7 @@ def predict(
     trainer: Settings, data: Dataset, batch_size: int | None, shown: str | None = None
 ) -> dict[str, np.ndarray]:
     """Return the predictions for data, by output; arguments are those of `evaluate`."""
-    recipe = Recipe.of(trainer, Facts.of(trainer, data))
+    recipe = Recipe(trainer, Facts.of(trainer, data))
     evaluator = evaluator_of(recipe, trainer.names.copy())
     evaluator.shown, fields = shown, evaluator.fields.without_labels()
     source = data.source(fields, batch_size or fields.fixed_rows or SIZE)

@@ -65,7 +65,7 @@ class Fit:
         self.trainer, self.sharing, self.further = trainer, sharing, further
         self.data, self.held_out, self.batch_size = data, held_out, batch_size
         facts = Facts.of(trainer, data, held_out, fits=not further)
-        self.recipe = Recipe.of(trainer, facts, sharing)
+        self.recipe = Recipe(trainer, facts, sharing)
         self.names = trainer.names.copy()
         self.labels: dict[str, LossInfo] = {}
         self.buffers: dict[str, np.ndarray] = {}  # their initial values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from onnx import ModelProto
@@ -65,34 +66,40 @@ class Facts:
         return cls(label_shapes(data, trainer.proto), axes, weights)
 
 
-@dataclass(frozen=True, eq=False)
 class Recipe:
     """What the step of a training computes, before it is built.
 
-    - `plan`: what is minimized.
-    - `optimizer`: behind the clipping of the norm of all gradients.
-    - `norms`: whether a callback asks for the norms of gradients.
-    - `shared`: whether processes share the training.
-    - `key`: equal for recipes of one trainer that compute the same.
+    Args:
+        trainer: the trainer.
+        facts: of the data.
+        sharing: how processes share the training; None: this one trains alone.
     """
 
-    trainer: Settings
-    plan: Plan
-    facts: Facts
-    optimizer: Optimizer
-    norms: bool
-    shared: bool
-    key: Any
+    def __init__(self, trainer: Settings, facts: Facts, sharing: Any = None) -> None:
+        self.trainer, self.facts, self.sharing = trainer, facts, sharing
+        self.norms = trainer.callbacks.gradient_norms  # whether a callback asks for them
 
-    @classmethod
-    def of(cls, trainer: Settings, facts: Facts, sharing: Any = None) -> Recipe:
-        """Return the recipe of a trainer for data, and for the processes that share a training.
+    @property
+    def key(self) -> Any:
+        """What is equal for two recipes of one trainer that compute the same."""
+        trainer, facts = self.trainer, self.facts
+        # of the number of rows only matters whether it is 1
+        shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in facts.labels.items()}
+        arguments = [getattr(trainer, name) for name in _ARGUMENTS]
+        weight = facts.balanced or trainer.class_weight
+        own = [*arguments, weight, str(trainer.device), shapes, facts.weight_axes, self.norms]
+        shared = None if self.sharing is None else self.sharing.key
+        return id(trainer.proto), fingerprint(own), shared
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What is minimized.
 
         Raises:
             ValueError: arguments that do not fit each other.
         """
-        loss = _loss(trainer, facts)
-        plan = Plan(
+        trainer, loss = self.trainer, _loss(self.trainer, self.facts)
+        return Plan(
             loss,
             "" if loss is not None else loss_output(trainer.proto),
             batch_norm=trainer.batch_norm,
@@ -101,19 +108,14 @@ class Recipe:
             seed=trainer.seed,
             exempt=frozenset(trainer.moved),
             straight_through=trainer.straight_through,
-            across=None if sharing is None else sharing.normalized,
+            across=None if self.sharing is None else self.sharing.normalized,
         )
-        optimizer, norm = trainer.optimizer, trainer.clip_norm
-        if norm is not None:
-            optimizer = Chain((clip_by_global_norm(norm), optimizer))
-        norms = trainer.callbacks.gradient_norms
-        # of the number of rows only matters whether it is 1
-        shapes = {name: [shape[:1] == (1,), *shape[1:]] for name, shape in facts.labels.items()}
-        arguments = [getattr(trainer, name) for name in _ARGUMENTS]
-        weight = facts.balanced or trainer.class_weight
-        own = [*arguments, weight, repr(trainer.device), shapes, facts.weight_axes, norms]
-        key = id(trainer.proto), fingerprint(own), None if sharing is None else sharing.key
-        return cls(trainer, plan, facts, optimizer, norms, sharing is not None, key)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, behind the clipping of the norm of all gradients."""
+        own, norm = self.trainer.optimizer, self.trainer.clip_norm
+        return own if norm is None else Chain((clip_by_global_norm(norm), own))
 
     @property
     def weighted(self) -> bool:
@@ -147,7 +149,7 @@ class Recipe:
             NoGradientRule: an operator on the way has no rule.
         """
         trainer, on_cpu = self.trainer, self.trainer.device.kind == "cpu"
-        in_place &= on_cpu and (not self.shared or across is not None)
+        in_place &= on_cpu and (self.sharing is None or across is not None)
         norms = self.norms if norms is None else norms
         options = StepOptions(norms, blocks and on_cpu, trainer.recompute, in_place, across)
         if trainer.accumulate == 1:

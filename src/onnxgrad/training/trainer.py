@@ -332,7 +332,7 @@ class Trainer(Settings):
             NoGradientRule: an operator between the weights and the loss has no rule.
         """
         facts = Facts.of(self, as_dataset(X, y), fits=True)
-        return Recipe.of(self, facts).step_models()
+        return Recipe(self, facts).step_models()
 
     # -- results ------------------------------------------------------------------------------
 

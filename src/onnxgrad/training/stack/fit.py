@@ -141,7 +141,7 @@ def evaluate_members(
     members: int, trainer: Settings, data: Dataset, batch_size: int | None, weights: Arrays
 ) -> dict[str, np.ndarray]:
     """Return the loss and the metrics of the data, (members, ...)."""
-    recipe = Recipe.of(trainer, Facts.of(trainer, data))
+    recipe = Recipe(trainer, Facts.of(trainer, data))
     evaluator = stacked_evaluator(recipe, trainer.names.copy(), members)
     check_weights(recipe, data, evaluator.described, evaluator.fields)
     source = data.source(evaluator.fields, batch_size or evaluator.fields.fixed_rows or SIZE)
@@ -156,7 +156,7 @@ def predict_members(
     members: int, trainer: Settings, data: Dataset, batch_size: int | None, weights: Arrays
 ) -> Arrays:
     """Return the predictions for the data by output, (members, ...)."""
-    recipe = Recipe.of(trainer, Facts.of(trainer, data))
+    recipe = Recipe(trainer, Facts.of(trainer, data))
     evaluator = stacked_evaluator(recipe, trainer.names.copy(), members)
     fields = evaluator.fields.without_labels()
     return evaluator.predict(weights, data.source(fields, batch_size or fields.fixed_rows or SIZE))
