@@ -155,7 +155,7 @@ def test_train_and_freeze(here):
     for options, message in (
         (("--train", "w"), "weight 'w'"),
         (("--freeze", "U*"), "weight (--freeze) 'U*'"),
-        (("--freeze", "*"), "nothing is left to train: no --train, --freeze ['*']"),
+        (("--freeze", "*"), "nothing is left to train: no --train, --freeze '*'"),
     ):
         assert message in refused("train", *KINDS, *options, "-o", "no.onnx")
 

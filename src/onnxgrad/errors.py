@@ -187,6 +187,46 @@ class ProcessLostError(PrintableError, RuntimeError):
     """
 
 
+class Face:
+    """How messages name arguments: as the keywords of a call in Python.
+
+    Another face, such as the command line, names them by its own words. An argument of a function
+    whose name others have as well is called by both: `add_lora.alpha`.
+    """
+
+    def named(self, argument: str) -> str:
+        """Return the name of an argument, or of a function."""
+        return argument.rpartition(".")[2]
+
+    def given(self, argument: str, *value: Any) -> str:
+        """Return an argument with its value, if there is one."""
+        return f"{self.named(argument)}={''.join(map(repr, value))}"
+
+
+_face = Face()
+
+
+@contextmanager
+def speaking(face: Face) -> Iterator[None]:
+    """Let the messages of this process name arguments as `face` does."""
+    global _face
+    before, _face = _face, face
+    try:
+        yield
+    finally:
+        _face = before
+
+
+def named(argument: str) -> str:
+    """Return what the user calls an argument or a function, for a message."""
+    return _face.named(argument)
+
+
+def argument(name: str, *value: Any) -> str:
+    """Return an argument as the user writes it: `name=value`, or `name=` without a value."""
+    return _face.given(name, *value)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of `error`, without the source location in C++."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

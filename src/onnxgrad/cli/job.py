@@ -71,8 +71,6 @@ def fine_tuned(proto: ModelProto, options: TrainOptions) -> ModelProto:
     elif options.head_at or options.head_pool or options.head_mask:
         raise ValueError("--head-at, --head-pool and --head-mask need --head: how many units")
     if options.lora:
-        if options.lora_dropout >= 1:
-            raise ValueError(f"--lora-dropout {options.lora_dropout:g} must be below 1")
         from onnxgrad.finetune.lora import add_lora
 
         proto = add_lora(

@@ -27,7 +27,6 @@ from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.cli.watch import Watch
-from onnxgrad.cli.words import in_options
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line, replacing
 from onnxgrad.parallel import join
@@ -79,7 +78,7 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
     outcome = _fit(job, options, watch, stop)
     if not first:
         if outcome.reason:
-            complain(in_options(outcome.reason, vars(options)))
+            complain(outcome.reason)
         if outcome.code:
             raise typer.Exit(outcome.code)
         return
@@ -240,8 +239,7 @@ def _exit(
     expected: list[Path],
 ) -> None:
     """Say why training ended early; exit with a code if it did, or if a file is missing."""
-    kept, code = outcome.kept, outcome.code
-    reason = in_options(outcome.reason, vars(options))
+    reason, kept, code = outcome.reason, outcome.kept, outcome.code
     if not reason and stop.request:  # the signal came after the last slice of batches
         reason, code = str(stop.request), stop.request.code
         kept = "all that was to be trained"
