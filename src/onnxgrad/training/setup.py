@@ -13,6 +13,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.data.torch_data import draws_its_order
+from onnxgrad.errors import argument, named
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.objectives import TrainingLoss as OutputLosses, training_loss
 from onnxgrad.losses.other_models import LossModel
@@ -105,7 +106,9 @@ class Setup:
         for name in ("class_weight", "loss_options", "loss_weights"):
             if whole and getattr(trainer, name) is not None:
                 kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
-                raise ValueError(f"{name} has no effect on a loss that is {kind}: leave it out")
+                raise ValueError(
+                    f"{named(name)} has no effect on a loss that is {kind}: leave it out"
+                )
         if loss is None or hasattr(loss, "write"):
             return loss
         if _is_model(loss):
@@ -264,8 +267,8 @@ class Setup:
         source, trainer = self._source(self.data, fields), self.trainer
         if trainer.carry and shuffle and source.shuffles:
             raise ValueError(
-                "carry passes a state from batch to batch, and shuffle=True reorders the rows: "
-                "pass shuffle=False, or an iterable of batches"
+                f"carry passes a state from batch to batch, and {argument('shuffle', True)} "
+                f"reorders the rows: pass {argument('shuffle', False)}, or an iterable of batches"
             )
         if isinstance(self.held_out, Dataset):
             return source, self._source(self.held_out, self.evaluator.fields)
@@ -282,21 +285,17 @@ class Setup:
         """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
         if isinstance(self.trainer.class_weight, str) and self.balanced is None:
             raise ValueError(
-                "class_weight='balanced' is computed from the labels of fit: call it first, or "
-                "pass the weights of the classes"
+                f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call "
+                "it first, or pass the weights of the classes"
             )
         symbol = fields.row_axes.symbol
         for name, prediction in objective.predictions.items():
             shape = dims(prediction) or ()
-            if (
-                self.data.sample_weight is not None
-                and self.weight_axes == 1
-                and symbol in shape[1:]
-                and shape[0] != symbol
-            ):
+            elsewhere = symbol in shape[1:] and shape[0] != symbol
+            if elsewhere and self.data.sample_weight is not None and self.weight_axes == 1:
                 raise ValueError(
-                    f"sample_weight: the rows of the output {name!r}, {shape}, are not on its "
-                    "first axis: pass a weight for each label, in its shape, or batch_axes"
+                    f"{named('sample_weight')}: the rows of the output {name!r}, {shape}, are not "
+                    "on its first axis: pass a weight for each label, in its shape, or batch_axes"
                 )
 
     def _source(self, data: Dataset, fields: Fields) -> BatchSource:
@@ -319,7 +318,8 @@ class Setup:
             return ByEpoch(start_learning_rate(rate), state.losses)
         unseen = [m for m in rate.monitors if m.startswith("validation_")]
         if unseen and self.held_out is None:
-            remedy = "pass validation= data" if self.fits else "partial_fit has none, call fit"
+            given = argument("validation")
+            remedy = f"pass {given} data" if self.fits else "partial_fit has none, call fit"
             raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
         if batches is not None:
             rate = rate.over(batches * epochs)
@@ -342,15 +342,15 @@ class Setup:
                 warnings.warn(
                     "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "
-                    "dataset, or shuffle=False",
+                    f"dataset, or {argument('shuffle', False)}",
                     stacklevel=4,
                 )
             state.stop_reason, state.balanced = None, self.balanced
             return state
         if resume is not None and not self.trainer.callbacks.writes_to(resume):
             raise FileNotFoundError(
-                f"resume={os.fspath(resume)!r} holds no checkpoint: leave it out to begin anew, or "
-                "pass Checkpoint of that folder among the callbacks"
+                f"{argument('resume', os.fspath(resume))} holds no checkpoint: leave it out to "
+                "begin anew, or pass Checkpoint of that folder among the callbacks"
             )
         state = TrainState(seed=self.trainer.seed, identity=identity, balanced=self.balanced)
         now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}
