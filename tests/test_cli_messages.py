@@ -92,9 +92,9 @@ def test_cells_and_columns(here, text, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ("0 1 3", "the 3 classes are numbered 0 to 2, not 3 (row 3); `onnxgrad train --head N`"),
-        ("0 -1", "not -1 (row 2)"),
-        ("0 1.5", "takes int64, not 1.5 (row 2)"),
+        ("0 1 3", "outside 0..2: 3 (row 3); `onnxgrad train --head N` gives"),
+        ("0 -1", "outside 0..2: -1 (row 2)"),
+        ("0 1.5", "must hold int64, not 1.5 (row 2)"),
         ("cat dog cat", "first in row 1: 'cat'; if it names classes, list them in the order of"),
         ("cat dog", "--classes cat,dog, or train a new last layer with --head cat,dog"),
     ],
@@ -129,8 +129,8 @@ def test_rows_are_counted_as_in_the_file(here):
     """Also where rows are left out."""
     data = csv("a,b,kind\n1,2,0\n,2,0\n1,2,1\n,2,1\n1,2,7\n")
     line = ("layers.onnx", data, *CLASSES[:4], "--drop-missing")
-    assert "not 7 (row 5)" in refused("train", *line, *NO)
-    assert "not 7 (row 5)" in refused("eval", *line)
+    assert "outside 0..2: 7 (row 5)" in refused("train", *line, *NO)
+    assert "outside 0..2: 7 (row 5)" in refused("eval", *line)
     data = csv("a,b,y\n,2,0\n1,2,1\n,2,1\n1,oh,7\n")
     line = ("linear.onnx", data, "--drop-missing", "--ignore", "y")
     assert "'bad.csv': column 'b' is text, first in row 4: 'oh'" in refused("predict", *line)
@@ -229,6 +229,7 @@ TRAIN = frozenset(vars(TrainOptions()))
         ("shuffle", (False,), "shuffle=False", "--no-shuffle"),
         ("shuffle", (True,), "shuffle=True", "--shuffle"),
         ("y", (None,), "y=None", "no --target"),
+        ("units", (["a", "b"],), "units=['a', 'b']", "--head a,b"),
         ("temperature", (2,), "temperature=2", "temperature=2"),
     ],
 )

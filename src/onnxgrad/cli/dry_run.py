@@ -12,9 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from onnxgrad.cli.columns import listed
 from onnxgrad.cli.console import ignoring_closed_output, print_json, results, say
 from onnxgrad.cli.job import Job, prepare
-from onnxgrad.cli.task import listed
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.training.callbacks.base import Callback, Control
 

@@ -11,6 +11,7 @@ from onnxgrad.errors import Face
 
 _FEATURES = "--head N --head-at NAME --head-pool none, or mean, first, image"
 _LOSSES = "loss_options."
+_JOINED = ("classes", "units")  # names of classes are one value, separated by commas
 OPTIONS = {  # the option of an argument, where it has another name
     **{"units": "head", "at": "head_at", "pool": "head_pool", "mask": "head_mask"},
     **{
@@ -60,6 +61,8 @@ class Shell(Face):
             return option + (given if isinstance(given, str) else json.dumps(given))
         if given is None or isinstance(given, bool):
             return f"no {option}" if given is None else option if given else f"--no{option[1:]}"
+        if argument in _JOINED and isinstance(given, list):
+            given = ",".join(given)
         if isinstance(given, dict):
             given = [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in given.items()]
         several = given if isinstance(given, (list, tuple)) else [given]

@@ -10,15 +10,17 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
-from onnxgrad.cli.classes import Labels, class_labels, keep_classes
+from onnxgrad.cli.classes import CLASSES, class_labels
+from onnxgrad.cli.columns import Targets
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.judged import Judged, with_loss
-from onnxgrad.cli.sources import TableSource, open_data, split_images
-from onnxgrad.cli.task import Targets, Task, map_stream, map_table, split
+from onnxgrad.cli.sources import ImageSource, naming, open_data
+from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, split
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.images import ImageFolder
-from onnxgrad.data.readers import Reader
+from onnxgrad.data.tables import FileTable, Labels
 from onnxgrad.errors import unknown
+from onnxgrad.model.notes import write_note
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.holdout import balanced
@@ -60,7 +62,7 @@ class Job:
             self.trainer.proto = separate_merged(self.proto)
         model = self.trainer.model
         if self.new_classes is not None:
-            keep_classes(model, self.new_classes)
+            write_note(model, CLASSES, list(self.new_classes))
         return model
 
 
@@ -198,21 +200,25 @@ def mapped(
     Raises:
         ValueError: data that do not fit; the message begins with the path.
     """
-    source = open_data(path, options)
-    if not isinstance(source, TableSource):
-        objective = judged.described(None)
-        objective.names = judged.names
-        with source.naming():
-            return map_stream(source, objective, options, classes), objective
-    several = list(judged.loss) if isinstance(judged.loss, dict) and len(judged.loss) > 1 else []
-    with source.naming():
-        targets = Targets.of(options, source.table, judged.names, several)
-        numbers = targets.arrays(source.table, classes, judged.numeric_loss)
-        shaped = targets.shaped(numbers)
-    objective = judged.described(shaped)
+    source, labels = open_data(path, options), None
+    if isinstance(source, FileTable):
+        several = judged.loss if isinstance(judged.loss, dict) and len(judged.loss) > 1 else ()
+        with naming(source):
+            targets = Targets.of(options, source.columns, judged.names, list(several))
+            for name in targets.names:
+                source = source.encode(name, classes, judged.numeric_loss)
+            labels = {
+                output: source.cells(each, "the target").stacked()
+                for output, each in targets.columns.items()
+            }
+    objective = judged.described(labels.get(None, labels or None) if labels else None)
     objective.names = judged.names
-    with source.naming():
-        return map_table(source, objective, targets, numbers, options.sample_weight), objective
+    with naming(source):
+        if isinstance(source, FileTable):
+            return map_table(source, objective, targets, options.sample_weight), objective
+        if isinstance(source, ImageSource):
+            return map_images(source, objective, classes), objective
+        return map_arrow(source, objective, options), objective
 
 
 def check_classes(options: LabelOptions, objective: Objective) -> None:
@@ -255,12 +261,7 @@ def _parts(
         )
     assert task.rows is not None
     first, second = split(task.rows, share, options.seed)
-    if isinstance(reader, Reader):
-        assert isinstance(reader, ImageFolder)
-        parts = [Dataset(split_images(reader, rows)) for rows in (first, second)]
-    else:
-        parts = [task.take(first), task.take(second)]
-    return parts[0], parts[1], len(first), len(second), second
+    return task.take(first), task.take(second), len(first), len(second), second
 
 
 def _share(text: str | None) -> float | None:

@@ -253,14 +253,7 @@ def training_loss(
         return TrainingLoss({None: _one(loss, options, class_weight)}, {}, shapes, weight_shape)
     if not loss:
         raise ValueError("loss has no output: give {output: loss}")
-    by_output = {"options": options, "loss_weights": loss_weights, "class_weight": class_weight}
-    for argument, values in by_output.items():
-        given = named(argument)
-        if values is not None and not isinstance(values, Mapping):
-            raise ValueError(f"{given} must be by output, as the losses are: {list(loss)}")
-        for name in values or ():
-            if name not in loss:
-                raise unknown(f"output in {given}", name, loss)
+    _check_by_output(loss, options=options, loss_weights=loss_weights, class_weight=class_weight)
     factors = {name: float(f) for name, f in (loss_weights or {}).items()}
     for name, factor in factors.items():
         if not isfinite(factor):
@@ -272,6 +265,17 @@ def training_loss(
         for name, one in loss.items()
     }
     return TrainingLoss(losses, factors, shapes, weight_shape)
+
+
+def _check_by_output(losses: Mapping[str, Any], **arguments: Any) -> None:
+    """Raise `ValueError` for an argument that is not by output, or names one without a loss."""
+    for name, values in arguments.items():
+        given = named(name)
+        if values is not None and not isinstance(values, Mapping):
+            raise ValueError(f"{given} must be by output, as the losses are: {list(losses)}")
+        for output in values or ():
+            if output not in losses:
+                raise unknown(f"output in {given}", output, losses)
 
 
 def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:
