@@ -125,6 +125,18 @@ def test_labels_that_are_missing_are_left_out_on_request(here):
     assert result["rows"] == 6
 
 
+def test_labels_that_are_missing_do_not_count_on_request(here):
+    """Rows without a label have a loss of zero: that of the others is the mean of theirs."""
+    line = ("eval", "linear.onnx", csv("a,b,y\n1,2,3\n5,7,\n2,1,5\n"), *REGRESSION[:4])
+    assert "column 'y', row 2" in refused(*line)
+    loss = as_json(*line, "--loss-option", "ignore_nan=true")["loss"]
+    assert loss == pytest.approx(((3.5 - 3) ** 2 + (3.5 - 5) ** 2) / 2)
+    message = refused(
+        *line[:2], csv("a,b,y\n1,,3\n"), *line[3:], "--loss-option", "ignore_nan=true"
+    )
+    assert "column 'b', row 1" in message
+
+
 def test_rows_are_counted_as_in_the_file(here):
     """Also where rows are left out."""
     data = csv("a,b,kind\n1,2,0\n,2,0\n1,2,1\n,2,1\n1,2,7\n")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import typer
 
 from onnxgrad.cli.console import complain, warn
 from onnxgrad.cli.face import Shell
-from onnxgrad.cli.options import argument, option
+from onnxgrad.cli.options import argument, option, options
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.signature import takes_options
 from onnxgrad.errors import ProcessLostError, escape, speaking
@@ -28,14 +27,14 @@ EXIT_CODES = (
 stop = StopRequests()
 
 
-@dataclass(frozen=True, kw_only=True)
+@options()
 class ModelArgument:
     """The model: the last base of the options of a command, so that it comes first."""
 
-    model: str | None = argument('The .onnx file; "-" reads it from standard input.')
+    model: str = argument('The .onnx file; "-" reads it from standard input.')
 
 
-@dataclass(frozen=True, kw_only=True)
+@options()
 class Common:
     """What every command takes: the first base, so that it comes last."""
 

@@ -67,17 +67,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
     probe = Probe(validates=False)
     job = prepare(options, proto, [probe])
     probe.validates = job.validation is not None
-    data, held = job.training, job.validation
-    validation = None if held is None else (held.X, held.y, held.sample_weight)
-    job.trainer.fit(
-        data.X,
-        data.y,
-        sample_weight=data.sample_weight,
-        validation=validation,
-        epochs=max(options.epochs, _STEPS),
-        batch_size=options.batch_size,
-        shuffle=options.shuffle,
-    )
+    job.fit(options, max(options.epochs, _STEPS))
     measured = _measured(job, options, probe)
     if options.json:
         print_json(measured)
@@ -87,7 +77,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
 
 def _measured(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
     """Return the documented keys of `--dry-run --json`."""
-    state, rows = job.trainer.state, job.rows
+    state, rows = job.trainer.state, job.training.rows
     size = probe.batch_size
     batches = None if rows is None else -(-rows // size)
     step = statistics.median(probe.steps[1:] or probe.steps)
@@ -116,8 +106,8 @@ def _measured(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
 
 def data_of(job: Job) -> list[Any]:
     """Return the arrays of the data, as far as they are in memory."""
-    parts = [job.training, job.validation]
-    return [x for part in parts if part for x in (part.X, part.y, part.sample_weight)]
+    parts = [part.data for part in (job.training, job.validation) if part is not None]
+    return [x for part in parts for x in (part.X, part.y, part.sample_weight)]
 
 
 def _peak() -> tuple[int, str]:

@@ -24,8 +24,6 @@ def evaluate(options: EvalOptions) -> None:
     Raises:
         ValueError: data that the model or the loss does not take.
     """
-    assert options.model is not None
-    assert options.data is not None
     proto = read_model(options.model, options.data)
     arguments = loss_arguments(options)
     classes = options.classes.split(",") if options.classes else class_labels(proto)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
@@ -22,7 +21,6 @@ from onnxgrad.data.tables import FileTable, Labels
 from onnxgrad.errors import unknown
 from onnxgrad.model.notes import write_note
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.data import Dataset
 from onnxgrad.training.holdout import balanced
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
@@ -38,23 +36,39 @@ class Job:
     """A `Trainer`, and the data that it gets.
 
     - `proto`: the model of the user, with a new head or adapters.
-    - `training`, `validation`: the data; `rows` and `validation_rows` count them.
+    - `task`: the data as a whole; `training` and `validation`: their parts, or other data.
     - `new_classes`: labels that the trained model stores; None for none.
     - `classes`: labels of the classes, also those of the model.
-    - `held_out`: numbers of the rows of the data that validate; None if others do, or none.
     """
 
     trainer: Trainer
     proto: ModelProto
     task: Task
-    training: Dataset
-    validation: Dataset | None
-    rows: int | None
-    validation_rows: int | None
+    training: Task
+    validation: Task | None
     new_classes: Labels | None = None
     classes: Labels | None = None
-    held_out: np.ndarray | None = None
     pruned: bool = False
+
+    @property
+    def validation_rows(self) -> int | None:
+        """The number of rows of the validation data."""
+        return None if self.validation is None else self.validation.rows
+
+    def fit(self, options: TrainOptions, epochs: int, resume: str | None = None) -> None:
+        """Train, from the checkpoint in the folder `resume` on."""
+        data = self.training.data
+        held = None if self.validation is None else self.validation.data
+        self.trainer.fit(
+            data.X,
+            data.y,
+            sample_weight=data.sample_weight,
+            validation=None if held is None else (held.X, held.y, held.sample_weight),
+            epochs=epochs,
+            batch_size=options.batch_size,
+            shuffle=options.shuffle,
+            resume=resume,
+        )
 
     def trained(self) -> ModelProto:
         """Return the model with the current weights."""
@@ -131,7 +145,6 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     Raises:
         ValueError: options, a model or data that do not fit each other.
     """
-    assert options.data is not None
     arguments = trainer_arguments(options)
     proto = fine_tuned(proto, options)
     separated = separate_merged(proto)
@@ -143,33 +156,19 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     judged = Judged(model, **{key: arguments[key] for key in keys})
     task, objective = mapped(options, options.data, judged, classes)
     check_classes(options, objective)
-    parts = _parts(options, task, judged, classes)
-    trained_on = parts[0]
-    arguments["class_weight"] = _class_weight(arguments, trained_on.y, objective, classes)
+    training, validation = _parts(options, task, judged, classes)
+    arguments["class_weight"] = _class_weight(arguments, training.data.y, objective, classes)
     if not options.metrics and classifies(objective):
         arguments["metrics"] = ["accuracy"]
     trainer = Trainer(model, callbacks=callbacks, **arguments)
     if task.in_memory:
         trainer.names = task.names
-    training, validation, rows, validation_rows, held_out = parts
     _check_monitor(options, trainer, validation is not None)
-    if options.batch_size is not None and rows is not None and options.batch_size > rows:
-        raise ValueError(
-            f"--batch-size {options.batch_size} is more than the {rows} rows to train on"
-        )
-    return Job(
-        trainer,
-        proto,
-        task,
-        training,
-        validation,
-        rows,
-        validation_rows,
-        named_classes(options),
-        classes,
-        held_out,
-        pruned=model is not proto,
-    )
+    size, rows = options.batch_size, training.rows
+    if size is not None and rows is not None and size > rows:
+        raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
+    named, pruned = named_classes(options), model is not proto
+    return Job(trainer, proto, task, training, validation, named, classes, pruned)
 
 
 def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
@@ -208,7 +207,7 @@ def mapped(
             for name in targets.names:
                 source = source.encode(name, classes, judged.numeric_loss)
             labels = {
-                output: source.cells(each, "the target").stacked()
+                output: source.cells(each, "the target").stacked(nan=True)
                 for output, each in targets.columns.items()
             }
     objective = judged.described(labels.get(None, labels or None) if labels else None)
@@ -241,19 +240,19 @@ def classifies(objective: Objective) -> bool:
 
 def _parts(
     options: TrainOptions, task: Task, judged: Judged, classes: Labels | None
-) -> tuple[Dataset, Dataset | None, int | None, int | None, np.ndarray | None]:
-    """Return the data to train on and to validate on, their numbers of rows, and the held-out."""
+) -> tuple[Task, Task | None]:
+    """Return the data to train on, and those to validate on."""
     share = _share(options.validation)
     if share is None and options.validation is not None:
         judged.names.columns.update(task.names.columns)
         judged.names.target = task.names.target or judged.names.target
         other, _ = mapped(options, options.validation, judged, classes)
-        return task.data, other.data, task.rows, other.rows, None
+        return task, other
     reader = task.data.X
     splits = task.in_memory or isinstance(reader, ImageFolder)
     share = (_SHARE if splits else 0.0) if share is None else share
     if not share:
-        return task.data, None, task.rows, None, None
+        return task, None
     if not splits:
         raise ValueError(
             f"--validation {share:g} of data that are read while training: name a file of "
@@ -261,7 +260,7 @@ def _parts(
         )
     assert task.rows is not None
     first, second = split(task.rows, share, options.seed)
-    return task.take(first), task.take(second), len(first), len(second), second
+    return task.take(first), task.take(second)
 
 
 def _share(text: str | None) -> float | None:

@@ -44,19 +44,21 @@ def inputs_of(model: str, *data: str | None) -> list[Path]:
 
 
 def check_output(
-    output: str, overwrite: bool, inputs: Iterable[Path], binary: bool = False
+    output: str, overwrite: bool, inputs: Iterable[Path], json: bool, binary: bool = True
 ) -> None:
     """Raise if a result cannot be written to `output`, before anything is computed.
 
     Raises:
         OSError: it cannot be written, or exists and `overwrite` is false.
-        ValueError: it is one of `inputs`; or a binary result would go to a terminal.
+        ValueError: it is one of `inputs`; or a binary result would go to a terminal, or any with
+            JSON to standard output.
     """
-    if output == STDOUT:
-        if binary and sys.stdout.isatty():
-            raise ValueError("standard output is a terminal: name a file with --output, or pipe it")
-        return
-    check_writable(output, overwrite, inputs)
+    if output != STDOUT:
+        check_writable(output, overwrite, inputs)
+    elif binary and sys.stdout.isatty():
+        raise ValueError("standard output is a terminal: name a file with --output, or pipe it")
+    elif json:
+        raise ValueError("--output - and --json both go to standard output: name a file")
 
 
 def check_not_data(output: str, model: str) -> None:

@@ -37,12 +37,9 @@ def predict(options: PredictOptions) -> None:
         ValueError: data that the model does not take, or outputs without rows.
         OSError: the output cannot be written.
     """
-    assert options.model is not None
-    assert options.data is not None
     check_ending(options.output)
-    if options.output == STDOUT and options.json:
-        raise ValueError("--output - and --json both go to standard output: name a file")
-    check_output(options.output, options.overwrite, inputs_of(options.model, options.data))
+    inputs = inputs_of(options.model, options.data)
+    check_output(options.output, options.overwrite, inputs, options.json, binary=False)
     proto = read_model(options.model, options.data)
     check_not_data(options.output, options.model)
     predictor = Predictor(proto, options)
@@ -138,7 +135,6 @@ class Predictor:
 
     def _batches(self) -> Iterator[tuple[Arrays, int, Arrays]]:
         """Yield the arrays of the inputs, the number of rows, and further columns."""
-        assert self.options.data is not None
         source = open_data(self.options.data, self.options)
         size = self.fixed or self.options.batch_size or _ROWS
         if isinstance(source, FileTable):

@@ -33,6 +33,7 @@ class Task:
     - `data`: what `fit` and `evaluate` take.
     - `rows`: their number, None if it is unknown.
     - `names`: of the columns, which the trained model stores.
+    - `numbers`: of the rows in the data that they are held out of; None if they are no part.
     - `notes`: messages before training; `remarks`: after it, about columns.
     """
 
@@ -42,8 +43,9 @@ class Task:
     notes: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
     in_memory: bool = True
+    numbers: np.ndarray | None = None
 
-    def take(self, rows: np.ndarray) -> Dataset:
+    def take(self, rows: np.ndarray) -> Task:
         """Return some of the rows, of arrays or of a folder of images."""
 
         def of(part: Any) -> Any:
@@ -56,7 +58,8 @@ class Task:
                 return part
             return None if part is None else part[rows]
 
-        return Dataset(of(self.data.X), of(self.data.y), of(self.data.sample_weight))
+        data = Dataset(of(self.data.X), of(self.data.y), of(self.data.sample_weight))
+        return Task(data, len(rows), self.names, numbers=rows)
 
     def tell(
         self, names: Collection[str], columns: Columns, trained: Names, *others: str | None
