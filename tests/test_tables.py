@@ -314,6 +314,14 @@ def test_errors_of_a_table_name_arguments_of_python(rows, options, message):
         og.Trainer(linear(), "squared_error").fit(read_table(rows, **options), "y")
 
 
+def test_rows_keep_their_numbers(rows):
+    table = read_table(rows, drop_missing=True)
+    for part in (table.rows(slice(1, None)), table.rows(np.array([1, 2]))):
+        assert part["y"].tolist() == [9, 1]
+        with pytest.raises(DataError, match=r"the classes are dog, not cat .row 4"):
+            part.encode("kind", ["dog"])
+
+
 def test_labels_are_encoded(rows):
     table = read_table(rows).encode("kind", ["dog", "cat"])
     assert table["kind"].tolist() == [1, 0, 0, 1]

@@ -12,8 +12,8 @@ from onnxgrad.cli.classes import class_labels
 from onnxgrad.cli.command_options import EvalOptions
 from onnxgrad.cli.console import ignoring_closed_output, note, print_json, say, stdout
 from onnxgrad.cli.job import check_classes, classifies, mapped
-from onnxgrad.cli.judged import Judged, with_loss
 from onnxgrad.cli.model_files import read_model
+from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.errors import printable
 from onnxgrad.training.judges import select_metrics
 
@@ -28,14 +28,14 @@ def evaluate(options: EvalOptions) -> None:
     arguments = loss_arguments(options)
     classes = options.classes.split(",") if options.classes else class_labels(proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
-    judged = Judged(model, **arguments, device=options.device)
-    task, objective = mapped(options, options.data, judged, classes)
+    scored = ModelWithLoss(model, **arguments, device=options.device)
+    task, objective = mapped(options, options.data, scored, classes)
     check_classes(options, objective)
     if not options.metrics and classifies(objective):
-        judged.metrics_by_output = select_metrics(["accuracy"])
+        scored.metrics_by_output = select_metrics(["accuracy"])
     for text in task.notes:
         note(text)
-    numbers = judged.evaluate(task.data, options.batch_size)
+    numbers = scored.evaluate(task.data, options.batch_size)
     if options.json:
         loss = numbers.pop("loss")
         remarks = [*task.notes, *task.remarks]

@@ -12,7 +12,7 @@ from onnxgrad.cli.arguments import trainer_arguments
 from onnxgrad.cli.classes import CLASSES, class_labels
 from onnxgrad.cli.columns import Targets
 from onnxgrad.cli.data_options import LabelOptions
-from onnxgrad.cli.judged import Judged, with_loss
+from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.cli.sources import ImageSource, naming, open_data
 from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, split
 from onnxgrad.cli.train_options import TrainOptions
@@ -153,10 +153,10 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     classes = named_classes(options) or class_labels(proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
     keys = ("loss", "loss_options", "loss_weights", "device")
-    judged = Judged(model, **{key: arguments[key] for key in keys})
-    task, objective = mapped(options, options.data, judged, classes)
+    scored = ModelWithLoss(model, **{key: arguments[key] for key in keys})
+    task, objective = mapped(options, options.data, scored, classes)
     check_classes(options, objective)
-    training, validation = _parts(options, task, judged, classes)
+    training, validation = _parts(options, task, scored, classes)
     arguments["class_weight"] = _class_weight(arguments, training.data.y, objective, classes)
     if not options.metrics and classifies(objective):
         arguments["metrics"] = ["accuracy"]
@@ -192,7 +192,7 @@ def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> 
 
 
 def mapped(
-    options: Any, path: str, judged: Judged, classes: Labels | None
+    options: Any, path: str, scored: ModelWithLoss, classes: Labels | None
 ) -> tuple[Task, Objective]:
     """Return the data at `path` for a model and its loss, and what describes both.
 
@@ -201,17 +201,17 @@ def mapped(
     """
     source, labels = open_data(path, options), None
     if isinstance(source, FileTable):
-        several = judged.loss if isinstance(judged.loss, dict) and len(judged.loss) > 1 else ()
+        several = scored.loss if isinstance(scored.loss, dict) and len(scored.loss) > 1 else ()
         with naming(source):
-            targets = Targets.of(options, source.columns, judged.names, list(several))
+            targets = Targets.of(options, source.columns, scored.names, list(several))
             for name in targets.names:
-                source = source.encode(name, classes, judged.numeric_loss)
+                source = source.encode(name, classes, scored.numeric_loss)
             labels = {
                 output: source.cells(each, "the target").stacked(nan=True)
                 for output, each in targets.columns.items()
             }
-    objective = judged.described(labels.get(None, labels or None) if labels else None)
-    objective.names = judged.names
+    objective = scored.described(labels.get(None, labels or None) if labels else None)
+    objective.names = scored.names
     with naming(source):
         if isinstance(source, FileTable):
             return map_table(source, objective, targets, options.sample_weight), objective
@@ -239,14 +239,14 @@ def classifies(objective: Objective) -> bool:
 
 
 def _parts(
-    options: TrainOptions, task: Task, judged: Judged, classes: Labels | None
+    options: TrainOptions, task: Task, scored: ModelWithLoss, classes: Labels | None
 ) -> tuple[Task, Task | None]:
     """Return the data to train on, and those to validate on."""
     share = _share(options.validation)
     if share is None and options.validation is not None:
-        judged.names.columns.update(task.names.columns)
-        judged.names.target = task.names.target or judged.names.target
-        other, _ = mapped(options, options.validation, judged, classes)
+        scored.names.columns.update(task.names.columns)
+        scored.names.target = task.names.target or scored.names.target
+        other, _ = mapped(options, options.validation, scored, classes)
         return task, other
     reader = task.data.X
     splits = task.in_memory or isinstance(reader, ImageFolder)

@@ -73,6 +73,12 @@ class FileTable(ColumnArrays):
     - `columns`: their names; `values`: their arrays by name.
     - `name`: of the file; `row_numbers`: those of its rows that the table has.
     - `note`: which rows were left out, "" for none.
+
+    Examples:
+        >>> import io, onnxgrad as og
+        >>> table = og.read_table(io.BytesIO(b"a,y\\n1,2\\n,4\\n5,6\\n"), drop_missing=True)
+        >>> table.columns, table["y"].tolist(), table.note
+        (['a', 'y'], [2, 6], 'left out 1 of 3 rows with missing values: 2')
     """
 
     def __init__(self, values: Mapping[str, np.ndarray], name: str, numbers: Rows = Rows()) -> None:  # noqa: B008 - frozen
@@ -81,6 +87,13 @@ class FileTable(ColumnArrays):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.columns)
+
+    def rows(self, which: slice | np.ndarray) -> FileTable:
+        """Return these rows, by a slice or their indices."""
+        numbers = self.row_numbers.take(np.arange(len(self[self.columns[0]]))[which])
+        taken = FileTable({n: a[which] for n, a in self.values.items()}, self.name, numbers)
+        taken.note = self.note
+        return taken
 
     def cells(self, names: Iterable[str], title: str) -> Cells:
         """Return some of the columns for an input, which messages call by this title."""
@@ -98,8 +111,7 @@ class FileTable(ColumnArrays):
         if gone.all():
             raise DataError(f"{self.name!r}: every row has a missing value, and none is left")
         kept, rows = np.flatnonzero(~gone), (np.flatnonzero(gone) + 1).tolist()
-        values = {name: array[kept] for name, array in self.values.items()}
-        left = FileTable(values, self.name, self.row_numbers.take(kept))
+        left = self.rows(kept)
         more = ", ..." if len(rows) > 5 else ""
         left.note = (
             f"left out {len(rows)} of {len(gone)} rows with missing values: "

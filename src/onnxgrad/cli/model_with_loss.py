@@ -21,7 +21,7 @@ from onnxgrad.training.settings import Settings
 from onnxgrad.training.setup import Setup
 
 
-class Judged(Settings):
+class ModelWithLoss(Settings):
     """A model, its loss and metrics; no weight is an input.
 
     Args:
