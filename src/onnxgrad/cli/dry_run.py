@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from onnxgrad.cli.columns import listed
-from onnxgrad.cli.console import ignoring_closed_output, print_json, results, say
+from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job, prepare
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.training.callbacks.base import Callback, Control
@@ -122,25 +121,24 @@ def _peak() -> tuple[int, str]:
 
 
 def _show(measured: dict[str, Any], console: Console) -> None:
-    table = Table(show_header=False)
-    trained = measured["trained"]
-    table.add_row("trains", f"{measured['parameters']:,} numbers in {len(trained)} tensors")
-    validation = measured["validation_rows"] or "no"
-    table.add_row("rows", f"{measured['rows']}, and {validation} for validation")
+    trained, validation = measured["trained"], measured["validation_rows"] or "no"
     steps = f"{measured['epochs']} epochs of batches of {measured['batch_size']}"
-    table.add_row("steps", f"{measured['steps']}: {steps}")
     per_step = f"{1000 * measured['seconds_per_step']:.3g} ms a step"
     if measured["seconds_per_evaluation"]:
         per_step += f", {1000 * measured['seconds_per_evaluation']:.3g} ms an evaluation"
     total = "unknown" if measured["seconds"] is None else f"{measured['seconds']:.3g} s"
-    table.add_row("time", f"{total} ({per_step}, measured one at a time)")
     parts = ", ".join(
         f"{name} {measured[f'{name}_bytes'] / 1e6:.3g} MB" for name in ("weights", "slots", "data")
     )
     memory = f"{measured['memory_bytes'] / 1e6:,.0f} MB: {measured['memory_is']}; {parts}"
-    table.add_row("memory", memory)
-    with ignoring_closed_output():
-        console.print(table, highlight=False)
+    rows = {
+        "trains": f"{measured['parameters']:,} numbers in {len(trained)} tensors",
+        "rows": f"{measured['rows']}, and {validation} for validation",
+        "steps": f"{measured['steps']}: {steps}",
+        "time": f"{total} ({per_step}, measured one at a time)",
+        "memory": memory,
+    }
+    print_rows(rows, console)
     say(f"trained: {listed(list(trained))}", console)
     for remark in measured["remarks"]:
         say(remark, console)

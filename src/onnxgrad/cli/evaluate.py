@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from numbers import Real
 
-from rich.table import Table
-from rich.text import Text
-
 from onnxgrad.cli.arguments import loss_arguments
 from onnxgrad.cli.classes import class_labels
 from onnxgrad.cli.command_options import EvalOptions
-from onnxgrad.cli.console import ignoring_closed_output, note, print_json, say, stdout
-from onnxgrad.cli.job import check_classes, classifies, mapped
+from onnxgrad.cli.console import note, print_json, print_rows, say
+from onnxgrad.cli.job import check_classes, classifies, mapped, named_classes
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
-from onnxgrad.errors import printable
 from onnxgrad.training.judges import select_metrics
 
 
@@ -26,7 +22,7 @@ def evaluate(options: EvalOptions) -> None:
     """
     proto = read_model(options.model, options.data)
     arguments = loss_arguments(options)
-    classes = options.classes.split(",") if options.classes else class_labels(proto)
+    classes = named_classes(options) or class_labels(proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
     scored = ModelWithLoss(model, **arguments, device=options.device)
     task, objective = mapped(options, options.data, scored, classes)
@@ -41,12 +37,10 @@ def evaluate(options: EvalOptions) -> None:
         remarks = [*task.notes, *task.remarks]
         print_json({"loss": loss, "metrics": numbers, "rows": task.rows, "remarks": remarks})
         return
-    table = Table(show_header=False)
-    for name, value in numbers.items():
-        shown = f"{value:.6g}" if isinstance(value, Real) else str(value)
-        table.add_row(Text(printable(name.replace("_", " "))), shown)
-    table.add_row("rows", str(task.rows))
-    with ignoring_closed_output():
-        stdout.print(table, highlight=False)
+    rows = {
+        name.replace("_", " "): f"{v:.6g}" if isinstance(v, Real) else v
+        for name, v in numbers.items()
+    }
+    print_rows(rows | {"rows": task.rows})
     for remark in task.remarks:
         say(remark)

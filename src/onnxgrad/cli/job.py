@@ -132,11 +132,12 @@ def _headed(proto: ModelProto, options: TrainOptions, units: int | list[str]) ->
     return add_head(proto, units, options.head_at, pool=chosen, mask=mask, seed=seed)
 
 
-def named_classes(options: TrainOptions) -> list[str] | None:
+def named_classes(options: LabelOptions) -> list[str] | None:
     """Return the names of classes of `--classes` or `--head`; None without any."""
     if options.classes is not None:
         return options.classes.split(",")
-    return options.head.split(",") if options.head and "," in options.head else None
+    head = options.head if isinstance(options, TrainOptions) else None
+    return head.split(",") if head and "," in head else None
 
 
 def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:

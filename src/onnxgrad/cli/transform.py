@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onnxgrad.cli.command_options import GradOptions, MergeOptions
-from onnxgrad.cli.console import print_json, results, say
+from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.model_files import (
     STDOUT,
     check_not_data,
@@ -133,13 +133,12 @@ def _report(options: Any, before: ModelProto, after: ModelProto, output: str) ->
         sizes = {"nodes_before": len(before.graph.node), "nodes": names.pop("nodes")}
         print_json({"files": [output], **sizes, "operators": counts, **names})
         return
-    console, table = results(output=output), Table(show_header=False)
-    table.add_row("nodes", f"{len(before.graph.node)} -> {names.pop('nodes')}")
-    common = ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8))
-    table.add_row("operators", Text(common))
-    for kind, listed in names.items():
-        table.add_row(kind, _listed(listed))
-    console.print(table)
+    console = results(output=output)
+    rows = {
+        "nodes": f"{len(before.graph.node)} -> {names.pop('nodes')}",
+        "operators": ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8)),
+    }
+    print_rows(rows | {kind: _listed(listed) for kind, listed in names.items()}, console)
     if output != STDOUT:
         say(f"wrote {output}", console)
 
