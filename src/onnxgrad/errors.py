@@ -190,17 +190,20 @@ class ProcessLostError(PrintableError, RuntimeError):
 class Face:
     """How messages name arguments: as the keywords of a call in Python.
 
-    Another face, such as the command line, names them by its own words. An argument of a function
-    whose name others have as well is called by both: `add_lora.alpha`.
+    Another face, such as the command line, names them by its own words.
     """
 
-    def named(self, argument: str) -> str:
-        """Return the name of an argument, or of a function."""
-        return argument.rpartition(".")[2]
+    def named(self, python: str) -> str:
+        """Return the name of an argument, of a function, or of what else Python calls so."""
+        return python
 
     def given(self, argument: str, *value: Any) -> str:
-        """Return an argument with its value, if there is one."""
-        return f"{self.named(argument)}={''.join(map(repr, value))}"
+        """Return an argument with its value, if there is one.
+
+        One whose name others have as well is called by its owner, too: `loss_options.alpha`.
+        """
+        name = argument.rpartition(".")[2]
+        return f"{name}={value[0]!r}" if value else f"{name}="
 
 
 _face = Face()
@@ -217,9 +220,9 @@ def speaking(face: Face) -> Iterator[None]:
         _face = before
 
 
-def named(argument: str) -> str:
-    """Return what the user calls an argument or a function, for a message."""
-    return _face.named(argument)
+def named(python: str) -> str:
+    """Return what the user calls an argument or a function, which Python calls so."""
+    return _face.named(python)
 
 
 def argument(name: str, *value: Any) -> str:

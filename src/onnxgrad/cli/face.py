@@ -13,13 +13,14 @@ _FEATURES = "--head N --head-at NAME --head-pool none, or mean, first, image"
 _LOSSES = "loss_options."
 _JOINED = ("classes", "units")  # names of classes are one value, separated by commas
 OPTIONS = {  # the option of an argument, where it has another name
-    **{"units": "head", "at": "head_at", "pool": "head_pool", "mask": "head_mask"},
-    **{
-        "rank": "lora_rank",
-        "add_lora.dropout": "lora_dropout",
-        "loss_options": "loss_option",
-        "loss_weights": "loss_weight",
-    },
+    "units": "head",
+    "at": "head_at",
+    "pool": "head_pool",
+    "mask": "head_mask",
+    "rank": "lora_rank",
+    "add_lora.dropout": "lora_dropout",
+    "loss_options": "loss_option",
+    "loss_weights": "loss_weight",
     "y": "target",
 }
 NAMES = {  # what is no argument
@@ -33,6 +34,7 @@ NAMES = {  # what is no argument
     "loss={tensor: loss}": "--loss TENSOR=LOSS",
     "metrics={output: [...]}": "--metrics OUTPUT=METRIC",
     "pass inputs={input: output}": "give its inputs the names of the outputs that they take",
+    "start anew without resume": "name another folder for a new training",
     "onnxgrad.LOSSES": "`onnxgrad train --help`",
 }
 
@@ -47,9 +49,9 @@ class Shell(Face):
     def __init__(self, options: Collection[str]) -> None:
         self.options = options
 
-    def named(self, argument: str) -> str:
+    def named(self, python: str) -> str:
         """Return the option of an argument, or what else the shell has instead of a name."""
-        return NAMES.get(argument) or self._option(argument) or super().named(argument)
+        return NAMES.get(python) or self._option(python) or python
 
     def given(self, argument: str, *value: Any) -> str:
         """Return an option with its value, if there is one."""

@@ -87,7 +87,7 @@ def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -
         ]
         raise ValueError(
             f"the checkpoint {path} is of another training. {'; '.join(lines)}. Pass the same "
-            f"arguments, or start anew without {named('resume')}"
+            f"arguments, or {named('start anew without resume')}"
         )
 
 
