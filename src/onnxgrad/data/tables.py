@@ -42,8 +42,8 @@ def read_table(
     any table: its errors then name columns, and rows counted from 1.
 
     Args:
-        source: path of a `.csv`, `.tsv`, `.parquet` or `.npz` file, or an open file of CSV. The
-            delimiter is a comma, a semicolon or a tab.
+        source: path of a `.csv`, `.tsv`, `.parquet`, `.pq` or `.npz` file, or an open file of
+            CSV. The delimiter is a comma, a semicolon or a tab.
         ignore: columns to leave out.
         drop_missing: leave out the rows with an empty cell, NaN or infinity.
 
@@ -190,18 +190,17 @@ def _key(value: Any) -> str:
 
 def _named_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Table]:
     """Return the name of a file and its columns."""
-    readers = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_parquet, ".npz": _read_npz}
     if not isinstance(source, (str, os.PathLike)):
         name = "standard input"
         return name, _read(BytesIO(source.read()), ".csv", name, _read_csv)
     path = Path(source)
     name, suffix = str(path), path.suffix.lower()
-    if suffix not in readers:
-        raise DataError(f"{name!r} is none of {', '.join(readers)}: convert it to one of them")
+    if suffix not in _READERS:
+        raise DataError(f"{name!r} is none of {', '.join(_READERS)}: convert it to one of them")
     try:
         with path.open("rb") as opened:  # a pipe cannot be read twice
             file = opened if opened.seekable() else BytesIO(opened.read())
-            return name, _read(file, suffix, repr(name), readers[suffix])
+            return name, _read(file, suffix, repr(name), _READERS[suffix])
     except OSError as e:
         raise DataError(f"cannot read {name!r}: {e.strerror or e}") from None
 
@@ -234,7 +233,7 @@ def _check_expansion(file: BinaryIO, suffix: str) -> None:
     if suffix == ".npz" and zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             expanded = sum(entry.file_size for entry in archive.infolist())
-    elif suffix == ".parquet":
+    elif suffix in (".parquet", ".pq"):
         from pyarrow import parquet
 
         metadata = parquet.ParquetFile(file).metadata
@@ -297,3 +296,9 @@ def _arrays(table: Any) -> Table:
     if not table.num_rows:
         return {}
     return {name: column_array(name, table[name]) for name in names}
+
+
+_READERS = {
+    **dict.fromkeys((".csv", ".tsv"), _read_csv),
+    **{".parquet": _read_parquet, ".npz": _read_npz, ".pq": _read_parquet},
+}
