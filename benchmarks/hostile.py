@@ -115,7 +115,7 @@ def long_weight(n):
 
 
 def table():
-    from onnxgrad.cli.data_files import read_table
+    from onnxgrad import read_table
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.npz"

@@ -24,6 +24,7 @@ from unittest import mock
 import onnxruntime as ort
 
 from onnxgrad.runtime import session
+from onnxgrad.training.run import select
 
 _STEPS = 4
 _AROUND = ("Scan", "Loop", "If")  # the time of their bodies is counted node by node

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import onnxgrad as og
 from onnxgrad.cli import app
-from onnxgrad.cli.data_files import read_table
 from onnxgrad.data.arrays import DataError, column_array, to_numbers
 from onnxgrad.data.arrow import arrow_dataset
 from onnxgrad.data.columns import stacked
+from onnxgrad.data.tables import read_table
 from small_models import linear
 
 DECIMALS = [Decimal("1.5"), Decimal("-2.25"), None]

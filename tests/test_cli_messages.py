@@ -8,7 +8,10 @@ import pytest
 
 import onnxgrad
 from commands import HEADER, as_json, refused, save, succeed, write_all
-from onnxgrad.cli.words import PHRASES, in_options
+from onnxgrad.cli import face
+from onnxgrad.cli.face import Shell
+from onnxgrad.cli.train_options import TrainOptions
+from onnxgrad.errors import argument, named, speaking
 
 NO = ("-o", "no.onnx")
 REGRESSION = ("--target", "y", "--loss", "squared_error", *NO)
@@ -89,9 +92,9 @@ def test_cells_and_columns(here, text, message):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ("0 1 3", "the 3 classes are numbered 0 to 2, not 3 (row 3); `onnxgrad train --head N`"),
-        ("0 -1", "not -1 (row 2)"),
-        ("0 1.5", "takes int64, not 1.5 (row 2)"),
+        ("0 1 3", "outside 0..2: 3 (row 3); `onnxgrad train --head N` gives"),
+        ("0 -1", "outside 0..2: -1 (row 2)"),
+        ("0 1.5", "must hold int64, not 1.5 (row 2)"),
         ("cat dog cat", "first in row 1: 'cat'; if it names classes, list them in the order of"),
         ("cat dog", "--classes cat,dog, or train a new last layer with --head cat,dog"),
     ],
@@ -122,12 +125,24 @@ def test_labels_that_are_missing_are_left_out_on_request(here):
     assert result["rows"] == 6
 
 
+def test_labels_that_are_missing_do_not_count_on_request(here):
+    """Rows without a label have a loss of zero: that of the others is the mean of theirs."""
+    line = ("eval", "linear.onnx", csv("a,b,y\n1,2,3\n5,7,\n2,1,5\n"), *REGRESSION[:4])
+    assert "column 'y', row 2" in refused(*line)
+    loss = as_json(*line, "--loss-option", "ignore_nan=true")["loss"]
+    assert loss == pytest.approx(((3.5 - 3) ** 2 + (3.5 - 5) ** 2) / 2)
+    message = refused(
+        *line[:2], csv("a,b,y\n1,,3\n"), *line[3:], "--loss-option", "ignore_nan=true"
+    )
+    assert "column 'b', row 1" in message
+
+
 def test_rows_are_counted_as_in_the_file(here):
     """Also where rows are left out."""
     data = csv("a,b,kind\n1,2,0\n,2,0\n1,2,1\n,2,1\n1,2,7\n")
     line = ("layers.onnx", data, *CLASSES[:4], "--drop-missing")
-    assert "not 7 (row 5)" in refused("train", *line, *NO)
-    assert "not 7 (row 5)" in refused("eval", *line)
+    assert "outside 0..2: 7 (row 5)" in refused("train", *line, *NO)
+    assert "outside 0..2: 7 (row 5)" in refused("eval", *line)
     data = csv("a,b,y\n,2,0\n1,2,1\n,2,1\n1,oh,7\n")
     line = ("linear.onnx", data, "--drop-missing", "--ignore", "y")
     assert "'bad.csv': column 'b' is text, first in row 4: 'oh'" in refused("predict", *line)
@@ -157,7 +172,7 @@ def test_the_validation_file_is_named(here):
         (("--target", "y"), "no output 'loss' .it has y.: name a loss with --loss"),
         (("--loss", "l2"), "the loss compares with labels: name their column with --target"),
         ((*REGRESSION[:4], "--train", "w"), "weight 'w'. "),
-        ((*REGRESSION[:4], "--freeze", "*"), r"no --train, --freeze \['\*'\]"),
+        ((*REGRESSION[:4], "--freeze", "*"), r"no --train, --freeze '\*'"),
         ((*REGRESSION[:3], "squarederror"), "Did you mean 'squared_error'"),
         ((*REGRESSION[:3], "cross_entropy"), "--loss-option|binary_cross_entropy"),
         ((*REGRESSION[:4], "--optimizer", "adams"), "Did you mean 'adam'"),
@@ -174,7 +189,10 @@ def test_the_validation_file_is_named(here):
         ((*REGRESSION[:4], "--monitor", "validation_mae"), r"\(--monitor\) 'validation_mae'"),
         ((*REGRESSION[:4], "--history", "h.txt"), r"\.csv"),
         ((*REGRESSION[:4], "--recompute", "some"), "recompute"),
-        ((*REGRESSION[:4], "--lora", "W", "--lora-dropout", 1), "--lora-dropout 1 must be below"),
+        (
+            (*REGRESSION[:4], "--lora", "W", "--lora-dropout", 1),
+            "--lora-dropout 1.0: give a probability",
+        ),
         ((*REGRESSION[:4], "--loss-weight", "y=2"), "as --loss OUTPUT=LOSS"),
         ((*REGRESSION[:4], "--schedule", "step_decay"), "needs --schedule-option every=VALUE"),
         ((*REGRESSION[:4], "--checkpoint", "rows.csv"), "rows.csv is a file: name a folder"),
@@ -204,37 +222,84 @@ def test_a_model_with_its_own_loss(here):
     assert "--class-weight" in message
 
 
+TRAIN = frozenset(vars(TrainOptions()))
+
+
 @pytest.mark.parametrize(
-    ("python", "shell"),
+    ("name", "value", "python", "shell"),
     [
-        (
-            "say it with axis=, as axis=1",
-            "say it with --loss-option axis=, as --loss-option axis=1",
-        ),
-        ("or say from_logits=True", "or say --loss-option from_logits=true"),
-        ("nothing: train=None, freeze=['a']", "nothing: no --train, --freeze ['a']"),
-        ("batch_norm='train' needs it", "--batch-norm train needs it"),
-        ("pass validation= data", "pass --validation data"),
-        ("layer (at=) 'w'", "layer (--head-at) 'w'"),
-        ("column 'train=x' and \"at=1\"", "column 'train=x' and \"at=1\""),
-        ("a path/seed=3/x", "a path/seed=3/x"),
+        ("loss_options.axis", (), "axis=", "--loss-option axis="),
+        ("loss_options.axis", (-1,), "axis=-1", "--loss-option axis=-1"),
+        ("loss_options.from_logits", (True,), "from_logits=True", "--loss-option from_logits=true"),
+        ("loss_options", ({"a": 0.5},), "loss_options={'a': 0.5}", "--loss-option a=0.5"),
+        ("loss_options.alpha", (2,), "alpha=2", "--loss-option alpha=2"),
+        ("train", (None,), "train=None", "no --train"),
+        ("freeze", (["a", "b*"],), "freeze=['a', 'b*']", "--freeze a --freeze 'b*'"),
+        ("batch_norm", ("train",), "batch_norm='train'", "--batch-norm train"),
+        ("validation", (), "validation=", "--validation"),
+        ("at", ("a b",), "at='a b'", "--head-at 'a b'"),
+        ("shuffle", (False,), "shuffle=False", "--no-shuffle"),
+        ("shuffle", (True,), "shuffle=True", "--shuffle"),
+        ("y", (None,), "y=None", "no --target"),
+        ("units", (["a", "b"],), "units=['a', 'b']", "--head a,b"),
+        ("temperature", (2,), "temperature=2", "temperature=2"),
     ],
 )
-def test_arguments_become_options(python, shell):
-    fields = {"train", "freeze", "batch_norm", "validation", "head_at", "loss_option", "seed"}
-    assert in_options(python, fields) == shell
-    assert in_options(python, ()) == python
+def test_arguments_are_options_in_the_shell(name, value, python, shell):
+    assert argument(name, *value) == python
+    with speaking(Shell(TRAIN)):
+        assert argument(name, *value) == shell
+    with speaking(Shell(())):
+        assert argument(name, *value) == python
 
 
-def test_the_phrases_that_are_replaced_are_those_of_the_package():
-    texts = []
-    for path in Path(onnxgrad.__file__).parent.rglob("*.py"):
-        if path.name != "words.py":
-            nodes = ast.walk(ast.parse(path.read_text()))
-            texts += [n.value for n in nodes if isinstance(n, ast.Constant)]
-    joined = "\n".join(text for text in texts if isinstance(text, str))
-    for phrase in PHRASES:
-        assert phrase in joined, phrase
+def test_python_says_what_messages_write():
+    for python, shell in face.NAMES.items():
+        assert named(python) == python
+        with speaking(Shell(())):
+            assert named(python) == shell
+    assert named("class_weight") == "class_weight"
+    with speaking(Shell(TRAIN)):
+        assert named("class_weight") == "--class-weight"
+
+
+def messages(tree):
+    """Yield the texts of a file that are no docstrings, with their lines."""
+    inner = {id(v) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
+    documents = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            parts = [v.value if isinstance(v, ast.Constant) else "{}" for v in node.values]
+            yield node.lineno, "".join(parts)
+        elif isinstance(node, ast.Constant) and id(node) not in inner | documents:
+            yield node.lineno, str(node.value)
+
+
+# what no command calls, or calls with no argument of a user
+ELSEWHERE = ("cli", "explain", "plot", "sklearn", "torch", "artifacts")
+ONLY_PYTHON = ("training/stack", "training/compat")
+ALONE = ("data/sequences", "optimizers/groups")
+
+
+def test_messages_name_arguments_by_the_function():
+    """Where a message writes the name of an argument itself, the shell names no option."""
+    package = Path(onnxgrad.__file__).parent
+    options = {n for n in TRAIN if n not in ("output", "inputs")} | {*face.OPTIONS}
+    written = re.compile(rf"(?<![\w'\"./{{-])({'|'.join(options)})=")
+    keys, count = set(), 0
+    for path in package.rglob("*.py"):
+        name, tree = path.relative_to(package).as_posix(), ast.parse(path.read_text())
+        called = [n for n in ast.walk(tree) if isinstance(n, ast.Call)]
+        called = [n for n in called if getattr(n.func, "id", "") in ("named", "argument")]
+        keys |= {n.args[0].value for n in called if isinstance(n.args[0], ast.Constant)}
+        if name.startswith((*ELSEWHERE, *ONLY_PYTHON, *ALONE)):
+            continue
+        for line, text in messages(tree):
+            count += 1
+            found = written.search(text) and text not in face.NAMES
+            assert not found or "Trainer(" in text, f"{name}:{line} {text}"
+    assert count > 1000
+    assert {*face.NAMES, *face.OPTIONS} <= keys
 
 
 # -- a file of options --------------------------------------------------------------------------

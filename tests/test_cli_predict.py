@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from commands import HEADER, as_json, features, refused, save, succeed, write_all, write_csv
+from onnxgrad import read_table
 from running import run_named
 
 REGRESSION = ("--target", "y", "--loss", "squared_error")
@@ -56,6 +57,10 @@ def test_every_kind_of_file(here, output, batch):
         assert list(columns) == ["z_0", "z_1", "z_2"]
         np.testing.assert_allclose(np.stack(list(columns.values()), 1), z, rtol=1e-6)
     assert f"{output} exists" in refused(*line)
+    given = read_table(output)  # what is written can be read
+    assert given.columns == list(columns)
+    for name, array in columns.items():
+        np.testing.assert_array_equal(given[name], array)
 
 
 def test_files_that_are_refused(here):

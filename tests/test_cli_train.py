@@ -155,7 +155,7 @@ def test_train_and_freeze(here):
     for options, message in (
         (("--train", "w"), "weight 'w'"),
         (("--freeze", "U*"), "weight (--freeze) 'U*'"),
-        (("--freeze", "*"), "nothing is left to train: no --train, --freeze ['*']"),
+        (("--freeze", "*"), "nothing is left to train: no --train, --freeze '*'"),
     ):
         assert message in refused("train", *KINDS, *options, "-o", "no.onnx")
 
@@ -207,6 +207,7 @@ def test_a_resumed_training_is_the_same_bit_for_bit(here, monkeypatch):
     assert [e["loss"] for e in whole] == [e["loss"] for e in parted]
     other = refused(*parts, "--overwrite", "--resume", "--lr", 0.02)
     assert "learning" in other
+    assert "or name another folder for a new training" in other
     assert "--resume goes on from --checkpoint FOLDER" in refused(*line, "--resume")
 
 

@@ -43,7 +43,7 @@ def test_limits_can_be_set(monkeypatch):
 
 
 def test_a_table_that_expands(tmp_path, monkeypatch):
-    from onnxgrad.cli.data_files import DataError, read_table
+    from onnxgrad.data.tables import DataError, read_table
 
     path = tmp_path / "x.npz"
     np.savez_compressed(path, x=np.zeros((1000, 100), np.float32))

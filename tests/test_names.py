@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 import onnxgrad
 from onnxgrad import errors
 from onnxgrad.cli import app
-from onnxgrad.cli.data_files import DataError
+from onnxgrad.data.arrays import DataError
 from onnxgrad.errors import printable, printable_lines
 
 BAD = "\x1b[31m\r\n\u202e"

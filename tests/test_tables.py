@@ -9,10 +9,18 @@ import onnx_ir as ir
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from onnx import numpy_helper
 
-from onnxgrad.cli.data_files import DataError, as_value, assign, labels, read_table
+import onnxgrad as og
+from onnxgrad.cli.columns import assign
+from onnxgrad.data.arrays import DataError
+from onnxgrad.data.cells import Cells, Rows
 from onnxgrad.data.columns import Names
+from onnxgrad.data.fields import Field
+from onnxgrad.data.tables import read_table
+from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.info import LossInfo
+from small_models import linear
 
 
 def value(name, dtype, *dims):
@@ -23,8 +31,23 @@ def image(*dims):
     return value("image", "FLOAT", *dims)
 
 
+def assigned(table, targets, inputs, *trained):
+    ranks = {name: array.ndim for name, array in table.items()}
+    return assign(ranks, targets, [x.name for x in inputs], *trained)
+
+
+def as_value(table, names, x, what, **limits):
+    cells = Cells({name: table[name] for name in names}, what, Rows())
+    return Field(x.name, x.dtype.numpy(), dims(x), **limits).of_cells(cells)
+
+
 def fed(table, x, targets=("y",)):
-    return as_value(assign(table, targets, [x])[x.name], x, f"input {x.name!r}")
+    return as_value(table, assigned(table, targets, [x])[x.name], x, f"input {x.name!r}")
+
+
+def labels(table, targets, label, info):
+    limits = {"classes": info.classes, "ignored": info.ignore_index, "allowed": info.bounds}
+    return as_value(table, targets, label, f"target {targets}", **limits)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no named pipes")
@@ -121,19 +144,19 @@ def test_single_input_takes_all_columns_in_order():
 
 def test_single_input_takes_the_array_of_its_name():
     table = {"image": np.ones((2, 4)), "id": np.arange(2), "y": np.arange(2)}
-    assert list(assign(table, ["y"], [image("N", 4)])["image"]) == ["image"]
+    assert assigned(table, ["y"], [image("N", 4)])["image"] == ["image"]
 
 
 def test_several_inputs_take_the_column_of_their_name():
     table = {"a": np.array([1.0, 2.0]), "ids": np.array([[1.0, 2], [3, 4]]), "y": np.arange(2)}
     inputs = [value("ids", "INT64", "N", 2), value("a", "DOUBLE", "N", 1)]
-    columns = assign(table, ["y"], inputs)
-    assert {name: list(group) for name, group in columns.items()} == {"ids": ["ids"], "a": ["a"]}
-    ids, a = (as_value(columns[x.name], x, x.name) for x in inputs)
+    columns = assigned(table, ["y"], inputs)
+    assert columns == {"ids": ["ids"], "a": ["a"]}
+    ids, a = (as_value(table, columns[x.name], x, x.name) for x in inputs)
     assert ids.dtype == np.int64
     assert a.tolist() == [[1.0], [2.0]]
     with pytest.raises(ValueError, match=r"column .* 'b'.*Valid: 'a', 'ids'"):
-        assign(table, ["y"], [*inputs, value("b", "FLOAT", "N")])
+        assigned(table, ["y"], [*inputs, value("b", "FLOAT", "N")])
 
 
 def test_text_input():
@@ -150,9 +173,9 @@ def test_text_input():
         (np.array(["2020-01-01"] * 2, "M8[D]"), image("N", 1), "column 'c' holds datetime64"),
         ([1, np.nan], image("N", 1), "1 cell that is empty, .* column 'c', row 2; fill"),
         ([np.inf, -np.inf], image("N", 1), "2 cells that are .* column 'c', rows 1, 2"),
-        ([1, 1e39], image("N", 1), "takes float32, not 1e.39 .row 2."),
-        ([1, 1.5], value("i", "INT64", "N", 1), "takes int64, not 1.5 .row 2."),
-        ([1, 300], value("i", "UINT8", "N", 1), "takes uint8, not 300 .row 2."),
+        ([1, 1e39], image("N", 1), "as float32, holds NaN or infinity: 1e.39 .row 2."),
+        ([1, 1.5], value("i", "INT64", "N", 1), "must hold int64, not 1.5 .row 2."),
+        ([1, 300], value("i", "UINT8", "N", 1), "must hold uint8, not 300 .row 2."),
     ],
 )
 def test_columns_that_an_input_does_not_take(column, x, message):
@@ -186,12 +209,22 @@ def test_labels(y, label, loss, expected):
 @pytest.mark.parametrize(
     ("y", "label", "loss", "message"),
     [
-        ([0, 3], value("l", "INT64", "N"), "cross_entropy", ", not 3 .row 2."),
-        ([-1, 0], value("l", "INT64", "N"), "cross_entropy", "numbered 0 to 2, not -1 .row 1."),
-        ([0.5, 0], value("l", "INT64", "N"), "cross_entropy", "takes int64, not 0.5 .row 1."),
-        ([0, 2], value("l", "FLOAT", "N", 1), "binary_cross_entropy", "between 0 and 1, not 2"),
+        ([0, 3], value("l", "INT64", "N"), "cross_entropy", "labels outside 0..2: 3 .row 2."),
+        ([-1, 0], value("l", "INT64", "N"), "cross_entropy", "labels outside 0..2: -1 .row 1."),
+        (
+            [0.5, 0],
+            value("l", "INT64", "N"),
+            "cross_entropy",
+            "must hold int64, not 0.5 .row 1.",
+        ),
+        (
+            [0, 2],
+            value("l", "FLOAT", "N", 1),
+            "binary_cross_entropy",
+            "between 0 and 1, not 2",
+        ),
         ([0, 2], value("l", "FLOAT", "N", 1), "hinge", "-1 and 1, or 0 and 1, not 2"),
-        ([-1, 2], value("l", "FLOAT", "N", 1), "poisson", "0 or more, not -1.0 .row 1."),
+        ([-1, 2], value("l", "FLOAT", "N", 1), "poisson", "0 or more, not -1 .row 1."),
         ([0, 2], value("l", "FLOAT", "N", 4), "l2", "takes 4 values a row.*the data has 1"),
     ],
 )
@@ -202,18 +235,18 @@ def test_labels_that_a_loss_does_not_take(y, label, loss, message):
 
 def test_several_targets():
     table = {"a": np.array([1, 2]), "b": np.array([3, 4])}
-    made = labels(table, ["b", "a"], value("l", "FLOAT", "N", 2))
+    made = labels(table, ["b", "a"], value("l", "FLOAT", "N", 2), LossInfo())
     assert made.tolist() == [[3, 1], [4, 2]]
 
 
 def test_unknown_target_names_the_close_ones():
     with pytest.raises(ValueError, match=r"column 'lable'. Did you mean 'label'\?"):
-        assign({"label": np.arange(2)}, ["lable"], [image("N", 1)])
+        assigned({"label": np.arange(2)}, ["lable"], [image("N", 1)])
 
 
 def test_all_columns_are_targets():
     with pytest.raises(DataError, match="every column is a target"):
-        assign({"a": np.arange(2)}, ["a"], [image("N", 1)])
+        assigned({"a": np.arange(2)}, ["a"], [image("N", 1)])
 
 
 def test_arrays_of_different_length():
@@ -224,19 +257,77 @@ def test_arrays_of_different_length():
 
 def test_columns_that_the_model_was_trained_on():
     table = {"b": np.array([1, 2]), "y": np.arange(2), "a": np.array([3, 4])}
-    assert list(assign(table, ["y"], [image("N", 2)], Names({"image": ["b", "a"]}))["image"]) == [
-        "b",
-        "a",
-    ]
+    named = assigned(table, ["y"], [image("N", 2)], Names({"image": ["b", "a"]}))["image"]
+    assert named == ["b", "a"]
     assert fed(table, image("N", 2)).tolist() == [[1, 3], [2, 4]]
-    by_name = assign(table, ["y"], [image("N", 2)], Names({"image": ["a", "b"]}))["image"]
-    assert {name: array.tolist() for name, array in by_name.items()} == {"a": [3, 4], "b": [1, 2]}
-    assert list(by_name) == ["a", "b"]
+    by_name = assigned(table, ["y"], [image("N", 2)], Names({"image": ["a", "b"]}))["image"]
+    assert by_name == ["a", "b"]
+    assert as_value(table, by_name, image("N", 2), "x").tolist() == [[3, 1], [4, 2]]
     with pytest.raises(DataError, match="no column 'c'"):
-        assign(table, ["y"], [image("N", 2)], Names({"image": ["a", "c"]}))
+        assigned(table, ["y"], [image("N", 2)], Names({"image": ["a", "c"]}))
     inputs = [value("u", "FLOAT", "N", 2), value("v", "FLOAT", "N", 1)]
     names = Names({"u": ["a", "b"], "v": ["c"]})
-    columns = assign(table | {"c": np.arange(2)}, ["y"], inputs, names)
-    assert as_value(columns["u"], inputs[0], "u").tolist() == [[3, 1], [4, 2]]
+    columns = assigned(table | {"c": np.arange(2)}, ["y"], inputs, names)
+    assert as_value(table, columns["u"], inputs[0], "u").tolist() == [[3, 1], [4, 2]]
     with pytest.raises(ValueError, match=r"column .* 'c'"):
-        assign(table, ["y"], inputs, names)
+        assigned(table, ["y"], inputs, names)
+
+
+# -- the table in Python ------------------------------------------------------------------------
+
+CSV = "a,b,kind,y\n1,2,cat,3\n,1,dog,1\n4,1,dog,9\n2,5,cat,1\n"
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(CSV)
+    return path
+
+
+def test_a_table_trains_as_its_arrays(rows):
+    table = read_table(rows, ignore=["kind"], drop_missing=True)
+    assert table.columns == ["a", "b", "y"]
+    assert table.note == "left out 1 of 4 rows with missing values: 2"
+    arrays = np.float32([[1, 2], [4, 1], [2, 5]]), np.float32([3, 9, 1])
+    trained = [
+        og.Trainer(linear(), "squared_error", optimizer="sgd").fit(*data, batch_size=3).model
+        for data in ((table, "y"), arrays)
+    ]
+    weights = [{t.name: numpy_helper.to_array(t) for t in m.graph.initializer} for m in trained]
+    for name, array in weights[1].items():
+        np.testing.assert_array_equal(weights[0][name], array)
+    [start] = [numpy_helper.to_array(t) for t in linear().graph.initializer if t.name == "w"]
+    assert (weights[0]["w"] != start).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore": ["kind"]}, "1 cell .* column 'a', row 2; .* with drop_missing=True"),
+        ({"drop_missing": True}, "'kind' is text, first in row 1: 'cat'.* with ignore=..kind"),
+        ({"ignore": ["kinds"]}, r"Unknown column \(ignore=\) 'kinds'. Did you mean 'kind'"),
+    ],
+)
+def test_errors_of_a_table_name_arguments_of_python(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        og.Trainer(linear(), "squared_error").fit(read_table(rows, **options), "y")
+
+
+def test_rows_keep_their_numbers(rows):
+    table = read_table(rows, drop_missing=True)
+    for part in (table.rows(slice(1, None)), table.rows(np.array([1, 2]))):
+        assert part["y"].tolist() == [9, 1]
+        with pytest.raises(DataError, match=r"the classes are dog, not cat .row 4"):
+            part.encode("kind", ["dog"])
+
+
+def test_labels_are_encoded(rows):
+    table = read_table(rows).encode("kind", ["dog", "cat"])
+    assert table["kind"].tolist() == [1, 0, 0, 1]
+    assert table.encode("kind", ["dog", "cat"])["kind"].tolist() == [1, 0, 0, 1]
+    assert read_table(rows).encode("y", [9, 3, 1])["y"].tolist() == [1, 2, 0, 2]
+    with pytest.raises(DataError, match=r"the classes are cat, eel, not dog .rows 2, 3"):
+        read_table(rows).encode("kind", ["cat", "eel"])
+    with pytest.raises(DataError, match=r"with classes=\['cat', 'dog'\], or"):
+        read_table(rows).encode("kind", None)

@@ -59,6 +59,10 @@ from .data.sequences import (
     by_length as by_length,
     pad_sequences as pad_sequences,
 )
+from .data.tables import (
+    FileTable as FileTable,
+    read_table as read_table,
+)
 from .errors import (
     ConvergenceError as ConvergenceError,
     ConvergenceWarning as ConvergenceWarning,

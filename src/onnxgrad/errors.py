@@ -187,6 +187,49 @@ class ProcessLostError(PrintableError, RuntimeError):
     """
 
 
+class Face:
+    """How messages name arguments: as the keywords of a call in Python.
+
+    Another face, such as the command line, names them by its own words.
+    """
+
+    def named(self, python: str) -> str:
+        """Return the name of an argument, of a function, or of what else Python calls so."""
+        return python
+
+    def given(self, argument: str, *value: Any) -> str:
+        """Return an argument with its value, if there is one.
+
+        One whose name others have as well is called by its owner, too: `loss_options.alpha`.
+        """
+        name = argument.rpartition(".")[2]
+        return f"{name}={value[0]!r}" if value else f"{name}="
+
+
+_face = Face()
+
+
+@contextmanager
+def speaking(face: Face) -> Iterator[None]:
+    """Let the messages of this process name arguments as `face` does."""
+    global _face
+    before, _face = _face, face
+    try:
+        yield
+    finally:
+        _face = before
+
+
+def named(python: str) -> str:
+    """Return what the user calls an argument or a function, which Python calls so."""
+    return _face.named(python)
+
+
+def argument(name: str, *value: Any) -> str:
+    """Return an argument as the user writes it: `name=value`, or `name=` without a value."""
+    return _face.given(name, *value)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of the message of `error`, without the source location in C++."""
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -1,32 +1,18 @@
-"""The labels of the classes in a model, and targets that are labels as class numbers."""
+"""The labels of the classes in a model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
-from onnxgrad.cli.cells import (
-    first_text,
-    is_empty,
-    is_text,
-    refuse,
-    refuse_missing,
-    remedy,
-    row_number,
-    short,
-)
-from onnxgrad.data.arrays import DataError
+from onnxgrad.data.tables import Labels
+from onnxgrad.finetune.heads import CLASSES
+from onnxgrad.model.notes import read_note
 from onnxgrad.model.traversal import nodes_of
 
-CLASSES = "onnxgrad.classes"  # metadata: the labels of the classes, as a list in JSON
 _ATTRIBUTES = ("classlabels_strings", "classlabels_int64s", "classlabels_ints")
 _MOVES = frozenset("Cast Reshape Squeeze Unsqueeze Flatten Identity".split())
-
-Labels = list[str] | list[int]
 
 
 def class_labels(proto: ModelProto) -> Labels | None:
@@ -35,11 +21,8 @@ def class_labels(proto: ModelProto) -> Labels | None:
     They are in its metadata, or in the nodes that turn scores into labels: a ZipMap, a classifier
     of `ai.onnx.ml`, a LabelEncoder, or a Gather or ArrayFeatureExtractor behind an ArgMax.
     """
-    for entry in proto.metadata_props:
-        if entry.key == CLASSES:
-            noted = json.loads(entry.value)
-            if isinstance(noted, list) and noted:
-                return noted
+    if noted := read_note(proto, CLASSES):
+        return noted
     nodes = nodes_of(proto)
     for node in sorted(nodes, key=lambda node: node.op_type != "ZipMap"):
         for attribute in node.attribute:
@@ -87,63 +70,3 @@ def _of_tensor(tensor: TensorProto) -> Labels | None:
 
 def _texts(values: Iterable[bytes]) -> list[str]:
     return [value.decode(errors="replace") for value in values]
-
-
-def keep_classes(proto: ModelProto, classes: Sequence[Any]) -> None:
-    """Write the labels of the classes into the metadata, in place."""
-    kept = [entry for entry in proto.metadata_props if entry.key != CLASSES]
-    del proto.metadata_props[:]
-    proto.metadata_props.extend(kept)
-    proto.metadata_props.add(key=CLASSES, value=json.dumps(list(classes)))
-
-
-def numbered(
-    name: str,
-    column: np.ndarray,
-    classes: Labels | None,
-    numeric_loss: Callable[[], str | None] = lambda: None,
-) -> np.ndarray:
-    """Return a target as class numbers if it holds labels, or else as it is.
-
-    `numeric_loss` returns the name of a loss that compares with numbers; None for others.
-
-    Raises:
-        DataError: texts, and no `classes` or others than these.
-    """
-    flat = column.ravel().tolist()
-    texts = column.dtype.kind in "OSU" and any(map(is_text, flat))
-    if texts:
-        refuse_missing({name: np.array(list(map(is_empty, flat))).reshape(column.shape)})
-    if texts and classes is None:
-        first = first_text(flat)
-        where = f"column {name!r} is text, first in row {row_number(first)}: {short(flat[first])}"
-        if loss := numeric_loss():
-            raise DataError(
-                f"{where}; the loss {loss} compares with numbers: {remedy(flat[first], flat)}, or "
-                "name another column with --target"
-            )
-        names = sorted({str(value) for value in flat})
-        shown = ",".join(names[:8]) + (",..." if len(names) > 8 else "")
-        raise DataError(
-            f"{where}; if it names classes, list them in the order of the model's output with "
-            f"--classes {shown}, or train a new last layer with --head {shown}"
-        )
-    if classes is None or not (texts or _are_labels(classes, column)):
-        return column
-    index = {str(label): i for i, label in enumerate(classes)}
-    numbers = np.array([index.get(_key(v), -1) for v in flat]).reshape(column.shape)
-    listed = ", ".join(map(str, classes[:12])) + (", ..." if len(classes) > 12 else "")
-    refuse(numbers < 0, column, f"column {name!r}: the classes are {listed}")
-    return numbers
-
-
-def _are_labels(classes: Labels, column: np.ndarray) -> bool:
-    """Return whether numbers are labels of classes rather than their indices."""
-    keys = list(map(str, classes))
-    return keys != list(map(str, range(len(keys)))) and {
-        _key(value) for value in np.unique(column).tolist()
-    }.issubset(keys)
-
-
-def _key(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import typer
 
 from onnxgrad.cli.console import complain, warn
-from onnxgrad.cli.options import argument, option
+from onnxgrad.cli.face import Shell
+from onnxgrad.cli.options import argument, option, options
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.signature import takes_options
-from onnxgrad.cli.words import in_options
-from onnxgrad.errors import ProcessLostError, escape
+from onnxgrad.errors import ProcessLostError, escape, speaking
 from onnxgrad.model.files import one_line
 
 DONE, FAILED, INVALID = 0, 1, 2  # exit codes; 128 + n after signal n
@@ -28,14 +27,14 @@ EXIT_CODES = (
 stop = StopRequests()
 
 
-@dataclass(frozen=True, kw_only=True)
+@options()
 class ModelArgument:
     """The model: the last base of the options of a command, so that it comes first."""
 
-    model: str | None = argument('The .onnx file; "-" reads it from standard input.')
+    model: str = argument('The .onnx file; "-" reads it from standard input.')
 
 
-@dataclass(frozen=True, kw_only=True)
+@options()
 class Common:
     """What every command takes: the first base, so that it comes last."""
 
@@ -64,14 +63,12 @@ def register(app: typer.Typer, *examples: str) -> Callable[[Callable[[Any], None
 
 def _guarded(command: Callable[..., None], name: str) -> Callable[..., None]:
     """Return a command whose errors are one line on stderr."""
-    options = frozenset(inspect.signature(command).parameters)
+    face = Shell(frozenset(inspect.signature(command).parameters))
 
     def guarded(context: typer.Context, debug: bool = False, **values: Any) -> None:
         try:
-            with stop, warnings.catch_warnings():
-                warnings.showwarning = lambda message, *category_and_source, **more: warn(
-                    in_options(str(message), options)
-                )
+            with stop, speaking(face), warnings.catch_warnings():
+                warnings.showwarning = lambda message, *category_and_source, **more: warn(message)
                 command(context, debug=debug, **values)
         except (typer.Exit, BrokenPipeError):
             raise
@@ -86,7 +83,7 @@ def _guarded(command: Callable[..., None], name: str) -> Callable[..., None]:
             expected = isinstance(e, (ValueError, OSError, NotImplementedError, ImportError))
             known = expected or isinstance(e, ProcessLostError)
             hint = "" if known else " (unexpected: --debug shows where)"
-            message = one_line(e) if isinstance(e, OSError) else in_options(str(e), options)
+            message = one_line(e) if isinstance(e, OSError) else str(e)
             complain(f"{message or type(e).__name__}{hint}")
             raise typer.Exit(INVALID if expected else FAILED) from None
 

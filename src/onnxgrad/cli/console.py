@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from onnxgrad.errors import printable_lines
+from onnxgrad.errors import printable, printable_lines
 
 stdout, stderr = Console(), Console(stderr=True)
 
@@ -40,6 +42,15 @@ def complain(message: str) -> None:
 def warn(message: Warning | str) -> None:
     """Print a warning."""
     say(f"Warning: {message}", stderr, "yellow")
+
+
+def print_rows(rows: Mapping[str, object], console: Console = stdout) -> None:
+    """Print a table of two columns: what, and its value."""
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(Text(printable(name)), Text(str(value)))
+    with ignoring_closed_output():
+        console.print(table)
 
 
 def results(json: bool = False, output: str = "") -> Console:

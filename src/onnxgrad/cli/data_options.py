@@ -1,70 +1,50 @@
 """The options that say what the columns of data are, of `train`, `eval` and `predict`."""
 
-# ruff: noqa: RUF009 (`option` returns a field)
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from onnxgrad.cli.options import argument, option
-
-COLUMNS = "Columns"
+from onnxgrad.cli.options import argument, option, options
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Columns")
 class InputOptions:
     """The data, and which of its columns are inputs."""
 
-    data: str | None = argument(
+    data: str = argument(
         "CSV, TSV, Parquet or .npz file, a row each; a folder of Parquet files; a folder of "
         'folders of images, one a class; "-" reads CSV from standard input.'
     )
-    ignore: list[str] = option(
-        "Column to leave out; repeat for several.", [], panel=COLUMNS, metavar="COLUMN"
-    )
-    drop_missing: bool = option(
-        "Leave out the rows with an empty cell, NaN or infinity.", False, panel=COLUMNS
-    )
+    ignore: list[str] = option("Column to leave out; repeat for several.", [], metavar="COLUMN")
+    drop_missing: bool = option("Leave out the rows with an empty cell, NaN or infinity.", False)
     image_size: int | None = option(
-        "Height and width of images.",
-        None,
-        panel=COLUMNS,
-        min=1,
-        show_default="those of the model's input",
+        "Height and width of images.", min=1, show_default="those of the model's input"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Columns")
 class LabelOptions(InputOptions):
     """The data with labels."""
 
     target: list[str] = option(
         "Column to predict; repeat for several. OUTPUT=COLUMN if losses are of several outputs.",
         [],
-        panel=COLUMNS,
         metavar="COLUMN",
         show_default="that of an earlier training",
     )
-    sample_weight: str | None = option(
-        "Column of the weights of rows.", None, panel=COLUMNS, metavar="COLUMN"
-    )
+    sample_weight: str | None = option("Column of the weights of rows.", metavar="COLUMN")
     classes: str | None = option(
         "Names of the classes of a text target, separated by commas, in the order of the "
         "model's output.",
-        None,
-        panel=COLUMNS,
         metavar="A,B,...",
         show_default="those in the model",
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Columns")
 class DataOptions(LabelOptions):
     """The data of a training."""
 
     validation: str | None = option(
         "Share of the rows that is held out, or a file or folder like DATA; 0 for none.",
-        None,
-        panel=COLUMNS,
         metavar="SHARE|DATA",
         show_default="0.2 where rows can be drawn",
     )

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
-from onnxgrad.cli.console import ignoring_closed_output, print_json, results, say
+from onnxgrad.cli.columns import listed
+from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job, prepare
-from onnxgrad.cli.task import listed
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.training.callbacks.base import Callback, Control
 
@@ -67,17 +66,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
     probe = Probe(validates=False)
     job = prepare(options, proto, [probe])
     probe.validates = job.validation is not None
-    data, held = job.training, job.validation
-    validation = None if held is None else (held.X, held.y, held.sample_weight)
-    job.trainer.fit(
-        data.X,
-        data.y,
-        sample_weight=data.sample_weight,
-        validation=validation,
-        epochs=max(options.epochs, _STEPS),
-        batch_size=options.batch_size,
-        shuffle=options.shuffle,
-    )
+    job.fit(options, max(options.epochs, _STEPS))
     measured = _measured(job, options, probe)
     if options.json:
         print_json(measured)
@@ -87,7 +76,7 @@ def dry_run(options: TrainOptions, proto: Any) -> None:
 
 def _measured(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
     """Return the documented keys of `--dry-run --json`."""
-    state, rows = job.trainer.state, job.rows
+    state, rows = job.trainer.state, job.training.rows
     size = probe.batch_size
     batches = None if rows is None else -(-rows // size)
     step = statistics.median(probe.steps[1:] or probe.steps)
@@ -116,8 +105,8 @@ def _measured(job: Job, options: TrainOptions, probe: Probe) -> dict[str, Any]:
 
 def data_of(job: Job) -> list[Any]:
     """Return the arrays of the data, as far as they are in memory."""
-    parts = [job.training, job.validation]
-    return [x for part in parts if part for x in (part.X, part.y, part.sample_weight)]
+    parts = [part.data for part in (job.training, job.validation) if part is not None]
+    return [x for part in parts for x in (part.X, part.y, part.sample_weight)]
 
 
 def _peak() -> tuple[int, str]:
@@ -132,25 +121,24 @@ def _peak() -> tuple[int, str]:
 
 
 def _show(measured: dict[str, Any], console: Console) -> None:
-    table = Table(show_header=False)
-    trained = measured["trained"]
-    table.add_row("trains", f"{measured['parameters']:,} numbers in {len(trained)} tensors")
-    validation = measured["validation_rows"] or "no"
-    table.add_row("rows", f"{measured['rows']}, and {validation} for validation")
+    trained, validation = measured["trained"], measured["validation_rows"] or "no"
     steps = f"{measured['epochs']} epochs of batches of {measured['batch_size']}"
-    table.add_row("steps", f"{measured['steps']}: {steps}")
     per_step = f"{1000 * measured['seconds_per_step']:.3g} ms a step"
     if measured["seconds_per_evaluation"]:
         per_step += f", {1000 * measured['seconds_per_evaluation']:.3g} ms an evaluation"
     total = "unknown" if measured["seconds"] is None else f"{measured['seconds']:.3g} s"
-    table.add_row("time", f"{total} ({per_step}, measured one at a time)")
     parts = ", ".join(
         f"{name} {measured[f'{name}_bytes'] / 1e6:.3g} MB" for name in ("weights", "slots", "data")
     )
     memory = f"{measured['memory_bytes'] / 1e6:,.0f} MB: {measured['memory_is']}; {parts}"
-    table.add_row("memory", memory)
-    with ignoring_closed_output():
-        console.print(table, highlight=False)
+    rows = {
+        "trains": f"{measured['parameters']:,} numbers in {len(trained)} tensors",
+        "rows": f"{measured['rows']}, and {validation} for validation",
+        "steps": f"{measured['steps']}: {steps}",
+        "time": f"{total} ({per_step}, measured one at a time)",
+        "memory": memory,
+    }
+    print_rows(rows, console)
     say(f"trained: {listed(list(trained))}", console)
     for remark in measured["remarks"]:
         say(remark, console)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from numbers import Real
 
-from rich.table import Table
-from rich.text import Text
-
 from onnxgrad.cli.arguments import loss_arguments
 from onnxgrad.cli.classes import class_labels
 from onnxgrad.cli.command_options import EvalOptions
-from onnxgrad.cli.console import ignoring_closed_output, note, print_json, say, stdout
-from onnxgrad.cli.job import check_classes, classifies, mapped
-from onnxgrad.cli.judged import Judged, with_loss
+from onnxgrad.cli.console import note, print_json, print_rows, say
+from onnxgrad.cli.job import check_classes, classifies, mapped, named_classes
 from onnxgrad.cli.model_files import read_model
-from onnxgrad.errors import printable
+from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.training.judges import select_metrics
 
 
@@ -24,31 +20,27 @@ def evaluate(options: EvalOptions) -> None:
     Raises:
         ValueError: data that the model or the loss does not take.
     """
-    assert options.model is not None
-    assert options.data is not None
     proto = read_model(options.model, options.data)
     arguments = loss_arguments(options)
-    classes = options.classes.split(",") if options.classes else class_labels(proto)
+    classes = named_classes(options) or class_labels(proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
-    judged = Judged(model, **arguments, device=options.device)
-    task, objective = mapped(options, options.data, judged, classes)
+    scored = ModelWithLoss(model, **arguments, device=options.device)
+    task, objective = mapped(options, options.data, scored, classes)
     check_classes(options, objective)
     if not options.metrics and classifies(objective):
-        judged.metrics_by_output = select_metrics(["accuracy"])
+        scored.metrics_by_output = select_metrics(["accuracy"])
     for text in task.notes:
         note(text)
-    numbers = judged.evaluate(task.data, options.batch_size)
+    numbers = scored.evaluate(task.data, options.batch_size)
     if options.json:
         loss = numbers.pop("loss")
         remarks = [*task.notes, *task.remarks]
         print_json({"loss": loss, "metrics": numbers, "rows": task.rows, "remarks": remarks})
         return
-    table = Table(show_header=False)
-    for name, value in numbers.items():
-        shown = f"{value:.6g}" if isinstance(value, Real) else str(value)
-        table.add_row(Text(printable(name.replace("_", " "))), shown)
-    table.add_row("rows", str(task.rows))
-    with ignoring_closed_output():
-        stdout.print(table, highlight=False)
+    rows = {
+        name.replace("_", " "): f"{v:.6g}" if isinstance(v, Real) else v
+        for name, v in numbers.items()
+    }
+    print_rows(rows | {"rows": task.rows})
     for remark in task.remarks:
         say(remark)

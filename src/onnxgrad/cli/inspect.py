@@ -19,7 +19,6 @@ def trainable(options: TrainableOptions) -> None:
     """Print the float constants, which train, and why."""
     from onnxgrad.training.parameters.defaults import trainable as tensors
 
-    assert options.model is not None
     chosen: dict[str, Any] = {"train": options.train or None, "freeze": options.freeze}
     if not options.train and not options.freeze:
         chosen = {}
@@ -46,7 +45,6 @@ def check(options: CheckOptions) -> None:
     """
     from onnxgrad import check_gradient
 
-    assert options.model is not None
     report = check_gradient(
         read_model(options.model),
         options.inputs or None,
@@ -77,7 +75,6 @@ def show(options: ShowOptions) -> None:
     from onnxgrad import onnx_derivative, summary
     from onnxgrad.plot.text import onnx_simple_text_plot
 
-    assert options.model is not None
     proto = read_model(options.model)
     gradient = onnx_derivative(proto) if options.grad else None
     if options.json:

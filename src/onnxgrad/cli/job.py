@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
-from onnxgrad.cli.classes import Labels, class_labels, keep_classes
+from onnxgrad.cli.classes import CLASSES, class_labels
+from onnxgrad.cli.columns import Targets
 from onnxgrad.cli.data_options import LabelOptions
-from onnxgrad.cli.judged import Judged, with_loss
-from onnxgrad.cli.sources import TableSource, open_data, split_images
-from onnxgrad.cli.task import Targets, Task, map_stream, map_table, split
+from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
+from onnxgrad.cli.sources import ImageSource, naming, open_data
+from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, split
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.images import ImageFolder
-from onnxgrad.data.readers import Reader
+from onnxgrad.data.tables import FileTable, Labels
 from onnxgrad.errors import unknown
+from onnxgrad.model.notes import write_note
 from onnxgrad.training.callbacks.base import Callback
-from onnxgrad.training.data import Dataset
 from onnxgrad.training.holdout import balanced
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
@@ -36,23 +36,39 @@ class Job:
     """A `Trainer`, and the data that it gets.
 
     - `proto`: the model of the user, with a new head or adapters.
-    - `training`, `validation`: the data; `rows` and `validation_rows` count them.
+    - `task`: the data as a whole; `training` and `validation`: their parts, or other data.
     - `new_classes`: labels that the trained model stores; None for none.
     - `classes`: labels of the classes, also those of the model.
-    - `held_out`: numbers of the rows of the data that validate; None if others do, or none.
     """
 
     trainer: Trainer
     proto: ModelProto
     task: Task
-    training: Dataset
-    validation: Dataset | None
-    rows: int | None
-    validation_rows: int | None
+    training: Task
+    validation: Task | None
     new_classes: Labels | None = None
     classes: Labels | None = None
-    held_out: np.ndarray | None = None
     pruned: bool = False
+
+    @property
+    def validation_rows(self) -> int | None:
+        """The number of rows of the validation data."""
+        return None if self.validation is None else self.validation.rows
+
+    def fit(self, options: TrainOptions, epochs: int, resume: str | None = None) -> None:
+        """Train, from the checkpoint in the folder `resume` on."""
+        data = self.training.data
+        held = None if self.validation is None else self.validation.data
+        self.trainer.fit(
+            data.X,
+            data.y,
+            sample_weight=data.sample_weight,
+            validation=None if held is None else (held.X, held.y, held.sample_weight),
+            epochs=epochs,
+            batch_size=options.batch_size,
+            shuffle=options.shuffle,
+            resume=resume,
+        )
 
     def trained(self) -> ModelProto:
         """Return the model with the current weights."""
@@ -60,7 +76,7 @@ class Job:
             self.trainer.proto = separate_merged(self.proto)
         model = self.trainer.model
         if self.new_classes is not None:
-            keep_classes(model, self.new_classes)
+            write_note(model, CLASSES, list(self.new_classes))
         return model
 
 
@@ -71,8 +87,6 @@ def fine_tuned(proto: ModelProto, options: TrainOptions) -> ModelProto:
     elif options.head_at or options.head_pool or options.head_mask:
         raise ValueError("--head-at, --head-pool and --head-mask need --head: how many units")
     if options.lora:
-        if options.lora_dropout >= 1:
-            raise ValueError(f"--lora-dropout {options.lora_dropout:g} must be below 1")
         from onnxgrad.finetune.lora import add_lora
 
         proto = add_lora(
@@ -118,11 +132,12 @@ def _headed(proto: ModelProto, options: TrainOptions, units: int | list[str]) ->
     return add_head(proto, units, options.head_at, pool=chosen, mask=mask, seed=seed)
 
 
-def named_classes(options: TrainOptions) -> list[str] | None:
+def named_classes(options: LabelOptions) -> list[str] | None:
     """Return the names of classes of `--classes` or `--head`; None without any."""
     if options.classes is not None:
         return options.classes.split(",")
-    return options.head.split(",") if options.head and "," in options.head else None
+    head = options.head if isinstance(options, TrainOptions) else None
+    return head.split(",") if head and "," in head else None
 
 
 def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
@@ -131,7 +146,6 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     Raises:
         ValueError: options, a model or data that do not fit each other.
     """
-    assert options.data is not None
     arguments = trainer_arguments(options)
     proto = fine_tuned(proto, options)
     separated = separate_merged(proto)
@@ -140,36 +154,22 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     classes = named_classes(options) or class_labels(proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
     keys = ("loss", "loss_options", "loss_weights", "device")
-    judged = Judged(model, **{key: arguments[key] for key in keys})
-    task, objective = mapped(options, options.data, judged, classes)
+    scored = ModelWithLoss(model, **{key: arguments[key] for key in keys})
+    task, objective = mapped(options, options.data, scored, classes)
     check_classes(options, objective)
-    parts = _parts(options, task, judged, classes)
-    trained_on = parts[0]
-    arguments["class_weight"] = _class_weight(arguments, trained_on.y, objective, classes)
+    training, validation = _parts(options, task, scored, classes)
+    arguments["class_weight"] = _class_weight(arguments, training.data.y, objective, classes)
     if not options.metrics and classifies(objective):
         arguments["metrics"] = ["accuracy"]
     trainer = Trainer(model, callbacks=callbacks, **arguments)
     if task.in_memory:
         trainer.names = task.names
-    training, validation, rows, validation_rows, held_out = parts
     _check_monitor(options, trainer, validation is not None)
-    if options.batch_size is not None and rows is not None and options.batch_size > rows:
-        raise ValueError(
-            f"--batch-size {options.batch_size} is more than the {rows} rows to train on"
-        )
-    return Job(
-        trainer,
-        proto,
-        task,
-        training,
-        validation,
-        rows,
-        validation_rows,
-        named_classes(options),
-        classes,
-        held_out,
-        pruned=model is not proto,
-    )
+    size, rows = options.batch_size, training.rows
+    if size is not None and rows is not None and size > rows:
+        raise ValueError(f"--batch-size {size} is more than the {rows} rows to train on")
+    named, pruned = named_classes(options), model is not proto
+    return Job(trainer, proto, task, training, validation, named, classes, pruned)
 
 
 def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> None:
@@ -193,28 +193,32 @@ def _check_monitor(options: TrainOptions, trainer: Trainer, validated: bool) -> 
 
 
 def mapped(
-    options: Any, path: str, judged: Judged, classes: Labels | None
+    options: Any, path: str, scored: ModelWithLoss, classes: Labels | None
 ) -> tuple[Task, Objective]:
     """Return the data at `path` for a model and its loss, and what describes both.
 
     Raises:
         ValueError: data that do not fit; the message begins with the path.
     """
-    source = open_data(path, options)
-    if not isinstance(source, TableSource):
-        objective = judged.described(None)
-        objective.names = judged.names
-        with source.naming():
-            return map_stream(source, objective, options, classes), objective
-    several = list(judged.loss) if isinstance(judged.loss, dict) and len(judged.loss) > 1 else []
-    with source.naming():
-        targets = Targets.of(options, source.table, judged.names, several)
-        numbers = targets.arrays(source.table, classes, judged.numeric_loss)
-        shaped = targets.shaped(numbers)
-    objective = judged.described(shaped)
-    objective.names = judged.names
-    with source.naming():
-        return map_table(source, objective, targets, numbers, options.sample_weight), objective
+    source, labels = open_data(path, options), None
+    if isinstance(source, FileTable):
+        several = scored.loss if isinstance(scored.loss, dict) and len(scored.loss) > 1 else ()
+        with naming(source):
+            targets = Targets.of(options, source.columns, scored.names, list(several))
+            for name in targets.names:
+                source = source.encode(name, classes, scored.numeric_loss)
+            labels = {
+                output: source.cells(each, "the target").stacked(nan=True)
+                for output, each in targets.columns.items()
+            }
+    objective = scored.described(labels.get(None, labels or None) if labels else None)
+    objective.names = scored.names
+    with naming(source):
+        if isinstance(source, FileTable):
+            return map_table(source, objective, targets, options.sample_weight), objective
+        if isinstance(source, ImageSource):
+            return map_images(source, objective, classes), objective
+        return map_arrow(source, objective, options), objective
 
 
 def check_classes(options: LabelOptions, objective: Objective) -> None:
@@ -236,20 +240,20 @@ def classifies(objective: Objective) -> bool:
 
 
 def _parts(
-    options: TrainOptions, task: Task, judged: Judged, classes: Labels | None
-) -> tuple[Dataset, Dataset | None, int | None, int | None, np.ndarray | None]:
-    """Return the data to train on and to validate on, their numbers of rows, and the held-out."""
+    options: TrainOptions, task: Task, scored: ModelWithLoss, classes: Labels | None
+) -> tuple[Task, Task | None]:
+    """Return the data to train on, and those to validate on."""
     share = _share(options.validation)
     if share is None and options.validation is not None:
-        judged.names.columns.update(task.names.columns)
-        judged.names.target = task.names.target or judged.names.target
-        other, _ = mapped(options, options.validation, judged, classes)
-        return task.data, other.data, task.rows, other.rows, None
+        scored.names.columns.update(task.names.columns)
+        scored.names.target = task.names.target or scored.names.target
+        other, _ = mapped(options, options.validation, scored, classes)
+        return task, other
     reader = task.data.X
     splits = task.in_memory or isinstance(reader, ImageFolder)
     share = (_SHARE if splits else 0.0) if share is None else share
     if not share:
-        return task.data, None, task.rows, None, None
+        return task, None
     if not splits:
         raise ValueError(
             f"--validation {share:g} of data that are read while training: name a file of "
@@ -257,12 +261,7 @@ def _parts(
         )
     assert task.rows is not None
     first, second = split(task.rows, share, options.seed)
-    if isinstance(reader, Reader):
-        assert isinstance(reader, ImageFolder)
-        parts = [Dataset(split_images(reader, rows)) for rows in (first, second)]
-    else:
-        parts = [task.take(first), task.take(second)]
-    return parts[0], parts[1], len(first), len(second), second
+    return task.take(first), task.take(second)
 
 
 def _share(text: str | None) -> float | None:

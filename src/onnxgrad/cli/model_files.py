@@ -5,16 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from onnx import ModelProto
 
-from onnxgrad.cli.data_files import STDIN
 from onnxgrad.model import external
 from onnxgrad.model.files import check_not_input, check_writable
 from onnxgrad.model.read import read
 from onnxgrad.model.write import data_files, save
 
-STDOUT = "-"
+STDIN = STDOUT = "-"
+
+
+def standard_input(what: str) -> BinaryIO:
+    """Return standard input; raise `ValueError` if it is a terminal, for which `what` is wanted."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ValueError(f"standard input is a terminal: pipe a {what} into the command")
+    return sys.stdin.buffer
 
 
 def read_model(path: str, data: str | None = None) -> ModelProto:
@@ -27,9 +34,7 @@ def read_model(path: str, data: str | None = None) -> ModelProto:
         return read(path)
     if data == STDIN:
         raise ValueError('MODEL and DATA are both "-": standard input is only one of them')
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ValueError("standard input is a terminal: pipe a model into the command")
-    return read(sys.stdin.buffer.read())
+    return read(standard_input("model").read())
 
 
 def inputs_of(model: str, *data: str | None) -> list[Path]:
@@ -39,19 +44,21 @@ def inputs_of(model: str, *data: str | None) -> list[Path]:
 
 
 def check_output(
-    output: str, overwrite: bool, inputs: Iterable[Path], binary: bool = False
+    output: str, overwrite: bool, inputs: Iterable[Path], json: bool, binary: bool = True
 ) -> None:
     """Raise if a result cannot be written to `output`, before anything is computed.
 
     Raises:
         OSError: it cannot be written, or exists and `overwrite` is false.
-        ValueError: it is one of `inputs`; or a binary result would go to a terminal.
+        ValueError: it is one of `inputs`; or a binary result would go to a terminal, or any with
+            JSON to standard output.
     """
-    if output == STDOUT:
-        if binary and sys.stdout.isatty():
-            raise ValueError("standard output is a terminal: name a file with --output, or pipe it")
-        return
-    check_writable(output, overwrite, inputs)
+    if output != STDOUT:
+        check_writable(output, overwrite, inputs)
+    elif binary and sys.stdout.isatty():
+        raise ValueError("standard output is a terminal: name a file with --output, or pipe it")
+    elif json:
+        raise ValueError("--output - and --json both go to standard output: name a file")
 
 
 def check_not_data(output: str, model: str) -> None:

@@ -3,32 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+
+T = TypeVar("T")
 
 
-def option(help: str, default: Any = None, *names: str, panel: str = "Other", **more: Any) -> Any:
+def option(
+    help: str, default: Any = None, *names: str, panel: str | None = None, **more: Any
+) -> Any:
     """Return a field that is an option.
 
     Args:
         help: one sentence or two.
         default: of the field; an empty list for options that can be repeated.
         names: such as "--output", "-o"; None: derived from the name of the field.
-        panel: the title of its panel in the help; in lower case its section in a TOML file.
+        panel: the title of its panel in the help; None: that of its class.
         more: further arguments of `typer.Option`, such as `min`, `metavar` and `show_default`.
     """
     return _field(default, positional=False, help=help, names=names, panel=panel, more=more)
 
 
+def output_option(help: str, default: str | None = None, **more: Any) -> Any:
+    """Return the field of `--output`."""
+    return option(help, default, "--output", "-o", metavar="PATH", **more)
+
+
 def argument(help: str, **more: Any) -> Any:
-    """Return a field that is a positional argument."""
-    return _field(None, positional=True, help=help, names=(), panel="", more=more)
+    """Return a field that is a positional argument, a text."""
+    return _field("", positional=True, help=help, names=(), panel="", more=more)
 
 
 def _field(default: Any, **metadata: Any) -> Any:
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass_transform(
+    kw_only_default=True,
+    frozen_default=True,
+    field_specifiers=(option, output_option, argument),
+)
+def options(panel: str = "Other") -> Callable[[type[T]], type[T]]:
+    """Return the decorator of a dataclass of options.
+
+    Args:
+        panel: the title of their panel in the help; in lower case its section in a TOML file.
+    """
+
+    def decorated(cls: type[T]) -> type[T]:
+        for each in vars(cls).values():
+            if isinstance(each, dataclasses.Field) and each.metadata["panel"] is None:
+                each.metadata = MappingProxyType({**each.metadata, "panel": panel})
+        return dataclass(frozen=True, kw_only=True)(cls)
+
+    return decorated
 
 
 @dataclass(frozen=True)

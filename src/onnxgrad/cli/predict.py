@@ -10,15 +10,17 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
+from onnxgrad.cli.columns import Columns as InputColumns, assign, ignored, in_other_order
 from onnxgrad.cli.command_options import PredictOptions
 from onnxgrad.cli.console import note, print_json
-from onnxgrad.cli.data_files import as_value, assign
 from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, inputs_of, read_model
 from onnxgrad.cli.prediction_files import Columns, check_ending, writer
-from onnxgrad.cli.sources import ArrowSource, ImageSource, TableSource, open_data
-from onnxgrad.cli.task import listed
+from onnxgrad.cli.sources import ArrowSource, ImageSource, naming, open_data
+from onnxgrad.cli.task import check_counts, field_of
 from onnxgrad.data.arrays import DataError
+from onnxgrad.data.cells import Rows
 from onnxgrad.data.columns import read_names
+from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import escaping, printable, unknown
 from onnxgrad.graph.shapes import dims
 from onnxgrad.runtime.device import Device
@@ -35,12 +37,9 @@ def predict(options: PredictOptions) -> None:
         ValueError: data that the model does not take, or outputs without rows.
         OSError: the output cannot be written.
     """
-    assert options.model is not None
-    assert options.data is not None
     check_ending(options.output)
-    if options.output == STDOUT and options.json:
-        raise ValueError("--output - and --json both go to standard output: name a file")
-    check_output(options.output, options.overwrite, inputs_of(options.model, options.data))
+    inputs = inputs_of(options.model, options.data)
+    check_output(options.output, options.overwrite, inputs, options.json, binary=False)
     proto = read_model(options.model, options.data)
     check_not_data(options.output, options.model)
     predictor = Predictor(proto, options)
@@ -136,47 +135,39 @@ class Predictor:
 
     def _batches(self) -> Iterator[tuple[Arrays, int, Arrays]]:
         """Yield the arrays of the inputs, the number of rows, and further columns."""
-        assert self.options.data is not None
         source = open_data(self.options.data, self.options)
         size = self.fixed or self.options.batch_size or _ROWS
-        if isinstance(source, TableSource):
+        if isinstance(source, FileTable):
             yield from self._of_table(source, size)
         elif isinstance(source, ImageSource):
             yield from self._of_images(source, size)
         else:
             yield from self._of_arrow(source, size)
 
-    def _assigned(self, table: Arrays) -> dict[str, Arrays]:
+    def _assigned(self, ranks: dict[str, int]) -> InputColumns:
         """Return the columns of each input; labels of the training are not read."""
-        gone = [n for n in self.trained.target if n in table and n not in self._trained_columns]
-        rest = {name: array for name, array in table.items() if name not in gone}
-        columns = assign(rest, [], self.inputs, self.trained)
-        used = {name for group in columns.values() for name in group}
-        if ignored := [name for name in table if name not in used]:
-            self.notes.append(f"ignored columns: {listed(ignored)}")
-        for name, group in columns.items():
-            order = [column for column in table if column in group]
-            if name in self.trained.columns and order != list(group):
-                self.notes.append(
-                    f"columns of input {name} are taken by name, in the order of its training: "
-                    f"{listed(list(group))} (the data has {listed(order)})"
-                )
+        trained = {name for group in self.trained.columns.values() for name in group}
+        gone = {*self.trained.target} - trained
+        rest = {name: rank for name, rank in ranks.items() if name not in gone}
+        columns = assign(rest, [], [str(x.name) for x in self.inputs], self.trained)
+        self.notes += ignored(ranks, columns)
+        self.notes += in_other_order(ranks, columns, self.trained)
         return columns
 
-    @property
-    def _trained_columns(self) -> set[str]:
-        return {name for group in self.trained.columns.values() for name in group}
+    def _arrays(self, columns: InputColumns, table: FileTable) -> Arrays:
+        """Return the array of each input."""
+        return {
+            name: field_of(x).of_cells(table.cells(columns[name], f"input {name!r}"))
+            for name, x in ((str(x.name), x) for x in self.inputs)
+        }
 
-    def _of_table(self, source: TableSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
-        with source.naming():
-            columns = self._assigned(source.table)
-            if source.note:
-                self.notes.insert(0, source.note)
-            arrays = {str(x.name): _array(columns[str(x.name)], x) for x in self.inputs}
-            counts = {name: len(array) for name, array in arrays.items()}
-            if len(set(counts.values())) > 1:
-                raise DataError(f"the arrays differ in their number of rows: {counts}")
-        rows = next(iter(counts.values()))
+    def _of_table(self, source: FileTable, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
+        self.notes += [source.note] * bool(source.note)
+        with naming(source):
+            ranks = {name: array.ndim for name, array in source.values.items()}
+            arrays = self._arrays(self._assigned(ranks), source)
+            check_counts(arrays)
+        rows = len(next(iter(arrays.values())))
         for start in range(0, rows, size):
             part = {name: array[start : start + size] for name, array in arrays.items()}
             yield part, min(size, rows - start), {}
@@ -191,24 +182,14 @@ class Predictor:
             yield {name: images}, len(images), {"file": np.array(files)}
 
     def _of_arrow(self, source: ArrowSource, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
-        columns = self._assigned(source.examples)
-        chosen = {name: list(group) for name, group in columns.items()}
+        columns = self._assigned(source.ranks)
         start = 0
-        for (tables,) in source.reader(chosen, [], None).batches(size, None, 0):
-            parts = {
-                str(x.name): _array({n: tables[x.name][n] for n in chosen[str(x.name)]}, x, start)
-                for x in self.inputs
-            }
+        for (tables,) in source.reader(columns, [], None).batches(size, None, 0):
+            values = {n: tables[name][n] for name, group in columns.items() for n in group}
+            parts = self._arrays(columns, FileTable(values, source.name, Rows(start + 1)))
             count = len(next(iter(parts.values())))
             start += count
             yield parts, count, {}
-
-
-def _array(columns: Arrays, value: ir.Value, start: int = 0) -> np.ndarray:
-    try:
-        return as_value(columns, value, f"input {value.name!r}")
-    except DataError as e:
-        raise DataError(f"{e} (rows counted from row {start + 1})" if start else str(e)) from None
 
 
 def _are_maps(value: list[Any]) -> bool:

@@ -62,8 +62,8 @@ class Report:
 
         They are empty, too, if a signal ended the training after steps that were not evaluated.
         """
-        trainer, data = self.job.trainer, self.job.validation
-        if data is None:
+        trainer, held_out = self.job.trainer, self.job.validation
+        if held_out is None:
             return {}
         last = trainer.history[-1] if trainer.history else {}
         restored = any(
@@ -73,6 +73,7 @@ class Report:
         if restored or last.get("step") != trainer.state.step or "validation_loss" not in last:
             if self.stopped:
                 return {}
+            data = held_out.data
             return trainer.evaluate(data.X, data.y, sample_weight=data.sample_weight)
         found = {n: v for n, v in last.items() if n.startswith(_VALIDATION)}
         return {name.removeprefix(_VALIDATION): value for name, value in found.items()}
@@ -90,7 +91,7 @@ class Report:
             "stopped": reason or ("early" if trainer.state.stop_reason == "callback" else "done"),
             "epochs": trainer.state.epoch,
             "steps": trainer.state.step,
-            "rows": self.job.rows,
+            "rows": self.job.training.rows,
             "validation_rows": self.job.validation_rows,
             "seconds": self.seconds,
             "rows_per_second": self.speed,

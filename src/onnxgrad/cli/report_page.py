@@ -29,7 +29,6 @@ def report(options: ReportOptions) -> None:
     """
     from onnxgrad.report.page import write_report
 
-    assert options.run is not None
     page = write_report(options.run, options.output, overwrite=options.overwrite)
     if options.json:
         print_json({"files": [str(page)]})
@@ -55,9 +54,9 @@ def describe(job: Job) -> None:
     """Tell the recorder of a training what the data say of classes and rows."""
     for callback in job.trainer.callbacks.callbacks:
         if callback.key == "Recorder":
-            folders = getattr(job.training.X, "classes", None)
+            folders = getattr(job.training.data.X, "classes", None)
             callback.classes = job.classes or folders
-            callback.row_numbers = job.held_out
+            callback.row_numbers = job.validation.numbers if job.validation else None
 
 
 def _value(options: TrainOptions, field: Any) -> Any:

@@ -27,7 +27,6 @@ from onnxgrad.cli.rescue import Keeper
 from onnxgrad.cli.signals import Stopped, StopRequests
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.cli.watch import Watch
-from onnxgrad.cli.words import in_options
 from onnxgrad.errors import ConvergenceError
 from onnxgrad.model.files import check_writable, one_line, replacing
 from onnxgrad.parallel import join
@@ -58,7 +57,6 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
         ValueError: options, a model or data that do not fit each other.
         OSError: a file cannot be read, or the output cannot be written.
     """
-    assert options.model is not None
     if options.dry_run:
         from onnxgrad.cli.dry_run import dry_run
 
@@ -79,7 +77,7 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
     outcome = _fit(job, options, watch, stop)
     if not first:
         if outcome.reason:
-            complain(in_options(outcome.reason, vars(options)))
+            complain(outcome.reason)
         if outcome.code:
             raise typer.Exit(outcome.code)
         return
@@ -100,11 +98,8 @@ def run(options: TrainOptions, stop: StopRequests) -> None:
 
 def _check_files(options: TrainOptions) -> None:
     """Raise if the results cannot be written, or would replace something that they must not."""
-    assert options.model is not None
     inputs = inputs_of(options.model, options.data, options.validation, options.config)
-    check_output(options.output, options.overwrite, inputs, binary=True)
-    if options.output == STDOUT and options.json:
-        raise ValueError("--output - and --json both go to standard output: name a file")
+    check_output(options.output, options.overwrite, inputs, options.json)
     for file in _files(options)[1:]:
         if os.path.realpath(options.output) == os.path.realpath(file):
             raise ValueError(
@@ -119,16 +114,12 @@ def _check_files(options: TrainOptions) -> None:
         raise ValueError("--resume goes on from --checkpoint FOLDER: name that folder")
     if options.checkpoint is not None and os.path.isfile(options.checkpoint):
         raise ValueError(f"--checkpoint {options.checkpoint} is a file: name a folder")
-    if options.checkpoint is not None and not options.resume and _has_checkpoint(options):
+    begun = options.checkpoint and newest(options.checkpoint, lambda path: None)
+    if begun and not options.resume:
         raise ValueError(
             f"--checkpoint {options.checkpoint} holds a training: pass --resume to go on with it, "
             "or name another folder"
         )
-
-
-def _has_checkpoint(options: TrainOptions) -> bool:
-    assert options.checkpoint is not None
-    return newest(options.checkpoint, lambda path: None) is not None
 
 
 def _files(options: TrainOptions) -> list[Path]:
@@ -171,21 +162,8 @@ def _fit(job: Job, options: TrainOptions, watch: Watch, stop: StopRequests) -> O
     def ended(reason: object = "", kept: str = "", code: int = 0) -> Outcome:
         return Outcome(time.perf_counter() - began, str(reason), kept, code)
 
-    data, validation = job.training, job.validation
-    held_out = None
-    if validation is not None:
-        held_out = (validation.X, validation.y, validation.sample_weight)
     try:
-        job.trainer.fit(
-            data.X,
-            data.y,
-            sample_weight=data.sample_weight,
-            validation=held_out,
-            epochs=options.epochs,
-            batch_size=options.batch_size,
-            shuffle=options.shuffle,
-            resume=options.checkpoint if options.resume else None,
-        )
+        job.fit(options, options.epochs, options.checkpoint if options.resume else None)
     except Stopped as e:
         if not watch.rows:
             raise
@@ -240,8 +218,7 @@ def _exit(
     expected: list[Path],
 ) -> None:
     """Say why training ended early; exit with a code if it did, or if a file is missing."""
-    kept, code = outcome.kept, outcome.code
-    reason = in_options(outcome.reason, vars(options))
+    reason, kept, code = outcome.reason, outcome.kept, outcome.code
     if not reason and stop.request:  # the signal came after the last slice of batches
         reason, code = str(stop.request), stop.request.code
         kept = "all that was to be trained"

@@ -1,14 +1,11 @@
 """The options of `onnxgrad train`: one table for the command line, its help and TOML files."""
 
-# ruff: noqa: RUF009 (`option` returns a field)
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from onnxgrad.cli.command import Common, ModelArgument
 from onnxgrad.cli.complete import losses, metrics, optimizers, schedules
 from onnxgrad.cli.data_options import DataOptions
-from onnxgrad.cli.options import option
+from onnxgrad.cli.options import option, options, output_option
 
 LOSSES = (
     "squared_error (l2, mse), absolute_error (l1, mae), elastic, huber, poisson, "
@@ -25,11 +22,9 @@ SCHEDULES = (
     "plateau"
 )
 METRICS = "accuracy, f1_macro, auc, top_5_accuracy, mae, rmse, r2"
-WEIGHTS, LOSS, OPTIMIZER = "Weights", "Loss", "Optimizer"
-TRAINING, CHECKPOINTS, RESULT = "Training", "Checkpoints", "Result"
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Loss")
 class LossOptions:
     """What a model is judged by."""
 
@@ -37,25 +32,20 @@ class LossOptions:
         f"{LOSSES}; or a second model that computes it, as teacher.onnx. OUTPUT=LOSS, repeated, "
         "for several outputs. Needed unless the model computes its own: see --loss-output.",
         [],
-        panel=LOSS,
         autocompletion=losses,
     )
     loss_option: list[str] = option(
         "Option of the loss, as from_logits=true or delta=2; repeat for several.",
         [],
-        panel=LOSS,
         metavar="NAME=VALUE",
     )
-    loss_output: str = option(
-        "Without --loss: the output of the model that is its loss.", "loss", panel=LOSS
-    )
+    loss_output: str = option("Without --loss: the output of the model that is its loss.", "loss")
     output_index: str | None = option(
-        "The output that --loss is of, if there are several.", None, panel=LOSS, metavar="NAME"
+        "The output that --loss is of, if there are several.", metavar="NAME"
     )
     loss_weight: list[str] = option(
         "Factor of the loss of an output in the sum, for several outputs.",
         [],
-        panel=LOSS,
         metavar="OUTPUT=FACTOR",
     )
     metrics: list[str] = option(
@@ -64,13 +54,12 @@ class LossOptions:
         [],
         "--metrics",
         "--metric",
-        panel=LOSS,
         show_default="accuracy for classes",
         autocompletion=metrics,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Weights")
 class WeightOptions:
     """Which weights train."""
 
@@ -79,79 +68,62 @@ class WeightOptions:
         [],
         "--train",
         "--weights",
-        panel=WEIGHTS,
         metavar="PATTERN",
         show_default="all by their role: see `onnxgrad trainable`",
     )
     freeze: list[str] = option(
         "Name or pattern of weights that stay as they are; repeat for several.",
         [],
-        panel=WEIGHTS,
         metavar="PATTERN",
     )
     head: str | None = option(
         "Give the model a new last layer: the number of its units, or the names of its classes "
         "separated by commas.",
-        None,
-        panel=WEIGHTS,
         metavar="N|A,B,...",
     )
     head_at: str | None = option(
         "The layer that --head replaces: its node, its result or its weights. With --head-pool: "
         "the value that the new layer is put on.",
-        None,
-        panel=WEIGHTS,
         metavar="NAME",
         show_default="the last layer; with --head-pool, the output",
     )
     head_pool: str | None = option(
         "Put the new layer on features instead of replacing one: on each position (none), on the "
         "mean or the first of all positions, or on the mean of each map of an image.",
-        None,
-        panel=WEIGHTS,
         metavar="none|mean|first|image",
     )
     head_mask: str | None = option(
         "With --head-pool mean: the input that is 0 at positions that do not count, as "
         "attention_mask.",
-        None,
-        panel=WEIGHTS,
         metavar="NAME",
     )
     lora: list[str] = option(
         "Put LoRA adapters beside the weights that match, and train only these (and a new head); "
         "repeat for several. `onnxgrad merge` gives the plain model afterwards.",
         [],
-        panel=WEIGHTS,
         metavar="PATTERN",
     )
-    lora_rank: int = option("Rank of the adapters.", 8, panel=WEIGHTS, min=1)
-    lora_alpha: float = option("Their scale is alpha / rank.", 16.0, panel=WEIGHTS, min=0)
-    lora_dropout: float = option(
-        "Dropout before them, in training.", 0.0, panel=WEIGHTS, min=0, max=1
-    )
+    lora_rank: int = option("Rank of the adapters.", 8, min=1)
+    lora_alpha: float = option("Their scale is alpha / rank.", 16.0, min=0)
+    lora_dropout: float = option("Dropout before them, in training.", 0.0, min=0, max=1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Optimizer")
 class OptimizerOptions:
     """How weights move."""
 
-    optimizer: str = option(OPTIMIZERS + ".", "adam", panel=OPTIMIZER, autocompletion=optimizers)
+    optimizer: str = option(OPTIMIZERS + ".", "adam", autocompletion=optimizers)
     optimizer_option: list[str] = option(
-        "Option of the optimizer, as b1=0.95; repeat for several.",
-        [],
-        panel=OPTIMIZER,
-        metavar="NAME=VALUE",
+        "Option of the optimizer, as b1=0.95; repeat for several.", [], metavar="NAME=VALUE"
     )
     weight_decay: float | None = option(
-        "Weight decay.", None, panel=OPTIMIZER, min=0, show_default="that of the optimizer"
+        "Weight decay.", min=0, show_default="that of the optimizer"
     )
     learning_rate: float | None = option(
         "For the mean gradient of a batch; the highest rate of a schedule.",
         None,
         "--learning-rate",
         "--lr",
-        panel=OPTIMIZER,
         min=0,
         show_default="0.001 for adam and its kin, 0.01 for sgd and its kin, 1 for adadelta, "
         "0.0001 for lion",
@@ -159,173 +131,130 @@ class OptimizerOptions:
     schedule: str = option(
         f"The learning rate by step: {SCHEDULES}. Those that end do so with the training.",
         "constant",
-        panel=OPTIMIZER,
         autocompletion=schedules,
     )
     schedule_option: list[str] = option(
         "Option of the schedule, as end=1e-5, or every=100 of step_decay; repeat for several.",
         [],
-        panel=OPTIMIZER,
         metavar="NAME=VALUE",
     )
     warmup: float | None = option(
         "Steps in which the rate rises from 0, or below 1 their share of all steps.",
-        None,
-        panel=OPTIMIZER,
         min=0,
         metavar="STEPS|SHARE",
     )
     clip_norm: float | None = option(
-        "Largest norm of all gradients together; larger ones are scaled down.",
-        None,
-        panel=OPTIMIZER,
-        min=0,
+        "Largest norm of all gradients together; larger ones are scaled down.", min=0
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Training")
 class RunOptions:
     """How long, and in which form."""
 
-    epochs: int = option("Passes over the data.", 10, panel=TRAINING, min=1)
+    epochs: int = option("Passes over the data.", 10, min=1)
     batch_size: int | None = option(
-        "Rows of a step.", None, panel=TRAINING, min=1, show_default="32, or that of the model"
+        "Rows of a step.", min=1, show_default="32, or that of the model"
     )
-    accumulate: int = option(
-        "Micro-batches into which a batch is split, to save memory.", 1, panel=TRAINING, min=1
-    )
-    shuffle: bool = option("Order the rows anew for every epoch.", True, panel=TRAINING)
+    accumulate: int = option("Micro-batches into which a batch is split, to save memory.", 1, min=1)
+    shuffle: bool = option("Order the rows anew for every epoch.", True)
     batch_norm: str = option(
         "frozen: normalize by the stored statistics; train: by those of the batch, and update "
         "the stored ones.",
         "frozen",
-        panel=TRAINING,
     )
     dropout: list[str] = option(
         "Zero elements behind the nodes that match with probability P, in training only.",
         [],
-        panel=TRAINING,
         metavar="PATTERN=P",
     )
     class_weight: list[str] = option(
         "Weight of a class in the loss; repeat for several. balanced: by their frequencies.",
         [],
-        panel=TRAINING,
         metavar="CLASS=WEIGHT|balanced",
     )
     early_stopping: int | None = option(
         "End when --monitor has not improved for so many epochs, and keep the best weights.",
-        None,
-        panel=TRAINING,
         min=1,
         metavar="PATIENCE",
     )
     monitor: str | None = option(
         "What --early-stopping watches, and --checkpoint keeps the best of.",
-        None,
-        panel=TRAINING,
         show_default="validation_loss",
     )
     recompute: str = option(
-        "none, cheap or all: what the backward pass computes again, to save memory.",
-        "none",
-        panel=TRAINING,
+        "none, cheap or all: what the backward pass computes again, to save memory.", "none"
     )
-    device: str = option("cpu, cuda or cuda:1.", "cpu", panel=TRAINING)
+    device: str = option("cpu, cuda or cuda:1.", "cpu")
     sync_batch_norm: bool = option(
         "Of several processes: normalize by the statistics of the rows of all.",
         False,
-        panel=TRAINING,
         show_default=False,
     )
     shard_optimizer: bool = option(
         "Of several processes: each keeps the state of the optimizer of some weights only.",
         False,
-        panel=TRAINING,
         show_default=False,
     )
     local_steps: int = option(
         "Of several processes: steps that each trains alone before the weights are averaged.",
         1,
-        panel=TRAINING,
         min=1,
     )
     seed: int = option(
-        "Of the split, of the order of rows, of dropout and of new weights.",
-        0,
-        panel=TRAINING,
-        min=0,
+        "Of the split, of the order of rows, of dropout and of new weights.", 0, min=0
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Checkpoints")
 class CheckpointOptions:
     """What survives a crash."""
 
     checkpoint: str | None = option(
-        "Folder for the state of training, written after every epoch.",
-        None,
-        panel=CHECKPOINTS,
-        metavar="FOLDER",
+        "Folder for the state of training, written after every epoch.", metavar="FOLDER"
     )
-    checkpoint_every: int | None = option(
-        "Write it after every so many steps instead.", None, panel=CHECKPOINTS, min=1
-    )
+    checkpoint_every: int | None = option("Write it after every so many steps instead.", min=1)
     checkpoint_seconds: float | None = option(
-        "Write it after every so many seconds instead.", None, panel=CHECKPOINTS, min=0
+        "Write it after every so many seconds instead.", min=0
     )
-    checkpoint_keep: int = option("How many of the newest to keep.", 2, panel=CHECKPOINTS, min=1)
+    checkpoint_keep: int = option("How many of the newest to keep.", 2, min=1)
     resume: bool = option(
         "Go on where the newest checkpoint of --checkpoint was written, bit for bit; begin if "
         "there is none.",
         False,
-        panel=CHECKPOINTS,
         show_default=False,
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options("Result")
 class ResultOptions:
     """What is written."""
 
-    output: str = option(  # a Path forgets the '/' at its end
+    output: str = output_option(  # a Path forgets the '/' at its end
         'Where the trained model goes, its loss curves beside it; "-" is standard output.',
         "trained.onnx",
-        "--output",
-        "-o",
-        panel=RESULT,
-        metavar="PATH",
     )
-    overwrite: bool = option("Replace files that exist.", False, panel=RESULT)
-    curves: bool = option("Draw the losses, as PATH with .png.", True, panel=RESULT)
+    overwrite: bool = option("Replace files that exist.", False)
+    curves: bool = option("Draw the losses, as PATH with .png.", True)
     history: str | None = option(
-        "File (.csv or .json) of losses, rates and metrics by epoch.",
-        None,
-        panel=RESULT,
-        metavar="FILE",
+        "File (.csv or .json) of losses, rates and metrics by epoch.", metavar="FILE"
     )
     record: str | None = option(
         "Folder for what `onnxgrad report` draws: curves, norms, histograms, wrong predictions, "
         "time by operator.",
-        None,
-        panel=RESULT,
         metavar="FOLDER",
     )
     dry_run: bool = option(
         "Say what would be trained, for how long and in how much memory, by running a few steps; "
         "write nothing.",
         False,
-        panel=RESULT,
     )
     config: str | None = option(
-        "TOML file of options by name; what the command line says wins.",
-        None,
-        panel=RESULT,
-        metavar="FILE",
+        "TOML file of options by name; what the command line says wins.", metavar="FILE"
     )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options()
 class TrainOptions(
     Common,
     ResultOptions,

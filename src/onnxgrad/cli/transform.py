@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ from onnx import ModelProto
 from rich.table import Table
 from rich.text import Text
 
-from onnxgrad.cli.command_options import GradOptions, MergeOptions, Written
-from onnxgrad.cli.console import print_json, results, say
+from onnxgrad.cli.command_options import GradOptions, MergeOptions
+from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.model_files import (
     STDOUT,
     check_not_data,
@@ -33,19 +33,19 @@ def grad(options: GradOptions) -> None:
         return
     if options.dtype is not None:
         raise ValueError("--dtype needs --family")
-    output = _checked(options, options.model)
     if options.fill_grad and not options.keep_outputs:
         raise ValueError("--fill-grad needs --keep-outputs")
-    from onnxgrad import DerivativeOptions, onnx_derivative
 
-    proto = _read(options, options.model, output)
-    flags = DerivativeOptions(
-        options.keep_outputs * DerivativeOptions.KeepOutputs
-        | options.fill_grad * DerivativeOptions.FillGrad
-    )
-    gradient = onnx_derivative(proto, options.weights or None, options.inputs or None, flags)
-    write_model(gradient, output)
-    _report(options, proto, gradient, output)
+    def gradient(proto: ModelProto) -> ModelProto:
+        from onnxgrad import DerivativeOptions, onnx_derivative
+
+        flags = DerivativeOptions(
+            options.keep_outputs * DerivativeOptions.KeepOutputs
+            | options.fill_grad * DerivativeOptions.FillGrad
+        )
+        return onnx_derivative(proto, options.weights or None, options.inputs or None, flags)
+
+    _write(options, options.model, gradient)
 
 
 def _family(options: GradOptions, path: str) -> None:
@@ -55,10 +55,9 @@ def _family(options: GradOptions, path: str) -> None:
         raise ValueError("--family writes four models: name the file of the first")
     from onnxgrad.autodiff.family import derivative_family, family_paths
 
-    assert options.model is not None
     files = [str(file) for file in family_paths(path).values()]
     for file in files:
-        check_output(file, options.overwrite, inputs_of(options.model))
+        check_output(file, options.overwrite, inputs_of(options.model), options.json)
     proto = read_model(options.model)
     for file in files:
         check_not_data(file, options.model)
@@ -78,7 +77,7 @@ def _family(options: GradOptions, path: str) -> None:
 
 def merge(options: MergeOptions) -> None:
     """Write the model with its adapters merged, or with the weights of a checkpoint."""
-    if options.model is not None and Path(options.model).is_dir():
+    if Path(options.model).is_dir():
         _merge_folder(options, options.model)
         return
     if options.checkpoint is not None or options.prefix:
@@ -86,13 +85,9 @@ def merge(options: MergeOptions) -> None:
             f"--checkpoint and --prefix are of a folder of generate_artifacts, and {options.model} "
             "is none: the adapters of a file are in it"
         )
-    output = _checked(options, options.model)
     from onnxgrad.finetune.lora import merge_lora
 
-    proto = _read(options, options.model, output)
-    merged = merge_lora(proto)
-    write_model(merged, output)
-    _report(options, proto, merged, output)
+    _write(options, options.model, merge_lora)
 
 
 def _merge_folder(options: MergeOptions, folder: str) -> None:
@@ -103,31 +98,31 @@ def _merge_folder(options: MergeOptions, folder: str) -> None:
     model = str(Path(folder, files["model"]))
     inputs = [Path(folder, name) for name in files.values()]
     inputs += [Path(options.checkpoint)] if options.checkpoint else []
-    output = _checked(options, model, inputs)
-    proto = _read(options, model, output)
-    merged = merge_artifacts(folder, options.checkpoint, options.prefix)
-    write_model(merged, output)
-    _report(options, proto, merged, output)
+
+    def merged(proto: ModelProto) -> ModelProto:
+        return merge_artifacts(folder, options.checkpoint, options.prefix)
+
+    _write(options, model, merged, inputs)
 
 
-def _checked(options: Any, model: str | None, inputs: Sequence[Path] = ()) -> str:
-    """Return where the model goes, if it can be written there and is none of the inputs."""
-    assert model is not None
-    if options.output is None:
+def _write(
+    options: GradOptions | MergeOptions,
+    model: str,
+    change: Callable[[ModelProto], ModelProto],
+    inputs: Sequence[Path] = (),
+) -> None:
+    """Write what a model is changed to, if that replaces none of the inputs, and report."""
+    output = options.output
+    if output is None:
         raise ValueError(
             "--output says where the model goes: name a file, or - for standard output"
         )
-    if options.output == STDOUT and options.json:
-        raise ValueError("--output - and --json both go to standard output: name a file")
-    check_output(options.output, options.overwrite, [*inputs_of(model), *inputs], binary=True)
-    return options.output
-
-
-def _read(options: Written, model: str | None, output: str) -> ModelProto:
-    assert model is not None
+    check_output(output, options.overwrite, [*inputs_of(model), *inputs], options.json)
     proto = read_model(model)
     check_not_data(output, model)
-    return proto
+    changed = change(proto)
+    write_model(changed, output)
+    _report(options, proto, changed, output)
 
 
 def _report(options: Any, before: ModelProto, after: ModelProto, output: str) -> None:
@@ -138,13 +133,12 @@ def _report(options: Any, before: ModelProto, after: ModelProto, output: str) ->
         sizes = {"nodes_before": len(before.graph.node), "nodes": names.pop("nodes")}
         print_json({"files": [output], **sizes, "operators": counts, **names})
         return
-    console, table = results(output=output), Table(show_header=False)
-    table.add_row("nodes", f"{len(before.graph.node)} -> {names.pop('nodes')}")
-    common = ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8))
-    table.add_row("operators", Text(common))
-    for kind, listed in names.items():
-        table.add_row(kind, _listed(listed))
-    console.print(table)
+    console = results(output=output)
+    rows = {
+        "nodes": f"{len(before.graph.node)} -> {names.pop('nodes')}",
+        "operators": ", ".join(f"{n} {printable(op)}" for op, n in counts.most_common(8)),
+    }
+    print_rows(rows | {kind: _listed(listed) for kind, listed in names.items()}, console)
     if output != STDOUT:
         say(f"wrote {output}", console)
 

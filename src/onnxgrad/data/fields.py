@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
-from onnxgrad.data.columns import is_table, stacked
+from onnxgrad.data.cells import Cells
+from onnxgrad.data.columns import Part, is_table, stacked
 from onnxgrad.data.indices import Table
+from onnxgrad.data.tables import FileTable
+from onnxgrad.errors import named
 from onnxgrad.graph.shapes import Dims
+
+# (mask of wrong values, what must be or is wrong, others than that, remedy) raises if any is
+Refuse = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,18 @@ class Field:
             array = fit_shape(array, self.shape, repr(self.name), reshape=False)
         else:
             array = self._exact(array, None if whole else axis)
+
+        def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
+            _refuse(bad, rule + others, axis, remedy)
+
+        return self._values(array, repr(self.name), refuse)
+
+    def _values(self, array: np.ndarray, what: str, refuse: Refuse) -> np.ndarray:
+        """Return numbers in the dtype of the input; `refuse` raises for those that it lacks."""
         with np.errstate(all="ignore"):
             values = array.astype(self.dtype, copy=False)
         if self.dtype.kind in "iub":
-            _refuse(values != array, f"{self.name!r} must hold {self.dtype}; other values", axis)
+            refuse(values != array, f"{what} must hold {self.dtype}", "; other values")
         else:
             bad, nan = ~np.isfinite(values), np.isnan(values)
             remedy = ""
@@ -67,20 +81,39 @@ class Field:
                 bad &= ~nan
             elif self.ignores_nan is not None and nan.any():
                 remedy = "; the option ignore_nan=True of the loss leaves out labels that are NaN"
-            what = f"{self.name!r}, as {self.dtype}, holds NaN or infinity"
-            _refuse(bad, what, axis, remedy)
+            refuse(bad, f"{what}, as {self.dtype}, holds NaN or infinity", "", remedy)
         if self.classes is not None:
             last = self.classes - 1 if isinstance(self.classes, int) else None
             outside = (values < 0) if last is None else (values < 0) | (values > last)
             if self.ignored is not None:
                 outside &= values != self.ignored
             where = "below 0" if last is None else f"outside 0..{last}"
-            _refuse(outside, f"{self.name!r} holds labels {where}", axis)
+            remedy = f"; {named('replace_head')} gives the model another number of classes"
+            refuse(outside, f"{what} holds labels {where}", "", "" if last is None else remedy)
         if self.allowed is not None:
-            what = f"{self.name!r} must hold labels {self.allowed.text}; others"
+            rule = f"{what} must hold labels {self.allowed.text}"
             allowed = self.allowed.test(values)
-            _refuse(~(allowed | np.isnan(values) if self.ignores_nan else allowed), what, axis)
+            refuse(~(allowed | np.isnan(values) if self.ignores_nan else allowed), rule, "; others")
         return values
+
+    def of_cells(self, cells: Cells) -> np.ndarray:
+        """Return columns of a file as the array for the input; texts are left as they are.
+
+        Raises:
+            DataError: as `check`; the message names columns and rows of the file.
+        """
+        if self.dtype == object:
+            return fit_shape(cells.texts(), self.shape, cells.title, reshape=True)
+        array = cells.stacked(nan=bool(self.ignores_nan))
+
+        def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
+            cells.refuse(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
+
+        values = self._values(array, cells.title, refuse)
+        try:
+            return fit_shape(values, self.shape, cells.title, reshape=True)
+        except DataError as e:
+            raise DataError(f"{e}{cells.superfluous(self.shape)}") from None
 
     def numbers(self, data: Any) -> np.ndarray:
         """Return `data` as an array of numbers, that of a table in the shape of the input."""
@@ -92,6 +125,9 @@ class Field:
             )
         if not is_table(data):
             return to_numbers(self.name, data)
+        table = data.table if isinstance(data, Part) else data
+        if isinstance(table, FileTable):
+            return self.of_cells(table.cells(data.columns, f"input {self.name!r}"))
         return fit_shape(stacked(self.name, data), self.shape, repr(self.name), reshape=True)
 
     def _exact(self, array: np.ndarray, axis: int | None) -> np.ndarray:
@@ -115,13 +151,21 @@ class Field:
             raise DataError(f"{self.name!r} {wrong}")
         return array
 
-    def check_indices(self, arrays: Mapping[str, np.ndarray], axis: int | None = 0) -> None:
+    def check_indices(
+        self, arrays: Mapping[str, np.ndarray], axis: int | None = 0, cells: Cells | None = None
+    ) -> None:
         """Raise if the array of this input holds indices outside of a table.
 
-        `arrays` has the arrays of all inputs, by name; `axis` is that of the rows.
+        Args:
+            arrays: of all inputs, by name.
+            axis: of the rows.
+            cells: the columns of a file that the array was made of, if any.
         """
         for table in self.tables:
-            outside = table.outside(arrays[self.name], arrays)
+            array = arrays[self.name]
+            outside = table.outside(array, arrays)
+            if cells is not None:
+                cells.refuse(outside, array, f"{cells.title} must hold {table}, not")
             _refuse(outside, f"{self.name!r} must hold {table}; others", axis)
 
 

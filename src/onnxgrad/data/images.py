@@ -16,7 +16,7 @@ from onnxgrad.data.readers import IndexedReader, describe_files
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import Dims
 
-_SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
+SUFFIXES = frozenset(".bmp .gif .jpeg .jpg .png .ppm .tif .tiff .webp".split())
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 # (image of Pillow, generator or None) -> image; a `Normalize` takes and returns an array instead
@@ -106,7 +106,7 @@ class ImageFolder(IndexedReader):
         for number, folder in enumerate(folders):
             files = sorted(p for p in folder.rglob("*") if _is_image(p))
             if not files:
-                raise ValueError(f"{str(folder)!r} has no image ({' '.join(sorted(_SUFFIXES))})")
+                raise ValueError(f"{str(folder)!r} has no image ({' '.join(sorted(SUFFIXES))})")
             self.files += files
             labels += [number] * len(files)
         self.labels = np.array(labels, np.int64)
@@ -169,7 +169,7 @@ def _name(transform: Transform) -> str:
 
 
 def _is_image(path: Path) -> bool:
-    return path.suffix.lower() in _SUFFIXES and not path.name.startswith(".") and path.is_file()
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
 def layout_of(

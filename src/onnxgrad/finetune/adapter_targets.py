@@ -9,7 +9,7 @@ from typing import Any
 
 from onnx import ModelProto
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import argument, printable
 from onnxgrad.finetune.adapter_uses import Target
 from onnxgrad.finetune.dora import unfit
 from onnxgrad.model.notes import HEAD, read_adapters, read_note
@@ -77,7 +77,9 @@ def _reasons(
         if name in reasons:
             continue
         if options["rank"] % group:
-            reasons[name] = f"it has {group} groups, and rank={options['rank']} is no multiple"
+            reasons[name] = (
+                f"it has {group} groups, and {argument('rank', options['rank'])} is no multiple"
+            )
         elif options["use_dora"] and (reason := unfit(target)):
             reasons[name] = reason
     for name in read_note(proto, HEAD):

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, named, unknown
 from onnxgrad.finetune.activations import ACTIVATIONS, applied
 from onnxgrad.finetune.heads import Request
 from onnxgrad.finetune.layers import fresh, initializer
@@ -78,7 +78,8 @@ def add_head(
     if pool is not None and pool not in POOLS:
         raise unknown("pool", pool, [*POOLS, "None"])
     if mask is not None and pool != "mean":
-        raise ValueError(f"mask={mask!r} needs pool='mean', not {pool!r}")
+        given, needed = argument("mask", mask), argument("pool", "mean")
+        raise ValueError(f"{given} needs {needed}, not {pool!r}")
     return _with_head(inlined(read(model)), request, at, pool, mask)
 
 
@@ -91,11 +92,13 @@ def _with_head(
     graph = changed.graph
     if at is None and len(graph.outputs) > 1:
         names = [y.name for y in graph.outputs]
-        raise ValueError(f"the model has the outputs {names}: name the features with at=")
+        raise ValueError(
+            f"the model has the outputs {names}: name the features with {argument('at')}"
+        )
     if at is None and value_range(graph.outputs[0]) == (0.0, 1.0):
         raise ValueError(
-            f"{graph.outputs[0].name!r} holds probabilities: replace_head replaces the layer in "
-            "front of them; or name the features with at="
+            f"{graph.outputs[0].name!r} holds probabilities: {named('replace_head')} replaces the "
+            f"layer in front of them; or name the features with {argument('at')}"
         )
     op = Emit(graph)
     x = _features(_value(graph, at or str(graph.outputs[0].name)), pool)
@@ -130,9 +133,12 @@ def _features(x: ir.Value, pool: str | None) -> ir.Value:
     """
     shape, wanted = dims(x), {"mean": 3, "first": 3, "image": 4}.get(pool or "")
     if x.dtype is None or not x.dtype.is_floating_point():
-        raise ValueError(f"{x.name!r} holds {x.dtype}, no floats: name other features with at=")
+        raise ValueError(
+            f"{x.name!r} holds {x.dtype}, no floats: name other features with {argument('at')}"
+        )
     if wanted and shape is not None and len(shape) != wanted:
-        raise ValueError(f"pool={pool!r} needs {wanted} axes; {x.name!r} has {list(shape)}")
+        given = argument("pool", pool)
+        raise ValueError(f"{given} needs {wanted} axes; {x.name!r} has {list(shape)}")
     return x
 
 
@@ -165,7 +171,8 @@ def _weights(
     if not isinstance(width, int) or x.dtype is None:
         raise ValueError(
             f"{x.name!r} has the shape {list(shape)}: a head needs rows, and to know the number of "
-            "features. Declare the shape in value_info, or name other features with at="
+            "features. Declare the shape in value_info, or name other features with "
+            f"{argument('at')}"
         )
     weights = fresh((request.units, width), "linear", request.seed)
     return (

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, unknown
 from onnxgrad.finetune.activations import ACTIVATIONS, change_activation
 from onnxgrad.finetune.class_metadata import NewClasses
 from onnxgrad.finetune.follow import follow
@@ -199,10 +199,10 @@ def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str |
 def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
     """Return the number of units, and the classes if `units` are these."""
     if isinstance(units, (str, bytes)):
-        raise ValueError(f"units={units!r}: pass a number, or a list of classes")
+        raise ValueError(f"{argument('units', units)}: pass a number, or a list of classes")
     if not isinstance(units, Sequence) and not hasattr(units, "tolist"):
         if isinstance(units, bool) or operator.index(units) < 1:
-            raise ValueError(f"units={units!r}: a layer has one unit or more")
+            raise ValueError(f"{argument('units', units)}: a layer has one unit or more")
         return operator.index(units), None
     classes = list(units.tolist() if hasattr(units, "tolist") else units)
     if not isinstance(classes, list) or not classes:

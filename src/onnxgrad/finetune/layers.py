@@ -9,6 +9,7 @@ from math import prod, sqrt
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.errors import named
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import constant, dims, rank, static
@@ -174,7 +175,7 @@ def _of_ml(node: ir.Node) -> Layer | str:
         if attributes.get_string("kernel_type", "LINEAR") != "LINEAR":
             return (
                 "its support vectors are rows of the old training data: fit it again, or use "
-                "add_head(model, units, at=...)"
+                f"{named('add_head')}"
             )
         if attributes.get_int("one_class", 0):
             return "it detects outliers"

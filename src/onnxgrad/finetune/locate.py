@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, named, unknown
 from onnxgrad.finetune.layers import Layer, data_values, layer_of, shown
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
 from onnxgrad.model.constants import standard
@@ -16,7 +16,6 @@ from onnxgrad.training.parameters.operands import value_operands
 
 _LISTED = 8  # layers that a message names
 _LINEAR = frozenset("MatMul Gemm Conv ConvTranspose FusedMatMul FusedGemm FusedConv".split())
-_TREES = "trees have no layer: add_head(model, units, at=...) puts one in their place"
 
 
 class Search:
@@ -47,17 +46,17 @@ class Search:
         if not layers and not reasons:
             raise ValueError(
                 f"no linear or convolutional layer precedes {names}: put a new head behind a value "
-                "of the model by add_head"
+                f"of the model by {named('add_head')}"
             )
         listed = [shown(layer.node) for layer in layers] + [shown(node) for node in reasons]
         more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-        hint = "name one by at="
+        hint = f"name one by {argument('at')}"
         if len(chosen) > 1:
-            hint += f", or the output by output=, one of {[y.name for y in chosen]}"
+            hint += f", or the output by {argument('output')}, one of {[y.name for y in chosen]}"
         raise ValueError(
             f"several layers are the last before {names}: {', '.join(listed[:_LISTED])}{more}; "
             f"{hint}; where they are added up, as in a residual block, put a new head behind the "
-            "output by add_head"
+            f"output by {named('add_head')}"
         )
 
     def _last(self, outputs: Iterable[ir.Value]) -> tuple[list[Layer], dict[ir.Node, str]]:
@@ -77,7 +76,9 @@ class Search:
             elif layer is not None:
                 reasons[node] = layer
             elif node.op_type.startswith("TreeEnsemble"):
-                reasons[node] = _TREES
+                reasons[node] = (
+                    f"trees have no layer: put a head in their place by {named('add_head')}"
+                )
             elif any(n.op_type in _LINEAR for g in subgraphs(node) for n in all_nodes(g)):
                 reasons[node] = "it is in a subgraph, which may be computed several times or never"
             else:
@@ -98,23 +99,23 @@ class Search:
         layers = dict.fromkeys(self._behind_add(node) for node in nodes)
         if len(layers) > 1:
             listed = ", ".join(shown(node) for node in list(layers)[:_LISTED])
-            raise ValueError(f"at={at!r} names several layers: {listed}; name one")
+            raise ValueError(f"{argument('at', at)} names several layers: {listed}; name one")
         [node] = layers
         layer = layer_of(node, self.data)
         if isinstance(layer, Layer):
             return layer
         reason = layer or "it is no linear or convolutional layer with constant weights"
-        raise ValueError(f"at={at!r} names {shown(node)}, which stays: {reason}")
+        raise ValueError(f"{argument('at', at)} names {shown(node)}, which stays: {reason}")
 
     def _reading(self, proto: ModelProto, at: str) -> list[ir.Node]:
         """Return the layers that read the float constants called `at`, perhaps moved or cast."""
         readers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
         try:
-            constants = set(matching_weights(proto, [at], "layer (at=)"))
+            constants = set(matching_weights(proto, [at], f"layer ({argument('at')})"))
         except ValueError as e:
             layers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
             raise unknown(
-                "layer (at=)", at, [str(n.name or n.outputs[0].name) for n in layers]
+                f"layer ({argument('at')})", at, [str(n.name or n.outputs[0].name) for n in layers]
             ) from e
         for node in readers[:]:
             layer = layer_of(node, self.data)
@@ -127,8 +128,8 @@ class Search:
                 readers.remove(node)
         if not readers:
             raise ValueError(
-                f"at={at!r} names {sorted(constants)[:_LISTED]}, and no layer of the main graph "
-                "that can be replaced reads them"
+                f"{argument('at', at)} names {sorted(constants)[:_LISTED]}, and no layer of the "
+                "main graph that can be replaced reads them"
             )
         return readers
 

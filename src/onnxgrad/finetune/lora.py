@@ -13,7 +13,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
-from onnxgrad.errors import ModelError, escaping
+from onnxgrad.errors import ModelError, argument, escaping, named
 from onnxgrad.finetune import adapter_graph, dora
 from onnxgrad.finetune.adapter_graph import Additions
 from onnxgrad.finetune.adapter_names import module_names
@@ -106,9 +106,10 @@ def _options(
 ) -> dict[str, Any]:
     """Return the settings of an adapter as they are noted."""
     if rank < 1:
-        raise ValueError(f"rank={rank}: an adapter needs at least 1")
+        raise ValueError(f"{argument('rank', rank)}: an adapter needs at least 1")
     if not 0 <= dropout < 1:
-        raise ValueError(f"dropout={dropout}: give a probability of [0, 1)")
+        given = argument("add_lora.dropout", dropout)
+        raise ValueError(f"{given}: give a probability of [0, 1)")
     return {
         "rank": rank,
         "alpha": float(alpha),
@@ -241,7 +242,7 @@ def merge_lora(model: ModelLike) -> ModelProto:
     merged.CopyFrom(read(model))
     notes = read_adapters(merged)
     if not notes:
-        raise ValueError("the model has no adapters to merge: add_lora adds them")
+        raise ValueError(f"the model has no adapters to merge: {named('add_lora')} adds them")
     if quantized := [note["weight"] for note in notes if note["quantized"]]:
         raise ValueError(
             f"the adapters of {quantized} cannot be merged: these weights are quantized, and "

@@ -11,6 +11,7 @@ from typing import NoReturn
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.errors import argument, named
 from onnxgrad.finetune.layers import initializer, known_value, shown, substitute
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank, static
@@ -47,8 +48,8 @@ class Tail:
         """Raise the error that a node needs the old number of units."""
         raise ValueError(
             f"{shown(node)} follows the units of {self.layer}, of which the model has {self.old}: "
-            f"{why}. Name another layer by at=, or cut the model with features(model, at=...) and "
-            "put another head there by add_head"
+            f"{why}. Name another layer by {argument('at')}, or put a head on an earlier value by "
+            f"{named('add_head')}"
         )
 
     def keep(self, node: ir.Node, axis: int, outputs: int | None = None) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.errors import argument
 from onnxgrad.graph.operators import OPPOSITE, VIEWS
 from onnxgrad.graph.shapes import Dims, dims, rank
 from onnxgrad.losses.class_axis import class_axis
@@ -80,7 +81,8 @@ def decided(spec: LossSpec, prediction: ir.Value, otherwise: int | None = None) 
         if filled["from_logits"]:
             _warn_of_shares(prediction)
     elif options.get("from_logits") and _is_probability(prediction):
-        logger.warning("%r holds probabilities, but from_logits=True takes them as scores", name)
+        given = argument("loss_options.from_logits", True)
+        logger.warning("%r holds probabilities, but %s takes them as scores", name, given)
     return replace(spec, options={**spec.options, **filled})
 
 
@@ -158,9 +160,9 @@ def _warn_of_clipping(prediction: ir.Value) -> None:
                 return
             logger.warning(
                 "%r is clipped by %s (node %r): rows whose scores %r are outside of the bounds "
-                "have no gradient and do not train. Train the scores in front, as "
-                "loss={%r: 'binary_cross_entropy'}",
-                prediction.name, node.op_type, node.name, score.name, score.name,
+                "have no gradient and do not train. Train the scores in front, as %s",
+                prediction.name, node.op_type, node.name, score.name,
+                argument("loss", {score.name: "binary_cross_entropy"}),
             )  # fmt: skip
             return
         if node.op_type not in _LINES:
@@ -178,9 +180,11 @@ def _warn_of_shares(prediction: ir.Value) -> None:
     if share is not None and node is not None and summed_axes(*share) is not None:
         logger.warning(
             "%r is %r divided by its sum, by %s (node %r), which the graph does not prove to be "
-            "positive: it is taken for scores. Say from_logits=False if it holds probabilities, or "
-            "train the scores in front, as loss={%r: 'cross_entropy'}",
-            prediction.name, share[0].name, node.op_type, node.name, share[0].name,
+            "positive: it is taken for scores. Say %s if it holds probabilities, or train the "
+            "scores in front, as %s",
+            prediction.name, share[0].name, node.op_type, node.name,
+            argument("loss_options.from_logits", False),
+            argument("loss", {share[0].name: "cross_entropy"}),
         )  # fmt: skip
 
 
@@ -191,7 +195,8 @@ def _axis(spec: LossSpec, prediction: ir.Value, n: int, otherwise: int | None) -
         if n > 2:
             logger.info("the classes of %r are along axis %d", prediction.name, axis)
     elif isinstance(axis, bool) or int(axis) != axis or not -n <= axis < n:
-        raise ValueError(f"axis={axis!r}: {prediction.name!r} has the shape {dims(prediction)}")
+        given = argument("loss_options.axis", axis)
+        raise ValueError(f"{given}: {prediction.name!r} has the shape {dims(prediction)}")
     return int(axis) % n
 
 
@@ -213,13 +218,15 @@ def _is_score(spec: LossSpec, prediction: ir.Value) -> bool:
         raise ValueError(
             f"{prediction.name!r} holds the results of a {last}, which do not sum to 1 over the "
             f"classes, and {spec.name!r} needs scores or the results of a Softmax: use "
-            "binary_cross_entropy, or say what it is by from_logits=False or True"
+            "binary_cross_entropy, or say what it is by "
+            f"{argument('loss_options.from_logits', False)} or True"
         )
     logarithm = last in ("Log", "LogSoftmax") and value_range(prediction)[1] <= 0
     if logarithm and spec.activation == "Sigmoid":
         raise ValueError(
             f"{prediction.name!r} holds log-probabilities, and {spec.name!r} needs scores or "
-            "probabilities: choose the output before the logarithm, or say from_logits=True"
+            "probabilities: choose the output before the logarithm, or say "
+            f"{argument('loss_options.from_logits', True)}"
         )
     return not _is_probability(prediction)
 

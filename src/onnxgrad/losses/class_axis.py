@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import argument, printable
 from onnxgrad.graph.axes import places
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY, VIEWS
 from onnxgrad.graph.shapes import dims, einsum_terms, rank
@@ -66,7 +66,8 @@ def class_axis(prediction: ir.Value, otherwise: int | None = None) -> int:
     if isinstance(answer, str):
         raise ValueError(
             f"cannot decide which axis of {prediction.name!r}, {_shape(prediction)}, is that of "
-            f"the classes: {answer}; say it with axis=, as axis=1 or axis=-1"
+            f"the classes: {answer}; say it with {argument('loss_options.axis')}, as "
+            f"{argument('loss_options.axis', 1)} or {argument('loss_options.axis', -1)}"
         )
     return answer
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.errors import named
 from onnxgrad.graph import shapes
 from onnxgrad.losses.spec import Terms
 
@@ -271,7 +272,9 @@ def _weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
         outside = [c for c in class_weight if c not in indices or (classes and c >= classes)]
         if outside:
             allowed = "0 and above" if classes is None else f"0 to {classes - 1}"
-            raise ValueError(f"class_weight has {outside}: classes are numbered {allowed}")
+            raise ValueError(
+                f"{named('class_weight')} has {outside}: classes are numbered {allowed}"
+            )
         array = np.ones(classes or max(map(int, indices), default=0) + 1)
         for c in indices:
             array[int(c)] = class_weight[c]
@@ -279,15 +282,19 @@ def _weight_array(class_weight: Any, classes: int | None) -> np.ndarray:
         array = np.asarray(class_weight, np.float64)
     if array.ndim != 1 or classes not in (None, len(array)):
         expected = "a vector" if classes is None else f"({classes},), one for each class"
-        raise ValueError(f"class_weight has the shape {array.shape}: it must be {expected}")
+        raise ValueError(
+            f"{named('class_weight')} has the shape {array.shape}: it must be {expected}"
+        )
     if not (np.isfinite(array) & (array >= 0)).all():
-        raise ValueError(f"class_weight must hold finite numbers of 0 or more, not {class_weight}")
+        raise ValueError(
+            f"{named('class_weight')} must hold finite numbers of 0 or more, not {class_weight}"
+        )
     return array
 
 
 def _require_positive(class_weight: Any) -> None:
     if not _weight_array(class_weight, None).all():
         raise ValueError(
-            "class_weight holds zeros, which label_smoothing cannot be combined with: name the "
-            "class as ignore_index, or give it a small weight"
+            f"{named('class_weight')} holds zeros, which label_smoothing cannot be combined with: "
+            "name the class as ignore_index, or give it a small weight"
         )

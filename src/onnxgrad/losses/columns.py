@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from onnxgrad.errors import named
 from onnxgrad.graph.operators import NOT_CLASSES, OPPOSITE, VIEWS
 from onnxgrad.graph.shapes import constant, is_real
 from onnxgrad.losses.spec import LossSpec
@@ -64,8 +65,8 @@ def scores_of_votes(spec: LossSpec, prediction: ir.Value) -> ir.Value:
         raise ValueError(
             f"{where} adds {votes[0].name!r} to the scores of {prediction.name!r}: these are "
             "votes, steps without a gradient, and scores between bounds do not reach them. Train "
-            "the classifiers of the pairs one by one, by loss={tensor: loss} with the scores of "
-            "each, or give the model a new head, by onnxgrad.replace_head"
+            f"the classifiers of the pairs one by one, by {named('loss={tensor: loss}')} with the "
+            f"scores of each, or give the model a new head, by {named('onnxgrad.replace_head')}"
         )
     logger.warning(
         "%s adds votes, which have no gradient, to the scores of %r: the loss is computed from %r, "

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import raise_opset
-from onnxgrad.errors import printable, unknown
+from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
@@ -188,12 +188,13 @@ def _reduced(op: Any, losses: ir.Value, spec: LossSpec, label: ir.Value) -> ir.V
 def choose_output(
     proto: ModelProto,
     index: int | str | None,
-    remedy: str = "say which one with output_index=",
+    remedy: str = "",
 ) -> str:
     """Return the name of the float tensor that is the output of that index or name.
 
     Raises:
-        ValueError: there is none, or `index` is None and there are several; with `remedy`.
+        ValueError: there is none, or `index` is None and there are several; with `remedy`, which by
+            default is the index.
     """
     outputs = list(proto.graph.output)
     floats = list(dict.fromkeys(o.name for o in outputs if not non_tensor(o) and _is_float(o)))
@@ -203,7 +204,8 @@ def choose_output(
         behind = [tensor_behind(proto, o.name) for o in outputs if non_tensor(o)]
         choice = ", ".join(repr(c) for c in [*floats, *behind] if c)
         raise ValueError(
-            f"the model has {len(floats)} float outputs: {remedy}, "
+            f"the model has {len(floats)} float outputs: "
+            f"{remedy or 'say which one with ' + argument('output_index')}, "
             f"one of {choice or 'the float tensors inside of the graph'}"
         )
     if isinstance(index, str):
@@ -211,12 +213,13 @@ def choose_output(
     elif -len(outputs) <= index < len(outputs):
         name = outputs[index].name
     else:
-        raise ValueError(f"output_index={index!r}: the model has {len(outputs)} outputs")
+        given = argument("output_index", index)
+        raise ValueError(f"{given}: the model has {len(outputs)} outputs")
     for output in outputs:
         if output.name == name and non_tensor(output):
             raise ValueError(
                 f"output {name!r} is no tensor; use the tensor that it is computed from: "
-                f"output_index={tensor_behind(proto, name)!r}"
+                f"{argument('output_index', tensor_behind(proto, name))}"
             )
         if output.name == name and name not in floats:
             raise ValueError(f"output {name!r} is no float tensor; choose one of {floats}")

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import named, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, rank
 from onnxgrad.losses.applied_to import before_activation, decided, logits_of_two
@@ -112,7 +112,7 @@ class TrainingLoss:
             return [choose_output(proto, name) for name in self.losses]
         inside = [tensor_behind(proto, o.name) for o in proto.graph.output if non_tensor(o)]
         names = [name for name in inside if name is not None]
-        remedy = "name it, as loss={output: loss}"
+        remedy = f"name it, as {named('loss={output: loss}')}"
         try:
             return [choose_output(proto, None, remedy)]
         except ValueError:
@@ -246,26 +246,36 @@ def training_loss(
     shapes = dict(label_shapes or {})
     if not isinstance(loss, Mapping):
         if loss_weights:
-            raise ValueError("loss_weights needs the losses by output, as loss={output: loss}")
+            raise ValueError(
+                f"{named('loss_weights')} needs the losses by output, as "
+                f"{named('loss={output: loss}')}"
+            )
         return TrainingLoss({None: _one(loss, options, class_weight)}, {}, shapes, weight_shape)
     if not loss:
         raise ValueError("loss has no output: give {output: loss}")
-    by_output = {"options": options, "loss_weights": loss_weights, "class_weight": class_weight}
-    for argument, values in by_output.items():
-        if values is not None and not isinstance(values, Mapping):
-            raise ValueError(f"{argument} must be by output, as the losses are: {list(loss)}")
-        for name in values or ():
-            if name not in loss:
-                raise unknown(f"output in {argument}", name, loss)
+    _check_by_output(loss, options=options, loss_weights=loss_weights, class_weight=class_weight)
     factors = {name: float(f) for name, f in (loss_weights or {}).items()}
     for name, factor in factors.items():
         if not isfinite(factor):
-            raise ValueError(f"loss_weights[{name!r}] must be a finite number, not {factor}")
+            raise ValueError(
+                f"{named('loss_weights')}[{name!r}] must be a finite number, not {factor}"
+            )
     losses: dict[str | None, Loss] = {
         name: _one(one, (options or {}).get(name), (class_weight or {}).get(name))
         for name, one in loss.items()
     }
     return TrainingLoss(losses, factors, shapes, weight_shape)
+
+
+def _check_by_output(losses: Mapping[str, Any], **arguments: Any) -> None:
+    """Raise `ValueError` for an argument that is not by output, or names one without a loss."""
+    for name, values in arguments.items():
+        given = named(name)
+        if values is not None and not isinstance(values, Mapping):
+            raise ValueError(f"{given} must be by output, as the losses are: {list(losses)}")
+        for output in values or ():
+            if output not in losses:
+                raise unknown(f"output in {given}", output, losses)
 
 
 def _one(loss: Any, options: Mapping[str, Any] | None, class_weight: Any) -> Loss:

@@ -9,7 +9,7 @@ from typing import Any
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import named, unknown
 from onnxgrad.graph.shapes import Dims, dims, static
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
@@ -89,8 +89,8 @@ class LossModel:
         if not joined:
             raise ValueError(
                 f"no input of the loss model ({', '.join(self._inputs)}) has the name of an output "
-                f"({', '.join(y.name for y in proto.graph.output)}): pass "
-                "inputs={input: output}"
+                f"({', '.join(y.name for y in proto.graph.output)}): "
+                f"{named('pass inputs={input: output}')}"
             )
         return list(dict.fromkeys(joined))
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.errors import argument
 from onnxgrad.graph.shapes import Dims, dims
 from onnxgrad.losses.classification import softplus
 from onnxgrad.losses.registry import register
@@ -122,7 +123,8 @@ def _balance(op, like, hit, alpha):
     numbers: Any = np.asarray(1.0 if alpha is None else alpha)
     classes = dims_of(like)[1]
     if numbers.ndim > 1 or (numbers.ndim and isinstance(classes, int) and len(numbers) != classes):
-        raise ValueError(f"alpha={alpha!r}: give one number, or {classes}, one for every class")
+        given = argument("loss_options.alpha", alpha)
+        raise ValueError(f"{given}: give one number, or {classes}, one for every class")
     if numbers.ndim:
         numbers = numbers.reshape([-1] + [1] * (len(dims_of(like)) - 2))
     weights = op.const(numbers.astype(like.dtype.numpy()))

@@ -17,7 +17,7 @@ from weakref import ref
 
 import numpy as np
 
-from onnxgrad.errors import ProcessLostError, first_line
+from onnxgrad.errors import ProcessLostError, argument, first_line
 
 PATIENCE = 60.0  # seconds that a process which failed waits for the others to fail, too
 _POLL, _TAG, _SHOWN = 0.2, 31_999, 200
@@ -108,7 +108,8 @@ class _Processes:
     def _lost(self, what: str) -> ProcessLostError:
         return ProcessLostError(
             f"process {self.rank} of {self.size}: {what}. The state before this step is kept: "
-            "start again with resume= the folder of the checkpoints, with any number of processes"
+            f"start again with {argument('resume')} the folder of the checkpoints, with any number "
+            "of processes"
         )
 
     @contextmanager

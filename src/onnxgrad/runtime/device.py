@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from onnxgrad.errors import ProviderError, unknown
+from onnxgrad.errors import ProviderError, argument, unknown
 
 VALID = "a device is 'cpu', 'cuda' or 'cuda:1', a GPU by its number; 'gpu' means 'cuda'"
 _FORM = re.compile(r"(cpu|cuda|gpu)(?::([0-9]{1,4}))?", re.ASCII | re.IGNORECASE)
@@ -68,7 +68,8 @@ class Device:
         if name not in available:
             raise ProviderError(
                 f"device {self.written or str(self)!r}: the installed onnxruntime offers "
-                f"{available}; use device='cpu', or install onnxruntime-gpu for 'cuda'"
+                f"{available}; use {argument('device', 'cpu')}, or install onnxruntime-gpu for "
+                "'cuda'"
             )
         cpu: Provider = (_CPU, {})
         return [cpu] if self.kind == "cpu" else [(_CUDA, {"device_id": self.index}), cpu]

@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.errors import ModelError, ProviderError, escaping, printable
+from onnxgrad.errors import ModelError, ProviderError, argument, escaping, printable
 from onnxgrad.graph import shapes
 from onnxgrad.model import external
 from onnxgrad.model.rewrites import dense_inside
@@ -194,7 +194,8 @@ def _require_providers(running: ort.InferenceSession, requested: Sequence[Provid
     if missing := [name for name, _ in requested if name not in available]:
         raise ProviderError(
             f"onnxruntime could not start {', '.join(missing)} and would run on {available}: check "
-            "the number of the device, the driver and its libraries, or use device='cpu'"
+            "the number of the device, the driver and its libraries, or use "
+            f"{argument('device', 'cpu')}"
         )
 
 

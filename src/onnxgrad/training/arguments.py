@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import named, unknown
 from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, select, sgd
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.schedules.base import Schedule, select as select_schedule
@@ -33,14 +33,14 @@ def check_count(name: str, value: Any, least: int = 1) -> int:
     """Return `value`, or raise `ValueError` if it is no whole number of at least 0 or 1."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         bound = "above 0" if least else "of 0 or more"
-        raise ValueError(f"{name} must be a whole number {bound}, not {value!r}")
+        raise ValueError(f"{named(name)} must be a whole number {bound}, not {value!r}")
     return int(value)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> Any:
     """Return `value`, or raise `ValueError` if it is none of the choices."""
     if value not in choices:
-        raise unknown(name, value, choices)
+        raise unknown(named(name), value, choices)
     return value
 
 

@@ -24,7 +24,7 @@ from onnxgrad.data.torch_data import (
     is_map_style,
     is_stream,
 )
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, unknown
 from onnxgrad.training.batches import PREFETCHED, ArraySource, BatchSource, ReaderSource, Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes, count_rows
@@ -83,7 +83,7 @@ class Dataset:
         elif self._on_disk and not isinstance(y, str):
             return DiskArrays(X, y, weight)
         if own is not None and y is not None:
-            raise ValueError(f"a {type(X).__name__} brings its labels: pass y=None")
+            raise ValueError(f"a {type(X).__name__} brings its labels: pass {argument('y', None)}")
         if own is not None and weight is not None:
             raise ValueError(f"a {type(X).__name__} brings its sample weights: pass None")
         return own

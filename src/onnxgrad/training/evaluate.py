@@ -14,7 +14,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 
 from onnxgrad.data.columns import Names
-from onnxgrad.errors import escaping
+from onnxgrad.errors import argument, escaping, named
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model import weights as constants
@@ -282,8 +282,8 @@ def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: F
     """Raise `ValueError` for weights that are unknown, or of rows that are not first."""
     if isinstance(recipe.trainer.class_weight, str) and recipe.facts.balanced is None:
         raise ValueError(
-            "class_weight='balanced' is computed from the labels of fit: call it first, or "
-            "pass the weights of the classes"
+            f"{argument('class_weight', 'balanced')} is computed from the labels of fit: call it "
+            "first, or pass the weights of the classes"
         )
     symbol = fields.row_axes.symbol
     for name, prediction in objective.predictions.items():
@@ -295,8 +295,8 @@ def check_weights(recipe: Recipe, data: Dataset, objective: Objective, fields: F
             and shape[0] != symbol
         ):
             raise ValueError(
-                f"sample_weight: the rows of the output {name!r}, {shape}, are not on its "
-                "first axis: pass a weight for each label, in its shape, or batch_axes"
+                f"{named('sample_weight')}: the rows of the output {name!r}, {shape}, are not on "
+                "its first axis: pass a weight for each label, in its shape, or batch_axes"
             )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from onnxgrad.data.columns import Part, column_names, target_names
 from onnxgrad.data.fields import Field
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.inference.infer import CALLED
 from onnxgrad.graph.shapes import dims, is_stated
 from onnxgrad.losses.info import LossInfo
@@ -152,10 +152,10 @@ class Fields:
             data |= self._by_label(y)
         if sample_weight is not None:
             if self.weight is None:
+                built = named("add_loss_output(..., weight_name='weight')")
                 raise ValueError(
-                    "the loss takes no sample weights: build it with "
-                    "add_loss_output(..., weight_name='weight'), or name one loss for each row, "
-                    "the tensor before its reduction, as output= of a loss model"
+                    f"the loss takes no sample weights: build it with {built}, or name one loss "
+                    "for each row, the tensor before its reduction, as output= of a loss model"
                 )
             data[self.weight] = sample_weight
         return data
@@ -170,7 +170,7 @@ class Fields:
 
     def _by_label(self, y: Any) -> dict[str, Any]:
         if not self.labels:
-            raise ValueError("the model has no label input: pass y=None")
+            raise ValueError(f"the model has no label input: pass {argument('y', None)}")
         if isinstance(y, Mapping):
             labels = self._by_field(y)
             if wrong := next((name for name in labels if name not in self.labels), None):
@@ -361,5 +361,6 @@ class Fields:
         if self.fixed_rows not in (None, rows):
             raise ValueError(
                 f"the model has a fixed batch of {self.fixed_rows} rows: train with "
-                f"batch_size={self.fixed_rows}, not {rows}, or export it with a symbolic batch"
+                f"{argument('batch_size', self.fixed_rows)}, not {rows}, or export it with a "
+                "symbolic batch"
             )

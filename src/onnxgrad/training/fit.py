@@ -11,6 +11,7 @@ import numpy as np
 
 from onnxgrad.autodiff.quantized import straight_through_warning
 from onnxgrad.data.torch_data import draws_its_order
+from onnxgrad.errors import argument
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import start_learning_rate
@@ -152,8 +153,8 @@ class Fit:
         source, trainer = self._source(self.data, fields), self.trainer
         if trainer.carry and shuffle and source.shuffles:
             raise ValueError(
-                "carry passes a state from batch to batch, and shuffle=True reorders the rows: "
-                "pass shuffle=False, or an iterable of batches"
+                f"carry passes a state from batch to batch, and {argument('shuffle', True)} "
+                f"reorders the rows: pass {argument('shuffle', False)}, or an iterable of batches"
             )
         if isinstance(self.held_out, Dataset):
             return source, self._source(self.held_out, self.evaluator.fields)
@@ -177,7 +178,8 @@ class Fit:
             return ByEpoch(start_learning_rate(rate), state.losses)
         unseen = [m for m in rate.monitors if m.startswith("validation_")]
         if unseen and self.held_out is None:
-            remedy = "partial_fit has none, call fit" if self.further else "pass validation= data"
+            given = f"pass {argument('validation')} data"
+            remedy = "partial_fit has none, call fit" if self.further else given
             raise ValueError(f"the learning rate depends on {unseen}: {remedy}")
         if batches is not None:
             rate = rate.over(batches * epochs)
@@ -208,15 +210,15 @@ class Fit:
                 warnings.warn(
                     "the DataLoader draws an order of its own, which a checkpoint cannot restore: "
                     "the resumed training sees other batches than an uninterrupted one. Pass its "
-                    "dataset, or shuffle=False",
+                    f"dataset, or {argument('shuffle', False)}",
                     stacklevel=4,
                 )
             state.stop_reason, state.balanced = None, balanced
             return state
         if resume is not None and not self.trainer.callbacks.writes_to(resume):
             raise FileNotFoundError(
-                f"resume={os.fspath(resume)!r} holds no checkpoint: leave it out to begin anew, or "
-                "pass Checkpoint of that folder among the callbacks"
+                f"{argument('resume', os.fspath(resume))} holds no checkpoint: leave it out to "
+                "begin anew, or pass Checkpoint of that folder among the callbacks"
             )
         state = TrainState(seed=self.trainer.seed, identity=identity, balanced=balanced)
         now = {name: old.buffers.get(name, array) for name, array in self.buffers.items()}

@@ -10,6 +10,7 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.data.arrays import to_numbers
+from onnxgrad.errors import argument
 from onnxgrad.runtime.values import shape_of
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.data import Dataset
@@ -33,15 +34,16 @@ def held_out_share(
     """
     if not isinstance(source, ArraySource):
         raise ValueError(
-            "validation=<share> needs arrays or tables in memory: pass other validation data"
+            f"{argument('validation')}<share> needs arrays or tables in memory: pass other "
+            "validation data"
         )
     if isinstance(share, Split):
         return source.take(share.trained), source.take(share.held_out)
     count = round(source.rows * share)
     if not 0 < share < 1 or count in (0, source.rows):
         raise ValueError(
-            f"validation={share!r} of {source.rows} rows leaves a part empty: pass a share above 0 "
-            "and below 1, or (X, y)"
+            f"{argument('validation', share)} of {source.rows} rows leaves a part empty: pass a "
+            "share above 0 and below 1, or (X, y)"
         )
     order = np.random.default_rng([seed, 1]).permutation(source.rows)
     return source.take(np.sort(order[count:])), source.take(np.sort(order[:count]))
@@ -81,11 +83,12 @@ def balanced(y: Any, ignored: int | None = None) -> dict[int, float]:
     Raises:
         ValueError: the labels are no array of class indices.
     """
+    given = argument("class_weight", "balanced")
     if y is None or isinstance(y, Mapping):
-        raise ValueError("class_weight='balanced' needs one array of labels: pass the weights")
+        raise ValueError(f"{given} needs one array of labels: pass the weights")
     labels = to_numbers("y", y)
     if labels.dtype.kind not in "iu":
-        raise ValueError(f"class_weight='balanced' needs class indices, not {labels.dtype}")
+        raise ValueError(f"{given} needs class indices, not {labels.dtype}")
     classes, counts = np.unique(labels[(labels >= 0) & (labels != ignored)], return_counts=True)
     weights = counts.sum() / (len(classes) * counts)
     return dict(zip(classes.tolist(), weights.tolist(), strict=True))

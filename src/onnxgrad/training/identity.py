@@ -10,6 +10,7 @@ from typing import Any
 
 from onnx import ModelProto
 
+from onnxgrad.errors import named
 from onnxgrad.model.emptied import emptied
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.equality import described
@@ -86,7 +87,7 @@ def require_equal(saved: Mapping[str, Any], now: Mapping[str, Any], path: Any) -
         ]
         raise ValueError(
             f"the checkpoint {path} is of another training. {'; '.join(lines)}. Pass the same "
-            "arguments, or start anew without resume"
+            f"arguments, or {named('start anew without resume')}"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import first_line, unknown
+from onnxgrad.errors import argument, first_line, named, unknown
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.base import Metric, PredictionInfo
 from onnxgrad.metrics.select import select
@@ -25,7 +25,7 @@ def select_metrics(metrics: Any) -> ByOutput:
         ValueError: an unknown metric, or an object that is there twice.
     """
     if isinstance(metrics, str):
-        raise ValueError(f"metrics is a list: write metrics=[{metrics!r}]")
+        raise ValueError(f"metrics is a list: write {argument('metrics', [metrics])}")
     by_output = metrics if isinstance(metrics, Mapping) else {None: metrics}
     selected = {output: [select(m) for m in listed] for output, listed in by_output.items()}
     every = [m for listed in selected.values() for m in listed]
@@ -118,7 +118,8 @@ def judges(
         if output is None and len(by_output) > 1:
             names = list(by_output)
             raise ValueError(
-                f"the loss compares several outputs: pass metrics={{output: [...]}} for {names}"
+                f"the loss compares several outputs: pass {named('metrics={output: [...]}')} for "
+                f"{names}"
             )
         if output is not None and output not in by_output:
             raise unknown("output in metrics", output, _named(by_output))

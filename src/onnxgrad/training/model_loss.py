@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import argument, named, printable
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.losses.info import loss_info
@@ -36,8 +36,9 @@ def loss_output(proto: ModelProto) -> str:
     ]
     if len(single) != 1:
         raise ValueError(
-            f"loss=None needs an output that is the loss, called 'loss' or of a single number; the "
-            f"outputs are {names}: pass loss='cross_entropy' or another one of onnxgrad.LOSSES"
+            f"{argument('loss', None)} needs an output that is the loss, called 'loss' or of a "
+            f"single number; the outputs are {names}: pass {argument('loss', 'cross_entropy')} or "
+            f"another one of {named('onnxgrad.LOSSES')}"
         )
     return single[0]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from onnx import ModelProto
 
+from onnxgrad.errors import named
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.other_models import LossModel
 from onnxgrad.model.emptied import read_elsewhere
@@ -181,7 +182,7 @@ def _loss(trainer: Settings, facts: Facts) -> TrainingLoss | None:
     for name in ("class_weight", "loss_options", "loss_weights"):
         if whole and getattr(trainer, name) is not None:
             kind = "computed by a model" if loss is None else f"a {type(loss).__name__}"
-            raise ValueError(f"{name} has no effect on a loss that is {kind}: leave it out")
+            raise ValueError(f"{named(name)} has no effect on a loss that is {kind}: leave it out")
     if loss is None or hasattr(loss, "write"):
         return loss
     if _is_model(loss):

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
 from onnxgrad.training.callbacks.run import Callbacks
@@ -148,8 +149,8 @@ class Sharing:
             )
         if self.options.shards and isinstance(trainer.class_weight, str):
             raise ValueError(
-                "class_weight='balanced' is computed from labels, and with shards=True a process "
-                "has some of them: pass the weights of the classes"
+                f"{argument('class_weight', 'balanced')} is computed from labels, and with "
+                "shards=True a process has some of them: pass the weights of the classes"
             )
         own = {"step": str(state.step), "epoch": str(state.epoch), **_flat(dict(identity))}
         for name, data in (("data", source), ("validation", held_out)):

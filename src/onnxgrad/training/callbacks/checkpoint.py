@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
 from onnxgrad.training import saving
 from onnxgrad.training.callbacks.base import Callback, Control
@@ -152,7 +152,8 @@ class Checkpoint(Callback):
                 return
             raise ValueError(
                 f"training begins at step {state.step}, and {path} is of a later one: pass "
-                f"resume={str(self.folder)!r} to go on with it, or write to another folder"
+                f"{argument('resume', str(self.folder))} to go on with it, or write to another "
+                "folder"
             )
         raise ValueError(
             f"{path} is no checkpoint that was written there, and has the name of one to come: "

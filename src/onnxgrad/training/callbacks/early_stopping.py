@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, unknown
 from onnxgrad.reporting import logger
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
 from onnxgrad.training.saving import flat, nested
@@ -148,7 +148,7 @@ class EarlyStopping(Callback):
     def _unknown(self, state: Any) -> ValueError:
         names = dict.fromkeys(name for record in state.history for name in record)
         error = unknown("monitor", self.monitor, [n for n in names if n not in ("step", "epoch")])
-        remedy = " Pass fit(..., validation=...)." if self._of_validation else ""
+        remedy = f" Pass {argument('validation')} data to fit." if self._of_validation else ""
         return ValueError(f"{error} These are in the history.{remedy}")
 
     def _count(self, trainer: Any, state: Any, control: Control) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import unknown
+from onnxgrad.errors import argument, unknown
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import constant
 from onnxgrad.reporting import logger
@@ -142,7 +142,7 @@ def _ratio(node: ir.Node) -> float:
     if computed:
         raise ValueError(
             f"the {computed} of {described(node)} is no constant: set the probability by "
-            f"dropout={{{str(node.outputs[0].name)!r}: 0.1}}"
+            f"{argument('dropout', {str(node.outputs[0].name): 0.1})}"
         )
     if mode is None or not mode.all():
         return 0.0

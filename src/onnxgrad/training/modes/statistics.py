@@ -8,6 +8,7 @@ from typing import NoReturn
 import numpy as np
 import onnx_ir as ir
 
+from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.parallel import Part
@@ -44,10 +45,11 @@ def train(op: Emit, across: Part | None = None) -> dict[ir.Value, ir.Value]:
     nodes = [(node, around) for node, around in walk(op.graph) if _is_batch_norm(node)]
     if not nodes:
         raise ValueError(
-            "batch_norm='train' needs a BatchNormalization, and the model has none: exporters and "
-            "optimizers fold it into the Conv or Gemm before it. Export the model again without "
-            "that, torch.onnx.export(..., training=torch.onnx.TrainingMode.TRAINING) or, with "
-            "dynamo=True, optimize=False; or use batch_norm='frozen'"
+            f"{argument('batch_norm', 'train')} needs a BatchNormalization, and the model has "
+            "none: exporters and optimizers fold it into the Conv or Gemm before it. Export the "
+            "model again without that, torch.onnx.export(..., "
+            "training=torch.onnx.TrainingMode.TRAINING) or, with "
+            f"dynamo=True, optimize=False; or use {argument('batch_norm', 'frozen')}"
         )
     pairs: list[tuple[ir.Value, ir.Value]] = []
     for node, around in nodes:
@@ -75,7 +77,7 @@ def _is_batch_norm(node: ir.Node) -> bool:
 def _refuse(node: ir.Node, reason: str) -> NoReturn:
     raise ValueError(
         f"the running statistics of {described(node)} cannot be updated: it {reason}. Use "
-        "batch_norm='frozen'"
+        f"{argument('batch_norm', 'frozen')}"
     )
 
 

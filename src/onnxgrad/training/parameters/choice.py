@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from onnx import ModelProto
 
+from onnxgrad.errors import argument
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.training.parameters.defaults import announce_choice, default_rows, trained_names
 from onnxgrad.training.parameters.integers import require_floats
@@ -43,7 +44,8 @@ def choose_weights(
         announce_choice(rows)
         names = [t.name for t in rows if t.trains]
     if needed and not names:
-        raise ValueError(f"nothing is left to train: train={train!r}, freeze={freeze!r}")
+        chosen = f"{argument('train', train)}, {argument('freeze', freeze)}"
+        raise ValueError(f"nothing is left to train: {chosen}")
     return names
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from onnx import ModelProto
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import named, printable
 from onnxgrad.model.notes import HEAD, fine_tuned, read_note
 from onnxgrad.model.read import ModelLike
 from onnxgrad.reporting import frames_inside, logger
@@ -151,7 +151,7 @@ def announce_choice(rows: Tensors) -> None:
             f"{shown(t)} {'trains' if t.trains else 'does not train'}: {t.why}"
             for t in doubtful[:LISTED]
         )
-        message = f"{decisions}{more(doubtful)}. List the weights to choose otherwise"
+        message = f"{decisions}{more(doubtful)}. {named('List the weights')} to choose otherwise"
         warnings.warn(message, stacklevel=frames_inside() + 1)
     trained = {t.name for t in rows.trained}
     copied = [t for t in rows if t.copy_of and {t.name, t.copy_of} & trained]

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from onnxgrad.errors import printable, unknown
+from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.training.parameters.table import Tensor, Tensors
 
 Patterns = str | Iterable[str]
@@ -52,23 +52,23 @@ def choose(rows: Tensors, train: Patterns | None, freeze: Patterns) -> Tensors:
     named = {
         t.name: pattern
         for pattern in reversed(patterns)
-        for t in matching(rows, pattern, "weight (train=)")
+        for t in matching(rows, pattern, f"weight ({argument('train')})")
     }
     frozen = {
         t.name: pattern
         for pattern in reversed(as_list(freeze))
-        for t in matching(rows, pattern, "weight (freeze=)", weights_first=False)
+        for t in matching(rows, pattern, f"weight ({argument('freeze')})", weights_first=False)
     }
     chosen = Tensors()
     for t in rows:
         if t.name in frozen:
-            why = f"frozen by freeze={frozen[t.name]!r}; {t.why}"
+            why = f"frozen by {argument('freeze', frozen[t.name])}; {t.why}"
             t = replace(t, trains=False, why=printable(why), doubtful=False)
         elif t.name in named:
-            why = f"named by train={named[t.name]!r}; {t.why}"
+            why = f"named by {argument('train', named[t.name])}; {t.why}"
             t = replace(t, trains=True, why=printable(why), doubtful=False)
         elif train is not None:
-            why = f"not named by train=; {t.why}" if t.is_weight else t.why
+            why = f"not named by {argument('train')}; {t.why}" if t.is_weight else t.why
             left = t.doubtful and any(fnmatchcase(n, p) for n in t.names for p in patterns)
             t = replace(t, trains=False, why=why, doubtful=left)
         chosen.append(t)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import onnx_ir as ir
 
 from onnxgrad.autodiff.forms import finish
+from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.graph.traversal import all_names
@@ -76,7 +77,9 @@ def _counted(op: Emit, again: Objective, stacks: dict[ir.Value, ir.Value]) -> li
     tidy(again.model)
     data = [x for x in again.data if x.uses() or x in again.written.counts] or again.data[-1:]
     if unknown := [x.name for x in body.inputs if x.uses() and x not in data]:
-        raise ValueError(f"the number of terms of the loss depends on {unknown}: use accumulate=1")
+        raise ValueError(
+            f"the number of terms of the loss depends on {unknown}: use {argument('accumulate', 1)}"
+        )
     body.inputs[:] = data
     attributes = {"body": body, "num_scan_inputs": len(data)}
     stacked = [by_name[str(x.name)] for x in data]

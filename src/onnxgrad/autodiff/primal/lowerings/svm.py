@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.lowerings import ml
 from onnxgrad.autodiff.registry import lowering
+from onnxgrad.errors import argument
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.operators import NOT_CLASSES
 from onnxgrad.graph.shapes import dims
@@ -119,7 +120,7 @@ def _why_not_classes(node: ir.Node, classes: int) -> str:
         f"has the scores of both classes, by {where}, in the order opposite to its labels: the "
         f"second column is large for the first class. {export}, or train it by "
         "onnxgrad.sklearn.OnnxClassifier, which reads the order, or pass the labels 1 - y and "
-        "loss_options={'from_logits': True}"
+        f"{argument('loss_options', {'from_logits': True})}"
     )
 
 

@@ -22,7 +22,7 @@ from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.settings import Settings
 
 
-class Judged(Settings):
+class ModelWithLoss(Settings):
     """A model, its loss and metrics; no weight is an input.
 
     Args:

@@ -1,0 +1,304 @@
+"""Tables in files, which are read as a whole: CSV, Parquet and `.npz`."""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from onnxgrad.data.arrays import DataError, column_array
+from onnxgrad.data.arrow_blocks import ColumnArrays
+from onnxgrad.data.cells import (
+    Cells,
+    Rows,
+    first_text,
+    is_empty,
+    is_text,
+    missing,
+    remedy,
+    short,
+)
+from onnxgrad.errors import argument, unknown
+from onnxgrad.limits import check_limit
+
+Labels = list[str] | list[int]
+Table = dict[str, np.ndarray]
+_RATIO = 10  # expanded size divided by file size, above which the limit is checked
+
+
+def read_table(
+    source: str | os.PathLike | BinaryIO, ignore: Sequence[str] = (), drop_missing: bool = False
+) -> FileTable:
+    """Return the columns of a CSV or Parquet file, or the arrays of an `.npz` file.
+
+    A list column becomes an array with more axes, an empty cell NaN. `fit` takes the result as
+    any table: its errors then name columns, and rows counted from 1.
+
+    Args:
+        source: path of a `.csv`, `.tsv`, `.parquet`, `.pq` or `.npz` file, or an open file of
+            CSV. The delimiter is a comma, a semicolon or a tab.
+        ignore: columns to leave out.
+        drop_missing: leave out the rows with an empty cell, NaN or infinity.
+
+    Raises:
+        ValueError: the file cannot be read, holds no rows, or expands to more than `limits` allow,
+            or has no column of that name.
+
+    Examples:
+        >>> import tempfile, pathlib, onnxgrad as og
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "rows.csv")
+        >>> _ = path.write_text("a,b,kind\\n1,2,cat\\n,3,dog\\n4,5,dog\\n")
+        >>> table = og.read_table(path, ignore=["b"], drop_missing=True)
+        >>> table["a"].tolist(), table.encode("kind", ["cat", "dog"])["kind"].tolist()
+        ([1.0, 4.0], [0, 1])
+    """
+    name, values = _named_columns(source)
+    for column in ignore:
+        if column not in values:
+            raise unknown(f"column ({argument('ignore')})", column, values)
+    table = FileTable({n: a for n, a in values.items() if n not in ignore}, name)
+    return table.without_missing() if drop_missing and table.columns else table
+
+
+class FileTable(ColumnArrays):
+    """The columns of a file, in its order; what `read_table` returns.
+
+    - `columns`: their names; `values`: their arrays by name.
+    - `name`: of the file; `row_numbers`: those of its rows that the table has.
+    - `note`: which rows were left out, "" for none.
+
+    Examples:
+        >>> import io, onnxgrad as og
+        >>> table = og.read_table(io.BytesIO(b"a,y\\n1,2\\n,4\\n5,6\\n"), drop_missing=True)
+        >>> table.columns, table["y"].tolist(), table.note
+        (['a', 'y'], [2, 6], 'left out 1 of 3 rows with missing values: 2')
+    """
+
+    def __init__(self, values: Mapping[str, np.ndarray], name: str, numbers: Rows = Rows()) -> None:  # noqa: B008 - frozen
+        super().__init__(values)
+        self.name, self.row_numbers, self.note = name, numbers, ""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def rows(self, which: slice | np.ndarray) -> FileTable:
+        """Return these rows, by a slice or their indices."""
+        numbers = self.row_numbers.take(np.arange(len(self[self.columns[0]]))[which])
+        taken = FileTable({n: a[which] for n, a in self.values.items()}, self.name, numbers)
+        taken.note = self.note
+        return taken
+
+    def cells(self, names: Iterable[str], title: str) -> Cells:
+        """Return some of the columns for an input, which messages call by this title."""
+        return Cells({name: self.values[name] for name in names}, title, self.row_numbers)
+
+    def without_missing(self) -> FileTable:
+        """Return the rows without empty cells, NaN and infinity.
+
+        Raises:
+            DataError: none is left.
+        """
+        gone = missing(self.values)
+        if not gone.any():
+            return self
+        if gone.all():
+            raise DataError(f"{self.name!r}: every row has a missing value, and none is left")
+        kept, rows = np.flatnonzero(~gone), (np.flatnonzero(gone) + 1).tolist()
+        left = self.rows(kept)
+        more = ", ..." if len(rows) > 5 else ""
+        left.note = (
+            f"left out {len(rows)} of {len(gone)} rows with missing values: "
+            f"{', '.join(map(str, rows[:5]))}{more}"
+        )
+        return left
+
+    def encode(
+        self,
+        column: str,
+        classes: Labels | None,
+        numeric_loss: Callable[[], str | None] = lambda: None,
+    ) -> FileTable:
+        """Return the table with numbers of classes for a column of their labels.
+
+        A column of numbers that are not all labels of classes is left as it is.
+
+        Args:
+            column: its name.
+            classes: the labels, in the order of the model's output; None: they are not known.
+            numeric_loss: returns the name of a loss that compares with numbers; None for others.
+
+        Raises:
+            DataError: texts, and no `classes` or others than these.
+        """
+        array = self.values[column]
+        cells, values = self.cells([column], f"column {column!r}"), array.ravel().tolist()
+        texts = array.dtype.kind in "OSU" and any(map(is_text, values))
+        if texts:
+            empty = np.array(list(map(is_empty, values))).reshape(array.shape)
+            cells.refuse_missing({column: empty})
+            if classes is None:
+                raise self._text_error(column, values, numeric_loss())
+        if classes is None or not (texts or _are_labels(classes, array)):
+            return self
+        index = {str(label): i for i, label in enumerate(classes)}
+        numbers = np.array([index.get(_key(v), -1) for v in values]).reshape(array.shape)
+        listed = ", ".join(map(str, classes[:12])) + (", ..." if len(classes) > 12 else "")
+        cells.refuse(numbers < 0, array, f"{cells.title}: the classes are {listed}, not")
+        encoded = FileTable(self.values | {column: numbers}, self.name, self.row_numbers)
+        encoded.note = self.note
+        return encoded
+
+    def _text_error(self, column: str, values: list[Any], loss: str | None) -> DataError:
+        first = first_text(values)
+        row, cell = self.row_numbers.number(first), short(values[first])
+        where = f"column {column!r} is text, first in row {row}: {cell}"
+        if loss:
+            return DataError(
+                f"{where}; the loss {loss} compares with numbers: {remedy(values[first], values)}, "
+                f"or name another column with {argument('y')}"
+            )
+        names = sorted({str(value) for value in values})
+        shown = [*names[:8], *["..."] * (len(names) > 8)]
+        return DataError(
+            f"{where}; if it names classes, list them in the order of the model's output with "
+            f"{argument('classes', shown)}, or train a new last layer with "
+            f"{argument('units', shown)}"
+        )
+
+
+def _are_labels(classes: Labels, column: np.ndarray) -> bool:
+    """Return whether numbers are labels of classes rather than their indices."""
+    keys = list(map(str, classes))
+    return keys != list(map(str, range(len(keys)))) and {
+        _key(value) for value in np.unique(column).tolist()
+    }.issubset(keys)
+
+
+def _key(value: Any) -> str:
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def _named_columns(source: str | os.PathLike | BinaryIO) -> tuple[str, Table]:
+    """Return the name of a file and its columns."""
+    if not isinstance(source, (str, os.PathLike)):
+        name = "standard input"
+        return name, _read(BytesIO(source.read()), ".csv", name, _read_csv)
+    path = Path(source)
+    name, suffix = str(path), path.suffix.lower()
+    if suffix not in _READERS:
+        raise DataError(f"{name!r} is none of {', '.join(_READERS)}: convert it to one of them")
+    try:
+        with path.open("rb") as opened:  # a pipe cannot be read twice
+            file = opened if opened.seekable() else BytesIO(opened.read())
+            return name, _read(file, suffix, repr(name), _READERS[suffix])
+    except OSError as e:
+        raise DataError(f"cannot read {name!r}: {e.strerror or e}") from None
+
+
+def _read(file: BinaryIO, suffix: str, what: str, reader: Callable[[BinaryIO], Table]) -> Table:
+    """Return the table in an open file; errors begin with `what`."""
+    try:
+        _check_expansion(file, suffix)
+        table = reader(file)
+    except DataError as e:
+        raise DataError(f"{what}: {e}") from None
+    except MemoryError:
+        raise DataError(f"{what} declares more data than fits into memory") from None
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as e:
+        reason = str(e).splitlines()[0] if str(e) else "unexpected end"
+        raise DataError(f"{what} is damaged, or no {suffix} file: {reason}") from e
+    if not table or not all(map(len, table.values())):
+        raise DataError(f"{what} holds no rows of data")
+    return table
+
+
+def _check_expansion(file: BinaryIO, suffix: str) -> None:
+    """Raise `DataError` if a compressed file expands to more than the limit `table_bytes`.
+
+    A file that expands less than tenfold passes, however large it is.
+    """
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    expanded = 0
+    if suffix == ".npz" and zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            expanded = sum(entry.file_size for entry in archive.infolist())
+    elif suffix in (".parquet", ".pq"):
+        from pyarrow import parquet
+
+        metadata = parquet.ParquetFile(file).metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        columns = (group.column(i) for group in groups for i in range(group.num_columns))
+        expanded = sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in columns)
+    file.seek(0)
+    if expanded > _RATIO * size:
+        check_limit("table_bytes", expanded, "expands to too many bytes", DataError)
+
+
+def _read_csv(file: BinaryIO) -> Table:
+    from pyarrow import csv
+
+    try:
+        header = file.readline().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise DataError("its header is not text in UTF-8: save it in that encoding") from None
+    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", header).count)
+    wrong: list[Any] = []
+
+    def skip(row: Any) -> str:
+        wrong.append(row)
+        return "skip"
+
+    for threads in (True, False):  # the numbers of rows are only known to a single thread
+        file.seek(0)
+        wrong.clear()
+        options = csv.ParseOptions(delimiter=delimiter, invalid_row_handler=skip)
+        table = csv.read_csv(file, csv.ReadOptions(use_threads=threads), options)
+        if not wrong:
+            return _arrays(table)
+    row = wrong[0]
+    raise ValueError(
+        f"row {row.number - 1}: Expected {row.expected_columns} columns, got {row.actual_columns}: "
+        f"{short(row.text)}; complete the row, or quote cells that hold {delimiter!r}"
+    )
+
+
+def _read_parquet(file: BinaryIO) -> Table:
+    from pyarrow import parquet
+
+    return _arrays(parquet.read_table(file))
+
+
+def _read_npz(file: BinaryIO) -> Table:
+    arrays = np.load(file, allow_pickle=False)
+    if isinstance(arrays, np.ndarray):
+        raise DataError("holds one array without a name: save with numpy.savez(file, name=array)")
+    table = dict(arrays)
+    if scalars := [name for name, array in table.items() if not array.ndim]:
+        raise DataError(f"{scalars[0]!r} is a single number: an array needs one entry a row")
+    return table
+
+
+def _arrays(table: Any) -> Table:
+    names = table.column_names
+    if double := next((n for n in names if names.count(n) > 1), None):
+        raise DataError(f"two columns are called {double!r}: rename one")
+    if not table.num_rows:
+        return {}
+    return {name: column_array(name, table[name]) for name in names}
+
+
+_READERS = {
+    **dict.fromkeys((".csv", ".tsv"), _read_csv),
+    **{".parquet": _read_parquet, ".npz": _read_npz, ".pq": _read_parquet},
+}
