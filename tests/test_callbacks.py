@@ -11,6 +11,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+import onnxgrad as og
 from onnxgrad import (
     ConvergenceError,
     ConvergenceWarning,
@@ -316,3 +317,29 @@ def test_a_validation_loss_that_is_not_finite_as_a_warning():
 def test_the_steps_of_sgd_are_counted_on_by_a_warm_start():
     made = inside(warm_start=True, max_iter=1).fit(BATCHES)
     assert made.fit(BATCHES).n_steps_ == 8
+
+
+class Saver(og.Callback):
+    """Has a method of its own that is called as that of a checkpoint once was."""
+
+    saved = 0
+
+    def save(self, state):
+        self.saved += 1
+
+    def on_epoch_end(self, trainer, state, control):
+        control.save = True
+
+
+def test_a_method_of_ones_own_called_save_is_not_called(tmp_path):
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)'
+        "<float[2,1] w = {1, 2}> { y = MatMul(x, w) }"
+    )
+    x, own = np.ones((4, 2), np.float32), Saver()
+    trainer = og.Trainer(model, "mse", callbacks=[own, og.Checkpoint(tmp_path / "c")])
+    trainer.fit(x, x[:, :1], epochs=2)
+    assert own.saved == 0
+    assert len(list((tmp_path / "c").iterdir())) == 2
+    with pytest.raises(ValueError, match="add Checkpoint"):
+        og.Trainer(model, "mse", callbacks=[Saver()]).fit(x, x[:, :1])

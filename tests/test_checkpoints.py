@@ -156,3 +156,23 @@ def test_the_best_checkpoint_is_kept_by_its_mark(tmp_path):
     fit(tmp_path, 5, keep=1, monitor="loss", mode="max")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-0000000004", "step-0000000020"]
     assert saving.mark_of(step(tmp_path, 4))["name"] == "step-0000000004"
+
+
+def test_what_a_loss_captured_is_compared(tmp_path):
+    def scaled(factor):
+        return lambda op, f, y: factor * (f - y) * (f - y)
+
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)'
+        "<float[2,1] w = {1, 2}> { y = MatMul(x, w) }"
+    )
+    x = np.ones((4, 2), np.float32)
+
+    def trained(loss, **options):
+        kept = og.Checkpoint(tmp_path)
+        return og.Trainer(model, loss, callbacks=[kept]).fit(x, x[:, :1], epochs=2, **options)
+
+    trained(scaled(2.0))
+    trained(scaled(2.0), resume=tmp_path)
+    with pytest.raises(ValueError, match=r"another training. loss: .*2\.0.*3\.0"):
+        trained(scaled(3.0), resume=tmp_path)

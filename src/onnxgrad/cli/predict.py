@@ -23,6 +23,7 @@ from onnxgrad.data.columns import read_names
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import escaping, printable, unknown
 from onnxgrad.graph.shapes import dims
+from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import loaded
 
@@ -65,8 +66,7 @@ class Predictor:
 
     def __init__(self, proto: ModelProto, options: PredictOptions) -> None:
         self.proto, self.options = proto, options
-        constants = {t.name for t in proto.graph.initializer}
-        values = [ir.from_proto(x) for x in proto.graph.input if x.name not in constants]
+        values = [ir.from_proto(x) for x in inputs_without_default(proto)]
         self.inputs: list[ir.Value] = values
         self.trained = read_names(proto)
         self.rows, self.names, self.notes = 0, list[str](), list[str]()

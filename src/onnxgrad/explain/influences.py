@@ -11,12 +11,13 @@ import onnx_ir as ir
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import escaping, printable, unknown
 from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
-from onnxgrad.explain.piece import Piece, declared, drop_unused_inputs
+from onnxgrad.explain.piece import Piece, drop_unused_inputs
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.spec import Formula
 from onnxgrad.losses.unreduced import unreduced_onnx_loss
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, once
 from onnxgrad.model.traversal import names as all_names
 from onnxgrad.model.weights import constant_refs
@@ -147,7 +148,7 @@ class _LossesOfRows:
         graph = to_ir(losses).graph
         self._inputs = [x for x in graph.inputs if x.name != label]
         self._labels = [x for x in graph.inputs if x.name == label]
-        self._unused = declared(proto)
+        self._unused = names_without_default(proto)
         self._label = label
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
         kind = CPU if device is None else Device.of(device).check()

@@ -20,18 +20,13 @@ from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated
 from onnxgrad.graph.traversal import reads
 from onnxgrad.model.convert import to_ir
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
 
 _Backward = tuple[ort.InferenceSession, dict[str, str], str]
-
-
-def declared(proto: ModelProto) -> list[str]:
-    """Return the names of the inputs that have no default value."""
-    defaults = {w.name for w in proto.graph.initializer}
-    return [x.name for x in proto.graph.input if x.name not in defaults]
 
 
 class Piece:
@@ -60,7 +55,10 @@ class Piece:
         stated: bool = False,
     ) -> None:
         self._stated = stated
-        names = [*declared(proto), *(name for name in cut if name not in declared(proto))]
+        names = [
+            *names_without_default(proto),
+            *(name for name in cut if name not in names_without_default(proto)),
+        ]
         self.outputs, self._device, self._batch_size = list(outputs), device, batch_size
         self._proto = select_model_inputs_outputs(proto, outputs, names)
         drop_unused_inputs(self._proto)

@@ -15,11 +15,12 @@ from onnxgrad.errors import printable
 from onnxgrad.explain import targets
 from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
 from onnxgrad.explain.paths import reached, shown
-from onnxgrad.explain.piece import Piece, declared
+from onnxgrad.explain.piece import Piece
 from onnxgrad.explain.rows_first import with_rows_first
 from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import all_nodes, dependents
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.weights import is_setting
 from onnxgrad.runtime.device import CPU, Device
@@ -102,7 +103,7 @@ class ScoreFunction:
         if not self.wrt:
             raise ValueError("`wrt` is empty: name at least one value")
         self.single = isinstance(wrt, str) or (wrt is None and len(self.wrt) == 1)
-        self.inner = [name for name in self.wrt if name not in declared(self._proto)]
+        self.inner = [name for name in self.wrt if name not in names_without_default(self._proto)]
         self._check_wrt()
         for node in all_nodes(self.whole.graph):
             if node.op_type in RANDOM and not node.domain:
@@ -163,7 +164,9 @@ class ScoreFunction:
         """
         graph = self.whole.graph.inputs
         needed = [*self.whole.inputs, *(self.front.inputs if self.inner else ())]
-        feed = checked_feed(inputs, graph, dict.fromkeys(needed), declared(self._proto))
+        feed = checked_feed(
+            inputs, graph, dict.fromkeys(needed), names_without_default(self._proto)
+        )
         feed = {name: self.rows_first(name, x) for name, x in feed.items()}
         rows, rowed = rows_of(feed, graph)
         point = Point(self, feed, rowed, rows, self.values(feed, rowed))

@@ -21,6 +21,7 @@ from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_proto
+from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import names
@@ -106,8 +107,7 @@ class _Target:
         Raises:
             ValueError: there is no such input, or it is no tensor of numbers.
         """
-        constants = {tensor.name for tensor in proto.graph.initializer}
-        inputs = {x.name: x for x in proto.graph.input if x.name not in constants}
+        inputs = {x.name: x for x in inputs_without_default(proto)}
         if name is None and len(inputs) != 1:
             raise ValueError(f"the model has the inputs {list(inputs)}: choose one by input=")
         name = next(iter(inputs)) if name is None else name

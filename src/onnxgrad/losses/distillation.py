@@ -13,7 +13,8 @@ from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import Written, training_loss
 from onnxgrad.losses.other_models import sample_weight, totals
-from onnxgrad.losses.second_model import inputs_of, with_output, write_model
+from onnxgrad.losses.second_model import with_output, write_model
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, read
 
 TEACHER = "teacher_logits"  # name of the label input
@@ -49,7 +50,7 @@ class Distillation:
         """
         if self.teacher is not None:
             own = [x.name for x in proto.graph.input]
-            for name in inputs_of(self.teacher):
+            for name in names_without_default(self.teacher):
                 if self.inputs.get(name, name) not in own:
                     raise ValueError(
                         f"the teacher has the input {name!r}, and the student has {own}: pass "
@@ -103,7 +104,9 @@ class Distillation:
             written.infos[str(label.name)] = info
             return label
         own = {str(x.name): x for x in op.graph.inputs}
-        values = {name: own[self.inputs.get(name, name)] for name in inputs_of(self.teacher)}
+        values = {
+            name: own[self.inputs.get(name, name)] for name in names_without_default(self.teacher)
+        }
         logits, _ = write_model(op, self.teacher, values, "the teacher")
         if logits.dtype != student.dtype:
             with op:

@@ -14,8 +14,9 @@ from onnxgrad.graph.shapes import Dims, dims, static
 from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.losses.objectives import Written
-from onnxgrad.losses.second_model import inputs_of, with_output, write_model
+from onnxgrad.losses.second_model import with_output, write_model
 from onnxgrad.losses.structured import widened
+from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, read
 
 
@@ -65,7 +66,7 @@ class LossModel:
         proto = read(model)
         name = choose_output(proto, output, "say which one with output=")
         self._model = with_output(proto, name)
-        names = inputs_of(self._model)
+        names = names_without_default(self._model)
         for key in inputs or {}:
             if key not in names:
                 raise unknown("input of the loss model", key, names)

@@ -24,12 +24,6 @@ def with_output(model: ModelLike, output: str) -> ModelProto:
     return select_model_inputs_outputs(raise_opset(proto), outputs=[output])
 
 
-def inputs_of(proto: ModelProto) -> list[str]:
-    """Return the names of the inputs of a model that have no default."""
-    defaults = {tensor.name for tensor in proto.graph.initializer}
-    return [x.name for x in proto.graph.input if x.name not in defaults]
-
-
 def write_model(
     op: Emit, proto: ModelProto, values: Mapping[str, ir.Value], what: str
 ) -> tuple[ir.Value, list[ir.Value]]:

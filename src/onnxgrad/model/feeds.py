@@ -8,9 +8,21 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ValueInfoProto
+from onnx import ModelProto, ValueInfoProto
 
 _SESSION_TYPES = {"float": ir.DataType.FLOAT, "double": ir.DataType.DOUBLE}
+
+
+def inputs_without_default(model: ModelProto) -> list[Any]:
+    """Return the inputs of a model that must be fed: older models list weights among the inputs."""
+    graph = model.graph
+    stored = {t.name for t in graph.initializer} | {t.values.name for t in graph.sparse_initializer}
+    return [x for x in graph.input if x.name not in stored]
+
+
+def names_without_default(model: ModelProto) -> list[str]:
+    """Return the names of `inputs_without_default`."""
+    return [x.name for x in inputs_without_default(model)]
 
 
 def random_feed(

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from onnx import ModelProto
 
 
 def check_arguments(estimator: Any) -> None:
@@ -33,8 +32,3 @@ def _is_positive(value: Any) -> bool:
 def by_name(X: Any) -> bool:
     """Return whether data are arrays by input; sparse ones may be dicts, too."""
     return isinstance(X, Mapping) and not hasattr(X, "toarray")
-
-
-def initialized(proto: ModelProto) -> set[str]:
-    """Return the names of the initializers, which older models list among their inputs."""
-    return {tensor.name for tensor in proto.graph.initializer}

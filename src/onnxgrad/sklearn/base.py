@@ -17,9 +17,10 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from onnxgrad.data.columns import is_table
 from onnxgrad.estimator import NotFittedError
+from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.read import read
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.sklearn.arguments import by_name, check_arguments, initialized
+from onnxgrad.sklearn.arguments import by_name, check_arguments
 from onnxgrad.sklearn.front import takes_raw, text_inputs
 from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import mlp
@@ -314,7 +315,7 @@ class OnnxEstimator(BaseEstimator):
         if is_estimator(self.model):
             return takes_tables(self.model)
         proto = read(self.model)
-        return len({x.name for x in proto.graph.input} - initialized(proto)) > 1
+        return len(inputs_without_default(proto)) > 1
 
     def _computed(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target of the loss for X, and the labels if the file has them."""

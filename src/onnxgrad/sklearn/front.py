@@ -16,11 +16,12 @@ from onnx import ModelProto, TensorProto, ValueInfoProto
 from onnxgrad.data.arrays import fit_shape
 from onnxgrad.data.columns import is_table
 from onnxgrad.data.fields import Field
+from onnxgrad.model.feeds import inputs_without_default, names_without_default
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.runtime.session import loaded
-from onnxgrad.sklearn.arguments import by_name, initialized
+from onnxgrad.sklearn.arguments import by_name
 from onnxgrad.training.parameters.choice import choose_weights
 from onnxgrad.training.parameters.merged import separate_merged
 
@@ -91,7 +92,7 @@ def takes_raw(proto: ModelProto, X: Any) -> bool:
 
 def text_inputs(proto: ModelProto) -> list[str]:
     """Return the names of the inputs that hold text."""
-    inputs = [x for x in proto.graph.input if x.name not in initialized(proto)]
+    inputs = inputs_without_default(proto)
     return [x.name for x in inputs if x.type.tensor_type.elem_type == TensorProto.STRING]
 
 
@@ -148,7 +149,7 @@ def _cuts(proto: ModelProto, target: str, trained: set[str]) -> list[str]:
     refs = [ref for ref in constant_refs(proto) if ref.name in trained]
     behind = {ref.graph_name or ref.name for ref in refs if ref.node is None}
     holders = {y for ref in refs if ref.node is not None for y in ref.node.output}
-    data = {x.name for x in proto.graph.input} - initialized(proto)
+    data = set(names_without_default(proto))
     reads: dict[str, list[str]] = {}
     for node in proto.graph.node:
         inner = list(all_nodes([node]))

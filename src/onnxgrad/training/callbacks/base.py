@@ -56,6 +56,7 @@ class Callback:
             runtime, which runs one or more steps.
         writes: whether it writes files or to the terminal: of several processes that train one
             model, only the first calls its events.
+        checkpoints: the folder into which `write_checkpoint` writes; None: it writes none.
         gradient_norms: whether the step also computes the 2-norm of the gradient of every weight;
             `trainer.gradient_norms` has those of the last step, by name.
 
@@ -76,6 +77,7 @@ class Callback:
     every_steps: int | None = None
     gradient_norms: bool = False
     writes: bool = False
+    checkpoints: Any = None
     _key: str | None = None
     _open: tuple[str, ...] = ()  # attributes that no copy has: open files, consoles
 
@@ -122,6 +124,9 @@ class Callback:
 
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Handle the end of `fit`, also after an error; `state.stop_reason` says why it ended."""
+
+    def write_checkpoint(self, state: Any) -> None:
+        """Write a checkpoint into the folder `checkpoints`: a callback has set `control.save`."""
 
     def on_not_finite(self, trainer: Any, state: Any, control: Control) -> str | None:
         """Return a sentence for the error that the loss or a weight became NaN or infinite."""

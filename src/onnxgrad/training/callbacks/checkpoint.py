@@ -75,7 +75,7 @@ class Checkpoint(Callback):
             raise ValueError(f"every_seconds is {every_seconds!r}: pass a number above 0")
         if mode not in ("auto", "min", "max"):
             raise unknown("mode", mode, ("auto", "min", "max"))
-        self.folder = Path(folder)
+        self.folder = self.checkpoints = Path(folder)
         self.every_steps, self.every_seconds = every_steps, every_seconds
         self.keep, self.monitor = keep, monitor
         self.mode = mode
@@ -118,9 +118,9 @@ class Checkpoint(Callback):
     def on_train_end(self, trainer: Any, state: Any, control: Control) -> None:
         """Write the last state."""
         if state.step > self._began and state.stop_reason != "not finite":
-            self.save(state)
+            self.write_checkpoint(state)
 
-    def save(self, state: Any) -> None:
+    def write_checkpoint(self, state: Any) -> None:
         """Write a checkpoint of the state, and remove old ones.
 
         Raises:

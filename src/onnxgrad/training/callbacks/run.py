@@ -80,11 +80,11 @@ class Callbacks:
         Raises:
             ValueError: there is none, though one was asked for.
         """
-        writers = [c for c in self.callbacks if hasattr(c, "save")]
+        writers = [c for c in self.callbacks if c.checkpoints is not None]
         if not writers and not self.silent:
             raise ValueError("control.save asks for a checkpoint: add Checkpoint(folder)")
         for callback in writers:
-            callback.save(state)
+            callback.write_checkpoint(state)
 
     def on_not_finite(self, trainer: Any, state: Any, control: Control) -> str:
         """Return what the callbacks say of a loss or a weight that is not finite; "" if nothing.
@@ -134,11 +134,11 @@ class Callbacks:
             error = e
         try:
             with held():
-                end(c for c in begun if hasattr(c, "save"))
+                end(c for c in begun if c.checkpoints is not None)
         except (KeyboardInterrupt, SystemExit) as e:  # that was held back
             if error is None or isinstance(error, Exception):
                 e.__context__, error = error, e
-        end(c for c in begun if not hasattr(c, "save"))
+        end(c for c in begun if c.checkpoints is None)
         if error is not None:
             raise error
 
@@ -155,7 +155,7 @@ def _joined(
 
 def _folder(callback: Callback) -> str | None:
     """Return the folder into which a callback writes checkpoints; None: it writes none."""
-    folder = getattr(callback, "folder", None) if hasattr(callback, "save") else None
+    folder = callback.checkpoints
     return None if folder is None else os.path.realpath(folder)
 
 
