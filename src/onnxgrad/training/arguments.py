@@ -13,7 +13,7 @@ from onnxgrad.optimizers import Chain, Optimizer, ScaleByLearningRate, Trace, se
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.schedules.base import Schedule, select as select_schedule
 from onnxgrad.schedules.epochwise import BaseLearningRate, LearningRateSGDNesterov
-from onnxgrad.training.state import INITS
+from onnxgrad.training.starts import INITS
 
 
 def check_arguments(trainer: Any) -> None:

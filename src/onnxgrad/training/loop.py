@@ -83,8 +83,6 @@ class Loop:
             ConvergenceError: the loss, a weight or the validation loss is not finite.
         """
         state = self.state
-        if self.log_steps:
-            logger.info("fit: %s on %s", state.optimizer, self.runner.device)
         held = self.interrupts.held
         with self.interrupts.installed():
             try:

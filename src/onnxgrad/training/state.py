@@ -6,16 +6,12 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
 
-from onnxgrad.data.columns import Names
-from onnxgrad.optimizers import Optimizer
 from onnxgrad.training import saving
-from onnxgrad.training.step.update import evaluated
 
 Arrays = dict[str, np.ndarray]
 Slots = dict[str, Arrays]  # of every weight, by its name
@@ -103,13 +99,6 @@ class TrainState:
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     kept: dict[str, Arrays] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
-    # of the two estimators; a `Trainer` does not use them
-    rng: np.random.Generator | None = None  # orders the rows of all epochs
-    optimizer: Optimizer | None = None  # to which the slots belong
-    trained: list[str] = field(default_factory=list)  # the weights that the last `fit` trained
-    flat: bool = False  # whether the labels of `fit` had one axis
-    columns: list[str] | None = None  # of the table X of `fit`
-    names: Names = field(default_factory=Names)  # of the columns for all inputs and the label
 
     def __post_init__(self) -> None:
         self._values = Values()
@@ -147,13 +136,6 @@ class TrainState:
     def weights(self, new: Mapping[str, Any]) -> None:
         old = self.values
         self.values = replace(old, weights=old.weights | _fitting(new, old.weights, "weight"))
-
-    def evaluated(self) -> Arrays:
-        """Return the weights to evaluate: averages, if `optimizer` is set and keeps them."""
-        now = self.values
-        if self.optimizer is None:
-            return now.weights
-        return evaluated(self.optimizer, now.weights, now.slots, now.steps)
 
     @property
     def slots(self) -> Slots:
@@ -270,13 +252,12 @@ class TrainState:
 
         return restore
 
-    def copy(self) -> TrainState:
+    def copy(self) -> Self:
         """Return an independent copy, which is not running."""
         new = copy.copy(self)
-        for name in ("running", "history", "schedule", "callbacks", "rng", "identity"):
+        for name in ("running", "history", "schedule", "callbacks", "identity"):
             setattr(new, name, copy.deepcopy(getattr(self, name)))
         new.kept = {key: dict(arrays) for key, arrays in self.kept.items()}
-        new.names = self.names.copy()
         return new
 
     def __getstate__(self) -> dict[str, Any]:
@@ -364,35 +345,3 @@ def _fitting(new: Mapping[str, Any], old: Arrays, kind: str) -> Arrays:
             raise ValueError(f"{name!r} has shape {old[name].shape}, its new value {array.shape}")
         arrays[name] = np.array(array, old[name].dtype if name in old else array.dtype)
     return arrays
-
-
-def continued(
-    state: TrainState, weights: dict[str, np.ndarray], optimizer: Optimizer
-) -> TrainState:
-    """Return a copy that trains `weights`; slots are kept if they exist for all of these."""
-    new, old = state.copy(), state.values
-    same = optimizer == state.optimizer and old.slots.keys() >= weights.keys()
-    weights = old.weights | weights
-    new.values = Values(weights, old.slots, old.steps) if same else Values(weights)
-    new.position, new.pending, new.running = 0, False, {}  # an unfinished epoch does not count
-    return new
-
-
-def initialized(weights: Arrays, weight_init: str, rng: np.random.Generator) -> Arrays:
-    """Return initial weights by the rule `weight_init` of `INITS`."""
-    return {name: INITS[weight_init](rng, array) for name, array in weights.items()}
-
-
-def _glorot(rng: np.random.Generator, w: np.ndarray) -> np.ndarray:
-    if w.ndim < 2:
-        return w
-    receptive = prod(w.shape[2:])
-    limit = np.sqrt(6 / ((w.shape[0] + w.shape[1]) * receptive))
-    return rng.uniform(-limit, limit, w.shape).astype(w.dtype)
-
-
-INITS: Mapping[str, Callable[[np.random.Generator, np.ndarray], np.ndarray]] = {
-    "model": lambda rng, w: w,
-    "glorot": _glorot,
-    "normal": lambda rng, w: rng.standard_normal(w.shape).astype(w.dtype) if w.ndim > 1 else w,
-}

@@ -15,9 +15,19 @@ from onnxgrad.losses.in_graph import choose_output
 from onnxgrad.losses.objectives import Written, wide
 from onnxgrad.losses.objects import BaseLearningLoss
 from onnxgrad.losses.penalties import BaseLearningPenalty
+from onnxgrad.training.batches import BatchSource
+from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import Evaluator
+from onnxgrad.training.fields import Fields
 from onnxgrad.training.model_loss import count_rows
 from onnxgrad.training.objective import Objective
+
+ROWS = 1024  # of one call of the runtime in evaluations and predictions
+
+
+def rows_of(data: Dataset, fields: Fields) -> BatchSource:
+    """Return the source of data that are gone through once."""
+    return data.source(fields, fields.fixed_rows or ROWS)
 
 
 @dataclass

@@ -26,12 +26,12 @@ from onnxgrad.training.arguments import checked_slots
 from onnxgrad.training.compat.attributes import Fitted
 from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.compat.graphs import Graphs, training_graphs
-from onnxgrad.training.compat.learning_loss import RowLosses, RowsAndPenalty, predicted
-from onnxgrad.training.compat.seed_trainer import SeedTrainer, rows_of
+from onnxgrad.training.compat.learning_loss import RowLosses, RowsAndPenalty, predicted, rows_of
+from onnxgrad.training.compat.seed_trainer import SeedTrainer
+from onnxgrad.training.compat.state import EstimatorState
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.evaluate import Evaluator
 from onnxgrad.training.objective import Plan, build_objective
-from onnxgrad.training.state import TrainState
 
 State = Mapping[str, Any]
 _PIECES = ("learning_rate", "learning_loss", "learning_penalty")
@@ -318,7 +318,7 @@ class OrtGradientForwardBackwardOptimizer(SeedTrainer):
         return checked
 
     def _set_slots(
-        self, state: TrainState, new: dict[str, dict[str, np.ndarray]], zero: bool
+        self, state: EstimatorState, new: dict[str, dict[str, np.ndarray]], zero: bool
     ) -> None:
         (_, optimizer), old = self._rate_and_optimizer(), state.values
         slots, steps = old.slots, old.steps

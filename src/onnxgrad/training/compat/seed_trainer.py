@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 from onnx import ModelProto
@@ -20,7 +20,7 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.write import save
 from onnxgrad.native import Target
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.reporting import level_of, reporting
+from onnxgrad.reporting import level_of, logger, reporting
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import check_arguments, select_optimizer, start_learning_rate
@@ -28,7 +28,9 @@ from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.compat.attributes import Fitted
+from onnxgrad.training.compat.learning_loss import rows_of
 from onnxgrad.training.compat.progress_function import Called
+from onnxgrad.training.compat.state import EstimatorState, continued, initialized
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
 from onnxgrad.training.evaluate import Evaluator
@@ -43,16 +45,10 @@ from onnxgrad.training.progress import FitProgress
 from onnxgrad.training.rates import ByEpoch
 from onnxgrad.training.run.in_place import new_runner
 from onnxgrad.training.run.runner import Runner
-from onnxgrad.training.state import TrainState, Values, continued, initialized
+from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step, StepOptions, build_step
 
 T = TypeVar("T")
-ROWS = 1024  # of one call of the runtime in evaluations and predictions
-
-
-def rows_of(data: Dataset, fields: Fields) -> BatchSource:
-    """Return the source of data that are gone through once."""
-    return data.source(fields, fields.fixed_rows or ROWS)
 
 
 class SeedTrainer(BaseEstimator):
@@ -82,7 +78,7 @@ class SeedTrainer(BaseEstimator):
     learning_rate_ = Fitted(lambda self: self._state.learning_rate)
     stop_reason_ = Fitted(lambda self: self._state.stop_reason)
     cls_type_ = Fitted(lambda self: type(self.train_function_))
-    _state: TrainState
+    _state: EstimatorState
 
     def _plan(self, weights: Sequence[str], weighted: bool) -> Plan:
         """Return what is minimized; `weighted`: the data may contain sample weights."""
@@ -141,20 +137,23 @@ class SeedTrainer(BaseEstimator):
         self._run(loop, before)
         return self
 
-    def _run(self, loop: Loop, before: TrainState | None) -> None:
+    def _run(self, loop: Loop, before: EstimatorState | None) -> None:
         """Run the epochs; keep their state, or the one `before` if no slice was finished."""
+        state: Any = loop.state
         try:
-            self._state, self._cache = loop.state, BuildCache()
+            self._state, self._cache = state, BuildCache()
             with reporting(logging.DEBUG if self.enable_logging else level_of(self.verbose)):
+                if self.enable_logging:
+                    logger.info("fit: %s on %s", state.optimizer, loop.runner.device)
                 loop.run()
         except ConvergenceError as e:
             if self.exc:
                 raise
             warnings.warn(str(e), ConvergenceWarning, stacklevel=3)
         finally:
-            self._state = loop.state if before is None or loop.moved else before
-            self._state.stop_reason = loop.state.stop_reason
-            loop.state.end()
+            self._state = state if before is None or loop.moved else before
+            self._state.stop_reason = state.stop_reason
+            state.end()
 
     def _prepare(self, data: Dataset, held_out: Dataset | None, callbacks: Callbacks) -> Loop:
         """Check everything, and return the loop of the epochs; nothing of `self` is changed."""
@@ -188,8 +187,8 @@ class SeedTrainer(BaseEstimator):
         self, evaluator: Evaluator, build: Callable[[], tuple[Step, Fields]], loop: Loop
     ) -> str:
         """Return why the loop ended; `build` returns the step and its fields."""
-        file = read(self.model_onnx)
-        outputs, values = evaluator.plan.read_outputs(file), loop.state.evaluated()
+        file, state = read(self.model_onnx), cast(EstimatorState, loop.state)
+        outputs, values = evaluator.plan.read_outputs(file), state.evaluated()
         failed = lambda: run_again(build()[0], loop, Device.of(self.device), file)  # noqa: E731
         return cause_in_fit(loop, file, outputs, failed, evaluator, values)
 
@@ -199,7 +198,7 @@ class SeedTrainer(BaseEstimator):
         names: Sequence[str],
         optimizer: Optimizer,
         weighted: bool,
-        before: TrainState | None,
+        before: EstimatorState | None,
     ) -> tuple[Step, Fields]:
         """Return the step, and what checks its data against the columns of an earlier `fit`."""
         objective = build_objective(proto, names, self._plan(names, weighted), weighted)
@@ -218,7 +217,7 @@ class SeedTrainer(BaseEstimator):
 
     def _loop(
         self,
-        state: TrainState,
+        state: EstimatorState,
         runner: Runner,
         rate: BaseLearningRate,
         source: BatchSource,
@@ -241,7 +240,7 @@ class SeedTrainer(BaseEstimator):
             ByEpoch(rate, state.losses),
             source,
             callbacks,
-            lambda state: state.rng,
+            lambda _: state.rng,
             last_epoch=state.epoch + self.max_iter,
             evaluate=None if validation is None else evaluate,
             evaluate_every=max(1, round(every if every >= 1 else every * self.max_iter)),
@@ -257,7 +256,7 @@ class SeedTrainer(BaseEstimator):
         """Return the model of the loss and of its gradient with respect to each weight."""
         raise NotImplementedError
 
-    def _model(self, state: TrainState | None) -> ModelProto:
+    def _model(self, state: EstimatorState | None) -> ModelProto:
         """Return the model with the weights of `state`, if there is one."""
         proto = read(self.model_onnx)
         return proto if state is None else constants.replace(proto, state.weights)
@@ -286,15 +285,15 @@ class SeedTrainer(BaseEstimator):
         names: Sequence[str],
         step: Step,
         optimizer: Optimizer,
-        before: TrainState | None,
-    ) -> TrainState:
+        before: EstimatorState | None,
+    ) -> EstimatorState:
         """Return the state that training begins with: a new one, or a copy of the one `before`."""
         arrays = {ref.name: ref.array() for ref in constants.constant_refs(proto)}
         if before is None:
             reached = set(step.weights)
             weights = {name: arrays[name] for name in names if name in reached}
             rng = np.random.default_rng(self.random_state)
-            state = TrainState(rng=rng)
+            state = EstimatorState(rng=rng)
             state.values = Values(initialized(weights, self.weight_init, rng))
         else:
             state = continued(before, {name: arrays[name] for name in step.weights}, optimizer)
@@ -303,7 +302,7 @@ class SeedTrainer(BaseEstimator):
 
     # -- results ------------------------------------------------------------------------------
 
-    def _fitted(self) -> TrainState:
+    def _fitted(self) -> EstimatorState:
         """Return the state, or raise `NotFittedError`."""
         if "_state" not in vars(self):
             raise NotFittedError("nothing was trained yet: call fit first")
@@ -338,10 +337,10 @@ class SeedTrainer(BaseEstimator):
                 )
         return {name: np.array(array, weights[name].dtype) for name, array in state.items()}
 
-    def _state_to_set(self) -> TrainState:
+    def _state_to_set(self) -> EstimatorState:
         """Return the state, a new empty one if there is none."""
         if "_state" not in vars(self):
-            self._state = TrainState(rng=np.random.default_rng(self.random_state))
+            self._state = EstimatorState(rng=np.random.default_rng(self.random_state))
         return self._state
 
     def _float_constants(self) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from onnxgrad.errors import printable, unknown
 from onnxgrad.training.arguments import check_choice
-from onnxgrad.training.state import INITS
+from onnxgrad.training.starts import INITS
 
 Arrays = dict[str, np.ndarray]
 
