@@ -26,8 +26,8 @@ from onnx import ModelProto
 from onnxgrad import optimizers
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.convert import to_proto
-from onnxgrad.training.step.groups import Group
 from onnxgrad.training.step.update import build_update, write_update
+from onnxgrad.training.step.weight_groups import Group
 
 STEPS = 4  # of an epoch
 RATE = 1e-3

@@ -24,7 +24,7 @@ from unittest import mock
 import onnxruntime as ort
 
 from onnxgrad.runtime import session
-from onnxgrad.training.run import select
+from onnxgrad.training.run import selection
 
 _STEPS = 4
 _AROUND = ("Scan", "Loop", "If")  # the time of their bodies is counted node by node
@@ -52,7 +52,7 @@ def _profiled(folder: str) -> Iterator[list[ort.InferenceSession]]:
         sessions.append(plain(model, options, **more))
         return sessions[-1]
 
-    whole = mock.patch.object(select, "SPLIT_WORK", math.inf)  # no parts for threads
+    whole = mock.patch.object(selection, "SPLIT_WORK", math.inf)  # no parts for threads
     with whole, mock.patch.object(session.ort, "InferenceSession", profiling):
         yield sessions
 

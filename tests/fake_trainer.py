@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from onnxgrad.training.callbacks.base import Control
-from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.callbacks.events import Callbacks
 
 STEPS = 4  # an epoch, of ten rows each
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import onnxgrad as og
-from onnxgrad.model import emptied
+from onnxgrad.model import without_elements
 
-LARGE = emptied.LARGE
+LARGE = without_elements.LARGE
 ROWS, CLASSES = 83, 3  # the last batch of 10 has fewer rows than 4 processes
 
 
@@ -128,7 +128,9 @@ def data(shape: tuple[int, ...], dtype: Any = np.float32) -> tuple[np.ndarray, n
 def trained(job: str, parallel: bool, callbacks: Any = (), **more: Any) -> og.Trainer:
     """Return the trainer of a job after its training; with `parallel`, of all processes."""
     network, arguments, options, form = JOBS[job]
-    emptied.LARGE = 1000 if form.get("large") else LARGE  # from where states change in place
+    without_elements.LARGE = (
+        1000 if form.get("large") else LARGE
+    )  # from where states change in place
     dtype = form.get("dtype", np.float32)
     model, shape = exported(network, dtype)
     X, y = data(shape, dtype)

@@ -11,9 +11,9 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.model import emptied
+from onnxgrad.model import without_elements
 from onnxgrad.runtime.values import to_numpy
-from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.callbacks.events import Callbacks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 RNG = np.random.default_rng(0)
@@ -86,8 +86,8 @@ def check(made, way):
 )
 def test_a_trainer(way, options, monkeypatch):
     if options.get("large"):
-        monkeypatch.setattr(emptied, "LARGE", 1)
-        monkeypatch.setattr(emptied, "_EACH", 1)
+        monkeypatch.setattr(without_elements, "LARGE", 1)
+        monkeypatch.setattr(without_elements, "_EACH", 1)
     options = {name: value for name, value in options.items() if name != "large"}
     made = og.Trainer(model(), "mse", **options)
     check(made.fit(X, Y, validation=0.2, epochs=2), way)

@@ -13,7 +13,7 @@ import pytest
 from onnx import ModelProto, numpy_helper
 
 import onnxgrad as og
-from onnxgrad.model import emptied
+from onnxgrad.model import without_elements
 from onnxgrad.optimizers import ema, muon, schedule_free
 from onnxgrad.training.run import in_place
 from onnxgrad.training.run.runner import Runner
@@ -51,8 +51,8 @@ def large(monkeypatch):
     """Let all weights count as large, and a part be small."""
 
     def set_limits() -> None:
-        monkeypatch.setattr(emptied, "LARGE", 0)
-        monkeypatch.setattr(emptied, "_EACH", 1000)
+        monkeypatch.setattr(without_elements, "LARGE", 0)
+        monkeypatch.setattr(without_elements, "_EACH", 1000)
         monkeypatch.setattr(in_place, "PART", 4096)  # the last part is shorter
 
     return set_limits
@@ -272,7 +272,7 @@ def test_a_weight_that_the_loss_does_not_reach_stays(large):
     with pytest.warns(UserWarning, match="w4"):
         whole = fitted(proto)
     large()
-    emptied._EACH = 0  # restored by the fixture
+    without_elements._EACH = 0  # restored by the fixture
     with pytest.warns(UserWarning, match="w4"):
         parts = fitted(proto)
     require_equal(parts, whole, rtol=1e-5, atol=2e-6)
@@ -301,13 +301,13 @@ MEMORY = """
     import numpy as np, onnx, sys
     from onnx import numpy_helper
     import onnxgrad as og, onnxgrad.training.trainer
-    from onnxgrad.model import emptied
+    from onnxgrad.model import without_elements
 
     def status(key):
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-    emptied.LARGE = 1 << 26
+    without_elements.LARGE = 1 << 26
     nodes = " ".join(f"h{i + 1} = MatMul(h{i}, w{i})" for i in range(4))
     proto = onnx.parser.parse_model(f'''<ir_version: 8, opset_import: ["": 18]>
         g (float[N,3584] h0) => (float[N,3584] h4) {{ {nodes} }}''')
@@ -337,7 +337,7 @@ def test_weights_are_in_memory_once(optimizer, most):
 
 
 def test_saving_large_weights_makes_no_copy_of_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(emptied, "LARGE", 1000)
+    monkeypatch.setattr(without_elements, "LARGE", 1000)
     size = 8 * 300 * 300 * 4
     layers = " ".join(f"h{i + 1} = MatMul(h{i}, w{i})" for i in range(8))
     model = onnx.parser.parse_model(

@@ -18,7 +18,7 @@ import pytest
 from onnx import numpy_helper
 
 import onnxgrad as og
-from onnxgrad.model import emptied
+from onnxgrad.model import without_elements
 from onnxgrad.training.run import in_place
 from running import in_sweep, run_named
 
@@ -196,8 +196,8 @@ def test_draw(number, exactly, tmp_path):
     draw = Draw(options, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         if options.large:
-            patch.setattr(emptied, "LARGE", 0)
-            patch.setattr(emptied, "_EACH", 90)
+            patch.setattr(without_elements, "LARGE", 0)
+            patch.setattr(without_elements, "_EACH", 90)
             patch.setattr(in_place, "PART", 64)
         if options.refused:
             with pytest.raises(ValueError, match=re.escape(options.refused)):

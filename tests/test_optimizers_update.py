@@ -123,7 +123,7 @@ def test_blocks_of_a_trainer(name, monkeypatch):
     monkeypatch.setattr(blocks, "LARGE", 100)
     monkeypatch.setattr(blocks, "_LEAST", 3)
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
-    monkeypatch.setattr("onnxgrad.training.step.groups.PACKED", 1)
+    monkeypatch.setattr("onnxgrad.training.step.weight_groups.PACKED", 1)
     in_blocks = []
 
     def update_in_blocks(*arguments):

@@ -12,8 +12,8 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.plot.layered import Layered
-from onnxgrad.plot.placed import Placed, spread
+from onnxgrad.plot.layering import Layered
+from onnxgrad.plot.placement import Placed, spread
 from onnxgrad.plot.scene import Scene
 from test_dot import ODD, odd
 from test_text_plot import ATTRIBUTES, BRANCHES, SEED

@@ -11,8 +11,8 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training.run import select
-from onnxgrad.training.run.shared import Together
+from onnxgrad.training.run import selection
+from onnxgrad.training.run.parts import Together
 from running import run_named
 
 RATE = 0.1
@@ -85,10 +85,10 @@ def test_the_output_of_a_function_is_a_prediction():
 
 
 def test_threads_that_share_a_batch(monkeypatch):
-    monkeypatch.setattr(select, "SPLIT_THREADS", 2)
-    monkeypatch.setattr(select, "SPLIT_WORK", 0)
-    monkeypatch.setattr(select, "SPLIT_WORK_PER_WEIGHT", 0)
-    monkeypatch.setattr(select, "threads", lambda work: 2)
+    monkeypatch.setattr(selection, "SPLIT_THREADS", 2)
+    monkeypatch.setattr(selection, "SPLIT_WORK", 0)
+    monkeypatch.setattr(selection, "SPLIT_WORK_PER_WEIGHT", 0)
+    monkeypatch.setattr(selection, "threads", lambda work: 2)
     trainer = og.Trainer(model(), "squared_error", **OPTIONS).fit(X, Y, batch_size=8)
     assert type(trainer._loop.runner) is Together
     np.testing.assert_allclose(trainer.state.weights["W"], stepped(), rtol=1e-5)

@@ -8,9 +8,9 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training.run import select
+from onnxgrad.training.run import selection
+from onnxgrad.training.run.parts import Together
 from onnxgrad.training.run.runner import Runner
-from onnxgrad.training.run.shared import Together
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(31, 4))
@@ -51,12 +51,12 @@ SEQUENCES = f"""
 @pytest.fixture
 def splitting(monkeypatch):
     """Split all batches that can be split; return the function that sets the number of threads."""
-    monkeypatch.setattr(select, "SPLIT_THREADS", 2)
-    monkeypatch.setattr(select, "SPLIT_WORK", 0)
-    monkeypatch.setattr(select, "SPLIT_WORK_PER_WEIGHT", 0)
+    monkeypatch.setattr(selection, "SPLIT_THREADS", 2)
+    monkeypatch.setattr(selection, "SPLIT_WORK", 0)
+    monkeypatch.setattr(selection, "SPLIT_WORK_PER_WEIGHT", 0)
 
     def into(parts):
-        monkeypatch.setattr(select, "threads", lambda work: parts)
+        monkeypatch.setattr(selection, "threads", lambda work: parts)
 
     into(2)
     return into

@@ -16,9 +16,9 @@ import onnxgrad as og
 from fake_trainer import State, Trainer
 from onnxgrad.training.callbacks.base import Callback, Control
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping, better_if
+from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.history import History
 from onnxgrad.training.callbacks.norms import Norms
-from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.callbacks.timing import Timing
 
 # -- the list of callbacks ------------------------------------------------------------------------

@@ -141,11 +141,11 @@ from .losses.penalties import (
     PerWeightLearningPenalty as PerWeightLearningPenalty,
     penalty_loss_onnx as penalty_loss_onnx,
 )
+from .losses.row_losses import (
+    unreduced_onnx_loss as unreduced_onnx_loss,
+)
 from .losses.spec import (
     LossSpec as LossSpec,
-)
-from .losses.unreduced import (
-    unreduced_onnx_loss as unreduced_onnx_loss,
 )
 from .metrics.base import (
     Metric as Metric,
@@ -325,7 +325,7 @@ from .training.compat.loss_outside import (
 from .training.parameters.defaults import (
     trainable as trainable,
 )
-from .training.parameters.merged import (
+from .training.parameters.equal_constants import (
     separate_merged as separate_merged,
 )
 from .training.progress import (

@@ -15,14 +15,14 @@ from onnxgrad.autodiff.primal.local_functions import replace_calls
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.convert import to_proto
-from onnxgrad.model.emptied import read_elsewhere
+from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.modes import inference_form
 from onnxgrad.training.objective import Objective, build_objective
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.groups import numpy_dtype
 from onnxgrad.training.step.inputs import DRAW, RATE, STEP
+from onnxgrad.training.step.weight_groups import numpy_dtype
 
 LOSS, LARGEST = "loss", 1 << 31  # bytes of a message of protobuf
 

@@ -24,7 +24,7 @@ from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.holdout import balanced
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.parameters.choice import matching_weights
-from onnxgrad.training.parameters.merged import separate_merged
+from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.trainer import Trainer
 
 _SHARE = 0.2

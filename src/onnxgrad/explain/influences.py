@@ -14,8 +14,8 @@ from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
 from onnxgrad.explain.piece import Piece, drop_unused_inputs
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.losses.in_graph import add_loss_output
+from onnxgrad.losses.row_losses import unreduced_onnx_loss
 from onnxgrad.losses.spec import Formula
-from onnxgrad.losses.unreduced import unreduced_onnx_loss
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, once
@@ -25,7 +25,7 @@ from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session, work
 from onnxgrad.training.modes.inference_form import has_training_nodes
 from onnxgrad.training.parameters.defaults import trainable
-from onnxgrad.training.parameters.merged import separate_merged
+from onnxgrad.training.parameters.equal_constants import separate_merged
 
 Checkpoint = ModelLike | Mapping[str, Any]
 

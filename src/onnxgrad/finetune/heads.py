@@ -12,6 +12,7 @@ from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, unknown
 from onnxgrad.finetune.activations import ACTIVATIONS, change_activation
 from onnxgrad.finetune.class_metadata import NewClasses
+from onnxgrad.finetune.file_shapes import Stated, restore, stated
 from onnxgrad.finetune.follow import follow
 from onnxgrad.finetune.labels import (
     Classes,
@@ -22,7 +23,6 @@ from onnxgrad.finetune.labels import (
 )
 from onnxgrad.finetune.layers import Layer, replace_weights, shown, standardized, state_rank
 from onnxgrad.finetune.locate import Search, origins
-from onnxgrad.finetune.stated import Stated, restore, stated
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer

@@ -10,7 +10,7 @@ from onnx import ModelProto, defs
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.finetune.stated import Stated, restore, stated
+from onnxgrad.finetune.file_shapes import Stated, restore, stated
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.traversal import all_names, all_nodes

@@ -22,7 +22,7 @@ from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Target, Use, t
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.training.parameters.merged import separate_merged, trains_merged
+from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
 
 Arrays = tuple[np.ndarray, ...]
 

@@ -12,8 +12,8 @@ from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.errors import argument, printable, unknown
 from onnxgrad.graph import shapes
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.declarations import infer_file
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.tidy import free, tidy
 from onnxgrad.losses.applied_to import decided
 from onnxgrad.losses.formulas import loss_spec

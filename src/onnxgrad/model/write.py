@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from onnxgrad.model import external
-from onnxgrad.model.emptied import filled
 from onnxgrad.model.files import locked, remove_leftovers, replacing, target_of
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.without_elements import filled
 
 
 def save(model: ModelLike, path: str | os.PathLike) -> None:

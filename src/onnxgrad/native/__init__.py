@@ -21,7 +21,7 @@ from onnxgrad.native import (
     masks,
     max_pools,
     products,
-    scanned,
+    scans,
     scatter,
     side_by_side,
     wide,

@@ -10,8 +10,8 @@ from typing import Any
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot import placed
-from onnxgrad.plot.layered import Cell, Layered
+from onnxgrad.plot import placement
+from onnxgrad.plot.layering import Cell, Layered
 from onnxgrad.plot.scene import Scene
 from onnxgrad.plot.svg import STYLE, folded_groups, hues
 
@@ -114,7 +114,7 @@ def _data(layered: Layered, folded: set[int]) -> dict[str, Any]:
             group = scene.groups[group].parent
     names = ("GAP", "DOWN", "PAD", "HEAD", "LINE", "LETTER")
     return {
-        "sizes": {name: getattr(placed, name) for name in names},
+        "sizes": {name: getattr(placement, name) for name in names},
         "items": [
             {
                 "kind": item.kind,
@@ -124,7 +124,7 @@ def _data(layered: Layered, folded: set[int]) -> dict[str, Any]:
                 "group": item.group,
                 "marks": sorted(item.marks - {"weight"}),
                 "weight": "weight" in item.marks,
-                "width": placed.item_width(item),
+                "width": placement.item_width(item),
                 **({"hue": hue[item.id]} if item.id in hue else {}),
             }
             for item in scene.items

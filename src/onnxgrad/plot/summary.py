@@ -24,7 +24,7 @@ from onnxgrad.model.read import ModelLike
 from onnxgrad.plot.work import Work
 from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.defaults import trainable
-from onnxgrad.training.parameters.merged import separate_merged
+from onnxgrad.training.parameters.equal_constants import separate_merged
 from onnxgrad.training.parameters.module_names import ModuleNames
 
 _OPERATORS = 3  # named in a row

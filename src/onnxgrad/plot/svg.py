@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.layered import Cell, Layered
-from onnxgrad.plot.placed import LINE, Box, Placed
+from onnxgrad.plot.layering import Cell, Layered
+from onnxgrad.plot.placement import LINE, Box, Placed
 from onnxgrad.plot.scene import ROOT, Group, Item, Scene
 
 _MANY = 200  # nodes: in larger models, modules are folded

@@ -26,7 +26,7 @@ from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
 from onnxgrad.training.callbacks.curves import StepLosses
 from onnxgrad.training.callbacks.history import json_value
 from onnxgrad.training.callbacks.tracker import parameters_of
-from onnxgrad.training.failed import sample_step
+from onnxgrad.training.failure import sample_step
 
 FILE, FORMAT = "run.json", "onnxgrad.run.1"
 _STEPS = 1000  # points of the loss by step: then neighbours are joined

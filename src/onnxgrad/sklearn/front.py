@@ -23,7 +23,7 @@ from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.runtime.session import loaded
 from onnxgrad.sklearn.arguments import by_name
 from onnxgrad.training.parameters.choice import choose_weights
-from onnxgrad.training.parameters.merged import separate_merged
+from onnxgrad.training.parameters.equal_constants import separate_merged
 
 _KINDS = {
     "tensor(float)": TensorProto.FLOAT,

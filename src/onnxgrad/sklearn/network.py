@@ -18,7 +18,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.runtime.session import session, work
 from onnxgrad.sklearn.front import Front, raw_fed
 from onnxgrad.sklearn.head import Head
-from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.trainer import Trainer
 
 _ROWS = 1024  # of a call of the runtime

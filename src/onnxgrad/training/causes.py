@@ -16,7 +16,7 @@ from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.not_finite import first_not_finite
 from onnxgrad.runtime.session import session
 from onnxgrad.training.batches import Batch
-from onnxgrad.training.failed import FailedStep
+from onnxgrad.training.failure import FailedStep
 
 Arrays = Mapping[str, np.ndarray]
 _RATE = "Lower the learning rate, or scale the data"

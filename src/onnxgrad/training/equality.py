@@ -17,7 +17,7 @@ from onnx import ModelProto
 
 from onnxgrad.estimator import BaseEstimator
 from onnxgrad.model import external
-from onnxgrad.model.emptied import emptied, is_empty
+from onnxgrad.model.without_elements import emptied, is_empty
 
 T = TypeVar("T")
 Unknown = Callable[[Any], Any]

@@ -20,14 +20,14 @@ from onnxgrad.training.callbacks.checkpoint import newest
 from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import Evaluator, check_weights, evaluator_of
-from onnxgrad.training.failed import find_failed_step
+from onnxgrad.training.failure import find_failed_step
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.holdout import Split, held_out_share
 from onnxgrad.training.identity import Identity, identity_of, require_equal
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.recipe import Facts, Recipe
-from onnxgrad.training.run.select import Compiled
+from onnxgrad.training.run.selection import Compiled
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.state import TrainState, Values

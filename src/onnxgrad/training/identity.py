@@ -11,7 +11,7 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.errors import named
-from onnxgrad.model.emptied import emptied
+from onnxgrad.model.without_elements import emptied
 from onnxgrad.training.batches import BatchSource
 from onnxgrad.training.equality import described
 from onnxgrad.training.settings import Settings

@@ -14,7 +14,7 @@ from onnxgrad.errors import ConvergenceError
 from onnxgrad.reporting import logger
 from onnxgrad.training.batches import BatchSource, Slice
 from onnxgrad.training.callbacks.base import Control
-from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import warn_of_no_label
 from onnxgrad.training.interrupts import Interrupts
 from onnxgrad.training.progress import FitProgress, Totals

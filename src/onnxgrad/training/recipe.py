@@ -12,7 +12,7 @@ from onnx import ModelProto
 from onnxgrad.errors import named
 from onnxgrad.losses.objectives import training_loss
 from onnxgrad.losses.other_models import LossModel
-from onnxgrad.model.emptied import read_elsewhere
+from onnxgrad.model.without_elements import read_elsewhere
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.training.arguments import check_choice
 from onnxgrad.training.data import Dataset

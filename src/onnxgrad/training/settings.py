@@ -16,7 +16,7 @@ from onnxgrad.reporting import html_table
 from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.base import Schedule, constant
 from onnxgrad.schedules.epochwise import BaseLearningRate
-from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.judges import ByOutput
 from onnxgrad.training.state import TrainState

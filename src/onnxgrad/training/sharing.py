@@ -16,7 +16,7 @@ import numpy as np
 from onnxgrad.errors import argument
 from onnxgrad.parallel import DataParallel, Group, Part, group_of
 from onnxgrad.training.batches import ArraySource, BatchSource, Budget, Slice, rows_of
-from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.equality import described
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.row_axes import Axes

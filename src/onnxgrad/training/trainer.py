@@ -15,20 +15,20 @@ from onnxgrad.data.columns import read_names
 from onnxgrad.estimator import NotFittedError
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.model import weights as constants
-from onnxgrad.model.emptied import filled
 from onnxgrad.model.notes import ADAPTERS, HEAD, adapter_dropout, read_note
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.without_elements import filled
 from onnxgrad.model.write import save_filled
 from onnxgrad.optimizers import Optimizer, select as select_optimizer
 from onnxgrad.parallel import DataParallel
 from onnxgrad.runtime.device import Device
 from onnxgrad.training.arguments import check_choice, check_count, select_rate
+from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.callbacks.progress import Progress
-from onnxgrad.training.callbacks.run import Callbacks
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.equality import BuildCache
 from onnxgrad.training.evaluate import evaluate, predict
-from onnxgrad.training.failed import failed_step
+from onnxgrad.training.failure import failed_step
 from onnxgrad.training.fit import Fit
 from onnxgrad.training.holdout import Split
 from onnxgrad.training.identity import without_weights

@@ -26,9 +26,9 @@ from onnxgrad.autodiff.primal.function_bodies import (
 from onnxgrad.autodiff.primal.local_functions import inlined, raise_opset
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.graph.emit import Emit
+from onnxgrad.graph.inference.declarations import infer_file
 from onnxgrad.graph.inference.infer import infer, name_rows, note_ranks
 from onnxgrad.graph.inference.sizes import fold_sizes
-from onnxgrad.graph.inference.stated import infer_file
 from onnxgrad.graph.inference.walk import Walk
 from onnxgrad.graph.operators import OPERATORS, operator_of
 from onnxgrad.graph.rewrite import ANY, Rewrite, Table, rewrite

@@ -18,7 +18,7 @@ from onnxgrad.training.compat.forward_backward import OrtGradientForwardBackward
 from onnxgrad.training.objective import Objective
 from onnxgrad.training.step.build import build_step
 from onnxgrad.training.step.epoch import build_epoch
-from onnxgrad.training.step.groups import numpy_dtype
+from onnxgrad.training.step.weight_groups import numpy_dtype
 
 Graphs: TypeAlias = dict[str, Any]  # nested; the leaves are models
 

@@ -25,7 +25,7 @@ from onnxgrad.runtime.device import Device
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import check_arguments, select_optimizer, start_learning_rate
 from onnxgrad.training.batches import ArraySource, BatchSource
-from onnxgrad.training.callbacks.run import Callbacks
+from onnxgrad.training.callbacks.events import Callbacks
 from onnxgrad.training.causes import cause_in_fit
 from onnxgrad.training.compat.attributes import Fitted
 from onnxgrad.training.compat.learning_loss import rows_of
@@ -34,7 +34,7 @@ from onnxgrad.training.compat.state import EstimatorState, continued, initialize
 from onnxgrad.training.data import Dataset, as_dataset
 from onnxgrad.training.equality import BuildCache, fingerprint, model_fingerprint
 from onnxgrad.training.evaluate import Evaluator
-from onnxgrad.training.failed import run_again
+from onnxgrad.training.failure import run_again
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.loop import Loop
 from onnxgrad.training.modes import forget_head, warn_of_stale_statistics

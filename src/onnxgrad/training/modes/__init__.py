@@ -1,6 +1,7 @@
 """The form of a model that trains, and the form that predicts: BatchNormalization and Dropout."""
 
-from onnxgrad.training.modes.folded import fold_normalizations
+from onnxgrad.training.modes.equal_statistics import separate_statistics
+from onnxgrad.training.modes.folding import fold_normalizations
 from onnxgrad.training.modes.inference_form import (
     exported,
     forget_head,
@@ -8,7 +9,6 @@ from onnxgrad.training.modes.inference_form import (
     inference_form,
     warn_of_stale_statistics,
 )
-from onnxgrad.training.modes.merged import separate_statistics
 from onnxgrad.training.modes.training_form import training_form
 
 __all__ = [

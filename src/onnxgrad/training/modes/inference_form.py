@@ -11,10 +11,10 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, 
 from onnxgrad.data.columns import Names
 from onnxgrad.errors import ModelError, printable
 from onnxgrad.model.constants import standard
-from onnxgrad.model.emptied import empty_names
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_note, write_note
 from onnxgrad.model.traversal import GraphLike, all_nodes, subgraphs
 from onnxgrad.model.weights import replace
+from onnxgrad.model.without_elements import empty_names
 
 # operator -> index of the operand of the ratio; training_mode follows
 _DROPOUTS = {

@@ -13,8 +13,8 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.parallel import Part
 from onnxgrad.reporting import logger
-from onnxgrad.training.modes.across import normalized_across
 from onnxgrad.training.modes.nodes import described, emitter, replace, walk
+from onnxgrad.training.modes.synchronization import normalized_across
 
 _HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _MEAN, _VARIANCE = 3, 4  # operands

@@ -16,9 +16,9 @@ from onnx import ModelProto
 
 from onnxgrad.graph.traversal import all_nodes
 from onnxgrad.training.parameters import evidence
-from onnxgrad.training.parameters.judged import Judged, judge
 from onnxgrad.training.parameters.module_names import ModuleNames, label, owner
 from onnxgrad.training.parameters.operands import MOVES, domain, letter
+from onnxgrad.training.parameters.verdicts import Judged, judge
 
 _SUFFIX = re.compile(r"(_transposed|_merged|_weight_merged|_token_\d+|_ort\w*)+$")  # onnxruntime's
 _NUMBERED = re.compile(

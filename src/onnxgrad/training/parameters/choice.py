@@ -9,8 +9,8 @@ from onnx import ModelProto
 from onnxgrad.errors import argument
 from onnxgrad.model.weights import FLOATS, constant_refs
 from onnxgrad.training.parameters.defaults import announce_choice, default_rows, trained_names
+from onnxgrad.training.parameters.equal_constants import separate_merged, trains_merged
 from onnxgrad.training.parameters.integers import require_floats
-from onnxgrad.training.parameters.merged import separate_merged, trains_merged
 from onnxgrad.training.parameters.patterns import Patterns, as_list, choose, matching
 
 

@@ -12,13 +12,13 @@ from onnxgrad.model.notes import HEAD, fine_tuned, read_note
 from onnxgrad.model.read import ModelLike
 from onnxgrad.reporting import frames_inside, logger
 from onnxgrad.training.parameters.aliases import read_aliases
-from onnxgrad.training.parameters.judged import judge
-from onnxgrad.training.parameters.merged import separate_merged, warn_of_merged
+from onnxgrad.training.parameters.equal_constants import separate_merged, warn_of_merged
 from onnxgrad.training.parameters.patterns import choose, matching
 from onnxgrad.training.parameters.roles import QUANTIZED
 from onnxgrad.training.parameters.table import LISTED, Tensor, Tensors, listed, more, shown
-from onnxgrad.training.parameters.tied import copies
+from onnxgrad.training.parameters.ties import copies
 from onnxgrad.training.parameters.untrainable import without_gradient
+from onnxgrad.training.parameters.verdicts import judge
 
 __all__ = ["Tensor", "Tensors", "default_weights", "listed", "trainable"]
 

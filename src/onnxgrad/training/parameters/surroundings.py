@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from onnxgrad.graph.traversal import subgraphs
-from onnxgrad.training.parameters.dequantized import StoredIntegers
 from onnxgrad.training.parameters.flow import Flow
+from onnxgrad.training.parameters.integer_weights import StoredIntegers
 from onnxgrad.training.parameters.operands import MOVES, domain, letter, value_operands
 
 FACTORS = frozenset("Mul Div".split())

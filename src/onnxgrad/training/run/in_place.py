@@ -30,9 +30,9 @@ from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step
 from onnxgrad.training.step.epoch import build_epoch
-from onnxgrad.training.step.groups import Group
 from onnxgrad.training.step.inputs import RATE, STEP, Call
 from onnxgrad.training.step.update import is_divided
+from onnxgrad.training.step.weight_groups import Group
 
 PART = 1 << 17  # elements that are updated at once: the results stay in the cache
 

@@ -19,9 +19,9 @@ from onnxgrad.runtime.session import work as multiply_adds
 from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.run.runner import Losses, Now, Runner
-from onnxgrad.training.stack.groups import StackGroup
 from onnxgrad.training.stack.objective import StackedObjective
 from onnxgrad.training.stack.update import write_stacked_update
+from onnxgrad.training.stack.weight_groups import StackGroup
 from onnxgrad.training.state import Values
 from onnxgrad.training.step.build import Step, write_gradients
 from onnxgrad.training.step.epoch import build_epoch

@@ -12,11 +12,11 @@ import onnx_ir as ir
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.optimizers import Inputs, Optimizer
-from onnxgrad.training.stack.across import across, row
 from onnxgrad.training.stack.decay import merged
-from onnxgrad.training.stack.groups import Rows, Shape, StackGroup
-from onnxgrad.training.step.groups import PACKED, graph_input
+from onnxgrad.training.stack.joint import across, row
+from onnxgrad.training.stack.weight_groups import Rows, Shape, StackGroup
 from onnxgrad.training.step.inputs import RATE, STEP
+from onnxgrad.training.step.weight_groups import PACKED, graph_input
 
 
 @dataclass

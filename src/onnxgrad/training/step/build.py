@@ -35,9 +35,9 @@ from onnxgrad.training.step.exchange import (
     sharded,
     summed_across,
 )
-from onnxgrad.training.step.groups import Group, numpy_dtype
 from onnxgrad.training.step.inputs import DRAW, FIRST, RATE, SHARE, STEP, StepInputs
 from onnxgrad.training.step.update import may_be_in_place, write_update
+from onnxgrad.training.step.weight_groups import Group, numpy_dtype
 
 
 @dataclass

@@ -16,8 +16,8 @@ from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.parallel import Part, all_reduce, broadcast
 from onnxgrad.training.objective import Objective
-from onnxgrad.training.step.groups import Group
 from onnxgrad.training.step.update import Update
+from onnxgrad.training.step.weight_groups import Group
 
 
 @dataclass(frozen=True)

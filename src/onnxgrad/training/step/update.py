@@ -13,13 +13,19 @@ from onnx import ModelProto
 from onnxgrad.autodiff.forms import finish
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import dims, static
-from onnxgrad.model import emptied
+from onnxgrad.model import without_elements
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.opsets import WORKING_OPSET
 from onnxgrad.optimizers import Inputs, Optimizer
 from onnxgrad.training.step.blocks import update_in_blocks
-from onnxgrad.training.step.groups import Group, Shape, graph_input, numpy_dtype, write_groups
 from onnxgrad.training.step.inputs import RATE, STEP
+from onnxgrad.training.step.weight_groups import (
+    Group,
+    Shape,
+    graph_input,
+    numpy_dtype,
+    write_groups,
+)
 
 IN_PLACE = tuple(np.dtype(kind) for kind in ("float16", "float32", "float64"))
 
@@ -114,7 +120,7 @@ def may_be_in_place(weights: Iterable[ir.Value], optimizer: Optimizer) -> bool:
         own = optimizer.for_weight(str(w.name), shape)
         sizes = [prod(s) for s in (shape, *(own.slot_shape(slot, shape) for slot in own.slots))]
         nbytes += sum(sizes) * dtype.itemsize
-    return nbytes > emptied.LARGE
+    return nbytes > without_elements.LARGE
 
 
 def update_of(group: Group, wide: bool, opset: int) -> ModelProto:

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.training.parameters.judged import Judged
 from onnxgrad.training.parameters.operands import MOVES, letter
+from onnxgrad.training.parameters.verdicts import Judged
 
 
 def copies(proto: ModelProto, rows: Sequence[Judged]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
-from onnxgrad.plot.layered import Cell, Layered
+from onnxgrad.plot.layering import Cell, Layered
 from onnxgrad.plot.scene import ROOT, Item
 
 GAP, DOWN, PAD, HEAD = 14.0, 30.0, 12.0, 20.0  # pixels: between cells, rows; in frames; their title

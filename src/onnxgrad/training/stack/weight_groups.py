@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from onnxgrad.graph.shapes import dims, static
 from onnxgrad.optimizers import Optimizer
-from onnxgrad.training.step.groups import numpy_dtype
+from onnxgrad.training.step.weight_groups import numpy_dtype
 
 Shape = tuple[int, ...]
 Slots = Mapping[str, Mapping[str, np.ndarray]]

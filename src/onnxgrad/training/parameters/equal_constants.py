@@ -18,13 +18,13 @@ from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.scopes import unused
 from onnxgrad.model.traversal import all_nodes, names, nodes_of
 from onnxgrad.reporting import frames_inside
-from onnxgrad.training.modes.merged import initializer_aliases, separate_statistics
+from onnxgrad.training.modes.equal_statistics import initializer_aliases, separate_statistics
 from onnxgrad.training.parameters import evidence
 from onnxgrad.training.parameters.aliases import RECURRENT, fits, readable
-from onnxgrad.training.parameters.judged import judge
 from onnxgrad.training.parameters.module_names import ModuleNames, module_of
 from onnxgrad.training.parameters.operands import MOVES, letter
 from onnxgrad.training.parameters.table import LISTED, more
+from onnxgrad.training.parameters.verdicts import judge
 
 _ARITHMETIC = {"Add": "bias", "Sub": "bias", "Mul": "weight", "Div": "weight"}
 _WORDS = dict.fromkeys("ftps", "weight") | dict.fromkeys("bo", "bias")

@@ -13,9 +13,9 @@ from onnxgrad.training.batches import WHOLE, ArraySource, BatchSource
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.recipe import Recipe
 from onnxgrad.training.run.in_place import new_runner
+from onnxgrad.training.run.parts import Together, shared_runner
 from onnxgrad.training.run.row_parts import Splitting, splits
 from onnxgrad.training.run.runner import Runner
-from onnxgrad.training.run.shared import Together, shared_runner
 from onnxgrad.training.settings import Settings
 from onnxgrad.training.sharing import Sharing
 from onnxgrad.training.step.build import Step

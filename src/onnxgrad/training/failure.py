@@ -16,7 +16,7 @@ from onnxgrad.runtime.session import session
 from onnxgrad.runtime.values import to_numpy
 from onnxgrad.training.batches import Batch
 from onnxgrad.training.step.build import Step
-from onnxgrad.training.step.groups import numpy_dtype
+from onnxgrad.training.step.weight_groups import numpy_dtype
 
 Arrays = dict[str, np.ndarray]
 
