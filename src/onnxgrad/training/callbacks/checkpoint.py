@@ -75,10 +75,15 @@ class Checkpoint(Callback):
             raise ValueError(f"every_seconds is {every_seconds!r}: pass a number above 0")
         if mode not in ("auto", "min", "max"):
             raise unknown("mode", mode, ("auto", "min", "max"))
-        self.folder = self.checkpoints = Path(folder)
+        self.folder = Path(folder)
         self.every_steps, self.every_seconds = every_steps, every_seconds
         self.keep, self.monitor = keep, monitor
         self.mode = mode
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder into which `write_checkpoint` writes."""
+        return self.folder
 
     def on_train_begin(self, trainer: Any, state: Any, control: Control) -> None:
         """Create the folder, remove what a crash left there, and set damaged later ones aside."""
