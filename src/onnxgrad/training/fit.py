@@ -93,11 +93,11 @@ class Fit:
         if held_out is not None:
             values = self.buffers | trainer.evaluated()
             self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
-        identity = identity_of(trainer, source, shuffle)
-        state, first = self._state(identity, resume), trainer.state.epoch if self.further else 0
+        state = trainer.state if self.further else self._state(source, shuffle, resume)
+        first = state.epoch if self.further else 0
         callbacks = trainer.callbacks
         if shared is not None:
-            shared.check(trainer, state, identity, source, held_out)
+            shared.check(trainer, state, identity_of(trainer, source, shuffle), source, held_out)
             source, callbacks = shared.source(source, fields.axes), shared.callbacks(callbacks)
             if held_out is not None:
                 held_out = shared.source(held_out, self.evaluator.fields.axes)
@@ -186,17 +186,17 @@ class Fit:
         rate.rate(0, state.schedule)  # raises if it needs the number of steps
         return ByStep(rate, state)
 
-    def _state(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:
-        """Return the state to begin with: that of the trainer, a new one, or that of a checkpoint.
+    def _state(
+        self, source: BatchSource, shuffle: bool, resume: str | os.PathLike | None
+    ) -> TrainState:
+        """Return the state that a new training begins with, or that of a checkpoint.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
             ValueError: it is of another training.
         """
         shared = self.sharing
-        if self.further:
-            return self.trainer.state
-        begun = partial(self._begun, identity, resume)
+        begun = partial(self._begun, identity_of(self.trainer, source, shuffle), resume)
         return begun() if shared is None or resume is None else shared.from_first(begun)
 
     def _begun(self, identity: Identity, resume: str | os.PathLike | None) -> TrainState:

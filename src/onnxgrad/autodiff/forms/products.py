@@ -19,7 +19,8 @@ def multiply_transposed(op, node):
     for i, v in enumerate(operands[:2]):
         if rank(v) != 2:
             return None
-        if _is_transposed(op, v):
+        # one outside of the body of a loop is computed once
+        if _is_transposed(op, v) and v.producer().graph is node.graph:
             operands[i], flags[i] = v.producer().inputs[0], 1 - flags[i]
     return None if operands == list(node.inputs) else [_gemm(op, operands, flags, node)]
 
