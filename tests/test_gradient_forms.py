@@ -497,34 +497,3 @@ def test_rows_of_nan_that_the_model_replaces(body, replaced, order):
         np.testing.assert_allclose(found[name][[0, 2]], wanted[name][[0, 2]], rtol=1e-6)
         if replaced:
             np.testing.assert_array_equal(found[name][1], 0)
-
-
-@READ
-@ROWS
-@pytest.mark.parametrize(
-    "transposed", [(0, 0, 1), (0, 1, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (0, 1, 1)]
-)
-@pytest.mark.parametrize("alpha", [1.0, 0.5])
-def test_products_of_transposed_matrices(rows, transposed, alpha, read):
-    a_flag, b_flag, y_flag = transposed
-    a, b = (
-        value("a", *(2, rows)[:: 1 if a_flag else -1]),
-        value("b", *(3, 2)[:: 1 if b_flag else -1]),
-    )
-    op = emitter(a, b)
-    left, right = (op.mT(v) if flag else v for v, flag in zip((a, b), transposed, strict=False))
-    y = op.MatMul(left, right) if alpha == 1 else op.Gemm(left, right, alpha=alpha)
-    n = 3 if rows == "N" else rows
-    feed = {"a": numbers(*[n if d == rows else d for d in a.shape]), "b": numbers(*b.shape, seed=1)}
-    plain = alpha == 1 and not a_flag and not b_flag  # a MatMul, which no Gemm is better than
-    kinds = check(op, [op.mT(y) if y_flag else y], read, feed)
-    assert read or kinds == (["MatMul", "Transpose"] if plain else ["Gemm"])
-
-
-def test_products_of_the_file_stay_as_they_are():
-    model = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["": 20]>
-        f (float[3,2] a, float[4,2] b) => (float[3,4] y) {
-        t = Transpose<perm = [1, 0]>(b)  y = MatMul(a, t) }""")
-    before = ir.from_proto(model)
-    finish(before)
-    assert [node.op_type for node in before.graph] == ["Transpose", "MatMul"]

@@ -11,17 +11,13 @@ from onnxgrad.graph.shapes import rank
 
 @rule("MatMul")
 def matmul(op, node, g):
-    """y = a b:  da = g bT = (b gT)T,  db = aT g = (gT a)T.
-
-    For matrices, only cotangents are transposed: a transposed operand would be computed before the
-    backward pass begins, and be kept for it.
-    """
+    """y = a b:  da = g bT,  db = aT g."""
     a, b = node.inputs
-    if rank(a) == rank(b) == 2:
-        return op.mT(op.MatMul(b, op.mT(g))), op.mT(op.MatMul(op.mT(g), a))
     if rank(b) == 2:
-        rows, of_rows = (op.Reshape(v, op.vector(-1, op.dim(b, i))) for i, v in enumerate((a, g)))
-        return op.MatMul(g, op.mT(b)), op.mT(op.MatMul(op.mT(of_rows), rows))
+        if rank(a) == 2:
+            return op.Gemm(g, b, transB=1), op.Gemm(a, g, transA=1)
+        rows = [op.Reshape(v, op.vector(-1, op.dim(b, axis))) for axis, v in enumerate((a, g))]
+        return op.MatMul(g, op.mT(b)), op.Gemm(*rows, transA=1)
     if min(rank(a) or 0, rank(b) or 0) > 1:
         return op.sum_to(op.MatMul(g, op.mT(b)), a), op.sum_to(op.MatMul(op.mT(a), g), b)
     left, right, g = _matrices(op, a, b, g)
