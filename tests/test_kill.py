@@ -223,7 +223,7 @@ def test_interrupted_while_a_checkpoint_is_written(whole, handlers, tmp_path, mo
 
 def test_a_signal_while_the_last_checkpoint_is_written_ends_the_process(handlers, tmp_path):
     last = Breaking("on_train_end", 0, signals("SIGTERM"))
-    last.checkpoints = tmp_path  # as one that writes checkpoints  # as one that writes
+    last.checkpoints = tmp_path / "others"  # as one that writes checkpoints
     trainer = build(og.Checkpoint(tmp_path), last)
     with pytest.raises(SystemExit):
         fit(trainer, epochs=1)
