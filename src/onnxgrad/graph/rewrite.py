@@ -103,7 +103,7 @@ def _visit(op: Emit, table: Table, keep: Collection[str | None]) -> int:
             if new is not None:
                 waiting.extendleft(reversed(new))
                 count += 1
-            elif node.attributes and node.graph is op.graph:
+            elif node.attributes.data and node.graph is op.graph:
                 for body in list(subgraphs(node)):
                     with op.at(node):  # what a rewrite writes outside of the body stands before it
                         count += _visit(Emit(body, outer=op), table, keep)
@@ -120,9 +120,10 @@ def _apply(
         return None  # removed meanwhile, or will be
     count = len(op.written)
     op.place, op.primal = node, node.meta.get(PRIMAL)
-    found = (new for f in functions if (new := f(op, node)) is not None)
-    values = next(found, None)
-    if values is None:
+    for function in functions:
+        if (values := function(op, node)) is not None:
+            break
+    else:
         for unread in op.written[count:][::-1]:  # what it has tried
             remove_node(unread)
         return None

@@ -39,8 +39,9 @@ def all_nodes(graph: ir.Graph | ir.Function) -> list[ir.Node]:
     nodes = []
     for node in graph:
         nodes.append(node)
-        for subgraph in subgraphs(node):
-            nodes += all_nodes(subgraph)
+        if node.attributes.data:  # most have none
+            for subgraph in subgraphs(node):
+                nodes += all_nodes(subgraph)
     return nodes
 
 
@@ -65,8 +66,9 @@ def all_names(graph: ir.Graph) -> set[str]:
     for g in graphs:  # the loop appends to it
         names.update(v.name for v in (*g.inputs, *g.initializers.values()) if v.name)
         for node in g:
-            names.update(y.name for y in node.outputs if y.name)
-            graphs += subgraphs(node)
+            names.update([y.name for y in node.outputs if y.name])
+            if node.attributes.data:
+                graphs += subgraphs(node)
     return names
 
 
