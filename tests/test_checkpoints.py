@@ -176,3 +176,64 @@ def test_what_a_loss_captured_is_compared(tmp_path):
     trained(scaled(2.0), resume=tmp_path)
     with pytest.raises(ValueError, match=r"another training. loss: .*2\.0.*3\.0"):
         trained(scaled(3.0), resume=tmp_path)
+
+
+def test_a_function_inside_of_a_loss_is_compared(tmp_path):
+    def squared(op, f, y):
+        def term(d):
+            return d * d
+
+        return term(f - y)
+
+    def absolute(op, f, y):
+        def term(d):
+            return op.Abs(d)
+
+        return term(f - y)
+
+    def cubed(op, f, y):
+        def term(d):
+            return d * d * d
+
+        return term(f - y)
+
+    cubed.__qualname__ = squared.__qualname__
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> f (float[N,2] x) => (float[N,1] y)'
+        "<float[2,1] w = {1, 2}> { y = MatMul(x, w) }"
+    )
+    x = np.ones((4, 2), np.float32)
+    kept = og.Checkpoint(tmp_path)
+    trainer = og.Trainer(model, squared, callbacks=[kept], optimizer="sgd", learning_rate=0.0)
+    trainer.fit(x, x[:, :1], epochs=2)
+    for other in (cubed, absolute):
+        with pytest.raises(ValueError, match=r"another training. loss: "):
+            og.Trainer(model, other, callbacks=[kept], optimizer="sgd", learning_rate=0.0).fit(
+                x, x[:, :1], epochs=2, resume=tmp_path
+            )
+    losses = {}
+    for loss in (squared, cubed, absolute, squared):  # the kept step and evaluator are rebuilt
+        trainer.loss = loss
+        trainer.partial_fit(x, x[:, :1])
+        losses.setdefault(loss, []).append(
+            (trainer.history[-1]["loss"], trainer.evaluate(x, x[:, :1])["loss"])
+        )
+    assert losses[squared] == [(4.0, 4.0)] * 2
+    assert losses[cubed] == [(8.0, 8.0)]
+    assert losses[absolute] == [(2.0, 2.0)]
+
+
+def test_long_weights_of_classes_are_compared(tmp_path):
+    """Their text is shortened in the middle."""
+    model = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> f (float[N,2000] x) => (float[N,2000] y)'
+        "<float[1] b = {0}> { y = Add(x, b) }"
+    )
+    x, y = np.zeros((4, 2000), np.float32), np.full(4, 1000)
+    weights = [np.where(np.arange(2000) == 1000, n, 1.0) for n in (1.0, 3.0)]
+    first, second = (og.LOSSES["cross_entropy"].with_options({"class_weight": w}) for w in weights)
+    trainer = og.Trainer(model, first, train=["b"], callbacks=[og.Checkpoint(tmp_path)])
+    trainer.fit(x, y, epochs=2)
+    again = og.Trainer(model, second, train=["b"])
+    with pytest.raises(ValueError, match=r"another training. loss"):
+        again.fit(x, y, epochs=2, resume=tmp_path)

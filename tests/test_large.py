@@ -240,11 +240,13 @@ def test_an_estimator_predicts_goes_on_and_saves_its_graphs(path, tmp_path):
     made, expected = (
         trainer_of("outside", m, warm_start=True).fit(X, y).fit(X, y) for m in (path, mlp())
     )
-    np.testing.assert_allclose(made.predict(X), expected.predict(X), rtol=1e-4)
+    np.testing.assert_allclose(made.predict(X), expected.predict(X), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(made.losses(X, y), expected.losses(X, y), rtol=1e-4)
     saved = made.save_onnx_graph(tmp_path / "graphs")
     assert [f for f in os.listdir(tmp_path / "graphs") if f.endswith(".data")] == ["m.data"]
-    np.testing.assert_allclose(run(saved["model_onnx"], {"X": X})[0], expected.predict(X), 1e-4)
+    np.testing.assert_allclose(
+        run(saved["model_onnx"], {"X": X})[0], expected.predict(X), 1e-5, 1e-6
+    )
     ort.InferenceSession(saved["epoch_onnx_"])
     assert made.save_onnx_graph(bytes).keys() == saved.keys()
 
@@ -408,7 +410,9 @@ def test_a_model_of_a_cache_of_links(path, tmp_path):
     expected = trainer_of("outside", path).fit(X, y)
     assert made.train_losses_ == expected.train_losses_
     save(made.get_trained_onnx(), cache / "t.onnx")
-    np.testing.assert_allclose(run(cache / "t.onnx", {"X": X})[0], expected.predict(X), rtol=1e-4)
+    np.testing.assert_allclose(
+        run(cache / "t.onnx", {"X": X})[0], expected.predict(X), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_data_outside_of_the_folder_are_refused(path):

@@ -301,6 +301,10 @@ def test_tables_of_a_rotation_are_no_weights():
         ("com.microsoft.GroupQueryAttention<num_heads=2, kv_num_heads=2, sliding_window_cache=1>"
          "(x, w, w, w, w, i, i)", "ring of rows; use the model without cache"),
         ('com.microsoft.FusedGemm<activation="?">(x, w)', "before optimization"),
+        (
+            'com.microsoft.FusedGemm<activation="LeakyRelu", activation_beta=0.1>(x, w)',
+            "before optimization",
+        ),
     ],
 )  # fmt: skip
 def test_refused(node, why):

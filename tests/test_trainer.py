@@ -190,7 +190,7 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     for more, options, words in (
         ({"batch_size": 11}, {}, "batch_size: 10 in the checkpoint, 11 now"),
         ({}, {"clip_norm": 1.0}, "clip_norm: None in the checkpoint, 1.0 now"),
-        ({}, {"optimizer": "sgd"}, "optimizer: 'Chain"),
+        ({}, {"optimizer": "sgd"}, "optimizer: .*'Chain"),
         ({}, {"freeze": "b*"}, "trained: "),
         ({}, {"loss": "softmax_focal"}, "loss: "),
     ):

@@ -7,6 +7,7 @@ import os
 import re
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,18 +21,18 @@ from onnxgrad.model import external
 from onnxgrad.model.without_elements import emptied, is_empty
 
 T = TypeVar("T")
-Unknown = Callable[[Any], Any]
 
 
-def described(value: Any, unknown: Unknown = lambda value: _text(value)) -> Any:
+def described(value: Any, here: bool = False) -> Any:
     """Return a value for JSON that is equal in another process for an equal argument.
 
     Models and arrays are described by a digest, functions by their name, code and what they
-    captured, and other objects by class and attributes; `unknown` describes those that have none.
+    captured, and other objects by class and attributes. With `here`, only this process compares
+    it: functions and classes stand for themselves, and what has no description equals nothing.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    again = partial(described, unknown=unknown)
+    again = partial(described, here=here)
     if isinstance(value, Mapping):
         return {str(key): again(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -49,23 +50,18 @@ def described(value: Any, unknown: Unknown = lambda value: _text(value)) -> Any:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return f"{value.dtype} {value.shape} {_digest(np.ascontiguousarray(value).tobytes())}"
     if isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
-        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+        name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}"
+        return value if here else name
     if isinstance(value, partial):
         return again([value.func, list(value.args), value.keywords])
     if isinstance(value, types.FunctionType):
-        return _described_function(value, again)
-    if isinstance(value, BaseEstimator):
-        return {
-            type(value).__qualname__: again(
-                {n: v for n, v in vars(value).items() if n != "_sessions"}
-            )
-        }
-    return _described_object(value, again, unknown)
+        return _described_function(value, here)
+    return _described_object(value, here)
 
 
 def fingerprint(value: Any) -> Any:
     """Return a key that is equal for equal arguments; of what cannot be compared, for no others."""
-    return described(value, unknown=lambda value: object())
+    return described(value, here=True)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -111,15 +107,23 @@ class BuildCache:
         return new
 
 
-def _described_function(function: Any, again: Unknown) -> Any:
-    code = function.__code__
-    constants = [c for c in code.co_consts if not hasattr(c, "co_code")]
-    text = f"{function.__qualname__} " + _digest(
-        code.co_code + f"{code.co_names} {constants}".encode()
-    )
+def _described_function(function: Any, here: bool) -> Any:
+    text = f"{function.__qualname__} {_digest(_code(function.__code__).encode())}"
     cells = [_content(cell) for cell in function.__closure__ or ()]
-    captured = [v for v in (*cells, *(function.__defaults__ or ())) if v is not function]
-    return [text, *map(again, captured)] if captured else text
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    captured = [described(v, here) for v in (*cells, *defaults) if v is not function]
+    return [function if here else text, *captured] if captured or here else text
+
+
+def _code(code: types.CodeType) -> str:
+    """Return what a function does, with the functions that its body defines."""
+    constants = []
+    for c in code.co_consts:
+        if isinstance(c, types.CodeType):
+            constants.append(_code(c))
+        else:  # the order of a set differs between processes
+            constants.append(repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c))
+    return f"{code.co_code.hex()} {code.co_names} {constants}"
 
 
 def _content(cell: Any) -> Any:
@@ -129,15 +133,19 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _described_object(value: Any, again: Unknown, unknown: Unknown) -> Any:
-    text, attributes = repr(value), getattr(value, "__dict__", None)
-    if not text.startswith("<"):
-        return text
-    return {type(value).__qualname__: again(attributes)} if attributes else unknown(value)
-
-
-def _text(value: Any) -> str:
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+def _described_object(value: Any, here: bool) -> Any:
+    """Return the class and the attributes of an object, or else its text."""
+    kind, own = type(value), getattr(value, "__dict__", {})
+    ours = kind.__module__.startswith("onnxgrad.")
+    if is_dataclass(value):  # a class derived from one of the package may have more than its fields
+        own = ({} if ours else own) | {f.name: getattr(value, f.name) for f in fields(value)}
+    elif isinstance(value, BaseEstimator):
+        own = {name: v for name, v in own.items() if name != "_sessions"}
+    elif here and not ours:
+        return object()  # it may have more state than its attributes
+    elif not own or not repr(value).startswith("<"):
+        return object() if here else re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    return [kind if here else kind.__qualname__, described(own, here)]
 
 
 def _digest(data: bytes) -> str:

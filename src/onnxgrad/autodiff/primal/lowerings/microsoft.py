@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from math import pi, sqrt
 from typing import Any
 
@@ -103,8 +104,9 @@ def fused_gemm(op: Emit, node: Any) -> list[ir.Value] | None:
     get = node.attributes
     second = "gamma" if get.get_string("activation", "") == "Selu" else "beta"
     stated = (get.get(f"activation_{name}") for name in ("alpha", second))
+    numbers = [a.as_float() for a in takewhile(lambda a: a is not None, stated)]
     y = op.emit("Gemm", node.inputs, attributes_without(node, "activation"))
-    return _activated(op, node, y, [a.as_float() for a in stated if a is not None])
+    return _activated(op, node, y, numbers)
 
 
 @lowering("FusedConv", domain=DOMAIN)
