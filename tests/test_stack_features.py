@@ -221,6 +221,24 @@ def test_partial_fit_goes_on():
     assert stack.state.epoch == 4
 
 
+def test_frozen_members_stay_so_until_fit():
+    class Freeze(og.Callback):
+        def on_epoch_end(self, trainer, state, control):
+            control.freeze |= {0, 1} if state.epoch < 2 else {2}
+
+    stack, _ = pair(mlp(), callbacks=lambda: [Freeze()])
+    stack.fit(X, Y, epochs=1, batch_size=30)
+    before = stack.state.weights["w0"]
+    stack.partial_fit(X, Y, batch_size=30)
+    after = stack.state.weights["w0"]
+    assert [np.array_equal(a, b) for a, b in zip(before, after, strict=True)] == [True, True, False]
+    assert stack.state.frozen == {0: 2, 1: 2, 2: 4}
+    with pytest.raises(ValueError, match="all members are frozen"):
+        stack.partial_fit(X, Y)
+    stack.fit(X, Y, epochs=1, batch_size=30)
+    assert stack.state.frozen == {0: 2, 1: 2}
+
+
 @pytest.mark.parametrize("optimizer", ["adam", ["adam", "sgd", "lamb"]], ids=["one", "several"])
 @pytest.mark.parametrize("every_steps", [None, 3])
 def test_a_resumed_training_is_the_same_bit_for_bit(tmp_path, optimizer, every_steps):

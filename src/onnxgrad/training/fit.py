@@ -96,6 +96,8 @@ class Fit:
             values = self.buffers | trainer.evaluated()
             self.evaluator.check_metrics(values, held_out, trainer.metrics_by_output)
         state = trainer.state if self.further else self._state(source, shuffle, resume)
+        if self.further and trainer.members and len(state.frozen) == trainer.members:
+            raise ValueError("all members are frozen: call fit to begin another training")
         first = state.epoch if self.further else 0
         callbacks = trainer.callbacks
         if shared is not None:

@@ -141,7 +141,8 @@ class Recipe:
         trainer = self.trainer
         objective = build_objective(trainer.proto, trainer.trained, self.plan, self.weighted)
         if trainer.digest is not None:  # those that the loss does not reach stay constants
-            read_elsewhere(objective.weights, lambda name: trainer.state.weights[name])
+            one = () if trainer.members is None else 0  # those of a member
+            read_elsewhere(objective.weights, lambda name: trainer.state.weights[name][one])
         return objective
 
     def step(
