@@ -278,11 +278,11 @@ def test_labels_that_members_of_a_stack_share():
 
 
 def test_parts_of_which_members_of_a_stack_share_one():
-    a, b = value("a", 2, 3, 2), value("b", 3, 4)
+    a, b = value("a", 2, 2, 6), value("b", 6, 4)
     op = emitter(a, b)
     with op:
-        y = op.Pad(a, [0, 0, 0, 0, 0, 4]) + op.Pad(b, [0, 2, 0, 0])
-    assert "Concat" not in check(op, [y], False, {"a": numbers(2, 3, 2), "b": numbers(3, 4)})
+        y = op.Pad(a, [0, 0, 0, 0, 4, 0]) + op.Pad(b, [0, 2, 0, 0])
+    assert "Concat" not in check(op, [y], False, {"a": numbers(2, 2, 6), "b": numbers(6, 4)})
 
 
 def test_a_gradient_that_others_wrote_is_joined():
