@@ -82,7 +82,8 @@ def join_parts(op, node):
     if len(order) < 2 or repeated or not all(a.adjoins(b) for a, b in pairwise(order)):
         return None
     first, last, like = order[0], order[-1], next(iter(parts))
-    own = op.is_own(node) and len({rank(x) for x in parts}) == 1  # a stack adds an axis to some
+    ranks = {rank(part.value) for part in order}  # a stack adds an axis to some
+    own = op.is_own(node) and len(ranks) == 1
     if not own and not all(equal(dims(x), dims(like)) for x in parts):
         return None  # one may be broadcast
     whole = op.Concat(*(part.value for part in order), axis=first.axis)
