@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
+import warnings
 
 import numpy as np
 import onnx
@@ -12,6 +14,7 @@ import pytest
 import onnxgrad as og
 from onnxgrad.optimizers import Chain, clip_by_global_norm
 from onnxgrad.training.callbacks.tracker import Tracker
+from running import in_sweep, run_named
 from small_models import parse
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -479,3 +482,49 @@ class iter_of:  # noqa: N801 - a reusable iterable without a length
 
     def __iter__(self):
         return iter(self.batches)
+
+
+NETWORKS = [
+    *("cnn", "vit", "gpt", "gru, learned state", "t5", "detr"),
+    *map(in_sweep, ("preactivation", "depthwise", "unet", "mae", "rotary decoder", "encoder")),
+    *map(in_sweep, ("lstm", "gru", "rnn", "detector", "point detector", "swin", "convnext")),
+    *map(in_sweep, ("cosine attention", "alibi", "scaled logits", "weight norm", "blur pool")),
+    *map(in_sweep, ("rezero", "recommender", "float mask", "alibi table", "rotary computed")),
+]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks(name):
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    from networks_more import NETWORKS as BUILD
+
+    network, inputs = BUILD[name]()
+    names, file = [f"x{i}" for i in range(len(inputs))], io.BytesIO()
+    axes = {name: {0: "N"} for name in names}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            network.eval(), inputs, file, dynamo=False, input_names=names, dynamic_axes=axes
+        )
+    model = onnx.load_model_from_string(file.getvalue())
+    read = {x.name for x in model.graph.input}
+    data = {
+        n: np.tile(x.numpy(), (3, *[1] * (x.ndim - 1))) for n, x in zip(names, inputs, strict=True)
+    }
+    data = {name: array for name, array in data.items() if name in read}
+    predictions = run_named(model, data)
+    output = next(n for n, y in predictions.items() if y.dtype == np.float32)
+    labels = np.random.default_rng(0).normal(size=predictions[output].shape).astype(np.float32)
+    options = {
+        "optimizer": "momentum",
+        "learning_rate": [0.001, 0.002, 0.003],
+        "recompute": "cheap",
+    }
+    stack, trainers = pair(model, loss={output: "squared_error"}, accumulate=2, **options)
+    for trainer in (stack, *trainers):
+        trainer.fit(data, labels, epochs=2, batch_size=4)
+    for k, trainer in enumerate(trainers):
+        for name, w in trainer.state.weights.items():
+            ours = stack.state.weights[name][k]
+            np.testing.assert_allclose(ours, w, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -31,6 +31,8 @@ def images_side_by_side(op, node):
         return None
     if "output_shape" in node.attributes or sizes(x)[0] == 1:
         return None
+    if static((sizes(x)[1], sizes(y)[1])) is None:  # the rows of a batch, in a gradient of weights
+        return None
     (_, s), (_, d) = get("strides", (1, 1)), get("dilations", (1, 1))
     top, left, bottom, _ = get("pads", (0,) * 4)
     extent = (kernel[1] - 1) * d + 1

@@ -88,6 +88,18 @@ def _shifted(m: MemberAxis, node: Any, inputs: list) -> Outputs:
     return _write(m, node, inputs)
 
 
+@_of("Pad")
+def _pad(m: MemberAxis, node: Any) -> Outputs:
+    """Write lengths for all axes: onnxruntime drops `axes` where it moves a Transpose behind."""
+    (x, pads, *value), axes, n = node.inputs[:3], named_axes(node), rank(node.inputs[0])
+    known = constant(pads)
+    if known is None or axes is None or n is None:
+        return _along(m, node)
+    lengths = np.zeros((2, n + 1), np.int64)
+    lengths[:, [a + 1 for a in axes]] = known.reshape(2, -1)
+    return _write(m, node, [m.of(x), lengths.ravel(), *value]) if _only_first(m, node) else None
+
+
 @_of("Concat", "GatherElements", "ScatterElements")
 def _expanded_along(m: MemberAxis, node: Any) -> Outputs:
     return _shifted(m, node, [m.expanded(x) for x in node.inputs])
