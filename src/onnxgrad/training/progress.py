@@ -103,11 +103,11 @@ def shown(value: Any, digits: str = ".4g") -> str:
     return " to ".join(ends)
 
 
-def by_member(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record whose arrays (members, ...) are numbers of their own, as "loss/0"."""
+def by_member(record: dict[str, Any], state: Any) -> dict[str, Any]:
+    """Return a record, in which the arrays (members, ...) of a stack are numbers, as "loss/0"."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
-        if isinstance(value, np.ndarray):
+        if isinstance(value, np.ndarray) and getattr(state, "members", None) is not None:
             flat |= {f"{name}/{k}": own for k, own in enumerate(value.tolist())}
         else:
             flat[name] = value

@@ -66,8 +66,11 @@ class History(Callback):
             self._write(state)
 
     def _write(self, state: Any) -> None:
+        records = state.history
+        if self.path.suffix == ".csv":
+            records = [by_member(record, state) for record in records]
         with replacing(self.path) as file:
-            _WRITERS[self.path.suffix](file, state.history)
+            _WRITERS[self.path.suffix](file, records)
 
 
 def _plain(value: Any) -> Any:
@@ -75,8 +78,8 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else value
 
 
-def _write_csv(file: Path, history: list[dict[str, Any]]) -> None:
-    records = [{n: _plain(v) for n, v in by_member(record).items()} for record in history]
+def _write_csv(file: Path, records: list[dict[str, Any]]) -> None:
+    records = [{name: _plain(v) for name, v in record.items()} for record in records]
     columns = dict.fromkeys(name for record in records for name in record)
     with file.open("w", newline="", encoding="utf-8") as out:
         writer = csv.DictWriter(out, list(columns), lineterminator="\n")

@@ -83,7 +83,7 @@ class Norms(Callback):
                 scalars |= {name: norm if axes else float(norm) for name, norm in own.items()}
         records.append(record)
         del records[: -self.keep]
-        self.publish(state, by_member(scalars))
+        self.publish(state, by_member(scalars, state))
         return record
 
 

@@ -57,7 +57,7 @@ class Tracker(Callback):
         entry["records"] = records = min(entry.get("records", 0), len(state.history))
         self._steps: dict[str, int] = {}  # of the number that was logged last, by name
         for record in state.history[:records]:
-            self._steps |= dict.fromkeys(by_member(record), record["step"])
+            self._steps |= dict.fromkeys(by_member(record, state), record["step"])
         if records:
             for scalars in _published(state):
                 self._steps |= dict.fromkeys(scalars["values"], scalars["step"])
@@ -84,7 +84,7 @@ class Tracker(Callback):
             self._sum, self._rows, self._last = total, progress.rows, now
             rate = {} if state.learning_rate is None else {"learning_rate": state.learning_rate}
             if isinstance(state.learning_rate, list):
-                rate = by_member({"learning_rate": np.array(state.learning_rate)})
+                rate = by_member({"learning_rate": np.array(state.learning_rate)}, state)
             self._send(state.step, {"step_loss": loss} | rate)
         self._log_published(state)
 
@@ -107,7 +107,7 @@ class Tracker(Callback):
         """Log what is new in the history; other callbacks may have added to its last record."""
         entry = self.entry(state)
         for record in state.history[max(0, entry["records"] - 1) :]:
-            numbers = {n: v for n, v in by_member(record).items() if isinstance(v, Real)}
+            numbers = {n: v for n, v in by_member(record, state).items() if isinstance(v, Real)}
             self._send(
                 record["step"], {n: v for n, v in numbers.items() if n not in ("step", "epoch")}
             )
