@@ -19,7 +19,7 @@ from onnxgrad.explain.gradient_methods import (
     smooth_grad,
 )
 from onnxgrad.explain.influences import influence
-from onnxgrad.explain.layers import grad_cam, layer_conductance
+from onnxgrad.explain.layer_attributions import grad_cam, layer_conductance
 from onnxgrad.explain.occlusions import occlusion
 from onnxgrad.explain.pictures import show_image, show_table, show_text
 from onnxgrad.explain.score_function import ScoreFunction

@@ -11,9 +11,9 @@ import numpy as np
 
 from onnxgrad.errors import unknown
 from onnxgrad.explain.adversarial import Bounds, masks_of
-from onnxgrad.explain.inputs import Inputs
 from onnxgrad.explain.score_function import Point, ScoreFunction
 from onnxgrad.explain.targets import Target, seeds
+from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike
 
 _BETAS = 0.9, 0.999  # of Adam
@@ -69,11 +69,9 @@ def counterfactual(
     class that is not reached is reported by a `UserWarning`, and in `reached`.
 
     Args:
-        model: model, serialized model or path, never modified; or a `ScoreFunction`.
-        inputs: the array of the only input, or `{name: array}`.
+        model, inputs, output: see `saliency`.
         target: class to reach, for all rows or one a row; the output is (rows, classes).
         wrt: name of the value that is changed; see `ScoreFunction`.
-        output: name of the output; see `ScoreFunction`.
         norm: "L1" or "L2", the distance.
         margin: by how much the score of the class shall exceed the others.
         bounds: the least and the greatest value of an element.
@@ -97,8 +95,8 @@ def counterfactual(
     """
     if learning_rate <= 0 or steps < 1:
         raise ValueError(f"learning_rate={learning_rate}, steps={steps}: give positive numbers")
-    point = ScoreFunction.of(model, wrt, output, None).at(inputs)
-    search = _Search(point, point.indices(target), norm, margin, bounds, mask)
+    point = ScoreFunction.of(model, wrt, output, None).at(inputs, target)
+    search = _Search(point, norm, margin, bounds, mask)
     search.run(learning_rate, steps)
     if rows := np.flatnonzero(~search.reached).tolist():
         warnings.warn(f"the class was not reached for the rows {rows[:10]}{_REMEDY}", stacklevel=2)
@@ -109,15 +107,7 @@ def counterfactual(
 class _Search:
     """The best change so far of each row."""
 
-    def __init__(
-        self,
-        point: Point,
-        indices: np.ndarray,
-        norm: str,
-        margin: float,
-        bounds: Bounds,
-        mask: Any,
-    ) -> None:
+    def __init__(self, point: Point, norm: str, margin: float, bounds: Bounds, mask: Any) -> None:
         if norm not in _NORMS:
             raise unknown("norm", norm, _NORMS)
         if len(point.values) != 1:
@@ -129,7 +119,7 @@ class _Search:
                 "not (rows, classes): name such an `output`"
             )
         self.point, self.name, self.norm, self.bounds = point, name, norm, bounds
-        self.x, self.indices, self.margin = point.values[name], indices, margin
+        self.x, self.indices, self.margin = point.values[name], point.indices, margin
         if (self.x < bounds[0]).any() or (self.x > bounds[1]).any():
             raise ValueError(f"values of {name!r} are outside of bounds={bounds}: widen them")
         self.mask = masks_of(point, mask)[name]
@@ -176,9 +166,9 @@ class _Search:
         for step in range(1, steps + 1):
             reached, seed = self.record(values)
             ever |= reached
-            y = self.point.output.dtype
             arrays = {self.name: values.astype(self.x.dtype)}
-            gradient = self.point.pulled_back(arrays, seed.astype(y))[self.name].astype(np.float64)
+            seed = seed.astype(self.point.output.dtype)
+            gradient = self.point.pull_back(arrays, seed)[self.name].astype(np.float64)
             gradient *= factors.reshape(column) * self.mask
             change = values - self.x
             if self.norm == "L2":
