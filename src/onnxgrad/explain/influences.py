@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.higher import jvp, vjp
 from onnxgrad.errors import unknown
-from onnxgrad.explain.piece import Piece, checked_device, drop_unused_inputs, run_needed
+from onnxgrad.explain.piece import Piece, checked_device, run_needed
 from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.losses.in_graph import add_loss_output
@@ -20,7 +20,8 @@ from onnxgrad.losses.spec import Formula
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, once
-from onnxgrad.model.scopes import unused
+from onnxgrad.model.scopes import free_name
+from onnxgrad.model.surgery import drop_unused_inputs
 from onnxgrad.model.traversal import names as all_names
 from onnxgrad.model.weights import constant_refs
 from onnxgrad.runtime.session import session, work
@@ -129,8 +130,7 @@ class _LossesOfRows:
         if names is None:
             names = [t.name for t in trainable(proto).trained]
         self.names = list(once("weight", names))
-        taken = {*all_names(proto.graph)}
-        self._label = unused("label", taken) if "label" in taken else "label"
+        self._label = free_name("label", {*all_names(proto.graph)})
         with_loss = add_loss_output(
             proto, loss, label_name=self._label, output_index=output, reduction="sum", **options
         )

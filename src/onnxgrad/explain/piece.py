@@ -19,10 +19,8 @@ from onnxgrad.explain.paths import require_differentiable
 from onnxgrad.explain.user_inputs import Arrays
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated
-from onnxgrad.graph.traversal import reads
-from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
-from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session, work
@@ -244,13 +242,3 @@ def checked_device(proto: ModelProto, device: Any, batch_size: int, what: str) -
     if batch_size < 1:
         raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
     return CPU if device is None else Device.of(device).check()
-
-
-def drop_unused_inputs(proto: ModelProto) -> None:
-    """Remove inputs that no node reads and that are no outputs: a session would ask for them."""
-    graph = to_ir(proto).graph
-    used = {v for node in graph for v in reads(node)} | set(graph.outputs)
-    names = {str(x.name) for x in graph.inputs if x in used}
-    kept = [x for x in proto.graph.input if x.name in names]
-    del proto.graph.input[:]
-    proto.graph.input.extend(kept)

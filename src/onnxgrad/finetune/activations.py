@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.finetune.layers import known_value, shown, substitute
+from onnxgrad.errors import node_text
+from onnxgrad.finetune.layers import substitute
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.reporting import logger
 
@@ -100,7 +101,7 @@ def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | No
         return None
     shape = dims(node.inputs[0])
     stated = node.attributes.get_ints("axes", ())
-    if len(node.inputs) > 1 and (axes := known_value(node.inputs[1])) is not None:
+    if len(node.inputs) > 1 and (axes := constant(node.inputs[1])) is not None:
         stated = axes.ravel().tolist()
     named = [a - len(shape) if shape is not None and a >= 0 else a for a in stated]
     return node.inputs[0] if named == [axis] else None
@@ -130,14 +131,14 @@ def _is_activation(tail: Tail, node: ir.Node) -> bool:
 def _fitting(tail: Tail, node: ir.Node) -> str:
     """Return the activation for the new units that corresponds to that of the old ones."""
     if tail.new == 1 and node.op_type == "Softmax":
-        logger.info("%s becomes a Sigmoid: there is one unit", shown(node))
+        logger.info("%s becomes a Sigmoid: there is one unit", node_text(node))
         return "Sigmoid"
     if tail.new == 1 and node.op_type == "LogSoftmax":
         raise ValueError(
-            f"{shown(node)} is 0 for one unit: pass two units, activation='sigmoid' or None"
+            f"{node_text(node)} is 0 for one unit: pass two units, activation='sigmoid' or None"
         )
     if tail.old == 1 < tail.new and node.op_type == "Sigmoid":
-        logger.info("%s becomes a Softmax over %d units", shown(node), tail.new)
+        logger.info("%s becomes a Softmax over %d units", node_text(node), tail.new)
         return "Softmax"
     return node.op_type
 

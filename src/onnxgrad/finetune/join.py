@@ -18,6 +18,7 @@ from onnxgrad.model.convert import non_tensor, to_ir, to_proto
 from onnxgrad.model.notes import HEAD, read_note, write_note
 from onnxgrad.model.opsets import convert
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.scopes import free_name
 from onnxgrad.reporting import logger
 
 
@@ -91,7 +92,7 @@ def _join(
     pairs = _pairs(below.graph, above.graph, mapping)
     fed = {x.name for _, x in pairs}
     chosen = _rename_inputs(above.graph, fed, rename)
-    shared = _shared(below.graph, above.graph, pairs, chosen, before)
+    shared = _shared_inputs(below.graph, above.graph, pairs, chosen, before)
     kept = [y for y in below.graph.outputs if y not in [v for v, _ in pairs]]
     for y in above.graph.outputs:
         if y.name in {v.name for v in kept}:
@@ -179,12 +180,8 @@ def _check(y: ir.Value, x: ir.Value) -> None:
     have, want = dims(y), dims(x)
     if have is None or want is None:
         return
-    differ = [
-        a
-        for a, b in zip(have, want, strict=False)
-        if isinstance(a, int) and isinstance(b, int) and a != b
-    ]
-    if len(have) != len(want) or differ:
+    pairs = zip(have, want, strict=False)
+    if len(have) != len(want) or any({type(d) for d in p} == {int} and p[0] != p[1] for p in pairs):
         raise ValueError(
             f"{y.name!r} has the shape {list(have)}, and the input {x.name!r} of the head takes "
             f"{list(want)}"
@@ -214,7 +211,7 @@ def _rename_inputs(
     return {inputs[old] for old in rename}
 
 
-def _shared(
+def _shared_inputs(
     below: ir.Graph,
     above: ir.Graph,
     fed: _Pairs,
@@ -266,7 +263,7 @@ def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -
     """Give the values and nodes of `above` names that `below` does not have."""
     taken, replaced = all_names(below), set(replaced)
     final = {x.name for x in (*above.inputs, *above.outputs)}
-    mine = all_names(above)
+    every = taken | all_names(above)
     results = [y for node in all_nodes(above) for y in node.outputs]
     inner = [v for g in above.subgraphs() for v in (*g.inputs, *g.initializers.values())]
     values = dict.fromkeys([*above.inputs, *above.initializers.values(), *results, *inner])
@@ -275,21 +272,19 @@ def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -
         if value.name not in taken or (value.is_graph_input() and value.name in replaced):
             continue
         if value.name in final and value.graph is above:
-            _free(below, str(value.name), prefix, taken | mine)
+            _rename_inner(below, str(value.name), every)
             continue
-        value.name = _unused(f"{prefix}{value.name}", taken | mine)
-        mine.add(value.name)
+        value.name = free_name(f"{prefix}{value.name}", every)
         renamed += 1
     nodes = {str(node.name) for node in all_nodes(below)}
     for node in all_nodes(above):
         if node.name and node.name in nodes:
-            node.name = _unused(f"{prefix}{node.name}", nodes)
-            nodes.add(node.name)
+            node.name = free_name(f"{prefix}{node.name}", nodes)
     if renamed:
         logger.info("%d values of the head got the prefix %r", renamed, prefix)
 
 
-def _free(below: ir.Graph, name: str, prefix: str, taken: set[str]) -> None:
+def _rename_inner(below: ir.Graph, name: str, taken: set[str]) -> None:
     """Rename the inner value `name` of the backbone, as an output of the head has that name."""
     for graph in (below, *below.subgraphs()):
         results = [y for node in graph for y in node.outputs]
@@ -297,15 +292,7 @@ def _free(below: ir.Graph, name: str, prefix: str, taken: set[str]) -> None:
             if value.name == name:
                 if value.is_graph_input() and graph is below:
                     raise ValueError(f"{name!r} is an input of the backbone, and one of the head")
-                value.name = _unused(f"backbone.{name}", taken)
-
-
-def _unused(name: str, taken: Iterable[str]) -> str:
-    taken, number, base = set(taken), 0, name
-    while name in taken:
-        number += 1
-        name = f"{base}_{number}"
-    return name
+                value.name = free_name(f"backbone.{name}", taken)
 
 
 def _unify_symbols(
