@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from math import prod
 
-import numpy as np
 import onnx_ir as ir
 from onnx import (
     AttributeProto,
@@ -16,15 +16,17 @@ from onnx import (
     NodeProto,
     TensorProto,
     TypeProto,
+    ValueInfoProto,
     numpy_helper,
 )
 
 from onnxgrad.errors import printable
+from onnxgrad.model.constants import standard
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import all_nodes
 from onnxgrad.training.parameters.module_names import module_of
 
-_SHOWN = 10  # elements: longer constants show their type and shape only
+MOST_ELEMENTS = 10  # elements: longer constants show their type and shape only
 _PLAIN = (
     AttributeProto.FLOAT, AttributeProto.FLOATS, AttributeProto.INT, AttributeProto.INTS,
     AttributeProto.STRING, AttributeProto.STRINGS,
@@ -37,6 +39,7 @@ _COLORS = [  # of the first group
     (re.compile(r"(\S.*)/\.\.\. \d+ node"), "1;35"),  # a module, bold magenta
     (re.compile(r" *([\w.]+)\("), "1;36"),  # an operator, bold cyan
 ]
+_GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 _DEEPEST = 24  # steps to the right: deep networks stay readable
 
 
@@ -81,7 +84,7 @@ def onnx_simple_text_plot(
         lines.append(f"function: {function.domain}.{function.name}({', '.join(function.input)})")
         lines += _nodes(function.node, indent, "  ")
         lines.append(f"  return {', '.join(function.output)}")
-    return "\n".join(_colored(printable(line)) if color else printable(line) for line in lines)
+    return "\n".join(_color(printable(line)) if color else printable(line) for line in lines)
 
 
 def onnx_text_plot_io(model: ModelLike) -> str:
@@ -127,9 +130,10 @@ def _graph(
     for line in _inputs(graph):
         yield margin + line
     for tensor in graph.initializer:
-        values = numpy_helper.to_array(tensor).ravel() if np.prod(tensor.dims) <= _SHOWN else None
-        shown = "" if values is None else " -- " + " ".join(repr(values).split())
-        yield margin + _tensor(tensor) + shown
+        line = margin + _tensor(tensor)
+        if prod(tensor.dims) <= MOST_ELEMENTS:
+            line += " -- " + " ".join(repr(numpy_helper.to_array(tensor).ravel()).split())
+        yield line
     yield from _nodes(graph.node, indent, margin) if depth is None else _modules(graph, depth)
     for line in _outputs(graph):
         yield margin + line
@@ -143,7 +147,7 @@ def _nodes(nodes, indent: bool, margin: str) -> Iterator[str]:
         here = margin + "  " * min(steps, _DEEPEST) * indent
         yield here + _node(node)
         for a in node.attribute:
-            for graph in [a.g] if a.type == AttributeProto.GRAPH else a.graphs:
+            for graph in graphs_of_attribute(a):
                 yield f"{here}  {a.name}:"
                 yield from _graph(graph, indent, f"{here}    ")
 
@@ -152,7 +156,7 @@ def _modules(graph: GraphProto, depth: int) -> Iterator[str]:
     """Yield a line for each run of nodes of one module, and for each node of none."""
 
     def module(node: NodeProto) -> str:
-        path = module_of(node.name, {entry.key: entry.value for entry in node.metadata_props})
+        path = module_of(node.name, metadata_of(node))
         return ".".join(path.split(".")[:depth])
 
     runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module)]
@@ -173,7 +177,7 @@ def _modules(graph: GraphProto, depth: int) -> Iterator[str]:
         yield f"{path}/... {count} ({operators}) -> {', '.join(results)}"
 
 
-def _colored(line: str) -> str:
+def _color(line: str) -> str:
     """Return `line` with the colors of its kind: that of a value, a module or an operator."""
     for pattern, code in _COLORS:
         if (match := pattern.match(line)) is not None:
@@ -183,27 +187,40 @@ def _colored(line: str) -> str:
 
 
 def _node(node: NodeProto) -> str:
-    graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-    arguments = [*node.input, *(attribute_text(a) for a in node.attribute if a.type not in graphs)]
-    domain = f"{node.domain}." if node.domain not in ("", "ai.onnx") else ""
-    return f"{domain}{node.op_type}({', '.join(arguments)}) -> {', '.join(node.output)}"
+    arguments = [*node.input, *map(attribute_text, plain_attributes(node))]
+    return f"{operator_name(node)}({', '.join(arguments)}) -> {', '.join(node.output)}"
+
+
+def operator_name(node: NodeProto) -> str:
+    """Return the operator of a node, with its domain if it is not a standard one."""
+    return f"{node.domain}.{node.op_type}" if standard(node.domain) else node.op_type
+
+
+def metadata_of(node: NodeProto) -> dict[str, str]:
+    """Return the metadata of a node."""
+    return {entry.key: entry.value for entry in node.metadata_props}
+
+
+def plain_attributes(node: NodeProto) -> list[AttributeProto]:
+    """Return the attributes of a node that are no graphs."""
+    return [a for a in node.attribute if a.type not in _GRAPHS]
 
 
 def attribute_text(attribute: AttributeProto) -> str:
     """Return name and value of an attribute that is not a graph; long values are left out."""
     if attribute.ref_attr_name:
         return f"{attribute.name}=@{attribute.ref_attr_name}"
-    if attribute.type == AttributeProto.TENSOR and np.prod(attribute.t.dims) <= _SHOWN:
-        return f"{attribute.name}={numpy_helper.to_array(attribute.t).tolist()}"
     if attribute.type == AttributeProto.TENSOR:
-        return f"{attribute.name}={_typed(attribute.t.data_type, attribute.t.dims)}"
+        if prod(attribute.t.dims) <= MOST_ELEMENTS:
+            return f"{attribute.name}={numpy_helper.to_array(attribute.t).tolist()}"
+        return f"{attribute.name}={_tensor_text(attribute.t.data_type, attribute.t.dims)}"
     if attribute.type not in _PLAIN:
         kind = AttributeProto.AttributeType.Name(attribute.type)
         return f"{attribute.name}={kind.lower()}"
     value = ir.serde.deserialize_attribute(attribute).value
     if not isinstance(value, (list, tuple)):
         return f"{attribute.name}={_number(value)}"
-    shown = f"{len(value)} values" if len(value) > _SHOWN else ", ".join(map(_number, value))
+    shown = f"{len(value)} values" if len(value) > MOST_ELEMENTS else ", ".join(map(_number, value))
     return f"{attribute.name}=[{shown}]"
 
 
@@ -212,7 +229,7 @@ def _number(value) -> str:
 
 
 def _tensor(tensor: TensorProto) -> str:
-    return f"init: name={tensor.name!r} {_typed(tensor.data_type, tensor.dims)}"
+    return f"init: name={tensor.name!r} {_tensor_text(tensor.data_type, tensor.dims)}"
 
 
 def _value(value) -> str:
@@ -220,7 +237,22 @@ def _value(value) -> str:
     if kind not in (None, "tensor_type"):
         return f"name={value.name!r} type={kind.removesuffix('_type')}"
     tensor = value.type.tensor_type
-    return f"name={value.name!r} {_typed(tensor.elem_type, stated_shape(tensor))}"
+    return f"name={value.name!r} {_tensor_text(tensor.elem_type, stated_shape(tensor))}"
+
+
+def graphs_of_attribute(attribute: AttributeProto) -> Sequence[GraphProto]:
+    """Return the graphs that an attribute holds."""
+    return [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs
+
+
+def type_text(
+    value: ValueInfoProto, tensor_text: Callable[[int, list[int | str] | None], str]
+) -> str:
+    """Return the declared type of a value: `tensor_text` of dtype and shape; "" if it has none."""
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return kind.removesuffix("_type") if kind else ""
+    return tensor_text(value.type.tensor_type.elem_type, stated_shape(value.type.tensor_type))
 
 
 def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
@@ -232,7 +264,7 @@ def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
     ]
 
 
-def _typed(data_type: int, dims) -> str:
+def _tensor_text(data_type: int, dims) -> str:
     return f"type=dtype({dtype_name(data_type)!r}) shape={'?' if dims is None else tuple(dims)}"
 
 
