@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from commands import as_json, invoke, refused, succeed, write_all
-from onnxgrad.report import weights as measures
+from onnxgrad.report import measures
 from onnxgrad.report.run import load_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)

@@ -19,7 +19,7 @@ class Stated:
     type: ir.TypeProtocol | None
 
 
-def stated(graph: ir.Graph) -> dict[ir.Value, Stated]:
+def stated_types(graph: ir.Graph) -> dict[ir.Value, Stated]:
     """Return what the file states of the values of `graph` and its subgraphs."""
     inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.outputs)]
     results = [y for node in all_nodes(graph) for y in node.outputs]

@@ -10,11 +10,11 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, node_text, unknown
-from onnxgrad.finetune.activations import ACTIVATIONS, change_activation
 from onnxgrad.finetune.class_metadata import NewClasses
-from onnxgrad.finetune.file_shapes import Stated, restore, stated
+from onnxgrad.finetune.file_shapes import Stated, restore, stated_types
 from onnxgrad.finetune.follow import follow
-from onnxgrad.finetune.labels import (
+from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
+from onnxgrad.finetune.label_outputs import (
     Classes,
     has_labels,
     restore_zipmaps,
@@ -94,7 +94,7 @@ def replace_head(
         >>> [tuple(tensor.dims) for tensor in og.replace_head(model, units=5).graph.initializer]
         [(5, 2)]
     """
-    return _replaced(read(model), Request(units, name, activation, seed), at, output)
+    return _with_new_layer(read(model), Request(units, name, activation, seed), at, output)
 
 
 class Request:
@@ -143,14 +143,14 @@ class Request:
         return proto
 
 
-def _replaced(
+def _with_new_layer(
     proto: ModelProto, request: Request, at: str | None, output: str | None
 ) -> ModelProto:
     """Return `proto` with a new layer; the other arguments as those of `replace_head`."""
     proto, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
     model = to_ir(proto)
     graph = model.graph
-    before = stated(graph)
+    before = stated_types(graph)
     infer(model)
     note_constants(graph)
     layer = find_layer(graph, proto, at, output)

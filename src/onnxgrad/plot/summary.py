@@ -21,7 +21,7 @@ from onnxgrad.graph.traversal import reads
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.work import Work
+from onnxgrad.plot.multiply_adds import Work
 from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.defaults import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged

@@ -14,7 +14,7 @@ import numpy as np
 
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.arrays import class_rows, number_rows
-from onnxgrad.report.weights import histogram
+from onnxgrad.report.measures import histogram
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.judges import prediction_info
 

@@ -18,8 +18,8 @@ from onnxgrad.errors import first_line
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.plot.text import onnx_simple_text_plot
 from onnxgrad.report.environment import environment, peak_memory
+from onnxgrad.report.measures import change, description, histograms, norm, thin
 from onnxgrad.report.predictions import Examination
-from onnxgrad.report.weights import change, description, histograms, norm, thin
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onnxgrad.report.measures import description, histograms
 from onnxgrad.report.recorder import FILE, FORMAT
-from onnxgrad.report.weights import description, histograms
 from onnxgrad.training import saving
 from onnxgrad.training.callbacks.checkpoint import newest
 

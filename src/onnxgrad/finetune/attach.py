@@ -10,7 +10,7 @@ from onnx import ModelProto, defs
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.finetune.file_shapes import Stated, restore, stated
+from onnxgrad.finetune.file_shapes import Stated, restore, stated_types
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.traversal import all_names, all_nodes
@@ -86,7 +86,7 @@ def _join(
     rename: Mapping[str, str],
 ) -> None:
     """Put the nodes of `above` behind those of `below`, in place."""
-    before = stated(below.graph) | stated(above.graph)
+    before = stated_types(below.graph) | stated_types(above.graph)
     infer(below)
     infer(above)
     pairs = _pairs(below.graph, above.graph, mapping)
@@ -316,7 +316,7 @@ def _shape_outputs(model: ir.Model) -> None:
     graph = model.graph
     unknown_shapes = [y for y in graph.outputs if y.shape is None or y.type is None]
     if unknown_shapes:
-        before = stated(graph)
+        before = stated_types(graph)
         infer(model)
         restore(before, unknown_shapes)
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from onnxgrad.finetune.activations import ACTIVATIONS, applied
+from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
 from onnxgrad.finetune.layers import Layer
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
@@ -188,4 +188,4 @@ def _scores(
         activation = "softmax" if probable or layer.probable else None
     if activation is None:
         return op.set_type_like(op.copy_of(layer.y), layer.y)
-    return applied(op, ACTIVATIONS[activation], layer.y, -1)
+    return write_activation(op, ACTIVATIONS[activation], layer.y, -1)
