@@ -52,9 +52,8 @@ def fgsm(
         An array of the shape and dtype of the value; `{name: array}` if `wrt` are several.
 
     Raises:
-        ValueError: as `saliency`; an unknown `loss`, a negative `epsilon`, `bounds` that are not in
-            order, or a mask that does not broadcast.
-        NoGradientRule: an operator on a path has no rule.
+        ValueError, NoGradientRule: as `saliency`; an unknown `loss`, a negative
+            `epsilon`, `bounds` that are not in order, or a mask that does not broadcast.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og

@@ -80,9 +80,8 @@ def counterfactual(
         steps: steps for each c.
 
     Raises:
-        ValueError: as `saliency`; several values, an output of another shape, an unknown `norm`, or
-            a row that is outside of `bounds`.
-        NoGradientRule: an operator on a path has no rule.
+        ValueError, NoGradientRule: as `saliency`; several values, an output of another
+            shape, an unknown `norm`, or a row that is outside of `bounds`.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og

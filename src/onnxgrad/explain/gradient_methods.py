@@ -93,9 +93,8 @@ def integrated_gradients(
         As `saliency`.
 
     Raises:
-        ValueError: as `saliency`; a baseline of another shape, an unknown `method`, or too few
-            steps.
-        NoGradientRule: an operator on a path has no rule.
+        ValueError, NoGradientRule: as `saliency`; a baseline of another shape, an unknown
+            `method`, or too few steps.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -149,8 +148,7 @@ def smooth_grad(
         As `saliency`.
 
     Raises:
-        ValueError: as `saliency`; no samples, or a negative `noise`.
-        NoGradientRule: an operator on a path has no rule.
+        ValueError, NoGradientRule: as `saliency`; no samples, or a negative `noise`.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og

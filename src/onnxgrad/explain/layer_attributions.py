@@ -38,8 +38,7 @@ def grad_cam(
         An array of shape (rows, 1, ...), of the dtype of the layer.
 
     Raises:
-        ValueError: as `saliency`; or `layer` has no channels.
-        NoGradientRule: an operator on the path has no rule.
+        ValueError, NoGradientRule: as `saliency`; or `layer` has no channels.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og

@@ -9,9 +9,10 @@ from math import prod, sqrt
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import named
+from onnxgrad.errors import named, node_text
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
+from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import dims, rank, static
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.constants import standard
@@ -44,8 +45,7 @@ _REFUSED = {
     "MatMulBnb4": "its weights are quantized",
     "GemmFastGelu": "its activation is a part of it",
 }
-_PARAMETERS = ("activation_alpha", "activation_beta", "activation_gamma")
-_FUSED_INTO = {"FusedGemm": "Gemm", "FusedConv": "Conv"}
+_SPLIT = frozenset("FusedConv FusedGemm MatMulNBits".split())
 
 
 @dataclass
@@ -274,12 +274,8 @@ def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) ->
 def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:
     """Return a new initializer; it gets a numeric suffix if a value has its name."""
     tensor = ir.tensor(array.astype(dtype.numpy()), name=op.name(name))
-    value = ir.Value(
-        name=tensor.name,
-        shape=ir.Shape(array.shape),
-        type=ir.TensorType(dtype),
-        const_value=tensor,
-    )
+    kind, shape = ir.TensorType(dtype), ir.Shape(array.shape)
+    value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
     op.graph.register_initializer(value)
     return value
 
@@ -298,15 +294,13 @@ def standardize(op: Emit, layer: Layer) -> None:
     operator becomes a node of its own.
     """
     node = layer.node
-    if node.op_type in _FUSED_INTO or node.op_type == "MatMulNBits":
+    if node.op_type in _SPLIT:
         _split_fused(op, layer)
     elif layer.kind in ("classifier", "regressor"):
         with op.at(node):
             y = op.emit("Gemm", [op.Cast(layer.x, to=FLOAT), None, None], {"transB": 1}, fresh=True)
-        y.type, y.shape = (
-            ir.TensorType(FLOAT),
-            ir.Shape([(dims(layer.x) or (None,))[0], layer.units]),
-        )
+        y.type = ir.TensorType(FLOAT)
+        y.shape = ir.Shape([(dims(layer.x) or (None,))[0], layer.units])
         layer.y, new = y, substitute(op, layer.y, y)
         assert new is y or new.producer() is not None
         layer.node = y.producer()  # type: ignore[assignment]
@@ -323,32 +317,31 @@ def state_rank(model: ir.Model, layer: Layer) -> None:
 
 
 def _split_fused(op: Emit, layer: Layer) -> None:
-    """Replace a fused or quantized operator by a standard one and its activation."""
-    node = layer.node
-    attributes = {a.name: a.value for a in node.attributes.values()}
-    activation = attributes.pop("activation", "")
-    given = [attributes.pop(k, None) for k in _PARAMETERS]
-    given = attributes.pop("activation_params", None) or [v for v in given if v is not None]
+    """Replace a fused or quantized operator by a standard one and its activation.
+
+    Raises:
+        ValueError: the activation is not known.
+    """
+    node, start, lowering = layer.node, len(op.written), operator_of(layer.node).lowering
     with op.at(node):
         if node.op_type == "MatMulNBits":
             y = op.emit("MatMul", [layer.x, None], {}, fresh=True)
-            plain = y.producer()
             if _has(node, 5):
                 y = op.emit("Add", [y, node.inputs[5]], {}, fresh=True)
                 layer.bias, layer.add = True, y.producer()
+            linear = y
         else:
-            y = op.emit(_FUSED_INTO[node.op_type], node.inputs, attributes, fresh=True)
-            plain = y.producer()
+            results = None if lowering is None else lowering(op, node)
+            if results is None:
+                raise ValueError(f"the activation of {node_text(node)} is not known")
+            [y] = results
+            linear = op.written[start].outputs[0]
         op.set_type_like(y, node.outputs[0])
-        if layer.add is None or layer.y is node.outputs[0]:
-            layer.y = y
-        if activation:
-            names = ("alpha", "beta") if activation != "Clip" else ("min", "max")
-            y = op.emit(activation, [y], dict(zip(names, given, strict=False)), fresh=True)
-            op.set_type_like(y, node.outputs[0])
+        op.set_type_like(linear, node.outputs[0])
+    if layer.add is None or layer.y is node.outputs[0]:
+        layer.y = linear
     substitute(op, node.outputs[0], y)
-    assert plain is not None
-    layer.node = plain
+    layer.node = op.written[start]
 
 
 def substitute(op: Emit, old: ir.Value, new: ir.Value) -> ir.Value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 from zlib import crc32
 
@@ -123,11 +124,7 @@ def _options(
 def writable(model: ModelLike) -> ModelProto:
     """Return a copy of `model` without local functions."""
     proto = read(model)
-    if proto.functions:
-        return inlined(proto)
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    return copy
+    return inlined(proto) if proto.functions else deepcopy(proto)
 
 
 def _initial(target: Target, options: dict[str, Any], generator: np.random.Generator) -> Arrays:
@@ -230,8 +227,7 @@ def merge_lora(model: ModelLike) -> ModelProto:
         >>> og.merge_lora(og.add_lora(model, "fc", rank=1)) == model
         True
     """
-    merged = ModelProto()
-    merged.CopyFrom(read(model))
+    merged = deepcopy(read(model))
     notes = read_adapters(merged)
     if not notes:
         raise ValueError(f"the model has no adapters to merge: {named('add_lora')} adds them")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,8 +81,7 @@ def preprocess(
     if isinstance(transforms, ImageFolder):
         size, layout = size or transforms.size, layout or transforms.layout
         transforms = transforms.transforms
-    proto = ModelProto()
-    proto.CopyFrom(raise_opset(read(model)))
+    proto = deepcopy(raise_opset(read(model)))
     target = _Target.of(proto, input)
     front = _front(target, list(transforms), size, layout, dtype)
     return _put_in_front(proto, front, target, name)
@@ -247,9 +247,9 @@ def _are_swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
     """Return whether one of the last two axes has the static length that the other should have."""
     if len(have) != len(want) or len(have) < 3 or have[-2:] == want[-2:]:
         return False
-    last, other = have[-1] if isinstance(have[-1], int) else None, have[-2]
-    return (last is not None and last == want[-2] and not isinstance(want[-1], int)) or (
-        isinstance(other, int) and other == want[-1] and not isinstance(want[-2], int)
+    (a, b), (c, d) = have[-2:], want[-2:]
+    return (isinstance(b, int) and b == c and not isinstance(d, int)) or (
+        isinstance(a, int) and a == d and not isinstance(c, int)
     )
 
 
@@ -280,9 +280,8 @@ def _put_in_front(proto: ModelProto, x: ir.Value, target: _Target, name: str | N
     old = next(i for i, v in enumerate(main.input) if v.name == target.name)
     main.value_info.append(main.input[old])
     main.input[old].CopyFrom(written.graph.input[0])
-    nodes = list(main.node)
-    del main.node[:]
-    main.node.extend([*written.graph.node, *nodes])
+    for node in reversed(written.graph.node):
+        main.node.insert(0, node)
     main.initializer.extend(written.graph.initializer)
     main.value_info.extend(_buffer(t) for t in written.graph.initializer)
     proto.ir_version = max(proto.ir_version, written.ir_version)
