@@ -20,15 +20,7 @@ from onnx import (
 
 from onnxgrad.errors import printable
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.plot.text import (
-    MOST_ELEMENTS,
-    attribute_text,
-    dtype_name,
-    graphs_of_attribute,
-    operator_name,
-    plain_attributes,
-    type_text,
-)
+from onnxgrad.plot import parts
 
 _LONGEST = 60  # characters of an attribute
 _STYLES = {
@@ -173,18 +165,17 @@ class Drawing:
         return frame, ends
 
     def _node(self, frame: Frame, node: NodeProto, scope: ChainMap[str, str]) -> None:
-        texts = map(attribute_text, plain_attributes(node))
+        texts = parts.attribute_texts(node)
         short = [t if len(t) <= _LONGEST else f"{t[: _LONGEST - 3]}..." for t in texts]
         name = [f"({node.name})"] if node.name else []
-        lines = [operator_name(node), *name, *short]
+        lines = [parts.operator_name(node), *name, *short]
         box = self._box(frame, "node", node.name or node.op_type, lines)
         self.edges += [(self._value(frame, x, scope), box) for x in node.input if x]
         self.edges += [(box, self._value(frame, y, scope)) for y in node.output if y]
-        for attribute in node.attribute:
-            for graph in graphs_of_attribute(attribute):
-                inner, ends = self._graph(attribute.name, graph, scope.new_child())
-                frame.inner.append(inner)
-                self.edges += [(end, box) for end in ends]
+        for title, graph in parts.graphs_of(node):
+            inner, ends = self._graph(title, graph, scope.new_child())
+            frame.inner.append(inner)
+            self.edges += [(end, box) for end in ends]
 
     def _value(self, frame: Frame, name: str, scope: ChainMap[str, str]) -> str:
         """Return the id of the box of a value."""
@@ -207,15 +198,15 @@ class Drawing:
 
 
 def _type(value: ValueInfoProto) -> list[str]:
-    return [text] if (text := type_text(value, _tensor_type)) else []
+    return [text] if (text := parts.type_text(value, _tensor_type)) else []
 
 
 def _tensor(tensor: TensorProto) -> list[str]:
     kind = [_tensor_type(tensor.data_type, tensor.dims)]
-    if prod(tensor.dims) > MOST_ELEMENTS:
+    if prod(tensor.dims) > parts.MOST_ELEMENTS:
         return kind
     return [*kind, " ".join(str(numpy_helper.to_array(tensor)).split())]
 
 
 def _tensor_type(data_type: int, shape: Iterable[int | str] | None) -> str:
-    return f"{dtype_name(data_type)}({'?' if shape is None else tuple(shape)})"
+    return f"{parts.dtype_name(data_type)}({'?' if shape is None else tuple(shape)})"

@@ -26,16 +26,7 @@ from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
-from onnxgrad.plot.text import (
-    MOST_ELEMENTS,
-    attribute_text,
-    dtype_name,
-    graphs_of_attribute,
-    metadata_of,
-    operator_name,
-    plain_attributes,
-    type_text,
-)
+from onnxgrad.plot import parts
 from onnxgrad.training.parameters.module_names import module_of
 
 _IN_BOX = 2  # constants in a box
@@ -115,7 +106,7 @@ class Scene:
         self._paths = _paths(proto.graph)
         primals = {y: node for node in proto.graph.node for y in node.output[:1]}
         self._primal_modules = {
-            y: module_of(node.name, metadata_of(node)) for y, node in primals.items()
+            y: module_of(node.name, parts.metadata_of(node)) for y, node in primals.items()
         }
         self._graph(proto.graph, ROOT, ChainMap())
         for function in proto.functions:
@@ -185,12 +176,12 @@ class Scene:
         return ends
 
     def _node(self, node: NodeProto, group: int, scope: ChainMap[str, object]) -> Item:
-        notes = metadata_of(node)
+        notes = parts.metadata_of(node)
         primal = notes.get(PRIMAL, "")
         path = self._primal_modules.get(primal, "") if primal else module_of(node.name, notes)
         home = self._module(group, path, bool(primal)) if group == ROOT else group
-        title = operator_name(node)
-        tip = [title, node.name, *map(attribute_text, plain_attributes(node))]
+        title = parts.operator_name(node)
+        tip = [title, node.name, *parts.attribute_texts(node)]
         item = self._item("node", title, home, [], [line for line in tip if line])
         item.primal, item.first = primal, node.output[0] if node.output else ""
         if primal:
@@ -216,13 +207,11 @@ class Scene:
             self._read(x, item, scope)
         for y in filter(None, node.output):
             item.tip.append(printable(f"-> {self._value_text(y)}"))
-        for attribute in node.attribute:
-            for graph in graphs_of_attribute(attribute):
-                if not graph.node and not graph.output:
-                    continue
-                inner = self._group(item.group, f"{node.op_type}: {attribute.name}", "subgraph")
-                for end in self._graph(graph, inner, scope.new_child()):
-                    self.arrows.append(Arrow(end.id, item.id, end.title))
+        for name, graph in parts.graphs_of(node):
+            if graph.node or graph.output:
+                inner = self._group(item.group, f"{node.op_type}: {name}", "subgraph")
+                ends = self._graph(graph, inner, scope.new_child())
+                self.arrows += [Arrow(end.id, item.id, end.title) for end in ends]
 
     def _read(self, name: str, reader: Item, scope: ChainMap[str, object]) -> None:
         source = scope.get(name)
@@ -280,7 +269,7 @@ def _is_constant(node: NodeProto, scope: ChainMap[str, object]) -> bool:
     if node.op_type == "Constant" and not node.domain and len(node.attribute) == 1:
         attribute = node.attribute[0]
         is_tensor = attribute.type == AttributeProto.TENSOR
-        constant = _tensor(attribute.t) if is_tensor else [attribute_text(attribute), ""]
+        constant = _tensor(attribute.t) if is_tensor else [parts.attribute_text(attribute), ""]
     elif node.op_type == "Identity" and not node.domain and node.input:
         constant = scope.get(node.input[0])  # exporters name a shared weight again
     if not isinstance(constant, list):
@@ -300,7 +289,7 @@ def _paths(graph: GraphProto) -> dict[str, list[str]]:
     A group has at least two nodes, and a part that has one group only is joined with it.
     """
     sizes: Counter[tuple[str, ...]] = Counter()
-    whole = [tuple(module_of(node.name, metadata_of(node)).split(".")) for node in graph.node]
+    whole = [tuple(module_of(node.name, parts.metadata_of(node)).split(".")) for node in graph.node]
     for path in whole:
         sizes.update(path[:i] for i in range(1, len(path) + 1))
     found = {}
@@ -340,15 +329,15 @@ def _types(proto: ModelProto) -> dict[str, str]:
 def tensor_type(data_type: int, shape: Iterable | None) -> str:
     """Return a dtype and a shape as text, such as "float32[N, 2]"."""
     dims = "?" if shape is None else ", ".join(str(d) for d in shape)
-    return f"{dtype_name(data_type)}[{dims.replace('None', '?')}]"
+    return f"{parts.dtype_name(data_type)}[{dims.replace('None', '?')}]"
 
 
 def _stated_type(value: ValueInfoProto) -> str:
-    return type_text(value, tensor_type)
+    return parts.type_text(value, tensor_type)
 
 
 def _tensor(tensor: TensorProto) -> list[str]:
     kind = tensor_type(tensor.data_type, tensor.dims)
-    if prod(tensor.dims) > MOST_ELEMENTS or external.is_external(tensor):
+    if prod(tensor.dims) > parts.MOST_ELEMENTS or external.is_external(tensor):
         return [kind, ""]
     return [kind, " ".join(str(numpy_helper.to_array(tensor).tolist()).split())]

@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from itertools import groupby
 from math import prod
 
-import onnx_ir as ir
 from onnx import (
-    AttributeProto,
     GraphProto,
     ModelProto,
     NodeProto,
     TensorProto,
-    TypeProto,
-    ValueInfoProto,
     numpy_helper,
 )
 
 from onnxgrad.errors import printable
-from onnxgrad.model.constants import standard
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import all_nodes
+from onnxgrad.plot import parts
 from onnxgrad.training.parameters.module_names import module_of
 
-MOST_ELEMENTS = 10  # elements: longer constants show their type and shape only
-_PLAIN = (
-    AttributeProto.FLOAT, AttributeProto.FLOATS, AttributeProto.INT, AttributeProto.INTS,
-    AttributeProto.STRING, AttributeProto.STRINGS,
-)  # fmt: skip
 _COLORS = [  # of the first group
     (re.compile(r" *(opset|function|return)\b"), "2"),  # dim
     (re.compile(r" *(input):"), "34"),  # blue
@@ -39,7 +30,6 @@ _COLORS = [  # of the first group
     (re.compile(r"(\S.*)/\.\.\. \d+ node"), "1;35"),  # a module, bold magenta
     (re.compile(r" *([\w.]+)\("), "1;36"),  # an operator, bold cyan
 ]
-_GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 _DEEPEST = 24  # steps to the right: deep networks stay readable
 
 
@@ -131,7 +121,7 @@ def _graph(
         yield margin + line
     for tensor in graph.initializer:
         line = margin + _tensor(tensor)
-        if prod(tensor.dims) <= MOST_ELEMENTS:
+        if prod(tensor.dims) <= parts.MOST_ELEMENTS:
             line += " -- " + " ".join(repr(numpy_helper.to_array(tensor).ravel()).split())
         yield line
     yield from _nodes(graph.node, indent, margin) if depth is None else _modules(graph, depth)
@@ -146,17 +136,16 @@ def _nodes(nodes, indent: bool, margin: str) -> Iterator[str]:
         depth.update(dict.fromkeys(node.output, steps))
         here = margin + "  " * min(steps, _DEEPEST) * indent
         yield here + _node(node)
-        for a in node.attribute:
-            for graph in graphs_of_attribute(a):
-                yield f"{here}  {a.name}:"
-                yield from _graph(graph, indent, f"{here}    ")
+        for name, graph in parts.graphs_of(node):
+            yield f"{here}  {name}:"
+            yield from _graph(graph, indent, f"{here}    ")
 
 
 def _modules(graph: GraphProto, depth: int) -> Iterator[str]:
     """Yield a line for each run of nodes of one module, and for each node of none."""
 
     def module(node: NodeProto) -> str:
-        path = module_of(node.name, metadata_of(node))
+        path = module_of(node.name, parts.metadata_of(node))
         return ".".join(path.split(".")[:depth])
 
     runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module)]
@@ -187,49 +176,12 @@ def _color(line: str) -> str:
 
 
 def _node(node: NodeProto) -> str:
-    arguments = [*node.input, *map(attribute_text, plain_attributes(node))]
-    return f"{operator_name(node)}({', '.join(arguments)}) -> {', '.join(node.output)}"
-
-
-def operator_name(node: NodeProto) -> str:
-    """Return the operator of a node, with its domain if it is not a standard one."""
-    return f"{node.domain}.{node.op_type}" if standard(node.domain) else node.op_type
-
-
-def metadata_of(node: NodeProto) -> dict[str, str]:
-    """Return the metadata of a node."""
-    return {entry.key: entry.value for entry in node.metadata_props}
-
-
-def plain_attributes(node: NodeProto) -> list[AttributeProto]:
-    """Return the attributes of a node that are no graphs."""
-    return [a for a in node.attribute if a.type not in _GRAPHS]
-
-
-def attribute_text(attribute: AttributeProto) -> str:
-    """Return name and value of an attribute that is not a graph; long values are left out."""
-    if attribute.ref_attr_name:
-        return f"{attribute.name}=@{attribute.ref_attr_name}"
-    if attribute.type == AttributeProto.TENSOR:
-        if prod(attribute.t.dims) <= MOST_ELEMENTS:
-            return f"{attribute.name}={numpy_helper.to_array(attribute.t).tolist()}"
-        return f"{attribute.name}={_tensor_text(attribute.t.data_type, attribute.t.dims)}"
-    if attribute.type not in _PLAIN:
-        kind = AttributeProto.AttributeType.Name(attribute.type)
-        return f"{attribute.name}={kind.lower()}"
-    value = ir.serde.deserialize_attribute(attribute).value
-    if not isinstance(value, (list, tuple)):
-        return f"{attribute.name}={_number(value)}"
-    shown = f"{len(value)} values" if len(value) > MOST_ELEMENTS else ", ".join(map(_number, value))
-    return f"{attribute.name}=[{shown}]"
-
-
-def _number(value) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
+    arguments = [*node.input, *parts.attribute_texts(node)]
+    return f"{parts.operator_name(node)}({', '.join(arguments)}) -> {', '.join(node.output)}"
 
 
 def _tensor(tensor: TensorProto) -> str:
-    return f"init: name={tensor.name!r} {_tensor_text(tensor.data_type, tensor.dims)}"
+    return f"init: name={tensor.name!r} {parts.tensor_text(tensor.data_type, tensor.dims)}"
 
 
 def _value(value) -> str:
@@ -237,38 +189,4 @@ def _value(value) -> str:
     if kind not in (None, "tensor_type"):
         return f"name={value.name!r} type={kind.removesuffix('_type')}"
     tensor = value.type.tensor_type
-    return f"name={value.name!r} {_tensor_text(tensor.elem_type, stated_shape(tensor))}"
-
-
-def graphs_of_attribute(attribute: AttributeProto) -> Sequence[GraphProto]:
-    """Return the graphs that an attribute holds."""
-    return [attribute.g] if attribute.type == AttributeProto.GRAPH else attribute.graphs
-
-
-def type_text(
-    value: ValueInfoProto, tensor_text: Callable[[int, list[int | str] | None], str]
-) -> str:
-    """Return the declared type of a value: `tensor_text` of dtype and shape; "" if it has none."""
-    kind = value.type.WhichOneof("value")
-    if kind != "tensor_type":
-        return kind.removesuffix("_type") if kind else ""
-    return tensor_text(value.type.tensor_type.elem_type, stated_shape(value.type.tensor_type))
-
-
-def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
-    """Return the dimensions of a declared shape, None when there is none."""
-    if not tensor.HasField("shape"):
-        return None
-    return [
-        d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim
-    ]
-
-
-def _tensor_text(data_type: int, dims) -> str:
-    return f"type=dtype({dtype_name(data_type)!r}) shape={'?' if dims is None else tuple(dims)}"
-
-
-def dtype_name(data_type: int) -> str:
-    """Return the numpy name of an element type."""
-    name = ir.DataType(data_type).name.lower()
-    return {"float": "float32", "double": "float64"}.get(name, name)
+    return f"name={value.name!r} {parts.tensor_text(tensor.elem_type, parts.stated_shape(tensor))}"
