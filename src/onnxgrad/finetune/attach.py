@@ -323,11 +323,9 @@ def _shape_outputs(model: ir.Model) -> None:
 
 def _move(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir.Value]) -> None:
     """Move the nodes of `above` behind those of `below`, in place."""
-    outputs = list(above.graph.outputs)
-    replaced = {x: y for y, x in pairs}
-    for x, y in replaced.items():
+    for y, x in pairs:
         ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
-    outputs = [replaced.get(y, y) for y in outputs]
+    replaced, outputs = {x for _, x in pairs}, list(above.graph.outputs)
     inputs = [x for x in above.graph.inputs if x not in replaced]
     nodes, initializers = list(above.graph), list(above.graph.initializers.values())
     above.graph.inputs.clear()

@@ -146,24 +146,18 @@ class Layered:
             return [(a, b, 1) for a, b in drawn]
         found = [(b, a, 1) if a in right else (a, b, 1) for a, b in drawn]
         serving: dict[Cell, list[Cell]] = defaultdict(list)
-        of = self._cells_by_output(cells)
+        items = self.scene.items
+        inside = {i: cell for cell in cells for i in self._inside[cell]}
+        of = {items[i].first: c for i, c in inside.items() if "backward" not in items[i].marks}
         for cell in right:
-            for primal in self._primals(cell):
-                if primal in of:
+            for i in self._inside[cell]:
+                if (primal := items[i].primal) and primal in of:
                     serving[of[primal]].append(cell)
         found += [(a, b, 0) for a, group in serving.items() for b in dict.fromkeys(group)]
         for a, b in drawn:
             if a not in right:
                 found += [(c, b, 1) for c in dict.fromkeys(serving.get(a, ()))]
         return found
-
-    def _cells_by_output(self, cells: list[Cell]) -> dict[str, Cell]:
-        inside = {i: cell for cell in cells for i in self._inside[cell]}
-        items = self.scene.items
-        return {items[i].first: c for i, c in inside.items() if "backward" not in items[i].marks}
-
-    def _primals(self, cell: Cell) -> list[str]:
-        return [p for i in self._inside[cell] if (p := self.scene.items[i].primal)]
 
     def _way(self, a: Cell, b: Cell, row: dict[Cell, int]) -> list[Cell]:
         """Return the cells from the upper to the lower of `a` and `b`, with bends between them."""
