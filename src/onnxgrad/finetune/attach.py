@@ -10,7 +10,7 @@ from onnx import ModelProto, defs
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.finetune.file_shapes import Stated, restore, stated_types
+from onnxgrad.finetune.file_shapes import Stated, all_values, restore, stated_types
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.traversal import all_names, all_nodes
@@ -264,11 +264,8 @@ def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -
     taken, replaced = all_names(below), set(replaced)
     final = {x.name for x in (*above.inputs, *above.outputs)}
     every = taken | all_names(above)
-    results = [y for node in all_nodes(above) for y in node.outputs]
-    inner = [v for g in above.subgraphs() for v in (*g.inputs, *g.initializers.values())]
-    values = dict.fromkeys([*above.inputs, *above.initializers.values(), *results, *inner])
     renamed = 0
-    for value in values:
+    for value in all_values(above):
         if value.name not in taken or (value.is_graph_input() and value.name in replaced):
             continue
         if value.name in final and value.graph is above:
@@ -286,13 +283,11 @@ def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -
 
 def _rename_inner(below: ir.Graph, name: str, taken: set[str]) -> None:
     """Rename the inner value `name` of the backbone, as an output of the head has that name."""
-    for graph in (below, *below.subgraphs()):
-        results = [y for node in graph for y in node.outputs]
-        for value in (*graph.inputs, *graph.initializers.values(), *results):
-            if value.name == name:
-                if value.is_graph_input() and graph is below:
-                    raise ValueError(f"{name!r} is an input of the backbone, and one of the head")
-                value.name = free_name(f"backbone.{name}", taken)
+    for value in all_values(below):
+        if value.name == name:
+            if value.is_graph_input() and value.graph is below:
+                raise ValueError(f"{name!r} is an input of the backbone, and one of the head")
+            value.name = free_name(f"backbone.{name}", taken)
 
 
 def _unify_symbols(
