@@ -213,7 +213,7 @@ def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | N
             raise ValueError(f"{argument('units', units)}: a layer has one unit or more")
         return operator.index(units), None
     classes = list(units.tolist() if hasattr(units, "tolist") else units)
-    if not isinstance(classes, list) or not classes:
+    if not classes:
         raise ValueError("units: pass one class or more")
     if {type(c) for c in classes} not in ({str}, {int}):
         raise ValueError(f"classes are all strings or all ints, not {classes}")
