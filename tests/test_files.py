@@ -555,7 +555,7 @@ def test_curves_that_cannot_be_written_cost_nothing_else(here, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("onnxgrad.plot.curves.plot_losses", full)
+    monkeypatch.setattr("onnxgrad.plot.loss_curves.plot_losses", full)
     result = run("train", "m.onnx", "d.npz", *TRAIN)
     assert result.exit_code == 1
     assert "the loss curves are not written: trained.png: No space left on device" in result.stderr

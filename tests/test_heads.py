@@ -105,6 +105,11 @@ CASES = {
         "(x, k, b) }",
         lambda *a: np.where((y := conv(*a)) < 0, y / 2, y),
     ),
+    "fused conv with bounds": (
+        f'{MAPS} {{ y = com.microsoft.FusedConv<activation="Clip", activation_params=[-0.5, 2.0]>'
+        "(x, k, b) }",
+        lambda *a: np.clip(conv(*a), -0.5, 2),
+    ),
     "squeezenet": (
         f"{IMAGE} {{ h = Conv(x, k, b) r = Relu(h) p = GlobalAveragePool(r) l = Flatten(p)"
         " y = Softmax(l) }",

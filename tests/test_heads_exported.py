@@ -8,9 +8,9 @@ import pytest
 from onnx import numpy_helper
 
 from onnxgrad import Trainer, trainable
+from onnxgrad.finetune.attach import attach
 from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import replace_head
-from onnxgrad.finetune.join import attach
 from onnxgrad.model.notes import HEAD, read_note
 from running import in_sweep, run_named
 

@@ -59,6 +59,6 @@ def test_limits_are_documented():
     from pathlib import Path
 
     text = (Path(onnxgrad.__file__).parents[2] / "docs" / "limits.md").read_text()
-    for name, about in LIMITS.items():
+    for name, default in LIMITS.items():
         assert f"`{name}`" in text
-        assert f"{about.default:,}" in text
+        assert f"{default:,}" in text

@@ -7,9 +7,9 @@ from onnx import numpy_helper
 
 from onnxgrad import ModelError, Trainer, save
 from onnxgrad.finetune.add_head import add_head
+from onnxgrad.finetune.attach import attach
 from onnxgrad.finetune.features import features
 from onnxgrad.finetune.heads import CLASSES, replace_head
-from onnxgrad.finetune.join import attach
 from onnxgrad.model import external
 from onnxgrad.model.notes import HEAD, read_note
 from running import run, run_named

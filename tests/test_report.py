@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 import onnxgrad as og
 from commands import as_json, invoke, refused, succeed, write_all
-from onnxgrad.report import weights as measures
+from onnxgrad.report import measures
 from onnxgrad.report.run import load_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
@@ -266,7 +266,7 @@ def test_a_resumed_training_goes_on_with_its_records(tmp_path):
 
 def test_many_records_are_thinned():
     records, stride = list(range(measures.MOST + 1)), 1
-    assert measures.thinned(records, stride) == 2
+    assert measures.thin(records, stride) == 2
     assert records[-1] == measures.MOST
     assert len(records) == measures.MOST // 2 + 1
 

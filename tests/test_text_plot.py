@@ -6,7 +6,7 @@ import onnx
 import pytest
 
 from onnxgrad import onnx_simple_text_plot, onnx_text_plot_io
-from onnxgrad.plot.curves import plot_losses
+from onnxgrad.plot.loss_curves import plot_losses
 
 # The loss of seed document 003, with true shapes.
 SEED = """

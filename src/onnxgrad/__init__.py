@@ -9,7 +9,7 @@ from importlib.util import find_spec
 
 import lazy_loader
 
-from onnxgrad.deferred import defer
+from onnxgrad.lazy_sympy import defer
 
 defer()
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -82,14 +82,14 @@ from .finetune.adapter_files import (
 from .finetune.add_head import (
     add_head as add_head,
 )
+from .finetune.attach import (
+    attach as attach,
+)
 from .finetune.features import (
     features as features,
 )
 from .finetune.heads import (
     replace_head as replace_head,
-)
-from .finetune.join import (
-    attach as attach,
 )
 from .finetune.lora import (
     add_lora as add_lora,
@@ -223,7 +223,7 @@ from .plot.dot import (
 from .plot.figure import (
     plot_onnxs as plot_onnxs,
 )
-from .plot.page import (
+from .plot.html import (
     Picture as Picture,
     show as show,
     to_html as to_html,

@@ -24,6 +24,11 @@ def printable(text: object) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
+def node_text(node: Any) -> str:
+    """Return a node of `onnx_ir` for messages: its operator, its name and its first output."""
+    return f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"
+
+
 def printable_lines(text: object) -> str:
     """Return a message of several lines, each of them made `printable`."""
     return "\n".join(map(printable, str(text).split("\n")))

@@ -196,7 +196,7 @@ def _write(
     records = epochs(trainer)
     if not records or not options.curves:
         return [model_path]
-    from onnxgrad.plot.curves import plot_losses  # matplotlib: slow to import
+    from onnxgrad.plot.loss_curves import plot_losses  # matplotlib: slow to import
 
     curves = model_path.with_suffix(".png")
     validation = [r["validation_loss"] for r in records if "validation_loss" in r]

@@ -10,7 +10,6 @@ Examples:
 """
 
 from onnxgrad.explain.adversarial import fgsm, pgd
-from onnxgrad.explain.attention import attention_names, attention_rollout
 from onnxgrad.explain.counterfactuals import Counterfactual, counterfactual
 from onnxgrad.explain.gradient_methods import (
     completeness_gap,
@@ -19,9 +18,10 @@ from onnxgrad.explain.gradient_methods import (
     smooth_grad,
 )
 from onnxgrad.explain.influences import influence
-from onnxgrad.explain.layers import grad_cam, layer_conductance
+from onnxgrad.explain.layer_attributions import grad_cam, layer_conductance
 from onnxgrad.explain.occlusions import occlusion
 from onnxgrad.explain.pictures import show_image, show_table, show_text
+from onnxgrad.explain.rollout import attention_names, attention_rollout
 from onnxgrad.explain.score_function import ScoreFunction
 
 __all__ = [

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import unknown
-from onnxgrad.explain.inputs import Arrays, Inputs
 from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction
 from onnxgrad.explain.targets import Target, seeds
+from onnxgrad.explain.user_inputs import Arrays, Inputs
 from onnxgrad.model.read import ModelLike
 
 _LOSSES = ("score", "cross_entropy")
@@ -38,13 +38,9 @@ def fgsm(
     (arXiv:1412.6572).
 
     Args:
-        model: model, serialized model or path, never modified; or a `ScoreFunction`.
-        inputs: the array of the only input, or `{name: array}`.
+        model, inputs, wrt, output, batch_axes: see `saliency`; `wrt` are the values that change.
         epsilon: length of the step of each element.
         target: the true class of each row, or that to reach if `targeted`; see `saliency`.
-        wrt: name or names of values that are changed; see `ScoreFunction`.
-        output: name of the output; see `ScoreFunction`.
-        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
         targeted: whether the loss shall fall instead.
         loss: "score", minus the score: the step is the same for minus its logarithm. Or
             "cross_entropy", for outputs that are logits, with the classes along axis 1.
@@ -56,9 +52,8 @@ def fgsm(
         An array of the shape and dtype of the value; `{name: array}` if `wrt` are several.
 
     Raises:
-        ValueError: as `saliency`; an unknown `loss`, a negative `epsilon`, `bounds` that are not in
-            order, or a mask that does not broadcast.
-        NoGradientRule: an operator on a path has no rule.
+        ValueError, NoGradientRule: as `saliency`; an unknown `loss`, a negative
+            `epsilon`, `bounds` that are not in order, or a mask that does not broadcast.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -69,12 +64,11 @@ def fgsm(
         >>> og.explain.fgsm(model, np.float32([[1, 1]]), 0.5).tolist()
         [[0.5, 1.5]]
     """
-    point, masks = _start(ScoreFunction.of(model, wrt, output, batch_axes), inputs, bounds, mask)
-    _check(loss, "Linf", epsilon=epsilon)
-    indices = point.indices(target)
-    step = -epsilon if targeted else epsilon
-    moved = _stepped(point, point.values, indices, loss, step, masks)
-    return point.function.result(_clipped(moved, point.values, bounds))
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
+    attack = _Attack(point, loss, "Linf", bounds, mask)
+    _require_positive(epsilon=epsilon)
+    moved = attack.step(point.values, -epsilon if targeted else epsilon)
+    return point.result(attack.clip(moved))
 
 
 def pgd(
@@ -98,16 +92,11 @@ def pgd(
     """Return inputs moved by steps of `fgsm`, each projected into a ball (Madry et al. 2017).
 
     Args:
-        model: see `fgsm`.
-        inputs: see `fgsm`.
+        model, inputs, target, wrt, output, batch_axes, targeted, loss, bounds, mask: see `fgsm`.
         radius: greatest distance of a row of a value from the input, in `norm`.
         step_size: length of a step of each element.
         steps: how many.
-        target: see `fgsm`.
-        wrt, output, batch_axes, targeted, loss: see `fgsm`.
         norm: "Linf", each element, or "L2", each row.
-        bounds: see `fgsm`.
-        mask: see `fgsm`.
         random_state: seed or generator of a random start in the ball. None: start at the input.
 
     Returns:
@@ -124,34 +113,22 @@ def pgd(
         >>> og.explain.pgd(model, np.float32([[1, 1]]), 0.25, 0.2, 5, 1).tolist()
         [[1.0, 1.25]]
     """
-    point, masks = _start(ScoreFunction.of(model, wrt, output, batch_axes), inputs, bounds, mask)
-    _check(loss, norm, radius=radius, step_size=step_size, steps=steps)
-    indices, values = point.indices(target), point.values
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
+    attack = _Attack(point, loss, norm, bounds, mask)
+    _require_positive(radius=radius, step_size=step_size, steps=steps)
+    values = point.values
     if random_state is not None:
-        rng = np.random.default_rng(random_state)
-        values = _near(point, _random(values, masks, radius, norm, rng), bounds)
-    step = -step_size if targeted else step_size
+        values = attack.random_values(radius, np.random.default_rng(random_state))
     for _ in range(steps):
-        values = _stepped(point, values, indices, loss, step, masks)
-        values = _near(point, _projected(values, point.values, radius, norm), bounds)
-    return point.function.result(values)
+        moved = attack.step(values, -step_size if targeted else step_size)
+        values = attack.project(moved, radius)
+    return point.result(values)
 
 
-def _near(point: Point, differences: Arrays, bounds: Bounds) -> Arrays:
-    """Return the values of `point`, changed by `differences`, inside of the bounds."""
-    moved = {n: x + differences[n] for n, x in point.values.items()}
-    return _clipped(moved, point.values, bounds)
-
-
-def _start(
-    function: ScoreFunction, inputs: Inputs, bounds: Bounds, mask: Any
-) -> tuple[Point, Arrays]:
-    """Return the rows and the mask of each value."""
-    low, high = bounds
-    if not low < high:
-        raise ValueError(f"bounds={bounds}: give the least value, then the greatest")
-    point = function.at(inputs)
-    return point, masks_of(point, mask)
+def _require_positive(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not number >= (1 if name == "steps" else 0):
+            raise ValueError(f"{name}={number}: give a positive number")
 
 
 def masks_of(point: Point, mask: Any) -> Arrays:
@@ -178,31 +155,64 @@ def masks_of(point: Point, mask: Any) -> Arrays:
     return masks
 
 
-def _check(loss: str, norm: str, **numbers: float) -> None:
-    if norm not in _NORMS:
-        raise unknown("norm", norm, _NORMS)
-    if loss not in _LOSSES:
-        raise unknown("loss", loss, _LOSSES)
-    for name, number in numbers.items():
-        if not number >= (1 if name == "steps" else 0):
-            raise ValueError(f"{name}={number}: give a positive number")
+class _Attack:
+    """Steps of values from those of a point, within bounds and a ball."""
 
+    def __init__(self, point: Point, loss: str, norm: str, bounds: Bounds, mask: Any) -> None:
+        low, high = bounds
+        if not low < high:
+            raise ValueError(f"bounds={bounds}: give the least value, then the greatest")
+        if norm not in _NORMS:
+            raise unknown("norm", norm, _NORMS)
+        if loss not in _LOSSES:
+            raise unknown("loss", loss, _LOSSES)
+        self.point, self.loss, self.norm, self.bounds = point, loss, norm, bounds
+        self.masks = masks_of(point, mask)
 
-def _stepped(
-    point: Point,
-    values: Arrays,
-    indices: np.ndarray,
-    loss: str,
-    step: float,
-    masks: Arrays,
-) -> Arrays:
-    """Return `values` after one step, of which each element has the length `step`."""
-    if loss == "score":
-        gradients = {n: -g for n, g in point.gradients(values, indices).items()}
-    else:
-        gradients = point.pulled_back(values, _cross_entropy(point.outputs(values), indices))
-    moved = {n: x + step * np.sign(gradients[n]) * masks[n] for n, x in values.items()}
-    return {n: x.astype(values[n].dtype) for n, x in moved.items()}
+    def step(self, values: Arrays, length: float) -> Arrays:
+        """Return `values` after one step, of which each element has the length `length`."""
+        if self.loss == "score":
+            gradients = {n: -g for n, g in self.point.gradients(values).items()}
+        else:
+            seed = _cross_entropy(self.point.outputs(values), self.point.indices)
+            gradients = self.point.pull_back(values, seed)
+        moved = {n: x + length * np.sign(gradients[n]) * self.masks[n] for n, x in values.items()}
+        return {n: x.astype(values[n].dtype) for n, x in moved.items()}
+
+    def clip(self, values: Arrays) -> Arrays:
+        """Return `values` inside of the bounds."""
+        like = self.point.values
+        return {n: np.clip(x, *self.bounds).astype(like[n].dtype) for n, x in values.items()}
+
+    def project(self, values: Arrays, radius: float) -> Arrays:
+        """Return the nearest of `values` in the ball of `radius`, inside of the bounds."""
+        near = {}
+        for name, x in self.point.values.items():
+            change = values[name].astype(np.float64) - x
+            if self.norm == "Linf":
+                change = np.clip(change, -radius, radius)
+            else:
+                flat = change.reshape(len(change), -1)
+                lengths = np.linalg.norm(flat, axis=1, keepdims=True)
+                longer = lengths > radius
+                factors = np.where(longer, radius / np.where(longer, lengths, 1.0), 1.0)
+                change = (flat * factors).reshape(change.shape)
+            near[name] = x + change
+        return self.clip(near)
+
+    def random_values(self, radius: float, rng: np.random.Generator) -> Arrays:
+        """Return uniform random values of the ball, one point a row, inside of the bounds."""
+        moved = {}
+        for name, x in self.point.values.items():
+            if self.norm == "Linf":
+                change = rng.uniform(-radius, radius, x.shape)
+            else:
+                flat = rng.standard_normal((len(x), x[0].size))
+                flat /= np.linalg.norm(flat, axis=1, keepdims=True)
+                lengths = radius * rng.uniform(size=(len(x), 1)) ** (1 / flat.shape[1])
+                change = (flat * lengths).reshape(x.shape)
+            moved[name] = x + change * self.masks[name]
+        return self.clip(moved)
 
 
 def _cross_entropy(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
@@ -215,39 +225,3 @@ def _cross_entropy(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
     here[(np.arange(len(y)), *indices.T[1:])] = 1
     gradient = softmax * np.moveaxis(here, -1, 1) - seeds(y.shape, np.float64, indices)
     return gradient.astype(y.dtype)
-
-
-def _clipped(values: Mapping[str, np.ndarray], like: Arrays, bounds: Bounds) -> Arrays:
-    return {n: np.clip(x, *bounds).astype(like[n].dtype) for n, x in values.items()}
-
-
-def _projected(values: Arrays, centers: Arrays, radius: float, norm: str) -> Arrays:
-    """Return the differences from `centers`, shortened to `radius`."""
-    results = {}
-    for name, x in centers.items():
-        difference = values[name].astype(np.float64) - x
-        if norm == "Linf":
-            results[name] = np.clip(difference, -radius, radius)
-            continue
-        flat = difference.reshape(len(difference), -1)
-        lengths = np.linalg.norm(flat, axis=1, keepdims=True)
-        longer = lengths > radius
-        factors = np.where(longer, radius / np.where(longer, lengths, 1.0), 1.0)
-        results[name] = (flat * factors).reshape(difference.shape)
-    return results
-
-
-def _random(
-    values: Arrays, masks: Arrays, radius: float, norm: str, rng: np.random.Generator
-) -> Arrays:
-    """Return uniform random points of the ball, one for each row, zero where the mask is."""
-    results = {}
-    for name, x in values.items():
-        if norm == "Linf":
-            results[name] = rng.uniform(-radius, radius, x.shape) * masks[name]
-            continue
-        flat = rng.standard_normal((len(x), x[0].size))
-        flat /= np.linalg.norm(flat, axis=1, keepdims=True)
-        lengths = radius * rng.uniform(size=(len(x), 1)) ** (1 / flat.shape[1])
-        results[name] = (flat * lengths).reshape(x.shape) * masks[name]
-    return results

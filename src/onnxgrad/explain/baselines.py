@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.errors import unknown
-from onnxgrad.explain.inputs import Arrays
 from onnxgrad.explain.score_function import Point
+from onnxgrad.explain.user_inputs import Arrays
 from onnxgrad.runtime.values import to_numpy
 
 
@@ -33,7 +33,7 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
             raise unknown(what, other[0], [*point.values, *point.feed])
         computed: dict[str, Any] = {} if function.inner else dict.fromkeys(point.values, 0)
         if inputs:
-            feed = {n: _shaped(point, n, inputs.get(n), x, what) for n, x in point.feed.items()}
+            feed = {n: _broadcast(point, n, inputs.get(n), x, what) for n, x in point.feed.items()}
             computed |= function.values(feed, point.rowed)
         given = computed | {n: b for n, b in given.items() if n in point.values}
     elif baselines is None:
@@ -48,10 +48,10 @@ def baseline_values(point: Point, baselines: Any, what: str = "baseline") -> Arr
             f"{{{missing[0]!r}: 0}}, or inputs to compute it from, as "
             f"{{{next(iter(point.feed))!r}: array}}"
         )
-    return {n: _shaped(point, n, given[n], x, what) for n, x in point.values.items()}
+    return {n: _broadcast(point, n, given[n], x, what) for n, x in point.values.items()}
 
 
-def _shaped(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
+def _broadcast(point: Point, name: str, baseline: Any, x: np.ndarray, what: str) -> np.ndarray:
     if baseline is None:
         return x
     array = point.function.rows_first(name, to_numpy(baseline))

@@ -11,9 +11,9 @@ import numpy as np
 
 from onnxgrad.errors import unknown
 from onnxgrad.explain.adversarial import Bounds, masks_of
-from onnxgrad.explain.inputs import Inputs
 from onnxgrad.explain.score_function import Point, ScoreFunction
 from onnxgrad.explain.targets import Target, seeds
+from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike
 
 _BETAS = 0.9, 0.999  # of Adam
@@ -69,11 +69,9 @@ def counterfactual(
     class that is not reached is reported by a `UserWarning`, and in `reached`.
 
     Args:
-        model: model, serialized model or path, never modified; or a `ScoreFunction`.
-        inputs: the array of the only input, or `{name: array}`.
+        model, inputs, output: see `saliency`.
         target: class to reach, for all rows or one a row; the output is (rows, classes).
         wrt: name of the value that is changed; see `ScoreFunction`.
-        output: name of the output; see `ScoreFunction`.
         norm: "L1" or "L2", the distance.
         margin: by how much the score of the class shall exceed the others.
         bounds: the least and the greatest value of an element.
@@ -82,9 +80,8 @@ def counterfactual(
         steps: steps for each c.
 
     Raises:
-        ValueError: as `saliency`; several values, an output of another shape, an unknown `norm`, or
-            a row that is outside of `bounds`.
-        NoGradientRule: an operator on a path has no rule.
+        ValueError, NoGradientRule: as `saliency`; several values, an output of another
+            shape, an unknown `norm`, or a row that is outside of `bounds`.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -97,27 +94,19 @@ def counterfactual(
     """
     if learning_rate <= 0 or steps < 1:
         raise ValueError(f"learning_rate={learning_rate}, steps={steps}: give positive numbers")
-    point = ScoreFunction.of(model, wrt, output, None).at(inputs)
-    search = _Search(point, point.indices(target), norm, margin, bounds, mask)
+    point = ScoreFunction.of(model, wrt, output, None).at(inputs, target)
+    search = _Search(point, norm, margin, bounds, mask)
     search.run(learning_rate, steps)
     if rows := np.flatnonzero(~search.reached).tolist():
         warnings.warn(f"the class was not reached for the rows {rows[:10]}{_REMEDY}", stacklevel=2)
     distances = np.where(search.reached, search.distances, np.nan)
-    return Counterfactual(search.best.astype(search.x.dtype), search.reached, distances)
+    return Counterfactual(search.like_input(search.best), search.reached, distances)
 
 
 class _Search:
     """The best change so far of each row."""
 
-    def __init__(
-        self,
-        point: Point,
-        indices: np.ndarray,
-        norm: str,
-        margin: float,
-        bounds: Bounds,
-        mask: Any,
-    ) -> None:
+    def __init__(self, point: Point, norm: str, margin: float, bounds: Bounds, mask: Any) -> None:
         if norm not in _NORMS:
             raise unknown("norm", norm, _NORMS)
         if len(point.values) != 1:
@@ -128,12 +117,14 @@ class _Search:
                 f"the output {point.function.output!r} has the shape {list(point.output.shape)}, "
                 "not (rows, classes): name such an `output`"
             )
-        self.point, self.name, self.norm, self.bounds = point, name, norm, bounds
-        self.x, self.indices, self.margin = point.values[name], indices, margin
-        if (self.x < bounds[0]).any() or (self.x > bounds[1]).any():
+        x = point.values[name]
+        if (x < bounds[0]).any() or (x > bounds[1]).any():
             raise ValueError(f"values of {name!r} are outside of bounds={bounds}: widen them")
-        self.mask = masks_of(point, mask)[name]
-        self.best = self.x.astype(np.float64)
+        self.point, self.name, self.norm, self.bounds = point, name, norm, bounds
+        self.margin = margin
+        self.x = x.reshape(len(x), -1).astype(np.float64)
+        self.mask = masks_of(point, mask)[name].reshape(self.x.shape)
+        self.best = self.x.copy()
         self.reached = np.zeros(point.rows, bool)
         self.distances = np.full(point.rows, np.inf)
         self.record(self.best)
@@ -149,20 +140,21 @@ class _Search:
 
     def hinge(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return other - target + margin of each row, and its gradient with respect to y."""
-        y = self.point.outputs({self.name: values.astype(self.x.dtype)}).astype(np.float64)
-        rows, classes = np.arange(len(y)), self.indices[:, 0]
+        y = self.point.outputs({self.name: self.like_input(values)}).astype(np.float64)
+        rows, classes = np.arange(len(y)), self.point.indices[:, 0]
         others = y.copy()
         others[rows, classes] = -np.inf
         other = others.argmax(axis=1)
         gradient = seeds(y.shape, np.float64, other[:, None])
-        gradient -= seeds(y.shape, np.float64, self.indices)
+        gradient -= seeds(y.shape, np.float64, self.point.indices)
         return y[rows, other] - y[rows, classes] + self.margin, gradient
 
     def record(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Keep the rows that reach the class by a shorter change; return whether, and slopes."""
         gap, gradient = self.hinge(values)
         reached = gap < 0 if not self.margin else gap <= 0
-        distances = self._distances(values)
+        change = self.like_input(values).reshape(self.x.shape) - self.x
+        distances = np.linalg.norm(change, 1 if self.norm == "L1" else 2, axis=1)
         better = reached & (distances < self.distances)
         self.best[better], self.distances[better] = values[better], distances[better]
         self.reached |= reached
@@ -170,16 +162,15 @@ class _Search:
 
     def descend(self, factors: np.ndarray, learning_rate: float, steps: int) -> np.ndarray:
         """Minimize distance + factor * hinge; return which rows reached the class on the way."""
-        column = (-1, *[1] * (self.x.ndim - 1))
-        values, ever = self.x.astype(np.float64), np.zeros(self.point.rows, bool)
+        values, ever = self.x, np.zeros(self.point.rows, bool)
         first, second = np.zeros(self.x.shape), np.zeros(self.x.shape)
         for step in range(1, steps + 1):
             reached, seed = self.record(values)
             ever |= reached
-            y = self.point.output.dtype
-            arrays = {self.name: values.astype(self.x.dtype)}
-            gradient = self.point.pulled_back(arrays, seed.astype(y))[self.name].astype(np.float64)
-            gradient *= factors.reshape(column) * self.mask
+            arrays = {self.name: self.like_input(values)}
+            seed = seed.astype(self.point.output.dtype)
+            slopes = self.point.pull_back(arrays, seed)[self.name].astype(np.float64)
+            gradient = slopes.reshape(self.x.shape) * (factors[:, None] * self.mask)
             change = values - self.x
             if self.norm == "L2":
                 gradient += 2 * change
@@ -199,10 +190,10 @@ class _Search:
         change = self.best - self.x
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            part = middle.reshape(-1, *[1] * (self.x.ndim - 1))
-            reached, _ = self.record(self.x + part * change)
+            reached, _ = self.record(self.x + middle[:, None] * change)
             low, high = np.where(reached, low, middle), np.where(reached, middle, high)
 
-    def _distances(self, values: np.ndarray) -> np.ndarray:
-        change = (values.astype(self.x.dtype) - self.x.astype(np.float64)).reshape(len(values), -1)
-        return np.linalg.norm(change, 1 if self.norm == "L1" else 2, axis=1)
+    def like_input(self, values: np.ndarray) -> np.ndarray:
+        """Return rows of numbers in the shape and dtype of the input."""
+        x = self.point.values[self.name]
+        return values.reshape(x.shape).astype(x.dtype)

@@ -9,9 +9,9 @@ import numpy as np
 
 from onnxgrad.errors import unknown
 from onnxgrad.explain.baselines import baseline_values
-from onnxgrad.explain.inputs import Arrays, Inputs
-from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction
+from onnxgrad.explain.score_function import Attributions, ScoreFunction
 from onnxgrad.explain.targets import Target
+from onnxgrad.explain.user_inputs import Arrays, Inputs
 from onnxgrad.model.read import ModelLike
 
 _SHIFTS = {"riemann_left": 0.0, "riemann_middle": 0.5, "riemann_right": 1.0}
@@ -55,11 +55,11 @@ def saliency(
         >>> og.explain.saliency(model, np.float32([[1, 2]]), target=1).tolist()
         [[0.0, 4.0]]
     """
-    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
-    gradients = point.gradients(point.values, point.indices(target))
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
+    gradients = point.gradients(point.values)
     if absolute:
         gradients = {name: np.abs(g) for name, g in gradients.items()}
-    return point.function.result(gradients)
+    return point.result(gradients)
 
 
 def integrated_gradients(
@@ -80,16 +80,11 @@ def integrated_gradients(
     `completeness_gap` returns what is missing.
 
     Args:
-        model: model, serialized model or path, never modified; or a `ScoreFunction`.
-        inputs: the array of the only input, or `{name: array}`.
-        target: which element of a row of the output is its score; see `saliency`.
+        model, inputs, target, wrt, output, batch_axes: see `saliency`.
         baselines: b, a number or an array of the shape of the value, or of one row of it; or
             `{name: number or array}`, of values of `wrt`, or of the inputs from which those are
             computed, such as the token ids behind an embedding. None: zeros; an inner value needs
             a baseline.
-        wrt: name or names of values that are explained; see `ScoreFunction`.
-        output: name of the output; see `ScoreFunction`.
-        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
         steps: number of gradients.
         method: the quadrature: "gausslegendre", "riemann_left", "riemann_middle" or
             "riemann_right".
@@ -98,9 +93,8 @@ def integrated_gradients(
         As `saliency`.
 
     Raises:
-        ValueError: as `saliency`; a baseline of another shape, an unknown `method`, or too few
-            steps.
-        NoGradientRule: an operator on a path has no rule.
+        ValueError, NoGradientRule: as `saliency`; a baseline of another shape, an unknown
+            `method`, or too few steps.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -114,28 +108,17 @@ def integrated_gradients(
         [[0.0, 3.0]]
     """
     weights, fractions = quadrature(method, steps)
-    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
-    starts, indices = baseline_values(point, baselines), point.indices(target)
-    mean = _mean_gradients(point, indices, starts, weights, fractions)
-    results = {}
-    for name, x in point.values.items():
-        results[name] = (mean[name] * (x.astype(np.float64) - starts[name])).astype(x.dtype)
-    return point.function.result(results)
-
-
-def _mean_gradients(
-    point: Point, indices: np.ndarray, starts: Arrays, weights: np.ndarray, fractions: np.ndarray
-) -> Arrays:
-    """Return the weighted sum of the gradients at `fractions` of the way, float64."""
-    total = {name: np.zeros(x.shape) for name, x in point.values.items()}
-    size = max(1, point.function.batch_size // point.rows)
-    for i in range(0, len(weights), size):
-        part = weights[i : i + size]
-        path = between(starts, point.values, fractions[i : i + size])
-        for name, g in point.gradients(path, indices).items():
-            copies = g.reshape(len(part), *point.values[name].shape)
-            total[name] += np.tensordot(part, copies.astype(np.float64), 1)
-    return total
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
+    starts = baseline_values(point, baselines)
+    mean = {name: np.zeros(x.shape) for name, x in point.values.items()}
+    for part in point.chunks(steps):
+        path = between(starts, point.values, fractions[part])
+        for name, g in point.gradients(path).items():
+            copies = g.reshape(-1, *point.values[name].shape).astype(np.float64)
+            mean[name] += np.tensordot(weights[part], copies, 1)
+    return point.result(
+        {n: mean[n] * (x.astype(np.float64) - starts[n]) for n, x in point.values.items()}
+    )
 
 
 def smooth_grad(
@@ -154,12 +137,7 @@ def smooth_grad(
     """Return the mean `saliency` of noisy copies of each row (Smilkov et al. 2017).
 
     Args:
-        model: model, serialized model or path, never modified; or a `ScoreFunction`.
-        inputs: the array of the only input, or `{name: array}`.
-        target: which element of a row of the output is its score; see `saliency`.
-        wrt: name or names of values that are explained; see `ScoreFunction`.
-        output: name of the output; see `ScoreFunction`.
-        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
+        model, inputs, target, wrt, output, batch_axes: see `saliency`.
         samples: number of copies.
         noise: standard deviation of the normal noise, in units of the value.
         absolute: take absolute values, before the mean.
@@ -170,8 +148,7 @@ def smooth_grad(
         As `saliency`.
 
     Raises:
-        ValueError: as `saliency`; no samples, or a negative `noise`.
-        NoGradientRule: an operator on a path has no rule.
+        ValueError, NoGradientRule: as `saliency`; no samples, or a negative `noise`.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -185,17 +162,14 @@ def smooth_grad(
     if samples < 1 or noise < 0:
         raise ValueError(f"samples={samples}, noise={noise}: give at least one, and no negative")
     rng = np.random.default_rng(random_state)
-    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
-    indices = point.indices(target)
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
     total = {name: np.zeros(x.shape) for name, x in point.values.items()}
     for _ in range(samples):
         drawn = {n: x + noise * rng.standard_normal(x.shape) for n, x in point.values.items()}
         noisy = {n: x.astype(point.values[n].dtype) for n, x in drawn.items()}
-        for name, g in point.gradients(noisy, indices).items():
+        for name, g in point.gradients(noisy).items():
             total[name] += np.abs(g) if absolute else g
-    return point.function.result(
-        {n: (t / samples).astype(point.values[n].dtype) for n, t in total.items()}
-    )
+    return point.result({n: t / samples for n, t in total.items()})
 
 
 def completeness_gap(
@@ -216,12 +190,8 @@ def completeness_gap(
     Args:
         model: model, serialized model or path, never modified; or a `ScoreFunction`.
         attributions: what the method returned.
-        inputs: as for the method.
-        target: as for the method.
-        baselines: as for the method.
+        inputs, target, baselines, output, batch_axes: as for the method.
         wrt: as for the method; for `layer_conductance`, its `wrt`, not its `layer`.
-        output: as for the method.
-        batch_axes: as for the method.
 
     Returns:
         float64 of shape (rows,), in units of the score.
@@ -241,18 +211,15 @@ def completeness_gap(
         [-0.02]
         [-0.0]
     """
-    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
-    indices = point.indices(target)
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
     starts = baseline_values(point, baselines)
-    named = (
-        attributions if isinstance(attributions, Mapping) else {point.function.wrt[0]: attributions}
-    )
-    arrays = [point.function.rows_first(name, np.asarray(a)) for name, a in named.items()]
+    if not isinstance(attributions, Mapping):
+        attributions = {point.function.wrt[0]: attributions}
+    arrays = [point.function.rows_first(name, np.asarray(a)) for name, a in attributions.items()]
     if any(len(a) != point.rows for a in arrays):
         raise ValueError(f"the attributions are not of the {point.rows} rows of the inputs")
     total = sum(np.sum(a, axis=tuple(range(1, a.ndim)), dtype=np.float64) for a in arrays)
-    difference = point.scores(point.values, indices) - point.scores(starts, indices)
-    return np.asarray(total - difference)
+    return np.asarray(total - (point.scores(point.values) - point.scores(starts)))
 
 
 def between(starts: Arrays, ends: Arrays, fractions: np.ndarray) -> Arrays:

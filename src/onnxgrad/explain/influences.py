@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from onnxgrad.autodiff.higher import jvp, vjp
-from onnxgrad.errors import escaping, printable, unknown
-from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
-from onnxgrad.explain.piece import Piece, drop_unused_inputs
+from onnxgrad.errors import unknown
+from onnxgrad.explain.piece import Piece, checked_device, run_needed
+from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.losses.in_graph import add_loss_output
 from onnxgrad.losses.row_losses import unreduced_onnx_loss
@@ -19,11 +20,11 @@ from onnxgrad.losses.spec import Formula
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, once
+from onnxgrad.model.scopes import free_name
+from onnxgrad.model.surgery import drop_unused_inputs
 from onnxgrad.model.traversal import names as all_names
 from onnxgrad.model.weights import constant_refs
-from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session, work
-from onnxgrad.training.modes.inference_form import has_training_nodes
 from onnxgrad.training.parameters.defaults import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged
 
@@ -85,10 +86,9 @@ def influence(
         [[4.0, -16.0]]
     """
     losses = _LossesOfRows(model, weights, loss, output, device, batch_size, options)
-    products, states = [], [_state(c, losses.names) for c in checkpoints or [model]]
-    for state in states:
-        gradients = list(losses.gradients(state, test, test_labels))
-        products.append(losses.products(state, train, train_labels, gradients))
+    states = [losses.state(c) for c in checkpoints or [model]]
+    explained, rows = losses.rows(test, test_labels), losses.rows(train, train_labels)
+    products = [losses.products(s, rows, losses.gradients(s, explained)) for s in states]
     return np.tensordot(_rates(learning_rates, len(states)), products, 1)
 
 
@@ -99,20 +99,17 @@ def _rates(rates: Sequence[float] | float, number: int) -> np.ndarray:
     return np.broadcast_to(array, number)
 
 
-def _state(checkpoint: Checkpoint, names: Sequence[str]) -> Arrays:
-    """Return the weights of a checkpoint.
+@dataclass
+class _Rows:
+    """The inputs and the labels of rows; `rowed` are the names of those that have them."""
 
-    Raises:
-        ValueError: it lacks one.
-    """
-    if isinstance(checkpoint, Mapping):
-        weights = {name: np.asarray(w) for name, w in checkpoint.items()}
-    else:
-        weights = {ref.name: ref.array() for ref in constant_refs(separate_merged(checkpoint))}
-    for name in names:
-        if name not in weights:
-            raise unknown("weight of a checkpoint", name, weights)
-    return {name: weights[name] for name in names}
+    feed: Arrays
+    rowed: set[str]
+    count: int
+
+    def part(self, start: int, stop: int) -> Arrays:
+        """Return some of the rows."""
+        return {n: x[start:stop] if n in self.rowed else x for n, x in self.feed.items()}
 
 
 class _LossesOfRows:
@@ -129,99 +126,80 @@ class _LossesOfRows:
         options: Mapping[str, Any],
     ) -> None:
         proto = separate_merged(model)
-        if training := has_training_nodes(proto):
-            raise ValueError(
-                f"nodes in training mode: {', '.join(map(printable, training[:3]))}; the loss of a "
-                "row would depend on other rows, or on random numbers: export the model in "
-                "inference mode, as by model.eval()"
-            )
+        kind = checked_device(proto, device, batch_size, "the loss of a row")
         if names is None:
             names = [t.name for t in trainable(proto).trained]
         self.names = list(once("weight", names))
-        taken = all_names(proto.graph)
-        label = next(n for n in ("label", *(f"label_{i}" for i in range(999))) if n not in taken)
+        self._label = free_name("label", {*all_names(proto.graph)})
         with_loss = add_loss_output(
-            proto, loss, label_name=label, output_index=output, reduction="sum", **options
+            proto, loss, label_name=self._label, output_index=output, reduction="sum", **options
         )
         losses = unreduced_onnx_loss(with_loss, "loss_of_row")
         drop_unused_inputs(losses)
         graph = to_ir(losses).graph
-        self._inputs = [x for x in graph.inputs if x.name != label]
-        self._labels = [x for x in graph.inputs if x.name == label]
+        self._inputs = [x for x in graph.inputs if x.name != self._label]
+        self._labels = [x for x in graph.inputs if x.name == self._label]
         self._unused = names_without_default(proto)
-        self._label = label
         self._shapes = {ref.name: tuple(ref.read().dims) for ref in constant_refs(proto)}
-        kind = CPU if device is None else Device.of(device).check()
-        effort = work(to_ir(losses).graph)
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
+        effort = work(graph)
         self._piece = Piece(losses, [str(graph.outputs[0].name)], (), kind, batch_size)
         self._backward = session(vjp(losses, self.names, []), kind, 3 * effort)
         self._forward = session(jvp(losses, self.names, []), kind, 256 * effort)
         assert all(is_real(y) for y in graph.outputs)
         self._dtype = graph.outputs[0].dtype or ir.DataType.FLOAT
 
-    def gradients(self, state: Arrays, data: Inputs, labels: Any) -> Iterator[Arrays]:
-        """Yield the gradient of the loss of each row."""
-        feed, rows = self._feed(data, labels)
-        outputs = [y.name for y in self._backward.get_outputs()]
-        seed = outputs[0] + "_grad"
-        self._at_once(self._part(feed, slice(0, 1), rows), 1)  # raises for a fixed number of rows
-        for i in range(rows):
-            part = self._part(feed, slice(i, i + 1), rows) | self._checked(state)
-            loss = np.ones(self._loss_shape(1), self._dtype.numpy())
-            results = self._run(self._backward, part | {seed: loss})
-            yield dict(zip(self.names, results[1:], strict=True))
+    def state(self, checkpoint: Checkpoint) -> Arrays:
+        """Return the weights of a checkpoint.
 
-    def products(
-        self, state: Arrays, data: Inputs, labels: Any, gradients: list[Arrays]
-    ) -> np.ndarray:
-        """Return the products of `gradients` with that of each row, (gradients, rows)."""
-        feed, rows = self._feed(data, labels)
-        result = np.zeros((len(gradients), rows))
-        size = self._at_once(feed, rows)
-        for i in range(0, rows, size):
-            chunk = slice(i, min(i + size, rows))
-            part = self._part(feed, chunk, rows) | self._checked(state)
-            for row, gradient in zip(result, gradients, strict=True):
-                tangents = {f"{name}_tangent": g for name, g in gradient.items()}
-                row[chunk] = self._run(self._forward, part | tangents)[1].reshape(-1)
-        return result
+        Raises:
+            ValueError: it lacks one, or has one of another shape.
+        """
+        if isinstance(checkpoint, Mapping):
+            weights = {name: np.asarray(w) for name, w in checkpoint.items()}
+        else:
+            weights = {ref.name: ref.array() for ref in constant_refs(separate_merged(checkpoint))}
+        for name in self.names:
+            if name not in weights:
+                raise unknown("weight of a checkpoint", name, weights)
+            if weights[name].shape != self._shapes[name]:
+                raise ValueError(
+                    f"weight {name!r} of a checkpoint has the shape {list(weights[name].shape)}, "
+                    f"not {list(self._shapes[name])}"
+                )
+        return {name: weights[name] for name in self.names}
 
-    def _at_once(self, feed: Arrays, rows: int) -> int:
-        return self._piece.at_once(feed, {*self._rowed, self._label}, rows)
-
-    def _loss_shape(self, rows: int) -> tuple[int, ...]:
-        cotangent = self._backward.get_inputs()[-1]
-        return (rows, *[1] * (len(cotangent.shape) - 1))
-
-    def _feed(self, data: Inputs, labels: Any) -> tuple[Arrays, int]:
-        """Return the inputs and the labels, and the number of rows."""
+    def rows(self, data: Inputs, labels: Any) -> _Rows:
+        """Return rows with their labels, as arrays of the dtypes of the model."""
         names = [str(x.name) for x in self._inputs]
         feed = checked_feed(data, self._inputs, names, self._unused)
-        rows, self._rowed = rows_of(feed, self._inputs)
+        count, rowed = rows_of(feed, self._inputs)
         feed |= checked_feed({self._label: labels}, self._labels, [self._label])
-        if feed[self._label].shape[:1] != (rows,):
+        if feed[self._label].shape[:1] != (count,):
             raise ValueError(
-                f"the labels have the shape {list(feed[self._label].shape)}, and there are {rows} "
+                f"the labels have the shape {list(feed[self._label].shape)}, and there are {count} "
                 "rows"
             )
-        return feed, rows
+        return _Rows(feed, {*rowed, self._label}, count)
 
-    def _part(self, feed: Arrays, chunk: slice, rows: int) -> Arrays:
-        rowed = {*self._rowed, self._label}
-        return {n: x[chunk] if n in rowed else x for n, x in feed.items()}
+    def gradients(self, state: Arrays, rows: _Rows) -> list[Arrays]:
+        """Return the gradient of the loss of each row."""
+        self._piece.at_once(rows.part(0, 1), rows.rowed, 1)  # raises for a fixed number of rows
+        cotangent = self._backward.get_inputs()[-1]
+        seed = np.ones([1] * len(cotangent.shape), self._dtype.numpy())
+        gradients = []
+        for i in range(rows.count):
+            feed = rows.part(i, i + 1) | state | {cotangent.name: seed}
+            results = run_needed(self._backward, feed)
+            gradients.append(dict(zip(self.names, results[1:], strict=True)))
+        return gradients
 
-    def _checked(self, state: Arrays) -> Arrays:
-        for name, w in state.items():
-            if w.shape != self._shapes[name]:
-                raise ValueError(
-                    f"weight {name!r} of a checkpoint has the shape {list(w.shape)}, not "
-                    f"{list(self._shapes[name])}"
-                )
-        return state
-
-    @escaping()
-    def _run(self, running: Any, feed: Arrays) -> list[np.ndarray]:
-        kinds = {x.name for x in running.get_inputs()}
-        return running.run(None, {n: x for n, x in feed.items() if n in kinds})
+    def products(self, state: Arrays, rows: _Rows, gradients: list[Arrays]) -> np.ndarray:
+        """Return the products of `gradients` with that of each row, (gradients, rows)."""
+        result = np.zeros((len(gradients), rows.count))
+        size = self._piece.at_once(rows.feed, rows.rowed, rows.count)
+        for i in range(0, rows.count, size):
+            feed = rows.part(i, i + size) | state
+            for row, gradient in zip(result, gradients, strict=True):
+                tangents = {f"{name}_tangent": g for name, g in gradient.items()}
+                row[i : i + size] = run_needed(self._forward, feed | tangents)[1].reshape(-1)
+        return result

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 
 from onnxgrad.explain.baselines import baseline_values
-from onnxgrad.explain.inputs import Inputs
 from onnxgrad.explain.score_function import Attributions, Point, ScoreFunction
 from onnxgrad.explain.targets import Target
+from onnxgrad.explain.user_inputs import Inputs
 from onnxgrad.model.read import ModelLike
 
 Lengths = int | Sequence[int]
+_Window = tuple[slice, ...]
 
 
 def occlusion(
@@ -36,16 +37,11 @@ def occlusion(
     may be integers, such as token ids.
 
     Args:
-        model: model, serialized model or path, never modified; or a `ScoreFunction`.
-        inputs: the array of the only input, or `{name: array}`.
+        model, inputs, target, wrt, output, batch_axes: see `saliency`.
         window: lengths of the window along the axes of a row, as (3, 8, 8) for images of three
             channels; an integer for rows of one axis. `{name: lengths}` for several values.
-        target: which element of a row of the output is its score; see `saliency`.
         baselines: what stands in the window; see `integrated_gradients`.
         strides: by how much the window moves along each axis, at most its length. None: 1.
-        wrt: name or names of values that are explained; see `ScoreFunction`.
-        output: name of the output; see `ScoreFunction`.
-        batch_axes: axes of the rows, if not the first; see `ScoreFunction`.
 
     Returns:
         As `saliency`; float64 for integers.
@@ -62,51 +58,56 @@ def occlusion(
         >>> og.explain.occlusion(model, np.float32([[1, 2, 4]]), window=1).tolist()
         [[1.0, 2.0, 4.0]]
     """
-    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs)
-    hidden, indices = baseline_values(point, baselines), point.indices(target)
-    whole = point.scores(point.values, indices)
+    point = ScoreFunction.of(model, wrt, output, batch_axes).at(inputs, target)
+    hidden, whole = baseline_values(point, baselines), point.scores(point.values)
     results = {}
     for name, x in point.values.items():
         windows = _windows_of(name, x.shape[1:], window, strides)
-        mean = _mean_falls(point, name, hidden[name], indices, whole, windows)
-        results[name] = mean if x.dtype.kind in "iub" else mean.astype(x.dtype)
-    return point.function.result(results)
+        results[name] = _mean_falls(point, name, hidden[name], whole, windows)
+    return point.result(results)
 
 
 def _mean_falls(
-    point: Point,
-    name: str,
-    hidden: np.ndarray,
-    indices: np.ndarray,
-    whole: np.ndarray,
-    windows: list[tuple[slice, ...]],
+    point: Point, name: str, hidden: np.ndarray, whole: np.ndarray, windows: list[_Window]
 ) -> np.ndarray:
     """Return for each element the mean over its windows of the fall of the score from `whole`."""
     x = point.values[name]
     total, counts = np.zeros(x.shape), np.zeros(x.shape[1:])
-    size = max(1, point.function.batch_size // point.rows)
-    for i in range(0, len(windows), size):
-        part = windows[i : i + size]
+    for chunk in point.chunks(len(windows)):
+        part = windows[chunk]
         copies = np.stack([x] * len(part))
         for copy, where in zip(copies, part, strict=True):
             copy[where] = hidden[where]
         tiled = {n: np.concatenate([v] * len(part)) for n, v in point.values.items()}
         tiled[name] = copies.reshape(-1, *x.shape[1:])
-        falls = whole - point.scores(tiled, indices).reshape(len(part), -1)
+        falls = whole - point.scores(tiled).reshape(len(part), -1)
         for fall, where in zip(falls, part, strict=True):
             total[where] += fall.reshape(-1, *[1] * (x.ndim - 1))
             counts[where[1:]] += 1
-    return np.asarray(total / counts)  # each element is in a window: see `_check`
+    return np.asarray(total / counts)  # each element is in a window: see `_windows_of`
 
 
-def _windows_of(
-    name: str, shape: Sequence[int], window: Any, strides: Any
-) -> list[tuple[slice, ...]]:
-    """Return the windows of one value, checked."""
+def _windows_of(name: str, shape: Sequence[int], window: Any, strides: Any) -> list[_Window]:
+    """Return where each window of one value is: all rows, then a slice an axis.
+
+    The last ones may be shorter.
+
+    Raises:
+        ValueError: windows or strides that do not fit.
+    """
     lengths = _lengths("window", window, name, shape)
     steps = _lengths("strides", 1 if strides is None else strides, name, shape)
-    _check(name, lengths, steps, shape)
-    return list(_windows(shape, lengths, steps))
+    slices = []
+    for length, step, d in zip(lengths, steps, shape, strict=True):
+        if length > d:
+            raise ValueError(f"`window` {list(lengths)} of {name!r} is larger than {list(shape)}")
+        if step > length and d > length:
+            raise ValueError(
+                f"`strides` {list(steps)} of {name!r} leave out elements between the windows "
+                f"{list(lengths)}: make them no longer"
+            )
+        slices.append([slice(i, i + length) for i in range(0, d - length + step, step)])
+    return [(slice(None), *corner) for corner in product(*slices)]
 
 
 def _lengths(what: str, lengths: Any, name: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -124,27 +125,3 @@ def _lengths(what: str, lengths: Any, name: str, shape: Sequence[int]) -> tuple[
             f"{list(shape)} of a row"
         )
     return lengths
-
-
-def _check(name: str, lengths: Sequence[int], steps: Sequence[int], shape: Sequence[int]) -> None:
-    for length, step, d in zip(lengths, steps, shape, strict=True):
-        if length > d:
-            raise ValueError(f"`window` {list(lengths)} of {name!r} is larger than {list(shape)}")
-        if step > length and d > length:
-            raise ValueError(
-                f"`strides` {list(steps)} of {name!r} leave out elements between the windows "
-                f"{list(lengths)}: make them no longer"
-            )
-
-
-def _windows(
-    shape: Sequence[int], lengths: Sequence[int], steps: Sequence[int]
-) -> Iterator[tuple[slice, ...]]:
-    """Yield where each window is: all rows, then a slice an axis; the last ones may be shorter."""
-    starts = []
-    for d, length, step in zip(shape, lengths, steps, strict=True):
-        count = -(-(d - length) // step) + 1
-        starts.append([i * step for i in range(count)])
-    for corner in product(*starts):
-        ends = (i + length for i, length in zip(corner, lengths, strict=True))
-        yield (slice(None), *(slice(i, end) for i, end in zip(corner, ends, strict=True)))

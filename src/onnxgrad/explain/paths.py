@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
-from onnxgrad.errors import printable
+from onnxgrad.errors import node_text
 from onnxgrad.graph.operators import operator_of
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import dependents, nodes_behind, reads
@@ -14,7 +14,7 @@ from onnxgrad.graph.traversal import dependents, nodes_behind, reads
 _SHOWN = 3  # nodes in one message
 
 
-def reached(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
+def smooth_values(graph: ir.Graph, starts: Iterable[ir.Value]) -> set[ir.Value]:
     """Return the floats that depend differentiably on `starts`, which are among them."""
     values = set(starts)
     for node in graph:
@@ -31,7 +31,7 @@ def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value
         ValueError: it does not; the message names the nodes that end the paths, and why.
     """
     for x in wrt:
-        values = reached(graph, [x])
+        values = smooth_values(graph, [x])
         if y in values:
             continue
         if y not in dependents(graph, [x]):
@@ -39,7 +39,7 @@ def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value
                 f"{y.name!r} does not depend on {x.name!r}: its attributions would all be zero; "
                 "leave it out of `wrt`"
             )
-        ends = [shown(node) for node in graph if _ends(node, values, nodes_behind([y]))]
+        ends = [node_with_reason(node) for node in graph if _ends(node, values, nodes_behind([y]))]
         raise ValueError(
             f"no differentiable path from {x.name!r} to {y.name!r}: every attribution would be "
             f"zero. What ends the paths: {'; '.join(ends[:_SHOWN])}. Name as `output` a value in "
@@ -48,11 +48,10 @@ def require_differentiable(graph: ir.Graph, wrt: Sequence[ir.Value], y: ir.Value
         )
 
 
-def shown(node: ir.Node) -> str:
+def node_with_reason(node: ir.Node) -> str:
     """Return a node for messages, with the reason if it has no gradient."""
     reason = operator_of(node).no_gradient
-    where = f"{printable(node.op_type)} (node {node.name!r}, output {node.outputs[0].name!r})"
-    return f"{where}, {reason}" if reason else where
+    return node_text(node) + (f", {reason}" if reason else "")
 
 
 def _ends(node: ir.Node, values: Collection[ir.Value], behind: Collection[ir.Node]) -> bool:

@@ -129,10 +129,10 @@ def _axes(axes: Axes | None) -> Axes:
     return pyplot.subplots(layout="constrained")[1] if axes is None else axes
 
 
-def _plane(what: str, array: Any, joined: Any) -> np.ndarray:
+def _plane(what: str, array: Any, reduce: Any) -> np.ndarray:
     plane = _finite(what, array)
     if plane.ndim == 3 and plane.shape[0] <= 4:
-        plane = joined(plane, axis=0)
+        plane = reduce(plane, axis=0)
     if plane.ndim != 2:
         raise ValueError(
             f"the {what} has the shape {list(plane.shape)}: give that of one row, of shape "

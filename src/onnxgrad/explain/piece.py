@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,18 +14,17 @@ from onnx import ModelProto
 from onnxgrad.autodiff.derivative import DerivativeOptions, DerivativeRequest, derivative
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.autodiff.row_sums import NotASum, require_apart
-from onnxgrad.errors import escaping
-from onnxgrad.explain.inputs import Arrays
+from onnxgrad.errors import escaping, printable
 from onnxgrad.explain.paths import require_differentiable
+from onnxgrad.explain.user_inputs import Arrays
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import Dim, Dims, dims, is_stated
-from onnxgrad.graph.traversal import reads
-from onnxgrad.model.convert import to_ir
 from onnxgrad.model.feeds import names_without_default
-from onnxgrad.model.surgery import select_model_inputs_outputs
+from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs
 from onnxgrad.reporting import logger
-from onnxgrad.runtime.device import Device
+from onnxgrad.runtime.device import CPU, Device
 from onnxgrad.runtime.session import session, work
+from onnxgrad.training.modes.inference_form import has_training_nodes
 
 _Backward = tuple[ort.InferenceSession, dict[str, str], str]
 
@@ -55,10 +55,7 @@ class Piece:
         stated: bool = False,
     ) -> None:
         self._stated = stated
-        names = [
-            *names_without_default(proto),
-            *(name for name in cut if name not in names_without_default(proto)),
-        ]
+        names = list(dict.fromkeys([*names_without_default(proto), *cut]))
         self.outputs, self._device, self._batch_size = list(outputs), device, batch_size
         self._proto = select_model_inputs_outputs(proto, outputs, names)
         drop_unused_inputs(self._proto)
@@ -93,7 +90,7 @@ class Piece:
         """
         parts = []
         for rows, part in self._chunks(feed, rowed):
-            results = self._run(self._forward, part)
+            results = run_needed(self._forward, part)
             for name, y in zip(self.outputs, results, strict=True):
                 if y.ndim == 0 or len(y) != rows:
                     raise ValueError(
@@ -114,16 +111,9 @@ class Piece:
         running, names, cotangent = self._backward(tuple(wrt))
         parts: list[list[np.ndarray]] = []
         for _, part in self._chunks({**feed, cotangent: seed}, {*rowed, cotangent}, cotangent):
-            parts.append(self._run(running, part, [names[x] for x in wrt]))
-        joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        return dict(zip(wrt, joined, strict=True))
-
-    @escaping()
-    def _run(
-        self, running: ort.InferenceSession, feed: Arrays, names: list[str] | None = None
-    ) -> list[np.ndarray]:
-        wanted = {x.name for x in running.get_inputs()}
-        return running.run(names, {name: x for name, x in feed.items() if name in wanted})
+            parts.append(run_needed(running, part, [names[x] for x in wrt]))
+        whole = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return dict(zip(wrt, whole, strict=True))
 
     @cached_property
     def _work(self) -> float:
@@ -228,11 +218,27 @@ class Piece:
         return self._mixing[key]
 
 
-def drop_unused_inputs(proto: ModelProto) -> None:
-    """Remove inputs that no node reads and that are no outputs: a session would ask for them."""
-    graph = to_ir(proto).graph
-    used = {v for node in graph for v in reads(node)} | set(graph.outputs)
-    names = {str(x.name) for x in graph.inputs if x in used}
-    kept = [x for x in proto.graph.input if x.name in names]
-    del proto.graph.input[:]
-    proto.graph.input.extend(kept)
+@escaping()
+def run_needed(
+    running: ort.InferenceSession, feed: Mapping[str, np.ndarray], names: list[str] | None = None
+) -> list[np.ndarray]:
+    """Run a session on those of the arrays that it takes."""
+    wanted = {x.name for x in running.get_inputs()}
+    return running.run(names, {name: x for name, x in feed.items() if name in wanted})
+
+
+def checked_device(proto: ModelProto, device: Any, batch_size: int, what: str) -> Device:
+    """Return the device called `device`, on which rows of `proto` can be explained one by one.
+
+    Raises:
+        ValueError: nodes in training mode, by which `what` depends on other rows; no rows.
+    """
+    if training := has_training_nodes(proto):
+        raise ValueError(
+            f"nodes in training mode: {', '.join(map(printable, training[:3]))}; {what} would "
+            "depend on other rows, or on random numbers: export the model in inference mode, as "
+            "by model.eval()"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
+    return CPU if device is None else Device.of(device).check()

@@ -13,7 +13,7 @@ from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir, to_proto
 
 
-def with_rows_first(proto: ModelProto, axes: Mapping[str, int]) -> ModelProto:
+def move_rows_first(proto: ModelProto, axes: Mapping[str, int]) -> ModelProto:
     """Return a model whose inputs and outputs in `axes` have the axis of the rows first.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -11,20 +11,17 @@ import numpy as np
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import printable
 from onnxgrad.explain import targets
-from onnxgrad.explain.inputs import Arrays, Inputs, checked_feed, rows_of
-from onnxgrad.explain.paths import reached, shown
-from onnxgrad.explain.piece import Piece
-from onnxgrad.explain.rows_first import with_rows_first
+from onnxgrad.explain.paths import node_with_reason, smooth_values
+from onnxgrad.explain.piece import Piece, checked_device
+from onnxgrad.explain.rows_first import move_rows_first
+from onnxgrad.explain.user_inputs import Arrays, Inputs, checked_feed, rows_of
 from onnxgrad.graph.operators import RANDOM
 from onnxgrad.graph.shapes import is_real
 from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.feeds import names_without_default
 from onnxgrad.model.read import ModelLike, once, read
 from onnxgrad.model.weights import is_setting
-from onnxgrad.runtime.device import CPU, Device
-from onnxgrad.training.modes.inference_form import has_training_nodes
 
 Attributions: TypeAlias = np.ndarray | dict[str, np.ndarray]
 
@@ -86,16 +83,8 @@ class ScoreFunction:
         batch_axes: Mapping[str, int] | None = None,
     ) -> None:
         self.batch_axes = dict(batch_axes or {})
-        self._proto = with_rows_first(read(model), self.batch_axes)
-        if training := has_training_nodes(self._proto):
-            raise ValueError(
-                f"nodes in training mode: {', '.join(map(printable, training[:3]))}; scores would "
-                "depend on the other rows, or on random numbers: export the model in inference "
-                "mode, as by model.eval()"
-            )
-        if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: give a positive number of rows")
-        self._device = CPU if device is None else Device.of(device).check()
+        self._proto = move_rows_first(read(model), self.batch_axes)
+        self._device = checked_device(self._proto, device, batch_size, "scores")
         self.batch_size = int(batch_size)
         self.output = _output(self._proto, output)
         names = [wrt] if isinstance(wrt, str) else wrt
@@ -108,7 +97,8 @@ class ScoreFunction:
         for node in all_nodes(self.whole.graph):
             if node.op_type in RANDOM and not node.domain:
                 raise ValueError(
-                    f"{shown(node)}: its scores are random; name an `output` in front of it"
+                    f"{node_with_reason(node)}: its scores are random; name an `output` in front "
+                    "of it"
                 )
 
     @classmethod
@@ -152,11 +142,12 @@ class ScoreFunction:
         """The part that computes the inner values of `wrt` from the inputs."""
         return self.piece(self.inner)
 
-    def at(self, inputs: Inputs) -> Point:
+    def at(self, inputs: Inputs, target: targets.Target | None = None) -> Point:
         """Return the values at which scores are explained.
 
         Args:
             inputs: the array of the only input, or `{name: array}`.
+            target: which element of a row of the output is its score; see `saliency`.
 
         Raises:
             ValueError: an unknown or missing input, or inputs of different numbers of rows.
@@ -169,7 +160,7 @@ class ScoreFunction:
         )
         feed = {name: self.rows_first(name, x) for name, x in feed.items()}
         rows, rowed = rows_of(feed, graph)
-        point = Point(self, feed, rowed, rows, self.values(feed, rowed))
+        point = Point(self, feed, rowed, rows, self.values(feed, rowed), target)
         for name, x in point.values.items():
             if name in feed and name not in rowed:
                 raise ValueError(
@@ -180,15 +171,9 @@ class ScoreFunction:
 
     def values(self, feed: Arrays, rowed: set[str]) -> Arrays:
         """Return the values of `wrt` that `feed` gives."""
-        inner = dict(
-            zip(self.inner, self.front.run(feed, rowed), strict=True) if self.inner else ()
-        )
-        return {name: inner[name] if name in inner else feed[name] for name in self.wrt}
-
-    def result(self, values: Mapping[str, np.ndarray]) -> Attributions:
-        """Return one array if `wrt` is one name, else `{name: array}`."""
-        moved = {n: np.moveaxis(x, 0, self.batch_axes.get(n, 0)) for n, x in values.items()}
-        return moved[self.wrt[0]] if self.single else moved
+        inner = self.front.run(feed, rowed) if self.inner else ()
+        known = feed | dict(zip(self.inner, inner, strict=True))
+        return {name: known[name] for name in self.wrt}
 
     def rows_first(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return an array for an input, or for a value of `wrt`, with its rows first."""
@@ -227,6 +212,7 @@ class Point:
         rowed: names of the inputs that have rows; the others are the same for each row.
         rows: how many there are.
         values: the values of `wrt`.
+        target: which element of a row of the output is its score.
     """
 
     function: ScoreFunction
@@ -234,41 +220,62 @@ class Point:
     rowed: set[str]
     rows: int
     values: Arrays
+    target: targets.Target | None = None
 
     def __post_init__(self) -> None:
         self._rowed = {*self.rowed, *self.values}
+
+    def result(self, values: Mapping[str, np.ndarray]) -> Attributions:
+        """Return attributions as users get them: in the dtypes of `values`, if these are floats.
+
+        They are one array if `wrt` is one name, else `{name: array}`.
+        """
+        function, results = self.function, {}
+        for name, x in self.values.items():
+            array = values[name] if x.dtype.kind in "iub" else values[name].astype(x.dtype)
+            results[name] = np.moveaxis(array, 0, function.batch_axes.get(name, 0))
+        return results[function.wrt[0]] if function.single else results
 
     @cached_property
     def output(self) -> np.ndarray:
         """The output of the model, (rows, ...)."""
         return self.outputs(self.values)
 
-    def indices(self, target: targets.Target | None) -> np.ndarray:
-        """Return the index of the score of each row: see `target_indices`."""
-        return targets.target_indices(target, self.rows, self._row_shape)
+    @cached_property
+    def indices(self) -> np.ndarray:
+        """The index of the score of each row: see `target_indices`."""
+        return targets.target_indices(self.target, self.rows, self._row_shape)
+
+    def chunks(self, copies: int) -> Iterator[slice]:
+        """Yield slices of so many copies of the rows, each of as many as run at once."""
+        size = max(1, self.function.batch_size // self.rows)
+        return (slice(i, i + size) for i in range(0, copies, size))
 
     def outputs(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the output where `wrt` are `values`: k rows for each of this point, tiled."""
-        y = self.function.behind.run(self.tiled(values), self._rowed)[0]
+        y = self.function.behind.run(self.feed_at(values), self._rowed)[0]
         if y.dtype.kind in "iubOU":
             raise ValueError(f"{self.function.output!r} holds {y.dtype}: scores are floats")
         return y
 
-    def scores(self, values: Mapping[str, np.ndarray], indices: np.ndarray) -> np.ndarray:
+    def scores(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
         """Return the scores where `wrt` are `values`, float64 of shape (k rows,)."""
         y = self.outputs(values)
-        return targets.selected(y, np.tile(indices, (len(y) // self.rows, 1))).astype(np.float64)
+        every = np.tile(self.indices, (self._copies(values), 1))
+        return targets.scores_at(y, every).astype(np.float64)
 
-    def gradients(self, values: Mapping[str, np.ndarray], indices: np.ndarray) -> Arrays:
+    def gradients(self, values: Mapping[str, np.ndarray]) -> Arrays:
         """Return the gradients of the scores with respect to `wrt`, at `values`."""
-        copies = len(next(iter(values.values()))) // self.rows
-        every = np.tile(indices, (copies, 1))
+        return self.pull_back(values, self.seed(self._copies(values)))
+
+    def seed(self, copies: int) -> np.ndarray:
+        """Return the cotangent of the output for so many copies of the rows: one at each score."""
+        every = np.tile(self.indices, (copies, 1))
         y = self.function.behind.graph.outputs[0]
         assert y.dtype is not None
-        shape = (len(every), *self._row_shape)
-        return self.pulled_back(values, targets.seeds(shape, y.dtype.numpy(), every))
+        return targets.seeds((len(every), *self._row_shape), y.dtype.numpy(), every)
 
-    def pulled_back(self, values: Mapping[str, np.ndarray], seed: np.ndarray) -> Arrays:
+    def pull_back(self, values: Mapping[str, np.ndarray], seed: np.ndarray) -> Arrays:
         """Return the gradients of sum(seed * output) with respect to `wrt`, at `values`."""
         behind = self.function.behind
         for name, x in values.items():
@@ -277,7 +284,7 @@ class Point:
                     f"{name!r} holds {x.dtype}: only floats have a gradient; name an inner float "
                     f"value as `wrt`{_suggestion(self.function.whole.graph)}"
                 )
-        return behind.gradients(self.tiled(values), self._rowed, self.function.wrt, seed)
+        return behind.gradients(self.feed_at(values), self._rowed, self.function.wrt, seed)
 
     @cached_property
     def _row_shape(self) -> tuple[int, ...]:
@@ -287,9 +294,12 @@ class Point:
             return self.output.shape[1:]
         return tuple(known)
 
-    def tiled(self, values: Mapping[str, np.ndarray]) -> Arrays:
+    def _copies(self, values: Mapping[str, np.ndarray]) -> int:
+        return len(next(iter(values.values()))) // self.rows
+
+    def feed_at(self, values: Mapping[str, np.ndarray]) -> Arrays:
         """Return the inputs for `values`: this point's, tiled, and those of `values`."""
-        copies = len(next(iter(values.values()))) // self.rows
+        copies = self._copies(values)
         feed = dict(self.feed)
         for name in self.rowed:
             if copies != 1 and name not in values:
@@ -317,7 +327,7 @@ def _float_inputs(whole: Piece) -> list[str]:
     graph, (y,) = whole.graph, whole.graph.outputs
     floats = [x for x in graph.inputs if is_real(x) and not is_setting(x)]
     used = [x for x in floats if y in dependents(graph, [x])]
-    smooth = [x for x in used if y in reached(graph, [x])]
+    smooth = [x for x in used if y in smooth_values(graph, [x])]
     if used:  # by trees only: `occlusion` needs no gradient, and others say what ends the paths
         return [str(x.name) for x in smooth or used]
     raise ValueError(

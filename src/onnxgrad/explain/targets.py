@@ -44,15 +44,13 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
     indices = indices.reshape(len(indices), -1)
     if len(indices) != rows:
         raise ValueError(f"`target` has {len(indices)} rows, the inputs have {rows}")
+    if indices.shape[1] == 1 and set(shape[1:]) == {1}:  # (N, C, 1, 1) is an output of classes
+        indices = np.pad(indices, ((0, 0), (0, len(shape) - 1)))
     if indices.shape[1] != len(shape):
-        if indices.shape[1] == 1 and not any(d != 1 for d in shape[1:]) and shape:
-            pad = np.zeros((rows, len(shape) - 1), np.int64)
-            indices = np.concatenate([indices, pad], axis=1)  # (N, C, 1, 1) is an output of classes
-        else:
-            raise ValueError(
-                f"`target` has {indices.shape[1]} indices, and a row of the output has the shape "
-                f"{list(shape)}: give a tuple of {len(shape)} indices"
-            )
+        raise ValueError(
+            f"`target` has {indices.shape[1]} indices, and a row of the output has the shape "
+            f"{list(shape)}: give a tuple of {len(shape)} indices"
+        )
     outside = (indices < 0) | (indices >= np.array(shape, np.int64))
     if outside.any():
         row = int(np.flatnonzero(outside.any(axis=1))[0])
@@ -63,7 +61,7 @@ def target_indices(target: Target | None, rows: int, shape: Sequence[int]) -> np
     return indices
 
 
-def selected(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
+def scores_at(y: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Return the scores, of shape (rows,)."""
     return y[(np.arange(len(y)), *indices.T)]
 

@@ -95,7 +95,7 @@ def _text(path: Path) -> str:
 
 def options_of(config: Mapping[str, Any], module: str, rank: int) -> dict[str, Any]:
     """Return the settings of the adapter of one module, with the rank that its tensors have."""
-    alpha = float(_matching(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
+    alpha = float(_first_match(config.get("alpha_pattern"), module, config.get("lora_alpha", 8)))
     rslora = bool(config.get("use_rslora", False))
     return {
         "rank": rank,
@@ -107,7 +107,7 @@ def options_of(config: Mapping[str, Any], module: str, rank: int) -> dict[str, A
     }
 
 
-def _matching(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+def _first_match(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
     """Return the value of the first pattern that is the module, or the end of its path."""
     for pattern, value in (patterns or {}).items():
         if re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module):

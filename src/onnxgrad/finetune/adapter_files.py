@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from safetensors.numpy import load as load_arrays, save as save_arrays
 
 from onnxgrad.errors import escaping, unknown
 from onnxgrad.finetune.adapter_config import CONFIG, config_of, options_of, read_config
-from onnxgrad.finetune.adapter_graph import Additions, adapter_dtype
-from onnxgrad.finetune.adapter_names import module_names
+from onnxgrad.finetune.adapter_graph import Additions, adapter_dtype, factor_shapes
+from onnxgrad.finetune.adapter_names import module_names, tensor_names
 from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, LINEAR, Target, Use, targets
 from onnxgrad.finetune.dora import unfit
 from onnxgrad.finetune.lora import insert, writable
@@ -72,16 +72,13 @@ def save_adapter(model: ModelLike, path: str | os.PathLike) -> None:
     if not notes:
         raise ValueError("the model has no adapters to save: add_lora adds them")
     refs = {ref.name: ref for ref in constant_refs(proto)}
-    arrays = {
-        _PREFIX + key: _in_peft(form, refs[name].array())
-        for key, (name, form) in _adapter_keys(notes).items()
-    }
     head = _head_keys(proto)
-    for key, (name, form) in head.items():
-        arrays[_PREFIX + key] = _in_peft(form, refs[name].array())
     modules = dict.fromkeys(key.rpartition(".")[0] or key for key in head)
     config = json.dumps(config_of(notes, list(modules)), indent=2) + "\n"
-    held = {key: np.ascontiguousarray(_storable(a)).reshape(a.shape) for key, a in arrays.items()}
+    held = {
+        _PREFIX + key: _storable(_swap_axes(form, refs[name].array()))
+        for key, (name, form) in (_adapter_keys(notes) | head).items()
+    }
     if target.suffix == _SUFFIX and not target.is_dir():
         with replacing(target) as temporary:
             temporary.write_bytes(save_arrays(held, metadata={"format": "pt", CONFIG: config}))
@@ -136,16 +133,13 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
         for key, match in adapters.items():
             modules[match.group(1)][match.group(2)] = arrays[key].shape
         _add(proto, modules, config)
-    notes, values = read_adapters(proto), {}
+    notes = read_adapters(proto)
     keys = _adapter_keys(notes)
-    for key in adapters:
-        plain = key.removeprefix(_PREFIX)
-        if plain not in keys:
-            raise unknown("adapter in the file, which the model does not have:", plain, keys)
-        name, form = keys.pop(plain)
-        values[name] = key, _in_peft(form, arrays[key])
-    if keys:
-        raise ValueError(f"{source} lacks the adapters {list(keys)} of the model")
+    missing = "adapter in the file, which the model does not have:"
+    values = _values_of(adapters, arrays, keys, missing)
+    found = {key.removeprefix(_PREFIX) for key in adapters}
+    if lacking := [key for key in keys if key not in found]:
+        raise ValueError(f"{source} lacks the adapters {lacking} of the model")
     rest = [key for key in arrays if key not in adapters]
     if rest:
         values |= _head_values(proto, rest, arrays)
@@ -154,7 +148,7 @@ def load_adapter(model: ModelLike, path: str | os.PathLike) -> ModelProto:
     return replace(proto, {name: array for name, (_, array) in values.items()})
 
 
-def _in_peft(form: str, array: np.ndarray) -> np.ndarray:
+def _swap_axes(form: str, array: np.ndarray) -> np.ndarray:
     """Return a factor of an adapter in the layout of PEFT, or one of PEFT in that of the model."""
     if form in (LINEAR, EMBEDDING) and array.ndim > 1:
         return np.swapaxes(array, -1, -2)
@@ -165,10 +159,7 @@ def _adapter_keys(notes: list[dict[str, Any]]) -> dict[str, tuple[str, str]]:
     """Return the tensor and the form of each adapter, by its key without the prefix."""
     keys = {}
     for note in notes:
-        names: tuple[str, ...] = ("lora_A.weight", "lora_B.weight")
-        if note["form"] == EMBEDDING:
-            names = ("lora_embedding_A", "lora_embedding_B")
-        names += ("lora_magnitude_vector",) if note["use_dora"] else ()
+        names = tensor_names(note["form"], note["use_dora"])
         for name, tensor in zip(names, note["tensors"], strict=True):
             keys[f"{note['module']}.{name}"] = tensor, note["form"]
     return keys
@@ -195,7 +186,8 @@ def _head_keys(proto: ModelProto) -> dict[str, tuple[str, str]]:
 
 
 def _storable(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+    array = array.astype(np.float32) if array.dtype == ml_dtypes.bfloat16 else array
+    return np.ascontiguousarray(array).reshape(array.shape)
 
 
 # -- loading -------------------------------------------------------------------------------------
@@ -225,19 +217,16 @@ def _add(proto: ModelProto, modules: Mapping[str, dict[str, tuple]], config: dic
     names = {module: names[_counterpart(module, names)] for module in modules}
     add, notes = Additions(proto), read_adapters(proto)
     for module in sorted(modules, key=lambda module: order[names[module]]):
-        name = names[module]
-        shapes = dict(modules[module])
-        magnitude = shapes.pop("lora_magnitude_vector", None)
-        pair = _zeros(module, shapes, every[name])
-        rank = pair[0].shape[0] if every[name].uses[0].form == CONV else pair[0].shape[-1]
-        options = options_of(config, module, rank)
-        if options["use_dora"]:
-            if reason := unfit(every[name]):
-                raise ValueError(f"{name!r} cannot have the adapter of {module!r}: {reason}")
-            pair += (np.zeros(every[name].uses[0].shape[-1:], pair[0].dtype),)
-        if options["use_dora"] != (magnitude is not None):
+        name, shapes = names[module], modules[module]
+        target = every[name]
+        use = target.uses[0]
+        options = options_of(config, module, _rank_of(use, shapes))
+        if options["use_dora"] and (reason := unfit(target)):
+            raise ValueError(f"{name!r} cannot have the adapter of {module!r}: {reason}")
+        if options["use_dora"] != (tensor_names(use.form, True)[-1] in shapes):
             raise ValueError(f"use_dora and the tensors of {module!r} in the file contradict")
-        notes.append(insert(add, name, module, every[name], pair, options))
+        arrays = _zeros(module, shapes, target, options)
+        notes.append(insert(add, name, module, target, arrays, options))
     write_note(proto, ADAPTERS, notes)
 
 
@@ -255,45 +244,37 @@ def _counterpart(module: str, modules: Collection[str]) -> str:
     return close[0]
 
 
-def _zeros(module: str, shapes: dict[str, tuple], target: Target) -> tuple[np.ndarray, ...]:
-    """Return zeros in the shapes of the factors of an adapter, as the model has them.
+def _rank_of(use: Use, shapes: Mapping[str, tuple]) -> int:
+    """Return the rank that the first factor in a file has; 1 if it lacks one: see `_zeros`."""
+    shape = shapes.get(tensor_names(use.form, False)[0]) or (1,)
+    return shape[0] if use.form == CONV or len(shape) < 2 else shape[-2]
+
+
+def _zeros(
+    module: str, shapes: Mapping[str, tuple], target: Target, options: Mapping[str, Any]
+) -> tuple[np.ndarray, ...]:
+    """Return zeros in the shapes of the tensors of an adapter, as the model has them.
 
     Raises:
         ValueError: the shapes in the file are not those of an adapter of that weight.
     """
-    use: Use = target.uses[0]
-    embeds = use.form == EMBEDDING
-    names = (
-        ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
-    )
+    use = target.uses[0]
+    names = tensor_names(use.form, options["use_dora"])
     if set(shapes) != set(names):
         raise ValueError(
             f"the adapter of {module!r} has the tensors {sorted(shapes)}, but the weight in the "
             f"model needs {list(names)}"
         )
-    a, b = shapes[names[0]], shapes[names[1]]
-    rank = a[0] if (a and use.form == CONV) or len(a) < 2 else a[-2]
-    expected = _peft_shapes(use, rank)
-    for name, shape, wanted in zip(names, (a, b), expected, strict=True):
-        if shape != wanted:
+    dtype = adapter_dtype(use).numpy()
+    p, q = (np.zeros(shape, dtype) for shape in factor_shapes(use, options["rank"]))
+    for name, factor in zip(names, (q, p) if use.form == LEFT else (p, q), strict=False):
+        wanted = _swap_axes(use.form, factor).shape
+        if shapes[name] != wanted:
             raise ValueError(
-                f"{_PREFIX}{module}.{name} has the shape {list(shape)}; the weight "
+                f"{_PREFIX}{module}.{name} has the shape {list(shapes[name])}; the weight "
                 f"{target.ref.name!r} in the model needs {list(wanted)}"
             )
-    dtype = adapter_dtype(use).numpy()
-    first, second = (_in_peft(use.form, np.zeros(shape, dtype)) for shape in expected)
-    return (second, first) if use.form == LEFT else (first, second)
-
-
-def _peft_shapes(use: Use, rank: int) -> tuple[tuple, tuple]:
-    shape = use.shape
-    if use.form == CONV:
-        ones = tuple(1 for _ in shape[2:])
-        return (rank, *shape[1:]), (shape[0], rank // use.group, *ones)
-    batch, (rows, columns) = shape[:-2], shape[-2:]
-    if use.form == LEFT:
-        rows, columns = columns, rows
-    return (*batch, rank, rows), (*batch, columns, rank)
+    return (p, q, np.zeros(use.shape[-1:], dtype)) if options["use_dora"] else (p, q)
 
 
 def _check_settings(notes: list[dict[str, Any]], config: dict[str, Any]) -> None:
@@ -323,13 +304,24 @@ def _head_values(
             )
         write_note(proto, HEAD, wanted)
         keys = _head_keys(proto)
+    return _values_of(rest, arrays, keys, "tensor in the file, which is none of the new head:")
+
+
+def _values_of(
+    found: Iterable[str], arrays: Arrays, keys: Mapping[str, tuple[str, str]], what: str
+) -> dict[str, tuple[str, np.ndarray]]:
+    """Return the key and the value of the tensors that a file has, by their names in the model.
+
+    Raises:
+        ValueError: one is not in `keys`; messages call it `what`.
+    """
     values = {}
-    for key in rest:
+    for key in found:
         plain = key.removeprefix(_PREFIX)
         if plain not in keys:
-            raise unknown("tensor in the file, which is none of the new head:", plain, keys)
+            raise unknown(what, plain, keys)
         name, form = keys[plain]
-        values[name] = key, _in_peft(form, arrays[key])
+        values[name] = key, _swap_axes(form, arrays[key])
     return values
 
 

@@ -17,7 +17,7 @@ from onnxgrad.errors import ModelError
 from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Use, attributes
 from onnxgrad.graph.emit import Emit
 from onnxgrad.model.constants import standard
-from onnxgrad.model.traversal import graphs_of, names
+from onnxgrad.model.traversal import graphs_of, keep_only, names, names_in
 
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
@@ -25,6 +25,14 @@ _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 def adapter_dtype(use: Use) -> ir.DataType:
     """Return the dtype of an adapter: that of the product, float32 for half precision."""
     return ir.DataType.FLOAT if use.dtype in _HALVES else use.dtype
+
+
+def factor_shapes(use: Use, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of the factors of an adapter: `p @ q`, or the two convolutions."""
+    shape = use.shape
+    if use.form == CONV:
+        return (rank, *shape[1:]), (shape[0], rank // use.group, *(1 for _ in shape[2:]))
+    return (*shape[:-1], rank), (*shape[:-2], rank, shape[-1])
 
 
 class Additions:
@@ -113,21 +121,18 @@ def product(
     The factors are those of the weight as it is used: `p @ q`, or the two convolutions.
     """
     p, q = pair
-
-    def scaled(h: ir.Value) -> ir.Value:
-        if scaling == 1:
-            return h
-        assert p.dtype is not None
-        return add.emit("Mul", h, add.number(scaling, p.dtype))
-
     if use.form == CONV:
-        options = attributes(use.node)
-        narrow = scaled(add.emit("Conv", x, p, **options))
+        narrow = add.emit("Conv", x, p, **attributes(use.node))
+    elif use.form == EMBEDDING:
+        narrow = add.emit("Gather", p, x, axis=0)
+    else:
+        narrow = add.emit("MatMul", *((q, x) if use.form == LEFT else (x, p)))
+    if scaling != 1:
+        assert p.dtype is not None
+        narrow = add.emit("Mul", narrow, add.number(scaling, p.dtype))
+    if use.form == CONV:
         return add.emit("Conv", narrow, q, group=use.group)
-    if use.form == LEFT:
-        return add.emit("MatMul", p, scaled(add.emit("MatMul", q, x)))
-    first = add.emit("Gather", p, x, axis=0) if use.form == EMBEDDING else add.emit("MatMul", x, p)
-    return add.emit("MatMul", scaled(first), q)
+    return add.emit("MatMul", *((p, narrow) if use.form == LEFT else (narrow, q)))
 
 
 # -- removal -------------------------------------------------------------------------------------
@@ -144,68 +149,38 @@ def remove(model: ModelProto, bases: Iterable[str], tensors: Iterable[str]) -> N
     Raises:
         ModelError: the nodes are not those that `Additions` wrote.
     """
-    removal = _Removal(model)
+    graphs, reads = graphs_of(model), Counter[str]()
+    producers: dict[str, tuple[GraphProto, NodeProto]] = {}
+    last: dict[str, tuple[GraphProto, NodeProto]] = {}  # of the nodes that read a value
+    for graph in graphs:
+        reads.update(names_in(graph.output))
+        for node in graph.node:
+            producers.update((y, (graph, node)) for y in node.output if y)
+            last.update((x, (graph, node)) for x in node.input)
+            reads.update(node.input)
+    gone: set[str] = set()  # values
     for base in bases:
-        removal.restore(base)
-    removal.drop_tensors(set(tensors))
-
-
-class _Removal:
-    def __init__(self, model: ModelProto) -> None:
-        self.model = model
-        self.graphs = graphs_of(model)
-        self.producers: dict[str, tuple[GraphProto, NodeProto]] = {}
-        self.readers: dict[str, list[tuple[GraphProto, NodeProto]]] = {}
-        self.reads: Counter[str] = Counter()
-        for graph in self.graphs:
-            self.reads.update(y.name for y in graph.output)
-            for node in graph.node:
-                self.producers.update((y, (graph, node)) for y in node.output if y)
-                self.reads.update(node.input)
-                for name in set(node.input):
-                    self.readers.setdefault(name, []).append((graph, node))
-        self.dropped: set[str] = set()
-
-    def restore(self, base: str) -> None:
-        """Remove the sum behind `base` with all that only it reads; `base` gets its name."""
-        readers = self.readers.get(base, [])
-        if base in self.producers and readers and readers[-1][1].op_type == "Add":
-            graph, last = readers[-1]  # the sum is the last node of an adapter
-            output = last.output[0]
-            self._drop(graph, last, kept=base)
-        if base not in self.producers or not readers or self.reads[base]:
+        dead = [last[base]] if base in producers and base in last else []
+        output = dead[0][1].output[0] if dead else ""
+        if dead and dead[0][1].op_type != "Add":  # the sum is the last node of an adapter
+            dead = []
+        for holder, node in dead:  # the loop appends to it
+            inputs = [name for name in node.input if name]
+            gone.update(node.output)
+            del holder.node[next(i for i, n in enumerate(holder.node) if n.output == node.output)]
+            reads.subtract(inputs)
+            free = (n for n in dict.fromkeys(inputs) if n != base and not reads[n])
+            dead += [producers[name] for name in free if name in producers]
+        if not dead or reads[base]:
             raise ModelError(
                 f"the adapter beside {base!r} is not as add_lora wrote it: a tool modified the "
                 "file. Merge adapters before other tools modify it"
             )
-        _, node = self.producers[base]
+        holder, node = producers[output] = producers[base]
         node.output[list(node.output).index(base)] = output
-        self.producers[output] = graph, node
-        self.dropped -= {output}
-        self.dropped.add(base)
-
-    def _drop(self, graph: GraphProto, node: NodeProto, kept: str) -> None:
-        """Remove `node`, and the nodes before it that nothing else reads."""
-        waiting = [(graph, node)]
-        for holder, dead in waiting:  # the loop appends to it
-            index = next(i for i, n in enumerate(holder.node) if n.output == dead.output)
-            inputs = [name for name in dead.input if name]
-            self.dropped.update(dead.output)
-            del holder.node[index]
-            self.reads.subtract(inputs)
-            for name in dict.fromkeys(inputs):
-                if name != kept and not self.reads[name] and name in self.producers:
-                    waiting.append(self.producers[name])
-
-    def drop_tensors(self, tensors: set[str]) -> None:
-        """Remove initializers that nothing reads, and what is declared of removed values."""
-        gone = {name for name in tensors if not self.reads[name]}
-        _keep(self.model.graph.initializer, gone)
-        _keep(self.model.graph.input, gone)
-        for graph in self.graphs:
-            _keep(graph.value_info, gone | self.dropped)
-
-
-def _keep(entries, gone: set[str]) -> None:
-    for i in reversed([i for i, entry in enumerate(entries) if entry.name in gone]):
-        del entries[i]
+        gone = gone - {output} | {base}
+    unread = {name for name in tensors if not reads[name]}
+    for entries in (model.graph.initializer, model.graph.input):
+        keep_only(entries, lambda entry: entry.name not in unread)
+    for graph in graphs:
+        keep_only(graph.value_info, lambda entry: entry.name not in gone | unread)

@@ -6,8 +6,18 @@ from collections import Counter
 
 from onnx import ModelProto
 
-from onnxgrad.finetune.adapter_uses import Target
+from onnxgrad.finetune.adapter_uses import EMBEDDING, Target
 from onnxgrad.training.parameters.aliases import aliases
+
+_MAGNITUDE = "lora_magnitude_vector"
+
+
+def tensor_names(form: str, use_dora: bool) -> tuple[str, ...]:
+    """Return what PEFT calls the tensors of an adapter: A, which reads the data, B, and lengths."""
+    pair = ("lora_A.weight", "lora_B.weight")
+    if form == EMBEDDING:
+        pair = ("lora_embedding_A", "lora_embedding_B")
+    return (*pair, _MAGNITUDE) if use_dora else pair
 
 
 def module_names(proto: ModelProto, targets: dict[str, Target]) -> dict[str, str]:

@@ -21,9 +21,17 @@ _QUANTIZED = (
     TensorProto.INT8, TensorProto.UINT8, TensorProto.INT4, TensorProto.UINT4,
     TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2,
 )  # fmt: skip
-_JOINED = MOVES | {"Concat"}
+_MOVES_OR_JOINS = MOVES | {"Concat"}
 _MICROSOFT = "com.microsoft"
 _PRODUCTS = (("", "MatMul"), (_MICROSOFT, "FusedMatMul"), (_MICROSOFT, "TransposeMatMul"))
+_NBITS = "MatMulNBits"
+# products of integers, and the nodes that turn their results into floats
+_INTEGER_PRODUCTS = {
+    ("", "MatMulInteger"): ("Cast", "Mul"),
+    ("", "QLinearMatMul"): ("DequantizeLinear",),
+}
+_SCALES = ("Mul", "Div")
+_AFFINE = (*_SCALES, "Add", "Sub")
 
 Key = tuple[int, str]  # the id of the graph that defines a value, and its name there
 Reader = tuple[GraphProto, NodeProto | None, int]  # None: an output of the graph
@@ -85,26 +93,19 @@ class _Path:
     scaled: bool = False
 
     @property
-    def used(self) -> tuple[int, ...]:
+    def shape_at_use(self) -> tuple[int, ...]:
         """The shape at the use."""
         return tuple(self.shape[i] for i in self.perm)
 
 
 def targets(proto: ModelProto) -> dict[str, Target]:
     """Return the float and quantized constants of a model without local functions, by name."""
-    refs = list(constant_refs(proto))  # keeps the graphs alive, and so their ids unique
-    readers = _readers(proto.graph)
-    constants = {ref.graph_name: ref for ref in refs}
-    fixed = set(constants)
-    for node in all_nodes(proto.graph.node):
-        if node.input and fixed.issuperset(node.input) and not any(subgraphs(node)):
-            fixed.update(node.output)
-    dtypes = {ref.graph_name: ref.read().data_type for ref in refs}
+    search = _Search(proto)
     found: dict[str, Target] = {}
-    for ref in refs:
-        dtype = dtypes[ref.graph_name]
+    for ref in search.refs:
+        dtype = search.dtypes[ref.graph_name]
         if dtype in FLOATS or dtype in _QUANTIZED:
-            target = _target(ref, readers, constants, fixed, dtypes)
+            target = search.target(ref)
             if dtype in FLOATS or target.quantized:
                 found[ref.name] = target
     return found
@@ -138,214 +139,221 @@ def _readers(graph: GraphProto) -> dict[Key, list[Reader]]:
     return table
 
 
-def _target(
-    ref: ConstantRef,
-    readers: dict[Key, list[Reader]],
-    constants: dict[str, ConstantRef],
-    fixed: set[str],
-    dtypes: dict[str, int],
-) -> Target:
-    target = Target(ref)
-    tensor = ref.read()
-    if ref.sparse or ref.function is not None or ref.attribute is not None:
-        kind = "a sparse tensor" if ref.sparse else "part of a local function"
-        target.reason = f"it is {kind}"
+class _Search:
+    """Finds the uses of constants of a model without local functions.
+
+    Attributes:
+        refs: the constants; they keep the graphs alive, and so their ids unique.
+        readers: what reads each value, in subgraphs too.
+        constants: the constants by their names in their graphs.
+        fixed: names of values that are computed from constants alone.
+        dtypes: of the constants.
+    """
+
+    def __init__(self, proto: ModelProto) -> None:
+        self.refs = list(constant_refs(proto))
+        self.readers = _readers(proto.graph)
+        self.constants = {ref.graph_name: ref for ref in self.refs}
+        self.dtypes = {ref.graph_name: ref.read().data_type for ref in self.refs}
+        self.fixed = set(self.constants)
+        for node in all_nodes(proto.graph.node):
+            if node.input and self.fixed.issuperset(node.input) and not any(subgraphs(node)):
+                self.fixed.update(node.output)
+
+    def target(self, ref: ConstantRef) -> Target:
+        """Return the uses of a constant."""
+        target = Target(ref)
+        tensor = ref.read()
+        if ref.sparse or ref.function is not None or ref.attribute is not None:
+            kind = "a sparse tensor" if ref.sparse else "part of a local function"
+            target.reason = f"it is {kind}"
+            return target
+        shape = tuple(tensor.dims)
+        key, stored = (id(ref.graph), ref.graph_name), tensor.data_type
+        start = _Path(key, shape, tuple(range(len(shape))), stored, False)
+        for path, (graph, node, index) in self._through_moves(start):
+            use = node and self._use(path, graph, node, index)
+            rows = isinstance(use, Use) and use.form == EMBEDDING
+            if isinstance(use, Use) and not path.scaled and (path.quantized or rows):
+                use = self._behind_scale(use) if stored not in FLOATS else use
+                if not use.dtype.is_floating_point():
+                    use = f"the result of {_label(use.node)} stays in integers"
+            if isinstance(use, Use) and use.x in self.constants:
+                use = f"{_label(use.node)} multiplies it by another constant"
+            if isinstance(use, Use):
+                target.uses.append(use)
+            else:
+                target.reason = use or "it is an output of a graph"
+                target.missed |= len(shape) > 1 and self._is_factor(path.key)
+            integers = node is not None and node.op_type in (
+                _NBITS,
+                "MatMulInteger",
+                "QLinearMatMul",
+            )
+            target.quantized |= path.quantized or (integers and isinstance(use, Use))
+            target.quantized |= stored not in FLOATS and len(shape) > 1  # though without an adapter
+        if len(shape) < 2 and not target.quantized:
+            target.reason = f"it has the shape {list(shape)}, an adapter needs a matrix"
+        elif not target.uses and not target.reason:
+            target.reason = "nothing reads it"
+        elif not target.reason:
+            target.reason = _why_not_one(target.uses)
         return target
-    shape = tuple(tensor.dims)
-    key, stored = (id(ref.graph), ref.graph_name), tensor.data_type
-    start = _Path(key, shape, tuple(range(len(shape))), stored, False)
-    for path, (graph, node, index) in _through_moves(start, readers, dtypes, constants, fixed):
-        use = node and _use(path, graph, node, index, dtypes)
-        rows = isinstance(use, Use) and use.form == EMBEDDING
-        if isinstance(use, Use) and not path.scaled and (path.quantized or rows):
-            use = _behind_scale(use, fixed) if stored not in FLOATS else use
-            if not use.dtype.is_floating_point():
-                use = f"the result of {_named(use.node)} stays in integers"
-        if isinstance(use, Use) and use.x in constants:
-            use = f"{_named(use.node)} multiplies it by another constant"
-        if isinstance(use, Use):
-            target.uses.append(use)
-        else:
-            target.reason = use or "it is an output of a graph"
-            target.missed |= len(shape) > 1 and _is_factor(path.key, readers, fixed)
-        integers = node is not None and node.op_type in (_NBITS, "MatMulInteger", "QLinearMatMul")
-        target.quantized |= path.quantized or (integers and isinstance(use, Use))
-        target.quantized |= stored not in FLOATS and len(shape) > 1  # though without an adapter
-    if len(shape) < 2 and not target.quantized:
-        target.reason = f"it has the shape {list(shape)}, an adapter needs a matrix"
-    elif not target.uses and not target.reason:
-        target.reason = "nothing reads it"
-    elif not target.reason:
-        target.reason = _mixed(target.uses)
-    return target
+
+    def _is_factor(self, key: Key) -> bool:
+        """Return whether a layer multiplies by a constant, or by several that are joined to one."""
+        waiting = [key]
+        for name in waiting:  # the loop appends to it
+            for graph, node, index in self.readers.get(name, ()):
+                if node is not None and letter(node, index) in ("f", "q"):
+                    return True
+                if node is not None and node.op_type in _MOVES_OR_JOINS:
+                    waiting += [(id(graph), y) for y in node.output if y in self.fixed]
+        return False
+
+    def _through_moves(self, start: _Path) -> Iterator[tuple[_Path, Reader]]:
+        """Yield what reads a weight, itself or behind nodes that move, cast or dequantize it."""
+        waiting = [start]
+        for path in waiting:  # the loop appends to it
+            for reader in self.readers.get(path.key, ()):
+                graph, node, index = reader
+                if node is None or standard(node.domain) not in ("", _MICROSOFT):
+                    yield path, reader
+                    continue
+                onward = replace(path, key=(id(graph), node.output[0]))
+                if path.quantized and node.op_type in _AFFINE and self.fixed.issuperset(node.input):
+                    scaled = path.scaled or node.op_type in _SCALES
+                    waiting.append(replace(onward, scaled=scaled))
+                    continue
+                if index:
+                    yield path, reader
+                    continue
+                options = attributes(node)
+                if node.op_type == "Transpose":
+                    order = options.get("perm", range(len(path.perm))[::-1])
+                    waiting.append(replace(onward, perm=tuple(path.perm[i] for i in order)))
+                elif node.op_type == "Cast":
+                    quantized = path.quantized or path.dtype not in FLOATS
+                    waiting.append(replace(onward, dtype=options["to"], quantized=quantized))
+                elif (
+                    node.op_type == "Reshape" and path.quantized and node.input[1] in self.constants
+                ):
+                    sizes = self.constants[node.input[1]].array()
+                    sizes = np.empty(path.shape_at_use, bool).reshape(
+                        np.where(sizes, sizes, path.shape_at_use[0])
+                    )
+                    axes = tuple(range(sizes.ndim))
+                    waiting.append(replace(onward, shape=sizes.shape, perm=axes))
+                elif node.op_type == "Identity":
+                    waiting.append(onward)
+                elif node.op_type == "DequantizeLinear":
+                    dtype = options.get("output_dtype") or self.dtypes.get(
+                        node.input[1], TensorProto.FLOAT
+                    )
+                    waiting.append(replace(onward, dtype=dtype, quantized=True, scaled=True))
+                else:
+                    yield path, reader
+
+    def _use(self, path: _Path, graph: GraphProto, node: NodeProto, index: int) -> Use | str:
+        """Return the use of a weight by `node`, or why it cannot have an adapter."""
+        kind, options = (standard(node.domain), node.op_type), attributes(node)
+        dtype, shape = ir.DataType(path.dtype), path.shape
+        if kind == (_MICROSOFT, _NBITS) and index == 1:
+            scales = ir.DataType(self.dtypes.get(node.input[2], TensorProto.FLOAT))
+            size = (int(options["K"]), int(options["N"]))
+            return Use(graph, node, LINEAR, node.input[0], (0, 1), size, scales)
+        used = path.shape_at_use
+        x = (*node.input, "")[1 - index % 2]
+        use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
+        if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):
+            return _product(use, index, options)
+        if kind in _INTEGER_PRODUCTS and index == 1 + 2 * (node.op_type == "QLinearMatMul"):
+            return _float_use(use)
+        if len(shape) > 2 and index == 1 and kind == ("", "Conv"):
+            return replace(use, form=CONV)
+        if kind == ("", "Gather") and index == 0:
+            if len(shape) == 2 and options.get("axis", 0) in (0, -2):
+                return replace(use, form=EMBEDDING)
+            return f"{_label(node)} does not look up rows of a matrix"
+        if node.op_type in ("FusedGemm", "FusedConv", "NhwcFusedConv", "GemmFastGelu"):
+            return (
+                f"{_label(node)} applies its activation too: use the file before it was optimized"
+            )
+        return (
+            f"{_label(node)} reads it, and adapters are put beside MatMul, Gemm, Conv and Gather, "
+            "where data are multiplied by a weight or look up its rows"
+        )
+
+    def _behind_scale(self, use: Use) -> Use:
+        """Return the use whose result has its scale, which multiplies the product or the rows."""
+        rows, node, dtype, factors = use.form == EMBEDDING, use.node, use.dtype, self.fixed
+        if rows:
+            gathers = (
+                n for n in use.graph.node if n.op_type == "Gather" and n.input[0] in self.fixed
+            )
+            factors = self.fixed.union(n.output[0] for n in gathers)
+        while use.form != CONV and node.op_type not in _SCALES:
+            after = _only_reader(use.graph, node)
+            if after is None:
+                break
+            others = set(after.input) - {node.output[0]}
+            scales = after.op_type in (_AFFINE if rows else _SCALES)
+            if rows and after.op_type == "Cast":
+                dtype = ir.DataType(attributes(after)["to"])
+            elif not scales or not others or not others <= factors:
+                break
+            node = after
+        return replace(use, node=node, dtype=dtype)
 
 
-def _mixed(uses: list[Use]) -> str:
+def _why_not_one(uses: list[Use]) -> str:
     """Return why several uses cannot share an adapter, or ""."""
     first = uses[0]
     for use in uses[1:]:
         same = use.perm == first.perm and (use.form == CONV) == (first.form == CONV)
-        swapped = CONV not in (use.form, first.form) and use.perm == _swapped(first.perm)
+        swapped = CONV not in (use.form, first.form) and use.perm == _swap_last(first.perm)
         if not (same or swapped) or use.group != first.group or use.dtype != first.dtype:
-            return f"{_named(first.node)} and {_named(use.node)} use it in different ways"
+            return f"{_label(first.node)} and {_label(use.node)} use it in different ways"
     return ""
 
 
-def _is_factor(key: Key, readers: dict[Key, list[Reader]], fixed: set[str]) -> bool:
-    """Return whether a layer multiplies by a constant, or by several that are joined to one."""
-    waiting = [key]
-    for name in waiting:  # the loop appends to it
-        for graph, node, index in readers.get(name, ()):
-            if node is not None and letter(node, index) in ("f", "q"):
-                return True
-            if node is not None and node.op_type in _JOINED:
-                waiting += [(id(graph), y) for y in node.output if y in fixed]
-    return False
-
-
-def _through_moves(
-    start: _Path,
-    readers: dict[Key, list[Reader]],
-    dtypes: dict[str, int],
-    constants: dict[str, ConstantRef],
-    fixed: set[str],
-) -> Iterator[tuple[_Path, Reader]]:
-    """Yield what reads a weight, itself or behind nodes that transpose, cast or dequantize it."""
-    waiting = [start]
-    for path in waiting:  # the loop appends to it
-        for reader in readers.get(path.key, ()):
-            graph, node, index = reader
-            if node is None or standard(node.domain) not in ("", _MICROSOFT):
-                yield path, reader
-                continue
-            onward = replace(path, key=(id(graph), node.output[0]))
-            if path.quantized and node.op_type in _AFFINE and fixed.issuperset(node.input):
-                scaled = path.scaled or node.op_type in _SCALES
-                waiting.append(replace(onward, scaled=scaled))
-                continue
-            if index:
-                yield path, reader
-                continue
-            options = attributes(node)
-            if node.op_type == "Transpose":
-                order = options.get("perm", range(len(path.perm))[::-1])
-                waiting.append(replace(onward, perm=tuple(path.perm[i] for i in order)))
-            elif node.op_type == "Cast":
-                quantized = path.quantized or path.dtype not in FLOATS
-                waiting.append(replace(onward, dtype=options["to"], quantized=quantized))
-            elif node.op_type == "Reshape" and path.quantized and node.input[1] in constants:
-                sizes = constants[node.input[1]].array()
-                sizes = np.empty(path.used, bool).reshape(np.where(sizes, sizes, path.used[0]))
-                axes = tuple(range(sizes.ndim))
-                waiting.append(replace(onward, shape=sizes.shape, perm=axes))
-            elif node.op_type == "Identity":
-                waiting.append(onward)
-            elif node.op_type == "DequantizeLinear":
-                dtype = options.get("output_dtype") or dtypes.get(node.input[1], TensorProto.FLOAT)
-                waiting.append(replace(onward, dtype=dtype, quantized=True, scaled=True))
-            else:
-                yield path, reader
-
-
-_NBITS = "MatMulNBits"
-# products of integers, and the nodes that turn their results into floats
-_INTEGER_PRODUCTS = {
-    ("", "MatMulInteger"): ("Cast", "Mul"),
-    ("", "QLinearMatMul"): ("DequantizeLinear",),
-}
-
-
-_SCALES = ("Mul", "Div")
-_AFFINE = (*_SCALES, "Add", "Sub")
-
-
-def _behind_scale(use: Use, fixed: set[str]) -> Use:
-    """Return the use whose result has its scale, which multiplies the product or the rows."""
-    rows, node, dtype = use.form == EMBEDDING, use.node, use.dtype
-    gathered = {
-        n.output[0] for n in use.graph.node if n.op_type == "Gather" and n.input[0] in fixed
-    }
-    while use.form != CONV and node.op_type not in _SCALES:
-        readers = [n for n in use.graph.node if node.output[0] in n.input]
-        if len(readers) != 1:
-            break
-        after = readers[0]
-        others = set(after.input) - {node.output[0]}
-        scales = after.op_type in (_AFFINE if rows else _SCALES)
-        if rows and after.op_type == "Cast":
-            dtype = ir.DataType(attributes(after)["to"])
-        elif not scales or not others or not others <= (fixed | gathered if rows else fixed):
-            break
-        node = after
-    return replace(use, node=node, dtype=dtype)
+def _only_reader(graph: GraphProto, node: NodeProto) -> NodeProto | None:
+    """Return the only node of `graph` that reads the result of `node`; None if there are others."""
+    readers = [n for n in graph.node if node.output[0] in n.input]
+    return readers[0] if len(readers) == 1 else None
 
 
 def _float_use(use: Use) -> Use | str:
     """Return the use of a weight by a product of integers, from the data to the result in floats"""
     before = {name: n for n in use.graph.node for name in n.output}.get(use.node.input[0])
     if before is None or before.op_type not in ("DynamicQuantizeLinear", "QuantizeLinear"):
-        return f"the data of {_named(use.node)} are integers already: use the QDQ format"
+        return f"the data of {_label(use.node)} are integers already: use the QDQ format"
     node = use.node
     for op_type in _INTEGER_PRODUCTS["", use.node.op_type]:
-        readers = [n for n in use.graph.node if node.output[0] in n.input]
-        if len(readers) != 1 or readers[0].op_type != op_type:
-            return f"the result of {_named(use.node)} stays in integers: use the QDQ format"
-        node = readers[0]
+        after = _only_reader(use.graph, node)
+        if after is None or after.op_type != op_type:
+            return f"the result of {_label(use.node)} stays in integers: use the QDQ format"
+        node = after
     return replace(use, node=node, x=before.input[0], dtype=ir.DataType.FLOAT)
-
-
-def _use(
-    path: _Path,
-    graph: GraphProto,
-    node: NodeProto,
-    index: int,
-    dtypes: dict[str, int],
-) -> Use | str:
-    """Return the use of a weight by `node`, or why it cannot have an adapter."""
-    kind, options = (standard(node.domain), node.op_type), attributes(node)
-    dtype, shape = ir.DataType(path.dtype), path.shape
-    if kind == (_MICROSOFT, _NBITS) and index == 1:
-        scales = ir.DataType(dtypes.get(node.input[2], TensorProto.FLOAT))
-        size = (int(options["K"]), int(options["N"]))
-        return Use(graph, node, LINEAR, node.input[0], (0, 1), size, scales)
-    used = path.used
-    x = (*node.input, "")[1 - index % 2]
-    use = Use(graph, node, LINEAR, x, path.perm, used, dtype)
-    if len(shape) > 1 and index < 2 and (kind in _PRODUCTS or kind == ("", "Gemm")):
-        return _product(use, index, options)
-    if kind in _INTEGER_PRODUCTS and index == 1 + 2 * (node.op_type == "QLinearMatMul"):
-        return _float_use(use)
-    if len(shape) > 2 and index == 1 and kind == ("", "Conv"):
-        return replace(use, form=CONV)
-    if kind == ("", "Gather") and index == 0:
-        if len(shape) == 2 and options.get("axis", 0) in (0, -2):
-            return replace(use, form=EMBEDDING)
-        return f"{_named(node)} does not look up rows of a matrix"
-    if node.op_type in ("FusedGemm", "FusedConv", "NhwcFusedConv", "GemmFastGelu"):
-        return f"{_named(node)} applies its activation too: use the file before it was optimized"
-    return (
-        f"{_named(node)} reads it, and adapters are put beside MatMul, Gemm, Conv and Gather, "
-        "where data are multiplied by a weight or look up its rows"
-    )
 
 
 def _product(use: Use, index: int, options: dict[str, Any]) -> Use | str:
     """Return the use of a weight as operand `index` of MatMul or Gemm."""
     flips = bool(options.get("transB" if index else "transA"))
     if flips:
-        use = replace(use, perm=_swapped(use.perm), shape=_swapped(use.shape))
+        use = replace(use, perm=_swap_last(use.perm), shape=_swap_last(use.shape))
     flips = bool(options.get("transA" if index else "transB"))
     if options.get("transBatchA") or options.get("transBatchB"):
-        return f"{_named(use.node)} transposes batches"
+        return f"{_label(use.node)} transposes batches"
     if flips and use.node.op_type != "Gemm":
-        return f"{_named(use.node)} transposes its data"
+        return f"{_label(use.node)} transposes its data"
     factor = float(options.get("alpha", 1.0))
     return replace(use, form=LINEAR if index else LEFT, flips=flips, factor=factor)
 
 
-def _swapped(axes: tuple[int, ...]) -> tuple[int, ...]:
+def _swap_last(axes: tuple[int, ...]) -> tuple[int, ...]:
     return (*axes[:-2], axes[-1], axes[-2])
 
 
-def _named(node: NodeProto) -> str:
+def _label(node: NodeProto) -> str:
     return f"{node.op_type} {node.name or node.output[0]!r}"

@@ -10,7 +10,7 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import argument, named, unknown
-from onnxgrad.finetune.activations import ACTIVATIONS, applied
+from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
 from onnxgrad.finetune.heads import Request
 from onnxgrad.finetune.layers import fresh, initializer
 from onnxgrad.graph.emit import Emit
@@ -103,12 +103,12 @@ def _with_head(
     op = Emit(graph)
     x = _features(_value(graph, at or str(graph.outputs[0].name)), pool)
     weights = _weights(op, x, pool, request)
-    pooled = _pooled(op, x, pool, None if mask is None else _value(graph, mask))
+    pooled = _pool_features(op, x, pool, None if mask is None else _value(graph, mask))
     y = op.emit("Add", [op.MatMul(pooled, weights[0]), weights[1]], {}, fresh=True)
     shape = dims(x) or ()
     y.type, y.shape = x.type, ir.Shape([*(shape[:1] if pool else shape[:-1]), request.units])
     if request.activation is not None:
-        y = applied(op, ACTIVATIONS[request.activation], y, -1)
+        y = write_activation(op, ACTIVATIONS[request.activation], y, -1)
     graph.outputs.clear()
     y.name = op.name("logits" if request.activation is None else "probabilities")
     graph.outputs.append(y)
@@ -142,7 +142,7 @@ def _features(x: ir.Value, pool: str | None) -> ir.Value:
     return x
 
 
-def _pooled(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> ir.Value:
+def _pool_features(op: Emit, x: ir.Value, pool: str | None, mask: ir.Value | None) -> ir.Value:
     """Return the features of each row; without `pool`, `x`."""
     if pool == "first":
         return op.Gather(x, np.int64(0), axis=1)

@@ -54,8 +54,8 @@ class NewClasses:
                 kept.append(entry)
                 continue
             word = re.split(r"[./:]", re.sub("[- ]", "_", entry.key.lower().strip()))[-1]
-            value, written = _parsed(entry.value, word)
-            changed = self._changed(word, value)
+            value, written = _value_and_writer(entry.value, word)
+            changed = self._new_value(word, value)
             if changed is _GONE:
                 removed.append(printable(entry.key))
                 continue
@@ -70,7 +70,7 @@ class NewClasses:
             if names:
                 logger.warning("metadata that described the old classes are %s: %s", done, names)
 
-    def _changed(self, word: str, value: Any) -> Any:
+    def _new_value(self, word: str, value: Any) -> Any:
         """Return the new value of an entry: `value` itself if it stays, `_GONE` if it goes."""
         if word in _COUNTS:
             same = str(value).strip() == str(self.old)
@@ -107,7 +107,7 @@ class NewClasses:
         """Return the new value of a configuration that has classes among others."""
         words = _LISTS | _COUNTS - {"vocab_size"}
         changed = {
-            key: self._changed(str(key).lower(), v)
+            key: self._new_value(str(key).lower(), v)
             if str(key).lower() in words
             else (self._of_dict(v) if isinstance(v, dict) else v)
             for key, v in value.items()
@@ -121,7 +121,7 @@ class _Characters(list[str]):
     """The characters of a text."""
 
 
-def _parsed(text: str, word: str) -> tuple[Any, Callable[[Any], str]]:
+def _value_and_writer(text: str, word: str) -> tuple[Any, Callable[[Any], str]]:
     """Return the value that the entry `word` holds, and what writes another in the same form."""
     for read, write in ((json.loads, json.dumps), (ast.literal_eval, repr)):
         try:
@@ -133,11 +133,11 @@ def _parsed(text: str, word: str) -> tuple[Any, Callable[[Any], str]]:
         return text, str
     for separator in ("\n", ", ", ",", "; ", ";", "|") if word in _LISTS | _INPUTS_TOO else ():
         if separator in text.strip(separator):
-            return _split(text, separator)
+            return _split_names(text, separator)
     return (_Characters(text), "".join) if word in _ALPHABETS else (text, str)
 
 
-def _split(text: str, separator: str) -> tuple[list[str], Callable[[Any], str]]:
+def _split_names(text: str, separator: str) -> tuple[list[str], Callable[[Any], str]]:
     end = separator if text.endswith(separator) else ""
     names = text.removesuffix(end).split(separator)
     return names, lambda new: separator.join(map(str, new)) + end

@@ -6,12 +6,11 @@ from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.finetune.heads import find_layer
-from onnxgrad.finetune.labels import without_zipmaps
+from onnxgrad.finetune.label_outputs import without_zipmaps
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.surgery import select_model_inputs_outputs
-from onnxgrad.model.traversal import all_nodes
+from onnxgrad.model.surgery import drop_unused_inputs, select_model_inputs_outputs
 
 
 def features(model: ModelLike, at: str | None = None, *, output: str | None = None) -> ModelProto:
@@ -41,19 +40,12 @@ def features(model: ModelLike, at: str | None = None, *, output: str | None = No
         (['Relu'], 'a')
     """
     proto = read(model)
-    value = _value(proto, at)
-    if value is None:
+    value = at or ""
+    if not at or all(at not in node.output for node in proto.graph.node):
         proto, _ = without_zipmaps(inlined(proto) if proto.functions else proto)
         changed = to_ir(proto)
         infer(changed)
         value = str(find_layer(changed.graph, proto, at, output).x.name)
     part = select_model_inputs_outputs(proto, outputs=[value])
-    needed = {name for node in all_nodes(part.graph.node) for name in node.input} | {value}
-    for x in [x for x in part.graph.input if x.name not in needed]:
-        part.graph.input.remove(x)
+    drop_unused_inputs(part)
     return part
-
-
-def _value(proto: ModelProto, at: str | None) -> str | None:
-    """Return `at` if it is the name of a value that nodes compute."""
-    return at if any(at in node.output for node in proto.graph.node) else None

@@ -19,12 +19,19 @@ class Stated:
     type: ir.TypeProtocol | None
 
 
-def stated(graph: ir.Graph) -> dict[ir.Value, Stated]:
+def stated_types(graph: ir.Graph) -> dict[ir.Value, Stated]:
     """Return what the file states of the values of `graph` and its subgraphs."""
-    inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.outputs)]
+    return {
+        v: Stated(v.name, None if v.shape is None else v.shape.copy(), v.type)
+        for v in all_values(graph)
+    }
+
+
+def all_values(graph: ir.Graph) -> list[ir.Value]:
+    """Return the values of `graph`, then those of its subgraphs that no node computes."""
     results = [y for node in all_nodes(graph) for y in node.outputs]
-    values = [*graph.inputs, *graph.initializers.values(), *results, *inner]
-    return {v: Stated(v.name, None if v.shape is None else v.shape.copy(), v.type) for v in values}
+    inner = [v for g in graph.subgraphs() for v in (*g.inputs, *g.initializers.values())]
+    return [*dict.fromkeys([*graph.inputs, *graph.initializers.values(), *results, *inner])]
 
 
 def restore(values: dict[ir.Value, Stated], changed: Collection[ir.Value] = ()) -> None:

@@ -6,14 +6,32 @@ from collections.abc import Callable
 
 import onnx_ir as ir
 
-from onnxgrad.finetune.layers import known_value
 from onnxgrad.finetune.tail import INDEX, Tail
-from onnxgrad.graph.axes import keeps_axis
+from onnxgrad.graph import axes as places
+from onnxgrad.graph.axes import SUMMED, named_axes
 from onnxgrad.graph.operators import ELEMENTWISE, OF_SHAPES, UNARY
-from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.graph.shapes import constant, dims, rank, static
 from onnxgrad.graph.traversal import captured
 
 _MICROSOFT = frozenset("Gelu QuickGelu FastGelu".split())
+_MIXES = "it mixes them with other axes of {}"
+_SELECTS = "it selects some of them"
+_POOLS = "it pools over them"
+_REASONS = {  # operators that pass units on as `graph.axes` says, and why they are refused if not
+    "AveragePool": _POOLS,
+    "Flatten": _MIXES,
+    "Gather": _SELECTS,
+    "GlobalAveragePool": _POOLS,
+    "GlobalLpPool": _POOLS,
+    "GlobalMaxPool": _POOLS,
+    "LpPool": _POOLS,
+    "MaxPool": _POOLS,
+    "Slice": _SELECTS,
+    "Split": _SELECTS,
+    "Tile": "it repeats them",
+    "Transpose": _MIXES,
+    "Unsqueeze": "its axes are not constant",
+}
 _MOVES = frozenset("Cast Identity Reshape Squeeze Unsqueeze Flatten Transpose Expand".split())
 
 Handler = Callable[["Tail", ir.Node, int], None]
@@ -54,8 +72,25 @@ def follow(tail: Tail) -> None:
             HANDLERS[node.op_type](tail, node, axis)
         elif node.op_type in ELEMENTWISE and not node.domain:
             _elementwise(tail, node, axis)
+        elif node.op_type in _REASONS and not node.domain:
+            _pass_on(tail, node, axis, _REASONS[node.op_type])
         else:
             tail.refuse(node, "it works for the old number only, or reads them as features")
+
+
+def _pass_on(tail: Tail, node: ir.Node, axis: int, why: str) -> None:
+    """Follow the units to where `graph.axes` says that they stand; refuse for `why` elsewhere."""
+    ranks = {x: rank(x) for x in node.inputs if x is not None and x in tail.axes}
+    if None in ranks.values():
+        tail.refuse(node, "the rank of its operand is unknown")
+    own = {x: axis + (n or 0) for x, n in ranks.items()}
+    for y, place in zip(node.outputs, places.follow(node, own), strict=True):
+        n = rank(y)
+        if place is not None and place != SUMMED and n is not None:
+            tail.axes[y] = place - n
+            tail.changed.add(y)
+        elif place != SUMMED and (y.uses() or y.is_graph_output()):
+            tail.refuse(node, why.format(list(dims(node.inputs[0]) or ())))
 
 
 def _follow_indices(tail: Tail, node: ir.Node) -> None:
@@ -86,21 +121,14 @@ def _same(tail: Tail, node: ir.Node, axis: int) -> None:
     tail.keep(node, axis)
 
 
-@handler(*"AveragePool GlobalAveragePool GlobalMaxPool MaxPool LpPool GlobalLpPool".split())
-def _pooled(tail: Tail, node: ir.Node, axis: int) -> None:
-    if axis + tail.rank(node) != 1:
-        tail.refuse(node, "it pools over them")
-    tail.keep(node, axis)
-
-
 @handler("Resize", "Upsample")
-def _resized(tail: Tail, node: ir.Node, axis: int) -> None:
+def _resize(tail: Tail, node: ir.Node, axis: int) -> None:
     n = tail.rank(node)
     axes = [a % n for a in node.attributes.get_ints("axes", range(n))]
     if axis + n in axes:
         position = axes.index(axis + n)
         index = 2 if node.op_type == "Resize" and len(node.inputs) > 2 else 1
-        scales = known_value(node.inputs[index]) if len(node.inputs) > index else None
+        scales = constant(node.inputs[index]) if len(node.inputs) > index else None
         if scales is not None and scales.size and scales[position] != 1:
             tail.refuse(node, "it resizes their axis")
         if len(node.inputs) > 3 and node.inputs[3] is not None:
@@ -109,52 +137,28 @@ def _resized(tail: Tail, node: ir.Node, axis: int) -> None:
 
 
 @handler("Pad")
-def _padded(tail: Tail, node: ir.Node, axis: int) -> None:
-    n = tail.rank(node)
-    pads = known_value(node.inputs[1]) if len(node.inputs) > 1 else None
+def _pad(tail: Tail, node: ir.Node, axis: int) -> None:
+    named, at = named_axes(node) or [], axis + tail.rank(node)
+    pads = constant(node.inputs[1]) if len(node.inputs) > 1 else None
     stated = node.attributes.get_ints("pads", ()) if pads is None else pads.tolist()
-    axes = known_value(node.inputs[3]) if len(node.inputs) > 3 else None
-    along = list(range(n)) if axes is None else [int(a) % n for a in axes]
-    if not stated or any(
-        stated[i :: len(along)] != [0, 0] for i, a in enumerate(along) if a == axis + n
-    ):
+    if not stated or (at in named and any(stated[named.index(at) :: len(named)])):
         tail.refuse(node, "it pads their axis")
     tail.keep(node, axis)
 
 
-@handler("Transpose")
-def _transposed(tail: Tail, node: ir.Node, axis: int) -> None:
-    perm = list(node.attributes.get_ints("perm", ())) or list(range(tail.rank(node)))[::-1]
-    tail.keep(node, perm.index(axis + len(perm)) - len(perm))
-
-
-@handler("Flatten")
-def _flattened(tail: Tail, node: ir.Node, axis: int) -> None:
-    shape = dims(node.inputs[0]) or ()
-    n = tail.rank(node)
-    first = node.attributes.get_int("axis", 1)
-    first = first + n if first < 0 else first
-    behind = axis + n >= first
-    others = [d for i, d in enumerate(shape) if (i >= first) == behind and i != axis + n]
-    if any(d != 1 for d in others):
-        tail.refuse(node, f"it mixes them with other axes of {list(shape)}")
-    tail.keep(node, -1 if behind else -2)
-
-
 @handler("Reshape")
-def _reshaped(tail: Tail, node: ir.Node, axis: int) -> None:
+def _reshape(tail: Tail, node: ir.Node, axis: int) -> None:
     before, after = dims(node.inputs[0]), dims(node.outputs[0])
     if before is None or after is None:
         tail.refuse(node, "the rank of its operand or result is unknown")
-    at = axis + len(before)
-    same = [i for i in range(len(after)) if keeps_axis(before, at, after, i)]
-    if not same and tail.old == 1 and len(after) < len(before):
+    [place] = places.places(node, 0, axis + len(before))
+    if isinstance(place, int):
+        tail.vector(node, 1, place)
+        tail.keep(node, place - len(after))
+    elif tail.old == 1 and len(after) < len(before):
         _drop(tail, node)
-        return
-    if len(same) != 1:
+    else:
         tail.refuse(node, f"it reshapes {list(before)} to {list(after)}")
-    tail.vector(node, 1, same[0])
-    tail.keep(node, same[0] - len(after))
 
 
 def _drop(tail: Tail, node: ir.Node) -> None:
@@ -163,19 +167,10 @@ def _drop(tail: Tail, node: ir.Node) -> None:
         tail.bypass(node)
 
 
-def _axes(node: ir.Node, n: int) -> list[int] | None:
-    """Return the axes that `node` names, counted from the first; None: it names none."""
-    stated = node.attributes.get_ints("axes", ())
-    if not stated and len(node.inputs) > 1:
-        array = known_value(node.inputs[1])
-        stated = () if array is None else array.ravel().tolist()
-    return [int(a) % n for a in stated] if stated else None
-
-
 @handler("Squeeze")
-def _squeezed(tail: Tail, node: ir.Node, axis: int) -> None:
+def _squeeze(tail: Tail, node: ir.Node, axis: int) -> None:
     n, shape = tail.rank(node), dims(node.inputs[0]) or ()
-    axes = _axes(node, n)
+    axes = named_axes(node)
     if axes is None:
         if len(node.inputs) > 1 or any(not isinstance(d, int) for d in shape[1:]) or tail.new == 1:
             tail.refuse(node, "it does not name its axes")
@@ -190,89 +185,56 @@ def _squeezed(tail: Tail, node: ir.Node, axis: int) -> None:
         tail.keep(node, axis + sum(a > axis + n for a in axes))
 
 
-@handler("Unsqueeze")
-def _unsqueezed(tail: Tail, node: ir.Node, axis: int) -> None:
-    n = tail.rank(node)
-    count = len(_axes(node, 1) or ())
-    axes = _axes(node, n + count)
-    if axes is None:
-        tail.refuse(node, "its axes are not constant")
-    kept = [i for i in range(n + count) if i not in axes]
-    tail.keep(node, kept[axis + n] - n - count)
-
-
 @handler(*"ReduceMean ReduceSum ReduceMax ReduceMin ReduceProd ReduceL1 ReduceL2".split())
 @handler("ReduceLogSumExp", "ReduceSumSquare", "ReduceLogSum")
-def _reduced(tail: Tail, node: ir.Node, axis: int) -> None:
-    if _axes(node, 1) is None and len(node.inputs) > 1 and node.inputs[1] is not None:
-        tail.refuse(node, "its axes are not constant")
-    if not _axes(node, 1):
-        if node.attributes.get_int("noop_with_empty_axes", 0):
-            tail.keep(node, axis)
-        return
-    n = tail.rank(node)
-    axes = _axes(node, n) or []
-    if axis + n not in axes:
-        keeps = node.attributes.get_int("keepdims", 1)
-        tail.keep(node, axis if keeps else axis + sum(a > axis + n for a in axes))
+def _reduce(tail: Tail, node: ir.Node, axis: int) -> None:
+    named, unnamed = named_axes(node), "its axes are not constant"
+    if named is None:
+        tail.refuse(node, unnamed)
+    if axis + tail.rank(node) not in named:
+        _pass_on(tail, node, axis, unnamed)
 
 
 @handler("ArgMax", "ArgMin", "TopK")
-def _searched(tail: Tail, node: ir.Node, axis: int) -> None:
-    top = node.op_type == "TopK"
-    along = node.attributes.get_int("axis", -1 if top else 0)
-    along = along if along < 0 else along - tail.rank(node)
-    keeps = bool(top or node.attributes.get_int("keepdims", 1))
-    if along != axis:
-        tail.keep(node, axis if keeps or along < axis else axis + 1)
+def _search(tail: Tail, node: ir.Node, axis: int) -> None:
+    if named_axes(node) != [axis + tail.rank(node)]:
+        _pass_on(tail, node, axis, _SELECTS)
         return
-    count = known_value(node.inputs[1]) if len(node.inputs) > 1 else None
-    if top and (count is None or count.item() > tail.new):
+    count = constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    if node.op_type == "TopK" and (count is None or count.item() > tail.new):
         tail.refuse(node, f"it takes {'k' if count is None else count.item()} of them")
     tail.axes[node.outputs[-1]] = INDEX
 
 
-@handler("Slice", "Split", "Concat", "GatherElements", "Gather", "Tile", "Expand")
-def _chosen(tail: Tail, node: ir.Node, axis: int) -> None:
-    n, op_type = tail.rank(node), node.op_type
-    if op_type in ("Tile", "Expand"):
-        _repeated(tail, node, axis)
-        return
-    if op_type == "Slice":
-        axes = known_value(node.inputs[3]) if len(node.inputs) > 3 else None
-        stated = node.attributes.get_ints("axes", ()) if axes is None else axes.tolist()
-        along = [a % n for a in stated] or list(range(n))
-    else:
-        along = [node.attributes.get_int("axis", 0) % n]
-    if op_type == "Gather" and (node.inputs[0] not in tail.axes or axis + n in along):
-        tail.refuse(node, "it selects some of them")
-    if op_type == "GatherElements" and axis + n in along:
-        if node.inputs[1] in tail.axes:
-            tail.refuse(node, "it selects some of them")
-        return  # one element, of the label
-    if axis + n in along or any(x not in tail.axes for x in node.inputs if op_type == "Concat"):
-        joins = "it joins them with others" if op_type == "Concat" else "it selects some of them"
+@handler("Concat")
+def _concatenate(tail: Tail, node: ir.Node, axis: int) -> None:
+    joins = "it joins them with others"
+    if any(x not in tail.axes for x in node.inputs):
         tail.refuse(node, joins)
-    behind = along[0] > axis + n and op_type == "Gather"
-    tail.keep(node, axis - ((rank(node.inputs[1]) or 0) - 1 if behind else 0))
+    _pass_on(tail, node, axis, joins)
 
 
-def _repeated(tail: Tail, node: ir.Node, axis: int) -> None:
-    if node.op_type == "Tile":
-        repeats = known_value(node.inputs[1])
-        if repeats is None or repeats[axis] != 1:
-            tail.refuse(node, "it repeats them")
-    else:
-        length = (static(dims(node.inputs[1])) or (None,))[0]
-        if length is None:
-            tail.refuse(node, "its shape is not constant")
-        if length >= -axis:
-            tail.vector(node, 1, length + axis)
+@handler("GatherElements")
+def _gather_elements(tail: Tail, node: ir.Node, axis: int) -> None:
+    along = axis + tail.rank(node) in (named_axes(node) or [])
+    if along and node.inputs[1] in tail.axes:
+        tail.refuse(node, _SELECTS)
+    if not along:  # else one element, of the label
+        tail.keep(node, axis)
+
+
+@handler("Expand")
+def _expand(tail: Tail, node: ir.Node, axis: int) -> None:
+    length = (static(dims(node.inputs[1])) or (None,))[0]
+    if length is None:
+        tail.refuse(node, "its shape is not constant")
+    if length >= -axis:
+        tail.vector(node, 1, length + axis)
     tail.keep(node, axis)
 
 
 @handler("QuantizeLinear", "DequantizeLinear")
-def _quantized(tail: Tail, node: ir.Node, axis: int) -> None:
+def _drop_rounding(tail: Tail, node: ir.Node, axis: int) -> None:
     """Remove the rounding of the result: its scale belongs to the old weights."""
     if node.op_type == "QuantizeLinear" and node.outputs[0].is_graph_output():
         tail.refuse(node, "its scale belongs to the old weights")
@@ -280,7 +242,7 @@ def _quantized(tail: Tail, node: ir.Node, axis: int) -> None:
 
 
 @handler("SoftmaxCrossEntropyLoss", "NegativeLogLikelihoodLoss")
-def _lost(tail: Tail, node: ir.Node, axis: int) -> None:
+def _loss(tail: Tail, node: ir.Node, axis: int) -> None:
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         tail.refuse(node, "it has a weight for each class")
     for y in node.outputs[1:]:

@@ -9,19 +9,25 @@ import onnx_ir as ir
 from onnx import ModelProto
 
 from onnxgrad.autodiff.primal.local_functions import inlined
-from onnxgrad.errors import argument, unknown
-from onnxgrad.finetune.activations import ACTIVATIONS, change_activation
+from onnxgrad.errors import argument, node_text, unknown
 from onnxgrad.finetune.class_metadata import NewClasses
-from onnxgrad.finetune.file_shapes import Stated, restore, stated
+from onnxgrad.finetune.file_shapes import Stated, restore, stated_types
 from onnxgrad.finetune.follow import follow
-from onnxgrad.finetune.labels import (
+from onnxgrad.finetune.head_activation import ACTIVATIONS, change_activation
+from onnxgrad.finetune.label_outputs import (
     Classes,
     has_labels,
     restore_zipmaps,
     without_zipmaps,
     write_labels,
 )
-from onnxgrad.finetune.layers import Layer, replace_weights, shown, standardized, state_rank
+from onnxgrad.finetune.layers import (
+    Layer,
+    note_constants,
+    replace_weights,
+    standardize,
+    state_rank,
+)
 from onnxgrad.finetune.locate import Search, origins
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
@@ -88,7 +94,7 @@ def replace_head(
         >>> [tuple(tensor.dims) for tensor in og.replace_head(model, units=5).graph.initializer]
         [(5, 2)]
     """
-    return _replaced(read(model), Request(units, name, activation, seed), at, output)
+    return _with_new_layer(read(model), Request(units, name, activation, seed), at, output)
 
 
 class Request:
@@ -137,15 +143,16 @@ class Request:
         return proto
 
 
-def _replaced(
+def _with_new_layer(
     proto: ModelProto, request: Request, at: str | None, output: str | None
 ) -> ModelProto:
     """Return `proto` with a new layer; the other arguments as those of `replace_head`."""
     proto, zips = without_zipmaps(inlined(proto) if proto.functions else proto)
     model = to_ir(proto)
     graph = model.graph
-    before = stated(graph)
+    before = stated_types(graph)
     infer(model)
+    note_constants(graph)
     layer = find_layer(graph, proto, at, output)
     op = Emit(graph)
     own = [layer.y, *layer.node.outputs]
@@ -154,9 +161,9 @@ def _replaced(
     classes = None
     if labelled := has_labels(layer, nodes, affected):
         classes = request.classes or list(range(request.units))
-    standardized(op, layer)
+    standardize(op, layer)
     state_rank(model, layer)
-    tail = Tail(op, shown(layer.node), layer.y, layer.axis, layer.units, request.units)
+    tail = Tail(op, node_text(layer.node), layer.y, layer.axis, layer.units, request.units)
     tail.changed.update(layer.node.outputs)
     if classes is not None:
         write_labels(op, layer, nodes, indices, classes, request.activation)
@@ -164,7 +171,8 @@ def _replaced(
     else:
         follow(tail)
         change_activation(tail, request.activation)
-    old = {v for w in layer.weights for v in origins(w) if v.const_value is not None}
+    sources = {v for w in layer.weights for v in origins(w) if v.producer() is None}
+    old = {v for v in sources if v.const_value is not None}
     added = replace_weights(op, layer, request.units, request.name, request.seed)
     tidy(model)
     _say(layer, old)
@@ -193,7 +201,7 @@ def find_layer(graph: ir.Graph, proto: ModelProto, at: str | None, output: str |
         if not outputs:
             raise unknown("output", output, [str(y.name) for y in graph.outputs])
     search = Search(graph)
-    return search.last(outputs) if at is None else search.named(proto, at)
+    return search.last(outputs) if at is None else search.layer_called(proto, at)
 
 
 def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | None]:
@@ -205,7 +213,7 @@ def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | N
             raise ValueError(f"{argument('units', units)}: a layer has one unit or more")
         return operator.index(units), None
     classes = list(units.tolist() if hasattr(units, "tolist") else units)
-    if not isinstance(classes, list) or not classes:
+    if not classes:
         raise ValueError("units: pass one class or more")
     if {type(c) for c in classes} not in ({str}, {int}):
         raise ValueError(f"classes are all strings or all ints, not {classes}")
@@ -216,7 +224,7 @@ def _units(units: int | Sequence[str] | Sequence[int]) -> tuple[int, Classes | N
 
 def _say(layer: Layer, old: Iterable[ir.Value]) -> None:
     """Report which layer was replaced, and weights that others share with it."""
-    logger.info("replaced %s, of %d units", shown(layer.node), layer.units)
+    logger.info("replaced %s, of %d units", node_text(layer.node), layer.units)
     for value in old:
         if value.uses() and value.const_value is not None and value.const_value.size > 1:
             logger.warning(

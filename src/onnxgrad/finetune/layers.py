@@ -9,11 +9,12 @@ from math import prod, sqrt
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.errors import named
+from onnxgrad.errors import named, node_text
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.inference.infer import infer
-from onnxgrad.graph.shapes import constant, dims, rank, static
-from onnxgrad.graph.traversal import dependents
+from onnxgrad.graph.operators import operator_of
+from onnxgrad.graph.shapes import dims, rank, static
+from onnxgrad.graph.traversal import all_nodes, dependents
 from onnxgrad.model.constants import standard
 
 MICROSOFT, ML = "com.microsoft", "ai.onnx.ml"
@@ -44,8 +45,7 @@ _REFUSED = {
     "MatMulBnb4": "its weights are quantized",
     "GemmFastGelu": "its activation is a part of it",
 }
-_PARAMETERS = ("activation_alpha", "activation_beta", "activation_gamma")
-_FUSED_INTO = {"FusedGemm": "Gemm", "FusedConv": "Conv"}
+_SPLIT = frozenset("FusedConv FusedGemm MatMulNBits".split())
 
 
 @dataclass
@@ -91,18 +91,13 @@ class Layer:
         return [v for v in own if v is not None]
 
 
-def shown(node: ir.Node) -> str:
-    """Return a node as messages show it."""
-    return f"{node.op_type} (node {node.name!r}, output {node.outputs[0].name!r})"
-
-
-def known_value(value: ir.Value | None) -> np.ndarray | None:
-    """Return the array of an initializer or of a Constant node; None of other values."""
-    node = None if value is None else value.producer()
-    if node is None or node.op_type != "Constant" or value is None:
-        return constant(value)
-    tensor = ir.convenience.get_const_tensor(value)
-    return None if tensor is None else tensor.numpy()
+def note_constants(graph: ir.Graph) -> None:
+    """Let the results of Constant nodes tell their values, as initializers do, in place."""
+    for node in all_nodes(graph):
+        if node.op_type == "Constant" and not node.domain:
+            [y], attribute = node.outputs, node.attributes.get("value")
+            tensor = None if attribute is None else attribute.as_tensor()
+            y.const_value = tensor or ir.convenience.get_const_tensor(y)
 
 
 def data_values(graph: ir.Graph) -> set[ir.Value]:
@@ -134,12 +129,13 @@ def layer_of(node: ir.Node, data: Set[ir.Value]) -> Layer | str | None:
         return "its bias is computed from data"
     if key[1] == "MatMulNBits":
         n, k = (node.attributes.get_int(name, 0) for name in "NK")
-        return _with_add(Layer(node, x, node.outputs[0], "linear", (n, k), -1, x.dtype or FLOAT))
+        quantized = Layer(node, x, node.outputs[0], "linear", (n, k), -1, x.dtype or FLOAT)
+        return _include_add(quantized, data)
     shape = static(dims(w))
     if shape is None or w.dtype is None:
         return f"the shape of its weights {w.name!r} is unknown"
     layer = _of_shape(node, x, shape, w.dtype)
-    return layer if isinstance(layer, str) else _with_add(layer)
+    return layer if isinstance(layer, str) else _include_add(layer, data)
 
 
 FLOAT = ir.DataType.FLOAT
@@ -205,7 +201,7 @@ def _has(node: ir.Node, index: int) -> bool:
     return len(node.inputs) > index and node.inputs[index] is not None
 
 
-def _with_add(layer: Layer) -> Layer:
+def _include_add(layer: Layer, data: Set[ir.Value]) -> Layer:
     """Return `layer` with the Add behind it, if that adds one number to each unit."""
     uses = list(layer.node.outputs[0].uses())
     if layer.bias or len(uses) != 1 or layer.node.outputs[0].is_graph_output():
@@ -215,29 +211,13 @@ def _with_add(layer: Layer) -> Layer:
         return layer
     other = node.inputs[1 - index]
     shape = static(dims(other))
-    if other is None or shape is None or not _constant(other):
+    if other is None or shape is None or other in data:
         return layer
     numbers = [n for i, n in enumerate(shape, -len(shape)) if i != layer.axis]
     length = shape[layer.axis] if len(shape) >= -layer.axis else 1
     if length == layer.units and prod(numbers) == 1:
         layer.bias, layer.add, layer.y = True, node, node.outputs[0]
     return layer
-
-
-def _constant(x: ir.Value) -> bool:
-    """Return whether `x` is computed from constants alone."""
-    stack, seen = [x], {x}
-    while stack:
-        value = stack.pop()
-        node = value.producer()
-        if node is None:
-            if value.const_value is None:
-                return False
-            continue
-        new = [v for v in node.inputs if v is not None and v not in seen]
-        seen.update(new)
-        stack += new
-    return True
 
 
 # -- new weights ---------------------------------------------------------------------------------
@@ -264,7 +244,7 @@ def fresh(shape: tuple[int, ...], kind: str, seed: int) -> np.ndarray:
 def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) -> list[str]:
     """Give `layer` new weights for `units` units, in place; return their names.
 
-    Standard operators must compute it: see `standardized`. Factors of a Gemm become 1.
+    Standard operators must compute it: see `standardize`. Factors of a Gemm become 1.
     """
     node, old = layer.node, layer.weights
     weights = fresh((units, *layer.shape[1:]), layer.kind, seed)
@@ -294,12 +274,8 @@ def replace_weights(op: Emit, layer: Layer, units: int, name: str, seed: int) ->
 def initializer(op: Emit, array: np.ndarray, dtype: ir.DataType, name: str) -> ir.Value:
     """Return a new initializer; it gets a numeric suffix if a value has its name."""
     tensor = ir.tensor(array.astype(dtype.numpy()), name=op.name(name))
-    value = ir.Value(
-        name=tensor.name,
-        shape=ir.Shape(array.shape),
-        type=ir.TensorType(dtype),
-        const_value=tensor,
-    )
+    kind, shape = ir.TensorType(dtype), ir.Shape(array.shape)
+    value = ir.Value(name=tensor.name, shape=shape, type=kind, const_value=tensor)
     op.graph.register_initializer(value)
     return value
 
@@ -311,22 +287,20 @@ def _forget(graph: ir.Graph, value: ir.Value) -> None:
         graph.initializers.pop(str(value.name), None)
 
 
-def standardized(op: Emit, layer: Layer) -> None:
+def standardize(op: Emit, layer: Layer) -> None:
     """Let standard operators compute `layer`, in place, with its old weights or none.
 
     Operators of ai.onnx.ml become a Gemm, quantized ones a MatMul; the activation of a fused
     operator becomes a node of its own.
     """
     node = layer.node
-    if node.op_type in _FUSED_INTO or node.op_type == "MatMulNBits":
-        _split(op, layer)
+    if node.op_type in _SPLIT:
+        _split_fused(op, layer)
     elif layer.kind in ("classifier", "regressor"):
         with op.at(node):
             y = op.emit("Gemm", [op.Cast(layer.x, to=FLOAT), None, None], {"transB": 1}, fresh=True)
-        y.type, y.shape = (
-            ir.TensorType(FLOAT),
-            ir.Shape([(dims(layer.x) or (None,))[0], layer.units]),
-        )
+        y.type = ir.TensorType(FLOAT)
+        y.shape = ir.Shape([(dims(layer.x) or (None,))[0], layer.units])
         layer.y, new = y, substitute(op, layer.y, y)
         assert new is y or new.producer() is not None
         layer.node = y.producer()  # type: ignore[assignment]
@@ -342,33 +316,32 @@ def state_rank(model: ir.Model, layer: Layer) -> None:
         infer(model)
 
 
-def _split(op: Emit, layer: Layer) -> None:
-    """Replace a fused or quantized operator by a standard one and its activation."""
-    node = layer.node
-    attributes = {a.name: a.value for a in node.attributes.values()}
-    activation = attributes.pop("activation", "")
-    given = [attributes.pop(k, None) for k in _PARAMETERS]
-    given = attributes.pop("activation_params", None) or [v for v in given if v is not None]
+def _split_fused(op: Emit, layer: Layer) -> None:
+    """Replace a fused or quantized operator by a standard one and its activation.
+
+    Raises:
+        ValueError: the activation is not known.
+    """
+    node, start, lowering = layer.node, len(op.written), operator_of(layer.node).lowering
     with op.at(node):
         if node.op_type == "MatMulNBits":
             y = op.emit("MatMul", [layer.x, None], {}, fresh=True)
-            plain = y.producer()
             if _has(node, 5):
                 y = op.emit("Add", [y, node.inputs[5]], {}, fresh=True)
                 layer.bias, layer.add = True, y.producer()
+            linear = y
         else:
-            y = op.emit(_FUSED_INTO[node.op_type], node.inputs, attributes, fresh=True)
-            plain = y.producer()
+            results = None if lowering is None else lowering(op, node)
+            if results is None:
+                raise ValueError(f"the activation of {node_text(node)} is not known")
+            [y] = results
+            linear = op.written[start].outputs[0]
         op.set_type_like(y, node.outputs[0])
-        if layer.add is None or layer.y is node.outputs[0]:
-            layer.y = y
-        if activation:
-            names = ("alpha", "beta") if activation != "Clip" else ("min", "max")
-            y = op.emit(activation, [y], dict(zip(names, given, strict=False)), fresh=True)
-            op.set_type_like(y, node.outputs[0])
+        op.set_type_like(linear, node.outputs[0])
+    if layer.add is None or layer.y is node.outputs[0]:
+        layer.y = linear
     substitute(op, node.outputs[0], y)
-    assert plain is not None
-    layer.node = plain
+    layer.node = op.written[start]
 
 
 def substitute(op: Emit, old: ir.Value, new: ir.Value) -> ir.Value:

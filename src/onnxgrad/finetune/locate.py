@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable
 import onnx_ir as ir
 from onnx import ModelProto
 
-from onnxgrad.errors import argument, named, unknown
-from onnxgrad.finetune.layers import Layer, data_values, layer_of, shown
+from onnxgrad.errors import argument, named, node_text, unknown
+from onnxgrad.finetune.layers import Layer, data_values, layer_of
 from onnxgrad.graph.traversal import all_nodes, captured, subgraphs
 from onnxgrad.model.constants import standard
 from onnxgrad.training.parameters.choice import matching_weights
@@ -42,13 +42,13 @@ class Search:
         names = ", ".join(repr(y.name) for y in chosen)
         if not layers and len(reasons) == 1:
             [(node, reason)] = reasons.items()
-            raise ValueError(f"the last layer before {names}, {shown(node)}, stays: {reason}")
+            raise ValueError(f"the last layer before {names}, {node_text(node)}, stays: {reason}")
         if not layers and not reasons:
             raise ValueError(
                 f"no linear or convolutional layer precedes {names}: put a new head behind a value "
                 f"of the model by {named('add_head')}"
             )
-        listed = [shown(layer.node) for layer in layers] + [shown(node) for node in reasons]
+        listed = [node_text(layer.node) for layer in layers] + [node_text(node) for node in reasons]
         more = f", and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
         hint = f"name one by {argument('at')}"
         if len(chosen) > 1:
@@ -86,7 +86,7 @@ class Search:
         order = {node: i for i, node in enumerate(self.graph)}
         return sorted(layers.values(), key=lambda layer: order[layer.node]), reasons
 
-    def named(self, proto: ModelProto, at: str) -> Layer:
+    def layer_called(self, proto: ModelProto, at: str) -> Layer:
         """Return the layer of a node, a result or a weight called `at`.
 
         Raises:
@@ -95,37 +95,27 @@ class Search:
         nodes = [n for n in self.graph if n.name == at] or [
             n for n in self.graph if at in [y.name for y in n.outputs]
         ]
-        nodes = nodes or self._reading(proto, at)
+        nodes = nodes or self._readers_of(proto, at)
         layers = dict.fromkeys(self._behind_add(node) for node in nodes)
         if len(layers) > 1:
-            listed = ", ".join(shown(node) for node in list(layers)[:_LISTED])
+            listed = ", ".join(node_text(node) for node in list(layers)[:_LISTED])
             raise ValueError(f"{argument('at', at)} names several layers: {listed}; name one")
         [node] = layers
         layer = layer_of(node, self.data)
         if isinstance(layer, Layer):
             return layer
         reason = layer or "it is no linear or convolutional layer with constant weights"
-        raise ValueError(f"{argument('at', at)} names {shown(node)}, which stays: {reason}")
+        raise ValueError(f"{argument('at', at)} names {node_text(node)}, which stays: {reason}")
 
-    def _reading(self, proto: ModelProto, at: str) -> list[ir.Node]:
+    def _readers_of(self, proto: ModelProto, at: str) -> list[ir.Node]:
         """Return the layers that read the float constants called `at`, perhaps moved or cast."""
-        readers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
+        layers = {n: y for n in self.graph if isinstance(y := layer_of(n, self.data), Layer)}
         try:
             constants = set(matching_weights(proto, [at], f"layer ({argument('at')})"))
         except ValueError as e:
-            layers = [n for n in self.graph if isinstance(layer_of(n, self.data), Layer)]
-            raise unknown(
-                f"layer ({argument('at')})", at, [str(n.name or n.outputs[0].name) for n in layers]
-            ) from e
-        for node in readers[:]:
-            layer = layer_of(node, self.data)
-            assert isinstance(layer, Layer)
-            own = {str(v.name) for w in layer.weights for v in origins(w)}
-            if standard(node.domain) == "ai.onnx.ml":
-                label = node.name or node.outputs[0].name
-                own = {f"{label}.{attribute}" for attribute in node.attributes}
-            if own.isdisjoint(constants):
-                readers.remove(node)
+            known = [str(n.name or n.outputs[0].name) for n in layers]
+            raise unknown(f"layer ({argument('at')})", at, known) from e
+        readers = [n for n, y in layers.items() if not constants.isdisjoint(_constants_of(y))]
         if not readers:
             raise ValueError(
                 f"{argument('at', at)} names {sorted(constants)[:_LISTED]}, and no layer of the "
@@ -142,6 +132,14 @@ class Search:
                 if isinstance(layer, Layer) and layer.add is node:
                     return layer.node
         return node
+
+
+def _constants_of(layer: Layer) -> set[str]:
+    """Return the names of the constants from which the weights of a layer are computed."""
+    node = layer.node
+    if standard(node.domain) == "ai.onnx.ml":
+        return {f"{node.name or node.outputs[0].name}.{attribute}" for attribute in node.attributes}
+    return {str(v.name) for w in layer.weights for v in origins(w)}
 
 
 def origins(value: ir.Value) -> Collection[ir.Value]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 from zlib import crc32
 
@@ -16,7 +17,7 @@ from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, argument, escaping, named
 from onnxgrad.finetune import adapter_graph, dora
 from onnxgrad.finetune.adapter_graph import Additions
-from onnxgrad.finetune.adapter_names import module_names
+from onnxgrad.finetune.adapter_names import module_names, tensor_names
 from onnxgrad.finetune.adapter_targets import chosen_targets
 from onnxgrad.finetune.adapter_uses import CONV, EMBEDDING, LEFT, Target, Use, targets
 from onnxgrad.model.notes import ADAPTERS, HEAD, read_adapters, write_note
@@ -123,11 +124,7 @@ def _options(
 def writable(model: ModelLike) -> ModelProto:
     """Return a copy of `model` without local functions."""
     proto = read(model)
-    if proto.functions:
-        return inlined(proto)
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    return copy
+    return inlined(proto) if proto.functions else deepcopy(proto)
 
 
 def _initial(target: Target, options: dict[str, Any], generator: np.random.Generator) -> Arrays:
@@ -142,18 +139,16 @@ def _initial(target: Target, options: dict[str, Any], generator: np.random.Gener
 
 def _factors(use: Use, rank: int, generator: np.random.Generator) -> Arrays:
     """Return two factors whose product is zero."""
-    shape = use.shape
+    p, q = (np.zeros(shape) for shape in adapter_graph.factor_shapes(use, rank))
     if use.form == CONV:
-        bound = 1 / math.sqrt(math.prod(shape[1:]))
-        narrow = generator.uniform(-bound, bound, (rank, *shape[1:]))
-        return narrow, np.zeros((shape[0], rank // use.group, *(1 for _ in shape[2:])))
-    p, q = np.zeros((*shape[:-1], rank)), np.zeros((*shape[:-2], rank, shape[-1]))
-    if use.form == EMBEDDING:
+        bound = 1 / math.sqrt(math.prod(use.shape[1:]))
+        p = generator.uniform(-bound, bound, p.shape)
+    elif use.form == EMBEDDING:
         q = generator.normal(size=q.shape)
     elif use.form == LEFT:
-        q = generator.uniform(-1, 1, q.shape) / math.sqrt(shape[-1])
+        q = generator.uniform(-1, 1, q.shape) / math.sqrt(use.shape[-1])
     else:
-        p = generator.uniform(-1, 1, p.shape) / math.sqrt(shape[-2])
+        p = generator.uniform(-1, 1, p.shape) / math.sqrt(use.shape[-2])
     return p, q
 
 
@@ -167,13 +162,9 @@ def insert(
 ) -> dict[str, Any]:
     """Write the adapter of one weight beside all its uses; return the note about it."""
     first = target.uses[0]
-    embeds = first.form == EMBEDDING
-    pair = (
-        ("lora_embedding_A", "lora_embedding_B") if embeds else ("lora_A.weight", "lora_B.weight")
-    )
-    named = (*pair, "lora_magnitude_vector")[: len(arrays)]
     order = (1, 0) if first.form == LEFT else (0, 1, 2)[: len(arrays)]  # A reads the data
-    names = [add.name(f"{module}.{part}") for part in named]
+    parts = tensor_names(first.form, options["use_dora"])
+    names = [add.name(f"{module}.{part}") for part in parts]
     values = {i: add.tensor(n, arrays[i]) for i, n in zip(order, names, strict=True)}
     note: dict[str, Any] = {
         "kind": "lora",
@@ -185,15 +176,13 @@ def insert(
         "group": first.group,
         "quantized": target.quantized,
         **options,
-        "uses": [],
     }
-    for use in target.uses:
-        factors = tuple(values[i] for i in range(len(arrays)))
-        note["uses"].append(_beside(add, use, first, factors, options))
+    factors = tuple(values[i] for i in range(len(arrays)))
+    note["uses"] = [_write_use(add, use, first, factors, options) for use in target.uses]
     return note
 
 
-def _beside(
+def _write_use(
     add: Additions, use: Use, first: Use, factors: tuple[ir.Value, ...], options: dict[str, Any]
 ) -> dict[str, str]:
     """Write the adapter beside one use; return the names of its values that others need."""
@@ -238,8 +227,7 @@ def merge_lora(model: ModelLike) -> ModelProto:
         >>> og.merge_lora(og.add_lora(model, "fc", rank=1)) == model
         True
     """
-    merged = ModelProto()
-    merged.CopyFrom(read(model))
+    merged = deepcopy(read(model))
     notes = read_adapters(merged)
     if not notes:
         raise ValueError(f"the model has no adapters to merge: {named('add_lora')} adds them")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx import ModelProto, TypeProto, ValueInfoProto
+from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from onnxgrad.autodiff.primal.local_functions import raise_opset
 from onnxgrad.data import image_nodes
@@ -23,7 +24,7 @@ from onnxgrad.model.constants import standard
 from onnxgrad.model.convert import to_proto
 from onnxgrad.model.feeds import inputs_without_default
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.model.scopes import unused
+from onnxgrad.model.scopes import free_name
 from onnxgrad.model.traversal import names
 
 # metadata by which PyTorch's exporter says that a constant is no parameter: `trainable` reads it
@@ -80,11 +81,10 @@ def preprocess(
     if isinstance(transforms, ImageFolder):
         size, layout = size or transforms.size, layout or transforms.layout
         transforms = transforms.transforms
-    proto = ModelProto()
-    proto.CopyFrom(raise_opset(read(model)))
+    proto = deepcopy(raise_opset(read(model)))
     target = _Target.of(proto, input)
     front = _front(target, list(transforms), size, layout, dtype)
-    return _joined(proto, front, target, name)
+    return _put_in_front(proto, front, target, name)
 
 
 @dataclass
@@ -130,7 +130,7 @@ class _Target:
         `rest` are lengths of the other axes, or names of symbols.
         """
         batch = (self.shape or ("N",))[0]
-        others = [_free(d, self.taken) if isinstance(d, str) else d for d in rest]
+        others = [free_name(d, self.taken) if isinstance(d, str) else d for d in rest]
         value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape([batch, *others]))
         self.op.graph.inputs.append(value)
         return value
@@ -226,30 +226,30 @@ def _waveforms(target: _Target, transforms: Sequence[Any], dtype: np.dtype) -> i
     if want is not None and have is not None and len(want) == len(have) + 1 and want[1] == 1:
         x = op.Unsqueeze(x, [1])
         have = (have[0], 1, *have[1:])
-    if want is not None and have is not None and not _fit(have, want):
+    if want is not None and have is not None and not _fits(have, want):
         hint = ": try mel_spectrogram(..., frames_first={})"
         other = isinstance(have[-1], int) and not isinstance(have[-2], int)
         raise ValueError(
             f"the transforms return {_text(have)}, and the input {target.name!r} takes "
-            f"{_text(want)}{hint.format(not other) if _swapped(have, want) else ''}"
+            f"{_text(want)}{hint.format(not other) if _are_swapped(have, want) else ''}"
         )
     return x
 
 
-def _fit(have: shapes.Dims, want: shapes.Dims) -> bool:
+def _fits(have: shapes.Dims, want: shapes.Dims) -> bool:
     """Return whether a tensor may fit an input; not if the last two axes seem to be swapped."""
     pairs = zip(have, want, strict=False)
     differ = any(h != w for h, w in pairs if isinstance(h, int) and isinstance(w, int))
-    return len(have) == len(want) and not differ and not _swapped(have, want)
+    return len(have) == len(want) and not differ and not _are_swapped(have, want)
 
 
-def _swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
+def _are_swapped(have: shapes.Dims, want: shapes.Dims) -> bool:
     """Return whether one of the last two axes has the static length that the other should have."""
     if len(have) != len(want) or len(have) < 3 or have[-2:] == want[-2:]:
         return False
-    last, other = have[-1] if isinstance(have[-1], int) else None, have[-2]
-    return (last is not None and last == want[-2] and not isinstance(want[-1], int)) or (
-        isinstance(other, int) and other == want[-1] and not isinstance(want[-2], int)
+    (a, b), (c, d) = have[-2:], want[-2:]
+    return (isinstance(b, int) and b == c and not isinstance(d, int)) or (
+        isinstance(a, int) and a == d and not isinstance(c, int)
     )
 
 
@@ -258,7 +258,7 @@ def _text(shape: shapes.Dims) -> str:
     return f"({', '.join(known)})"
 
 
-def _joined(proto: ModelProto, x: ir.Value, target: _Target, name: str | None) -> ModelProto:
+def _put_in_front(proto: ModelProto, x: ir.Value, target: _Target, name: str | None) -> ModelProto:
     """Put the nodes that compute `x` in front of `proto`, in place; return it."""
     graph, op = target.op.graph, target.op
     (raw,) = graph.inputs
@@ -268,36 +268,32 @@ def _joined(proto: ModelProto, x: ir.Value, target: _Target, name: str | None) -
     graph.outputs[:] = [result]
     front = ir.Model(graph, ir_version=proto.ir_version)
     tidy(front)
-    prefix = _free("preprocess", {n.partition(".")[0] for n in target.taken})
+    prefix = free_name("preprocess", {n.partition(".")[0] for n in target.taken})
     values = [*graph.initializers.values(), *(y for node in graph for y in node.outputs)]
     for value in values:
         value.name = target.name if value is result else f"{prefix}.{value.name}"
     for i, node in enumerate(graph):
         node.name = f"{prefix}.{node.op_type}_{i}"
-    raw.name = name or _free(str(raw.name), target.taken)
+    raw.name = name or free_name(str(raw.name), target.taken)
     written = to_proto(front)
     main = proto.graph
     old = next(i for i, v in enumerate(main.input) if v.name == target.name)
     main.value_info.append(main.input[old])
     main.input[old].CopyFrom(written.graph.input[0])
-    nodes = list(main.node)
-    del main.node[:]
-    main.node.extend([*written.graph.node, *nodes])
+    for node in reversed(written.graph.node):
+        main.node.insert(0, node)
     main.initializer.extend(written.graph.initializer)
     main.value_info.extend(_buffer(t) for t in written.graph.initializer)
     proto.ir_version = max(proto.ir_version, written.ir_version)
     return proto
 
 
-def _buffer(tensor: Any) -> ValueInfoProto:
+def _buffer(tensor: TensorProto) -> ValueInfoProto:
     """Return the statement that an initializer is no parameter."""
-    value = ValueInfoProto(name=tensor.name, type=TypeProto())
-    value.type.tensor_type.elem_type = tensor.data_type
-    for length in tensor.dims:
-        value.type.tensor_type.shape.dim.add(dim_value=length)
-    value.type.tensor_type.shape.SetInParent()
-    value.metadata_props.add(key=_KIND, value=_BUFFER)
-    return value
+    dtype, shape = ir.TensorType(ir.DataType(tensor.data_type)), ir.Shape(tensor.dims)
+    return ir.to_proto(
+        ir.Value(name=tensor.name, type=dtype, shape=shape, metadata_props={_KIND: _BUFFER})
+    )
 
 
 def _symbols(proto: ModelProto) -> set[str]:
@@ -305,11 +301,3 @@ def _symbols(proto: ModelProto) -> set[str]:
     graph = proto.graph
     values = [*graph.input, *graph.output, *graph.value_info]
     return {d.dim_param for v in values for d in v.type.tensor_type.shape.dim if d.dim_param}
-
-
-def _free(name: str, taken: set[str]) -> str:
-    """Return `name`, with a numeric suffix if it is taken, and add it to `taken`."""
-    if name in taken:
-        return unused(name, taken)
-    taken.add(name)
-    return name

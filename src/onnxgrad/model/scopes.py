@@ -129,3 +129,11 @@ def unused(name: str, taken: set[str]) -> str:
     new = next(n for i in count(1) if (n := f"{name}_{i}") not in taken)
     taken.add(new)
     return new
+
+
+def free_name(name: str, taken: set[str]) -> str:
+    """Return `name`, with a numeric suffix if it is in `taken`, and add it there."""
+    if name in taken:
+        return unused(name, taken)
+    taken.add(name)
+    return name

@@ -17,7 +17,7 @@ from onnxgrad.graph.tidy import tidy
 from onnxgrad.model.constants import opset_versions, standard
 from onnxgrad.model.convert import non_tensor, tensor_behind, to_ir, to_proto
 from onnxgrad.model.read import ModelLike, once, read
-from onnxgrad.model.traversal import names
+from onnxgrad.model.traversal import keep_only, names, reads
 from onnxgrad.model.weights import constant_refs, replace
 from onnxgrad.reporting import level_of, logger, reporting
 
@@ -121,6 +121,13 @@ def select_model_inputs_outputs(
         raise ValueError(f"the outputs also depend on {lost}: add to `inputs`")
     _report(nodes, graph, verbose)
     return to_proto(model)
+
+
+def drop_unused_inputs(proto: ModelProto) -> None:
+    """Remove the inputs that no node reads and that are no outputs, in place."""
+    used = {name for node in proto.graph.node for name in reads(node)}
+    used.update(y.name for y in proto.graph.output)
+    keep_only(proto.graph.input, lambda x: x.name in used)
 
 
 def _check_tensors(proto: ModelProto, outputs: Sequence[str] | None) -> None:

@@ -9,13 +9,19 @@ from dataclasses import dataclass, field
 from itertools import count
 from math import prod
 
-from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, numpy_helper
+from onnx import (
+    FunctionProto,
+    GraphProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    numpy_helper,
+)
 
 from onnxgrad.errors import printable
 from onnxgrad.model.read import ModelLike, read
-from onnxgrad.plot.text import attribute_text, dtype_name, stated_shape
+from onnxgrad.plot import parts
 
-_SHOWN = 10  # elements: longer constants show their type and shape only
 _LONGEST = 60  # characters of an attribute
 _STYLES = {
     "input": "shape=box color=red",
@@ -115,7 +121,7 @@ class Drawing:
         inputs = {x.name: [x.name, *_type(x)] for x in graph.input}
         constants = {t.name: [t.name, *_tensor(t)] for t in graph.initializer}
         for sparse in graph.sparse_initializer:
-            kind = f"sparse {_typed(sparse.values.data_type, sparse.dims)}"
+            kind = f"sparse {_tensor_type(sparse.values.data_type, sparse.dims)}"
             constants[sparse.values.name] = [sparse.values.name, kind]
         for name in inputs.keys() & constants.keys():  # an input with a default
             inputs[name] = constants.pop(name)
@@ -159,22 +165,14 @@ class Drawing:
         return frame, ends
 
     def _node(self, frame: Frame, node: NodeProto, scope: ChainMap[str, str]) -> None:
-        graphs = [
-            (a.name, g) for a in node.attribute for g in ([a.g] if _is_graph(a) else a.graphs)
-        ]
-        domain = f"{node.domain}." if node.domain not in ("", "ai.onnx") else ""
-        texts = [attribute_text(a) for a in node.attribute if not _is_graph(a) and not a.graphs]
+        texts = parts.attribute_texts(node)
         short = [t if len(t) <= _LONGEST else f"{t[: _LONGEST - 3]}..." for t in texts]
         name = [f"({node.name})"] if node.name else []
-        lines = [domain + node.op_type, *name, *short]
+        lines = [parts.operator_name(node), *name, *short]
         box = self._box(frame, "node", node.name or node.op_type, lines)
-        for x in node.input:
-            if x:
-                self.edges.append((self._value(frame, x, scope), box))
-        for y in node.output:
-            if y:
-                self.edges.append((box, self._value(frame, y, scope)))
-        for title, graph in graphs:
+        self.edges += [(self._value(frame, x, scope), box) for x in node.input if x]
+        self.edges += [(box, self._value(frame, y, scope)) for y in node.output if y]
+        for title, graph in parts.graphs_of(node):
             inner, ends = self._graph(title, graph, scope.new_child())
             frame.inner.append(inner)
             self.edges += [(end, box) for end in ends]
@@ -199,24 +197,16 @@ class Drawing:
         return box_id
 
 
-def _is_graph(attribute: AttributeProto) -> bool:
-    return attribute.type == AttributeProto.GRAPH
-
-
-def _type(value) -> list[str]:
-    kind = value.type.WhichOneof("value")
-    if kind == "tensor_type":
-        tensor = value.type.tensor_type
-        return [_typed(tensor.elem_type, stated_shape(tensor))]
-    return [kind.removesuffix("_type")] if kind else []
+def _type(value: ValueInfoProto) -> list[str]:
+    return [text] if (text := parts.type_text(value, _tensor_type)) else []
 
 
 def _tensor(tensor: TensorProto) -> list[str]:
-    kind = [_typed(tensor.data_type, tensor.dims)]
-    if prod(tensor.dims) > _SHOWN:
+    kind = [_tensor_type(tensor.data_type, tensor.dims)]
+    if prod(tensor.dims) > parts.MOST_ELEMENTS:
         return kind
     return [*kind, " ".join(str(numpy_helper.to_array(tensor)).split())]
 
 
-def _typed(data_type: int, shape: Iterable[int | str] | None) -> str:
-    return f"{dtype_name(data_type)}({'?' if shape is None else tuple(shape)})"
+def _tensor_type(data_type: int, shape: Iterable[int | str] | None) -> str:
+    return f"{parts.dtype_name(data_type)}({'?' if shape is None else tuple(shape)})"

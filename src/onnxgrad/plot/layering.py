@@ -11,12 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from onnxgrad.plot.scene import ROOT, Arrow, Scene
+from onnxgrad.plot.scene import ROOT, Arrow, Cell, Scene
 
 _SWEEPS = 4
 _NEAR = 8  # rows: a longer arrow bends only so far from its ends, so that bends grow as arrows do
-
-Cell = tuple[str, int]  # ("item" | "group" | "bend", id)
 
 
 @dataclass
@@ -33,6 +31,14 @@ class Rows:
     rows: list[list[Cell]] = field(default_factory=list)
     links: list[tuple[Cell, Cell]] = field(default_factory=list)
     right: set[Cell] = field(default_factory=set)
+
+    def neighbours(self) -> tuple[dict[Cell, list[Cell]], dict[Cell, list[Cell]]]:
+        """Return the cells that are linked to each one from above, and from below."""
+        above, below = defaultdict(list), defaultdict(list)
+        for a, b in self.links:
+            above[b].append(a)
+            below[a].append(b)
+        return above, below
 
 
 class Layered:
@@ -54,22 +60,17 @@ class Layered:
         for arrow in scene.arrows:
             self._neighbours[arrow.source].append(arrow.target)
             self._neighbours[arrow.target].append(arrow.source)
-        parents = {g.id: g.parent for g in scene.groups}
-        above: dict[int, list[int]] = {}  # groups around each group, from the root, and itself
-        for g in scene.groups:
-            above[g.id] = [*above.get(parents[g.id], []), g.id]
         children: dict[int, list[Cell]] = defaultdict(list)
         self._inside: dict[Cell, list[int]] = defaultdict(list)  # the items in a cell of the root
         for item in scene.items:
             children[item.group].append(("item", item.id))
-            path = above[item.group][1:]
-            self._inside[("group", path[0]) if path else ("item", item.id)].append(item.id)
+            self._inside[scene.outermost(item.id)].append(item.id)
         for g in scene.groups[1:]:
             children[g.parent].append(("group", g.id))
         lifted: dict[int, dict[tuple[Cell, Cell], list[int]]] = defaultdict(dict)
         self._passing: dict[int, dict[tuple[int, Cell, bool], list[int]]] = defaultdict(dict)
         for i, arrow in enumerate(scene.arrows):
-            paths = [above[scene.items[j].group] for j in (arrow.source, arrow.target)]
+            paths = [scene.path(j) for j in (arrow.source, arrow.target)]
             depth, pair = _lift(paths, arrow)
             if pair[0] == pair[1]:
                 continue
@@ -96,8 +97,7 @@ class Layered:
         for a, b in drawn:
             way = self._way(a, b, row)
             made.links += list(pairwise(way))
-            for i in pairs[a, b]:
-                self._pass(i, way[1:-1])
+            self._pass(pairs[a, b], way[1:-1])
             if a in made.right:
                 made.right.update(way)
         for (_, cell, enters), arrows in self._passing[group].items():
@@ -106,8 +106,7 @@ class Layered:
             way = [cell, *(self._bend(n, row) for n in _near_ends(passed))]
             links = list(pairwise(way))
             made.links += [(b, a) for a, b in links] if enters != upward else links
-            for i in arrows:
-                self._pass(i, way[1:])
+            self._pass(arrows, way[1:])
         made.rows = [[] for _ in range(last + 1)]
         for cell, r in row.items():
             made.rows[r].append(cell)
@@ -115,8 +114,9 @@ class Layered:
         _order(made)
         return made
 
-    def _pass(self, arrow: int, bends: list[Cell]) -> None:
-        self.ways[arrow] += [n for _, n in bends]
+    def _pass(self, arrows: list[int], bends: list[Cell]) -> None:
+        for arrow in arrows:
+            self.ways[arrow] += [n for _, n in bends]
 
     def _bend(self, row: int, rows: dict[Cell, int]) -> Cell:
         cell: Cell = ("bend", self._bends)
@@ -146,10 +146,12 @@ class Layered:
             return [(a, b, 1) for a, b in drawn]
         found = [(b, a, 1) if a in right else (a, b, 1) for a, b in drawn]
         serving: dict[Cell, list[Cell]] = defaultdict(list)
-        of = self._cells_by_output(cells)
+        items = self.scene.items
+        inside = {i: cell for cell in cells for i in self._inside[cell]}
+        of = {items[i].first: c for i, c in inside.items() if "backward" not in items[i].marks}
         for cell in right:
-            for primal in self._primals(cell):
-                if primal in of:
+            for i in self._inside[cell]:
+                if (primal := items[i].primal) and primal in of:
                     serving[of[primal]].append(cell)
         found += [(a, b, 0) for a, group in serving.items() for b in dict.fromkeys(group)]
         for a, b in drawn:
@@ -157,21 +159,11 @@ class Layered:
                 found += [(c, b, 1) for c in dict.fromkeys(serving.get(a, ()))]
         return found
 
-    def _cells_by_output(self, cells: list[Cell]) -> dict[str, Cell]:
-        inside = {i: cell for cell in cells for i in self._inside[cell]}
-        items = self.scene.items
-        return {items[i].first: c for i, c in inside.items() if "backward" not in items[i].marks}
-
-    def _primals(self, cell: Cell) -> list[str]:
-        return [p for i in self._inside[cell] if (p := self.scene.items[i].primal)]
-
     def _way(self, a: Cell, b: Cell, row: dict[Cell, int]) -> list[Cell]:
         """Return the cells from the upper to the lower of `a` and `b`, with bends between them."""
         if row[a] > row[b]:
             a, b = b, a
-        way = [a]
-        way += [self._bend(r, row) for r in _near_ends(range(row[a] + 1, row[b]))]
-        return [*way, b]
+        return [a, *(self._bend(r, row) for r in _near_ends(range(row[a] + 1, row[b]))), b]
 
 
 def _near_ends(rows: range) -> list[int]:
@@ -179,7 +171,7 @@ def _near_ends(rows: range) -> list[int]:
     return [*rows] if len(rows) <= 2 * _NEAR else [*rows[:_NEAR], *rows[-_NEAR:]]
 
 
-def _lift(paths: list[list[int]], arrow: Arrow) -> tuple[int, tuple[Cell, Cell]]:
+def _lift(paths: list[tuple[int, ...]], arrow: Arrow) -> tuple[int, tuple[Cell, Cell]]:
     """Return the depth of the innermost group around both ends, and the cells there with these.
 
     `paths` are the groups around each end, from the root.
@@ -199,7 +191,7 @@ def _longest(cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]) -
     after: dict[Cell, list[tuple[Cell, int]]] = defaultdict(list)
     for a, b, n in constraints:
         after[a].append((b, n))
-    order, kept = _sorted(cells, after)
+    order, kept = _topological_order(cells, after)
     row = dict.fromkeys(cells, 0)
     for a in order:
         for b, n in kept[a]:
@@ -211,7 +203,7 @@ def _longest(cells: list[Cell], constraints: Iterable[tuple[Cell, Cell, int]]) -
     return row
 
 
-def _sorted(
+def _topological_order(
     cells: list[Cell], after: dict[Cell, list[tuple[Cell, int]]]
 ) -> tuple[list[Cell], dict[Cell, list[tuple[Cell, int]]]]:
     """Return the cells in topological order, and `after` without the edges of circles."""
@@ -242,10 +234,7 @@ def _sorted(
 
 def _order(made: Rows) -> None:
     """Order each row by the mean position of its neighbours, sweeping down and up."""
-    above, below = defaultdict(list), defaultdict(list)
-    for a, b in made.links:
-        above[b].append(a)
-        below[a].append(b)
+    above, below = made.neighbours()
     position = {cell: i for row in made.rows for i, cell in enumerate(row)}
     for sweep in range(2 * _SWEEPS):
         neighbours = below if sweep % 2 else above

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import pairwise
 
-from onnxgrad.plot.layering import Cell, Layered
-from onnxgrad.plot.scene import ROOT, Item
+from onnxgrad.plot.layering import Layered
+from onnxgrad.plot.scene import ROOT, Cell, Item
 
 GAP, DOWN, PAD, HEAD = 14.0, 30.0, 12.0, 20.0  # pixels: between cells, rows; in frames; their title
 LINE, LETTER = 14.0, 6.2  # pixels of a line, and of a character of 11 px
@@ -55,10 +54,7 @@ class Placed:
         """Place the cells of a group relative to its corner, and return its size."""
         made = self.layered.groups[group]
         sizes = {cell: self._size(cell) for row in made.rows for cell in row}
-        above, below = defaultdict(list), defaultdict(list)
-        for a, b in made.links:
-            above[b].append(a)
-            below[a].append(b)
+        above, below = made.neighbours()
         center: dict[Cell, float] = {}
         edge = 0.0  # between forward and backward pass
         for right in (False, True):

@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    numpy_helper,
+)
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.errors import ModelError, printable
@@ -18,13 +26,13 @@ from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import nodes_of
-from onnxgrad.plot.text import attribute_text, dtype_name, stated_shape
+from onnxgrad.plot import parts
 from onnxgrad.training.parameters.module_names import module_of
 
-_SHOWN = 10  # elements of a constant
 _IN_BOX = 2  # constants in a box
 ROOT = 0
-_GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+
+Cell = tuple[str, int]  # ("item" | "group" | "bend", id)
 
 
 @dataclass
@@ -63,6 +71,7 @@ class Group:
     parent: int
     title: str
     kind: str  # "graph", "module", "backward", "subgraph" or "function"
+    path: tuple[int, ...]  # ids of the groups around it, from the root, and its own
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class Scene:
 
     def __init__(self, model: ModelLike | Partition) -> None:
         self.items: list[Item] = []
-        self.groups = [Group(ROOT, -1, "", "graph")]
+        self.groups = [Group(ROOT, -1, "", "graph", (ROOT,))]
         self.arrows: list[Arrow] = []
         saved: set[str] | None = None
         again: set[str] = set()
@@ -97,7 +106,7 @@ class Scene:
         self._paths = _paths(proto.graph)
         primals = {y: node for node in proto.graph.node for y in node.output[:1]}
         self._primal_modules = {
-            y: module_of(node.name, _metadata(node)) for y, node in primals.items()
+            y: module_of(node.name, parts.metadata_of(node)) for y, node in primals.items()
         }
         self._graph(proto.graph, ROOT, ChainMap())
         for function in proto.functions:
@@ -107,9 +116,20 @@ class Scene:
             self._body(inner, inputs, {}, function.node, outputs, ChainMap())
         self._mark(saved, again)
 
+    def path(self, item: int) -> tuple[int, ...]:
+        """Return the groups around an item, from the root."""
+        return self.groups[self.items[item].group].path
+
+    def outermost(self, item: int) -> Cell:
+        """Return the cell of the root in which an item is."""
+        path = self.path(item)
+        return ("group", path[1]) if path[1:] else ("item", item)
+
     def _group(self, parent: int, title: str, kind: str) -> int:
-        self.groups.append(Group(len(self.groups), parent, printable(title), kind))
-        return len(self.groups) - 1
+        new = len(self.groups)
+        path = (*self.groups[parent].path, new)
+        self.groups.append(Group(new, parent, printable(title), kind, path))
+        return new
 
     def _item(self, kind: str, title: str, group: int, lines: list[str], tip: list[str]) -> Item:
         below, told = list(map(printable, lines)), list(map(printable, tip))
@@ -120,10 +140,10 @@ class Scene:
     def _graph(self, graph: GraphProto, group: int, scope: ChainMap[str, object]) -> list[Item]:
         constants: dict[str, list[str]] = {t.name: _tensor(t) for t in graph.initializer}
         for sparse in graph.sparse_initializer:
-            text = typed(sparse.values.data_type, sparse.dims)
+            text = tensor_type(sparse.values.data_type, sparse.dims)
             constants[sparse.values.name] = [f"sparse {text}", ""]
-        inputs = [(x.name, _stated(x)) for x in graph.input if x.name not in constants]
-        outputs = [(y.name, _stated(y)) for y in graph.output]
+        inputs = [(x.name, _stated_type(x)) for x in graph.input if x.name not in constants]
+        outputs = [(y.name, _stated_type(y)) for y in graph.output]
         return self._body(group, inputs, constants, graph.node, outputs, scope)
 
     def _body(
@@ -156,15 +176,13 @@ class Scene:
         return ends
 
     def _node(self, node: NodeProto, group: int, scope: ChainMap[str, object]) -> Item:
-        notes = _metadata(node)
+        notes = parts.metadata_of(node)
         primal = notes.get(PRIMAL, "")
         path = self._primal_modules.get(primal, "") if primal else module_of(node.name, notes)
         home = self._module(group, path, bool(primal)) if group == ROOT else group
-        domain = f"{node.domain}." if node.domain not in ("", "ai.onnx") else ""
-        tip = [domain + node.op_type, node.name]
-        tip += [attribute_text(a) for a in node.attribute if a.type not in _GRAPHS]
-        item = self._item("node", domain + node.op_type, home, [], [])
-        item.tip = [printable(line) for line in tip if line]
+        title = parts.operator_name(node)
+        tip = [title, node.name, *parts.attribute_texts(node)]
+        item = self._item("node", title, home, [], [line for line in tip if line])
         item.primal, item.first = primal, node.output[0] if node.output else ""
         if primal:
             item.marks.add("backward")
@@ -185,26 +203,20 @@ class Scene:
         self, node: NodeProto, item: Item, group: int, scope: ChainMap[str, object]
     ) -> None:
         """Draw the arrows of the operands of `node`, and the items of its subgraphs."""
-        for x in node.input:
-            if x:
-                self._read(x, item, scope)
-        for y in node.output:
-            if y:
-                item.tip.append(printable(f"-> {self._typed(y)}"))
-        for attribute in node.attribute:
-            if attribute.type not in _GRAPHS or not (attribute.g.node or attribute.g.output
-                                                     or attribute.graphs):  # fmt: skip
-                continue
-            many = attribute.type == AttributeProto.GRAPHS
-            for graph in attribute.graphs if many else [attribute.g]:
-                inner = self._group(item.group, f"{node.op_type}: {attribute.name}", "subgraph")
-                for end in self._graph(graph, inner, scope.new_child()):
-                    self.arrows.append(Arrow(end.id, item.id, end.title))
+        for x in filter(None, node.input):
+            self._read(x, item, scope)
+        for y in filter(None, node.output):
+            item.tip.append(printable(f"-> {self._value_text(y)}"))
+        for name, graph in parts.graphs_of(node):
+            if graph.node or graph.output:
+                inner = self._group(item.group, f"{node.op_type}: {name}", "subgraph")
+                ends = self._graph(graph, inner, scope.new_child())
+                self.arrows += [Arrow(end.id, item.id, end.title) for end in ends]
 
     def _read(self, name: str, reader: Item, scope: ChainMap[str, object]) -> None:
         source = scope.get(name)
         if isinstance(source, Item):
-            self.arrows.append(Arrow(source.id, reader.id, printable(self._typed(name))))
+            self.arrows.append(Arrow(source.id, reader.id, printable(self._value_text(name))))
             return
         if source is None:  # no node computes it: broken models are drawn, too
             reader.tip.append(printable(f"{name}: not computed by any node"))
@@ -218,7 +230,7 @@ class Scene:
             short = f"= {elements}" if elements and len(elements) < 24 else kind
             reader.lines.append(printable(f"{_end(name)} {short}"))
 
-    def _typed(self, name: str) -> str:
+    def _value_text(self, name: str) -> str:
         return f"{name} {self.types.get(name, '')}".strip()
 
     def _mark(self, saved: set[str] | None, again: set[str]) -> None:
@@ -257,7 +269,7 @@ def _is_constant(node: NodeProto, scope: ChainMap[str, object]) -> bool:
     if node.op_type == "Constant" and not node.domain and len(node.attribute) == 1:
         attribute = node.attribute[0]
         is_tensor = attribute.type == AttributeProto.TENSOR
-        constant = _tensor(attribute.t) if is_tensor else [attribute_text(attribute), ""]
+        constant = _tensor(attribute.t) if is_tensor else [parts.attribute_text(attribute), ""]
     elif node.op_type == "Identity" and not node.domain and node.input:
         constant = scope.get(node.input[0])  # exporters name a shared weight again
     if not isinstance(constant, list):
@@ -277,7 +289,7 @@ def _paths(graph: GraphProto) -> dict[str, list[str]]:
     A group has at least two nodes, and a part that has one group only is joined with it.
     """
     sizes: Counter[tuple[str, ...]] = Counter()
-    whole = [tuple(module_of(node.name, _metadata(node)).split(".")) for node in graph.node]
+    whole = [tuple(module_of(node.name, parts.metadata_of(node)).split(".")) for node in graph.node]
     for path in whole:
         sizes.update(path[:i] for i in range(1, len(path) + 1))
     found = {}
@@ -298,7 +310,7 @@ def _paths(graph: GraphProto) -> dict[str, list[str]]:
 def _types(proto: ModelProto) -> dict[str, str]:
     """Return `{value: dtype and shape}`: inferred, or those of the file if it is broken."""
     graphs = [proto.graph, *(a.g for n in nodes_of(proto) for a in n.attribute if a.HasField("g"))]
-    stated = {v.name: _stated(v) for g in graphs for v in (*g.input, *g.value_info, *g.output)}
+    stated = {v.name: _stated_type(v) for g in graphs for v in (*g.input, *g.value_info, *g.output)}
     try:
         valid = read(proto)
         model = to_ir(external.without_data(valid))
@@ -310,29 +322,22 @@ def _types(proto: ModelProto) -> dict[str, str]:
         for y in node.outputs:
             if y.dtype is not None:
                 shape = None if y.shape is None else list(y.shape)
-                stated[str(y.name)] = typed(int(y.dtype), shape)
+                stated[str(y.name)] = tensor_type(int(y.dtype), shape)
     return stated
 
 
-def typed(data_type: int, shape: Iterable | None) -> str:
+def tensor_type(data_type: int, shape: Iterable | None) -> str:
     """Return a dtype and a shape as text, such as "float32[N, 2]"."""
     dims = "?" if shape is None else ", ".join(str(d) for d in shape)
-    return f"{dtype_name(data_type)}[{dims.replace('None', '?')}]"
+    return f"{parts.dtype_name(data_type)}[{dims.replace('None', '?')}]"
 
 
-def _stated(value) -> str:
-    kind = value.type.WhichOneof("value")
-    if kind != "tensor_type":
-        return kind.removesuffix("_type") if kind else ""
-    return typed(value.type.tensor_type.elem_type, stated_shape(value.type.tensor_type))
+def _stated_type(value: ValueInfoProto) -> str:
+    return parts.type_text(value, tensor_type)
 
 
 def _tensor(tensor: TensorProto) -> list[str]:
-    kind = typed(tensor.data_type, tensor.dims)
-    if prod(tensor.dims) > _SHOWN or external.is_external(tensor):
+    kind = tensor_type(tensor.data_type, tensor.dims)
+    if prod(tensor.dims) > parts.MOST_ELEMENTS or external.is_external(tensor):
         return [kind, ""]
     return [kind, " ".join(str(numpy_helper.to_array(tensor).tolist()).split())]
-
-
-def _metadata(node: NodeProto) -> dict[str, str]:
-    return {entry.key: entry.value for entry in node.metadata_props}

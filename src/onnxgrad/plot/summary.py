@@ -21,13 +21,19 @@ from onnxgrad.graph.traversal import reads
 from onnxgrad.model import external
 from onnxgrad.model.convert import to_ir
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.work import Work
+from onnxgrad.plot.multiply_adds import Work
 from onnxgrad.reporting import html_table
 from onnxgrad.training.parameters.defaults import trainable
 from onnxgrad.training.parameters.equal_constants import separate_merged
-from onnxgrad.training.parameters.module_names import ModuleNames
+from onnxgrad.training.parameters.module_names import module_of
 
 _OPERATORS = 3  # named in a row
+_NUMBERS = {
+    "parameters": "parameters",
+    "trainable": "trainable",
+    "mult-adds": "multiply_adds",
+    "act. bytes": "activation_bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -97,29 +103,15 @@ class Summary(list[Layer]):
         return sum(getattr(layer, field) for layer in self)
 
     def _cells(self) -> list[list[str]]:
-        head = [
-            "layer",
-            "operators",
-            "output",
-            "parameters",
-            "trainable",
-            "mult-adds",
-            "act. bytes",
-        ]
-        rows = [
-            [
-                printable(layer.name),
-                printable(_operators(layer.operators)),
-                printable(", ".join(map(_shape_text, layer.shapes[:2])))
-                + (f" and {len(layer.shapes) - 2} more" if len(layer.shapes) > 2 else ""),
-                *(f"{n:,}" if n else "-" for n in (
-                    layer.parameters, layer.trainable, layer.multiply_adds, layer.activation_bytes,
-                )),
-            ]
-            for layer in self
-        ]  # fmt: skip
-        names = ("parameters", "trainable", "multiply_adds", "activation_bytes")
-        return [head, *rows, ["total", "", "", *(f"{self.total(name):,}" for name in names)]]
+        rows = []
+        for layer in self:
+            shapes = ", ".join(map(_shape_text, layer.shapes[:2]))
+            more = f" and {len(layer.shapes) - 2} more" if len(layer.shapes) > 2 else ""
+            texts = (layer.name, _operators(layer.operators), shapes + more)
+            numbers = (getattr(layer, name) for name in _NUMBERS.values())
+            rows.append([*map(printable, texts), *(f"{n:,}" if n else "-" for n in numbers)])
+        total = ["total", "", "", *(f"{self.total(name):,}" for name in _NUMBERS.values())]
+        return [["layer", "operators", "output", *_NUMBERS], *rows, total]
 
     def _notes(self) -> list[str]:
         assumed = ", ".join(f"{printable(name)}={n}" for name, n in self.lengths.items())
@@ -192,18 +184,18 @@ def summary(
         raise ValueError(f"depth must be at least 1, not {depth}")
     proto = separate_merged(model)
     graph, assumed = _static_graph(proto, lengths or {})
-    names = ModuleNames((), ())
     layers: dict[str, list[ir.Node]] = defaultdict(list)
     count: Counter[str] = Counter()
-    for node in _varying(graph):
-        path = "" if by_node else names.module(node)
-        if path:
-            layers[".".join(path.split(".")[:depth])].append(node)
-            continue
-        name = node.name or node.op_type
-        count[name] += 1
-        layers[f"{name}_{count[name]}" if count[name] > 1 else name].append(node)
-    return _Counter(graph, trainable(proto, train, freeze)).count(layers, assumed)
+    for node in _varying_nodes(graph):
+        name = "" if by_node else module_of(node.name or "", node.metadata_props)
+        if name:
+            name = ".".join(name.split(".")[:depth])
+        else:
+            name = node.name or node.op_type
+            count[name] += 1
+            name = f"{name}_{count[name]}" if count[name] > 1 else name
+        layers[name].append(node)
+    return _LayerCounts(graph, trainable(proto, train, freeze)).count(layers, assumed)
 
 
 def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Graph, dict[str, int]]:
@@ -213,24 +205,23 @@ def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Gra
     external.with_data(model, proto)
     RemoveInitializersFromInputsPass()(model)
     assumed: dict[str, int] = {}
-    symbols = [
-        d for x in model.graph.inputs for d in dims(x) or () if d is not None and d != "?"
-        and not isinstance(d, int)
-    ]  # fmt: skip
+    every = (d for x in model.graph.inputs for d in dims(x) or ())
+    symbols = [d for d in every if isinstance(d, str) and d != "?"]
     for name, length in lengths.items():
         if name not in symbols:
-            raise unknown("symbolic dimension", name, list(dict.fromkeys(symbols)))
+            raise unknown("symbolic dimension", name, dict.fromkeys(symbols))
         if length < 1:
             raise ValueError(f"the length of {name!r} must be at least 1, not {length}")
     for x in model.graph.inputs:
-        shape = []
-        for i, d in enumerate(dims(x) or ()):
-            name = d if isinstance(d, str) and d not in ("", "?") else f"{x.name}.shape[{i}]"
-            shape.append(
-                d if isinstance(d, int) else assumed.setdefault(name, lengths.get(name, 1))
-            )
-        if dims(x) is not None:
-            x.shape = ir.Shape(shape)
+        if (shape := dims(x)) is None:
+            continue
+        given = (
+            d if d not in (None, "", "?") else f"{x.name}.shape[{i}]" for i, d in enumerate(shape)
+        )
+        x.shape = ir.Shape(
+            d if isinstance(d, int) else assumed.setdefault(str(d), lengths.get(str(d), 1))
+            for d in given
+        )
     for node in model.graph:
         for y in node.outputs:
             y.shape = None
@@ -240,7 +231,7 @@ def _static_graph(proto: ModelProto, lengths: Mapping[str, int]) -> tuple[ir.Gra
     return model.graph, assumed
 
 
-def _varying(graph: ir.Graph) -> list[ir.Node]:
+def _varying_nodes(graph: ir.Graph) -> list[ir.Node]:
     """Return the nodes that depend on an input, or draw random numbers: not on constants only."""
     varies: set[ir.Value] = set(graph.inputs)
     nodes = []
@@ -252,7 +243,7 @@ def _varying(graph: ir.Graph) -> list[ir.Node]:
     return nodes
 
 
-class _Counter:
+class _LayerCounts:
     """Counts what the layers of a graph hold and compute."""
 
     def __init__(self, graph: ir.Graph, tensors: Iterable) -> None:
@@ -262,7 +253,7 @@ class _Counter:
         self.weights: dict[ir.Value, set[str]] = {
             values[name]: {name} for name in self.sizes if name in values
         }
-        varying = set(_varying(graph))
+        varying = set(_varying_nodes(graph))
         for node in graph:  # what is computed from weights, as a transpose, stands for them
             found = [self.weights[x] for x in reads(node) if x in self.weights]
             if found and node not in varying:

@@ -9,9 +9,9 @@ from itertools import pairwise
 
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
-from onnxgrad.plot.layering import Cell, Layered
+from onnxgrad.plot.layering import Layered
 from onnxgrad.plot.placement import LINE, Box, Placed
-from onnxgrad.plot.scene import ROOT, Group, Item, Scene
+from onnxgrad.plot.scene import ROOT, Cell, Item, Scene
 
 _MANY = 200  # nodes: in larger models, modules are folded
 _READABLE = 100  # boxes of such a picture at first
@@ -87,15 +87,11 @@ def folded_groups(scene: Scene, fold: bool | None) -> set[int]:
         return set()
     cells = Counter([item.group for item in scene.items] + [g.parent for g in scene.groups])
     folded, visible = {g.id for g in modules}, cells[ROOT]
-    for g in sorted(modules, key=lambda g: _depth(scene, g)):
+    for g in sorted(modules, key=lambda g: len(g.path)):
         if g.parent not in folded and visible + cells[g.id] <= _READABLE:
             folded.discard(g.id)
             visible += cells[g.id]
     return folded
-
-
-def _depth(scene: Scene, group: Group) -> int:
-    return 0 if group.id == ROOT else 1 + _depth(scene, scene.groups[group.parent])
 
 
 def hues(scene: Scene) -> dict[int, int]:
@@ -126,38 +122,30 @@ class _Drawing:
             '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
             'markerHeight="7" orient="auto"><path class="tip" d="M0 0 8 4 0 8z"/></marker></defs>'
         )
-        parts = [head, f"<style>{STYLE}</style>", marker]
-        parts += self._frames(ROOT)
-        parts += self._arrows()
-        parts += self._boxes(ROOT)
-        return "\n".join([*parts, "</svg>\n"])
+        style = f"<style>{STYLE}</style>"
+        frames, boxes = self._frames_and_boxes(ROOT)
+        return "\n".join([head, style, marker, *frames, *self._arrows(), *boxes, "</svg>\n"])
 
-    def _cells(self, group: int) -> list[Cell]:
-        return [cell for row in self.layered.groups[group].rows for cell in row]
-
-    def _frames(self, group: int) -> list[str]:
-        parts = []
-        for kind, i in self._cells(group):
-            if kind == "group" and i not in self.folded:
-                box, frame = self.placed.boxes[kind, i], self.scene.groups[i]
-                title = (
-                    f'<text x="{box.x + 8:.1f}" y="{box.y + 15:.1f}">{escape(frame.title)}</text>'
-                )
-                parts.append(f'<g class="frame {frame.kind}">{_rect(box)}{title}</g>')
-                parts += self._frames(i)
-        return parts
-
-    def _boxes(self, group: int) -> list[str]:
-        parts = []
-        for kind, i in self._cells(group):
+    def _frames_and_boxes(self, group: int) -> tuple[list[str], list[str]]:
+        """Return the frames of the groups in a group, and the boxes of all items there."""
+        frames, boxes = [], []
+        cells = [c for row in self.layered.groups[group].rows for c in row if c[0] != "bend"]
+        for kind, i in cells:
+            box = self.placed.boxes[kind, i]
             if kind == "item":
-                parts.append(self._item(self.scene.items[i], self.placed.boxes[kind, i]))
-            elif kind == "group" and i in self.folded:
-                box, title = self.placed.boxes[kind, i], escape(self.scene.groups[i].title)
-                parts.append(f'<g class="box folded">{_rect(box)}{_line(box, 20, title)}</g>')
-            elif kind == "group":
-                parts += self._boxes(i)
-        return parts
+                boxes.append(self._item(self.scene.items[i], box))
+                continue
+            frame = self.scene.groups[i]
+            title = escape(frame.title)
+            if i in self.folded:
+                boxes.append(f'<g class="box folded">{_rect(box)}{_line(box, 20, title)}</g>')
+                continue
+            title = f'<text x="{box.x + 8:.1f}" y="{box.y + 15:.1f}">{title}</text>'
+            frames.append(f'<g class="frame {frame.kind}">{_rect(box)}{title}</g>')
+            inner = self._frames_and_boxes(i)
+            frames += inner[0]
+            boxes += inner[1]
+        return frames, boxes
 
     def _item(self, item: Item, box: Box) -> str:
         names = " ".join(["box", item.kind, *sorted(item.marks - {"weight"})])
@@ -178,12 +166,11 @@ class _Drawing:
         parts: dict[str, list[str]] = {}
         right = self.layered.groups[ROOT].right
         for arrow, way in zip(self.scene.arrows, self.layered.ways, strict=True):
-            ends = [self._shown(i) for i in (arrow.source, arrow.target)]
+            ends = [self._visible_cell(i) for i in (arrow.source, arrow.target)]
             if ends[0] == ends[1]:
                 continue
-            across = (self._outermost(arrow.source) in right) != (
-                self._outermost(arrow.target) in right
-            )
+            sides = {self.scene.outermost(i) in right for i in (arrow.source, arrow.target)}
+            across = len(sides) > 1
             bends = [b for n in way if (b := self.placed.boxes.get(("bend", n)))]
             a, b = (self.placed.boxes[end] for end in ends)
             path = _across(a, b) if across else _curve(a, bends, b)
@@ -194,22 +181,10 @@ class _Drawing:
             for name, texts in parts.items()
         ]
 
-    def _shown(self, item: int) -> Cell:
+    def _visible_cell(self, item: int) -> Cell:
         """Return the cell in which an item is drawn: the outermost folded group around it."""
-        cell: Cell = ("item", item)
-        group = self.scene.items[item].group
-        while group != ROOT:
-            if group in self.folded:
-                cell = ("group", group)
-            group = self.scene.groups[group].parent
-        return cell
-
-    def _outermost(self, item: int) -> Cell:
-        cell: Cell = ("item", item)
-        group = self.scene.items[item].group
-        while group != ROOT:
-            cell, group = ("group", group), self.scene.groups[group].parent
-        return cell
+        path = self.scene.path(item)
+        return next((("group", g) for g in path[1:] if g in self.folded), ("item", item))
 
 
 def _rect(box: Box, style: str = "") -> str:

@@ -6,29 +6,22 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import groupby
+from math import prod
 
-import numpy as np
-import onnx_ir as ir
 from onnx import (
-    AttributeProto,
     GraphProto,
     ModelProto,
     NodeProto,
     TensorProto,
-    TypeProto,
     numpy_helper,
 )
 
 from onnxgrad.errors import printable
 from onnxgrad.model.read import ModelLike, read
 from onnxgrad.model.traversal import all_nodes
+from onnxgrad.plot import parts
 from onnxgrad.training.parameters.module_names import module_of
 
-_SHOWN = 10  # elements: longer constants show their type and shape only
-_PLAIN = (
-    AttributeProto.FLOAT, AttributeProto.FLOATS, AttributeProto.INT, AttributeProto.INTS,
-    AttributeProto.STRING, AttributeProto.STRINGS,
-)  # fmt: skip
 _COLORS = [  # of the first group
     (re.compile(r" *(opset|function|return)\b"), "2"),  # dim
     (re.compile(r" *(input):"), "34"),  # blue
@@ -81,7 +74,7 @@ def onnx_simple_text_plot(
         lines.append(f"function: {function.domain}.{function.name}({', '.join(function.input)})")
         lines += _nodes(function.node, indent, "  ")
         lines.append(f"  return {', '.join(function.output)}")
-    return "\n".join(_colored(printable(line)) if color else printable(line) for line in lines)
+    return "\n".join(_color(printable(line)) if color else printable(line) for line in lines)
 
 
 def onnx_text_plot_io(model: ModelLike) -> str:
@@ -127,9 +120,10 @@ def _graph(
     for line in _inputs(graph):
         yield margin + line
     for tensor in graph.initializer:
-        values = numpy_helper.to_array(tensor).ravel() if np.prod(tensor.dims) <= _SHOWN else None
-        shown = "" if values is None else " -- " + " ".join(repr(values).split())
-        yield margin + _tensor(tensor) + shown
+        line = margin + _tensor(tensor)
+        if prod(tensor.dims) <= parts.MOST_ELEMENTS:
+            line += " -- " + " ".join(repr(numpy_helper.to_array(tensor).ravel()).split())
+        yield line
     yield from _nodes(graph.node, indent, margin) if depth is None else _modules(graph, depth)
     for line in _outputs(graph):
         yield margin + line
@@ -142,17 +136,16 @@ def _nodes(nodes, indent: bool, margin: str) -> Iterator[str]:
         depth.update(dict.fromkeys(node.output, steps))
         here = margin + "  " * min(steps, _DEEPEST) * indent
         yield here + _node(node)
-        for a in node.attribute:
-            for graph in [a.g] if a.type == AttributeProto.GRAPH else a.graphs:
-                yield f"{here}  {a.name}:"
-                yield from _graph(graph, indent, f"{here}    ")
+        for name, graph in parts.graphs_of(node):
+            yield f"{here}  {name}:"
+            yield from _graph(graph, indent, f"{here}    ")
 
 
 def _modules(graph: GraphProto, depth: int) -> Iterator[str]:
     """Yield a line for each run of nodes of one module, and for each node of none."""
 
     def module(node: NodeProto) -> str:
-        path = module_of(node.name, {entry.key: entry.value for entry in node.metadata_props})
+        path = module_of(node.name, parts.metadata_of(node))
         return ".".join(path.split(".")[:depth])
 
     runs = [(path, list(nodes)) for path, nodes in groupby(graph.node, module)]
@@ -173,7 +166,7 @@ def _modules(graph: GraphProto, depth: int) -> Iterator[str]:
         yield f"{path}/... {count} ({operators}) -> {', '.join(results)}"
 
 
-def _colored(line: str) -> str:
+def _color(line: str) -> str:
     """Return `line` with the colors of its kind: that of a value, a module or an operator."""
     for pattern, code in _COLORS:
         if (match := pattern.match(line)) is not None:
@@ -183,36 +176,12 @@ def _colored(line: str) -> str:
 
 
 def _node(node: NodeProto) -> str:
-    graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-    arguments = [*node.input, *(attribute_text(a) for a in node.attribute if a.type not in graphs)]
-    domain = f"{node.domain}." if node.domain not in ("", "ai.onnx") else ""
-    return f"{domain}{node.op_type}({', '.join(arguments)}) -> {', '.join(node.output)}"
-
-
-def attribute_text(attribute: AttributeProto) -> str:
-    """Return name and value of an attribute that is not a graph; long values are left out."""
-    if attribute.ref_attr_name:
-        return f"{attribute.name}=@{attribute.ref_attr_name}"
-    if attribute.type == AttributeProto.TENSOR and np.prod(attribute.t.dims) <= _SHOWN:
-        return f"{attribute.name}={numpy_helper.to_array(attribute.t).tolist()}"
-    if attribute.type == AttributeProto.TENSOR:
-        return f"{attribute.name}={_typed(attribute.t.data_type, attribute.t.dims)}"
-    if attribute.type not in _PLAIN:
-        kind = AttributeProto.AttributeType.Name(attribute.type)
-        return f"{attribute.name}={kind.lower()}"
-    value = ir.serde.deserialize_attribute(attribute).value
-    if not isinstance(value, (list, tuple)):
-        return f"{attribute.name}={_number(value)}"
-    shown = f"{len(value)} values" if len(value) > _SHOWN else ", ".join(map(_number, value))
-    return f"{attribute.name}=[{shown}]"
-
-
-def _number(value) -> str:
-    return f"{value:g}" if isinstance(value, float) else repr(value)
+    arguments = [*node.input, *parts.attribute_texts(node)]
+    return f"{parts.operator_name(node)}({', '.join(arguments)}) -> {', '.join(node.output)}"
 
 
 def _tensor(tensor: TensorProto) -> str:
-    return f"init: name={tensor.name!r} {_typed(tensor.data_type, tensor.dims)}"
+    return f"init: name={tensor.name!r} {parts.tensor_text(tensor.data_type, tensor.dims)}"
 
 
 def _value(value) -> str:
@@ -220,23 +189,4 @@ def _value(value) -> str:
     if kind not in (None, "tensor_type"):
         return f"name={value.name!r} type={kind.removesuffix('_type')}"
     tensor = value.type.tensor_type
-    return f"name={value.name!r} {_typed(tensor.elem_type, stated_shape(tensor))}"
-
-
-def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
-    """Return the dimensions of a declared shape, None when there is none."""
-    if not tensor.HasField("shape"):
-        return None
-    return [
-        d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim
-    ]
-
-
-def _typed(data_type: int, dims) -> str:
-    return f"type=dtype({dtype_name(data_type)!r}) shape={'?' if dims is None else tuple(dims)}"
-
-
-def dtype_name(data_type: int) -> str:
-    """Return the numpy name of an element type."""
-    name = ir.DataType(data_type).name.lower()
-    return {"float": "float32", "double": "float64"}.get(name, name)
+    return f"name={value.name!r} {parts.tensor_text(tensor.elem_type, parts.stated_shape(tensor))}"

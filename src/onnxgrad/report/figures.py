@@ -56,15 +56,8 @@ def scatter(title: str, pairs: Sequence[Sequence[float]]) -> Chart:
     if x:
         ends = [min([*x, *y]), max([*x, *y])]
         axes.plot(ends, ends, color=_GRID, linewidth=1.2)
-    axes.plot(
-        x,
-        y,
-        color=_LINES[0],
-        linestyle="none",
-        marker=".",
-        markersize=4 if len(x) > 100 else 9,
-        alpha=0.6,
-    )
+    size = 4 if len(x) > 100 else 9
+    axes.plot(x, y, ".", color=_LINES[0], markersize=size, alpha=0.6)
     return Chart(title, _svg(figure, title), [])
 
 

@@ -14,14 +14,14 @@ import numpy as np
 
 from onnxgrad.losses.info import LossInfo
 from onnxgrad.metrics.arrays import class_rows, number_rows
-from onnxgrad.report.weights import histogram
+from onnxgrad.report.measures import histogram
 from onnxgrad.training.batches import ArraySource, BatchSource
 from onnxgrad.training.judges import prediction_info
 
 WORST = 20  # rows
 POINTS = 1000  # of a scatter of predictions
 COLUMNS = 8  # numbers of a row whose residuals are kept
-_SHOWN = 6  # elements of a label or a prediction
+_MOST_ELEMENTS = 6  # elements of a label or a prediction
 _NAME = "report"  # of the metric in messages of what does not fit
 
 Arrays = Mapping[str, np.ndarray]
@@ -136,7 +136,9 @@ class Examination:
                 losses += 1
                 loss = evaluator.row_loss(values, arrays, i)
                 if math.isfinite(loss):
-                    shown = [_shown(p.info, predictions, arrays[n], i) for n, p in parts.items()]
+                    shown = [
+                        _row_values(p.info, predictions, arrays[n], i) for n, p in parts.items()
+                    ]
                     _keep(worst, (loss, -(count + i), shown))
             count += rows
         worst.sort(key=lambda entry: entry[:2], reverse=True)
@@ -184,7 +186,7 @@ def _pair(info: LossInfo, predictions: Arrays, label: np.ndarray) -> tuple[np.nd
     return (shown[:, :-1], label[:, 1:]) if info.shift else (shown, label)
 
 
-def _shown(info: LossInfo, predictions: Arrays, label: np.ndarray, row: int) -> dict[str, Any]:
+def _row_values(info: LossInfo, predictions: Arrays, label: np.ndarray, row: int) -> dict[str, Any]:
     """Return the label and the prediction of a row: class numbers, or some of the elements."""
     prediction, wanted = _pair(info, predictions, label)
     if len(prediction) != len(label):
@@ -204,7 +206,7 @@ def _first(array: np.ndarray) -> list[Any]:
     flat = np.asarray(array).ravel()
     if flat.dtype.kind == "V" or flat.dtype.name == "bfloat16":
         flat = flat.astype(np.float32)
-    return [*flat[:_SHOWN].tolist(), *(["…"] if flat.size > _SHOWN else [])]
+    return [*flat[:_MOST_ELEMENTS].tolist(), *(["…"] if flat.size > _MOST_ELEMENTS else [])]
 
 
 def class_name(index: Any, classes: Sequence[Any] | None) -> str:

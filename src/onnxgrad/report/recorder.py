@@ -18,8 +18,8 @@ from onnxgrad.errors import first_line
 from onnxgrad.model.files import replacing, target_of
 from onnxgrad.plot.text import onnx_simple_text_plot
 from onnxgrad.report.environment import environment, peak_memory
+from onnxgrad.report.measures import change, description, histograms, norm, thin
 from onnxgrad.report.predictions import Examination
-from onnxgrad.report.weights import change, histograms, norm, thinned
 from onnxgrad.reporting import logger
 from onnxgrad.runtime.profile import operator_times
 from onnxgrad.training.callbacks.base import UNFINISHED, Callback, Control
@@ -123,8 +123,8 @@ class Recorder(Callback):
                 "environments": [],
                 "about": self.about,
                 "parameters": json_value(parameters_of(trainer)),
-                "model": _described(trainer.proto),
-                "weights": {n: _kind(w) for n, w in self._weights.items()},
+                "model": _summary_of(trainer.proto),
+                "weights": {n: description(w) for n, w in self._weights.items()},
                 "before": histograms(self._weights),
                 "classes": None if self.classes is None else [str(c) for c in self.classes],
                 "steps": [],
@@ -144,7 +144,7 @@ class Recorder(Callback):
             loss, rows = new
             steps = self.entry(state)["steps"]
             steps.append([state.step, rows, loss, state.learning_rate])
-            _joined(steps)
+            _join_neighbors(steps)
         if self.every_steps is not None and state.step % self.every_steps == 0:
             self._measure(trainer, state)
 
@@ -198,7 +198,7 @@ class Recorder(Callback):
             }
         )
         self._weights, self._since = dict(new), state.step
-        entry["stride"] = thinned(records, entry["stride"])
+        entry["stride"] = thin(records, entry["stride"])
 
     def _examine(self, trainer: Any) -> dict[str, Any]:
         return Examination(trainer, self.seconds, self.row_numbers, self.first_row).run()
@@ -212,12 +212,7 @@ class Recorder(Callback):
         if sample is None:
             raise ValueError("no step was run, or processes share each step")
         times = operator_times(
-            sample.model,
-            sample.inputs,
-            trainer.device,
-            sample.work,
-            sample.in_order,
-            self.profile,
+            sample.model, sample.inputs, trainer.device, sample.work, sample.in_order, self.profile
         )
         rows = [[t.operator, t.nodes, t.seconds, t.nbytes] for t in times]
         return {"steps": self.profile, "rows": rows}
@@ -247,23 +242,19 @@ def _try(
             logger.warning("Recorder: %s: %s", name, absent[name])
 
 
-def _joined(steps: list[list[Any]]) -> None:
+def _join_neighbors(steps: list[list[Any]]) -> None:
     """Join neighbours if there are too many points: the mean of their losses, weighted by rows."""
     if len(steps) <= _STEPS:
         return
-    joined = []
-    for first, second in zip(steps[0::2], steps[1::2], strict=False):
+    pairs = list(zip(steps[0::2], steps[1::2], strict=False))
+    for i, (first, second) in enumerate(pairs):
         rows = first[1] + second[1]
         loss = (first[1] * first[2] + second[1] * second[2]) / rows
-        joined.append([second[0], rows, loss, second[3]])
-    steps[:] = joined + steps[len(joined) * 2 :]
+        steps[i] = [second[0], rows, loss, second[3]]
+    del steps[len(pairs) : 2 * len(pairs)]
 
 
-def _kind(array: np.ndarray) -> dict[str, Any]:
-    return {"shape": list(array.shape), "dtype": array.dtype.name, "size": int(array.size)}
-
-
-def _described(proto: ModelProto) -> dict[str, Any]:
+def _summary_of(proto: ModelProto) -> dict[str, Any]:
     """Return a summary of a model, and the beginning of its text."""
     lines = onnx_simple_text_plot(proto).splitlines()
     return {

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onnxgrad.report.measures import description, histograms
 from onnxgrad.report.recorder import FILE, FORMAT
-from onnxgrad.report.weights import histograms
 from onnxgrad.training import saving
 from onnxgrad.training.callbacks.checkpoint import newest
 
@@ -66,10 +66,7 @@ def _of_folder(folder: Path) -> Run:
     run |= {"epochs": numbers.get("epoch"), "stop_reason": numbers.get("stop_reason")}
     if weights := arrays.get("weights"):
         run["after"] = histograms(weights)
-        run["weights"] = {
-            n: {"shape": list(w.shape), "dtype": w.dtype.name, "size": int(w.size)}
-            for n, w in weights.items()
-        }
+        run["weights"] = {n: description(w) for n, w in weights.items()}
     for entry in callbacks.values():
         if entry.get("format") == FORMAT:
             run = entry | run

@@ -38,28 +38,22 @@ def tiles(run: Run) -> list[tuple[str, Any, str]]:
 
 def charts(run: Run) -> list[figures.Chart]:
     """Return the curves of the history, and the loss by step."""
-    history = run.get("history") or []
-    names = {"loss": "training", f"{_VALIDATION}loss": "validation"}
-    series = [(title, *_series(history, name)) for name, title in names.items()]
-    series = [one for one in series if one[1]]
-    drawn = [figures.curves("loss", series)] if series else []
-    steps = run.get("steps") or []
-    if steps:
-        x, y = [s[0] for s in steps], [s[2] for s in steps]
-        drawn.append(figures.curves("loss by step", [("loss", x, y)]))
-    for name in _metrics(history):
-        drawn.append(figures.curves(_title(name), [(name, *_series(history, name))]))
-    rates = [(s[0], s[3]) for s in steps if s[3] is not None]
-    if not rates:
-        rates = list(zip(*_series(history, "learning_rate"), strict=True))
-    if rates:
-        x, y = [r[0] for r in rates], [r[1] for r in rates]
-        drawn.append(figures.curves("learning rate", [("learning rate", x, y)], log=False))
-    others = dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v))
-    for name in others:
-        if name not in _KNOWN and not name.startswith(_VALIDATION):
-            drawn.append(figures.curves(_title(name), [(name, *_series(history, name))]))
-    return drawn
+    history, steps = run.get("history") or [], run.get("steps") or []
+    others = [n for n in _numbers_in(history) if not n.startswith(_VALIDATION) and n not in _KNOWN]
+    losses = [("training", "loss"), ("validation", f"{_VALIDATION}loss")]
+    rated = [s for s in steps if s[3] is not None]
+    rates = [s[0] for s in rated], [s[3] for s in rated]
+    if not rated:
+        rates = _series(history, "learning_rate")
+    curves = [
+        ("loss", [(title, *_series(history, name)) for title, name in losses]),
+        ("loss by step", [("loss", [s[0] for s in steps], [s[2] for s in steps])]),
+        *((_title(name), [(name, *_series(history, name))]) for name in _metrics(history)),
+        ("learning rate", [("learning rate", *rates)]),
+        *((_title(name), [(name, *_series(history, name))]) for name in others),
+    ]
+    recorded = [(title, [one for one in series if len(one[1])]) for title, series in curves]
+    return [figures.curves(t, series, t != "learning rate") for t, series in recorded if series]
 
 
 def norms(run: Run) -> tuple[list[figures.Chart], list[dict[str, Any]]]:
@@ -115,20 +109,15 @@ def outputs(run: Run) -> list[dict[str, Any]]:
 
 def worst(run: Run) -> list[dict[str, Any]]:
     """Return the rows with the largest loss, with the names of classes."""
-    classes, rows = run.get("classes"), []
+    classes, rows, keys = run.get("classes"), [], ("label", "prediction", "score")
     for row in (run.get("examined") or {}).get("worst", ()):
         values = []
         for value in row["values"]:
             names = classes if value.get("classes") else None
-            texts = {
-                key: _texts(value.get(key), names if key != "score" else None)
-                for key in ("label", "prediction", "score")
-            }
-            values.append(texts)
-        shown = [
-            ["label", "prediction", *(["score"] if "score" in v else [])] for v in row["values"]
-        ]
-        rows.append({**row, "values": values, "columns": shown})
+            texts = (_texts(value.get(k), None if k == "score" else names) for k in keys)
+            values.append(dict(zip(keys, texts, strict=True)))
+        columns = [keys if "score" in value else keys[:2] for value in row["values"]]
+        rows.append({**row, "values": values, "columns": columns})
     return rows
 
 
@@ -173,8 +162,13 @@ def _texts(values: Any, names: Sequence[str] | None) -> str:
 
 
 def _metrics(history: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v))
+    names = _numbers_in(history)
     return [n for n in names if n.startswith(_VALIDATION) and n != f"{_VALIDATION}loss"]
+
+
+def _numbers_in(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names under which records have numbers."""
+    return list(dict.fromkeys(n for r in history for n, v in r.items() if _is_number(v)))
 
 
 def _series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:

@@ -20,6 +20,11 @@ def norm(array: np.ndarray) -> float:
     return math.sqrt(float(flat @ flat))
 
 
+def description(array: np.ndarray) -> dict[str, Any]:
+    """Return shape, dtype and size of a weight, as values for JSON."""
+    return {"shape": list(array.shape), "dtype": array.dtype.name, "size": int(array.size)}
+
+
 def change(new: np.ndarray, old: np.ndarray) -> float:
     """Return the 2-norm of the difference of two arrays, in float64."""
     return norm(np.asarray(new).astype(np.float64) - np.asarray(old).astype(np.float64))
@@ -43,7 +48,7 @@ def histograms(weights: Arrays) -> dict[str, dict[str, Any]]:
     return {name: histogram(array) for name, array in weights.items()}
 
 
-def thinned(records: list[Any], stride: int) -> int:
+def thin(records: list[Any], stride: int) -> int:
     """Remove every second record if there are too many, the last one excepted.
 
     Returns:

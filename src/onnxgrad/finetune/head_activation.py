@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from onnxgrad.finetune.layers import known_value, shown, substitute
+from onnxgrad.errors import node_text
+from onnxgrad.finetune.layers import substitute
 from onnxgrad.finetune.tail import INDEX, Tail
 from onnxgrad.graph.emit import Emit
-from onnxgrad.graph.shapes import dims, rank
+from onnxgrad.graph.shapes import constant, dims, rank
 from onnxgrad.losses.value_range import value_range
 from onnxgrad.reporting import logger
 
@@ -29,7 +30,9 @@ def change_activation(tail: Tail, activation: str | None) -> None:
         _fold(tail, node)
     present = [node for node in tail.op.graph if _is_activation(tail, node)]
     for node in present:
-        wanted = _fitting(tail, node) if activation == "same" else ACTIVATIONS.get(activation or "")
+        wanted = ACTIVATIONS.get(activation or "")
+        if activation == "same":
+            wanted = _activation_like(tail, node)
         if wanted != node.op_type:
             _replace(tail, node, wanted)
     if activation == "same" or (activation is not None and present):
@@ -45,7 +48,7 @@ def change_activation(tail: Tail, activation: str | None) -> None:
             _append(tail, y, ACTIVATIONS[activation])
 
 
-def applied(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value:
+def write_activation(op: Emit, op_type: str, x: ir.Value, axis: int) -> ir.Value:
     """Return the activation of `x` along `axis`, counted from the end.
 
     Raises:
@@ -85,7 +88,7 @@ def _fold(tail: Tail, node: ir.Node) -> None:
     if x is None or x not in tail.axes:
         return
     with tail.op.at(node):
-        y = applied(tail.op, "Softmax", x, axis)
+        y = write_activation(tail.op, "Softmax", x, axis)
     y = substitute(tail.op, node.outputs[0], y)
     tail.axes[y] = axis
     tail.changed.add(y)
@@ -100,7 +103,7 @@ def _reduction(value: ir.Value | None, op_type: str, axis: int) -> ir.Value | No
         return None
     shape = dims(node.inputs[0])
     stated = node.attributes.get_ints("axes", ())
-    if len(node.inputs) > 1 and (axes := known_value(node.inputs[1])) is not None:
+    if len(node.inputs) > 1 and (axes := constant(node.inputs[1])) is not None:
         stated = axes.ravel().tolist()
     named = [a - len(shape) if shape is not None and a >= 0 else a for a in stated]
     return node.inputs[0] if named == [axis] else None
@@ -127,17 +130,17 @@ def _is_activation(tail: Tail, node: ir.Node) -> bool:
     return along == axis and not (before and any(d != 1 for d in shape[len(shape) + axis + 1 :]))
 
 
-def _fitting(tail: Tail, node: ir.Node) -> str:
+def _activation_like(tail: Tail, node: ir.Node) -> str:
     """Return the activation for the new units that corresponds to that of the old ones."""
     if tail.new == 1 and node.op_type == "Softmax":
-        logger.info("%s becomes a Sigmoid: there is one unit", shown(node))
+        logger.info("%s becomes a Sigmoid: there is one unit", node_text(node))
         return "Sigmoid"
     if tail.new == 1 and node.op_type == "LogSoftmax":
         raise ValueError(
-            f"{shown(node)} is 0 for one unit: pass two units, activation='sigmoid' or None"
+            f"{node_text(node)} is 0 for one unit: pass two units, activation='sigmoid' or None"
         )
     if tail.old == 1 < tail.new and node.op_type == "Sigmoid":
-        logger.info("%s becomes a Softmax over %d units", shown(node), tail.new)
+        logger.info("%s becomes a Softmax over %d units", node_text(node), tail.new)
         return "Softmax"
     return node.op_type
 
@@ -150,7 +153,7 @@ def _replace(tail: Tail, node: ir.Node, op_type: str | None) -> None:
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     with tail.op.at(node):
-        z = applied(tail.op, op_type, x, tail.axes[x])
+        z = write_activation(tail.op, op_type, x, tail.axes[x])
     z = substitute(tail.op, y, z)
     tail.axes[z] = tail.axes[x]
     tail.changed.add(z)
@@ -159,7 +162,7 @@ def _replace(tail: Tail, node: ir.Node, op_type: str | None) -> None:
 def _append(tail: Tail, y: ir.Value, op_type: str) -> None:
     """Write an activation behind the output `y`, whose name its result gets."""
     op, outputs = tail.op, tail.op.graph.outputs
-    z = applied(op, op_type, y, tail.axes[y])
+    z = write_activation(op, op_type, y, tail.axes[y])
     z.name, y.name = y.name, op.name(f"{y.name}_scores")
     outputs[list(outputs).index(y)] = z
     tail.axes[z] = tail.axes[y]

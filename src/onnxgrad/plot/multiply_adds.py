@@ -38,31 +38,31 @@ class Work:
         inner = [sum(map(self.of, graph)) for graph in subgraphs(node)]
         try:
             if inner:
-                return self._repeated(node, inner)
+                return self._of_subgraphs(node, inner)
             if (count := _COUNTS.get(node.op_type)) is not None:
                 return count(node)
             if node.op_type == "Add" and any(x in self.parameters for x in node.inputs):
                 return _numel(node.outputs[0])
         except _UnknownShape:
-            self._note(f"{_shown(node)}: its shapes are not static")
+            self._note(f"{_label(node)}: its shapes are not static")
             return 0
         if node.domain not in _STANDARD:
-            self._note(f"{_shown(node)}: an operator of {node.domain!r}")
+            self._note(f"{_label(node)}: an operator of {node.domain!r}")
         return 0
 
-    def _repeated(self, node: ir.Node, inner: list[int]) -> int:
+    def _of_subgraphs(self, node: ir.Node, inner: list[int]) -> int:
         if node.op_type == "If" or not any(inner):
             return max(inner)
         trips = _trips(node)
         if trips is None:
-            self._note(f"{_shown(node)}: counted once, as its length is not known")
+            self._note(f"{_label(node)}: counted once, as its length is not known")
         return sum(inner) * (1 if trips is None else trips)
 
     def _note(self, sentence: str) -> None:
         self.uncounted[sentence] = None
 
 
-def _shown(node: ir.Node) -> str:
+def _label(node: ir.Node) -> str:
     return f"{node.op_type} (node {node.name!r})"
 
 
@@ -113,7 +113,7 @@ def _convolution(weight: int, bias: int) -> Callable[[ir.Node], int]:
     return count
 
 
-def _transposed(node: ir.Node) -> int:
+def _transposed_convolution(node: ir.Node) -> int:
     return _numel(node.inputs[0]) * prod(_shape(node.inputs[1])[1:]) + _bias(node, 2)
 
 
@@ -153,7 +153,7 @@ _COUNTS: dict[str, Callable[[ir.Node], int]] = {
     "Attention": _attention,
     "Conv": _convolution(1, 2),
     "ConvInteger": _convolution(1, 4),
-    "ConvTranspose": _transposed,
+    "ConvTranspose": _transposed_convolution,
     "DeformConv": _convolution(1, 3),
     "Einsum": _einsum,
     "FusedConv": _convolution(1, 2),

@@ -7,13 +7,14 @@ the ZipMap of both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from onnxgrad.finetune.activations import ACTIVATIONS, applied
+from onnxgrad.finetune.head_activation import ACTIVATIONS, write_activation
 from onnxgrad.finetune.layers import Layer
 from onnxgrad.graph.emit import Emit
 from onnxgrad.graph.shapes import rank
@@ -49,9 +50,8 @@ def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
     """
     if not any(non_tensor(y) for y in proto.graph.output):
         return proto, []
-    copy = ModelProto()
-    copy.CopyFrom(proto)
-    graph, zips = copy.graph, list[ZipMap]()
+    changed = deepcopy(proto)
+    graph, zips = changed.graph, list[ZipMap]()
     makers = {y: node for node in graph.node for y in node.output}
     types = {v.name: v.type for v in graph.value_info}
     for i, y in enumerate(list(graph.output)):
@@ -63,11 +63,8 @@ def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
                 f"the output {y.name!r} is no tensor: name the others by "
                 "select_model_inputs_outputs(model, outputs=[...]) first"
             )
-        own = ZipMap(
-            NodeProto(), ValueInfoProto(), i, node.input[0] not in [v.name for v in graph.output]
-        )
-        own.node.CopyFrom(node)
-        own.output.CopyFrom(y)
+        added = node.input[0] not in [v.name for v in graph.output]
+        own = ZipMap(deepcopy(node), deepcopy(y), i, added)
         zips.append(own)
         graph.node.remove(node)
         y.Clear()
@@ -78,16 +75,13 @@ def without_zipmaps(proto: ModelProto) -> tuple[ModelProto, list[ZipMap]]:
     for own in reversed(zips):
         if not own.added:
             del graph.output[own.index]
-    return copy, zips
+    return changed, zips
 
 
 def restore_zipmaps(proto: ModelProto, zips: Sequence[ZipMap], classes: Classes | None) -> None:
     """Put the ZipMaps back, in place, for new `classes`; None: for the old ones."""
     for own in zips:
-        node = proto.graph.node.add()
-        node.CopyFrom(own.node)
-        output = ValueInfoProto()
-        output.CopyFrom(own.output)
+        node, output = deepcopy(own.node), deepcopy(own.output)
         if classes is not None:
             text = isinstance(classes[0], str)
             del node.attribute[:]
@@ -102,6 +96,7 @@ def restore_zipmaps(proto: ModelProto, zips: Sequence[ZipMap], classes: Classes 
             key = TensorProto.STRING if text else TensorProto.INT64
             kind = output.type.sequence_type.elem_type.map_type
             kind.key_type, kind.value_type.tensor_type.elem_type = key, TensorProto.FLOAT
+        proto.graph.node.append(node)
         if own.added:
             proto.graph.output[own.index].CopyFrom(output)
         else:
@@ -188,4 +183,4 @@ def _scores(
         activation = "softmax" if probable or layer.probable else None
     if activation is None:
         return op.set_type_like(op.copy_of(layer.y), layer.y)
-    return applied(op, ACTIVATIONS[activation], layer.y, -1)
+    return write_activation(op, ACTIVATIONS[activation], layer.y, -1)

@@ -9,9 +9,9 @@ import numpy as np
 
 from onnxgrad.explain.baselines import baseline_values
 from onnxgrad.explain.gradient_methods import between, quadrature
-from onnxgrad.explain.inputs import Arrays, Inputs
 from onnxgrad.explain.score_function import Point, ScoreFunction
-from onnxgrad.explain.targets import Target, seeds
+from onnxgrad.explain.targets import Target
+from onnxgrad.explain.user_inputs import Arrays, Inputs
 from onnxgrad.model.read import ModelLike, read
 
 
@@ -29,20 +29,16 @@ def grad_cam(
     Selvaraju et al. 2017, arXiv:1610.02391. `show_image` enlarges it to an image.
 
     Args:
-        model: model, serialized model or path; never modified.
-        inputs: the array of the only input, or `{name: array}`.
+        model, inputs, target, output: see `saliency`; `model` is no `ScoreFunction`.
         layer: name of a float value of shape (rows, channels, ...), as what the last convolution
             or its activation returns.
-        target: which element of a row of the output is its score; see `saliency`.
-        output: name of the output; see `ScoreFunction`.
         relu: replace negative results by zero, as the article does.
 
     Returns:
         An array of shape (rows, 1, ...), of the dtype of the layer.
 
     Raises:
-        ValueError: as `saliency`; or `layer` has no channels.
-        NoGradientRule: an operator on the path has no rule.
+        ValueError, NoGradientRule: as `saliency`; or `layer` has no channels.
 
     Examples:
         >>> import numpy as np, onnx, onnxgrad as og
@@ -54,11 +50,11 @@ def grad_cam(
         >>> og.explain.grad_cam(model, x, "h").tolist()
         [[[3.0, 3.0]]]
     """
-    point = ScoreFunction(model, layer, output).at(inputs)
+    point = ScoreFunction(model, layer, output).at(inputs, target)
     h = point.values[layer].astype(np.float64)
     if h.ndim < 2:
         raise ValueError(f"{layer!r} of shape {list(h.shape)} has no axis of channels")
-    gradient = point.gradients(point.values, point.indices(target))[layer].astype(np.float64)
+    gradient = point.gradients(point.values)[layer].astype(np.float64)
     weights = gradient.mean(axis=tuple(range(2, h.ndim)), keepdims=True)
     maps = (weights * h).sum(axis=1, keepdims=True)
     return np.asarray(np.maximum(maps, 0) if relu else maps, point.values[layer].dtype)
@@ -83,13 +79,10 @@ def layer_conductance(
     layer through which all paths go is f(x) - f(baseline): see `completeness_gap`.
 
     Args:
-        model: model, serialized model or path; never modified.
-        inputs: the array of the only input, or `{name: array}`.
+        model, inputs, target, output: see `saliency`; `model` is no `ScoreFunction`.
         layer: name of a float value.
-        target: which element of a row of the output is its score; see `saliency`.
         baselines: where the way begins; see `integrated_gradients`.
         wrt: names of the values that move along the way; see `ScoreFunction`.
-        output: name of the output; see `ScoreFunction`.
         steps: number of parts of the way.
         method: the quadrature whose `steps + 1` points are the ends of the parts; see
             `integrated_gradients`.
@@ -117,50 +110,31 @@ def layer_conductance(
     proto = read(model)
     point = ScoreFunction(proto, wrt, layer).at(inputs)
     starts = baseline_values(point, baselines)
-    to_score = _Behind(point, ScoreFunction(proto, layer, output))
-    return _conducted(to_score, point, starts, to_score.indices(target), fractions)
+    to_score = ScoreFunction(proto, layer, output).at(point.feed, target)
+    return _conductance(point, to_score, starts, fractions)
 
 
-def _conducted(
-    to_score: _Behind, point: Point, starts: Arrays, indices: np.ndarray, fractions: np.ndarray
+def _conductance(
+    point: Point, to_score: Point, starts: Arrays, fractions: np.ndarray
 ) -> np.ndarray:
-    """Return the sum over parts of the way of the gradient where it begins times the change."""
-    size = max(1, point.function.batch_size // point.rows)
+    """Return the sum over parts of the way of the gradient where it begins times the change.
+
+    The layer is the output at `point`, and the value at `to_score`.
+    """
+    (layer,), output = to_score.values, to_score.function.output
+    behind = to_score.function.piece([output], [layer, *point.values])
     total, before, gradient = None, None, None
-    for i in range(0, len(fractions), size):
-        path = between(starts, point.values, fractions[i : i + size])
+    for part in point.chunks(len(fractions)):
+        path = between(starts, point.values, fractions[part])
         values = point.outputs(path)
-        gradients = to_score.gradients(path, values, indices)
+        feed, rowed = point.feed_at(path) | {layer: values}, {*point.rowed, *path, layer}
+        seed = to_score.seed(len(values) // point.rows)
+        gradients = behind.gradients(feed, rowed, [layer], seed)[layer]
         shape = (-1, point.rows, *values.shape[1:])
         for h, g in zip(values.reshape(shape), gradients.reshape(shape), strict=True):
             if before is not None:
-                part = gradient * (h.astype(np.float64) - before)
-                total = part if total is None else total + part
+                flow = gradient * (h.astype(np.float64) - before)
+                total = flow if total is None else total + flow
             before, gradient = h.astype(np.float64), g
     assert total is not None
     return np.asarray(total, values.dtype)
-
-
-class _Behind:
-    """The gradients of scores with respect to a layer, on the way of `point`."""
-
-    def __init__(self, point: Point, function: ScoreFunction) -> None:
-        self._layer, self._point = function.wrt[0], point
-        cut = [self._layer, *point.values]
-        self._piece = function.piece([function.output], cut)
-        self._whole = function
-
-    def indices(self, target: Target | None) -> np.ndarray:
-        """Return the index of the score of each row."""
-        return self._whole.at(self._point.feed).indices(target)
-
-    def gradients(
-        self, path: dict[str, np.ndarray], values: np.ndarray, indices: np.ndarray
-    ) -> np.ndarray:
-        """Return the gradients where the layer is `values`, and the beginning of the way `path`."""
-        feed = self._point.tiled(path) | {self._layer: values}
-        rowed = {*self._point.rowed, *path, self._layer}
-        every = np.tile(indices, (len(values) // self._point.rows, 1))
-        y = self._piece.run(feed, rowed)[0]
-        seed = seeds(y.shape, y.dtype, every)
-        return self._piece.gradients(feed, rowed, [self._layer], seed)[self._layer]

@@ -10,7 +10,7 @@ from onnx import ModelProto, defs
 
 from onnxgrad.autodiff.primal.local_functions import inlined
 from onnxgrad.errors import ModelError, unknown
-from onnxgrad.finetune.file_shapes import Stated, restore, stated
+from onnxgrad.finetune.file_shapes import Stated, all_values, restore, stated_types
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.graph.traversal import all_names, all_nodes
@@ -18,6 +18,7 @@ from onnxgrad.model.convert import non_tensor, to_ir, to_proto
 from onnxgrad.model.notes import HEAD, read_note, write_note
 from onnxgrad.model.opsets import convert
 from onnxgrad.model.read import ModelLike, read
+from onnxgrad.model.scopes import free_name
 from onnxgrad.reporting import logger
 
 
@@ -85,13 +86,13 @@ def _join(
     rename: Mapping[str, str],
 ) -> None:
     """Put the nodes of `above` behind those of `below`, in place."""
-    before = stated(below.graph) | stated(above.graph)
+    before = stated_types(below.graph) | stated_types(above.graph)
     infer(below)
     infer(above)
     pairs = _pairs(below.graph, above.graph, mapping)
     fed = {x.name for _, x in pairs}
     chosen = _rename_inputs(above.graph, fed, rename)
-    shared = _shared(below.graph, above.graph, pairs, chosen, before)
+    shared = _shared_inputs(below.graph, above.graph, pairs, chosen, before)
     kept = [y for y in below.graph.outputs if y not in [v for v, _ in pairs]]
     for y in above.graph.outputs:
         if y.name in {v.name for v in kept}:
@@ -179,12 +180,8 @@ def _check(y: ir.Value, x: ir.Value) -> None:
     have, want = dims(y), dims(x)
     if have is None or want is None:
         return
-    differ = [
-        a
-        for a, b in zip(have, want, strict=False)
-        if isinstance(a, int) and isinstance(b, int) and a != b
-    ]
-    if len(have) != len(want) or differ:
+    pairs = zip(have, want, strict=False)
+    if len(have) != len(want) or any({type(d) for d in p} == {int} and p[0] != p[1] for p in pairs):
         raise ValueError(
             f"{y.name!r} has the shape {list(have)}, and the input {x.name!r} of the head takes "
             f"{list(want)}"
@@ -214,7 +211,7 @@ def _rename_inputs(
     return {inputs[old] for old in rename}
 
 
-def _shared(
+def _shared_inputs(
     below: ir.Graph,
     above: ir.Graph,
     fed: _Pairs,
@@ -266,46 +263,31 @@ def _rename(below: ir.Graph, above: ir.Graph, prefix: str, replaced: Iterable) -
     """Give the values and nodes of `above` names that `below` does not have."""
     taken, replaced = all_names(below), set(replaced)
     final = {x.name for x in (*above.inputs, *above.outputs)}
-    mine = all_names(above)
-    results = [y for node in all_nodes(above) for y in node.outputs]
-    inner = [v for g in above.subgraphs() for v in (*g.inputs, *g.initializers.values())]
-    values = dict.fromkeys([*above.inputs, *above.initializers.values(), *results, *inner])
+    every = taken | all_names(above)
     renamed = 0
-    for value in values:
+    for value in all_values(above):
         if value.name not in taken or (value.is_graph_input() and value.name in replaced):
             continue
         if value.name in final and value.graph is above:
-            _free(below, str(value.name), prefix, taken | mine)
+            _rename_inner(below, str(value.name), every)
             continue
-        value.name = _unused(f"{prefix}{value.name}", taken | mine)
-        mine.add(value.name)
+        value.name = free_name(f"{prefix}{value.name}", every)
         renamed += 1
     nodes = {str(node.name) for node in all_nodes(below)}
     for node in all_nodes(above):
         if node.name and node.name in nodes:
-            node.name = _unused(f"{prefix}{node.name}", nodes)
-            nodes.add(node.name)
+            node.name = free_name(f"{prefix}{node.name}", nodes)
     if renamed:
         logger.info("%d values of the head got the prefix %r", renamed, prefix)
 
 
-def _free(below: ir.Graph, name: str, prefix: str, taken: set[str]) -> None:
+def _rename_inner(below: ir.Graph, name: str, taken: set[str]) -> None:
     """Rename the inner value `name` of the backbone, as an output of the head has that name."""
-    for graph in (below, *below.subgraphs()):
-        results = [y for node in graph for y in node.outputs]
-        for value in (*graph.inputs, *graph.initializers.values(), *results):
-            if value.name == name:
-                if value.is_graph_input() and graph is below:
-                    raise ValueError(f"{name!r} is an input of the backbone, and one of the head")
-                value.name = _unused(f"backbone.{name}", taken)
-
-
-def _unused(name: str, taken: Iterable[str]) -> str:
-    taken, number, base = set(taken), 0, name
-    while name in taken:
-        number += 1
-        name = f"{base}_{number}"
-    return name
+    for value in all_values(below):
+        if value.name == name:
+            if value.is_graph_input() and value.graph is below:
+                raise ValueError(f"{name!r} is an input of the backbone, and one of the head")
+            value.name = free_name(f"backbone.{name}", taken)
 
 
 def _unify_symbols(
@@ -329,18 +311,16 @@ def _shape_outputs(model: ir.Model) -> None:
     graph = model.graph
     unknown_shapes = [y for y in graph.outputs if y.shape is None or y.type is None]
     if unknown_shapes:
-        before = stated(graph)
+        before = stated_types(graph)
         infer(model)
         restore(before, unknown_shapes)
 
 
 def _move(below: ir.Model, above: ir.Model, pairs: _Pairs, kept: list[ir.Value]) -> None:
     """Move the nodes of `above` behind those of `below`, in place."""
-    outputs = list(above.graph.outputs)
-    replaced = {x: y for y, x in pairs}
-    for x, y in replaced.items():
+    for y, x in pairs:
         ir.convenience.replace_all_uses_with(x, y, replace_graph_outputs=True)
-    outputs = [replaced.get(y, y) for y in outputs]
+    replaced, outputs = {x for _, x in pairs}, list(above.graph.outputs)
     inputs = [x for x in above.graph.inputs if x not in replaced]
     nodes, initializers = list(above.graph), list(above.graph.initializers.values())
     above.graph.inputs.clear()

@@ -11,8 +11,8 @@ from typing import Any
 from onnxgrad.autodiff.partition import Partition
 from onnxgrad.model.read import ModelLike
 from onnxgrad.plot import placement
-from onnxgrad.plot.layering import Cell, Layered
-from onnxgrad.plot.scene import Scene
+from onnxgrad.plot.layering import Layered
+from onnxgrad.plot.scene import Cell, Scene
 from onnxgrad.plot.svg import STYLE, folded_groups, hues
 
 _HEIGHT = 560  # pixels in a notebook
@@ -106,12 +106,7 @@ def show(model: ModelLike | Partition, *, fold: bool | None = None) -> Picture:
 def _data(layered: Layered, folded: set[int]) -> dict[str, Any]:
     """Return what the page draws; `view.html` reads it."""
     scene, hue = layered.scene, hues(layered.scene)
-    nodes: Counter[int] = Counter()
-    for item in scene.items:
-        group = item.group
-        while item.kind == "node" and group >= 0:
-            nodes[group] += 1
-            group = scene.groups[group].parent
+    nodes = Counter(g for i in scene.items if i.kind == "node" for g in scene.path(i.id))
     names = ("GAP", "DOWN", "PAD", "HEAD", "LINE", "LETTER")
     return {
         "sizes": {name: getattr(placement, name) for name in names},

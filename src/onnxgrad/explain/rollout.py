@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from onnxgrad.autodiff.primal.prepare import prepare
 from onnxgrad.errors import escaping, unknown
-from onnxgrad.explain.inputs import Inputs, checked_feed, rows_of
+from onnxgrad.explain.user_inputs import Inputs, checked_feed, rows_of
 from onnxgrad.graph.garbage import garbage_kept
 from onnxgrad.graph.shapes import rank
 from onnxgrad.graph.tidy import tidy
@@ -21,7 +21,7 @@ from onnxgrad.runtime.device import CPU
 from onnxgrad.runtime.session import session, work
 
 _HEADS: dict[str, Callable[..., Any]] = {"mean": np.mean, "max": np.max, "min": np.min}
-_PASSED = frozenset(("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Where"))
+_MOVES = frozenset(("Cast", "Identity", "Reshape", "Squeeze", "Unsqueeze", "Where"))
 
 
 def attention_names(model: ModelLike) -> list[str]:
@@ -64,8 +64,7 @@ def attention_rollout(
     2020, arXiv:2005.00928). No gradient is computed.
 
     Args:
-        model: model, serialized model or path; never modified.
-        inputs: the array of the only input, or `{name: array}`.
+        model, inputs: see `saliency`; `model` is no `ScoreFunction`.
         names: names of the attention probabilities, first layer first, of shape (rows, heads, T,
             T), (rows times heads, T, T) or (rows, T, T). None: `attention_names(model)`.
         heads: "mean", "max" or "min" over the heads; the rows of A are normalized again.
@@ -93,7 +92,7 @@ def attention_rollout(
         raise unknown("value of `heads`", heads, _HEADS)
     rollout = None
     for name, array, rows in _layers(model, inputs, names):
-        a = _fused(name, array.astype(np.float64), rows, heads)
+        a = _fuse_heads(name, array.astype(np.float64), rows, heads)
         if rollout is not None and a.shape != rollout.shape:
             raise ValueError(
                 f"the attention {name!r} of shape {list(array.shape)} is not between the tokens of "
@@ -112,7 +111,7 @@ def _layers(
     with garbage_kept():
         prepared = prepare(read(model), keep=() if names is None else names)
         graph = prepared.graph
-        chosen = _probabilities(graph) if names is None else _named(graph, names)
+        chosen = _probabilities(graph) if names is None else _values_called(graph, names)
         if not chosen:
             raise ValueError(
                 "no attention is found: no Softmax over the last axis whose result a MatMul takes "
@@ -149,12 +148,12 @@ def _weighs(softmax: ir.Node) -> bool:
         for node, operand in waiting.pop().uses():
             if node.op_type in ("MatMul", "Einsum") and operand == 0:
                 return True
-            if node.op_type in _PASSED:
+            if node.op_type in _MOVES:
                 waiting += node.outputs
     return False
 
 
-def _named(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
+def _values_called(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
     values = {str(y.name): y for node in graph for y in node.outputs}
     for name in once("attention", names):
         if name not in values:
@@ -163,7 +162,7 @@ def _named(graph: ir.Graph, names: Sequence[str]) -> list[ir.Value]:
     return [values[name] for name in names]
 
 
-def _fused(name: str, p: np.ndarray, rows: int, heads: str) -> np.ndarray:
+def _fuse_heads(name: str, p: np.ndarray, rows: int, heads: str) -> np.ndarray:
     """Return the probabilities of a layer without the axis of its heads, (rows, T, T)."""
     if p.ndim not in (3, 4) or p.shape[-1] != p.shape[-2] or len(p) % rows:
         raise ValueError(

@@ -1,0 +1,91 @@
+"""What all pictures and texts of a model show of its nodes and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+
+import onnx_ir as ir
+from onnx import AttributeProto, GraphProto, NodeProto, TypeProto, ValueInfoProto, numpy_helper
+
+from onnxgrad.model.constants import standard
+
+MOST_ELEMENTS = 10  # elements: longer constants show their type and shape only
+_PLAIN = (
+    AttributeProto.FLOAT, AttributeProto.FLOATS, AttributeProto.INT, AttributeProto.INTS,
+    AttributeProto.STRING, AttributeProto.STRINGS,
+)  # fmt: skip
+
+
+def operator_name(node: NodeProto) -> str:
+    """Return the operator of a node, with its domain if it is not a standard one."""
+    return f"{node.domain}.{node.op_type}" if standard(node.domain) else node.op_type
+
+
+def metadata_of(node: NodeProto) -> dict[str, str]:
+    """Return the metadata of a node."""
+    return {entry.key: entry.value for entry in node.metadata_props}
+
+
+def attribute_texts(node: NodeProto) -> list[str]:
+    """Return names and values of the attributes that are no graphs."""
+    graphs = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+    return [attribute_text(a) for a in node.attribute if a.type not in graphs]
+
+
+def graphs_of(node: NodeProto) -> Iterator[tuple[str, GraphProto]]:
+    """Yield the graphs of a node, with the names of their attributes."""
+    for a in node.attribute:
+        yield from ((a.name, g) for g in ([a.g] if a.type == AttributeProto.GRAPH else a.graphs))
+
+
+def attribute_text(attribute: AttributeProto) -> str:
+    """Return name and value of an attribute that is not a graph; long values are left out."""
+    if attribute.ref_attr_name:
+        return f"{attribute.name}=@{attribute.ref_attr_name}"
+    if attribute.type == AttributeProto.TENSOR:
+        if prod(attribute.t.dims) <= MOST_ELEMENTS:
+            return f"{attribute.name}={numpy_helper.to_array(attribute.t).tolist()}"
+        return f"{attribute.name}={tensor_text(attribute.t.data_type, attribute.t.dims)}"
+    if attribute.type not in _PLAIN:
+        kind = AttributeProto.AttributeType.Name(attribute.type)
+        return f"{attribute.name}={kind.lower()}"
+    value = ir.serde.deserialize_attribute(attribute).value
+    if not isinstance(value, (list, tuple)):
+        return f"{attribute.name}={_number(value)}"
+    shown = f"{len(value)} values" if len(value) > MOST_ELEMENTS else ", ".join(map(_number, value))
+    return f"{attribute.name}=[{shown}]"
+
+
+def _number(value) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)
+
+
+def type_text(
+    value: ValueInfoProto, of_tensor: Callable[[int, list[int | str] | None], str]
+) -> str:
+    """Return the declared type of a value: `of_tensor` of dtype and shape; "" if it has none."""
+    kind = value.type.WhichOneof("value")
+    if kind != "tensor_type":
+        return kind.removesuffix("_type") if kind else ""
+    return of_tensor(value.type.tensor_type.elem_type, stated_shape(value.type.tensor_type))
+
+
+def stated_shape(tensor: TypeProto.Tensor) -> list[int | str] | None:
+    """Return the dimensions of a declared shape, None when there is none."""
+    if not tensor.HasField("shape"):
+        return None
+    return [
+        d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in tensor.shape.dim
+    ]
+
+
+def tensor_text(data_type: int, dims: Iterable[int | str] | None) -> str:
+    """Return a dtype and a shape as the text of a model has them."""
+    return f"type=dtype({dtype_name(data_type)!r}) shape={'?' if dims is None else tuple(dims)}"
+
+
+def dtype_name(data_type: int) -> str:
+    """Return the numpy name of an element type."""
+    name = ir.DataType(data_type).name.lower()
+    return {"float": "float32", "double": "float64"}.get(name, name)
