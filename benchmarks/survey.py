@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +23,6 @@ from unittest import mock
 import onnxruntime as ort
 
 from onnxgrad.runtime import session
-from onnxgrad.training.run import selection
 
 _STEPS = 4
 _AROUND = ("Scan", "Loop", "If")  # the time of their bodies is counted node by node
@@ -52,8 +50,7 @@ def _profiled(folder: str) -> Iterator[list[ort.InferenceSession]]:
         sessions.append(plain(model, options, **more))
         return sessions[-1]
 
-    whole = mock.patch.object(selection, "SPLIT_WORK", math.inf)  # no parts for threads
-    with whole, mock.patch.object(session.ort, "InferenceSession", profiling):
+    with mock.patch.object(session.ort, "InferenceSession", profiling):
         yield sessions
 
 

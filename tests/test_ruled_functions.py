@@ -11,8 +11,6 @@ import onnx
 import pytest
 
 import onnxgrad as og
-from onnxgrad.training.run import selection
-from onnxgrad.training.run.parts import Together
 from running import run_named
 
 RATE = 0.1
@@ -82,16 +80,6 @@ def test_the_output_of_a_function_is_a_prediction():
     trainer = og.Trainer(made, "squared_error", **OPTIONS).fit(X, Y, batch_size=8)
     gradient = np.mean(2 * (rounded(START) - Y) * X, axis=0)[:, None]
     np.testing.assert_allclose(trainer.state.weights["W"], START - RATE * gradient, rtol=1e-5)
-
-
-def test_threads_that_share_a_batch(monkeypatch):
-    monkeypatch.setattr(selection, "SPLIT_THREADS", 2)
-    monkeypatch.setattr(selection, "SPLIT_WORK", 0)
-    monkeypatch.setattr(selection, "SPLIT_WORK_PER_WEIGHT", 0)
-    monkeypatch.setattr(selection, "threads", lambda work: 2)
-    trainer = og.Trainer(model(), "squared_error", **OPTIONS).fit(X, Y, batch_size=8)
-    assert type(trainer._loop.runner) is Together
-    np.testing.assert_allclose(trainer.state.weights["W"], stepped(), rtol=1e-5)
 
 
 def test_stack():

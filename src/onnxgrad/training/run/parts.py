@@ -1,4 +1,4 @@
-"""Running a step that threads and processes share, each with its rows of the batch."""
+"""Running a step that processes share, each with its rows of the batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from onnxgrad.training.batches import Slice
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.row_axes import Axes
 from onnxgrad.training.run.in_place import InPlace
-from onnxgrad.training.run.row_parts import Splitting, part_shapes
+from onnxgrad.training.run.row_parts import part_shapes
 from onnxgrad.training.run.runner import Losses, Now, Runner
 from onnxgrad.training.run.stages import Stages, Value, as_array
 from onnxgrad.training.state import Arrays, Slots, Values
@@ -28,7 +28,7 @@ from onnxgrad.training.step.inputs import Call
 
 
 class Together(Runner):
-    """A `Runner` whose threads and processes each compute the gradient of some rows.
+    """A `Runner` of one of several processes, each of which computes the gradient of some rows.
 
     Args:
         step: it has nodes that exchange values.
@@ -37,7 +37,6 @@ class Together(Runner):
         fields: the inputs of data.
         group: the processes.
         buckets: as those of `DataParallel`.
-        splitting: how threads share the rows of this process; None: they are one part.
     """
 
     def __init__(
@@ -48,25 +47,18 @@ class Together(Runner):
         fields: Fields,
         group: Group,
         buckets: int = 1,
-        splitting: Splitting | None = None,
     ) -> None:
         graph = step.model.graph
         to_native(graph, target)
         super().__init__(to_proto(step.model), step, target.device, work, fields)
-        self.group, self.part, self.splitting = group, Part(group.rank, group.size), splitting
+        self.group, self.part = group, Part(group.rank, group.size)
         self.of_several = group.size > 1
-        self.parts = 1 if splitting is None else splitting.parts
-        pieces = cut(step.model, buckets)
-        self.stages = Stages(pieces, step, self.device, work, group, self.parts)
-        self._axes: Axes = {}
+        self.stages = Stages(cut(step.model, buckets), step, self.device, work, group)
         self._collected: tuple[Now, dict[str, Arrays]] | None = None
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]], axes: Axes) -> None:
         """Announce the shapes of most batches, if they are known, and the axes of their rows."""
-        self._axes = axes
-        own = part_shapes(shapes, axes, self.part)
-        each = [Part(i, self.parts) for i in range(self.parts)]
-        self.stages.expect([part_shapes(own, axes, part) for part in each] if shapes else [])
+        self.stages.expect(part_shapes(shapes, axes, self.part))
 
     def budget(self) -> int:
         """Return how many batches the next call may run: as many as in the other processes."""
@@ -99,10 +91,7 @@ class Together(Runner):
         """Return the outputs of the step; `counts`: whether the rows of this process count."""
         names = [str(v.name) for v in self.step.inputs.data.values()]
         data = {name: as_array(inputs.pop(name)) for name in names}
-        parts = [data]
-        if self.splitting is not None and counts:
-            parts = self.splitting.of(data, self._axes)
-        values = self.stages.run(inputs, parts, counts)
+        values = self.stages.run(inputs, data, counts)
         return [values[name] for name in self.outputs]
 
     def _kept(self, value: Value) -> ort.OrtValue:
@@ -225,7 +214,6 @@ def shared_runner(
     fields: Fields,
     group: Group,
     options: DataParallel,
-    splitting: Splitting | None = None,
 ) -> Runner:
     """Return the runner of a step for one process of a group; it takes the step over."""
     if options.local_steps > 1:
@@ -233,7 +221,7 @@ def shared_runner(
         arguments = model, step, target.device, work, fields
         return Local(*arguments, group=group, steps=options.local_steps)
     kind = Together if step.updates is None else TogetherInPlace
-    return kind(step, target, work, fields, group, options.buckets, splitting)
+    return kind(step, target, work, fields, group, options.buckets)
 
 
 def agreed(group: Group, requests: Sequence[bool]) -> list[bool]:

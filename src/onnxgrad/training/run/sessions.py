@@ -35,10 +35,8 @@ class Sessions:
         step: Step,
         device: Device,
         work: float,
-        single: bool = False,
     ) -> None:
         self.model, self.step, self.device, self.work = model, step, device, work
-        self.single = single
         self.expected: dict[str, int] = {}
         self._announced: dict[str, int] = {}
         self._any: ort.InferenceSession | None = None
@@ -75,21 +73,17 @@ class Sessions:
                 self.expected = {}
         if self._any is None:
             recomputes = self.step.recomputes
-            self._any = session(self.model, self.device, self.work, recomputes, single=self.single)
+            self._any = session(self.model, self.device, self.work, recomputes)
         return self._any
 
     @garbage_kept()
     def _created(self, lengths: dict[str, int]) -> ort.InferenceSession:
         if self.device == CPU and self.work >= WORK_PER_THREAD:
             try:
-                return ordered_session(
-                    self.model, self.device, self.work, lengths, order_all, self.single
-                )
+                return ordered_session(self.model, self.device, self.work, lengths, order_all)
             except Exception:  # the order only saves memory; what else is wrong, raises below
                 logger.debug("the nodes of the step keep their order", exc_info=True)
-        return session(
-            self.model, self.device, self.work, self.step.recomputes, lengths, self.single
-        )
+        return session(self.model, self.device, self.work, self.step.recomputes, lengths)
 
     def _lengths(self, arrays: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
         """Return the lengths of the symbolic dimensions of the data."""
