@@ -9,7 +9,6 @@ from typing import Any
 from onnx import ModelProto
 
 from onnxgrad.cli.arguments import trainer_arguments
-from onnxgrad.cli.classes import CLASSES, class_labels
 from onnxgrad.cli.columns import Targets
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
@@ -17,9 +16,11 @@ from onnxgrad.cli.sources import ImageSource, naming, open_data
 from onnxgrad.cli.task import Task, map_arrow, map_images, map_table, split
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.data.images import ImageFolder
-from onnxgrad.data.tables import FileTable, Labels
+from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
-from onnxgrad.model.notes import write_note
+from onnxgrad.finetune.heads import CLASSES
+from onnxgrad.model.class_labels import Labels, stored_labels
+from onnxgrad.model.notes import read_note, write_note
 from onnxgrad.training.callbacks.base import Callback
 from onnxgrad.training.holdout import balanced
 from onnxgrad.training.objective import Objective
@@ -140,6 +141,11 @@ def named_classes(options: LabelOptions) -> list[str] | None:
     return head.split(",") if head and "," in head else None
 
 
+def known_classes(options: LabelOptions, proto: ModelProto) -> Labels | None:
+    """Return the labels of the classes by number, of the options or else of the model."""
+    return named_classes(options) or read_note(proto, CLASSES) or stored_labels(proto)
+
+
 def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callback]) -> Job:
     """Return the trainer and its data.
 
@@ -151,7 +157,7 @@ def prepare(options: TrainOptions, proto: ModelProto, callbacks: Sequence[Callba
     separated = separate_merged(proto)
     matching_weights(separated, options.train, "weight")
     matching_weights(separated, options.freeze, "weight (--freeze)")
-    classes = named_classes(options) or class_labels(proto)
+    classes = known_classes(options, proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
     keys = ("loss", "loss_options", "loss_weights", "device")
     scored = ModelWithLoss(model, **{key: arguments[key] for key in keys})

@@ -18,9 +18,10 @@ from onnxgrad.data.cells import Cells
 from onnxgrad.data.columns import Names
 from onnxgrad.data.fields import Field
 from onnxgrad.data.images import ImageFolder
-from onnxgrad.data.tables import FileTable, Labels
+from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
 from onnxgrad.graph.shapes import dims
+from onnxgrad.model.class_labels import Labels
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.objective import Objective

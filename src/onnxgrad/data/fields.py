@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.cells import Cells
@@ -14,7 +15,7 @@ from onnxgrad.data.columns import Part, is_table, stacked
 from onnxgrad.data.indices import Table
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import named
-from onnxgrad.graph.shapes import Dims
+from onnxgrad.graph.shapes import Dims, dims
 
 # (mask of wrong values, what must be or is wrong, others than that, remedy) raises if any is
 Refuse = Callable[..., None]
@@ -39,6 +40,11 @@ class Field:
     allowed: Any = None
     tables: tuple[Table, ...] = ()
     ignores_nan: bool | None = None
+
+    @classmethod
+    def of(cls, x: ir.Value) -> Field:
+        """Return what an input of a graph accepts, as it is declared."""
+        return cls(str(x.name), (x.dtype or ir.DataType.FLOAT).numpy(), dims(x))
 
     def check(self, data: Any, axis: int | None = 0, whole: bool = False) -> np.ndarray:
         """Return `data` as the array for the input; the columns of a table are reshaped.

@@ -27,8 +27,8 @@ from onnxgrad.data.cells import (
 )
 from onnxgrad.errors import argument, unknown
 from onnxgrad.limits import check_limit
+from onnxgrad.model.class_labels import Labels
 
-Labels = list[str] | list[int]
 Table = dict[str, np.ndarray]
 _RATIO = 10  # expanded size divided by file size, above which the limit is checked
 

@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import numpy as np
 from sklearn.base import RegressorMixin
-from sklearn.utils import column_or_1d
 
 from onnxgrad.sklearn.base import OnnxEstimator
 from onnxgrad.sklearn.head import Head
@@ -79,8 +78,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         Raises:
             ValueError: as `fit`; or `early_stopping=True`.
         """
-        self._continue(X, y, sample_weight)
-        return self
+        return self._continue(X, y, sample_weight)
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the predictions, in the shape of the labels of `fit`.
@@ -100,8 +98,6 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         return tags
 
     def _checked_labels(self, y: np.ndarray) -> np.ndarray:
-        if y.ndim == 2 and y.shape[1] == 1:
-            y = column_or_1d(y, warn=True)
         return y if y.dtype.kind == "f" else y.astype(np.float64)
 
     def _ignores_nan(self) -> bool:
@@ -125,9 +121,3 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
                 f"the model predicts the shape {head.shape} for each row, and y has {shape}: give "
                 f"the model a new head first, onnxgrad.replace_head(model, units={shape[-1]})"
             )
-
-    def _loss_of(self, head: Head) -> Any:
-        return "squared_error" if self.loss is None else self.loss
-
-    def _encoded(self, y: np.ndarray) -> np.ndarray:
-        return self._network.head.as_target(y)
