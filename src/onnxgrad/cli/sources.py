@@ -44,9 +44,9 @@ class ArrowSource:
     types: dict[str, str]
 
     @property
-    def ranks(self) -> dict[str, int]:
-        """How many axes the array of each column has, as far as these decide who takes it."""
-        return {n: 1 + ("list" in kind or "tensor" in kind) for n, kind in self.types.items()}
+    def lists(self) -> list[str]:
+        """The columns that hold an array for each row."""
+        return [name for name, kind in self.types.items() if "list" in kind or "tensor" in kind]
 
     def check_numbers(self, names: Collection[str]) -> None:
         """Raise `DataError` if one of these columns is text."""

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.cli.columns import Columns, Targets, assign, ignored, in_other_order, listed
+from onnxgrad.cli.columns import Columns, Targets, ignored, in_other_order, listed
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.sources import ArrowSource, ImageSource
 from onnxgrad.data.arrays import DataError
-from onnxgrad.data.cells import Cells
-from onnxgrad.data.columns import Names
-from onnxgrad.data.fields import Field
+from onnxgrad.data.columns import Names, Part
 from onnxgrad.data.images import ImageFolder
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import unknown
@@ -89,37 +87,21 @@ def map_table(table: FileTable, objective: Objective, targets: Targets, weight: 
     inputs = [str(x.name) for x in objective.data if x.name not in labels]
     if weight is not None and weight not in table:
         raise unknown("column (--sample-weight)", weight, table.columns)
-    ranks = {n: a.ndim for n, a in table.values.items() if n != weight}
-    columns = assign(ranks, targets.names, inputs, objective.names)
-    cells = {name: table.cells(columns[name], f"input {name!r}") for name in inputs}
-    for name, group in labels.items():
-        cells[name] = table.cells(group, f"target {', '.join(map(repr, group))}")
-    arrays = _arrays(Fields(objective), cells)
+    rest = [name for name in table if name not in (*targets.names, weight)]
+    lists = [name for name in rest if table[name].ndim > 1]
+    columns = objective.names.by_input(rest, inputs, lists)
+    parts = {name: Part(table, group) for name, group in (columns | labels).items()}
+    arrays = Fields(objective).arrays(parts)
     weights = None
     if weight is not None:
         weights = table.cells([weight], "the weights").stacked()
-    names = stored_names(columns, ranks, targets)
     y = {name: arrays.pop(name) for name in labels if objective.labels}
     label: Any = next(iter(y.values())) if len(y) == 1 else y or None
-    rows = len(next(iter(arrays.values())))
+    rows, names = len(next(iter(arrays.values()))), _stored_names(columns, lists, targets)
     task = Task(Dataset(arrays, label, weights), rows, names)
     task.notes += [table.note] * bool(table.note)
     task.tell(table.columns, columns, objective.names, *targets.names, weight)
     return task
-
-
-def _arrays(fields: Fields, cells: dict[str, Cells]) -> dict[str, np.ndarray]:
-    """Return the checked arrays of the inputs.
-
-    Raises:
-        ValueError: cells that an input does not take, or arrays that do not fit each other.
-    """
-    arrays = {name: fields.fields[name].of_cells(each) for name, each in cells.items()}
-    check_counts(arrays)
-    fields.check_axes(arrays)
-    for name, each in cells.items():
-        fields.fields[name].check_indices(arrays, cells=each)
-    return arrays
 
 
 def check_counts(arrays: dict[str, np.ndarray]) -> None:
@@ -129,9 +111,9 @@ def check_counts(arrays: dict[str, np.ndarray]) -> None:
         raise DataError(f"the arrays differ in their number of rows: {counts}")
 
 
-def stored_names(columns: Columns, ranks: dict[str, int], targets: Targets) -> Names:
+def _stored_names(columns: Columns, lists: Collection[str], targets: Targets) -> Names:
     """Return the names that a trained model stores: of inputs that take columns of numbers."""
-    named = {n: list(g) for n, g in columns.items() if any(ranks[name] == 1 for name in g)}
+    named = {n: list(group) for n, group in columns.items() if not {*group} <= {*lists}}
     return Names(named, targets.names if named else [])
 
 
@@ -162,16 +144,16 @@ def map_arrow(source: ArrowSource, objective: Objective, options: LabelOptions) 
         ValueError: columns that the model does not take, or more than one label.
     """
     inputs = [str(x.name) for x in _features(source.name, objective)]
-    ranks, weight = source.ranks, options.sample_weight
-    targets = Targets.of(options, ranks, objective.names)
+    weight, names = options.sample_weight, objective.names
+    targets = Targets.of(options, source.types, names)
     targets.by_label(objective)
-    rest = {name: rank for name, rank in ranks.items() if name != weight}
-    columns = assign(rest, targets.names, inputs, objective.names)
+    rest = [name for name in source.types if name not in (*targets.names, weight)]
+    columns = names.by_input(rest, inputs, source.lists)
     source.check_numbers([*(n for group in columns.values() for n in group), *targets.names])
     reader = source.reader(columns, targets.names, weight)
-    names = stored_names(columns, ranks, targets)
-    task = Task(Dataset(reader), reader.rows, names, in_memory=False)
-    task.tell(ranks, columns, objective.names, *targets.names, weight)
+    stored = _stored_names(columns, source.lists, targets)
+    task = Task(Dataset(reader), reader.rows, stored, in_memory=False)
+    task.tell(source.types, columns, names, *targets.names, weight)
     return task
 
 
@@ -190,8 +172,3 @@ def split(rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
         raise ValueError(f"--validation {share:g} of {rows} rows leaves a part empty: use 0")
     order = np.random.default_rng(seed).permutation(rows)
     return np.sort(order[count:]), np.sort(order[:count])
-
-
-def field_of(value: ir.Value) -> Field:
-    """Return what an input of a model takes."""
-    return Field(str(value.name), (value.dtype or ir.DataType.FLOAT).numpy(), dims(value))

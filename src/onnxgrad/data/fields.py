@@ -25,7 +25,7 @@ Refuse = Callable[..., None]
 class Field:
     """The data that one input of a model accepts.
 
-    - `name`, `dtype` and `shape`: of the input, as declared.
+    - `name`, `dtype` and `shape`: of the input, as declared; `is_label`: whether it takes labels.
     - `classes`: number of classes of a label; `ignored`: a class index that is allowed as well.
     - `allowed`: the `LabelBounds` of a loss.
     - `tables`: the tables that the input indexes.
@@ -40,6 +40,7 @@ class Field:
     allowed: Any = None
     tables: tuple[Table, ...] = ()
     ignores_nan: bool | None = None
+    is_label: bool = False
 
     @classmethod
     def of(cls, x: ir.Value) -> Field:
@@ -129,12 +130,21 @@ class Field:
                 "behind what it computes from them by select_model_inputs_outputs, and train the "
                 "rest; replace_initializers_into_onnx writes its weights into the whole model"
             )
+        if (cells := self.cells(data)) is not None:
+            return self.of_cells(cells)
         if not is_table(data):
             return to_numbers(self.name, data)
-        table = data.table if isinstance(data, Part) else data
-        if isinstance(table, FileTable):
-            return self.of_cells(table.cells(data.columns, f"input {self.name!r}"))
         return fit_shape(stacked(self.name, data), self.shape, repr(self.name), reshape=True)
+
+    def cells(self, data: Any) -> Cells | None:
+        """Return the columns of a file in `data`; None if it is none, or a part of none."""
+        table = data.table if isinstance(data, Part) else data
+        if not isinstance(table, FileTable):
+            return None
+        title = f"input {self.name!r}"
+        if self.is_label:
+            title = f"{named('label')} {', '.join(map(repr, data.columns))}"
+        return table.cells(data.columns, title)
 
     def _exact(self, array: np.ndarray, axis: int | None) -> np.ndarray:
         """Return `array` in the declared shape, up to the length of `axis` and a last axis of one.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from onnxgrad.data.cells import Cells
 from onnxgrad.data.columns import Part, column_names, target_names
 from onnxgrad.data.fields import Field
 from onnxgrad.errors import argument, named, unknown
@@ -56,7 +57,7 @@ class Fields:
             limits: dict[str, Any] = {"tables": objective.tables.get(name, ())}
             if (of := labels.get(name)) is not None:
                 limits |= {"classes": of.classes, "ignored": of.ignore_index, "allowed": of.bounds}
-                limits["ignores_nan"] = of.ignore_nan
+                limits |= {"ignores_nan": of.ignore_nan, "is_label": True}
             shape = dims(x)
             if name == self.weight and shape is None:
                 shape = (None,)  # add_loss_output accepts (rows,) and (rows, 1)
@@ -208,7 +209,8 @@ class Fields:
             axes[self.weight] = self.row_axes.batch_axes.get(self.weight, 0)
             arrays[self.weight] = self.fields[self.weight].check(ones, axes[self.weight])
         self.check_rows(rows)
-        return self._agreeing({name: arrays[name] for name in names}, axes)
+        cells = {name: self.fields[name].cells(value) for name, value in data.items()}
+        return self._agreeing({name: arrays[name] for name in names}, axes, cells)
 
     def axes(self, arrays: Mapping[str, np.ndarray], cut: bool = False) -> Axes:
         """Return the axis of the rows of each array, None for one that every batch gets whole.
@@ -222,13 +224,16 @@ class Fields:
             self.row_axes.check_whole(lengths, axes)
         return axes
 
-    def _agreeing(self, arrays: dict[str, np.ndarray], axes: Axes) -> dict[str, np.ndarray]:
-        self.check_axes(arrays)
+    def _agreeing(
+        self, arrays: dict[str, np.ndarray], axes: Axes, cells: Mapping[str, Cells | None] = {}
+    ) -> dict[str, np.ndarray]:
+        """Return the arrays, of which none has lengths or indices that do not fit the others."""
+        self._check_axes(arrays)
         for name in arrays:
-            self.fields[name].check_indices(arrays, axes[name])
+            self.fields[name].check_indices(arrays, axes[name], cells.get(name))
         return arrays
 
-    def check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def _check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise if axes of one symbolic dimension differ in length."""
         lengths: dict[str, tuple[int, str]] = {}
         for name, array in arrays.items():
@@ -282,17 +287,14 @@ class Fields:
         return [name for name in names if name in used or name not in targets]
 
     def _split(self, X: Any, names: list[str], more: list[Any]) -> dict[str, Any]:
-        """Return the columns of a table by input: those it was trained on, or that of its name.
-
-        A single feature without such a column takes all that are not in `more`.
-        """
-        columns_of = {n: self.names.columns.get(n, [n]) for n in [*self.features, *more]}
-        if len(self.features) == 1 and not set(columns_of[self.features[0]]) <= set(names):
-            columns_of[self.features[0]] = [name for name in names if name not in more]
-        used = [name for columns in columns_of.values() for name in columns]
-        for name in used:
-            if name not in names:
-                raise unknown("column (every input of the model needs one)", name, names)
+        """Return the columns of a table by input; those of labels, in `more`, have their names."""
+        columns_of = {name: self.names.columns.get(name, [name]) for name in more}
+        of_labels = [name for columns in columns_of.values() for name in columns]
+        rest = [name for name in names if name not in of_labels]
+        own = [name for name in self.features if name in rest]
+        arrays = [name for name in own if getattr(X[name], "ndim", 1) > 1]
+        columns_of |= self.names.by_input(rest, self.features, arrays)
+        used = {name for columns in columns_of.values() for name in columns}
         if unused := [name for name in names if name not in used]:
             raise ValueError(f"no input of the model takes the columns {unused}: leave them out")
         return {
