@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from onnxgrad.data.cells import Cells
 from onnxgrad.data.columns import Part, column_names, target_names
 from onnxgrad.data.fields import Field
 from onnxgrad.errors import argument, named, unknown
@@ -140,7 +139,7 @@ class Fields:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        return self._checked(self.by_input(X, y, sample_weight), list(self.fields))
+        return self._checked(self.by_input(X, y, sample_weight), list(self.fields))[0]
 
     def by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
         """Return what `arrays` checks, by input name.
@@ -185,7 +184,7 @@ class Fields:
 
     def inputs(self, X: Any) -> dict[str, np.ndarray]:
         """Return the checked arrays of the inputs other than label and sample weights."""
-        return self._checked(self._by_name(X), self.features)
+        return self._checked(self._by_name(X), self.features)[0]
 
     def _check_names(self, data: Mapping[str, Any], names: list[str]) -> None:
         for name in data:
@@ -196,21 +195,32 @@ class Fields:
         if missing:
             raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
 
-    def _checked(self, data: Mapping[str, Any], names: list[str]) -> dict[str, np.ndarray]:
+    def _checked(
+        self, data: Mapping[str, Any], names: list[str], whole: bool = False
+    ) -> tuple[dict[str, np.ndarray], int]:
+        """Return the checked arrays of the inputs `names`, and the number of rows.
+
+        A `whole` batch is one that goes in as it is: rows are where the declared shapes say so.
+        """
         self._check_names(data, names)
         numbers = {name: self.fields[name].numbers(value) for name, value in data.items()}
         if self.weight in numbers:
             numbers[self.weight] = self._spread(numbers[self.weight], numbers)
-        axes = self.axes(numbers)
-        arrays = {name: self.fields[name].check(a, axes[name]) for name, a in numbers.items()}
-        rows = count_rows(arrays, axes)
+        axes = {n: self.row_axes.stated(n) for n in names} if whole else self.axes(numbers)
+        arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
+        rows = self._counted(arrays, axes) if whole else count_rows(arrays, axes)
         if self.weight in names and self.weight not in arrays:
-            ones = self._spread(np.ones(rows), {})
-            axes[self.weight] = self.row_axes.batch_axes.get(self.weight, 0)
-            arrays[self.weight] = self.fields[self.weight].check(ones, axes[self.weight])
-        self.check_rows(rows)
-        cells = {name: self.fields[name].cells(value) for name, value in data.items()}
-        return self._agreeing({name: arrays[name] for name in names}, axes, cells)
+            axes.setdefault(self.weight, self.row_axes.batch_axes.get(self.weight, 0))
+            ones, axis = self._spread(np.ones(rows), {}), axes[self.weight]
+            arrays[self.weight] = self.fields[self.weight].check(ones, axis, whole)
+        if not whole:
+            self.check_rows(rows)
+        arrays = {name: arrays[name] for name in names}
+        self._check_axes(arrays)
+        for name in names:
+            cells = self.fields[name].cells(data.get(name))
+            self.fields[name].check_indices(arrays, axes[name], cells)
+        return arrays, rows
 
     def axes(self, arrays: Mapping[str, np.ndarray], cut: bool = False) -> Axes:
         """Return the axis of the rows of each array, None for one that every batch gets whole.
@@ -223,15 +233,6 @@ class Fields:
         if cut:
             self.row_axes.check_whole(lengths, axes)
         return axes
-
-    def _agreeing(
-        self, arrays: dict[str, np.ndarray], axes: Axes, cells: Mapping[str, Cells | None] = {}
-    ) -> dict[str, np.ndarray]:
-        """Return the arrays, of which none has lengths or indices that do not fit the others."""
-        self._check_axes(arrays)
-        for name in arrays:
-            self.fields[name].check_indices(arrays, axes[name], cells.get(name))
-        return arrays
 
     def _check_axes(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise if axes of one symbolic dimension differ in length."""
@@ -314,36 +315,23 @@ class Fields:
         """
         if isinstance(item, Mapping):
             data = self._by_field(item)
-            return self._as_it_is({n: v for n, v in data.items() if n not in self.left_out})
+            given = {n: v for n, v in data.items() if n not in self.left_out}
+            return self._checked(given, list(self.fields), whole=True)
         parts = item if isinstance(item, (tuple, list)) else [item]
         if len(parts) > 3:
             raise ValueError(
                 f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
             )
-        arrays = self.arrays(*parts[: 1 if self.left_out else 3])
-        rows = count_rows(arrays, self.axes(arrays))
+        data = self.by_input(*parts[: 1 if self.left_out else 3])
+        arrays, rows = self._checked(data, list(self.fields))
         self.check_batch(rows)
         return arrays, rows
 
-    def _as_it_is(self, item: Mapping[str, Any]) -> tuple[dict[str, np.ndarray], int]:
-        names = list(self.fields)
-        self._check_names(item, names)
-        axes = {name: self.row_axes.stated(name) for name in names}
-        if self.weight is not None and self.weight in item:
-            own = self.fields[self.weight].numbers(item[self.weight])
-            item = {**item, self.weight: self._spread(own, item)}
-        arrays = {n: self.fields[n].check(v, axes[n], whole=True) for n, v in item.items()}
+    def _counted(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
+        """Return how many rows a batch has that goes in as it is."""
         for name in self.labels:
             if not arrays[name].size:
                 raise ValueError(f"{name!r} is empty: a batch needs a label")
-        rows = self._counted(arrays, axes)
-        if self.weight in names and self.weight not in arrays:
-            ones = self._spread(np.ones(rows), {})
-            arrays[self.weight] = self.fields[self.weight].check(ones, axes[self.weight], True)
-        return self._agreeing({name: arrays[name] for name in names}, axes), rows
-
-    def _counted(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
-        """Return how many rows a batch has that is passed as it is."""
         if self.label is None:
             counts = {arrays[n].shape[a] for n, a in axes.items() if a is not None and n in arrays}
             return counts.pop() if len(counts) == 1 else 1
