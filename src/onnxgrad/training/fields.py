@@ -182,10 +182,6 @@ class Fields:
             return {name: Part(y, [name]) for name in self.labels}
         raise ValueError(f"the model has several labels: pass y as a dict of {self.labels}")
 
-    def inputs(self, X: Any) -> dict[str, np.ndarray]:
-        """Return the checked arrays of the inputs other than label and sample weights."""
-        return self._checked(self._by_name(X), self.features)[0]
-
     def _check_names(self, data: Mapping[str, Any], names: list[str]) -> None:
         for name in data:
             if name not in names:
