@@ -149,10 +149,11 @@ def shape_mismatch(shape: Sequence[int], declared: Sequence[Dim] | None) -> str:
         if not axes:
             return ""
         reason = f"axis {axes[0]} differs" if len(axes) == 1 else f"axes {axes} differ"
-    return f"must have shape {_shown(declared)}, not {_shown(shape)}: {reason}"
+    return f"must have shape {shape_text(declared)}, not {shape_text(shape)}: {reason}"
 
 
-def _shown(shape: Sequence[Dim]) -> str:
+def shape_text(shape: Sequence[Dim]) -> str:
+    """Return a shape as text, "?" for an unknown length."""
     lengths = ["?" if d is None else printable(d) for d in shape]
     return f"({lengths[0]},)" if len(lengths) == 1 else f"({', '.join(lengths)})"
 
@@ -187,7 +188,7 @@ def fit_shape(array: np.ndarray, shape: Dims | None, what: str, reshape: bool) -
     if free > 1 or (count % least if free else count != least):
         multiple = "a multiple of " * bool(free)
         raise DataError(
-            f"{what} takes {multiple}{least} values a row (shape {_shown(declared)}); "
-            f"the data has {count} (shape {_shown(array.shape)})"
+            f"{what} takes {multiple}{least} values a row (shape {shape_text(declared)}); "
+            f"the data has {count} (shape {shape_text(array.shape)})"
         )
     return array.reshape(len(array), *fixed)

@@ -82,24 +82,24 @@ def check_order(transforms: Sequence[Transform]) -> None:
         raise ValueError("normalize must be the last transform: the others take images")
 
 
+@dataclass(eq=False)
 class ImageFolder(IndexedReader):
     """The images in sub-folders, one a class; what `image_folder` returns."""
 
-    def __init__(
-        self,
-        path: Path,
-        size: tuple[int, int],
-        transforms: tuple[Transform, ...],
-        layout: str | None,
-        channels: int | None,
-    ) -> None:
-        self.path, self.size, self.transforms = path, size, transforms
-        self.layout, self.channels = layout, channels
-        if not path.is_dir():
-            raise ValueError(f"{str(path)!r} is no folder")
-        folders = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith("."))
+    path: Path
+    size: tuple[int, int]
+    transforms: tuple[Transform, ...]
+    layout: str | None
+    channels: int | None
+
+    def __post_init__(self) -> None:
+        if not self.path.is_dir():
+            raise ValueError(f"{str(self.path)!r} is no folder")
+        folders = sorted(
+            p for p in self.path.iterdir() if p.is_dir() and not p.name.startswith(".")
+        )
         if not folders:
-            raise ValueError(f"{str(path)!r} has no folder: it takes one for each class")
+            raise ValueError(f"{str(self.path)!r} has no folder: it takes one for each class")
         self.classes = [folder.name for folder in folders]
         self.files: list[Path] = []
         labels: list[int] = []

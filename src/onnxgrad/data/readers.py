@@ -154,14 +154,18 @@ class Batches(Reader):
 
     def describe(self) -> dict[str, Any]:
         """Return the type, the number of batches, and for a list a digest of some."""
-        kind = type(self.source)
-        entries = {"kind": f"{kind.__module__}.{kind.__qualname__}", "batches": self.count}
+        entries = {"kind": full_name(self.source), "batches": self.count}
         if isinstance(self.source, (list, tuple)) and self.source:
             chosen = np.unique(np.linspace(0, len(self.source) - 1, _SAMPLED).astype(int))
             arrays = dict(enumerate(_numeric([self.source[i] for i in chosen])))
             digest = described("batches", {str(i): array for i, array in arrays.items()})["digest"]
             entries["digest"] = digest
         return entries
+
+
+def full_name(value: Any) -> str:
+    """Return the name of the type of a value, with its module."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _numeric(batches: Sequence[Any]) -> Iterator[np.ndarray]:

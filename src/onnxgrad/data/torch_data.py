@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxgrad.data.arrow_blocks import ColumnArrays
 from onnxgrad.data.columns import is_table
-from onnxgrad.data.readers import IndexedReader, Reader
+from onnxgrad.data.readers import IndexedReader, Reader, full_name
 from onnxgrad.errors import unknown
 from onnxgrad.runtime.values import to_numpy
 
@@ -107,8 +107,7 @@ class Samples(IndexedReader):
 
     def describe(self) -> dict[str, Any]:
         """Return the type of the dataset and the number of samples."""
-        kind = type(self.dataset)
-        return {"kind": f"{kind.__module__}.{kind.__qualname__}", "rows": self.rows}
+        return {"kind": full_name(self.dataset), "rows": self.rows}
 
 
 class Streamed(Reader):
@@ -127,8 +126,7 @@ class Streamed(Reader):
 
     def describe(self) -> dict[str, Any]:
         """Return the type of the dataset."""
-        kind = type(self.dataset)
-        return {"kind": f"{kind.__module__}.{kind.__qualname__}"}
+        return {"kind": full_name(self.dataset)}
 
 
 class _Columns:
