@@ -56,7 +56,7 @@ def files():
     [
         "onnxgrad.cli.train.read_model",
         "onnxgrad.cli.train.prepare",
-        "onnxgrad.cli.job.mapped",
+        "onnxgrad.cli.job.map_data",
         "onnxgrad.training.loop.Loop._epoch",
         "onnxgrad.training.run.runner.Runner.run",
     ],

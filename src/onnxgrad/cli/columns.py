@@ -105,19 +105,21 @@ def in_other_order(names: Iterable[str], columns: Columns, trained: Names) -> li
         if name in trained.columns and order != group:
             messages.append(
                 f"columns of input {name} are taken by name, in the order of its training: "
-                f"{listed(group)} (the data has {listed(order)})"
+                f"{first_names(group)} (the data has {first_names(order)})"
             )
     return messages
 
 
-def ignored(names: Iterable[str], columns: Columns, others: Sequence[str | None] = ()) -> list[str]:
+def ignored_columns(
+    names: Iterable[str], columns: Columns, others: Sequence[str | None] = ()
+) -> list[str]:
     """Return a message about columns that are neither of an input nor `others`, if there are."""
     used = {*others, *(name for group in columns.values() for name in group)}
     left = [name for name in names if name not in used]
-    return [f"ignored columns: {listed(left)}"] if left else []
+    return [f"ignored columns: {first_names(left)}"] if left else []
 
 
-def listed(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     """Return up to 12 names as text."""
     more = f", and {len(names) - 12} more" if len(names) > 12 else ""
     return ", ".join(names[:12]) + more

@@ -7,7 +7,7 @@ from numbers import Real
 from onnxgrad.cli.arguments import loss_arguments
 from onnxgrad.cli.command_options import EvalOptions
 from onnxgrad.cli.console import note, print_json, print_rows, say
-from onnxgrad.cli.job import check_classes, classifies, known_classes, mapped
+from onnxgrad.cli.job import check_classes, classifies, known_classes, map_data
 from onnxgrad.cli.model_files import read_model
 from onnxgrad.cli.model_with_loss import ModelWithLoss, with_loss
 from onnxgrad.training.judges import select_metrics
@@ -24,7 +24,7 @@ def evaluate(options: EvalOptions) -> None:
     classes = known_classes(options, proto)
     model = with_loss(proto, arguments["loss"], options.loss_output)
     scored = ModelWithLoss(model, **arguments, device=options.device)
-    task, objective = mapped(options, options.data, scored, classes)
+    task, objective = map_data(options, options.data, scored, classes)
     check_classes(options, objective)
     if not options.metrics and classifies(objective):
         scored.metrics_by_output = select_metrics(["accuracy"])

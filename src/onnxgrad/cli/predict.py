@@ -10,12 +10,12 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import ModelProto
 
-from onnxgrad.cli.columns import Columns as InputColumns, ignored, in_other_order
+from onnxgrad.cli.columns import Columns as InputColumns, ignored_columns, in_other_order
 from onnxgrad.cli.command_options import PredictOptions
 from onnxgrad.cli.console import note, print_json
 from onnxgrad.cli.model_files import STDOUT, check_not_data, check_output, inputs_of, read_model
 from onnxgrad.cli.prediction_files import Columns, check_ending, writer
-from onnxgrad.cli.sources import ArrowSource, ImageSource, naming, open_data
+from onnxgrad.cli.sources import ArrowSource, ImageSource, begin_errors, open_data
 from onnxgrad.cli.task import check_counts
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import Rows
@@ -90,14 +90,14 @@ class Predictor:
         providers = Device.of(self.options.device).check().providers
         session = loaded(self.proto, settings, providers=providers)
         for feed, count, extra in self._batches():
-            padded = {name: self._padded(array) for name, array in feed.items()}
+            padded = {name: self._pad(array) for name, array in feed.items()}
             results = session.run(self.outputs, padded)
             named = dict(zip(self.outputs, results, strict=True))
             columns = {**extra, **self._by_row(named, count)}
             self.rows, self.names = self.rows + count, list(columns)
             yield columns
 
-    def _padded(self, array: np.ndarray) -> np.ndarray:
+    def _pad(self, array: np.ndarray) -> np.ndarray:
         """Return the rows of a batch; the last one is repeated up to the rows of a static batch."""
         if self.fixed is None or len(array) == self.fixed:
             return array
@@ -149,7 +149,7 @@ class Predictor:
         gone = {*self.trained.target} - trained
         rest = [name for name in names if name not in gone]
         columns = self.trained.by_input(rest, [field.name for field in self.fields], arrays)
-        self.notes += ignored(names, columns) + in_other_order(names, columns, self.trained)
+        self.notes += ignored_columns(names, columns) + in_other_order(names, columns, self.trained)
         return columns
 
     def _arrays(self, columns: InputColumns, table: FileTable) -> Arrays:
@@ -161,7 +161,7 @@ class Predictor:
 
     def _of_table(self, source: FileTable, size: int) -> Iterator[tuple[Arrays, int, Arrays]]:
         self.notes += [source.note] * bool(source.note)
-        with naming(source):
+        with begin_errors(source):
             lists = [name for name in source if source[name].ndim > 1]
             arrays = self._arrays(self._columns_of(source.columns, lists), source)
             check_counts(arrays)

@@ -81,7 +81,7 @@ class Keeper:
         leave = "leave it there" if backup else "give it up"
         while True:
             try:
-                with self.stop.released():
+                with self.stop.let_through():
                     answer = typer.prompt(
                         f"Another path to write it to (Enter: {leave})",
                         default="",

@@ -26,7 +26,7 @@ _IN_MEMORY = 1 << 30  # bytes of a Parquet file that is read as a whole
 
 
 @contextmanager
-def naming(source: Source) -> Iterator[None]:
+def begin_errors(source: Source) -> Iterator[None]:
     """Begin the errors of the block with the name of the data."""
     try:
         yield

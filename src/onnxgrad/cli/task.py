@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from onnxgrad.cli.columns import Columns, Targets, ignored, in_other_order, listed
+from onnxgrad.cli.columns import Columns, Targets, first_names, ignored_columns, in_other_order
 from onnxgrad.cli.data_options import LabelOptions
 from onnxgrad.cli.sources import ArrowSource, ImageSource
 from onnxgrad.data.arrays import DataError
@@ -67,8 +67,8 @@ class Task:
         self.notes += in_other_order(names, columns, trained)
         for name, group in columns.items():
             if name not in trained.columns and len(group) > 1:
-                self.remarks.append(f"columns of input {name}, in this order: {listed(group)}")
-        self.remarks += ignored(names, columns, others)
+                self.remarks.append(f"columns of input {name}, in this order: {first_names(group)}")
+        self.remarks += ignored_columns(names, columns, others)
 
 
 def map_table(table: FileTable, objective: Objective, targets: Targets, weight: str | None) -> Task:
@@ -94,7 +94,7 @@ def map_table(table: FileTable, objective: Objective, targets: Targets, weight: 
     arrays = Fields(objective).arrays(parts)
     weights = None
     if weight is not None:
-        weights = table.cells([weight], "the weights").stacked()
+        weights = table.cells([weight], "the weights").side_by_side()
     y = {name: arrays.pop(name) for name in labels if objective.labels}
     label: Any = next(iter(y.values())) if len(y) == 1 else y or None
     rows, names = len(next(iter(arrays.values()))), _stored_names(columns, lists, targets)
@@ -124,12 +124,12 @@ def map_images(source: ImageSource, objective: Objective, classes: Labels | None
         ValueError: a model with several labels, or other classes than the folders.
     """
     reader = source.reader(dims(_features(source.name, objective)[0]))
-    names, own = listed(reader.classes), reader.classes
+    names, own = first_names(reader.classes), reader.classes
     if classes is not None:
         order = list(map(str, classes))
         if sorted(order) != sorted(own):
             raise DataError(
-                f"the folders are {names}, and the classes {listed(order)}: rename the folders"
+                f"the folders are {names}, and the classes {first_names(order)}: rename the folders"
             )
         reader.labels = np.array([order.index(name) for name in own])[reader.labels]
         reader.classes = order

@@ -11,7 +11,7 @@ from onnx import ModelProto
 from rich.table import Table
 from rich.text import Text
 
-from onnxgrad.cli.columns import listed
+from onnxgrad.cli.columns import first_names
 from onnxgrad.cli.command_options import GradOptions, MergeOptions
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.model_files import (
@@ -98,10 +98,10 @@ def _merge_folder(options: MergeOptions, folder: str) -> None:
     inputs = [Path(folder, name) for name in files.values()]
     inputs += [Path(options.checkpoint)] if options.checkpoint else []
 
-    def merged(proto: ModelProto) -> ModelProto:
+    def merge_files(proto: ModelProto) -> ModelProto:
         return merge_artifacts(folder, options.checkpoint, options.prefix)
 
-    _write(options, model, merged, inputs)
+    _write(options, model, merge_files, inputs)
 
 
 def _write(
@@ -151,4 +151,4 @@ def _signature(proto: ModelProto) -> dict[str, Any]:
 
 
 def _text(names: list[str]) -> Text:
-    return Text(printable(listed(names)))
+    return Text(printable(first_names(names)))

@@ -62,7 +62,7 @@ def _labels(X: Any) -> list[Any] | None:
     return None if labels is None or callable(labels) else list(labels)
 
 
-def stacked(name: str, table: Any) -> np.ndarray:
+def stack_columns(name: str, table: Any) -> np.ndarray:
     """Return the columns of `table` as one array, (rows, values).
 
     A column of lists gives as many values a row as the lists have elements.

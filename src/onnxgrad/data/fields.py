@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from onnxgrad.data.arrays import DataError, fit_shape, shape_mismatch, to_numbers
 from onnxgrad.data.cells import Cells
-from onnxgrad.data.columns import Part, is_table, stacked
+from onnxgrad.data.columns import Part, is_table, stack_columns
 from onnxgrad.data.indices import Table
 from onnxgrad.data.tables import FileTable
 from onnxgrad.errors import named
@@ -111,7 +111,7 @@ class Field:
         """
         if self.dtype == object:
             return fit_shape(cells.texts(), self.shape, cells.title, reshape=True)
-        array = cells.stacked(nan=bool(self.ignores_nan))
+        array = cells.side_by_side(nan=bool(self.ignores_nan))
 
         def refuse(bad: np.ndarray, rule: str, others: str = "", remedy: str = "") -> None:
             cells.refuse(bad, array, f"{rule}, not" if others else f"{rule}:", remedy)
@@ -134,7 +134,7 @@ class Field:
             return self.of_cells(cells)
         if not is_table(data):
             return to_numbers(self.name, data)
-        return fit_shape(stacked(self.name, data), self.shape, repr(self.name), reshape=True)
+        return fit_shape(stack_columns(self.name, data), self.shape, repr(self.name), reshape=True)
 
     def cells(self, data: Any) -> Cells | None:
         """Return the columns of a file in `data`; None if it is none, or a part of none."""

@@ -21,8 +21,8 @@ from onnxgrad.data.cells import (
     first_text,
     is_empty,
     is_text,
-    missing,
     remedy,
+    rows_with_gaps,
     short,
 )
 from onnxgrad.errors import argument, unknown
@@ -105,7 +105,7 @@ class FileTable(ColumnArrays):
         Raises:
             DataError: none is left.
         """
-        gone = missing(self.values)
+        gone = rows_with_gaps(self.values)
         if not gone.any():
             return self
         if gone.all():

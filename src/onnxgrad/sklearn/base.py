@@ -28,10 +28,10 @@ from onnxgrad.sklearn.head import Head, read_head
 from onnxgrad.sklearn.mlp import mlp
 from onnxgrad.sklearn.network import Network, Predictor
 from onnxgrad.training.arguments import select_rate
+from onnxgrad.training.batches import Split
 from onnxgrad.training.callbacks.early_stopping import EarlyStopping
 from onnxgrad.training.callbacks.progress import Progress
 from onnxgrad.training.equality import same
-from onnxgrad.training.holdout import Split
 
 _PROBED = 256  # rows for which a model is run to see what it predicts
 _MODELS = (ModelProto, bytes, os.PathLike)
@@ -98,14 +98,14 @@ class OnnxEstimator(BaseEstimator):
         """
         self._validate_params()
         going_on = self.warm_start and self._begun
-        data = self._checked(X, y, sample_weight, reset=not going_on)
+        data = self._check_data(X, y, sample_weight, reset=not going_on)
         if going_on:
             self._renew()
         else:
             self._start(*data)
         split, stopping, patience = None, [], self.n_iter_no_change
         if self.early_stopping:
-            split = self._split(data[1])
+            split = self._draw_split(data[1])
             monitor = f"validation_{self._metric_name}"
             stopping = [EarlyStopping(monitor, patience, min_delta=self.tol or 0.0)]
         elif self.tol is not None and np.isfinite(patience):
@@ -136,7 +136,7 @@ class OnnxEstimator(BaseEstimator):
         if self.early_stopping:
             raise ValueError("partial_fit does not support early_stopping=True")
         first = not self._begun
-        data = self._checked(X, y, sample_weight, reset=first)
+        data = self._check_data(X, y, sample_weight, reset=first)
         if first:
             self._start(*data, **more)
         else:
@@ -157,16 +157,16 @@ class OnnxEstimator(BaseEstimator):
         """Train on checked data; `rows` of them, if that is not all."""
         X, y, weight = data
         options |= {"batch_size": self._batch_size(rows or len(y)), "shuffle": self.shuffle}
-        options |= {"sample_weight": self._weighted(y, weight)}
+        options |= {"sample_weight": self._sample_weights(y, weight)}
         callbacks = [*self.callbacks, *callbacks]
-        self._network.train(further, X, self._encoded(y), callbacks, **options)
+        self._network.train(further, X, self._encode_labels(y), callbacks, **options)
 
     def _set_losses(self, losses: list[float]) -> None:
         """Set the attributes that say how training went."""
         self.loss_curve_, self.loss_, self.n_iter_ = losses, losses[-1], len(losses)
         self.best_loss_ = None if self.early_stopping else min(losses)
 
-    def _split(self, y: np.ndarray) -> Split:
+    def _draw_split(self, y: np.ndarray) -> Split:
         """Return which rows to train on, and which are held out."""
         split = Split(
             *train_test_split(
@@ -263,13 +263,13 @@ class OnnxEstimator(BaseEstimator):
             return None if first and first[0].dim_value else min(200, rows)
         return min(int(self.batch_size), rows)
 
-    def _checked(
+    def _check_data(
         self, X: Any, y: Any, sample_weight: Any, reset: bool
     ) -> tuple[Any, np.ndarray, np.ndarray | None]:
         """Return checked data."""
         if reset:
             self._tables = takes_tables(self.model)
-        X = self._checked_inputs(X, reset)
+        X = self._check_inputs(X, reset)
         if y is None:
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None"
@@ -279,13 +279,13 @@ class OnnxEstimator(BaseEstimator):
         check_consistent_length(next(iter(X.values())) if by_name(X) else X, y)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
-        y = self._checked_labels(y)
+        y = self._check_labels(y)
         if sample_weight is not None:
             empty = np.zeros((len(y), 1))
             sample_weight = _check_sample_weight(sample_weight, empty, ensure_non_negative=True)
         return X, y, sample_weight
 
-    def _checked_inputs(self, X: Any, reset: bool = False) -> Any:
+    def _check_inputs(self, X: Any, reset: bool = False) -> Any:
         """Return checked data; a dict, and a table whose columns are inputs, stay as they are."""
         checks: dict[str, Any] = {"dtype": (np.float64, np.float32)}
         if by_name(X):
@@ -298,10 +298,10 @@ class OnnxEstimator(BaseEstimator):
             checks = {"dtype": dtype, "ensure_all_finite": "allow-nan", "allow_nd": True}
         return validate_data(self, X, reset=reset, **checks)
 
-    def _computed(self, X: Any) -> dict[str, np.ndarray]:
+    def _compute(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target of the loss for X, and the labels if the file has them."""
         self._require_fitted()
-        return self._network.run(self._checked_inputs(X))
+        return self._network.run(self._check_inputs(X))
 
     def _require_fitted(self) -> None:
         if not self.__sklearn_is_fitted__():
@@ -312,7 +312,7 @@ class OnnxEstimator(BaseEstimator):
 
     # -- what the two differ in ---------------------------------------------------------------
 
-    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
+    def _check_labels(self, y: np.ndarray) -> np.ndarray:
         raise NotImplementedError
 
     def _ignores_nan(self) -> bool:
@@ -341,11 +341,11 @@ class OnnxEstimator(BaseEstimator):
         """Return the options of the loss."""
         return self.loss_options
 
-    def _encoded(self, y: np.ndarray) -> np.ndarray:
+    def _encode_labels(self, y: np.ndarray) -> np.ndarray:
         """Return labels as the loss takes them."""
         return self._network.head.as_target(y)
 
-    def _weighted(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
+    def _sample_weights(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
         """Return the sample weights, times those of the classes."""
         return weight
 

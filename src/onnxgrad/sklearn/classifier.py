@@ -137,7 +137,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        computed, head = self._computed(X), self._network.head
+        computed, head = self._compute(X), self._network.head
         if head.label is not None:
             labels = computed[head.label]
             return labels if self._several else self.classes_[head.index(labels.ravel())]
@@ -195,7 +195,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     def _columns(self, X: Any) -> np.ndarray:
         """Return the target of the loss, (rows, columns), in the order of `classes_`."""
-        computed, head = self._computed(X), self._network.head
+        computed, head = self._compute(X), self._network.head
         values = computed[head.target].reshape(len(computed[head.target]), -1)
         if not head.flipped:
             return values
@@ -210,7 +210,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
 
     # -- labels -------------------------------------------------------------------------------
 
-    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
+    def _check_labels(self, y: np.ndarray) -> np.ndarray:
         check_classification_targets(y)
         if y.ndim > 1 and type_of_target(y) != "multilabel-indicator":
             raise ValueError(f"Unknown label type: {type_of_target(y)}")
@@ -286,7 +286,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         spec = _spec(next(iter(loss.values())) if isinstance(loss, Mapping) else loss)
         return spec is None or spec.label_kind.dtype is not None
 
-    def _encoded(self, y: np.ndarray) -> np.ndarray:
+    def _encode_labels(self, y: np.ndarray) -> np.ndarray:
         head = self._network.head
         if self._several:
             return head.as_target(y.astype(np.float64))
@@ -304,7 +304,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
             return head.as_target(index.astype(np.float64))
         return head.as_target(np.eye(head.width)[index])
 
-    def _weighted(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
+    def _sample_weights(self, y: np.ndarray, weight: np.ndarray | None) -> np.ndarray | None:
         if self.class_weight is None:
             return weight
         own = compute_sample_weight(self.class_weight, y)

@@ -61,7 +61,7 @@ class Front:
                 "nodes, or pass data without text and missing values"
             )
 
-    def merged(self, trained: ModelProto) -> ModelProto:
+    def merge(self, trained: ModelProto) -> ModelProto:
         """Return the whole model with the constants of the trained rest."""
         new = {ref.name: ref.array() for ref in constant_refs(trained)}
         changed = {

@@ -67,7 +67,7 @@ class Network:
     def model(self) -> ModelProto:
         """The trained model."""
         model = self.trainer.model
-        return self.front.merged(model) if self.front else model
+        return self.front.merge(model) if self.front else model
 
     def run(self, X: Any) -> dict[str, np.ndarray]:
         """Return the target, and the labels if the model has an output of them."""
@@ -108,7 +108,7 @@ class Predictor:
         Raises:
             ValueError: data that an input does not accept.
         """
-        fed = self._fed(X)
+        fed = self._feeds(X)
         rows, size = len(next(iter(fed.values()))), self.fixed or _ROWS
         parts = []
         for start in range(0, rows, size):
@@ -120,7 +120,7 @@ class Predictor:
         columns = zip(self.outputs, zip(*parts, strict=True), strict=True)
         return {name: np.concatenate(arrays) for name, arrays in columns}
 
-    def _fed(self, X: Any) -> dict[str, np.ndarray]:
+    def _feeds(self, X: Any) -> dict[str, np.ndarray]:
         names = [field.name for field in self.fields]
         columns: Mapping[str, Any] = X
         if not by_name(X):

@@ -89,7 +89,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        values = self._computed(X)[self._network.head.target]
+        values = self._compute(X)[self._network.head.target]
         return values.reshape(len(values)) if self._flat and values.size == len(values) else values
 
     def __sklearn_tags__(self) -> Any:
@@ -97,7 +97,7 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
         tags.target_tags.multi_output = True
         return tags
 
-    def _checked_labels(self, y: np.ndarray) -> np.ndarray:
+    def _check_labels(self, y: np.ndarray) -> np.ndarray:
         return y if y.dtype.kind == "f" else y.astype(np.float64)
 
     def _ignores_nan(self) -> bool:

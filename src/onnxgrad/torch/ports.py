@@ -13,7 +13,7 @@ from torch import Tensor
 from onnxgrad.data.arrays import shape_mismatch
 from onnxgrad.errors import printable
 from onnxgrad.graph.shapes import Dims, dims
-from onnxgrad.torch.graph import DTYPES, Graph
+from onnxgrad.torch.function import DTYPES, Graph
 
 
 @dataclass

@@ -108,7 +108,7 @@ class Fields:
         return weight
 
     @property
-    def moved(self) -> bool:
+    def may_move_rows(self) -> bool:
         """Whether an input may have its rows on another axis than the first, or none."""
         stated = (self.row_axes.stated(name) for name in self.fields)
         return bool(self.row_axes.batch_axes) or any(stated)
@@ -139,7 +139,7 @@ class Fields:
             ValueError: an unknown or missing input, arrays of different lengths, or an array that
                 its input does not take.
         """
-        return self._checked(self.by_input(X, y, sample_weight), list(self.fields))[0]
+        return self._check(self.by_input(X, y, sample_weight), list(self.fields))[0]
 
     def by_input(self, X: Any, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
         """Return what `arrays` checks, by input name.
@@ -191,7 +191,7 @@ class Fields:
         if missing:
             raise ValueError(f"no data for the inputs {missing}; given: {list(data)}")
 
-    def _checked(
+    def _check(
         self, data: Mapping[str, Any], names: list[str], whole: bool = False
     ) -> tuple[dict[str, np.ndarray], int]:
         """Return the checked arrays of the inputs `names`, and the number of rows.
@@ -204,7 +204,7 @@ class Fields:
             numbers[self.weight] = self._spread(numbers[self.weight], numbers)
         axes = {n: self.row_axes.stated(n) for n in names} if whole else self.axes(numbers)
         arrays = {n: self.fields[n].check(a, axes[n], whole) for n, a in numbers.items()}
-        rows = self._counted(arrays, axes) if whole else count_rows(arrays, axes)
+        rows = self._count_as_it_is(arrays, axes) if whole else count_rows(arrays, axes)
         if self.weight in names and self.weight not in arrays:
             axes.setdefault(self.weight, self.row_axes.batch_axes.get(self.weight, 0))
             ones, axis = self._spread(np.ones(rows), {}), axes[self.weight]
@@ -312,18 +312,18 @@ class Fields:
         if isinstance(item, Mapping):
             data = self._by_field(item)
             given = {n: v for n, v in data.items() if n not in self.left_out}
-            return self._checked(given, list(self.fields), whole=True)
+            return self._check(given, list(self.fields), whole=True)
         parts = item if isinstance(item, (tuple, list)) else [item]
         if len(parts) > 3:
             raise ValueError(
                 f"a batch is (X, y), (X, y, sample_weight) or a dict, not {len(parts)} arrays"
             )
         data = self.by_input(*parts[: 1 if self.left_out else 3])
-        arrays, rows = self._checked(data, list(self.fields))
+        arrays, rows = self._check(data, list(self.fields))
         self.check_batch(rows)
         return arrays, rows
 
-    def _counted(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
+    def _count_as_it_is(self, arrays: Mapping[str, np.ndarray], axes: Axes) -> int:
         """Return how many rows a batch has that goes in as it is."""
         for name in self.labels:
             if not arrays[name].size:

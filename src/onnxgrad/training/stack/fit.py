@@ -15,13 +15,12 @@ from onnxgrad.errors import ConvergenceError
 from onnxgrad.optimizers import Chain, Optimizer, clip_by_global_norm
 from onnxgrad.schedules.epochwise import BaseLearningRate
 from onnxgrad.training.arguments import start_learning_rate
-from onnxgrad.training.batches import ArraySource, Batch, BatchSource
+from onnxgrad.training.batches import ArraySource, Batch, BatchSource, hold_out
 from onnxgrad.training.causes import cause_in_training
 from onnxgrad.training.data import Dataset
 from onnxgrad.training.evaluate import SIZE, check_weights, evaluator_of
 from onnxgrad.training.fields import Fields
 from onnxgrad.training.fit import Fit
-from onnxgrad.training.holdout import held_out_share
 from onnxgrad.training.rates import ByEpoch, ByStep, Rates
 from onnxgrad.training.recipe import Facts, Recipe
 from onnxgrad.training.settings import Settings
@@ -73,7 +72,7 @@ class StackFit(Fit):
         if isinstance(self.held_out, Dataset):
             held_out = self._source(self.held_out, self.evaluator.fields)
         elif self.held_out is not None:
-            source, held_out = held_out_share(source, self.held_out, trainer.seed)
+            source, held_out = hold_out(source, self.held_out, trainer.seed)
         if held_out is not None:
             self.evaluator.check_metrics(state.weights, held_out, trainer.metrics_by_output)
         schedules = [self._schedule(rate, source, epochs) for rate in rates]
