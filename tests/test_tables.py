@@ -12,12 +12,12 @@ import pytest
 from onnx import numpy_helper
 
 import onnxgrad as og
-from onnxgrad.cli.columns import Targets
 from onnxgrad.cli.data_options import LabelOptions
+from onnxgrad.cli.targets import Targets
 from onnxgrad.data.arrays import DataError
 from onnxgrad.data.cells import Cells, Rows
 from onnxgrad.data.columns import Names
-from onnxgrad.data.fields import Field
+from onnxgrad.data.field import Field
 from onnxgrad.data.tables import read_table
 from onnxgrad.graph.shapes import dims
 from onnxgrad.losses.info import LossInfo

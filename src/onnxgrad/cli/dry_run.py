@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from onnxgrad.cli.columns import first_names
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.job import Job, prepare
+from onnxgrad.cli.targets import first_names
 from onnxgrad.cli.train_options import TrainOptions
 from onnxgrad.training.callbacks.base import Callback, Control
 

@@ -11,7 +11,6 @@ from onnx import ModelProto
 from rich.table import Table
 from rich.text import Text
 
-from onnxgrad.cli.columns import first_names
 from onnxgrad.cli.command_options import GradOptions, MergeOptions
 from onnxgrad.cli.console import print_json, print_rows, results, say
 from onnxgrad.cli.model_files import (
@@ -22,6 +21,7 @@ from onnxgrad.cli.model_files import (
     read_model,
     write_model,
 )
+from onnxgrad.cli.targets import first_names
 from onnxgrad.errors import printable
 
 

@@ -352,3 +352,11 @@ class OnnxEstimator(BaseEstimator):
     def _strata(self, y: np.ndarray) -> np.ndarray | None:
         """Return the labels whose shares are kept where rows are held out."""
         return None
+
+
+def other_head(what: str, units: int) -> ValueError:
+    """Return the error for labels that a model does not predict."""
+    return ValueError(
+        f"the model has {what}: give it a new head first, "
+        f"onnxgrad.replace_head(model, units={units})"
+    )

@@ -16,7 +16,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 from onnxgrad.losses.objectives import ALIASES, LOSSES
 from onnxgrad.losses.spec import LossSpec
 from onnxgrad.metrics.foreign import FunctionMetric
-from onnxgrad.sklearn.base import OnnxEstimator
+from onnxgrad.sklearn.base import OnnxEstimator, other_head
 from onnxgrad.sklearn.head import Head, places
 
 
@@ -242,7 +242,7 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         new, columns = self.classes_, head.width
         if self._several:
             if columns != len(new):
-                raise _other_head(f"{columns} outputs, and y {len(new)} labels a row", len(new))
+                raise other_head(f"{columns} outputs, and y {len(new)} labels a row", len(new))
             return
         units = max(columns, 2)
         if head.classes is None:
@@ -250,13 +250,13 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
                 return
             if new.dtype.kind not in "iu" or new.min() < 0 or new.max() >= units:
                 what = f"{columns} outputs, for {units} classes, and y {len(new)} classes"
-                raise _other_head(what, len(new))
+                raise other_head(what, len(new))
             self.classes_ = np.arange(units)
         elif self.model is not None:
             own, text = head.classes, head.classes.dtype.kind == "U"
             if text != (new.dtype.kind in "UO") or not np.isin(new, own).all():
                 what = f"the classes {own.tolist()}, and y {new.tolist()}"
-                raise _other_head(what, len(new))
+                raise other_head(what, len(new))
             self.classes_ = own.astype(new.dtype if new.dtype.kind != "U" else own.dtype)
 
     def _loss_of(self, head: Head) -> Any:
@@ -324,10 +324,3 @@ def _spec(loss: Any) -> LossSpec | None:
 def _one_hot_accuracy(prediction: Any, label: Any, sample_weight: Any = None) -> float:
     hits = prediction.argmax(axis=-1) == label.argmax(axis=-1)
     return float(np.average(hits, weights=None if sample_weight is None else sample_weight.ravel()))
-
-
-def _other_head(what: str, units: int) -> ValueError:
-    return ValueError(
-        f"the model has {what}: give it a new head first, "
-        f"onnxgrad.replace_head(model, units={units})"
-    )

@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto
 
 from onnxgrad.data.arrays import fit_shape
 from onnxgrad.data.columns import is_table
-from onnxgrad.data.fields import Field
+from onnxgrad.data.field import Field
 from onnxgrad.model.feeds import inputs_without_default, names_without_default, session_dtype
 from onnxgrad.model.surgery import select_model_inputs_outputs
 from onnxgrad.model.traversal import all_nodes

@@ -9,7 +9,7 @@ import numpy as np
 from onnx import ModelProto
 
 from onnxgrad.data.columns import is_table
-from onnxgrad.data.fields import Field
+from onnxgrad.data.field import Field
 from onnxgrad.graph.inference.infer import infer
 from onnxgrad.graph.shapes import dims
 from onnxgrad.model.convert import to_ir

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from sklearn.base import RegressorMixin
 
-from onnxgrad.sklearn.base import OnnxEstimator
+from onnxgrad.sklearn.base import OnnxEstimator, other_head
 from onnxgrad.sklearn.head import Head
 
 
@@ -117,7 +117,5 @@ class OnnxRegressor(RegressorMixin, OnnxEstimator):
     def _agree(self, head: Head, y: np.ndarray) -> None:
         shape = y.shape[1:] or (1,)
         if (head.shape or (1,)) != shape:
-            raise ValueError(
-                f"the model predicts the shape {head.shape} for each row, and y has {shape}: give "
-                f"the model a new head first, onnxgrad.replace_head(model, units={shape[-1]})"
-            )
+            what = f"predictions of the shape {head.shape} for each row, and y {shape}"
+            raise other_head(what, shape[-1])

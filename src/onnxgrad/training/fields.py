@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onnxgrad.data.columns import Part, column_names, target_names
-from onnxgrad.data.fields import Field
+from onnxgrad.data.field import Field
 from onnxgrad.errors import argument, named, unknown
 from onnxgrad.graph.inference.infer import CALLED
 from onnxgrad.graph.shapes import dims, is_stated
