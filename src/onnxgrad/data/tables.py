@@ -85,7 +85,7 @@ class FileTable(ColumnArrays):
         self,
         values: Mapping[str, np.ndarray],
         name: str,
-        numbers: Rows | None = None,
+        numbers: Rows,
         note: str = "",
     ) -> None:
         super().__init__(values)
