@@ -168,14 +168,9 @@ class OnnxEstimator(BaseEstimator):
 
     def _draw_split(self, y: np.ndarray) -> Split:
         """Return which rows to train on, and which are held out."""
-        split = Split(
-            *train_test_split(
-                np.arange(len(y)),
-                random_state=self._rng,
-                test_size=self.validation_fraction,
-                stratify=self._strata(y),
-            )
-        )
+        options = {"random_state": self._rng, "test_size": self.validation_fraction}
+        rows = np.arange(len(y))
+        split = Split(*train_test_split(rows, stratify=self._strata(y), **options))
         if len(split.held_out) < 2:
             raise ValueError(
                 "The validation set is too small. Increase 'validation_fraction' or the size of "
@@ -258,9 +253,9 @@ class OnnxEstimator(BaseEstimator):
     def _batch_size(self, rows: int) -> int | None:
         """Return the rows of a batch; None leaves it to a model with a static batch."""
         if self.batch_size == "auto":
-            trainer = self._network.trainer
-            first = next(iter(trainer.proto.graph.input)).type.tensor_type.shape.dim[:1]
-            return None if first and first[0].dim_value else min(200, rows)
+            (first, *_) = self._network.trainer.proto.graph.input
+            static = any(d.dim_value for d in first.type.tensor_type.shape.dim[:1])
+            return None if static else min(200, rows)
         return min(int(self.batch_size), rows)
 
     def _check_data(
@@ -313,6 +308,7 @@ class OnnxEstimator(BaseEstimator):
     # -- what the two differ in ---------------------------------------------------------------
 
     def _check_labels(self, y: np.ndarray) -> np.ndarray:
+        """Return labels that `fit` takes."""
         raise NotImplementedError
 
     def _ignores_nan(self) -> bool:

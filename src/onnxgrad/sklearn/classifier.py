@@ -159,12 +159,12 @@ class OnnxClassifier(ClassifierMixin, OnnxEstimator):
         Raises:
             NotFittedError: `fit` was not called.
         """
-        values, head = self._columns(X), self._network.head
-        scores = bool(self._network.from_logits)
-        if values.shape[1] > 1 and not (self._several or head.one_vs_rest):
-            return softmax(values, axis=1) if scores else values
-        p = expit(values) if scores else values
-        if self._several:
+        values = self._columns(X)
+        shares = values.shape[1] > 1 and not (self._several or self._network.head.one_vs_rest)
+        p = values
+        if self._network.from_logits:
+            p = softmax(values, axis=1) if shares else expit(values)
+        if shares or self._several:
             return p
         return np.hstack([1 - p, p]) if p.shape[1] == 1 else p / p.sum(axis=1, keepdims=True)
 
