@@ -113,7 +113,8 @@ class Predictor:
         size = self.fixed or count
         columns: Arrays = {}
         for name, value in results.items():
-            if isinstance(value, list) and len(value) == size and _are_maps(value):
+            rows = isinstance(value, list) and len(value) == size
+            if rows and all(isinstance(row, dict) for row in value):
                 for key in value[0]:
                     columns[f"{name}_{key}"] = np.array([row[key] for row in value[:count]])
             elif isinstance(value, np.ndarray) and value.ndim and len(value) == size:
@@ -188,7 +189,3 @@ class Predictor:
             count = len(next(iter(parts.values())))
             start += count
             yield parts, count, {}
-
-
-def _are_maps(value: list[Any]) -> bool:
-    return bool(value) and all(isinstance(row, dict) for row in value)
